@@ -1,10 +1,12 @@
 """The entry point that vLLM calls first in every process (`vllm.general_plugins`).
 
 It registers the connector: `kv_connector_module_path` suffices for the connector alone, but a MultiConnector rebuilds its
-children's stats through the registry. It attaches the connector where the environment asks for it (`attach`). It has weights digested before a kernel packs them away. And it checks configurations
-early: vLLM makes connectors after it has loaded the model, in processes of their own, so a wrong key would end the start
-minutes later, with one trace per process. The check runs as soon as vLLM has made its configuration, in the process that
-the user started. vLLM's own commands then end with one line. Knows of vLLM: `KVConnectorFactory`.
+children's stats through the registry. It configures the connector where the environment asks for it (`attach`). It has weights
+digested before a kernel packs them away.
+
+And it checks configurations early: vLLM makes connectors after it has loaded the model, in processes of their own, so a wrong
+key would end the start minutes later, with one trace per process. The check runs as soon as vLLM has made its configuration, in
+the process that the user started. vLLM's own commands then end with one line. Knows of vLLM: `KVConnectorFactory`.
 """
 
 from __future__ import annotations

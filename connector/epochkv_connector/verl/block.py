@@ -29,9 +29,9 @@ class KvStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["EpochKVConnector", "MooncakeStoreConnector"] | None,
         Meta(description="vLLM's name of the connector. Without it, the file at `config_path` tells."),
     ] = None
-    kv_role: Annotated[Literal["kv_both", "kv_producer", "kv_consumer"], Meta(description="Whether an engine saves KV, loads it, or both.")] = (
-        "kv_both"
-    )
+    kv_role: Annotated[
+        Literal["kv_both", "kv_producer", "kv_consumer"], Meta(description="Whether an engine saves KV, loads it, or both.")
+    ] = "kv_both"
     config_path: Annotated[
         str | None,
         Meta(

@@ -86,7 +86,9 @@ def _mooncake(block: KvStore, source: str, content: Mapping[str, Any], environ: 
     """vLLM's own connector. Our plugin hands the path on to it: it reads a variable only."""
     master = content[MASTER]
     if not (isinstance(master, str) and master):
-        raise BlockError(f"{WHERE}: {schema.shown(source)}: {MASTER} is {schema.shown(master)}; it must be host:port of the Mooncake master")
+        raise BlockError(
+            f"{WHERE}: {schema.shown(source)}: {MASTER} is {schema.shown(master)}; it must be host:port of the Mooncake master"
+        )
     extra = {"mooncake_config_path": _absolute(source), **(block.extra_config or {})}
     return Expansion({"kv_connector": MOONCAKE, "kv_role": block.kv_role, EXTRA: extra}, None, master)
 

@@ -73,9 +73,15 @@ WRONG: list[tuple[dict[str, str], str]] = [
     ({"EPOCHKV_CONFIG": "/nowhere/connection.json"}, r"^EPOCHKV_CONFIG: '/nowhere/connection.json' cannot be read \(No such file"),
     ({"EPOCHKV_CONFIG": "{"}, r"^EPOCHKV_CONFIG: .*is not a JSON object"),
     ({"EPOCHKV_CONFIG": "{}"}, r"pool is missing; .*every pool's connection.json has it"),
-    ({"EPOCHKV_CONFIG": json.dumps({**DOCUMENT, "verfy": 1})}, r"^EPOCHKV_CONFIG: verfy is 1, but there is no such key; did you mean verify"),
+    (
+        {"EPOCHKV_CONFIG": json.dumps({**DOCUMENT, "verfy": 1})},
+        r"^EPOCHKV_CONFIG: verfy is 1, but there is no such key; did you mean verify",
+    ),
     *(
-        ({"EPOCHKV_LOCAL_CAPACITY": size}, r"^EPOCHKV_LOCAL_CAPACITY is '.*'; it must be a size such as 64Gi, or a number of bytes, from 512 to")
+        (
+            {"EPOCHKV_LOCAL_CAPACITY": size},
+            r"^EPOCHKV_LOCAL_CAPACITY is '.*'; it must be a size such as 64Gi, or a number of bytes, from 512 to",
+        )
         for size in ("64GB", "much", "-1Gi", "0", "64", "2Ei", "1e999999", "1e9999999999999999999", "NaN", "64 Gi")
     ),
 ]
@@ -144,7 +150,7 @@ def test_the_file_of_vllms_mooncake_connector_reaches_it(kind: Any, monkeypatch:
     extra = {"mooncake_config_path": "/nowhere/mooncake.json"}
     content = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     attach.before_engine(engine(kv_transfer_config=kind(content)), {})
-    with pytest.raises(FileNotFoundError, match="/nowhere/mooncake.json"):
+    with pytest.raises(FileNotFoundError, match=r"/nowhere/mooncake\.json"):
         MooncakeStoreConfig.load_from_config()
     monkeypatch.delenv("MOONCAKE_CONFIG_PATH")
 

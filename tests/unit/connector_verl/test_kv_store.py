@@ -22,7 +22,11 @@ from hack.standalone.mooncake import Mooncake
 from tests.support.hub import HubWorld, hub_world
 
 VLLM: dict[str, Any] = {"name": "vllm"}
-OURS = {"kv_connector": "EpochKVConnector", "kv_connector_module_path": "epochkv_connector.connector", "kv_load_failure_policy": "recompute"}
+OURS = {
+    "kv_connector": "EpochKVConnector",
+    "kv_connector_module_path": "epochkv_connector.connector",
+    "kv_load_failure_policy": "recompute",
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +72,25 @@ def test_the_defaults_change_nothing() -> None:
 WRONG: list[tuple[Any, str]] = [
     ({"on_failure": "explode"}, r"rollout\.kv_store: on_failure is 'explode'; it must be \"crash\" or \"fallback\""),
     ({"on_failure": None}, r"on_failure is null; it must be"),
-    ({"enabled": True}, r"enabled is true, but there is no such key; did you mean enable\? the keys are: config_path, enable, extra_config"),
+    (
+        {"enabled": True},
+        r"enabled is true, but there is no such key; did you mean enable\? the keys are: config_path, enable, extra_config",
+    ),
     ({"kv_conector": "x"}, r"did you mean kv_connector\?"),
     ({"enable": "yes"}, r"enable is 'yes'; it must be true or false"),
     ({"enable": 1}, r"enable is 1; it must be true or false"),
-    ({"kv_connector": "LMCacheConnector"}, r'kv_connector is \'LMCacheConnector\'; it must be "EpochKVConnector" or "MooncakeStoreConnector"'),
+    (
+        {"kv_connector": "LMCacheConnector"},
+        r'kv_connector is \'LMCacheConnector\'; it must be "EpochKVConnector" or "MooncakeStoreConnector"',
+    ),
     ({"kv_role": "both"}, r'kv_role is \'both\'; it must be "kv_both"'),
     ({"config_path": " "}, r"config_path is ' '; it must be the path of a JSON file"),
     ({"config_path": 7}, r"config_path is 7; it must be the path of a JSON file"),
     ({"extra_config": "x"}, r"extra_config is 'x'; it must be a mapping"),
-    ("on", r"rollout\.kv_store is 'on'; it must be a block with the keys enable, kv_connector, kv_role, config_path, extra_config, on_failure"),
+    (
+        "on",
+        r"rollout\.kv_store is 'on'; it must be a block with the keys enable, kv_connector, kv_role, config_path, extra_config, on_failure",
+    ),
     (["enable"], r"it must be a block"),
 ]
 
@@ -154,8 +167,14 @@ def test_a_file_that_cannot_be_meant_is_refused_whatever_on_failure_says(world: 
         ({"config_path": str(tmp_path / "text")}, "text is not a JSON object"),
         ({"config_path": str(tmp_path / "list")}, "list is not a JSON object"),
         ({"config_path": str(tmp_path / "other")}, "has neither the key pool .* nor master_server_address"),
-        ({"config_path": ours, "kv_connector": "MooncakeStoreConnector"}, "a file for EpochKVConnector; set kv_connector to EpochKVConnector"),
-        ({"config_path": ours, "extra_config": {"verfy": 1}}, r"kv_store: extra_config: verfy is 1, but there is no such key; did you mean ver"),
+        (
+            {"config_path": ours, "kv_connector": "MooncakeStoreConnector"},
+            "a file for EpochKVConnector; set kv_connector to EpochKVConnector",
+        ),
+        (
+            {"config_path": ours, "extra_config": {"verfy": 1}},
+            r"kv_store: extra_config: verfy is 1, but there is no such key; did you mean ver",
+        ),
         ({"config_path": mooncake_file(tmp_path, 5)}, "master_server_address is 5; it must be host:port"),
     ]
     for given, said in cases:
@@ -166,7 +185,7 @@ def test_a_file_that_cannot_be_meant_is_refused_whatever_on_failure_says(world: 
 def test_a_file_without_its_keys_is_refused(world: HubWorld, tmp_path: Path) -> None:
     path = altered(world, tmp_path)
     (tmp_path / "client/client.key").unlink()
-    with pytest.raises(BlockError, match="hub.credentials_dir is .*client.key"):
+    with pytest.raises(BlockError, match=r"hub\.credentials_dir is .*client\.key"):
         resolve(block(config_path=path), VLLM, {})
 
 
@@ -175,7 +194,7 @@ def test_a_file_without_its_keys_is_refused(world: HubWorld, tmp_path: Path) -> 
 
 def test_another_pool_than_the_hubs_is_refused(world: HubWorld, tmp_path: Path) -> None:
     path = altered(world, tmp_path, pool={"uid": "somebody-else"})
-    with pytest.raises(BlockError, match="config_path names another pool than its hub serves: .*somebody-else"):
+    with pytest.raises(BlockError, match=r"config_path names another pool than its hub serves: .*somebody-else"):
         resolve(block(config_path=path, on_failure="fallback"), VLLM, {})
 
 

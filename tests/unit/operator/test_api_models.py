@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_fence import quantity
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, admit, parse_engine, parse_pool
 from epochkv_operator.api.crd import CRDS, Crd, manifest
 from epochkv_operator.api.generate import main
