@@ -19,7 +19,9 @@ from epochkv_connector.config.machine import SMALLEST_SLOT_BYTES, gib
 from epochkv_connector.config.transfer import transfer_config
 from epochkv_connector.engine.logs import share_log_handlers
 from epochkv_fence import quantity
-from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV
+from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV, ConfigurationError, Connection
+from epochkv_fence.doctor.looking import NoHub, look_at_hub
+from epochkv_fence.doctor.running import apart
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> No
         return
     extra = extra_config(environ)
     config = ConnectorConfig.parse(extra, environ)
+    refuse_other_pool(environ)
     from vllm.config import KVTransferConfig
 
     arguments.kv_transfer_config = KVTransferConfig(**transfer_config(extra))
@@ -83,6 +86,24 @@ def extra_config(environ: Mapping[str, str]) -> dict[str, Any]:
         )
     text = environ.get(CAPACITY_ENV, "").strip()
     return {"local": {"capacity_bytes": capacity(text)}} if text else {}
+
+
+def refuse_other_pool(environ: Mapping[str, str]) -> None:
+    """Ask the hub whether the keys are those of the document's pool. Such an engine would join, and share with nobody.
+
+    A hub that does not answer is no error: the engine serves without it, as ever.
+
+    Raises:
+        ConfigError: they are another pool's.
+    """
+    try:
+        connection = Connection.load(None, environ)
+        connection.client_keys()
+    except ConfigurationError:  # no hub, or keys that come later
+        return
+    look, _ = apart(lambda: look_at_hub(connection, apart_seconds=0.0))
+    if isinstance(look, NoHub) and look.trouble == "pool":
+        raise ConfigError(f"{CONFIG_ENV} names another pool than its keys: {look.text}; take connection.json and keys from one pool")
 
 
 def capacity(text: str) -> int:

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 
 from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
 from epochkv_connector.engine import attach
+from tests.support.hub import hub_world
 from tests.support.scheduler import write_model_dir
 
 DOCUMENT = {
@@ -92,6 +93,19 @@ def test_a_wrong_value_is_named_with_its_remedy(change: dict[str, str], said: st
     with pytest.raises(ConfigError, match=said) as caught:
         joined({**ON, **change})
     assert "\n" not in str(caught.value)
+
+
+def test_keys_of_another_pool_are_refused_and_a_hub_that_is_gone_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "state/client/connection.json"
+    with hub_world(tmp_path / "state"):
+        attached = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": str(path)}
+        assert joined(attached) is not None
+        content = json.loads(path.read_text())
+        content["pool"]["uid"] = "somebody-else"
+        path.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=r"^EPOCHKV_CONFIG names another pool than its keys: .*somebody-else.*from one pool$"):
+            joined(attached)
+    assert joined(attached) is not None, "the hub is gone"
 
 
 def test_a_switch_that_is_misspelt_is_an_error_also_where_a_connector_is_configured() -> None:
