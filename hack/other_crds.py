@@ -1,4 +1,4 @@
-"""CRDs of other projects, from their own Go modules: what the operator writes is admitted by the real thing, and nothing is copied.
+"""CRDs of other projects, from their own Go modules: the real thing admits what the operator and our samples write. Nothing is copied.
 
 The modules are pinned in `cluster/tools/crds`; the Go module cache keeps them.
 """
@@ -23,6 +23,10 @@ CRDS: Final = {
     "leaderworkersets.leaderworkerset.x-k8s.io": (
         "sigs.k8s.io/lws",
         "config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml",
+    ),
+    "rayclusters.ray.io": (
+        "github.com/ray-project/kuberay/ray-operator",
+        "config/crd/bases/ray.io_rayclusters.yaml",
     ),
     "podmonitors.monitoring.coreos.com": (
         "github.com/prometheus-operator/prometheus-operator",

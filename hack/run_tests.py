@@ -109,6 +109,7 @@ LAYERS = (
             "tests/unit/connector_scheduler",
             "tests/unit/connector_identity",
             "tests/unit/connector_naming",
+            "tests/unit/connector_verl",
             "tests/unit/operator_arguments",
             "tests/unit/bench",
             "tests/cuda",

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONFIG_ENV: Final = "EPOCHKV_CONFIG"
+ATTACH_ENV: Final = "EPOCHKV_ATTACH"
+"""Switches the connector on in engines that have none configured (`epochkv_connector.engine.attach`)."""
 CONFIG_FILE: Final = "connection.json"
 GIVEN: Final = "the connection configuration"
 """What errors call a source that has no other name."""

@@ -213,6 +213,7 @@ def test_the_samples_are_accepted(plane: ControlPlane) -> None:
     assert sorted(line.split()[0] for line in made.splitlines()) == [
         "horizontalpodautoscaler.autoscaling/rollout",
         "inferenceengine.epochkv.io/rollout",
+        "job.batch/trainer",
         "kvcachepool.epochkv.io/policy",
         "pod/trainer",
     ]

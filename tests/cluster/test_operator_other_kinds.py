@@ -5,6 +5,7 @@ The CRDs come and go while the operator runs. No controller of these kinds runs:
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,11 @@ def test_monitors_follow_their_kind(plane: ControlPlane, namespace: Namespace, t
         )
         assert operator.metric("epochkv_operator_api_writes_total") > before
         assert operator.http("/livez")[0] == 200
+
+
+def test_the_sample_of_kuberay_is_accepted(plane: ControlPlane, install: Install) -> None:
+    install("rayclusters.ray.io")
+    sample = Path(__file__).parents[2] / "config/samples/kuberay/raycluster.yaml"
+    command = [str(plane.kubectl), f"--kubeconfig={plane.kubeconfig}", "apply", "--dry-run=server", "--validate=strict", "-f", str(sample)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split()[:2] == ["raycluster.ray.io/rollout", "created"], done.stderr

@@ -99,11 +99,15 @@ def _allowed(kind: inspect.Type, words: Mapping[str, Any]) -> tuple[str, str, Ca
             return "number", f"a number of {words['unit']} {bounds}", lambda value: type(value) in (int, float) and low <= value <= high
         case inspect.LiteralType(values=values):
             return "string", " or ".join(f'"{word}"' for word in values), lambda value: isinstance(value, str) and value in values
-        case inspect.StructType():
-            allowed = f"an object with the keys {', '.join(field.name for field in kind.fields)}"
+        case inspect.StructType() | inspect.DictType():
+            allowed = words["allowed"] if isinstance(kind, inspect.DictType) else f"an object with the keys {_names(kind)}"
             return "object", allowed, lambda value: isinstance(value, Mapping)
     fits = words.get("fits", lambda value: True)
     return "string", words["allowed"], lambda value: isinstance(value, str) and fits(value)
+
+
+def _names(model: inspect.StructType) -> str:
+    return ", ".join(field.name for field in model.fields)
 
 
 def _bounds(kind: inspect.IntType | inspect.FloatType) -> tuple[float, float]:

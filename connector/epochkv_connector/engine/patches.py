@@ -31,16 +31,17 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def after_arguments(check: Callable[[Any], None]) -> None:
-    """Call `check` with each configuration that vLLM makes of an engine's arguments, before anything is loaded.
+def around_arguments(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+    """Call `before` with the arguments of each engine, and `after` with the configuration that vLLM makes of them. Nothing is loaded yet.
 
     vLLM's commands and Python programs alike make engines with `EngineArgs`, whose constructor loads plugins. A process that
     has not imported it when plugins are loaded makes no engine of its own.
     """
 
-    def create(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        config = function(*args, **kwargs)
-        check(config)
+    def create(function: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any) -> Any:
+        before(arguments)
+        config = function(arguments, *args, **kwargs)
+        after(config)
         return config
 
     _wrap(getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None), "create_engine_config", create)

@@ -1,22 +1,28 @@
 """The entry point that vLLM calls first in every process (`vllm.general_plugins`).
 
 It registers the connector: `kv_connector_module_path` suffices for the connector alone, but a MultiConnector rebuilds its
-children's stats through the registry. It has weights digested before a kernel packs them away. And it checks configurations
-early: vLLM makes connectors after it has loaded the model, in processes of their own, so a wrong key would end the start
-minutes later, with one trace per process. The check runs as soon as vLLM has made its configuration, in the process that
-the user started. vLLM's own commands then end with one line. Knows of vLLM: `KVConnectorFactory`.
+children's stats through the registry. It configures the connector where the environment asks for it (`attach`). It has weights
+digested before a kernel packs them away.
+
+And it checks configurations early: vLLM makes connectors after it has loaded the model, in processes of their own, so a wrong
+key would end the start minutes later, with one trace per process. The check runs as soon as vLLM has made its configuration, in
+the process that the user started. vLLM's own commands then end with one line. Knows of vLLM: `KVConnectorFactory`.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from epochkv_connector.config.connector_config import NAME, ConfigError
 from epochkv_connector.engine import limits
+from epochkv_connector.engine.attach import before_engine, is_attached
 from epochkv_connector.engine.fenced import switch
 from epochkv_connector.engine.version import UnsupportedEngine
+from epochkv_fence.connection import ATTACH_ENV
 
 
 def register() -> None:
@@ -29,9 +35,20 @@ def register() -> None:
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "epochkv_connector.connector", NAME)
-    patches.after_arguments(check)
+    patches.around_arguments(attach, check)
     patches.before_packing(mark)
     fence.install()
+
+
+def attach(arguments: Any) -> None:
+    """Join an engine to the pool that the environment names; see `attach.before_engine`.
+
+    Raises:
+        ConfigError: the message says what to change.
+        SystemExit: the same as one line, in a command of vLLM.
+    """
+    with _one_line():
+        before_engine(arguments)
 
 
 def check(vllm_config: Any) -> None:
@@ -41,13 +58,20 @@ def check(vllm_config: Any) -> None:
         ConfigError, UnsupportedEngine: the message says what to change.
         SystemExit: the same as one line, in a command of vLLM.
     """
-    try:
+    remedy = f"; or unset {ATTACH_ENV}, which joined this engine to the pool" if is_attached(vllm_config.kv_transfer_config) else ""
+    with _one_line(remedy):
         limits.check_before_load(vllm_config)
         switch.check(vllm_config)
+
+
+@contextmanager
+def _one_line(remedy: str = "") -> Iterator[None]:
+    try:
+        yield
     except (ConfigError, UnsupportedEngine) as error:
         if is_command_of_vllm():
-            raise SystemExit(f"EpochKV cannot start: {error}") from None
-        raise
+            raise SystemExit(f"EpochKV cannot start: {error}{remedy}") from None
+        raise type(error)(f"{error}{remedy}") from None
 
 
 def is_command_of_vllm() -> bool:

@@ -13,6 +13,7 @@ from epochkv_fence.connection import CONFIG_ENV, ROOT_SECRET_FILE, Configuration
 from epochkv_fence.doctor import judging
 from epochkv_fence.doctor.finding import CannotLook, Finding, Say
 from epochkv_fence.doctor.looking import HubLook, NoHub, look_at_hub
+from epochkv_fence.doctor.plugins import VARIABLES, check_plugins
 from epochkv_fence.doctor.running import Check, Examination, Shared
 from epochkv_fence.doctor.store import look_at_admins, look_at_master
 from epochkv_fence.net.keys import CLIENT_SECRET_FILE
@@ -64,6 +65,7 @@ def pool_checks(config: str | None, store_admin: Sequence[str] = ()) -> Examinat
         judged("tiers", judging.judge_tiers),
         judged("versions", lambda look: judging.judge_versions(look, VERSION)),
         judged("clocks", judging.judge_clocks),
+        *([Check("plugins", _now(lambda: check_plugins(os.environ)))] if any(name in os.environ for name in VARIABLES) else []),
         *([Check("store", lambda: look_at_admins(store_admin))] if store_admin else []),
         *[Check("store", partial(look_at_master, address)) for address in _master(config)],
     ]

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 
-from epochkv_operator.api import quantity
+from epochkv_fence import quantity
 from epochkv_operator.api.base import NAME_MAX_LENGTH, NAME_PATTERN, Json, admitted, int_or_string, rule
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
+from epochkv_fence import quantity
 from epochkv_fence.protocol.messages import TIER_REASONS
-from epochkv_operator.api import quantity
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import (

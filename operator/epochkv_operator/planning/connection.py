@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from epochkv_operator.api import quantity
+from epochkv_fence import quantity
 from epochkv_operator.api.pool import KVCachePool, Mooncake, Transport
 from epochkv_operator.planning.context import Context, Json
 from epochkv_operator.planning.names import CREDENTIALS_DIR, MASTER_RPC_PORT, TRANSFER_PORTS, component_name, digest

@@ -5,19 +5,18 @@ from __future__ import annotations
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json
-from epochkv_operator.planning.engine.arguments import serves_tls
 from epochkv_operator.planning.names import component_selector, engine_object, pool_object
 
 _PORTS = {"master": "admin", "store": "health"}
 """Names of the ports with metrics, by component."""
 
 
-def engine_monitor(engine: InferenceEngine, selector: dict[str, str], context: Context) -> list[Json]:
-    """Scrapes the pods that answer requests; the connector's metrics are among vLLM's."""
+def engine_monitor(engine: InferenceEngine, selector: dict[str, str], context: Context, *, tls: bool) -> list[Json]:
+    """Scrapes the pods that answer requests, by HTTPS with `tls`; the connector's metrics are among vLLM's."""
     if "PodMonitor" not in context.served:
         return []
     body = _body(selector, "http")
-    if serves_tls(engine.spec):  # a certificate has no name of a pod
+    if tls:  # a certificate has no name of a pod
         body["spec"]["podMetricsEndpoints"][0] |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
     return [engine_object("PodMonitor", engine, context, body, more=dict(context.monitor_labels))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from epochkv_operator.api import quantity
+from epochkv_fence import quantity
 from epochkv_operator.planning.context import Json
 
 USER_ID: Final = 65532

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from epochkv_operator.api import quantity
+from epochkv_fence import quantity
 from epochkv_operator.api.base import PodTemplate
 from epochkv_operator.api.pool import KVCachePool, Mooncake
 from epochkv_operator.planning import connection as wiring

@@ -10,6 +10,7 @@ from epochkv_fence.client import Engine, PoolStatus
 from epochkv_fence.doctor import judging
 from epochkv_fence.doctor.finding import Finding, Level, exit_status, summary
 from epochkv_fence.doctor.looking import HubLook
+from epochkv_fence.doctor.plugins import check_plugins
 from epochkv_fence.doctor.store import AdminLook, judge_admins
 
 A, B = "a" * 32, "b" * 32
@@ -158,3 +159,32 @@ def test_the_exit_status_prefers_what_is_wrong() -> None:
     assert exit_status([ok, unknown]) == 2
     assert exit_status([wrong, unknown]) == 1
     assert summary([ok, ok, warning, warning, wrong]) == "1 wrong, 2 warnings, 2 ok"
+
+
+@pytest.mark.parametrize(
+    ("environ", "there", "level", "said", "fix"),
+    [
+        ({"EPOCHKV_ATTACH": "1"}, ["epochkv"], Level.OK, "no variable keeps", ""),
+        ({"EPOCHKV_ATTACH": "1"}, ["other"], Level.WRONG, "the connector is not installed here", "pip install"),
+        ({"EPOCHKV_ATTACH": "yes"}, ["epochkv"], Level.WRONG, "EPOCHKV_ATTACH is 'yes'; it must be 1", "export EPOCHKV_ATTACH=1"),
+        ({"EPOCHKV_ATTACH": "1", "VLLM_PLUGINS": "a,epochkv"}, ["epochkv"], Level.OK, "no variable keeps", ""),
+        (
+            {"EPOCHKV_ATTACH": "1", "VLLM_PLUGINS": "a,b"},
+            ["epochkv"],
+            Level.WRONG,
+            "VLLM_PLUGINS is 'a,b', so vLLM does not load epochkv: EPOCHKV_ATTACH does nothing",
+            "export VLLM_PLUGINS=a,b,epochkv",
+        ),
+        ({"VLLM_PLUGINS": ""}, ["epochkv"], Level.WRONG, "engines do not know their weights", "export VLLM_PLUGINS=epochkv"),
+        ({"VERL_USE_EXTERNAL_PLUGINS": "auto"}, [], Level.OK, "no variable keeps", ""),
+        ({"VERL_USE_EXTERNAL_PLUGINS": "x, EpochKV"}, [], Level.OK, "no variable keeps", ""),
+        ({"VERL_USE_EXTERNAL_PLUGINS": "x"}, [], Level.WARNING, "refuses the block kv_store", "export VERL_USE_EXTERNAL_PLUGINS=x,epochkv"),
+        ({"VERL_USE_EXTERNAL_PLUGINS": ""}, [], Level.WARNING, "verl does not load epochkv", "=epochkv"),
+        ({"VERL_USE_EXTERNAL_PLUGINS": "none"}, [], Level.WARNING, "verl does not load epochkv", "=epochkv"),
+    ],
+)
+def test_plugins_that_the_environment_leaves_out(environ: dict[str, str], there: list[str], level: Level, said: str, fix: str) -> None:
+    (found,) = check_plugins(environ, lambda group: there)
+    assert (found.check, found.level) == ("plugins", level)
+    assert said in found.text
+    assert fix in found.fix

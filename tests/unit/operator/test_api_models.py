@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, admit, parse_engine, parse_pool, quantity
+from epochkv_fence import quantity
+from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, admit, parse_engine, parse_pool
 from epochkv_operator.api.crd import CRDS, Crd, manifest
 from epochkv_operator.api.generate import main
 from tests.support.api.cases import Case

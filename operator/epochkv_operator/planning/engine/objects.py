@@ -7,6 +7,7 @@ from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.api.serving import is_zero
 from epochkv_operator.planning import podspec
 from epochkv_operator.planning.context import Context, Json
+from epochkv_operator.planning.engine.arguments import serves_tls
 from epochkv_operator.planning.engine.nodes import PREFIX, leader_worker_set, placement
 from epochkv_operator.planning.engine.pod import pod_template
 from epochkv_operator.planning.engine.startup import progress_deadline
@@ -49,7 +50,7 @@ def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: C
         engine_object("Service", engine, context, {"spec": service}),
         engine_object("PodDisruptionBudget", engine, context, budget),
         *(engine_policy(engine, pool, context) if pool is not None else []),
-        *engine_monitor(engine, leader_selector(engine), context),
+        *engine_monitor(engine, leader_selector(engine), context, tls=serves_tls(engine.spec)),
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from epochkv_operator.api import quantity
+from epochkv_fence import quantity
 from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning import connection as wiring

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from epochkv_operator.api import quantity
+from epochkv_fence import quantity
 from epochkv_operator.api.engine import InferenceEngineSpec
 from epochkv_operator.planning.context import Json
 

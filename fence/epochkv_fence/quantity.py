@@ -1,6 +1,7 @@
-"""Kubernetes quantities (`64Gi`, `500m`, `1e9`), read exactly as the API server reads them.
+"""Sizes as Kubernetes writes them (`64Gi`, `500m`, `1e9`), read exactly as the API server reads them.
 
-The planner does arithmetic on sizes (pod memory = what the user asked for + L1), so a string check is not enough.
+The planner does arithmetic on sizes (pod memory = what the user asked for + L1), so a string check is not enough. Engines take
+sizes of the same form from their environment.
 Source: k8s.io/apimachinery/pkg/api/resource/quantity.go.
 """
 

@@ -1,0 +1,145 @@
+"""Switches the connector on by the environment, for trainers that start engines and have no field for a `kv_transfer_config`.
+
+`EPOCHKV_ATTACH=1` gives every engine of a process tree what the user would have configured, before vLLM makes its configuration.
+Nothing behind that knows of it. The pool comes from `EPOCHKV_CONFIG`; L1 comes from there, too, or from `EPOCHKV_LOCAL_CAPACITY`.
+Knows of vLLM 0.30 to 0.33: `kv_transfer_config` and `kv_offloading_size` of `EngineArgs`, `KVTransferConfig`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any, Final
+
+from epochkv_connector.config import schema
+from epochkv_connector.config.connector_config import MAX_BYTES, ConfigError, ConnectorConfig
+from epochkv_connector.config.machine import SMALLEST_SLOT_BYTES, gib
+from epochkv_connector.config.transfer import transfer_config
+from epochkv_connector.engine.logs import share_log_handlers
+from epochkv_fence import quantity
+from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV, ConfigurationError, Connection
+from epochkv_fence.doctor.looking import NoHub, look_at_hub
+from epochkv_fence.doctor.running import apart
+
+logger = logging.getLogger(__name__)
+
+CAPACITY_ENV: Final = "EPOCHKV_LOCAL_CAPACITY"
+MOONCAKE_ENV: Final = "MOONCAKE_CONFIG_PATH"
+MOONCAKE_KEY: Final = "mooncake_config_path"
+_made: list[Any] = []
+"""Configurations that came from here: vLLM's commands make an engine's configuration more than once."""
+
+
+def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> None:
+    """Configure the connector for an engine that has none, if the environment says so.
+
+    Raises:
+        ConfigError: a variable has a value that it cannot have; the message names it and the remedy.
+    """
+    _name_mooncake_file(arguments.kv_transfer_config)
+    if not is_on(environ) or is_attached(arguments.kv_transfer_config):
+        return
+    share_log_handlers()
+    found = _configured(arguments)
+    if found:
+        logger.info("EpochKV: %s is 1, but this engine has %s, which stays as it is", ATTACH_ENV, found)
+        return
+    extra = extra_config(environ)
+    config = ConnectorConfig.parse(extra, environ)
+    refuse_other_pool(environ)
+    from vllm.config import KVTransferConfig
+
+    arguments.kv_transfer_config = KVTransferConfig(**transfer_config(extra))
+    _made.append(arguments.kv_transfer_config)
+    logger.info("EpochKV: %s joins this engine to pool %s, %s", ATTACH_ENV, config.pool.name, _tiers(config))
+
+
+def is_attached(transfer: Any) -> bool:
+    """Whether this `kv_transfer_config` came from here."""
+    return any(transfer is made for made in _made)
+
+
+def is_on(environ: Mapping[str, str]) -> bool:
+    """Whether `EPOCHKV_ATTACH` is 1.
+
+    Raises:
+        ConfigError: it is neither 1, 0 nor empty.
+    """
+    value = environ.get(ATTACH_ENV, "").strip()
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{ATTACH_ENV} is {schema.shown(value)}; it must be 1, or 0 for off")
+    return value == "1"
+
+
+def extra_config(environ: Mapping[str, str]) -> dict[str, Any]:
+    """`kv_connector_extra_config`: the pool's document stays where it is, so that only a size of our own stands here.
+
+    Raises:
+        ConfigError: there is no document, or the size is none.
+    """
+    if not environ.get(CONFIG_ENV, "").strip():
+        raise ConfigError(
+            f"{ATTACH_ENV} is 1 and {CONFIG_ENV} is not set; set it to the path of the pool's connection.json or to its text, "
+            f"or unset {ATTACH_ENV}"
+        )
+    text = environ.get(CAPACITY_ENV, "").strip()
+    return {"local": {"capacity_bytes": capacity(text)}} if text else {}
+
+
+def refuse_other_pool(environ: Mapping[str, str]) -> None:
+    """Ask the hub whether the keys are those of the document's pool. Such an engine would join, and share with nobody.
+
+    A hub that does not answer is no error: the engine serves without it, as ever.
+
+    Raises:
+        ConfigError: they are another pool's.
+    """
+    try:
+        connection = Connection.load(None, environ)
+        connection.client_keys()
+    except ConfigurationError:  # no hub, or keys that come later
+        return
+    look, _ = apart(lambda: look_at_hub(connection, apart_seconds=0.0))
+    if isinstance(look, NoHub) and look.trouble == "pool":
+        raise ConfigError(f"{CONFIG_ENV} names another pool than its keys: {look.text}; take connection.json and keys from one pool")
+
+
+def capacity(text: str) -> int:
+    """Bytes of a size such as `64Gi`.
+
+    Raises:
+        ConfigError: it is none, or no L1 can have it.
+    """
+    try:
+        size = quantity.parse(text)
+    except (ValueError, ArithmeticError):
+        size = Decimal(0)
+    if not SMALLEST_SLOT_BYTES <= size <= MAX_BYTES:
+        raise ConfigError(
+            f"{CAPACITY_ENV} is {schema.shown(text)}; it must be a size such as 64Gi, or a number of bytes, from {SMALLEST_SLOT_BYTES} to "
+            f"{quantity.from_bytes(MAX_BYTES)}; or unset it for the L1 of the connection document"
+        )
+    return quantity.to_bytes(text)
+
+
+def _configured(arguments: Any) -> str:
+    """What gives this engine a connector already, in words; empty: nothing."""
+    if arguments.kv_transfer_config is not None:
+        return "a kv_transfer_config of its own"
+    return "kv_offloading_size" if getattr(arguments, "kv_offloading_size", None) is not None else ""
+
+
+def _tiers(config: ConnectorConfig) -> str:
+    tiers = [f"L1 of {gib(config.local.capacity_bytes)}"] if config.local is not None else []
+    tiers += [f"L2 at {config.distributed.master_address}"] if config.distributed is not None else []
+    return " and ".join(tiers) or f"without a tier: set {CAPACITY_ENV} to a size for an L1"
+
+
+def _name_mooncake_file(transfer: Any) -> None:
+    """vLLM's Mooncake connector reads its file from a variable only; verl's users name it in the connector's configuration."""
+    given = transfer if isinstance(transfer, Mapping) else vars(transfer) if transfer is not None else {}
+    path = (given.get("kv_connector_extra_config") or {}).get(MOONCAKE_KEY)
+    if given.get("kv_connector") == "MooncakeStoreConnector" and isinstance(path, str):
+        os.environ[MOONCAKE_ENV] = path

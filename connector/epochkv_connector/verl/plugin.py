@@ -1,0 +1,84 @@
+"""What verl loads in every process that imports it (`verl.plugins`): its driver checks and expands the block, before Ray is started.
+
+After the driver, the configuration has vLLM's `kv_transfer_config` and no block, so no other process needs this. A program that
+builds a `RolloutConfig` without verl's driver gets the same from its constructor. Where this plugin is not loaded, that
+constructor refuses the block: verl logs a plugin that fails at DEBUG only, so we say it louder. Knows of verl 0.9:
+`validate_config`, `RolloutConfig`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from epochkv_connector.verl.launch import TRANSFER, resolve
+
+logger = logging.getLogger(__name__)
+
+TESTED: Final = "0.9."
+BLOCK: Final = "kv_store"
+ROLLOUT: Final = "actor_rollout_ref.rollout"
+
+
+def install() -> None:
+    """Wrap what a driver calls, and the class that configurations become. A second call changes nothing."""
+    import verl
+    import verl.utils
+    import verl.utils.config
+    from verl.workers.config import RolloutConfig
+
+    validate = verl.utils.config.validate_config
+    if hasattr(validate, "__wrapped__"):
+        return
+    if not str(verl.__version__).startswith(TESTED):
+        logger.warning("EpochKV: verl %s was not tested with the block %s: only %sx was", verl.__version__, BLOCK, TESTED)
+    verl.utils.config.validate_config = verl.utils.validate_config = _expanding(validate)
+    RolloutConfig.__init__ = _taking_block(RolloutConfig.__init__)
+
+
+def _expanding(validate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(validate)
+    def validate_config(*args: Any, **kwargs: Any) -> Any:
+        expand_in(kwargs["config"] if "config" in kwargs else args[0])
+        return validate(*args, **kwargs)
+
+    return validate_config
+
+
+def expand_in(config: Any) -> None:
+    """Put `kv_transfer_config` in the place of the block, if verl's whole configuration has one.
+
+    Raises:
+        BlockError, StoreUnreachable: the training must not begin.
+    """
+    from omegaconf import OmegaConf, open_dict
+
+    rollout = OmegaConf.select(config, ROLLOUT)
+    if rollout is None or BLOCK not in rollout:
+        return
+    transfer = resolve(rollout[BLOCK], rollout)
+    with open_dict(rollout):
+        rollout.pop(BLOCK)
+    if transfer is not None:
+        OmegaConf.update(config, f"{ROLLOUT}.engine_kwargs.vllm.{TRANSFER}", transfer, force_add=True)
+
+
+def _taking_block(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, kv_store: Any = None, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        transfer = None if kv_store is None else resolve(kv_store, self)
+        if transfer is not None:
+            engine = dict(self.engine_kwargs)
+            self.engine_kwargs = {**engine, "vllm": {**(engine.get("vllm") or {}), TRANSFER: transfer}}
+
+    return __init__
+
+
+try:
+    install()
+except Exception:
+    logger.exception("EpochKV: verl's block %s cannot be used: its plugin does not fit this verl", BLOCK)
+    raise

@@ -1,0 +1,30 @@
+"""A program that knows nothing of connectors, as TRL and OpenRLHF are: `LLM(...)` with a fixed list of arguments.
+
+python attach_child.py JOB      (JOB: what `test_attach` wrote)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    model, more, prompt, other = json.loads(Path(sys.argv[1]).read_text())
+    llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=2048, max_num_seqs=4, **more)
+
+    def ask(tokens):
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        output = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[0]
+        return [output.num_cached_tokens, list(output.outputs[0].token_ids)]
+
+    first = ask(prompt)
+    cleared = llm.reset_prefix_cache()
+    print("RESULT " + json.dumps([cleared, first, ask(other), ask(prompt)]), flush=True)
+
+
+if __name__ == "__main__":  # the engine's process is spawned
+    main()

@@ -1,0 +1,54 @@
+"""`EPOCHKV_ATTACH` alone joins the engine of a program that knows nothing of connectors, and it has hits of L1."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hack.loopback import free_port
+from hack.standalone.engine import CPU_ENVIRONMENT
+from hack.standalone.pool import Pool
+from hack.standalone.process import Process
+from tests.engine.conftest import CACHED, Prompts, Reference, Weights
+
+CHILD = Path(__file__).with_name("attach_child.py")
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ"),
+    [
+        ({}, {}),
+        # as TRL has its engine in the trainer's process
+        ({"distributed_executor_backend": "external_launcher"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **LAUNCHED}),
+    ],
+    ids=["own-process", "colocated"],
+)
+def test_an_engine_joins_by_the_environment_alone(
+    arguments: dict[str, Any], environ: dict[str, str], weights: Weights, tmp_path: Path, prompts: Prompts, reference: Reference
+) -> None:
+    prompt, other, job = prompts(), prompts(), tmp_path / "job.json"
+    job.write_text(json.dumps([str(weights.base), arguments, prompt, other]))
+    with Pool(tmp_path) as pool:
+        attached = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": str(pool.credentials), "EPOCHKV_LOCAL_CAPACITY": "64Mi"}
+        variables = {**CPU_ENVIRONMENT, **environ, **attached, "MASTER_PORT": str(free_port())}
+        with Process("program", [sys.executable, str(CHILD), str(job)], tmp_path / "program.log", variables) as program:
+            pool.wait_engines(1, 240)
+            try:
+                program.popen.wait(240)
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"the program hangs:\n{program.tail(60)}")
+    log = program.log.read_text()
+    results = [line for line in log.splitlines() if line.startswith("RESULT ")]
+    assert results, program.tail(60)
+    cleared, first, second, again = json.loads(results[0].removeprefix("RESULT "))
+    expected = list(reference(prompt, weights.base))
+    assert cleared, "vLLM's own cache was not cleared, so a hit would prove nothing"
+    assert [first, again] == [[0, expected], [CACHED, expected]]
+    assert second == [0, list(reference(other, weights.base))]
+    assert log.count("EPOCHKV_ATTACH joins this engine to pool policy, L1 of 0.1 GiB") == 1

@@ -1,0 +1,159 @@
+"""The block `kv_store` through verl itself: its Hydra configuration, its driver's checks, `RolloutConfig`, its arguments for vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf
+
+from hack.loopback import free_port
+from tests.support.hub import HubWorld, hub_world
+
+BLOCK = "+actor_rollout_ref.rollout.kv_store"
+#: What verl's configuration has no default for, and what its checks want of the rest.
+REST = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubWorld]:
+    with hub_world(tmp_path_factory.mktemp("pool") / "state") as world:
+        yield world
+
+
+def configured(*overrides: str) -> DictConfig:
+    """What verl's driver gets from this command line."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*REST, *overrides])
+
+
+def checked(*overrides: str) -> Any:
+    """The rollout part after verl's driver has checked its configuration as `verl.trainer.main_ppo.main` does."""
+    from verl.trainer.main_ppo import validate_config  # by the name that the driver has
+
+    config = configured(*overrides)
+    try:
+        validate_config(config=config, use_reference_policy=False, use_critic=False)
+    except ValueError as error:  # verl's own checks, of parts that no test here sets
+        if type(error) is not ValueError:
+            raise
+    return config.actor_rollout_ref.rollout
+
+
+def to_vllm(rollout: Any) -> list[str]:
+    """The arguments that `vLLMHttpServer.launch_server` makes of it."""
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
+
+    made = omega_conf_to_dataclass(rollout)
+    assert type(made).__name__ == "RolloutConfig"
+    return list(build_cli_args_from_config(made.engine_kwargs["vllm"]))
+
+
+def ours(world: HubWorld, **more: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "EpochKVConnector",
+        "kv_connector_module_path": "epochkv_connector.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"config_file": str(world.folder / "connection.json"), **more},
+    }
+
+
+def enabled(world: HubWorld, *more: str) -> list[str]:
+    return [f"{BLOCK}.enable=true", f"{BLOCK}.config_path={world.folder / 'connection.json'}", *(f"{BLOCK}.{one}" for one in more)]
+
+
+def test_the_driver_puts_vllms_configuration_in_the_place_of_the_block(world: HubWorld) -> None:
+    rollout = checked(*enabled(world, "extra_config.local.capacity_bytes=1048576", "on_failure=crash"))
+    assert "kv_store" not in rollout, "other processes need no plugin"
+    option, value = to_vllm(rollout)
+    assert (option, json.loads(value)) == ("--kv_transfer_config", ours(world, local={"capacity_bytes": 1 << 20}))
+
+
+def test_vllm_parses_what_it_gets(world: HubWorld) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    transfer = parser.parse_args(to_vllm(checked(*enabled(world)))).kv_transfer_config
+    assert (type(transfer).__name__, transfer.kv_connector, transfer.kv_load_failure_policy) == (
+        "KVTransferConfig",
+        "EpochKVConnector",
+        "recompute",
+    )
+
+
+def test_a_program_without_verls_driver_gets_the_same_from_rollout_config(world: HubWorld) -> None:
+    rollout = configured(*enabled(world)).actor_rollout_ref.rollout
+    assert "kv_store" in rollout
+    assert json.loads(to_vllm(rollout)[1]) == ours(world)
+
+
+def test_a_block_that_is_off_and_none_at_all_leave_verl_as_it_is() -> None:
+    for overrides in ((), (f"{BLOCK}.enable=false",)):
+        for rollout in (checked(*overrides), configured(*overrides).actor_rollout_ref.rollout):
+            assert to_vllm(rollout) == []
+
+
+def test_what_does_not_answer(world: HubWorld, caplog: pytest.LogCaptureFixture) -> None:
+    from epochkv_connector.verl.launch import StoreUnreachable
+
+    lost = f"extra_config.distributed.master_address=127.0.0.1:{free_port()}"
+    assert to_vllm(checked(*enabled(world, lost))) == []
+    assert "rollout engines run without the connector" in caplog.text
+    with pytest.raises(StoreUnreachable, match=r"Mooncake master .* on_failure is crash"):
+        checked(*enabled(world, lost, "on_failure=crash"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (f"{BLOCK}.on_failure=explode", 'on_failure is \'explode\'; it must be "crash" or "fallback"'),
+        (f"{BLOCK}.enabled=true", "did you mean enable?"),
+        (f"{BLOCK}.config_path=/nowhere", "config_path: '/nowhere' cannot be read"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config.kv_connector=Other", "remove one of them"),
+    ],
+)
+def test_a_wrong_block_ends_the_driver_before_ray_is_started(world: HubWorld, wrong: str, said: str) -> None:
+    from epochkv_connector.verl.block import BlockError
+
+    given = [one for one in enabled(world) if not one.startswith(wrong.partition("=")[0])]
+    with pytest.raises(BlockError) as caught:
+        checked(*given, wrong)
+    assert said in str(caught.value)
+
+
+def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], env={**os.environ, **environ}, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+def test_the_driver_as_users_start_it_ends_with_the_sentence(tmp_path: Path) -> None:
+    block = (f"{BLOCK}.enable=true", f"{BLOCK}.config_path={tmp_path}/absent.json", f"hydra.run.dir={tmp_path}")
+    done = run("-m", "verl.trainer.main_ppo", *REST, *block)
+    assert done.returncode == 1
+    assert "BlockError: rollout.kv_store: config_path: " in done.stderr
+    assert "absent.json' cannot be read" in done.stderr
+
+
+def test_without_the_plugin_verl_refuses_the_block(world: HubWorld, tmp_path: Path) -> None:
+    """It logs nothing about plugins that are not there, so the refusal has to be loud."""
+    rollout = tmp_path / "rollout.yaml"
+    rollout.write_text(OmegaConf.to_yaml(configured(*enabled(world)).actor_rollout_ref.rollout, resolve=True))
+    code = (
+        "from omegaconf import OmegaConf\nfrom verl.utils.config import omega_conf_to_dataclass\n"
+        f"omega_conf_to_dataclass(OmegaConf.load({str(rollout)!r}))"
+    )
+    done = run("-c", code, VERL_USE_EXTERNAL_PLUGINS="none")
+    assert done.returncode == 1
+    assert "unexpected keyword argument 'kv_store'" in done.stderr
+    assert run("-c", code).returncode == 0, "with it, the same is taken"

@@ -1,0 +1,245 @@
+"""`EPOCHKV_ATTACH`: engines of a program that has no field for a connector join the pool of the environment; every wrong value is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.platforms import current_platform
+
+from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
+from epochkv_connector.engine import attach
+from tests.support.hub import hub_world
+from tests.support.scheduler import write_model_dir
+
+DOCUMENT = {
+    "pool": {"name": "policy", "uid": "u-1"},
+    "hub": {"endpoint": "tcp://127.0.0.1:7700"},
+    "local": {"capacity_bytes": 1 << 26},
+    "distributed": {"master_address": "127.0.0.1:50051"},
+}
+TEXT = json.dumps(DOCUMENT)
+ON = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": TEXT}
+
+
+def engine(**given: Any) -> Any:
+    """Arguments of an engine, as far as attaching looks at them."""
+    return SimpleNamespace(**{"kv_transfer_config": None, "kv_offloading_size": None, **given})
+
+
+def joined(environ: dict[str, str]) -> Any:
+    """The `kv_transfer_config` of an engine that had none."""
+    arguments = engine()
+    attach.before_engine(arguments, environ)
+    return arguments.kv_transfer_config
+
+
+def test_the_engine_gets_what_the_documentation_has_users_write() -> None:
+    transfer = joined(ON)
+    assert isinstance(transfer, KVTransferConfig)
+    assert (transfer.kv_connector, transfer.kv_connector_module_path) == ("EpochKVConnector", "epochkv_connector.connector")
+    assert (transfer.kv_role, transfer.kv_load_failure_policy, transfer.kv_connector_extra_config) == ("kv_both", "recompute", {})
+
+
+@pytest.mark.parametrize("value", [None, "", "0", " 0 "])
+def test_off_is_off(value: str | None) -> None:
+    assert joined({"EPOCHKV_CONFIG": TEXT, **({} if value is None else {"EPOCHKV_ATTACH": value})}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "num_bytes"),
+    [("64Gi", 64 << 30), ("1.5Gi", 3 << 29), ("500M", 500_000_000), ("68719476736", 64 << 30), (" 1Ki ", 1024), ("1e9", 10**9)],
+)
+def test_a_capacity_of_the_environment_wins_over_the_document(given: str, num_bytes: int) -> None:
+    environ = {**ON, "EPOCHKV_LOCAL_CAPACITY": given}
+    extra = joined(environ).kv_connector_extra_config
+    assert extra == {"local": {"capacity_bytes": num_bytes}}
+    config = ConnectorConfig.parse(extra, environ)
+    assert (config.pool.uid, config.local and config.local.capacity_bytes) == ("u-1", num_bytes)
+    assert config.distributed is not None, "L2 still comes from the document"
+
+
+WRONG: list[tuple[dict[str, str], str]] = [
+    ({"EPOCHKV_ATTACH": "yes please"}, r"^EPOCHKV_ATTACH is 'yes please'; it must be 1, or 0 for off$"),
+    ({"EPOCHKV_ATTACH": "true"}, r"^EPOCHKV_ATTACH is 'true'"),
+    ({"EPOCHKV_CONFIG": ""}, r"^EPOCHKV_ATTACH is 1 and EPOCHKV_CONFIG is not set; set it to the path .*or unset EPOCHKV_ATTACH$"),
+    ({"EPOCHKV_CONFIG": "/nowhere/connection.json"}, r"^EPOCHKV_CONFIG: '/nowhere/connection.json' cannot be read \(No such file"),
+    ({"EPOCHKV_CONFIG": "{"}, r"^EPOCHKV_CONFIG: .*is not a JSON object"),
+    ({"EPOCHKV_CONFIG": "{}"}, r"pool is missing; .*every pool's connection.json has it"),
+    (
+        {"EPOCHKV_CONFIG": json.dumps({**DOCUMENT, "verfy": 1})},
+        r"^EPOCHKV_CONFIG: verfy is 1, but there is no such key; did you mean verify",
+    ),
+    *(
+        (
+            {"EPOCHKV_LOCAL_CAPACITY": size},
+            r"^EPOCHKV_LOCAL_CAPACITY is '.*'; it must be a size such as 64Gi, or a number of bytes, from 512 to",
+        )
+        for size in ("64GB", "much", "-1Gi", "0", "64", "2Ei", "1e999999", "1e9999999999999999999", "NaN", "64 Gi")
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG)
+def test_a_wrong_value_is_named_with_its_remedy(change: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        joined({**ON, **change})
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_of_another_pool_are_refused_and_a_hub_that_is_gone_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "state/client/connection.json"
+    with hub_world(tmp_path / "state"):
+        attached = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": str(path)}
+        assert joined(attached) is not None
+        content = json.loads(path.read_text())
+        content["pool"]["uid"] = "somebody-else"
+        path.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=r"^EPOCHKV_CONFIG names another pool than its keys: .*somebody-else.*from one pool$"):
+            joined(attached)
+    assert joined(attached) is not None, "the hub is gone"
+
+
+def test_a_switch_that_is_misspelt_is_an_error_also_where_a_connector_is_configured() -> None:
+    with pytest.raises(ConfigError, match="EPOCHKV_ATTACH is 'on'"):
+        attach.before_engine(engine(kv_transfer_config={"kv_connector": "Other"}), {"EPOCHKV_ATTACH": "on"})
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"kv_transfer_config": {"kv_connector": "EpochKVConnector", "kv_role": "kv_both"}}, "kv_transfer_config"),
+        ({"kv_transfer_config": KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both")}, "kv_transfer_config"),
+        ({"kv_offloading_size": 4.0}, "kv_offloading_size"),
+    ],
+)
+def test_a_connector_that_is_there_stays_and_one_line_says_so(
+    given: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "share_log_handlers", lambda: None)
+    arguments = engine(**given)
+    before = arguments.kv_transfer_config
+    with caplog.at_level(logging.INFO, "epochkv_connector"):
+        attach.before_engine(arguments, ON)
+    assert arguments.kv_transfer_config is before
+    (line,) = caplog.messages
+    assert "EPOCHKV_ATTACH is 1" in line
+    assert named in line
+
+
+def test_arguments_that_are_used_twice_are_joined_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's commands make the configuration of an engine in more than one place."""
+    monkeypatch.setattr(attach, "share_log_handlers", lambda: None)
+    arguments = engine()
+    with caplog.at_level(logging.INFO, "epochkv_connector"):
+        attach.before_engine(arguments, ON)
+        first = arguments.kv_transfer_config
+        attach.before_engine(arguments, ON)
+    assert arguments.kv_transfer_config is first
+    assert caplog.messages == ["EpochKV: EPOCHKV_ATTACH joins this engine to pool policy, L1 of 0.1 GiB and L2 at 127.0.0.1:50051"]
+
+
+def test_an_engine_without_a_tier_is_told_of_the_variable(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "share_log_handlers", lambda: None)
+    bare = json.dumps({key: DOCUMENT[key] for key in ("pool", "hub")})
+    with caplog.at_level(logging.INFO, "epochkv_connector"):
+        joined({**ON, "EPOCHKV_CONFIG": bare})
+    assert "without a tier: set EPOCHKV_LOCAL_CAPACITY" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [dict, lambda content: KVTransferConfig(**content)])
+def test_the_file_of_vllms_mooncake_connector_reaches_it(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads it from a variable only, whatever its configuration says."""
+    from vllm.distributed.mooncake_store import MooncakeStoreConfig
+
+    monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
+    extra = {"mooncake_config_path": "/nowhere/mooncake.json"}
+    content = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    attach.before_engine(engine(kv_transfer_config=kind(content)), {})
+    with pytest.raises(FileNotFoundError, match=r"/nowhere/mooncake\.json"):
+        MooncakeStoreConfig.load_from_config()
+    monkeypatch.delenv("MOONCAKE_CONFIG_PATH")
+
+
+PROGRAM = """
+import os
+from vllm import AsyncEngineArgs, EngineArgs
+
+def make(kind=EngineArgs, **more):
+    config = kind(model=MODEL, skip_tokenizer_init=True, enforce_eager=True, **more).create_engine_config()
+    transfer = config.kv_transfer_config
+    return transfer and (type(transfer).__name__, transfer.kv_connector, transfer.kv_connector_extra_config)
+
+ours = ("KVTransferConfig", "EpochKVConnector", {"local": {"capacity_bytes": 1 << 20}})
+assert make() == make(AsyncEngineArgs) == ours, make()
+assert make(distributed_executor_backend="external_launcher") == ours  # one rank schedules for itself alone
+theirs = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+for kind in (EngineArgs, AsyncEngineArgs):
+    assert make(kind, kv_transfer_config=theirs)[:2] == ("KVTransferConfig", "OffloadingConnector")  # a mapping, as NeMo-RL gives
+assert make(kv_offloading_size=1.0)[1] == "OffloadingConnector"
+for more, said in (
+    ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "external_launcher with 2 ranks"),
+    ({}, "local.capacity_bytes is 1125899906842624, which takes"),
+):
+    if not more:
+        os.environ["EPOCHKV_LOCAL_CAPACITY"] = "1024Ti"
+    try:
+        make(**more)
+    except (RuntimeError, ValueError) as error:
+        assert said in str(error), error
+        assert str(error).endswith("or unset EPOCHKV_ATTACH, which joined this engine to the pool"), error
+    else:
+        raise AssertionError("accepted")
+os.environ["EPOCHKV_ATTACH"] = "0"
+assert make() is None
+print("as expected")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_model_dir(tmp_path_factory.mktemp("model")))
+
+
+def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, **ON, "EPOCHKV_LOCAL_CAPACITY": "1Mi", **environ}
+    return subprocess.run([sys.executable, *command], env=variables, capture_output=True, text=True, timeout=240, check=False)
+
+
+configures_engines = pytest.mark.skipif(current_platform.is_unspecified(), reason="this vLLM was built for other machines")
+
+
+@configures_engines
+def test_every_engine_of_a_real_vllm_is_joined(model: str) -> None:
+    """In a process of its own: vLLM finds the plugin by its entry point, as it does for users."""
+    done = run("-c", f"MODEL = {model!r}\n{PROGRAM}")
+    assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["as expected"]), done.stderr
+    assert "EPOCHKV_ATTACH joins this engine to pool policy" in done.stdout + done.stderr
+    assert "EPOCHKV_ATTACH is 1, but this engine has a kv_transfer_config of its own" in done.stdout + done.stderr
+
+
+@configures_engines
+def test_without_the_plugin_nothing_is_joined(model: str) -> None:
+    """What `epochkv doctor` is for: the process itself runs none of our code."""
+    code = f"from vllm import EngineArgs\nprint(EngineArgs({model!r}, skip_tokenizer_init=True).create_engine_config().kv_transfer_config)"
+    done = run("-c", code, VLLM_PLUGINS="none")
+    assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["None"]), done.stderr
+
+
+@configures_engines
+def test_a_command_of_vllm_ends_in_one_line(model: str, tmp_path: Path) -> None:
+    command = ("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--skip-tokenizer-init", "--enforce-eager")
+    done = run(*command, EPOCHKV_CONFIG=str(tmp_path))
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("EpochKV cannot start: EPOCHKV_CONFIG: ")
+    assert "is a directory without a connection.json" in last
+    assert "Traceback" not in done.stderr

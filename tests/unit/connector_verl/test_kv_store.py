@@ -1,0 +1,240 @@
+"""verl's `kv_store` block: what it stands for, every wrong field by name, and real hubs and masters that answer or do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epochkv_connector.verl.block import BlockError, KvStore, parse
+from epochkv_connector.verl.expand import expand
+from epochkv_connector.verl.launch import StoreUnreachable, find_problem, resolve
+from hack.loopback import free_port
+from hack.standalone.mooncake import Mooncake
+from tests.support.hub import HubWorld, hub_world
+
+VLLM: dict[str, Any] = {"name": "vllm"}
+OURS = {
+    "kv_connector": "EpochKVConnector",
+    "kv_connector_module_path": "epochkv_connector.connector",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubWorld]:
+    with hub_world(tmp_path_factory.mktemp("pool") / "state") as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with Mooncake(tmp_path_factory.mktemp("mooncake"), num_stores=0) as mooncake:
+        yield mooncake.address
+
+
+def altered(world: HubWorld, folder: Path, **keys: Any) -> str:
+    """A copy of the pool's connection file and keys, with these keys changed; its path."""
+    copy = shutil.copytree(world.folder, folder / "client")
+    content = json.loads((copy / "connection.json").read_text())
+    for key, value in keys.items():
+        content[key] = {**content[key], **value} if key in content else value
+    (copy / "connection.json").write_text(json.dumps(content))
+    return str(copy / "connection.json")
+
+
+def mooncake_file(folder: Path, address: Any) -> str:
+    path = folder / "mooncake.json"
+    path.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_address": address, "protocol": "tcp"}))
+    return str(path)
+
+
+def block(**keys: Any) -> dict[str, Any]:
+    return {"enable": True, **keys}
+
+
+# ------------------------------------------------------------------ fields
+
+
+def test_the_defaults_change_nothing() -> None:
+    assert parse({}) == KvStore(False, None, "kv_both", None, None, "fallback")
+    assert resolve({}, {"name": "sglang"}, {}) is None
+
+
+WRONG: list[tuple[Any, str]] = [
+    ({"on_failure": "explode"}, r"rollout\.kv_store: on_failure is 'explode'; it must be \"crash\" or \"fallback\""),
+    ({"on_failure": None}, r"on_failure is null; it must be"),
+    (
+        {"enabled": True},
+        r"enabled is true, but there is no such key; did you mean enable\? the keys are: config_path, enable, extra_config",
+    ),
+    ({"kv_conector": "x"}, r"did you mean kv_connector\?"),
+    ({"enable": "yes"}, r"enable is 'yes'; it must be true or false"),
+    ({"enable": 1}, r"enable is 1; it must be true or false"),
+    (
+        {"kv_connector": "LMCacheConnector"},
+        r'kv_connector is \'LMCacheConnector\'; it must be "EpochKVConnector" or "MooncakeStoreConnector"',
+    ),
+    ({"kv_role": "both"}, r'kv_role is \'both\'; it must be "kv_both"'),
+    ({"config_path": " "}, r"config_path is ' '; it must be the path of a JSON file"),
+    ({"config_path": 7}, r"config_path is 7; it must be the path of a JSON file"),
+    ({"extra_config": "x"}, r"extra_config is 'x'; it must be a mapping"),
+    (
+        "on",
+        r"rollout\.kv_store is 'on'; it must be a block with the keys enable, kv_connector, kv_role, config_path, extra_config, on_failure",
+    ),
+    (["enable"], r"it must be a block"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG)
+def test_a_wrong_field_is_named_with_what_is_allowed(given: Any, said: str) -> None:
+    """Also in a block that is off: it would be wrong the day it is switched on."""
+    with pytest.raises(BlockError, match=said) as caught:
+        resolve(given, VLLM, {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"name": "sglang"}, r"rollout\.name is 'sglang'; it must be vllm"),
+        ({"name": "vllm", "engine_kwargs": {"vllm": {"kv_transfer_config": "{}"}}}, "has a kv_transfer_config, too; remove one of them"),
+        ({"name": "vllm", "disaggregation": {"enabled": True}}, r"rollout\.disaggregation\.enabled, too"),
+    ],
+)
+def test_what_verl_would_ignore_or_overwrite_is_refused(rollout: dict[str, Any], said: str) -> None:
+    with pytest.raises(BlockError, match=said):
+        resolve(block(config_path="/nowhere"), rollout, {})
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_the_pools_file_stands_for_our_connector(world: HubWorld) -> None:
+    path = str(world.folder / "connection.json")
+    expected = {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": {"config_file": path}}
+    for given in (block(config_path=path), block(config_path=path, kv_connector="EpochKVConnector")):
+        assert resolve(given, VLLM, {}) == expected
+    assert resolve(block(), VLLM, {"EPOCHKV_CONFIG": path}) == expected
+    more = {"local": {"capacity_bytes": 1 << 30}, "verify": "header"}
+    found = resolve(block(config_path=path, extra_config=more, kv_role="kv_producer"), VLLM, {})
+    assert found == {**OURS, "kv_role": "kv_producer", "kv_connector_extra_config": {"config_file": path, **more}}
+
+
+def test_a_document_in_the_drivers_environment_reaches_the_engines(world: HubWorld) -> None:
+    content = json.loads((world.folder / "connection.json").read_text())
+    content["hub"]["credentials_dir"] = str(world.folder)
+    found = resolve(block(), VLLM, {"EPOCHKV_CONFIG": json.dumps(content)})
+    assert found is not None
+    assert found["kv_connector_extra_config"] == content
+
+
+def test_mooncakes_file_stands_for_vllms_own_connector(master: str, tmp_path: Path) -> None:
+    path = mooncake_file(tmp_path, master)
+    expected = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"mooncake_config_path": path}}
+    assert resolve(block(config_path=path), VLLM, {}) == expected
+    assert resolve(block(), VLLM, {"MOONCAKE_CONFIG_PATH": path}) == expected
+    found = resolve(block(kv_connector="MooncakeStoreConnector", extra_config={"load_async": False}), VLLM, {"MOONCAKE_CONFIG_PATH": path})
+    assert found is not None
+    assert found["kv_connector_extra_config"] == {"mooncake_config_path": path, "load_async": False}
+
+
+def test_a_path_is_absolute_for_workers_that_run_elsewhere(world: HubWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(world.folder.parent)
+    found = expand(parse(block(config_path="client/connection.json")), {})
+    assert found.transfer["kv_connector_extra_config"] == {"config_file": str(world.folder / "connection.json")}
+
+
+@pytest.mark.parametrize("policy", ["fallback", "crash"])
+def test_a_file_that_cannot_be_meant_is_refused_whatever_on_failure_says(world: HubWorld, tmp_path: Path, policy: str) -> None:
+    for name, text in (("text", "pool"), ("list", "[]"), ("other", '{"model": 1}')):
+        (tmp_path / name).write_text(text)
+    ours = str(world.folder / "connection.json")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "config_path is missing; it must be the path of a JSON file, or set EPOCHKV_CONFIG or MOONCAKE_CONFIG_PATH"),
+        ({"kv_connector": "MooncakeStoreConnector"}, "config_path is missing; .*, or set MOONCAKE_CONFIG_PATH$"),
+        ({"config_path": str(tmp_path / "absent")}, "config_path: '.*absent' cannot be read .No such file"),
+        ({"config_path": str(tmp_path)}, "config_path: .* is a directory without a connection.json"),
+        ({"config_path": str(tmp_path / "text")}, "text is not a JSON object"),
+        ({"config_path": str(tmp_path / "list")}, "list is not a JSON object"),
+        ({"config_path": str(tmp_path / "other")}, "has neither the key pool .* nor master_server_address"),
+        (
+            {"config_path": ours, "kv_connector": "MooncakeStoreConnector"},
+            "a file for EpochKVConnector; set kv_connector to EpochKVConnector",
+        ),
+        (
+            {"config_path": ours, "extra_config": {"verfy": 1}},
+            r"kv_store: extra_config: verfy is 1, but there is no such key; did you mean ver",
+        ),
+        ({"config_path": mooncake_file(tmp_path, 5)}, "master_server_address is 5; it must be host:port"),
+    ]
+    for given, said in cases:
+        with pytest.raises(BlockError, match=said):
+            resolve(block(on_failure=policy, **given), VLLM, {})
+
+
+def test_a_file_without_its_keys_is_refused(world: HubWorld, tmp_path: Path) -> None:
+    path = altered(world, tmp_path)
+    (tmp_path / "client/client.key").unlink()
+    with pytest.raises(BlockError, match=r"hub\.credentials_dir is .*client\.key"):
+        resolve(block(config_path=path), VLLM, {})
+
+
+# ------------------------------------------------------------------ at launch
+
+
+def test_another_pool_than_the_hubs_is_refused(world: HubWorld, tmp_path: Path) -> None:
+    path = altered(world, tmp_path, pool={"uid": "somebody-else"})
+    with pytest.raises(BlockError, match=r"config_path names another pool than its hub serves: .*somebody-else"):
+        resolve(block(config_path=path, on_failure="fallback"), VLLM, {})
+
+
+def test_what_does_not_answer(world: HubWorld, master: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nobody, here = free_port(), {"distributed": {"master_address": master}}
+    gone = altered(world, tmp_path / "hub", hub={"endpoint": f"tcp://127.0.0.1:{nobody}"})
+    lost = altered(world, tmp_path / "master", distributed={"master_address": f"127.0.0.1:{nobody}"})
+    for given, said in (
+        ({"config_path": gone}, f"the hub tcp://127.0.0.1:{nobody} cannot be used: nobody listens"),
+        ({"config_path": lost}, f"the Mooncake master 127.0.0.1:{nobody} cannot be used: nobody listens"),
+        ({"config_path": mooncake_file(tmp_path, f"127.0.0.1:{nobody}")}, f"the Mooncake master 127.0.0.1:{nobody} cannot be used"),
+    ):
+        with pytest.raises(StoreUnreachable, match=f"{said}.*; on_failure is crash; start it, or"):
+            resolve(block(on_failure="crash", **given), VLLM, {})
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert resolve(block(**given), VLLM, {}) is None
+        (line,) = caplog.messages
+        assert said in line
+        assert "rollout engines run without the connector" in line
+    found = resolve(block(config_path=gone, on_failure="crash", extra_config={"hub": _hub(world), **here}), VLLM, {})
+    assert found is not None, "what extra_config names is what is looked at"
+
+
+def _hub(world: HubWorld) -> dict[str, str]:
+    content = json.loads((world.folder / "connection.json").read_text())
+    return {"endpoint": content["hub"]["endpoint"], "credentials_dir": str(world.folder)}
+
+
+def test_a_look_inside_a_running_event_loop(world: HubWorld) -> None:
+    """Ray's asynchronous actors have one."""
+
+    async def look() -> Any:
+        return resolve(block(config_path=str(world.folder)), VLLM, {})
+
+    assert asyncio.run(look()) is not None
+    assert asyncio.run(find_problem(expand(parse(block(config_path=str(world.folder))), {}))) is None
+
+
+def test_the_driver_imports_neither_vllm_nor_torch() -> None:
+    code = "import sys, epochkv_connector.verl.launch; print([name for name in ('vllm', 'torch', 'mooncake') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,71 @@
+"""What samples of trainers mount is what the operator makes for the pool of the samples: names, keys, paths and label."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV, Connection
+from epochkv_fence.net import generate_keypair
+from epochkv_operator.api import parse_pool
+from epochkv_operator.keys.content import FenceKeys, content
+from epochkv_operator.planning.names import component_name
+from epochkv_operator.planning.pool import desired_pool
+from tests.support.planning import CONTEXT, one
+
+Json = dict[str, Any]
+SAMPLES = Path(__file__).parents[3] / "config/samples"
+NAMES = ("trainer.yaml", "trainer-job.yaml", "kuberay/raycluster.yaml")
+
+
+def pods(sample: Json) -> list[Json]:
+    """Every pod, or template of one, of a manifest."""
+    spec = sample["spec"]
+    if sample["kind"] == "RayCluster":
+        return [spec["headGroupSpec"]["template"], *(group["template"] for group in spec["workerGroupSpecs"])]
+    return [sample if sample["kind"] == "Pod" else spec["template"]]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Any:
+    manifest = yaml.safe_load((SAMPLES / "pool.yaml").read_text())
+    manifest["metadata"] |= {"namespace": "default", "uid": "u-1", "generation": 1}
+    return parse_pool(manifest)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mounts_are_what_the_operator_makes(name: str, pool: Any) -> None:
+    connection = one(desired_pool(pool, CONTEXT), "ConfigMap")
+    document = json.loads(connection["data"]["connection.json"])
+    found = pods(yaml.safe_load((SAMPLES / name).read_text()))
+    assert found
+    for pod in found:
+        assert pod["metadata"]["labels"] == {"epochkv.io/pool": pool.metadata.name}
+        (container,) = pod["spec"]["containers"]
+        volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        paths = {mount["name"]: mount for mount in container["volumeMounts"]}
+        assert volumes["connection"]["configMap"] == {"name": connection["metadata"]["name"]}
+        assert volumes["fence"]["secret"] == {"secretName": component_name(pool.metadata.name, "fence")}
+        assert paths["fence"]["mountPath"] == document["hub"]["credentials_dir"]
+        assert all("subPath" not in mount for mount in paths.values())
+        environ = {variable["name"]: variable["value"] for variable in container["env"]}
+        folder, _, key = environ[CONFIG_ENV].rpartition("/")
+        assert (folder, key in connection["data"]) == (paths["connection"]["mountPath"], True)
+        assert environ.get(ATTACH_ENV) == (None if name == "trainer.yaml" else "1")
+
+
+def test_what_is_mounted_is_all_that_an_engine_reads(pool: Any, tmp_path: Path) -> None:
+    """The ConfigMap and the Secret as files, at other paths than in a pod."""
+    keys = FenceKeys(generate_keypair().public, generate_keypair(), 32 * "ab", first=generate_keypair().public)
+    for name, text in content(keys, "u-1").items():
+        (tmp_path / name).write_text(text)
+    document = json.loads(one(desired_pool(pool, CONTEXT), "ConfigMap")["data"]["connection.json"])
+    document["hub"]["credentials_dir"] = str(tmp_path)
+    connection = Connection.load(document)
+    read = connection.client_keys()
+    assert (read.hub_public, read.public, read.secret) == (keys.hub_public, keys.client.public, keys.client.secret)
+    assert connection.root_secret().hex() == keys.root_secret
