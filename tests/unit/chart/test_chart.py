@@ -191,6 +191,7 @@ def test_service_monitor_only_on_request(render: Render) -> None:
     assert render().all("ServiceMonitor") == []
     monitor = render("--set", "monitoring.serviceMonitor.enabled=true").one("ServiceMonitor", "epochkv-operator")
     assert monitor["spec"]["endpoints"][0]["port"] == "metrics"
+    assert monitor["spec"]["endpoints"][0]["honorLabels"] is True, "the boards find a pool by its own namespace"
 
 
 @pytest.mark.parametrize(
