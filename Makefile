@@ -88,16 +88,18 @@ lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to d
 	@$(DEV) -m epochkv_connector.config.reference --check
 	@$(DEV) -m hack.model_support --check
 	@$(DEV) -m hack.sync_chart --check
+	@$(DEV) -m hack.observe --check
 	@$(DEV) -m hack.census
 
 census: setup ## Lines, and what is over the bounds of CONTRIBUTING.md (ARGS=-v lists it); fails on import circles
 	@$(DEV) -m hack.census $(ARGS)
 
-generate: setup ## Write the CRDs, the references of the API, of the connector's configuration and of models, the chart's copies
+generate: setup ## Write the CRDs, the references of API, configuration, models and metrics, the boards of Grafana, the chart's copies
 	@$(DEV) -m epochkv_operator.api.generate
 	@$(DEV) -m epochkv_connector.config.reference
 	@$(DEV) -m hack.model_support
 	@$(DEV) -m hack.sync_chart
+	@$(DEV) -m hack.observe
 
 release-crds: setup ## Take the CRDs as those of the last release, which later ones are compared with
 	@$(DEV) -m hack.crds release
