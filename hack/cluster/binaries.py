@@ -39,13 +39,17 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Module:
-    """One Go module under `tools/`: which packages it builds into which binaries, how, and about how long a cold build takes."""
+    """One Go module under `tools/`: which packages it builds into which binaries, how, and about how long a cold build takes.
+
+    `checks`: no part of a cluster; tests check the alerts and the workflows with it.
+    """
 
     name: str
     packages: dict[str, str]  # binary name -> Go package
     ldflags: str
     expected_seconds: int
     tags: str = ""
+    checks: bool = False
 
 
 MODULES = (
@@ -69,10 +73,9 @@ MODULES = (
     Module("helm", {"helm": "helm.sh/helm/v3/cmd/helm"}, "-s -w", 80),
     Module("coredns", {"coredns": "github.com/coredns/coredns"}, "-s -w", 100),
     Module("crdify", {"crdify": "sigs.k8s.io/crdify"}, "-s -w", 60),
-    # No part of a cluster, and to be had in no other way than through the module proxy, too: what checks the alerts and the workflows.
-    # Of Prometheus, the tag leaves out what finds targets in two dozen clouds, which is most of the build.
-    Module("prometheus", {"promtool": "github.com/prometheus/prometheus/cmd/promtool"}, "-s -w", 200, tags="remove_all_sd"),
-    Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}, "-s -w", 10),
+    # The tag leaves out what finds targets in two dozen clouds.
+    Module("prometheus", {"promtool": "github.com/prometheus/prometheus/cmd/promtool"}, "-s -w", 200, tags="remove_all_sd", checks=True),
+    Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}, "-s -w", 10, checks=True),
 )
 
 
@@ -138,16 +141,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def build(report: Report = print, cache: Path | None = None) -> Binaries:
-    """Build what is missing, one module after the other; safe to call from several processes at once."""
+def build(report: Report = print, cache: Path | None = None, *, checks: bool = False) -> Binaries:
+    """Build what is missing, one module after the other, those for checks on request; safe to call from several processes at once."""
     binaries = locate(cache)
-    missing = binaries.missing()
+    missing = [module for module in binaries.missing() if checks or not module.checks]
     if not missing:
         return binaries
     expected = sum(module.expected_seconds for module in missing)
     report(f"building {', '.join(module.name for module in missing)} (about {expected} s on 2 cores, once)")
     started = time.monotonic()
     for module, folder in zip(MODULES, binaries.folders, strict=True):
+        if module not in missing:
+            continue
         with _locked(folder.with_suffix(".lock")):
             if module in binaries.missing():
                 _build_module(module, folder, report, started, expected)
