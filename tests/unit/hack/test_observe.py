@@ -12,7 +12,8 @@ import pytest
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from hack.observe import __main__ as command
-from hack.observe.boards import BOARDS, FLEET
+from hack.observe.boards import BOARDS
+from hack.observe.boards.fleet import FLEET
 from hack.observe.catalog import catalog
 from hack.observe.panels import Panel, as_json
 from hack.observe.queries import BadQuery, check, selectors
