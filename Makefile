@@ -33,7 +33,10 @@ demo-stock: setup-engine ## No cluster: vLLM's own Mooncake connector reuses sta
 down: ## Remove everything that demo made
 	@if [ -x $(DEV) ]; then $(DEV) -m hack.demo down; else echo "nothing to remove"; fi
 
-test: setup-cluster lint ## Set up everything, pass every test
+setup-checks: setup ## What tests check alerts and workflows with (built once, minutes)
+	@$(DEV) -m hack.cluster build --checks
+
+test: setup-cluster setup-checks lint ## Set up everything, pass every test
 	@$(TESTS)
 
 test-fast: setup ## Pure layer for the inner loop: operator, tools, the fence's rules (under a minute, no vLLM)
@@ -64,7 +67,7 @@ test-transfers: setup-engine ## Real NIXL from a prefill to a decode engine (kee
 	@$(SETUP) nixl
 	@PYTHONPATH=.build/nixl $(ENGINE) -m pytest -v tests/engine/test_transfers.py
 
-test-cluster: setup-cluster ## Real API server; operator, chart, RBAC
+test-cluster: setup-cluster setup-checks ## Real API server; operator, chart, RBAC
 	@$(TESTS) cluster
 
 test-kills: setup-cluster ## The operator killed after each of its writes, in every flow (`make test` runs a slice)
@@ -88,16 +91,18 @@ lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to d
 	@$(DEV) -m epochkv_connector.config.reference --check
 	@$(DEV) -m hack.model_support --check
 	@$(DEV) -m hack.sync_chart --check
+	@$(DEV) -m hack.observe --check
 	@$(DEV) -m hack.census
 
 census: setup ## Lines, and what is over the bounds of CONTRIBUTING.md (ARGS=-v lists it); fails on import circles
 	@$(DEV) -m hack.census $(ARGS)
 
-generate: setup ## Write the CRDs, the references of the API, of the connector's configuration and of models, the chart's copies
+generate: setup ## Write the CRDs, the references of API, configuration, models and metrics, the boards of Grafana, the chart's copies
 	@$(DEV) -m epochkv_operator.api.generate
 	@$(DEV) -m epochkv_connector.config.reference
 	@$(DEV) -m hack.model_support
 	@$(DEV) -m hack.sync_chart
+	@$(DEV) -m hack.observe
 
 release-crds: setup ## Take the CRDs as those of the last release, which later ones are compared with
 	@$(DEV) -m hack.crds release
@@ -162,4 +167,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-cluster setup-checks demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -30,9 +30,9 @@ def _cluster(name: str, kind: str | None) -> Provider:
 
 
 @app.command()
-def build() -> None:
+def build(checks: Annotated[bool, typer.Option("--checks", help="Also what tests check alerts and workflows with.")] = False) -> None:
     """Build the Kubernetes binaries (cached; about ten minutes the first time)."""
-    found = binaries.build(_report)
+    found = binaries.build(_report, checks=checks)
     for folder in found.folders:
         print(folder)
 

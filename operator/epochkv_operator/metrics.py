@@ -62,6 +62,11 @@ RESET_SECONDS = _histogram(
     _POOL,
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
+RESET_OVERDUE = _gauge(
+    "epochkv_pool_reset_overdue_seconds",
+    "For how long the newest epoch is unpublished beyond lease and margin; 0 while it is not late",
+    _POOL,
+)
 POOL_ENGINES = _gauge("epochkv_pool_engines", f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})", (*_POOL, "state"))
 CARRIED_REQUESTS = _gauge("epochkv_pool_carried_requests", "Requests that run on under an older epoch", _POOL)
 WEIGHTS_DIVERGED = _gauge(
@@ -75,7 +80,7 @@ RECLAIMED_BYTES = _gauge(
     "epochkv_pool_reclaimed_bytes", "Bytes of the store given back since this operator leads, as far as they are known", _POOL
 )
 _BY_POOL = (
-    *(TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, CARRIED_REQUESTS, WEIGHTS_DIVERGED, TIERS_OFF),
+    *(TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, RESET_OVERDUE, CARRIED_REQUESTS, WEIGHTS_DIVERGED, TIERS_OFF),
     *(RECLAIMED_KEYS, RECLAIMED_BYTES),
 )
 

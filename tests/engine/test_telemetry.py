@@ -13,6 +13,7 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import KVEventBatch
 
+from hack.observe.catalog import VLLM
 from hack.standalone.engine import Engine
 from hack.waiting import eventually
 from tests.engine.conftest import BLOCKS, CACHED, Pair, Prompts, Reference, check
@@ -129,3 +130,14 @@ def test_the_page_of_an_engine_is_that_of_the_documentation(pair: Pair, prompts:
     assert pair.a.metric("vllm:epochkv_store_state", rank="0") == pair.a.metric("vllm:epochkv_store_state", rank="scheduler") == 2
     assert pair.a.metric("vllm:epochkv_errors_total") == 0
     assert "has no series" not in pair.a.process.log.read_text()
+
+
+def test_what_boards_and_alerts_ask_of_vllm_is_served(pair: Pair, prompts: Prompts) -> None:
+    """By the names and labels that this vLLM has."""
+    pair.a.complete(prompts(8), 2)
+    text = metrics_page(pair.a)
+    for metric in VLLM:
+        for series in metric.series:
+            found = re.search(rf"^{series}{{(.*)}} ", text, re.MULTILINE)
+            assert found is not None, f"vLLM does not serve {series}"
+            assert set(metric.labels) == set(re.findall(r'(\w+)="', found[1])) - {"le"}, series

@@ -3,7 +3,7 @@
 The roles count under names of their own, in processes of their own; only the process that serves `/metrics` needs this
 table. It is closed, so cardinality is bounded whatever a worker reports. A name that is not in it makes no series. What follows an
 open prefix (a reason, a place) is one of the values written here or `other`. `docs/reference/metrics.md` documents
-every family; a test compares the two. Pure: no vLLM, no Prometheus.
+every family, and is generated from this table. Pure: no vLLM, no Prometheus.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Family:
 
     Attributes:
         name: without `vllm:epochkv_`, and without the `_total` that Prometheus adds to counters.
+        unit: what it counts, or measures in.
         meaning: its help text.
         labels: beside those of vLLM (model, engine) and, for a `per_rank` gauge, `rank`.
         sources: name that a role reports -> label values.
@@ -51,6 +52,7 @@ class Family:
     """
 
     name: str
+    unit: str
     meaning: str
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels: tuple[str, ...] = ()
@@ -68,6 +70,7 @@ class Family:
 
 def _family(
     name: str,
+    unit: str,
     meaning: str,
     *sources: str,
     label: str = "",
@@ -78,119 +81,123 @@ def _family(
 ) -> Family:
     """With at most one label: `by_value` maps a reported name to the label's value. Without any source the name is its own."""
     if not label:
-        return Family(name, meaning, dict.fromkeys(sources or (() if prefix else (name,)), ()), prefix=prefix, per_rank=per_rank)
-    return Family(name, meaning, {source: (value,) for source, value in by_value.items()}, (label,), prefix, values, per_rank)
+        return Family(name, unit, meaning, dict.fromkeys(sources or (() if prefix else (name,)), ()), prefix=prefix, per_rank=per_rank)
+    return Family(name, unit, meaning, {source: (value,) for source, value in by_value.items()}, (label,), prefix, values, per_rank)
 
 
 # fmt: off
 COUNTERS: tuple[Family, ...] = (
     # hits
-    _family("lookup_calls", "Times that the scheduler asked for external hits, repeated questions included.", "lookups"),
-    _family("lookups", "Answered lookups, by result.", label="result", plans_opened="hit", lookups_missed="miss",
+    _family("lookup_calls", "calls", "Times that the scheduler asked for external hits, repeated questions included.", "lookups"),
+    _family("lookups", "lookups", "Answered lookups, by result.", label="result", plans_opened="hit", lookups_missed="miss",
         lookups_below_min="below_min", lookups_deferred="deferred", lookups_paused="paused"),
-    _family("hit_tokens", "Prompt tokens of accepted hits, by the tier that held them.", label="tier", tokens_hit_host="L1",
+    _family("hit_tokens", "tokens", "Prompt tokens of accepted hits, by the tier that held them.", label="tier", tokens_hit_host="L1",
         tokens_hit_store="L2"),
-    _family("planned_tokens", "Prompt tokens of hits that were offered to the scheduler, by tier.", label="tier", tokens_planned_host="L1",
-        tokens_planned_store="L2"),
-    _family("hits_shrunk", "Hits cut because host slots were short."),
-    _family("plans", "Reservations of hits, by how they ended.", label="end", plans_committed="committed", plans_aborted="aborted",
+    _family("planned_tokens", "tokens", "Prompt tokens of hits that were offered to the scheduler, by tier.", label="tier",
+        tokens_planned_host="L1", tokens_planned_store="L2"),
+    _family("hits_shrunk", "hits", "Hits cut because host slots were short."),
+    _family("plans", "plans", "Reservations of hits, by how they ended.", label="end", plans_committed="committed", plans_aborted="aborted",
         plans_expired="expired", plans_over_cap="over_cap", plans_dropped="dropped"),
-    _family("store_queries", "Existence queries of lookups to L2.", label="event", queries_begun="begun", queries_late="late",
+    _family("store_queries", "queries", "Existence queries of lookups to L2.", label="event", queries_begun="begun", queries_late="late",
         queries_failed="failed"),
-    _family("store_blocks_absent", "Blocks that L2 was asked for and did not hold.", "blocks_absent"),
+    _family("store_blocks_absent", "blocks", "Blocks that L2 was asked for and did not hold.", "blocks_absent"),
     # loads and saves, as the scheduler role sees them
-    _family("loads", "Loads that every rank has reported.", "loads_done"),
-    _family("loads_failed", "Loads that missed at least one block; the request is recomputed."),
-    _family("loads_doomed", "Accepted hits that could not be loaded and were reported as failed without a transfer."),
-    _family("loads_poisoned", "Loads that an epoch change or a reset overtook.", "poisoned_loads"),
-    _family("load_pauses", "Times that loads from L2 were paused after failures in a row."),
-    _family("saves", "Save jobs sent to the workers.", "saves_emitted"),
-    _family("saves_deferred", "Saves put off for lack of host slots."),
-    _family("states_lost", "Recurrent states not saved for lack of host slots."),
-    _family("save_tokens", "Tokens of the save jobs sent to the workers.", "tokens_saved"),
-    _family("blocks", "Blocks moved, by what happened to them.", label="event", blocks_loaded="loaded", blocks_saved="saved",
+    _family("loads", "loads", "Loads that every rank has reported.", "loads_done"),
+    _family("loads_failed", "loads", "Loads that missed at least one block; the request is recomputed."),
+    _family("loads_doomed", "hits", "Accepted hits that could not be loaded and were reported as failed without a transfer."),
+    _family("loads_poisoned", "loads", "Loads that an epoch change or a reset overtook.", "poisoned_loads"),
+    _family("load_pauses", "pauses", "Times that loads from L2 were paused after failures in a row."),
+    _family("saves", "jobs", "Save jobs sent to the workers.", "saves_emitted"),
+    _family("saves_deferred", "units", "Saves put off for lack of host slots."),
+    _family("states_lost", "units", "Recurrent states not saved for lack of host slots."),
+    _family("save_tokens", "tokens", "Tokens of the save jobs sent to the workers.", "tokens_saved"),
+    _family("blocks", "blocks", "Blocks moved, by what happened to them.", label="event", blocks_loaded="loaded", blocks_saved="saved",
         blocks_stored="stored"),
-    _family("evictions", "Blocks evicted from L1."),
-    _family("acks_ignored", "Acknowledgements of jobs that are not open."),
+    _family("evictions", "blocks", "Blocks evicted from L1."),
+    _family("acks_ignored", "acknowledgements", "Acknowledgements of jobs that are not open."),
     # bytes and seconds, as the workers see them, all ranks together
-    _family("load_bytes", "Bytes loaded. L1: host memory to device (every load); L2: store to host memory.", label="tier",
+    _family("load_bytes", "bytes", "Bytes loaded. L1: host memory to device (every load); L2: store to host memory.", label="tier",
         worker_copy_load_bytes="L1", store_get_bytes="L2"),
-    _family("load_seconds", "Seconds spent in these transfers.", label="tier", worker_copy_load_seconds="L1", store_get_seconds="L2"),
-    _family("save_bytes", "Bytes saved. L1: device to host memory (every save); L2: host memory to store.", label="tier",
+    _family("load_seconds", "seconds", "Seconds spent in these transfers.", label="tier", worker_copy_load_seconds="L1",
+        store_get_seconds="L2"),
+    _family("save_bytes", "bytes", "Bytes saved. L1: device to host memory (every save); L2: host memory to store.", label="tier",
         worker_copy_save_bytes="L1", store_put_bytes="L2"),
-    _family("save_seconds", "Seconds spent in these transfers.", label="tier", worker_copy_save_seconds="L1", store_put_seconds="L2"),
-    _family("copied_blocks", "Blocks copied between device and host memory.", label="direction", worker_copy_load_blocks="load",
+    _family("save_seconds", "seconds", "Seconds spent in these transfers.", label="tier", worker_copy_save_seconds="L1",
+        store_put_seconds="L2"),
+    _family("copied_blocks", "blocks", "Blocks copied between device and host memory.", label="direction", worker_copy_load_blocks="load",
         worker_copy_save_blocks="save"),
-    _family("jobs", "Jobs that the ranks took on.", label="direction", worker_load_jobs="load", worker_save_jobs="save"),
-    _family("load_failures", "Loads that failed on a rank, by reason.", label="reason", prefix="worker_load_failed_", values=_LOAD),
-    _family("save_failures", "Saves that failed on a rank before they were in host memory.", label="reason", prefix="worker_save_failed_",
-        values=_SAVE),
-    _family("put_drops", "Saves that did not reach L2, by reason.", label="reason", prefix="worker_save_put_dropped_", values=_PUT),
-    _family("worker_events", "Jobs that reached a rank poisoned or twice.", label="event", worker_poisoned="poisoned",
+    _family("jobs", "jobs", "Jobs that the ranks took on.", label="direction", worker_load_jobs="load", worker_save_jobs="save"),
+    _family("load_failures", "jobs", "Loads that failed on a rank, by reason.", label="reason", prefix="worker_load_failed_", values=_LOAD),
+    _family("save_failures", "jobs", "Saves that failed on a rank before they were in host memory.", label="reason",
+        prefix="worker_save_failed_", values=_SAVE),
+    _family("put_drops", "jobs", "Saves that did not reach L2, by reason.", label="reason", prefix="worker_save_put_dropped_", values=_PUT),
+    _family("worker_events", "orders", "Jobs that reached a rank poisoned or twice.", label="event", worker_poisoned="poisoned",
         worker_poisoned_under_way="poisoned_under_way", worker_duplicate_jobs="duplicate"),
     # the store client, workers and scheduler role together
-    Family("store_calls", "Calls to Mooncake.", labels=("call",),
+    Family("store_calls", "calls", "Calls to Mooncake.", labels=("call",),
         sources={f"store_{call}_calls": (call,) for call in ("exists", "get", "put", "remove", "canary")}),
-    Family("store_objects", "Objects by call and outcome; for `exists`, only questions without an answer.", labels=("call", "outcome"),
+    Family("store_objects", "objects", "Objects by call and outcome; for `exists`, only questions without an answer.", labels=("call",
+        "outcome"),
         sources={f"store_{call}_{outcome}": (call, outcome) for call in ("exists", "get", "put") for outcome in _OUTCOMES}),
-    _family("store_connection", "What happened to the connections to the store.", label="event", store_setups="setup",
+    _family("store_connection", "events", "What happened to the connections to the store.", label="event", store_setups="setup",
         store_setup_failed="setup_failed", store_connected="connected", store_canary_failed="canary_failed",
         store_breaker_opened="breaker_opened", store_renewed="renewed", store_quarantined="quarantined"),
-    _family("store_defects", "Objects with other bytes than were put under their key, by what was wrong.", label="defect",
+    _family("store_defects", "objects", "Objects with other bytes than were put under their key, by what was wrong.", label="defect",
         prefix="store_defect_", values=("magic", "sealed", "codec", "digest", "layout", "length", "no_checksum", "checksum", "torn")),
-    _family("store_unexpected_codes", "Return codes of Mooncake that have no meaning here (the log names each once).",
+    _family("store_unexpected_codes", "objects", "Return codes of Mooncake that have no meaning here (the log names each once).",
         prefix="store_code_"),
     # names and epochs
-    _family("adoptions", "Epochs adopted."),
-    _family("epochs_refused", "Grants of an epoch below the one in use.", "lower_epoch_refused"),
-    _family("local_resets", "Resets of this engine's caches by vLLM."),
-    _family("reset_effects", "Effects of these resets on the root of block hashes.", label="root", resets_rotated="rotated",
+    _family("adoptions", "epochs", "Epochs adopted."),
+    _family("epochs_refused", "grants", "Grants of an epoch below the one in use.", "lower_epoch_refused"),
+    _family("local_resets", "resets", "Resets of this engine's caches by vLLM."),
+    _family("reset_effects", "resets", "Effects of these resets on the root of block hashes.", label="root", resets_rotated="rotated",
         resets_kept="kept"),
-    _family("weights_looks", "Digests that were taken of the weights."),
-    _family("weights_events",
+    _family("weights_looks", "digests", "Digests that were taken of the weights."),
+    _family("weights_events", "events",
         "Changes of what the engine knows of its weights. `changed`: to other, known weights. `unknown`: nothing is reused or saved. "
         "`late`: a rank saw them change during a step. `unseen`: they had changed while the engine was idle.",
         label="what", weights_changes="changed", weights_unknown="unknown", weights_late="late", weights_unseen="unseen"),
-    _family("roots", "Roots of block hashes bound, for epochs, resets and lost leases together.", "snapshots"),
-    _family("root_overwrites", "Times that somebody else had overwritten vLLM's hash root.", "root_overwritten"),
-    _family("requests_renamed", "Requests that did not just take the block hashes of the current root.", label="how",
+    _family("roots", "roots", "Roots of block hashes bound, for epochs, resets and lost leases together.", "snapshots"),
+    _family("root_overwrites", "times", "Times that somebody else had overwritten vLLM's hash root.", "root_overwritten"),
+    _family("requests_renamed", "requests", "Requests that did not just take the block hashes of the current root.", label="how",
         repinned_requests="repinned", rehashed_requests="rehashed", rehash_deferred="deferred", foreign_kv_requests="foreign_kv"),
-    _family("errors", "Exceptions of the connector that became a miss, by place.", label="where", prefix="error_",
+    _family("errors", "exceptions", "Exceptions of the connector that became a miss, by place.", label="where", prefix="error_",
         values=_PLACES),
 )
 
 GAUGES: tuple[Family, ...] = (
-    _family("epoch", "Highest epoch adopted; -1 before the first."),
-    _family("root_shared", "1: block hashes are those of the pool's epoch; 0: private to this engine."),
-    _family("bypass", "1: no tier is used now."),
-    _family("broken", "1: an internal error, or a rank without host memory, turned the tiers off until this engine restarts."),
-    _family("tiers_off", "1: the engine cannot use its tiers, or not all of them; its log and `epochkv engines` say what to change."),
-    _family("weights_known", "1: the engine knows its weights and names KV after them; 0: it does not."),
-    _family("lease_remaining_seconds", "Seconds until the lease on the epoch ends; 0 without one."),
-    _family("carried_requests", "Running requests that continue under an older root.", "carried"),
-    _family("carried_sessions", "Streaming-input sessions that continue under an older root."),
-    _family("waiting_after_reset", "1: only this engine was reset; it shares nothing until the next epoch."),
-    _family("root_distrusted", "1: somebody else overwrote vLLM's hash root; bypass until restart.", "root_overwritten"),
-    _family("hub_unusable", "1: the configured hub cannot be used (address, keys); the log says why."),
-    _family("plans_open", "Hits reserved and not yet accepted."),
-    _family("jobs_open", "Transfers that some rank has not acknowledged."),
-    _family("jobs_overdue", "Of these, those beyond twice their deadline."),
-    _family("reads_open", "Loads that may still receive bytes from L2."),
-    _family("loads_paused", "1: loads from L2 are paused after failures in a row."),
-    _family("tracker_entries", "Blocks that the tracker holds."),
-    _family("known_in_store", "Blocks remembered to be in L2."),
-    _family("slots", "Host slots (blocks) by what holds them; `total` counts all.", label="state", slots="total", slots_indexed="indexed",
-        slots_other_roots="other_roots", slots_held="held", slots_reserved="reserved", slots_busy="busy"),
-    _family("rank_refusing", "1: this rank answers every job as failed: its memory could not be laid out, or it failed.",
+    _family("epoch", "epoch number", "Highest epoch adopted; -1 before the first."),
+    _family("root_shared", "0 or 1", "1: block hashes are those of the pool's epoch; 0: private to this engine."),
+    _family("bypass", "0 or 1", "1: no tier is used now."),
+    _family("broken", "0 or 1", "1: an internal error, or a rank without host memory, turned the tiers off until this engine restarts."),
+    _family("tiers_off", "0 or 1",
+        "1: the engine cannot use its tiers, or not all of them; its log and `epochkv engines` say what to change."),
+    _family("weights_known", "0 or 1", "1: the engine knows its weights and names KV after them; 0: it does not."),
+    _family("lease_remaining_seconds", "seconds", "Seconds until the lease on the epoch ends; 0 without one."),
+    _family("carried_requests", "requests", "Running requests that continue under an older root.", "carried"),
+    _family("carried_sessions", "sessions", "Streaming-input sessions that continue under an older root."),
+    _family("waiting_after_reset", "0 or 1", "1: only this engine was reset; it shares nothing until the next epoch."),
+    _family("root_distrusted", "0 or 1", "1: somebody else overwrote vLLM's hash root; bypass until restart.", "root_overwritten"),
+    _family("hub_unusable", "0 or 1", "1: the configured hub cannot be used (address, keys); the log says why."),
+    _family("plans_open", "plans", "Hits reserved and not yet accepted."),
+    _family("jobs_open", "jobs", "Transfers that some rank has not acknowledged."),
+    _family("jobs_overdue", "jobs", "Of these, those beyond twice their deadline."),
+    _family("reads_open", "jobs", "Loads that may still receive bytes from L2."),
+    _family("loads_paused", "0 or 1", "1: loads from L2 are paused after failures in a row."),
+    _family("tracker_entries", "blocks", "Blocks that the tracker holds."),
+    _family("known_in_store", "blocks", "Blocks remembered to be in L2."),
+    _family("slots", "slots", "Host slots (blocks) by what holds them; `total` counts all.", label="state", slots="total",
+        slots_indexed="indexed", slots_other_roots="other_roots", slots_held="held", slots_reserved="reserved", slots_busy="busy"),
+    _family("rank_refusing", "0 or 1", "1: this rank answers every job as failed: its memory could not be laid out, or it failed.",
         "worker_refusing", per_rank=True),
-    _family("rank_held_slots", "Host slots that a rank is working on.", "worker_held_slots", per_rank=True),
-    _family("rank_open", "Loads and device-to-host copies under way on a rank.", label="what", per_rank=True, worker_open_loads="loads",
-        worker_open_copies="copies"),
-    _family("store_state", "State of the store client: 0 new, 1 probing, 2 ready, 3 draining, 4 closed.", per_rank=True),
-    _family("store_breaker_open", "1: the store does not answer and is not asked.", per_rank=True),
-    _family("store_queue", "Objects waiting to be put or got.", label="queue", per_rank=True, store_queued_puts="puts",
+    _family("rank_held_slots", "slots", "Host slots that a rank is working on.", "worker_held_slots", per_rank=True),
+    _family("rank_open", "transfers", "Loads and device-to-host copies under way on a rank.", label="what", per_rank=True,
+        worker_open_loads="loads", worker_open_copies="copies"),
+    _family("store_state", "state number", "State of the store client: 0 new, 1 probing, 2 ready, 3 draining, 4 closed.", per_rank=True),
+    _family("store_breaker_open", "0 or 1", "1: the store does not answer and is not asked.", per_rank=True),
+    _family("store_queue", "objects", "Objects waiting to be put or got.", label="queue", per_rank=True, store_queued_puts="puts",
         store_queued_gets="gets"),
-    _family("store_in_flight", "Calls to the store that have not returned.", per_rank=True),
+    _family("store_in_flight", "calls", "Calls to the store that have not returned.", per_rank=True),
 )
 
 # fmt: on

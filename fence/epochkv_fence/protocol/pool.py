@@ -194,6 +194,12 @@ class PoolSnapshot:
     def limited(self) -> list[EngineView]:
         return [view for view in self.engines if view.alive and view.tiers_off]
 
+    def overdue_seconds(self, lease_seconds: float, now: float) -> float:
+        """For how long, at `now` (Unix seconds), the newest epoch is unpublished beyond lease and margin; 0 while it is not late."""
+        if self.started_at is None or self.published >= self.target:
+            return 0.0
+        return max(0.0, now - self.started_at - lease_seconds - margin_seconds(lease_seconds))
+
     @property
     def converged(self) -> bool:
         """Everything asked for is published."""

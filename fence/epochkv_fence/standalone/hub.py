@@ -127,7 +127,7 @@ class StandaloneHub:
         def render() -> str:
             """On a metrics thread: the snapshot is taken on the loop."""
             snapshot, counters = asyncio.run_coroutine_threadsafe(look(), loop).result(RENDER_SECONDS)
-            return exposition(self.options.pool, snapshot, counters)
+            return exposition(self.options.pool, snapshot, counters, self.options.lease_seconds, time.time())
 
         try:
             metrics = MetricsServer(split_address(self.options.metrics), render, lambda: server.leading)

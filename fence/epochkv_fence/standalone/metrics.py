@@ -14,8 +14,8 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_SECONDS: Final = 5.0
 
 
-def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int]) -> str:
-    """All metrics of one pool."""
+def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int], lease_seconds: float, now: float) -> str:
+    """All metrics of one pool. `now`: Unix seconds."""
     labels = f'namespace="",pool="{_escaped(pool)}"'
     states = [view.state for view in snapshot.engines]
     engines = f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})"
@@ -23,11 +23,13 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int]) -> s
     outcomes = {f',outcome="{_escaped(name)}"': value for name, value in sorted(counters.items())}
     took = {} if snapshot.reset_seconds is None else {"": snapshot.reset_seconds}
     diverged, limited, keys = {"": len(snapshot.diverged)}, {"": len(snapshot.limited)}, {"": snapshot.reclaimed_keys}
+    overdue = snapshot.overdue_seconds(lease_seconds, now)
     families: list[tuple[str, str, str, Mapping[str, float]]] = [
         ("epochkv_hub_leading", "gauge", "1 while this hub leads", {"": snapshot.leading}),
         ("epochkv_pool_target_epoch", "gauge", "Highest epoch recorded for the pool", {"": snapshot.target}),
         ("epochkv_pool_published_epoch", "gauge", "Highest epoch proved: no engine uses an older one", {"": snapshot.published}),
         *([("epochkv_pool_last_reset_seconds", "gauge", "Time the latest reset took", took)] if took else []),
+        ("epochkv_pool_reset_overdue_seconds", "gauge", "How long the newest epoch is unpublished beyond lease and margin", {"": overdue}),
         ("epochkv_pool_engines", "gauge", engines, by_state),
         ("epochkv_pool_weights_diverged_engines", "gauge", "Live engines that hold other weights than most of their fingerprint", diverged),
         ("epochkv_pool_tiers_off_engines", "gauge", "Live engines that cannot use their tiers, or not all of them", limited),

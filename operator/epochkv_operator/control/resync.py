@@ -181,6 +181,7 @@ class Resync:
     def _done(self, resource: Resource) -> None:
         self.listed_at[resource] = time.monotonic()
         metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()
+        metrics.MISSED.labels(kind=resource.kind)  # there from the first list, at 0: an alert on its increase sees the first one
 
     async def _brought(self, resource: Resource, found: _List) -> None:
         """Return once the watches have brought what a LIST showed, or nothing of it for too long."""

@@ -228,7 +228,7 @@ class HubService:
         for uid, served in self._served.items():
             snapshot = self._server.snapshot(uid)
             served.told.take(snapshot, time.time(), time.monotonic())
-            export(served.key.namespace, served.key.name, snapshot, served.told)
+            export(served.key.namespace, served.key.name, snapshot, served.told, served.config.lease_seconds, time.time())
 
     def _remove(self, uid: str) -> None:
         self._server.remove_pool(uid)

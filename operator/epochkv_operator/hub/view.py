@@ -98,10 +98,11 @@ def key_view(snapshot: PoolSnapshot, generation: int, accepted: int) -> KeysView
     return KeysView(generation, accepted, tuple(old) if accepted > 1 else ())
 
 
-def export(namespace: str, pool: str, snapshot: PoolSnapshot, told: Told) -> None:
-    """Set the pool's gauges."""
+def export(namespace: str, pool: str, snapshot: PoolSnapshot, told: Told, lease_seconds: float, now: float) -> None:
+    """Set the pool's gauges. `now`: Unix seconds."""
     metrics.TARGET_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.target)
     metrics.PUBLISHED_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.published)
+    metrics.RESET_OVERDUE.labels(namespace=namespace, pool=pool).set(snapshot.overdue_seconds(lease_seconds, now))
     states = [engine.state for engine in snapshot.engines]
     for state in ENGINE_STATES:
         metrics.POOL_ENGINES.labels(namespace=namespace, pool=pool, state=state).set(states.count(state))

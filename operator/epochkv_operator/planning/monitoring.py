@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json
@@ -9,6 +12,8 @@ from epochkv_operator.planning.names import component_selector, engine_object, p
 
 _PORTS = {"master": "admin", "store": "health"}
 """Names of the ports with metrics, by component."""
+_NAMED = {POOL_LABEL: "pool", ENGINE_LABEL: "inference_engine"}
+"""Labels of pods -> labels of their series, which dashboards and alerts go by. `engine` is taken: vLLM numbers its cores by it."""
 
 
 def engine_monitor(engine: InferenceEngine, selector: dict[str, str], context: Context, *, tls: bool) -> list[Json]:
@@ -33,4 +38,10 @@ def pool_monitors(pool: KVCachePool, context: Context) -> list[Json]:
 
 
 def _body(selector: dict[str, str], port: str) -> Json:
-    return {"spec": {"selector": {"matchLabels": selector}, "podMetricsEndpoints": [{"port": port, "path": "/metrics"}]}}
+    endpoint = {"port": port, "path": "/metrics", "relabelings": [_label(label, name) for label, name in _NAMED.items()]}
+    return {"spec": {"selector": {"matchLabels": selector}, "podMetricsEndpoints": [endpoint]}}
+
+
+def _label(label: str, name: str) -> Json:
+    """Give the series of a pod the value of its label. Where the pod has no such label, the series have none either."""
+    return {"sourceLabels": ["__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", label)], "targetLabel": name}

@@ -36,16 +36,23 @@ class Rendered:
         return found[0]
 
 
+def tool(name: str) -> str:
+    """A binary named by its variable (`$HELM`), of the cluster's cache, or on PATH."""
+    built = [folder / name for folder in binaries.locate().folders if (folder / name).is_file()]
+    found = os.environ.get(name.upper()) or (str(built[0]) if built else shutil.which(name))
+    if found is None:
+        pytest.fail(f"no {name}: run 'python -m hack.cluster build --checks', or set {name.upper()}=/path/to/{name}")
+    return found
+
+
 @pytest.fixture(scope="session")
 def helm() -> str:
-    """Helm from `$HELM`, the cluster's cache of built binaries, or PATH."""
-    if explicit := os.environ.get("HELM"):
-        return explicit
-    built = [folder / "helm" for folder in binaries.locate().folders if (folder / "helm").is_file()]
-    found = str(built[0]) if built else shutil.which("helm")
-    if found is None:
-        pytest.fail("no helm: run 'python -m hack.cluster build', or set HELM=/path/to/helm")
-    return found
+    return tool("helm")
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    return tool("promtool")
 
 
 @pytest.fixture(scope="session")

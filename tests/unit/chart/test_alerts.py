@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import promql_parser as promql
 
-from epochkv_operator.metrics import HUB_FAULTS, REGISTRY
-from tests.unit.chart.conftest import Rendered
+from epochkv_operator.metrics import HUB_FAULTS
+from hack.observe.catalog import catalog
+from hack.observe.queries import check, selectors
+from tests.unit.chart.conftest import ROOT, Rendered
 
 Render = Callable[..., Rendered]
 ON = ("--set", "monitoring.prometheusRule.enabled=true")
-SCRAPED = {"namespace", "le"}
-"""Labels that a scrape, or a histogram, adds."""
+RUNBOOKS = ROOT / "docs/runbooks.md"
 REFERENCE = re.compile(r"\$labels\.(\w+)")
 
 
 def alerts(render: Render, *arguments: str) -> dict[str, dict[str, Any]]:
     rule = render(*ON, *arguments).one("PrometheusRule", "epochkv-operator")
     return {alert["alert"]: alert for group in rule["spec"]["groups"] for alert in group["rules"]}
-
-
-def parts(node: Any) -> Iterator[Any]:
-    """The node and all below it."""
-    yield node
-    for name in ("lhs", "rhs", "expr", "vector_selector", "args"):
-        below = getattr(node, name, None)
-        for part in below if isinstance(below, list) else [below] if below is not None else []:
-            yield from parts(part)
-
-
-def metrics() -> dict[str, set[str]]:
-    """Labels of each series that the operator exports, by name."""
-    found: dict[str, set[str]] = {}
-    for collector, names in REGISTRY._collector_to_names.items():
-        for name in names:
-            found[name] = set(collector._labelnames)  # type: ignore[attr-defined]
-    return found
 
 
 def test_rules_only_on_request(render: Render) -> None:
@@ -49,31 +32,18 @@ def test_rules_only_on_request(render: Render) -> None:
 
 
 def test_every_series_and_label_of_an_alert_exists(render: Render) -> None:
-    known, seen = metrics(), set()
+    known = catalog()
     for name, alert in alerts(render).items():
-        labels: set[str] = set()
-        for node in parts(promql.parse(alert["expr"])):
-            if isinstance(node, promql.VectorSelector):
-                metric = str(node.name)
-                seen.add(metric)
-                assert metric in known, f"{name}: no metric {metric}"
-                labels |= known[metric] | SCRAPED
-                assert {matcher.name for matcher in node.matchers.matchers} <= known[metric] | SCRAPED, name
-            if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
-                selectors = [part for part in parts(node.expr) if isinstance(part, promql.VectorSelector)]
-                assert all(set(node.modifier.labels) <= known[str(part.name)] | SCRAPED for part in selectors), name
+        labels = check(alert["expr"], known)
         spoken = set(REFERENCE.findall(" ".join(alert["annotations"].values())))
         assert spoken <= labels | {"exported_namespace"}, name
-    assert {"epochkv_operator_loop_lag_seconds_bucket", "epochkv_operator_lease_renewal_seconds_bucket"} <= seen
-    assert {"epochkv_pool_target_epoch", "epochkv_operator_queue_oldest_seconds"} <= seen
 
 
 def test_values_of_labels_are_those_that_the_operator_uses(render: Render) -> None:
-    found = alerts(render)
     values: dict[str, set[str]] = {}
-    for alert in found.values():
-        for node in parts(promql.parse(alert["expr"])):
-            for matcher in node.matchers.matchers if isinstance(node, promql.VectorSelector) else ():
+    for alert in alerts(render).values():
+        for selector in selectors(alert["expr"]):
+            for matcher in selector.matchers.matchers:
                 values.setdefault(matcher.name, set()).update(matcher.value.split("|"))
     assert values == {"namespace": {"epochkv-system"}, "loop": {"hub", "main"}, "outcome": set(HUB_FAULTS)}
 
@@ -88,6 +58,17 @@ def test_a_late_renewal_is_told_before_the_operator_ends_whatever_the_duration(r
 
 
 def test_everybody_who_is_woken_reads_what_to_do(render: Render) -> None:
-    for name, alert in alerts(render).items():
+    headings = re.findall(r"^## (.+)$", RUNBOOKS.read_text(), re.MULTILINE)
+    found = alerts(render)
+    assert sorted(headings) == sorted(found), "a runbook for each alert, and no other"
+    for name, alert in found.items():
         assert alert["labels"]["severity"] in {"critical", "warning", "info"}
-        assert {"summary", "description"} == set(alert["annotations"]), name
+        assert {"summary", "description", "runbook_url"} == set(alert["annotations"]), name
+        assert alert["annotations"]["runbook_url"] == f"docs/runbooks.md#{name.lower()}"
+    moved = alerts(render, "--set", "monitoring.prometheusRule.runbooks=https://docs.example/runbooks.html")
+    assert moved["EpochKVBypass"]["annotations"]["runbook_url"] == "https://docs.example/runbooks.html#epochkvbypass"
+
+
+def test_the_page_lists_every_alert(render: Render) -> None:
+    page = (RUNBOOKS.parent / "observe.md").read_text()
+    assert re.findall(r"^\| \[`(EpochKV\w+)`\]\(runbooks\.md#\w+\) \|", page, re.MULTILINE) == list(alerts(render))

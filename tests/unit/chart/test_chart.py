@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -187,10 +188,30 @@ def test_labels_for_the_pod_monitors_reach_the_operator(render: Render) -> None:
     assert "--monitor-label=release=prom" in arguments["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
+def test_boards_only_on_request_as_the_sidecar_of_grafana_finds_them(render: Render) -> None:
+    assert not [found for found in render().all("ConfigMap") if "dashboard" in found["metadata"]["name"]]
+    rendered = render("--set", "dashboards.enabled=true,dashboards.namespace=monitoring,dashboards.annotations.grafana_folder=EpochKV")
+    boards = [found for found in rendered.all("ConfigMap") if "dashboard" in found["metadata"]["name"]]
+    assert [found["metadata"]["name"] for found in boards] == [f"epochkv-{board}-dashboard" for board in ("engine", "fleet", "pool")]
+    for found in boards:
+        assert found["metadata"]["namespace"] == "monitoring"
+        assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert found["metadata"]["annotations"] == {"grafana_folder": "EpochKV"}
+        ((name, text),) = found["data"].items()
+        assert json.loads(text) == json.loads((CHART / "dashboards" / name).read_text()), "Helm took a legend for a template"
+    own = render("--set", "dashboards.enabled=true", "--set-json", 'dashboards.labels={"grafana_dashboard":null,"board":"yes"}')
+    (fleet,) = [found for found in own.all("ConfigMap") if found["metadata"]["name"] == "epochkv-fleet-dashboard"]
+    assert fleet["metadata"]["namespace"] == "epochkv-system"
+    assert fleet["metadata"]["labels"]["board"] == "yes"
+    assert "grafana_dashboard" not in fleet["metadata"]["labels"]
+    assert render("--set", "dashboards.enable=true").status != 0
+
+
 def test_service_monitor_only_on_request(render: Render) -> None:
     assert render().all("ServiceMonitor") == []
     monitor = render("--set", "monitoring.serviceMonitor.enabled=true").one("ServiceMonitor", "epochkv-operator")
     assert monitor["spec"]["endpoints"][0]["port"] == "metrics"
+    assert monitor["spec"]["endpoints"][0]["honorLabels"] is True, "the boards find a pool by its own namespace"
 
 
 @pytest.mark.parametrize(

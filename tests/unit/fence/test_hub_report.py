@@ -106,7 +106,7 @@ def test_engines_that_lack_tiers_are_told_once() -> None:
     assert texts(after, before) == []
     crowd = [engine(number) for number in range(11)]
     assert texts(pool(*crowd), pool(*(limited(number) for number in range(11))))[-1] == "11 engines lack tiers"
-    assert 'epochkv_pool_tiers_off_engines{namespace="",pool="p"} 1' in exposition("p", pool(engine(2), limited(1)), {})
+    assert 'epochkv_pool_tiers_off_engines{namespace="",pool="p"} 1' in exposition("p", pool(engine(2), limited(1)), {}, 30.0, 0.0)
 
 
 def test_engines_that_differ_are_told_of_when_a_push_would_be_over() -> None:
@@ -128,15 +128,24 @@ def test_memory_given_back() -> None:
     assert "could not be emptied" in texts(before, replace(before, wipe_failed=True))[0]
 
 
+def test_a_reset_is_overdue_after_lease_and_margin_and_only_while_it_is_open() -> None:
+    open_since = pool(target=7, published=6, started_at=100.0)
+    assert [open_since.overdue_seconds(30.0, now) for now in (90.0, 132.0, 133.0, 143.0)] == [0.0, 0.0, 0.0, 10.0]
+    assert [open_since.overdue_seconds(2.0, now) for now in (103.0, 104.0)] == [0.0, 1.0]  # the margin is never below 1 s
+    assert replace(open_since, published=7).overdue_seconds(30.0, 1e6) == 0.0
+    assert replace(open_since, started_at=None).overdue_seconds(30.0, 1e6) == 0.0
+
+
 def test_metrics_are_prometheus_text() -> None:
     engines = engine(1), engine(2, weights=None), engine(3, converged=False), engine(4, alive=False), replace(engine(5), private=True)
-    snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, reclaimed_keys=12)
-    lines = exposition('po"l\\\n', snapshot, {"received": 5}).splitlines()
+    snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, started_at=900.5, reclaimed_keys=12)
+    lines = exposition('po"l\\\n', snapshot, {"received": 5}, 30.0, 1000.0).splitlines()
     labels = 'namespace="",pool="po\\"l\\\\\\n"'
     for line in (
         f"epochkv_pool_target_epoch{{{labels}}} 7",
         f"epochkv_pool_published_epoch{{{labels}}} 6",
         f"epochkv_pool_last_reset_seconds{{{labels}}} 0.25",
+        f"epochkv_pool_reset_overdue_seconds{{{labels}}} 66.5",
         f'epochkv_pool_engines{{{labels},state="use"}} 1',
         f'epochkv_pool_engines{{{labels},state="unknown"}} 1',
         f'epochkv_pool_engines{{{labels},state="private"}} 1',

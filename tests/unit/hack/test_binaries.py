@@ -11,6 +11,8 @@ import pytest
 from hack.cluster import binaries
 from hack.cluster.provider import ClusterError
 
+REST = ["kubernetes", "helm", "coredns", "crdify", "prometheus", "actionlint"]
+
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
@@ -50,9 +52,28 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 def test_missing_binary_says_how_to_build_it(tmp_path: Path) -> None:
     found = binaries.Binaries((tmp_path,))
-    assert [module.name for module in found.missing()] == ["etcd", "kubernetes", "helm", "coredns", "crdify", "actionlint"]
+    assert [module.name for module in found.missing()] == ["etcd", *REST]
     with pytest.raises(ClusterError, match=r"python -m hack\.cluster build"):
         found.path("etcd")
     (tmp_path / "etcd").touch(mode=stat.S_IRWXU)
     assert found.path("etcd") == tmp_path / "etcd"
-    assert [module.name for module in found.missing()] == ["kubernetes", "helm", "coredns", "crdify", "actionlint"]
+    assert [module.name for module in found.missing()] == REST
+
+
+def test_a_demo_does_not_wait_for_what_only_tests_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    monkeypatch.setattr(binaries, "_build_module", lambda module, *rest: built.append(module.name))
+    binaries.build(lambda line: None, tmp_path)
+    assert built == ["etcd", "kubernetes", "helm", "coredns", "crdify"]
+    built.clear()
+    binaries.build(lambda line: None, tmp_path, checks=True)
+    assert built[-2:] == ["prometheus", "actionlint"]
+
+
+def test_promtool_is_built_without_the_discovery_of_clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(binaries, "_run_with_progress", lambda command, *rest: commands.append(command))
+    monkeypatch.setattr(binaries, "MODULES", [module for module in binaries.MODULES if module.name == "prometheus"])
+    binaries.build(lambda line: None, tmp_path, checks=True)
+    (command,) = commands
+    assert command[command.index("-tags") + 1] == "remove_all_sd"

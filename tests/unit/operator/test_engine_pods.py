@@ -80,6 +80,10 @@ def test_probes_and_prometheus_speak_https_to_an_engine_with_a_certificate(args:
     assert schemes == ({"HTTPS"} if tls else {None})
     [endpoint] = one(made, "PodMonitor")["spec"]["podMetricsEndpoints"]
     assert endpoint.get("scheme") == ("https" if tls else None)
+    assert endpoint["relabelings"] == [
+        {"sourceLabels": ["__meta_kubernetes_pod_label_epochkv_io_pool"], "targetLabel": "pool"},
+        {"sourceLabels": ["__meta_kubernetes_pod_label_epochkv_io_engine"], "targetLabel": "inference_engine"},
+    ]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def test_engines_by_state_and_those_that_differ_are_counted() -> None:
     late = engine("late", weights=B)
     engines = [engine("fine"), late, engine("alone", private=True), engine("asleep", weights=None), engine("slow", converged=False)]
     engines += [engine("limited", tiers_off="TiersOff"), engine("gone", tiers_off="TiersOff", alive=False)]
-    export("rl", "gauges", replace(EMPTY, target=1, published=1, engines=engines, diverged=[late]), Told())
+    open_since = replace(EMPTY, target=2, published=1, started_at=100.0, engines=engines, diverged=[late])
+    export("rl", "gauges", open_since, Told(), 30.0, 140.0)
 
     def gauge(state: str) -> float | None:
         return REGISTRY.get_sample_value("epochkv_pool_engines", {"namespace": "rl", "pool": "gauges", "state": state})
@@ -93,6 +94,7 @@ def test_engines_by_state_and_those_that_differ_are_counted() -> None:
     assert {state: gauge(state) for state in expected} == expected
     assert REGISTRY.get_sample_value("epochkv_pool_weights_diverged_engines", {"namespace": "rl", "pool": "gauges"}) == 1.0
     assert REGISTRY.get_sample_value("epochkv_pool_tiers_off_engines", {"namespace": "rl", "pool": "gauges"}) == 1.0
+    assert REGISTRY.get_sample_value("epochkv_pool_reset_overdue_seconds", {"namespace": "rl", "pool": "gauges"}) == 7.0
     forget_pool("rl", "gauges")
     assert gauge("private") is None
     assert REGISTRY.get_sample_value("epochkv_pool_tiers_off_engines", {"namespace": "rl", "pool": "gauges"}) is None
