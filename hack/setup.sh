@@ -104,7 +104,6 @@ for stage in "$@"; do
     engine)
       engine_libraries
       environment engine .build/venv-engine 120 ;;
-    verl) trainer_environment verl 120 ;;
     nixl)
       ensure_uv
       [ -d .build/nixl/nixl ] || say "NIXL in .build/nixl (200 MB)"
@@ -114,7 +113,9 @@ for stage in "$@"; do
       for image in operator store; do pinned "$image" ".build/sbom/env-$image"; done ;;
     system)
       apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl gcc libc6-dev ;;
-    *) die "unknown stage '$stage'; there are: dev, engine, verl, nixl, sbom, system" ;;
+    *)
+      [ -f "hack/requirements/trainers/$stage.txt" ] || die "unknown stage '$stage'; there are: dev, engine, nixl, sbom, system, and trainers: $(cd hack/requirements/trainers && echo *.txt)"
+      trainer_environment "$stage" 120 ;;
   esac
 done
 say "set-up ready after $((SECONDS - started)) s: $*"
