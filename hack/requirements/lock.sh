@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compile the two pinned environments. Hashes, but no index addresses: any mirror may serve them.
+# Compile the pinned environments. Hashes, but no index addresses: any mirror may serve them.
 #   dev     operator, fence, tools: everything that needs neither torch nor vLLM
 #   engine  dev + vLLM on CPU + the connector
 set -euo pipefail
@@ -9,6 +9,13 @@ common=(--python-version 3.11 --python-platform x86_64-manylinux_2_28 --generate
 "$uv" pip compile pyproject.toml "${common[@]}" --extra operator --group dev -o hack/requirements/dev.txt "$@"
 "$uv" pip compile pyproject.toml "${common[@]}" --extra operator --extra connector --group dev --group engine \
   --override hack/requirements/overrides.txt -o hack/requirements/engine.txt "$@"
+# A trainer, the connector and a vLLM on CPU that the trainer takes. Pins of the engine environment are kept where they fit, so wheels are shared.
+for asks in hack/requirements/trainers/*.in; do
+  [ -f "$asks" ] || continue
+  cp hack/requirements/engine.txt "${asks%.in}.txt"
+  "$uv" pip compile pyproject.toml "$asks" "${common[@]}" --extra connector --extra trainer --group dev \
+    --override hack/requirements/overrides.txt -o "${asks%.in}.txt"
+done
 for name in build operator store docs sbom; do
   [ -f "hack/requirements/$name.in" ] || continue
   "$uv" pip compile "hack/requirements/$name.in" "${common[@]}" -o "hack/requirements/$name.txt" "$@"

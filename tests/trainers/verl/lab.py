@@ -1,0 +1,106 @@
+"""verl's rollouts and the manager of its weights under Ray, as its disaggregated trainers build them, and who trains.
+
+Of verl: `vLLMReplica` with `vLLMHttpServer`, `CheckpointEngineWorker`, `ServerAdapter` and vLLM's worker extension for each of two
+rollouts; `CheckpointEngineManager` in a process of its own. The trainer is ours: a `Worker` of verl with `update_weights` and
+`execute_checkpoint_engine`, as verl's workers have, which sends the tensors of a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+ROOT = Path(__file__).resolve().parents[3]
+RAY_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "tests.trainers.verl.cpu_platform",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray keeps one in the home folder
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+os.environ.update(RAY_ENVIRONMENT)  # verl looks for its platform when it is imported
+
+import ray  # noqa: E402
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig  # noqa: E402
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica  # noqa: E402
+
+from hack.engine_api import Answer  # noqa: E402
+from hack.standalone.engine import CPU_ENVIRONMENT, GPU_BLOCKS  # noqa: E402
+from hack.standalone.mooncake import CLIENT_ENVIRONMENT  # noqa: E402
+from tests.trainers.verl.actors import Driver, Trainer  # noqa: E402
+
+TRANSPORT = "tests.trainers.verl.cpu_transport"
+
+
+class Verl:
+    """Two rollouts of verl; `kv_transfer_config` is handed to verl as a user does. They start with weights of vLLM's own making."""
+
+    def __init__(self, model: Path, folder: Path, kv_transfer_config: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._environ = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **RAY_ENVIRONMENT, **environ}
+        self._checkpoints = CheckpointEngineConfig(backend="tcp_store", update_weights_bucket_megabytes=1, custom_backend_module=TRANSPORT)
+        self._rollout = RolloutConfig(
+            name="vllm", tensor_model_parallel_size=1, n_gpus_per_node=1, dtype="float32", enforce_eager=True, max_model_len=2048,
+            max_num_seqs=8, max_num_batched_tokens=2048, prompt_length=1024, response_length=64, ignore_eos=True,
+            enable_sleep_mode=False, free_cache_engine=False,  # vLLM cannot sleep on a CPU
+            checkpoint_engine=self._checkpoints,
+            engine_kwargs={
+                "vllm": {
+                    "kv_transfer_config": dict(kv_transfer_config),
+                    "num_gpu_blocks_override": GPU_BLOCKS,
+                    "distributed_executor_backend": "uni",  # one rank, which needs no process of its own
+                }
+            },
+        )  # fmt: skip
+        self._model = HFModelConfig(path=str(model), override_config={"attn_implementation": "eager"})
+        self.replicas: list[vLLMReplica] = []
+        self._asked = 0
+
+    def start(self) -> None:
+        ray.init(
+            num_cpus=16, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
+            _temp_dir=str(self._folder), runtime_env={"env_vars": self._environ},
+        )  # fmt: skip
+        self.trainer = RayWorkerGroup(
+            RayResourcePool([1], use_gpu=False, max_colocate_count=1),
+            RayClassWithInitArgs(ray.remote(Trainer), str(self._folder), self._checkpoints),
+            use_gpu=False,
+            device_name="cpu",
+        )
+        self.replicas = [vLLMReplica(rank, self._rollout, self._model, gpus_per_node=1) for rank in range(2)]
+
+        async def launch() -> None:
+            await asyncio.gather(*(replica.init_standalone() for replica in self.replicas))
+
+        asyncio.run(launch())
+
+    def driver(self) -> Any:
+        """A process with verl's manager."""
+        return Driver.remote(self._checkpoints, self.trainer, self.replicas)
+
+    def generate(self, replica: int, prompt: Sequence[int]) -> Any:
+        """Ask for one greedy answer, as verl's agents do."""
+        self._asked += 1
+        sampling = {"temperature": 0.0, "max_tokens": 8}
+        return self.replicas[replica].server_handle.generate.remote(list(prompt), sampling, f"ask-{self._asked}")
+
+    def answer(self, asked: Any) -> Answer:
+        output = ray.get(asked, timeout=120)
+        return Answer(tuple(output.token_ids), output.extra_fields["num_cached_tokens"] or 0)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:  # no `__exit__` follows
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
