@@ -31,6 +31,9 @@ WRITING: dict[str, tuple[Any, ...]] = {
         "sleep",
         "discard",
         "elastic_ep_execute",
+        "checkpoint_restore",
+        "apply_model",
+        "update_config",
         touch,
     ),
     "verl": ("update_weights_from_ipc", "update_verl_delta_weights"),
@@ -41,13 +44,24 @@ WRITING: dict[str, tuple[Any, ...]] = {
         "update_weights_via_ipc_zmq",
         "update_weights_from_collective",
         "nccl_reshard_refit",
-        "sparse_delta_refit",
+        "update_weights_from_decoded_sparse_payload",
+        "finish_sparse_delta_refit",
         "load_mtp_weights_from_disk",
     ),
     "prime-rl": ("update_weights_from_path",),
-    "AReaL": ("areal_update_weights", "areal_update_weight_xccl", "areal_update_weights_lora", "areal_update_weight_lora_xccl"),
+    "AReaL": (
+        "areal_update_weights",
+        "areal_update_weight_xccl",
+        "areal_update_weights_lora",
+        "areal_update_weight_lora_xccl",
+        "awex_execute_weight_update",
+        "awex_execute_colocate_weight_update",
+        "awex_batch_isend_irecv",
+        "awex_resume_memory",
+        "awex_randomize_parameters",
+    ),
 }
-"""Every call of the frameworks that writes (the dossier of trainers, section 1.2), and vLLM's own."""
+"""Every call of the frameworks that writes, as their sources name it, and vLLM's own."""
 
 BESIDE: tuple[str, ...] = (
     "init_weight_transfer_engine",
@@ -58,10 +72,17 @@ BESIDE: tuple[str, ...] = (
     "init_process_group",
     "report_device_id",
     "prepare_refit_info",
+    "prepare_nccl_reshard_refit_info",
+    "prepare_sparse_delta_refit_info",
+    "start_gpu_profiling",
+    "get_weight_snapshot",
     "init_collective",
+    "init_broadcaster",
     "liveness_probe",
     "areal_init_update_weight_group",
     "areal_set_weight_meta",
+    "areal_set_weight_meta_lora",
+    "awex_get_parameters",
     "never_heard_of",
 )
 """Other calls that the frameworks make on workers: nobody vouches for them, so each costs a digest."""
@@ -99,6 +120,23 @@ def test_every_call_that_writes_ends_the_names_before_it_is_delegated(make_rig: 
     assert running.request_id in rig.finished
     assert len(names(store, old)) == stored  # nothing more under the old names
     assert found(rig) == WHOLE  # and sharing goes on with the new ones
+    rig.check_clean()
+
+
+def test_a_probe_between_requests_keeps_the_names_and_what_they_find(make_rig: MakeRig) -> None:
+    """prime-rl asks for `liveness_probe` now and then, also while requests run."""
+    rig = make_rig(epoch=0)
+    assert found(rig) == 0
+    root = rig.pins.root.snapshot.root
+    running = rig.add(prompt(2, LENGTH), max_tokens=4 * BLOCK)
+    for _ in range(3):
+        rig.steps(BLOCK)
+        rig.executor.collective_rpc("liveness_probe")
+        assert found(rig) == WHOLE
+    rig.run()
+    assert running.request_id in rig.finished
+    assert rig.pins.root.snapshot.root == root
+    assert found(rig, [*running.all_token_ids, 7]) > WHOLE  # also what it computed across the probes
     rig.check_clean()
 
 
