@@ -70,8 +70,8 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     return config
 
 
-def check_before_load(vllm_config: Any) -> None:
-    """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector.
+def check_before_load(vllm_config: Any) -> bool:
+    """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector; False: there is none.
 
     Raises:
         ConfigError, UnsupportedEngine: as there.
@@ -80,8 +80,10 @@ def check_before_load(vllm_config: Any) -> None:
     name, extra = getattr(transfer, "kv_connector", None), getattr(transfer, "kv_connector_extra_config", None) or {}
     children = children_of(transfer)
     ours = [child.get("kv_connector_extra_config") or {} for child in children if child.get("kv_connector") == NAME]
-    for given in [extra] if name == NAME else ours:
+    ours = [extra] if name == NAME else ours
+    for given in ours:
         check_start(vllm_config, given, children, here=has_ranks_here(vllm_config))
+    return bool(ours)
 
 
 def check_siblings(children: Sequence[Mapping[str, Any]]) -> None:

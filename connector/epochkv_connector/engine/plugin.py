@@ -21,7 +21,7 @@ from epochkv_connector.config.connector_config import NAME, ConfigError
 from epochkv_connector.engine import limits
 from epochkv_connector.engine.attach import before_engine, is_attached
 from epochkv_connector.engine.fenced import switch
-from epochkv_connector.engine.version import UnsupportedEngine
+from epochkv_connector.engine.version import UnsupportedEngine, warn_of_frameworks
 from epochkv_fence.connection import ATTACH_ENV
 
 
@@ -60,8 +60,9 @@ def check(vllm_config: Any) -> None:
     """
     remedy = f"; or unset {ATTACH_ENV}, which joined this engine to the pool" if is_attached(vllm_config.kv_transfer_config) else ""
     with _one_line(remedy):
-        limits.check_before_load(vllm_config)
-        switch.check(vllm_config)
+        ours = limits.check_before_load(vllm_config)
+        if switch.check(vllm_config) is not None or ours:
+            warn_of_frameworks()
 
 
 @contextmanager

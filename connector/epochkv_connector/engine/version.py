@@ -1,14 +1,20 @@
-"""Which versions of vLLM are accepted.
+"""Which versions of vLLM are accepted, and with which versions of frameworks it was tried.
 
 A renamed global of vLLM would make every name in this project a lie, so other versions are refused at start with a
-sentence (unless `allow_untested_vllm`). Knows of vLLM: `__version__`.
+sentence (unless `allow_untested_vllm`). A framework cannot do that: whatever it calls, weights name themselves. So another version of
+one is worth a warning, once. Knows of vLLM: `__version__`.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
+import logging
 import re
+import sys
 from pathlib import Path
+from typing import Final
 
 import vllm
 
@@ -16,6 +22,16 @@ from epochkv_fence.version import VERSION
 
 TESTED_VERSIONS = ((0, 30), (0, 33))
 """First and last minor version accepted."""
+
+FRAMEWORKS: Final = {
+    "openrlhf": ("openrlhf", "0.11"),
+    "ray.llm": ("ray", "2.60"),
+    "skyrl": ("skyrl", "0.3"),
+}
+"""Of each framework that tests run (`hack/requirements/trainers`): a module that is loaded where it makes engines, its distribution, and
+the minor version. `docs/trainers.md` shows the same."""
+
+logger = logging.getLogger("vllm.epochkv.version")
 
 
 class UnsupportedEngine(RuntimeError):
@@ -57,3 +73,24 @@ def check_version(allow_untested: bool, version: str | None = None) -> None:
     if first <= minor <= last or allow_untested:
         return
     raise UnsupportedEngine(f"{unsupported(found)}, or set allow_untested_vllm to true in kv_connector_extra_config at your own risk")
+
+
+@functools.cache
+def warn_of_frameworks() -> None:
+    """Say once in this process which framework that makes its engines was not tried in this version."""
+    for module, (distribution, tested) in FRAMEWORKS.items():
+        if module in sys.modules and (found := _installed(distribution)) and not f"{found}.".startswith(f"{tested}."):
+            logger.warning(
+                "EpochKV was tested with %s %s, and this is %s. Nothing is switched off. Compare `epochkv weights` after the first push.",
+                distribution,
+                tested,
+                found,
+            )
+
+
+def _installed(distribution: str) -> str:
+    """Its version; empty: it runs from a folder of sources."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
