@@ -71,10 +71,8 @@ test-transfers: setup-engine ## Real NIXL from a prefill to a decode engine (kee
 	@$(SETUP) nixl
 	@PYTHONPATH=.build/nixl $(ENGINE) -m pytest -v tests/engine/test_transfers.py
 
-test-trainers: setup-trainers ## Real trainers on CPU with our hub and Mooncake; no part of `make test`
-	@for name in $(TRAINERS); do \
-	  if [ -d tests/trainers/$$name ]; then .build/venv-$$name/bin/python -m pytest tests/trainers/$$name; fi; \
-	done
+test-trainers: setup-trainers ## Real trainers on CPU with two rollouts, our hub and Mooncake
+	@$(TESTS) $(TRAINERS)
 
 test-cluster: setup-cluster setup-checks ## Real API server; operator, chart, RBAC
 	@$(TESTS) cluster

@@ -120,6 +120,7 @@ LAYERS = (
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90, beside=True),
     Layer("matrix", ENGINE, SLICED, 330, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 300, beside=True),
+    Layer("frameworks", ROOT / ".build/venv-frameworks/bin/python", ("tests/trainers/frameworks",), 150, real=True, beside=True),
     Layer("store", ENGINE, ("tests/store",), 90, 3, real=True),
     Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart", "tests/unit/release"), 330, 3, real=True),
     Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=SLICED),
@@ -130,7 +131,7 @@ GROUPS = {"unit": ("fast", "fence", "model", "security", "unit-connector"), "eng
 
 def forgotten() -> list[str]:
     """Folders of tests that no layer names: they would never run."""
-    folders = [*(ROOT / "tests").iterdir(), *(ROOT / "tests/unit").iterdir()]
+    folders = [*(ROOT / "tests").iterdir(), *(ROOT / "tests/unit").iterdir(), *(ROOT / "tests/trainers").iterdir()]
     named = {path for layer in LAYERS for path in layer.paths} | {"tests/unit"}
     found = {str(folder.relative_to(ROOT)) for folder in folders if any(folder.glob("test_*.py"))}
     return sorted(found - named)

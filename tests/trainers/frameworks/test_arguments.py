@@ -1,0 +1,78 @@
+"""Each framework's own code makes vLLM's arguments of what its page shows; vLLM takes them, and our check sees our configuration."""
+
+from __future__ import annotations
+
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typing_extensions
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from epochkv_connector.config.connector_config import NAME, ConfigError
+from epochkv_connector.engine import limits
+
+Make = Callable[[Path, dict[str, Any]], Any]
+"""The configuration that vLLM makes of what a framework makes of a model and a `kv_transfer_config`."""
+
+
+def ray_serve(model: Path, transfer: dict[str, Any]) -> Any:
+    from ray.llm._internal.serve.engines.vllm.vllm_engine import _get_vllm_engine_config
+    from ray.serve.llm import LLMConfig
+
+    config = LLMConfig(
+        model_loading_config={"model_id": "rollout", "model_source": str(model)},
+        accelerator_config={"kind": "cpu"},
+        engine_kwargs={"dtype": "float32", "kv_transfer_config": transfer},
+    )
+    return _get_vllm_engine_config(config)[1]
+
+
+def skyrl(model: Path, transfer: dict[str, Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        put_skyrl_right(patch)
+        from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
+        from skyrl.train.config import SkyRLTrainConfig
+
+        engine = {"model_dtype": "float32", "engine_init_kwargs": {"kv_transfer_config": transfer}}
+        trainer = {"policy": {"model": {"path": str(model)}}, "placement": {"colocate_all": False}}
+        config = SkyRLTrainConfig.from_cli_overrides({"trainer": trainer, "generator": {"inference_engine": engine}})
+        arguments = build_vllm_cli_args(config)
+    assert arguments.worker_extension_cls.endswith("NewInferenceWorkerWrap")
+    return AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+
+
+def put_skyrl_right(patch: pytest.MonkeyPatch) -> None:
+    """What keeps SkyRL 0.3.0 from running here: a module that vLLM has moved, and on Python 3.11 a base class that pydantic refuses."""
+    import vllm.entrypoints.launchers.cli_args as moved
+
+    patch.setitem(sys.modules, "vllm.entrypoints.openai.cli_args", moved)
+    if sys.version_info < (3, 12):
+        patch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
+
+
+FRAMEWORKS = [pytest.param(ray_serve, id="Ray Serve LLM"), pytest.param(skyrl, id="SkyRL")]
+
+
+@pytest.mark.parametrize("make", FRAMEWORKS)
+def test_an_engine_would_join_the_pool(make: Make, weights: tuple[Path, Path], transfer: dict[str, Any]) -> None:
+    config = make(weights[0], transfer)
+    assert config.kv_transfer_config.kv_connector == NAME
+    assert config.kv_transfer_config.kv_connector_extra_config == transfer["kv_connector_extra_config"]
+    assert limits.check_before_load(config)
+
+
+@pytest.mark.parametrize("make", FRAMEWORKS)
+def test_a_misspelt_key_of_ours_is_refused_by_its_name(make: Make, weights: tuple[Path, Path], transfer: dict[str, Any]) -> None:
+    transfer["kv_connector_extra_config"]["locale"] = transfer["kv_connector_extra_config"].pop("local")
+    with pytest.raises((ConfigError, RuntimeError), match="locale"):  # Ray turns errors of this step into RuntimeError
+        make(weights[0], transfer)
+
+
+def test_skyrl_still_needs_to_be_put_right() -> None:
+    """Its page says so. When this fails, try a real run."""
+    with pytest.raises(ImportError, match=r"openai\.cli_args"):
+        import vllm.entrypoints.openai.cli_args  # noqa: F401
