@@ -67,3 +67,35 @@ def test_what_a_watch_does_not_show_is_found_by_a_list(namespace: Namespace, pro
         eventually(lambda: gone in operator.http("/metrics")[1], f"engine forgotten; log:\n{operator.tail()}", 60)
         assert operator.metric("epochkv_operator_missed_objects_total") >= 1
         assert proxy.requests["GET", PODS.path(namespace.name)] == 1, "what the watches brought is not read again"
+
+
+def test_a_watch_whose_version_has_expired_begins_anew(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
+    """The API server says so by an HTTP status, not in the stream. What came and went in the gap is found; nothing ends."""
+    path = ENGINES.path(namespace.name)
+    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **POOL)
+        namespace.create_engine("gone", **ENGINE)
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "gone"), f"an engine; log:\n{operator.tail()}", 60)
+        gap = True
+
+        def decide(method: str, asked: str) -> Fault | None:
+            nonlocal gap
+            if (method, asked) != (WATCH, path) or (Fault(410) in {fault for _, _, fault in proxy.faults}):
+                return None
+            return Fault(503) if gap else Fault(410)
+
+        proxy.decide = decide
+        assert proxy.cut_watches(expired=False) > 0
+        eventually(lambda: bool(proxy.faults), "the engines' watch is away")
+        namespace.delete(ENGINES_PATH, "gone")
+        namespace.create_engine("come", **ENGINE)
+        gap = False
+        eventually(lambda: (WATCH, path, Fault(410)) in proxy.faults, f"an HTTP 410; log:\n{operator.tail()}", 60)
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "come"), f"engine found; log:\n{operator.tail()}", 60)
+        gone = 'epochkv_operator_reconciles_total{kind="InferenceEngine",result="gone"}'
+        eventually(lambda: gone in operator.http("/metrics")[1], f"engine forgotten; log:\n{operator.tail()}", 60)
+        namespace.create_engine("later", **ENGINE)
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "later"), f"the watch goes on; log:\n{operator.tail()}", 60)
+        assert operator.process.popen.poll() is None
+        assert operator.metric("epochkv_operator_missed_objects_total") == 0, "the watch brought it, no list"

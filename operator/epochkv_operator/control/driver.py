@@ -2,6 +2,8 @@
 
 kopf's own reconciliation is not used: create, update and delete handlers, timers, daemons, indices, finalizers, patches.
 It writes to the objects that it watches and keeps state in annotations, and one 4xx ends a timer for good (measured).
+A version that has expired may be told in the stream, which kopf expects, or by an HTTP status, which ends kopf. So kopf is given a
+session that never shows it such a status.
 """
 
 from __future__ import annotations
@@ -10,15 +12,21 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+import aiohttp
 import kopf
+import structlog
 
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.resources import CHILD_SELECTOR, LEASES, PRIMARY, WATCHED, Resource
 from epochkv_operator.settings import Settings
 
+log = structlog.get_logger(__name__)
 Sink = Callable[[Resource, str | None, dict[str, Any]], None]
 """Takes what the watches see: kind, type of the event, object. Must return at once and must not raise. The type is None for objects
 of an initial (or repeated) listing, else ADDED, MODIFIED or DELETED."""
+Gap = Callable[[], None]
+"""Told when a watch had to begin anew: what was deleted meanwhile, no watch shows. Must return at once."""
+_GONE = 410
 
 
 class _NoHistory(kopf.DiffBaseStorage):
@@ -60,9 +68,9 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     return result
 
 
-def kopf_registry(sink: Sink, client: KubeClient, settings: Settings) -> kopf.OperatorRegistry:
+def kopf_registry(sink: Sink, gap: Gap, client: KubeClient, settings: Settings) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
-    _login(registry, client)
+    _login(registry, client, gap)
     for resource in WATCHED:
         _watch(registry, resource, sink)
     if settings.canary:
@@ -70,10 +78,10 @@ def kopf_registry(sink: Sink, client: KubeClient, settings: Settings) -> kopf.Op
     return registry
 
 
-async def drive(sink: Sink, client: KubeClient, settings: Settings, started: asyncio.Event) -> None:
+async def drive(sink: Sink, gap: Gap, client: KubeClient, settings: Settings, started: asyncio.Event) -> None:
     """Watch until cancelled. Returns or raises when kopf gives up, upon which the process must end."""
     await kopf.operator(
-        registry=kopf_registry(sink, client, settings),
+        registry=kopf_registry(sink, gap, client, settings),
         settings=kopf_settings(settings),
         standalone=True,
         clusterwide=not settings.watch_namespaces,
@@ -95,13 +103,13 @@ def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> N
     kopf.on.event(resource.group, resource.version, resource.plural, id=f"observe-{resource.plural}", registry=registry)(handler)
 
 
-def _login(registry: kopf.OperatorRegistry, client: KubeClient) -> None:
-    async def login(**_: Any) -> kopf.ConnectionInfo:
+def _login(registry: kopf.OperatorRegistry, client: KubeClient, gap: Gap) -> None:
+    async def login(**_: Any) -> kopf.AiohttpSession:
         """The connection that our own client uses: one source for server, CA and credentials."""
         configuration = client.configuration
         await client.refresh_credentials()
         scheme, _sep, token = str(configuration.api_key.get("BearerToken", "")).partition(" ")
-        return kopf.ConnectionInfo(
+        info = kopf.ConnectionInfo(
             server=configuration.host,
             ca_path=configuration.ssl_ca_cert,
             insecure=not configuration.verify_ssl,
@@ -110,5 +118,29 @@ def _login(registry: kopf.OperatorRegistry, client: KubeClient) -> None:
             scheme=scheme or None if token else None,
             token=token or None,
         )
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+            headers=info.as_http_headers(),
+            middlewares=(_begin_anew(gap),),
+        )
+        return kopf.AiohttpSession(server=info.server, aiohttp_session=session)
 
     kopf.on.login(id="login", registry=registry)(login)
+
+
+def _begin_anew(gap: Gap) -> aiohttp.ClientMiddlewareType:
+    """Where the API server has forgotten the version to go on from: watch from any, which begins with all objects that there are."""
+
+    async def sent(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        response = await send(request)
+        if response.status != _GONE:
+            return response
+        response.close()
+        if "watch" not in request.url.query:
+            raise aiohttp.ClientPayloadError("the list expired between two pages")  # which has kopf list from the first page
+        log.info("a watch begins anew", path=request.url.path, reason="its version has expired")
+        gap()
+        request.url = request.url.without_query_params("resourceVersion")
+        return await send(request)
+
+    return sent

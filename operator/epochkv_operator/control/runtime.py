@@ -115,7 +115,7 @@ class Operator:
         try:
             if await self._unless_stopped(resync.initial(), *self._tasks):
                 started = asyncio.Event()
-                kopf_task = self._start("watches", driver.drive(self.observed, client, self.settings, started))
+                kopf_task = self._start("watches", driver.drive(self.observed, resync.soon, client, self.settings, started))
                 await self._unless_stopped(started.wait(), *self._tasks)
                 self._catch_signals()  # kopf has put its own handlers in their place
                 await self._unless_stopped(self._prepare(client, leader, resync), *self._tasks)
