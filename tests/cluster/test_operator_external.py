@@ -206,10 +206,13 @@ def test_an_engine_of_a_deleted_pool_raises_no_epoch_of_the_next(namespace: Name
         eventually(renewed, f"a Secret of the new pool; log:\n{operator.tail()}")
         mounted(namespace, tmp_path)
         eventually(lambda: survivor.agent.counters["key_changes"] > 0, f"it has the new keys; log:\n{operator.tail()}", 60)
-        eventually(lambda: survivor.agent.counters["refused_by_hub"] > 0, f"it is of another pool; log:\n{operator.tail()}")
+        eventually(lambda: not survivor.leased, f"its old pool's lease is over; log:\n{operator.tail()}")
+        before = survivor.agent.counters["refused_by_hub"]
+        eventually(lambda: survivor.agent.counters["refused_by_hub"] > before, f"it is of another pool; log:\n{operator.tail()}")
         namespace.bump("policy", 1)
         eventually(lambda: namespace.status("policy").get("epoch") == 1, f"epoch 1; log:\n{operator.tail()}")
         assert namespace.status("policy")["targetEpoch"] == 1
         assert external(namespace) == {}
         assert not survivor.leased
+        assert survivor.epoch == 7
         assert old["metadata"]["uid"] != new["metadata"]["uid"]
