@@ -118,15 +118,3 @@ def test_replicas_share_and_new_weights_keep_nothing_old(
         replica.push(weights[0])
     again = two.complete(prompt)
     assert (again.tokens, again.cached) == (computed.tokens, CACHED)
-
-
-def test_ray_reports_a_push_that_fails_and_nothing_old_or_half_is_served(
-    replicas: tuple[Replica, Replica], weights: tuple[Path, Path]
-) -> None:
-    one, two = replicas
-    prompt = new_prompt(2)
-    before = one.complete(prompt).tokens
-    with pytest.raises(EngineError):
-        one.post("/collective_rpc", {"model": one.model, "method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}})
-    assert one.complete(prompt).tokens == before
-    assert two.complete(prompt).tokens == before
