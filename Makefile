@@ -41,6 +41,7 @@ setup-checks: setup ## What tests check alerts and workflows with (built once, m
 	@$(DEV) -m hack.cluster build --checks
 
 test: setup-cluster setup-checks lint ## Set up everything, pass every test
+	@$(SETUP) frameworks
 	@$(TESTS)
 
 test-fast: setup ## Pure layer for the inner loop: operator, tools, the fence's rules (under a minute, no vLLM)

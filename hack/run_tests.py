@@ -45,6 +45,7 @@ class Layer:
     deadlines and processes. One engine takes 3 GB, so they have one worker.
     `real`: of processes with leases and deadlines, which a machine that stands still breaks.
     `beside`: runs beside the other layers, at the lowest priority: its tests need no CPU at a certain time.
+    `only_named`: no part of a run of all layers.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Layer:
     workers: int = 1
     real: bool = False
     beside: bool = False
+    only_named: bool = False
     without: tuple[str, ...] = ()
 
 
@@ -79,6 +81,12 @@ RULES = tuple(
     )
 )
 """Of the fence's tests those that have neither a socket nor a process: part of the layer for the inner loop."""
+
+
+def trainer_python(name: str) -> Path:
+    """The interpreter of a trainer's environment (`hack/setup.sh NAME`)."""
+    return ROOT / f".build/venv-{name}/bin/python"
+
 
 SLICED = ("tests/engine/test_matrix.py", "tests/engine/test_families.py")
 """Tests with many engines, of which a slice runs here: they have a layer for themselves."""
@@ -120,7 +128,8 @@ LAYERS = (
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90, beside=True),
     Layer("matrix", ENGINE, SLICED, 330, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 300, beside=True),
-    Layer("frameworks", ROOT / ".build/venv-frameworks/bin/python", ("tests/trainers/frameworks",), 150, real=True, beside=True),
+    Layer("frameworks", trainer_python("frameworks"), ("tests/trainers/frameworks",), 150, real=True, beside=True),
+    Layer("verl", trainer_python("verl"), ("tests/trainers/verl",), 600, real=True, only_named=True),
     Layer("store", ENGINE, ("tests/store",), 90, 3, real=True),
     Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart", "tests/unit/release"), 330, 3, real=True),
     Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=SLICED),
@@ -203,7 +212,8 @@ def main() -> int:
     names = [layer.name for layer in LAYERS]
     parser.add_argument("layers", nargs="*", metavar="LAYER", help=f"one of: {', '.join(names)} (default: all)")
     args, extra = parser.parse_known_args()
-    wanted = [name for given in args.layers for name in GROUPS.get(given, (given,))] or names
+    everything = [layer.name for layer in LAYERS if not layer.only_named]
+    wanted = [name for given in args.layers for name in GROUPS.get(given, (given,))] or everything
     if unknown := set(wanted) - set(names):
         parser.error(f"unknown layer {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
     if missing := forgotten():
