@@ -72,8 +72,8 @@ test-transfers: setup-engine ## Real NIXL from a prefill to a decode engine (kee
 	@$(SETUP) nixl
 	@PYTHONPATH=.build/nixl $(ENGINE) -m pytest -v tests/engine/test_transfers.py
 
-test-trainers: setup-trainers ## Real trainers on CPU with two rollouts, our hub and Mooncake
-	@$(TESTS) $(TRAINERS)
+test-trainers: setup-trainers ## Real trainers on CPU with two rollouts, our hub and Mooncake (`make test` runs a slice)
+	@$(TESTS) trainers
 
 test-cluster: setup-cluster setup-checks ## Real API server; operator, chart, RBAC
 	@$(TESTS) cluster

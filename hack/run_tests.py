@@ -91,6 +91,8 @@ def trainer_python(name: str) -> Path:
 SLICED = ("tests/engine/test_matrix.py", "tests/engine/test_families.py")
 """Tests with many engines, of which a slice runs here: they have a layer for themselves."""
 
+RAY_SERVE = ("tests/trainers/frameworks/test_ray_serve.py",)
+
 LAYERS = (
     Layer(
         "fast",
@@ -128,14 +130,19 @@ LAYERS = (
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90, beside=True),
     Layer("matrix", ENGINE, SLICED, 330, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 300, beside=True),
-    Layer("frameworks", trainer_python("frameworks"), ("tests/trainers/frameworks",), 150, real=True, beside=True),
+    Layer("frameworks", trainer_python("frameworks"), ("tests/trainers/frameworks",), 150, real=True, beside=True, without=RAY_SERVE),
+    Layer("ray-serve", trainer_python("frameworks"), RAY_SERVE, 300, real=True, only_named=True),
     Layer("verl", trainer_python("verl"), ("tests/trainers/verl",), 600, real=True, only_named=True),
     Layer("store", ENGINE, ("tests/store",), 90, 3, real=True),
     Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart", "tests/unit/release"), 330, 3, real=True),
     Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=SLICED),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
 )
-GROUPS = {"unit": ("fast", "fence", "model", "security", "unit-connector"), "engine": ("engine", "matrix")}
+GROUPS = {
+    "unit": ("fast", "fence", "model", "security", "unit-connector"),
+    "engine": ("engine", "matrix"),
+    "trainers": ("frameworks", "ray-serve", "verl"),
+}
 
 
 def forgotten() -> list[str]:

@@ -26,7 +26,7 @@ def is_asked_for(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> ConnectorConfig | None:
-    """The pool that this engine is fenced for; None: nobody asks for the fence.
+    """The pool that this engine is fenced for; None: nobody asks for the fence, or the engine has our connector, which brings it.
 
     Raises:
         ConfigError, UnsupportedEngine: it cannot be fenced; the message says what to change.
@@ -39,7 +39,7 @@ def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> Connect
         raise ConfigError(f"{FENCE_ENV} is {value!r}; it must be 1 for the fence under the engine's own caches, or 0")
     given = limits.connectors_of(vllm_config.kv_transfer_config)
     if any(one.get("kv_connector") == NAME for one in given):
-        raise UnsupportedEngine(f"{FENCE_ENV} is set and the engine has {NAME}, which brings the fence itself; unset {FENCE_ENV}")
+        return None
     if not variables.get(CONFIG_ENV, "").strip():
         raise ConfigError(f"{FENCE_ENV} is set and {CONFIG_ENV} is not; set it to the pool's connection.json, or to its text")
     config = ConnectorConfig.parse({}, variables)
