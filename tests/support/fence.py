@@ -204,11 +204,12 @@ class FenceWorld:
         return ClientKeys(self.hub_pair.public, *pair)
 
     def agent(
-        self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None, **extra: Any
+        self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None, pool: str = "", **extra: Any
     ) -> tuple[AgentThread, FakeEngine]:
-        """Start an agent; its pod is `rollout-<number>`."""
+        """Start an agent; its pod is `rollout-<number>`. `pool`: what it says, instead of the first pool's uid or, with other keys, none."""
         engine = engine or FakeEngine()
-        identity = EngineIdentity("rollout", f"rollout-{len(self.agents)}", 0, "fp", pool=POOL)
+        pool = pool or (POOL if keys is None else "")
+        identity = EngineIdentity("rollout", f"rollout-{len(self.agents)}", 0, "fp", pool=pool)
         agent = AgentThread(endpoint, keys or self.client_keys, secrets.token_bytes(16), identity, engine, **extra)
         agent.start()
         self.agents.append(agent)
