@@ -16,6 +16,7 @@ from hack.standalone.pool import Pool
 from hack.standalone.process import Process
 from tests.engine.conftest import CACHED, Prompts, Reference, Weights
 
+pytestmark = pytest.mark.timeout(900)  # the first test starts two engines
 CHILD = Path(__file__).with_name("attach_child.py")
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
