@@ -151,5 +151,12 @@ def test_the_sample_of_kuberay_is_accepted(plane: ControlPlane, install: Install
     install("rayclusters.ray.io")
     sample = Path(__file__).parents[2] / "config/samples/kuberay/raycluster.yaml"
     command = [str(plane.kubectl), f"--kubeconfig={plane.kubeconfig}", "apply", "--dry-run=server", "--validate=strict", "-f", str(sample)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split()[:2] == ["raycluster.ray.io/rollout", "created"], done.stderr
+    said: list[str] = []
+
+    def accepted() -> bool:  # an API server serves a kind before it lists it
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        said[:] = [done.stdout, done.stderr]
+        return done.returncode == 0
+
+    eventually(accepted, lambda: f"the sample is accepted: {said}")
+    assert said[0].split()[:2] == ["raycluster.ray.io/rollout", "created"]
