@@ -1,0 +1,43 @@
+"""GRPO runs of real TRL against real servers: without any cache once, for everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hack.loopback import free_port
+from hack.standalone.engine import Engine
+from tests.trainers.trl import grpo, server, transport
+
+
+@pytest.fixture(scope="session", autouse=True)
+def wire() -> Iterator[None]:
+    """Weights reach servers on a machine without a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        transport.patch_trainer(patch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return grpo.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def starting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A server that caches nothing; it starts while others do."""
+    engine = server.start("uncached", model, tmp_path_factory.mktemp("uncached"), None)
+    yield engine
+    engine.end()
+
+
+@pytest.fixture(scope="session")
+def uncached(starting: Engine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> grpo.Run:
+    """The run without any cache."""
+    starting.wait_ready(server.START_SECONDS)
+    run = grpo.train(model, starting.port, free_port(), tmp_path_factory.mktemp("trained"))
+    assert server.hits(starting) == server.Hits(0, 0)
+    starting.end()
+    return run

@@ -1,0 +1,27 @@
+"""Why it takes names: the same run of TRL with vLLM's own MooncakeStoreConnector answers from KV of older weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hack.demo.stock import stock_connector
+from hack.loopback import free_port
+from hack.standalone.mooncake import Mooncake
+from tests.engine.conftest import PATIENT_ENVIRON
+from tests.trainers.trl import grpo, server
+
+
+def test_vllms_own_store_connector_goes_on_with_old_kv(uncached: grpo.Run, model: Path, tmp_path: Path) -> None:
+    with Mooncake(tmp_path) as mooncake:
+        connector, environ = stock_connector(tmp_path, mooncake)
+        engine = server.start("stock", model, tmp_path, connector, {**PATIENT_ENVIRON, **environ})
+        try:
+            engine.wait_ready(server.START_SECONDS)
+            run = grpo.train(model, engine.port, free_port(), tmp_path / "trained", lambda: server.hits(engine))
+        finally:
+            engine.end()
+    first, second = run.steps[:2]
+    assert first.completions == uncached.steps[0].completions
+    found = second.observed.since(first.observed)
+    assert found.own + found.external > grpo.MAX_HITS, "the second step finds what the first has left"
+    assert [step.completions for step in run.steps] != [step.completions for step in uncached.steps]
