@@ -117,10 +117,11 @@ def train(
 
     prompts = make_prompts()
     config = GRPOConfig(
-        output_dir=str(folder), max_steps=STEPS, learning_rate=2e-2, lr_scheduler_type="constant",
+        output_dir=str(folder), max_steps=STEPS, learning_rate=4e-3, lr_scheduler_type="constant",
         per_device_train_batch_size=len(prompts) * GENERATIONS, num_generations=GENERATIONS, gradient_accumulation_steps=1,
         max_completion_length=COMPLETION_TOKENS, temperature=1.0, generation_kwargs=SAMPLING, shuffle_dataset=False, seed=3,
-        use_vllm=True, vllm_mode="server", vllm_importance_sampling_correction=False, vllm_server_base_url=f"http://127.0.0.1:{port}", vllm_group_port=group_port, vllm_server_timeout=10.0,
+        use_vllm=True, vllm_mode="server", vllm_importance_sampling_correction=False,
+        vllm_server_base_url=f"http://127.0.0.1:{port}", vllm_group_port=group_port, vllm_server_timeout=10.0,
         use_cpu=True, bf16=False, gradient_checkpointing=False, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = GRPOTrainer(str(model), reward_funcs=small_tokens, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}))

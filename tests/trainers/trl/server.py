@@ -34,9 +34,7 @@ class Hits:
         return Hits(self.own - before.own, self.external - before.external)
 
 
-def start(
-    name: str, model: Path, folder: Path, connector: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None
-) -> Engine:
+def start(name: str, model: Path, folder: Path, connector: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> Engine:
     """Start a server for a trainer. Without a connector it caches nothing at all."""
     environ = {"PYTHONPATH": str(ROOT), "VLLM_HOST_IP": "127.0.0.1", **(environ or {})}
     blocks = () if connector is None else ("--num-gpu-blocks-override", str(GPU_BLOCKS))
