@@ -133,6 +133,7 @@ LAYERS = (
     Layer("frameworks", trainer_python("frameworks"), ("tests/trainers/frameworks",), 150, real=True, beside=True, without=RAY_SERVE),
     Layer("ray-serve", trainer_python("frameworks"), RAY_SERVE, 300, real=True, only_named=True),
     Layer("verl", trainer_python("verl"), ("tests/trainers/verl",), 600, real=True, only_named=True),
+    Layer("trl", trainer_python("trl"), ("tests/trainers/trl",), 600, real=True, only_named=True),
     Layer("store", ENGINE, ("tests/store",), 90, 3, real=True),
     Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart", "tests/unit/release"), 330, 3, real=True),
     Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=SLICED),
@@ -141,7 +142,7 @@ LAYERS = (
 GROUPS = {
     "unit": ("fast", "fence", "model", "security", "unit-connector"),
     "engine": ("engine", "matrix"),
-    "trainers": ("frameworks", "ray-serve", "verl"),
+    "trainers": ("frameworks", "ray-serve", "verl", "trl"),
 }
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from trl.generation import vllm_client
 from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import (
@@ -73,6 +72,8 @@ def _send(iterator: Iterator[Named], group: Endpoint, src: int, post_iter_func: 
 
 def patch_trainer(patch: pytest.MonkeyPatch) -> None:
     """Have TRL's client use this wire: two functions that it imports from vLLM, and its refusal of devices other than CUDA."""
+    from trl.generation import vllm_client  # not for the server, which imports this module, too
+
     stock = vllm_client.VLLMClient.init_communicator
 
     def init_communicator(self: vllm_client.VLLMClient, device: object) -> None:
