@@ -23,6 +23,8 @@ from hack.standalone.pool import Pool
 from tests.engine.conftest import PATIENT, PATIENT_ENVIRON
 from tests.trainers.trl import grpo, server
 
+pytestmark = pytest.mark.timeout(1200)  # two servers, and their training
+
 L1_BYTES = 2 << 20
 """Ten blocks: less than a step needs, so that L2 has its share."""
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from hack.demo.stock import stock_connector
 from hack.loopback import free_port
 from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import PATIENT_ENVIRON
 from tests.trainers.trl import grpo, server
+
+
+pytestmark = pytest.mark.timeout(1200)  # two servers, and their training
 
 
 def test_vllms_own_store_connector_goes_on_with_old_kv(uncached: grpo.Run, model: Path, tmp_path: Path) -> None:
