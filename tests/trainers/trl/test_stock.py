@@ -12,7 +12,6 @@ from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import PATIENT_ENVIRON
 from tests.trainers.trl import grpo, server
 
-
 pytestmark = pytest.mark.timeout(1200)  # two servers, and their training
 
 
