@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from hack import models
@@ -14,6 +15,7 @@ from hack.demo.progress import Progress
 from hack.durations import Durations
 
 
+@pytest.mark.timeout(900)  # three engines
 def test_one_engine_is_late_and_finds_nothing_old_under_vllms_own_connector(tmp_path: Path) -> None:
     """The weights of A change, and A resets; B is late. Names keep them apart, the store stays as it is, and then they share again."""
     weights = stock.Weights(models.make(tmp_path / "base", 1), models.make(tmp_path / "new", 2))

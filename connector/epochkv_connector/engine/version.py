@@ -27,6 +27,8 @@ FRAMEWORKS: Final = {
     "openrlhf": ("openrlhf", "0.11"),
     "ray.llm": ("ray", "2.60"),
     "skyrl": ("skyrl", "0.3"),
+    "trl": ("trl", "1.16"),
+    "verl": ("verl", "0.9"),
 }
 """Of each framework that tests run (`hack/requirements/trainers`): a module that is loaded where it makes engines, its distribution, and
 the minor version. `docs/trainers.md` shows the same."""
