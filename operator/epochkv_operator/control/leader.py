@@ -67,9 +67,11 @@ class Leader:
 
         Raises:
             OSError: the address cannot be bound.
+            HubFailed: the Lease was lost meanwhile.
         """
         await self._thread.run(self._serve(keys))
-        assert self._hub is not None
+        if self._hub is None:
+            raise HubFailed("the Lease was lost while the hub was started")
         self.port = HubPort(self._thread, self._hub)
         return self.port
 
