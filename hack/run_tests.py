@@ -127,7 +127,7 @@ LAYERS = (
         60,
         beside=True,
     ),
-    Layer("scheduler", ENGINE, ("tests/scheduler",), 90, beside=True),
+    Layer("scheduler", ENGINE, ("tests/scheduler",), 90, real=True, beside=True),  # plans expire, and idle engines look at weights
     Layer("matrix", ENGINE, SLICED, 330, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 300, beside=True),
     Layer("frameworks", trainer_python("frameworks"), ("tests/trainers/frameworks",), 150, real=True, beside=True, without=RAY_SERVE),

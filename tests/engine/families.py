@@ -53,6 +53,7 @@ class Family:
         models: of 2025 and 2026, by name.
         config: of the tiny model, over `SMALL`.
         groups: (vLLM's class of the spec, tokens of a block) of each KV cache group of its engine.
+        wide_groups: the same on a CPU without instructions for bfloat16, where vLLM computes in float32; the figures are not for it.
         hit: tokens that are found again of a prompt of `tokens`.
         shared: tokens that are found of a prompt which shares `fork` tokens with that one.
         junction: the same, once vLLM has seen that prompts part there.
@@ -83,6 +84,7 @@ class Family:
     refused: str = ""
     remedy: str = ""
     sliced: bool = False
+    wide_groups: tuple[tuple[str, int], ...] = ()
 
     @property
     def largest_block(self) -> int:
@@ -217,6 +219,7 @@ FAMILIES: Final = (
             head_dim=128,
         ),
         (("MambaSpec", 384), ("MambaSpec", 384), ("MambaSpec", 384), ("FullAttentionSpec", 384)),
+        wide_groups=(("MambaSpec", 256), ("MambaSpec", 256), ("MambaSpec", 256), ("FullAttentionSpec", 256)),
         hit=768,
         tokens=800,
         fork=600,

@@ -206,7 +206,7 @@ class FenceWorld:
     def agent(
         self, endpoint: str, keys: ClientKeys | None = None, engine: FakeEngine | None = None, pool: str = "", **extra: Any
     ) -> tuple[AgentThread, FakeEngine]:
-        """Start an agent; its pod is `rollout-<number>`. `pool`: what it says, instead of the first pool's uid or, with other keys, none."""
+        """Start an agent; its pod is `rollout-<number>`. `pool`: what it says; else the first pool's uid, or none with other keys."""
         engine = engine or FakeEngine()
         pool = pool or (POOL if keys is None else "")
         identity = EngineIdentity("rollout", f"rollout-{len(self.agents)}", 0, "fp", pool=pool)

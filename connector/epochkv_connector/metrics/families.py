@@ -28,10 +28,11 @@ _SAVE = (*_JOB, "overtaken")
 _LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _OUTCOMES if outcome != "ok"))
 _PUT = tuple(dict.fromkeys((*_JOB, "stale", *(outcome for outcome in _OUTCOMES if outcome != "ok"))))
 _PLACES = (
-    "acknowledgement", "acks", "adopt", "build_connector_meta", "emergency", "end", "events", "finish_step",
+    "acknowledgement", "acks", "adopt", "allocate", "build_connector_meta", "emergency", "end", "events", "finish_step",
     "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "hold", "isolate",
-    "late", "layouts", "let_go", "link.stop", "on_new_request", "record_loads", "register_kv_caches", "request_finished", "reset",
-    "reset_cache", "results", "settle", "start_step", "stats", "tiers", "tiers.close", "update_connector_output",
+    "late", "layouts", "let_go", "link.stop", "lookup", "on_new_request", "record_loads", "register_kv_caches", "renamed",
+    "request_finished", "reset", "reset_cache", "results", "schedule", "settle", "start_step", "stats", "take", "tiers", "tiers.close",
+    "update_connector_output",
     "update_state_after_alloc", "weights", "worker.shutdown",
 )  # fmt: skip
 
