@@ -8,6 +8,12 @@ from typing import Any, Final
 from epochkv_connector.config.connector_config import EXTRA, NAME
 
 MODULE: Final = "epochkv_connector.connector"
+MOONCAKE: Final = "MooncakeStoreConnector"
+"""vLLM's own connector to a Mooncake store."""
+MOONCAKE_ENV: Final = "MOONCAKE_CONFIG_PATH"
+"""Where it looks for its file."""
+MOONCAKE_KEY: Final = "mooncake_config_path"
+"""Where its users name that file: our plugin hands it on."""
 
 
 def transfer_config(extra: Mapping[str, Any], role: str = "kv_both") -> dict[str, Any]:

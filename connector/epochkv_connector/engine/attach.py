@@ -16,7 +16,7 @@ from typing import Any, Final
 from epochkv_connector.config import schema
 from epochkv_connector.config.connector_config import MAX_BYTES, ConfigError, ConnectorConfig
 from epochkv_connector.config.machine import SMALLEST_SLOT_BYTES, gib
-from epochkv_connector.config.transfer import transfer_config
+from epochkv_connector.config.transfer import MOONCAKE, MOONCAKE_ENV, MOONCAKE_KEY, transfer_config
 from epochkv_connector.engine.logs import share_log_handlers
 from epochkv_fence import quantity
 from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV, ConfigurationError, Connection
@@ -26,8 +26,6 @@ from epochkv_fence.doctor.running import apart
 logger = logging.getLogger(__name__)
 
 CAPACITY_ENV: Final = "EPOCHKV_LOCAL_CAPACITY"
-MOONCAKE_ENV: Final = "MOONCAKE_CONFIG_PATH"
-MOONCAKE_KEY: Final = "mooncake_config_path"
 _made: list[Any] = []
 """Configurations that came from here: vLLM's commands make an engine's configuration more than once."""
 
@@ -141,5 +139,5 @@ def _name_mooncake_file(transfer: Any) -> None:
     """vLLM's Mooncake connector reads its file from a variable only; verl's users name it in the connector's configuration."""
     given = transfer if isinstance(transfer, Mapping) else vars(transfer) if transfer is not None else {}
     path = (given.get("kv_connector_extra_config") or {}).get(MOONCAKE_KEY)
-    if given.get("kv_connector") == "MooncakeStoreConnector" and isinstance(path, str):
+    if given.get("kv_connector") == MOONCAKE and isinstance(path, str):
         os.environ[MOONCAKE_ENV] = path

@@ -9,12 +9,10 @@ from typing import Any, Final
 
 from epochkv_connector.config import schema
 from epochkv_connector.config.connector_config import EXTRA, NAME, ConfigError, ConnectorConfig
-from epochkv_connector.config.transfer import transfer_config
+from epochkv_connector.config.transfer import MOONCAKE, MOONCAKE_ENV, MOONCAKE_KEY, transfer_config
 from epochkv_connector.verl.block import WHERE, BlockError, KvStore
 from epochkv_fence.connection import CONFIG_ENV, ConfigurationError, Connection, read_document
 
-MOONCAKE: Final = "MooncakeStoreConnector"
-MOONCAKE_ENV: Final = "MOONCAKE_CONFIG_PATH"
 MASTER: Final = "master_server_address"
 
 
@@ -89,7 +87,7 @@ def _mooncake(block: KvStore, source: str, content: Mapping[str, Any], environ: 
         raise BlockError(
             f"{WHERE}: {schema.shown(source)}: {MASTER} is {schema.shown(master)}; it must be host:port of the Mooncake master"
         )
-    extra = {"mooncake_config_path": _absolute(source), **(block.extra_config or {})}
+    extra = {MOONCAKE_KEY: _absolute(source), **(block.extra_config or {})}
     return Expansion({"kv_connector": MOONCAKE, "kv_role": block.kv_role, EXTRA: extra}, None, master)
 
 
