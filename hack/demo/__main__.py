@@ -1,4 +1,4 @@
-"""`python -m hack.demo run|stock|cold|down`: see `make help`."""
+"""`python -m hack.demo run|stock|cold|diagnose|down`: see `make help`."""
 
 from __future__ import annotations
 

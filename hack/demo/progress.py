@@ -48,7 +48,7 @@ class Progress:
 
         def line() -> Text:
             seconds = time.monotonic() - started
-            text = Text(f"{clock(self.elapsed)}  {head}  {clock(seconds)} of about {clock(usual)}", no_wrap=True)
+            text = Text(f"{clock(self.elapsed)}  {head}  {clock(seconds)} of about {clock(usual)}{_late(seconds, usual)}", no_wrap=True)
             text.append(f"  {self._note[:90]}" if self._note else "", style="dim")
             return text
 
@@ -57,20 +57,21 @@ class Progress:
                 yield
         else:
             self.console.print(f"{clock(self.elapsed)}  {head}, about {clock(usual)}", markup=False, highlight=False)
-            with self._heartbeat(head, started):
+            with self._heartbeat(head, started, usual):
                 yield
         seconds = time.monotonic() - started
         self._durations.record(name, seconds)
         self.console.print(Text(f"{clock(self.elapsed)}  {head}: done in {seconds:.1f} s", style="green"))
 
     @contextmanager
-    def _heartbeat(self, head: str, started: float) -> Iterator[None]:
+    def _heartbeat(self, head: str, started: float, usual: float) -> Iterator[None]:
         """A line every 30 seconds, so that a log shows that the job lives."""
         done = threading.Event()
 
         def beat() -> None:
             while not done.wait(30.0):
-                text = f"        {head}: {clock(time.monotonic() - started)}"
+                seconds = time.monotonic() - started
+                text = f"        {head}: {clock(seconds)}{_late(seconds, usual)}"
                 self.console.print(text, markup=False, highlight=False)
 
         thread = threading.Thread(target=beat, daemon=True, name="progress")
@@ -80,3 +81,8 @@ class Progress:
         finally:
             done.set()
             thread.join()
+
+
+def _late(seconds: float, usual: float) -> str:
+    """Said of a step that goes on for longer than was told."""
+    return ", longer than expected" if seconds > 1.2 * usual else ""

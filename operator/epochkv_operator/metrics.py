@@ -64,7 +64,7 @@ RESET_SECONDS = _histogram(
 )
 RESET_OVERDUE = _gauge(
     "epochkv_pool_reset_overdue_seconds",
-    "For how long the newest epoch is unpublished beyond lease and margin; 0 while it is not late",
+    "For how long a reset is unpublished beyond lease and margin; 0 while none is late",
     _POOL,
 )
 POOL_ENGINES = _gauge("epochkv_pool_engines", f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})", (*_POOL, "state"))

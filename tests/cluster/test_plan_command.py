@@ -91,7 +91,7 @@ def test_what_is_foretold_is_what_the_operator_does(
 
     apply(namespace, pool(), engine(), flags=flags)
     settled(namespace)
-    for kind in ("deployments", "configmaps", "services", "serviceaccounts", "poddisruptionbudgets"):
+    for kind in ("deployments", "configmaps", "services", "serviceaccounts", "poddisruptionbudgets", "secrets"):
         assert namespace.names(kind) == {step.split()[1] for step in wanted if step.split()[0].lower() + "s" == kind}
 
     status, output, _ = plan(pool(), engine())

@@ -25,6 +25,8 @@ epoch is recorded and not published (leases fence the engines that did not ackno
 state; 130 interrupted. `update` also ends with the status of COMMAND when it failed (128 + n for signal n), 126 if COMMAND cannot be
 executed, 127 if there is no such command. `doctor` ends with 1 when something is wrong, and with 2 when it could not look.
 """
+SENTENCE: Final = 300
+"""No first sentence of a command's help is longer."""
 OPTIONS: Final = {
     "epoch": "--epoch",
     "label": "--version",
@@ -46,6 +48,12 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return super().get_command(ctx, cmd_name) or plugins.load(cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """With whole sentences: click cuts them off at the width of the terminal."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(limit=SENTENCE)) for name, command in found if command is not None])
 
     def make_context(self, *arguments: Any, **extra: Any) -> Any:
         with asking.interruptible(""):

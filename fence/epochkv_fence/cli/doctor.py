@@ -21,7 +21,7 @@ from rich.text import Text
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, show_json
 from epochkv_fence.connection import CONFIG_ENV, ConfigurationError
-from epochkv_fence.doctor.finding import Finding, Level, exit_status, summary
+from epochkv_fence.doctor.finding import Finding, Level, exit_status, folded, summary
 from epochkv_fence.doctor.pool import pool_checks
 from epochkv_fence.doctor.running import Examination, apart, run_checks
 from epochkv_fence.doctor.scope import ClusterScope
@@ -112,8 +112,9 @@ def show(found: Sequence[Finding], output: Output) -> None:
         show_json({"findings": [asdict(finding) for finding in found], **counts})
         return
     console = Console(soft_wrap=True)
-    width = max((len(finding.check) for finding in found), default=0)
-    for finding in found:
+    lines = folded(found)
+    width = max((len(finding.check) for finding in lines), default=0)
+    for finding in lines:
         _say(console, finding, width)
     console.print(summary(found), highlight=False, markup=False)
 

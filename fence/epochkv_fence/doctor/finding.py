@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Level(enum.StrEnum):
@@ -79,3 +79,21 @@ def summary(findings: Sequence[Finding]) -> str:
     counts = [(sum(finding.level is level for finding in findings), level.value) for level in reversed(Level)]
     words = [f"{number} {word}{'s' if word == 'warning' and number > 1 else ''}" for number, word in counts if number]
     return ", ".join(words) or "nothing was looked at"
+
+
+def folded(findings: Sequence[Finding]) -> list[Finding]:
+    """For people: checks that could not be made for one reason are one line, at the place of the first."""
+    checks: dict[tuple[str, str, str], list[str]] = {}
+    for finding in findings:
+        if finding.level is Level.UNKNOWN:
+            checks.setdefault((finding.text, finding.fix, finding.about), []).append(finding.check)
+    shown = []
+    for finding in findings:
+        key = (finding.text, finding.fix, finding.about)
+        if finding.level is not Level.UNKNOWN:
+            shown.append(finding)
+        elif others := checks.pop(key, []):
+            rest = list(dict.fromkeys(check for check in others if check != finding.check))
+            text = f"{finding.text}; so nothing is known of {', '.join(rest)}" if rest else finding.text
+            shown.append(replace(finding, text=text))
+    return shown

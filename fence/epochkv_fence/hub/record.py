@@ -57,6 +57,7 @@ class Record:
         recording, publishing: the epochs of the writes under way.
         retry_at: no write begins before this.
         started_at, published_at, reset_seconds: when the newest reset began and ended, and how long it took.
+        behind_since: since when the target has not been published; newer targets leave it alone. None: it is published.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class Record:
         self.publishing: int | None = None
         self.retry_at = NEVER
         self.started_at: float | None = None
+        self.behind_since: float | None = None
         self.published_at: float | None = None
         self.reset_seconds: float | None = None
 
@@ -77,6 +79,8 @@ class Record:
         self.noted = found.granting
         self.durable = self.proven = found.target
         self.published = max(self.published, found.published)
+        if self.published >= self.target:
+            self.behind_since = None
         self.stored = found.published  # less than `published` after a restore: then it is published again
 
     def abandon(self) -> None:
@@ -132,6 +136,8 @@ class Record:
         self.origin = ask.origin if origin is None and ask is not None else origin
         self.target = target
         self.started_at = ask.seen if ask is not None else now
+        if self.behind_since is None and self.published < target:
+            self.behind_since = self.started_at
         return True
 
     # ------------------------------------------------------------------ the note that grants may be out
@@ -179,6 +185,7 @@ class Record:
         if epoch <= self.published:
             return False
         self.published, self.published_at = epoch, now
+        self.behind_since = None if epoch >= self.target else self.started_at
         if epoch == self.target and self.started_at is not None:
             self.reset_seconds = now - self.started_at
         return True

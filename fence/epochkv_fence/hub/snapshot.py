@@ -39,6 +39,7 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
         laggards=[view for view in engines if view.alive and not view.converged],
         carried=hub.boots.carried,
         started_at=record.started_at,
+        behind_since=record.behind_since,
         published_at=record.published_at,
         reset_seconds=record.reset_seconds,
         reclaimed=reclaimer.done_below,

@@ -155,6 +155,7 @@ class PoolSnapshot:
         laggards: those alive that are not at the target.
         carried: requests under older roots, over all engines.
         started_at: when the newest epoch was asked for (when recorded, if that is unknown); Unix seconds.
+        behind_since: since when the target is not published, which newer epochs leave alone; Unix seconds. None: it is published.
         published_at: when the newest published epoch was published by this hub; Unix seconds.
         reset_seconds: duration of the latest reset published by this hub, measured on one monotonic clock.
         reclaimed: highest epoch below which no keys are left, as an engine or the store reported.
@@ -189,16 +190,17 @@ class PoolSnapshot:
     labels: dict[bytes, str] = field(default_factory=dict)
     weights: list[WeightsView] = field(default_factory=list)
     diverged: list[EngineView] = field(default_factory=list)
+    behind_since: float | None = None
 
     @property
     def limited(self) -> list[EngineView]:
         return [view for view in self.engines if view.alive and view.tiers_off]
 
     def overdue_seconds(self, lease_seconds: float, now: float) -> float:
-        """For how long, at `now` (Unix seconds), the newest epoch is unpublished beyond lease and margin; 0 while it is not late."""
-        if self.started_at is None or self.published >= self.target:
+        """For how long, at `now` (Unix seconds), a reset is unpublished beyond lease and margin; 0 while it is not late."""
+        if self.behind_since is None:
             return 0.0
-        return max(0.0, now - self.started_at - lease_seconds - margin_seconds(lease_seconds))
+        return max(0.0, now - self.behind_since - lease_seconds - margin_seconds(lease_seconds))
 
     @property
     def converged(self) -> bool:

@@ -29,13 +29,13 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int], leas
         ("epochkv_pool_target_epoch", "gauge", "Highest epoch recorded for the pool", {"": snapshot.target}),
         ("epochkv_pool_published_epoch", "gauge", "Highest epoch proved: no engine uses an older one", {"": snapshot.published}),
         *([("epochkv_pool_last_reset_seconds", "gauge", "Time the latest reset took", took)] if took else []),
-        ("epochkv_pool_reset_overdue_seconds", "gauge", "How long the newest epoch is unpublished beyond lease and margin", {"": overdue}),
+        ("epochkv_pool_reset_overdue_seconds", "gauge", "For how long a reset is unpublished beyond lease and margin", {"": overdue}),
         ("epochkv_pool_engines", "gauge", engines, by_state),
         ("epochkv_pool_weights_diverged_engines", "gauge", "Live engines that hold other weights than most of their fingerprint", diverged),
         ("epochkv_pool_tiers_off_engines", "gauge", "Live engines that cannot use their tiers, or not all of them", limited),
         ("epochkv_pool_carried_requests", "gauge", "Requests that run under older epochs", {"": snapshot.carried}),
-        ("epochkv_pool_reclaimed_keys_total", "counter", "Keys of older epochs and weights removed from the store", keys),
-        ("epochkv_pool_reclaimed_bytes_total", "counter", "Bytes of them, as far as known", {"": snapshot.reclaimed_bytes}),
+        ("epochkv_pool_reclaimed_keys", "gauge", "Keys of older epochs and weights removed from the store since this hub started", keys),
+        ("epochkv_pool_reclaimed_bytes", "gauge", "Bytes of them, as far as they are known", {"": snapshot.reclaimed_bytes}),
         ("epochkv_hub_messages_total", "counter", "Messages and connections by outcome", outcomes),
     ]
     lines = []

@@ -53,9 +53,21 @@ def admit(obj: Mapping[str, Any]) -> KVCachePool | InferenceEngine:
 _KNOWN: Final = ("apiVersion", "kind", "metadata", "spec", "status")
 _SCALARS: Final = ("int", "str", "constrained-str")
 """Steps that pydantic adds for the branches of a union."""
-_SHOWN: Final = ("literal_error", "greater_than_equal", "less_than_equal")
+_SHOWN: Final = ("literal_error", "greater_than_equal", "less_than_equal", "int_type", "bool_type")
 """Errors of fields that hold no secrets, and are clearer with the value."""
-_SAID: Final = {"missing": "it is required", "extra_forbidden": "unknown field"}
+_OBJECT: Final = "must be an object, with fields of its own"
+_SAID: Final = {
+    "missing": "it is required",
+    "extra_forbidden": "unknown field",
+    "int_type": "must be a whole number",
+    "string_type": "must be text: put it in quotes",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "dict_type": _OBJECT,
+    "model_type": _OBJECT,
+    "model_attributes_type": _OBJECT,
+}
 
 
 def _where(model: type[ApiModel], obj: Mapping[str, Any]) -> str:
@@ -73,8 +85,12 @@ def _parse(model: type[_Object], obj: Mapping[str, Any], context: Mapping[str, A
 
 def _sentence(error: ValidationError) -> str:
     problems = []
-    for problem in error.errors(include_url=False):
+    found = error.errors(include_url=False)
+    wrong_items = {_path(problem["loc"]).rpartition("[")[0] for problem in found}
+    for problem in found:
         path = _path(problem["loc"])
+        if problem["type"] == "too_short" and path in wrong_items:
+            continue  # its items were given, and are wrong
         text = _SAID.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
         if problem["type"] in _SHOWN:
             text += f", not {problem['input']!r}"

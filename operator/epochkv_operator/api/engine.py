@@ -212,7 +212,7 @@ class InferenceEngineSpec(ApiModel):
         require_unique((variable.name for variable in env or ()), "env")
         for variable in env or ():
             if is_protected_env(variable.name):
-                raise ValueError(f"{variable.name}: {PROTECTED_ENV_TEXT}: remove them from spec.env")
+                raise ValueError(f"spec.env has {variable.name}: {PROTECTED_ENV_TEXT}: remove them from spec.env")
         return env
 
     @model_validator(mode="after")

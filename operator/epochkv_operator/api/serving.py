@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from epochkv_operator.api.base import ApiModel, rule, rules
-from epochkv_operator.api.values import Image, ModelName, ModelSource, Revision, matching
+from epochkv_operator.api.values import Checked, Image, ModelName, ModelSource, Revision, matching, shown
 
 _PERCENT = "^(100|[0-9]{1,2})%$"
 _COUNT_TEXT = "must be a number of replicas from 0 on, or a percentage from 0% to 100%, such as 1 or 25%"
@@ -112,6 +112,14 @@ Folder = Annotated[
     str,
     Field(min_length=1, max_length=1024),
     matching(r"^[A-Za-z0-9_.]\S*$", "must be a folder in the volume without a leading slash, such as qwen3/8b"),
+    Checked(
+        "!('..' in self.split('/'))",
+        lambda folder: ".." not in folder.split("/"),
+        "must be a folder in the volume, without '..', such as qwen3/8b",
+        shown("must be a folder in the volume, without '..', such as qwen3/8b"),
+        lambda folder: f"'{folder}' must be a folder in the volume, without '..', such as qwen3/8b",
+        since_stored=True,
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from kubernetes.aio import config as kubernetes_config
 
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import APPLY_PATCH, MERGE_PATCH, KubeClient, NotFound
+from epochkv_operator.kube.kubeconfig import missing_kubeconfig
 from epochkv_operator.kube.resources import CHILDREN, Resource, by_kind
 
 Json = dict[str, Any]
@@ -31,6 +32,8 @@ async def connect(context: str | None) -> tuple[KubeClient, str]:
     """
     file = os.environ.get("KUBECONFIG") or kubernetes_config.KUBE_CONFIG_DEFAULT_LOCATION
     configuration = kubernetes_client.Configuration()
+    if (missing := missing_kubeconfig()) is not None:
+        raise NoCluster(f"{missing}: set KUBECONFIG, or leave out --live")
     try:
         contexts, current = kubernetes_config.list_kube_config_contexts(file)
         await kubernetes_config.load_kube_config(

@@ -14,7 +14,7 @@ from epochkv_operator.cli import cluster
 from epochkv_operator.cli.files import FilesError, Manifest
 from epochkv_operator.cli.preview import UNKNOWN_UID, Outcome, Step, Subject, World, key_of, preview
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, KubeClient, NotFound
-from epochkv_operator.kube.resources import ENGINES, POOLS, by_kind
+from epochkv_operator.kube.resources import ENGINES, POOLS, SECRETS, by_kind
 from epochkv_operator.planning.context import Context
 from epochkv_operator.planning.names import VERSION_ANNOTATION
 from epochkv_operator.settings import Settings
@@ -168,10 +168,19 @@ async def _children(client: KubeClient, obj: Json) -> list[Json]:
 
 
 async def _strangers(client: KubeClient, subject: Subject, world: World, context: Context) -> list[Json]:
-    """Live objects of wanted names that the operator did not make: it would not take them over."""
+    """Live objects of wanted names that the operator did not make: it would not take them over. With them the pool's Secret."""
     [outcome] = preview([subject], world, context)
-    found = [await cluster.found(client, by_kind(step.key[0]), step.key[1], step.key[2]) for step in outcome.steps if step.verb == "create"]
+    found = [await _found(client, step, subject) for step in outcome.steps if step.verb == "create"]
     return [obj for obj in found if obj is not None]
+
+
+async def _found(client: KubeClient, step: Step, subject: Subject) -> Json | None:
+    try:
+        return await cluster.found(client, by_kind(step.key[0]), *step.key[1:])
+    except Forbidden:  # a pool that was there has its Secret, which not everybody may read
+        if step.key[0] != SECRETS.kind:
+            raise
+        return step.after if subject.before is not None else None
 
 
 def _learned(context: Context, subjects: Sequence[Subject]) -> Context:

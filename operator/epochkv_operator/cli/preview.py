@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.cli.fields import Difference, differences, reverted, top_differences
+from epochkv_operator.keys.secret import manifest, owner_reference
+from epochkv_operator.kube.resources import SECRETS
 from epochkv_operator.planning.context import Context, Observed
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.merge import InvalidTemplate
-from epochkv_operator.planning.names import HASH_ANNOTATION, VERSION_ANNOTATION
+from epochkv_operator.planning.names import HASH_ANNOTATION, VERSION_ANNOTATION, component_name
 from epochkv_operator.planning.plan import Plan, living, plan_engine, plan_pool
 from epochkv_operator.planning.pool import desired_pool
 
@@ -151,7 +154,7 @@ def _at_once(rolling: Json) -> str:
 
 
 def _plan(subject: Subject, pools: dict[tuple[str, str], Json], context: Context) -> Plan:
-    seen = Observed(subject.children)
+    seen = Observed(tuple(child for child in subject.children if child["kind"] != SECRETS.kind))
     if subject.after["kind"] == "KVCachePool":
         return plan_pool(parse_pool(subject.after), seen, context)
     engine = parse_engine(subject.after)
@@ -160,11 +163,18 @@ def _plan(subject: Subject, pools: dict[tuple[str, str], Json], context: Context
 
 def _desired(obj: Json, pools: dict[tuple[str, str], Json], context: Context) -> dict[Key, Json]:
     if obj["kind"] == "KVCachePool":
-        children = desired_pool(parse_pool(obj), context)
+        children = [*desired_pool(parse_pool(obj), context), _keys(obj)]
     else:
         engine = parse_engine(obj)
         children = desired_engine(engine, living(_pool_of(engine, pools)), context)
     return {key_of(child): child for child in children}
+
+
+def _keys(pool: Json) -> Json:
+    """The pool's Secret. The operator draws what is in it, and never changes that because of a manifest."""
+    namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
+    found = manifest(namespace, component_name(name, "fence"), {}, {POOL_LABEL: name}, [owner_reference(pool)])
+    return {key: value for key, value in found.items() if key != "data"}
 
 
 def _pool_of(engine: InferenceEngine, pools: dict[tuple[str, str], Json]) -> KVCachePool | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final, TypeVar
 
 from kubernetes.aio.config import ConfigException
@@ -16,6 +14,7 @@ from epochkv_fence.doctor.running import Shared
 from epochkv_fence.doctor.scope import ClusterScope
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound
+from epochkv_operator.kube.kubeconfig import missing_kubeconfig
 from epochkv_operator.kube.resources import ENGINES, LEASES, POOLS, SECRETS, Resource
 
 T = TypeVar("T")
@@ -47,7 +46,8 @@ class Cluster:
         """Raises `CannotLook` where there is no usable kubeconfig."""
 
         async def connect() -> KubeClient:
-            _check_config()
+            if (missing := missing_kubeconfig()) is not None:
+                raise CannotLook(f"no cluster to look at: {missing}", NO_CLUSTER_FIX)
             try:
                 self._client = await KubeClient.connect(API_SECONDS)
             except (ConfigException, OSError, ValueError) as error:
@@ -125,15 +125,6 @@ class Cluster:
         if isinstance(error, Forbidden):
             return MayNotLook(f"this user may not look: {error.message}", f"kubectl auth can-i --list   # {verb} {path} is needed")
         return CannotLook(f"the API server does not answer: {error.message or error.reason}", "kubectl get --raw /readyz?verbose")
-
-
-def _check_config() -> None:
-    """The library says on stderr what it does not find."""
-    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
-        return
-    paths = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
-    if not any(Path(path).expanduser().exists() for path in paths):
-        raise CannotLook(f"no cluster to look at: {' and '.join(paths)} not found", NO_CLUSTER_FIX)
 
 
 async def look_at_api(cluster: Cluster) -> list[Finding]:

@@ -25,7 +25,7 @@ from epochkv_fence.net import KeyPair, generate_keypair
 from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.keys import judge
 from epochkv_operator.keys.content import CHECK, FIRST, GENERATION, ROOT, FenceKeys, content, decoded, encoded
-from epochkv_operator.keys.secret import count, is_labelled, labels_of, manifest
+from epochkv_operator.keys.secret import count, is_labelled, labels_of, manifest, owner_reference
 from epochkv_operator.kube.client import Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import POOLS, SECRETS
 from epochkv_operator.planning.names import component_name
@@ -237,7 +237,7 @@ class FenceSecrets:
         owned = {
             **metadata,
             "labels": {**(metadata.get("labels") or {}), **labels_of(pool["metadata"]["name"])},
-            "ownerReferences": [*others, _reference(pool)],
+            "ownerReferences": [*others, owner_reference(pool)],
         }
         body = {**found, "kind": "Secret", "apiVersion": "v1", "metadata": owned, "data": {**foreign, **ours}}
         await self._client.replace(SECRETS, metadata["namespace"], body)
@@ -247,7 +247,9 @@ class FenceSecrets:
     async def _create(self, pool: Json, keys: FenceKeys, why: str) -> None:
         metadata, (namespace, name) = pool["metadata"], _place(pool)
         fields = content(replace(keys, hub_public=self._hub_public), metadata["uid"])
-        await self._client.create(SECRETS, namespace, manifest(namespace, name, fields, {POOL_LABEL: metadata["name"]}, [_reference(pool)]))
+        await self._client.create(
+            SECRETS, namespace, manifest(namespace, name, fields, {POOL_LABEL: metadata["name"]}, [owner_reference(pool)])
+        )
         count("create")
         log.info("fence secret created", secret=f"{namespace}/{name}", pool_uid=metadata["uid"], reason=why)
 
@@ -289,15 +291,3 @@ def _owner(found: Json, pool: str) -> Json | None:
 def _adoptable(found: Json, pool: str, known: _Pool) -> bool:
     """A Secret without an owner was made here for a pool of this name: its labels say so, and it can show for which one."""
     return is_labelled(found, pool) and (known.keys is not None or CHECK in decoded(found))
-
-
-def _reference(pool: Json) -> Json:
-    metadata = pool["metadata"]
-    return {
-        "apiVersion": POOLS.api_version,
-        "kind": POOLS.kind,
-        "name": metadata["name"],
-        "uid": metadata["uid"],
-        "controller": True,
-        "blockOwnerDeletion": False,
-    }

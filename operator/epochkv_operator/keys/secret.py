@@ -8,6 +8,7 @@ from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY, POOL_LABEL
 from epochkv_operator.keys.content import Fields, encoded
 from epochkv_operator.kube.client import Json
+from epochkv_operator.kube.resources import POOLS
 
 _OURS = {"app.kubernetes.io/managed-by": MANAGED_BY, "app.kubernetes.io/part-of": "epochkv"}
 
@@ -32,6 +33,19 @@ def labels_of(pool: str) -> dict[str, str]:
 def is_labelled(found: Json, pool: str) -> bool:
     """The labels are those of the Secret of a pool of this name."""
     return labels_of(pool).items() <= (found["metadata"].get("labels") or {}).items()
+
+
+def owner_reference(pool: Json) -> Json:
+    """Of a pool's Secret to its pool."""
+    metadata = pool["metadata"]
+    return {
+        "apiVersion": POOLS.api_version,
+        "kind": POOLS.kind,
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }
 
 
 def count(operation: str) -> None:

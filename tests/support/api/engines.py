@@ -191,6 +191,17 @@ ENGINE_CASES = [
     engine("volume-and-source", {"model": {"name": "m", "source": "/m", "volume": {"claimName": "a"}}}, "remove source, revision"),
     engine("volume-and-cache", {"model": {"name": "m", "cache": {"claimName": "b"}, "volume": {"claimName": "a"}}}, "remove source"),
     engine("absolute-path", {"model": {"name": "m", "volume": {"claimName": "a", "path": "/x"}}}, "volume.path", schema=True),
+    *(
+        engine(
+            f"path-upwards-{number}",
+            {"model": {"name": "m", "volume": {"claimName": "a", "path": path}}},
+            "spec.model.volume.path: ",
+            f"'{path}' must be a folder in the volume, without '..'",
+            stored=True,
+        )
+        for number, path in enumerate(["../x", "..", "a/../../b", "a/.."])
+    ),
+    engine("dots-in-paths", {"model": {"name": "m", "volume": {"claimName": "a", "path": "..a/b../c..d/..."}}}),
     engine("claim-name", {"model": {"name": "m", "cache": {"claimName": "A_b"}}}, "claimName", schema=True),
     engine("role", {"role": "Producer"}, 'unknown field "spec.role"', schema=True),
     engine("command", {"command": ["vllm"]}, 'unknown field "spec.command"', schema=True),

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import pytest
 
+from epochkv_fence.hub.record import Record
+from epochkv_fence.protocol.authority import PoolRecord
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
 from epochkv_fence.standalone.metrics import exposition
@@ -129,16 +131,29 @@ def test_memory_given_back() -> None:
 
 
 def test_a_reset_is_overdue_after_lease_and_margin_and_only_while_it_is_open() -> None:
-    open_since = pool(target=7, published=6, started_at=100.0)
+    open_since = pool(target=7, published=6, behind_since=100.0)
     assert [open_since.overdue_seconds(30.0, now) for now in (90.0, 132.0, 133.0, 143.0)] == [0.0, 0.0, 0.0, 10.0]
     assert [open_since.overdue_seconds(2.0, now) for now in (103.0, 104.0)] == [0.0, 1.0]  # the margin is never below 1 s
-    assert replace(open_since, published=7).overdue_seconds(30.0, 1e6) == 0.0
-    assert replace(open_since, started_at=None).overdue_seconds(30.0, 1e6) == 0.0
+    assert replace(open_since, behind_since=None).overdue_seconds(30.0, 1e6) == 0.0
+
+
+def test_newer_epochs_do_not_hide_that_a_reset_is_late() -> None:
+    record = Record()
+    assert record.raise_target(2, None, 100.0)
+    assert record.raise_target(3, None, 120.0)
+    assert (record.started_at, record.behind_since) == (120.0, 100.0)
+    record.raise_published(2, 130.0)
+    assert record.behind_since == 120.0
+    record.raise_published(3, 131.0)
+    assert record.behind_since is None
+    record.raise_target(4, None, 140.0)
+    record.lead(PoolRecord(target=4, published=4))  # another hub published it
+    assert record.behind_since is None
 
 
 def test_metrics_are_prometheus_text() -> None:
     engines = engine(1), engine(2, weights=None), engine(3, converged=False), engine(4, alive=False), replace(engine(5), private=True)
-    snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, started_at=900.5, reclaimed_keys=12)
+    snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, behind_since=900.5, reclaimed_keys=12)
     lines = exposition('po"l\\\n', snapshot, {"received": 5}, 30.0, 1000.0).splitlines()
     labels = 'namespace="",pool="po\\"l\\\\\\n"'
     for line in (
@@ -151,7 +166,7 @@ def test_metrics_are_prometheus_text() -> None:
         f'epochkv_pool_engines{{{labels},state="private"}} 1',
         f'epochkv_pool_engines{{{labels},state="behind"}} 1',
         f'epochkv_pool_engines{{{labels},state="silent"}} 1',
-        f"epochkv_pool_reclaimed_keys_total{{{labels}}} 12",
+        f"epochkv_pool_reclaimed_keys{{{labels}}} 12",
         f'epochkv_hub_messages_total{{{labels},outcome="received"}} 5',
     ):
         assert line in lines, lines

@@ -13,7 +13,7 @@ from epochkv_fence import quantity
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, admit, parse_engine, parse_pool
 from epochkv_operator.api.crd import CRDS, Crd, manifest
 from epochkv_operator.api.generate import main
-from tests.support.api.cases import Case
+from tests.support.api.cases import Case, etcd, master
 from tests.support.api.corpus import CASES, CHANGES
 
 Json = dict[str, Any]
@@ -56,6 +56,26 @@ def test_the_operator_acts_on_what_an_older_crd_took_and_on_nothing_worse(case: 
 def test_admission_names_an_unknown_field_beside_the_spec() -> None:
     with pytest.raises(InvalidObject, match="KVCachePool default/p: specs: unknown field"):
         admit({"kind": "KVCachePool", "metadata": {"name": "p"}, "spec": {"local": {"capacity": "1Gi"}}, "specs": {}})
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"reset": {"leaseSeconds": "30s"}}, "spec.reset.leaseSeconds: must be a whole number, not '30s'"),
+        ({"local": []}, "spec.local: must be an object, with fields of its own"),
+    ],
+)
+def test_a_value_of_another_type_is_said_in_words(spec: Any, says: str) -> None:
+    with pytest.raises(InvalidObject) as refused:
+        admit({"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": {"name": "policy"}, "spec": spec})
+    assert says in str(refused.value)
+
+
+def test_a_list_of_wrong_items_is_not_called_empty() -> None:
+    spec = master(highAvailability=etcd("http://a:2379"))
+    with pytest.raises(InvalidObject, match="must be host:port without a scheme") as refused:
+        admit({"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": {"name": "policy"}, "spec": spec})
+    assert "at least 1" not in str(refused.value)
 
 
 @pytest.mark.parametrize("change", [change for change in CHANGES if change.says is None], ids=lambda change: change.id)

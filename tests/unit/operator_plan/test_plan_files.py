@@ -120,6 +120,7 @@ def test_the_command_shows_what_is_made_and_ends_with_0(tmp_path: Path, capsys: 
     assert output == (
         f"KVCachePool default/policy: new ({file}, document 2)\n"
         "  + create ConfigMap policy-connection\n"
+        "  + create Secret policy-fence\n"
         "\n"
         f"InferenceEngine default/rollout: new ({file}, document 1)\n"
         "  + create ServiceAccount rollout\n"
@@ -127,7 +128,7 @@ def test_the_command_shows_what_is_made_and_ends_with_0(tmp_path: Path, capsys: 
         "  + create Service rollout\n"
         "  + create PodDisruptionBudget rollout\n"
         "\n"
-        "Plan: 5 to create, 0 to change, 0 to delete; no pod would be replaced.\n"
+        "Plan: 6 to create, 0 to change, 0 to delete; no pod would be replaced.\n"
     )
     assert errors == f"epochkv: skipped, not a kind of EpochKV: {file}, document 3: Pod trainer\n"
     _, output, _ = inside(capsys, "plan", "-f", str(file), "-o", "diff")

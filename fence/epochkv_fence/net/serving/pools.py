@@ -52,11 +52,15 @@ class ServedPool:
         now = time.monotonic()
         shift = time.time() - now
         found = self.hub.snapshot(now)
-        started, published = found.started_at, found.published_at
+
+        def unix(at: float | None) -> float | None:
+            return None if at is None else at + shift
+
         return replace(
             found,
-            started_at=None if started is None else started + shift,
-            published_at=None if published is None else published + shift,
+            started_at=unix(found.started_at),
+            behind_since=unix(found.behind_since),
+            published_at=unix(found.published_at),
         )
 
     def epochs(self) -> tuple[int, int, bool]:
