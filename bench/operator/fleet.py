@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
@@ -42,6 +42,10 @@ def pool_of(number: int) -> str:
     return f"pool-{number}"
 
 
+class EndedOperator(RuntimeError):
+    """The operator ended by itself; the text has the end of its log."""
+
+
 class Fleet:
     """Pools and engines in a namespace, and the operator that serves them. `size`: engines that there are."""
 
@@ -57,8 +61,18 @@ class Fleet:
             list(threads.map(lambda number: self.space.create_pool(pool_of(number), local={"capacity": "1Gi"}), pools))
             list(threads.map(self._create_engine, range(there, size)))
         self.size = size
-        eventually(lambda: self.served() == size, "a status of each engine", PATIENCE)
+        self._wait(lambda: self.served() == size, "a status of each engine")
         return time.monotonic() - began
+
+    def _wait(self, probe: Callable[[], bool], what: str) -> None:
+        """Raises `EndedOperator` at once when nothing can come any more."""
+
+        def look() -> bool:
+            if self.operator.process.popen.poll() is not None:
+                raise EndedOperator(f"the operator ended before {what}:\n{self.operator.tail()}")
+            return probe()
+
+        eventually(look, what, PATIENCE)
 
     def _create_engine(self, number: int) -> None:
         pool = {"name": pool_of(number // ENGINES_OF_A_POOL)}
@@ -103,7 +117,7 @@ class Fleet:
 
     def settle(self) -> None:
         """Return once all pods are there and nothing was written for a while."""
-        eventually(self.made, "all pods", PATIENCE)
+        self._wait(self.made, "all pods")
         seen, since, deadline = self.writes(), time.monotonic(), time.monotonic() + PATIENCE
         while time.monotonic() - since < QUIET_SECONDS:
             if time.monotonic() > deadline:
@@ -121,7 +135,7 @@ class Fleet:
         assert self.operator.terminate(60.0) == 0, self.operator.tail()
         began = time.monotonic()
         self.operator.start()
-        eventually(lambda: self.looked() >= self.size, "a look at each engine", PATIENCE)
+        self._wait(lambda: self.looked() >= self.size, "a look at each engine")
         return time.monotonic() - began
 
 

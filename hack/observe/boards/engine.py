@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
+from hack.observe.boards import shared
+from hack.observe.boards.shared import prompt_tokens_by_tier
 from hack.observe.panels import Board, Panel
 
 _ENGINE: Final = '{namespace=~"$namespace", pool=~"$pool", instance=~"$engine"}'
 _AND: Final = _ENGINE.removesuffix("}")
 
 
-def rate(series: str, matchers: str = _ENGINE) -> str:
-    """Of a counter, over the interval that fits the scrapes."""
-    return f"rate({series}{matchers}[$__rate_interval])"
+rate: Final = partial(shared.rate, matchers=_ENGINE)
 
 
 def _shares(series: str, *shares: float) -> dict[str, str]:
@@ -23,7 +24,6 @@ def _speed(what: str) -> str:
     return f"sum by (tier) ({rate(f'vllm:epochkv_{what}_bytes_total')}) / sum by (tier) ({rate(f'vllm:epochkv_{what}_seconds_total')})"
 
 
-_PROMPTS: Final = f"sum({rate('vllm:prompt_tokens_total')})"
 _ANSWERS: Final = (
     Panel(
         "Time to the first token",
@@ -49,16 +49,7 @@ _ANSWERS: Final = (
     ),
 )
 _HITS: Final = (
-    Panel(
-        "Prompt tokens by tier",
-        "Share of the prompt tokens that a tier had: GPU (vLLM's own cache), L1 (host memory), L2 (the store).",
-        "percentunit",
-        {
-            "GPU": f"sum({rate('vllm:prefix_cache_hits_total')}) / {_PROMPTS}",
-            "{{tier}}": f"sum by (tier) ({rate('vllm:epochkv_hit_tokens_total')}) / on () group_left () {_PROMPTS}",
-        },
-        "stack",
-    ),
+    prompt_tokens_by_tier(_ENGINE),
     Panel(
         "Lookups",
         "Answers to vLLM's question for hits. Paused: loads from L2 are paused after failures.",

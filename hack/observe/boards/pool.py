@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
+from hack.observe.boards import shared
+from hack.observe.boards.shared import prompt_tokens_by_tier
 from hack.observe.panels import Board, Panel
 
 _POOL: Final = '{namespace=~"$namespace", pool=~"$pool"}'
 _AND: Final = _POOL.removesuffix("}")
 
 
-def rate(series: str, matchers: str = _POOL) -> str:
-    """Of a counter, over the interval that fits the scrapes."""
-    return f"rate({series}{matchers}[$__rate_interval])"
+rate: Final = partial(shared.rate, matchers=_POOL)
 
 
 _EPOCH: Final = (
@@ -26,7 +27,7 @@ _EPOCH: Final = (
     ),
     Panel(
         "Late by",
-        "For how long the newest epoch is unpublished beyond the lease and its margin.",
+        "For how long a reset is unpublished beyond the lease and its margin.",
         "s",
         {"late": f"max(epochkv_pool_reset_overdue_seconds{_POOL})"},
         "number",
@@ -106,18 +107,8 @@ _ENGINES: Final = (
         width=6,
     ),
 )
-_PROMPTS: Final = f"sum({rate('vllm:prompt_tokens_total')})"
 _HITS: Final = (
-    Panel(
-        "Prompt tokens by tier",
-        "Share of the prompt tokens that a tier had: GPU (vLLM's own cache), L1 (host memory), L2 (the store).",
-        "percentunit",
-        {
-            "GPU": f"sum({rate('vllm:prefix_cache_hits_total')}) / {_PROMPTS}",
-            "{{tier}}": f"sum by (tier) ({rate('vllm:epochkv_hit_tokens_total')}) / on () group_left () {_PROMPTS}",
-        },
-        "stack",
-    ),
+    prompt_tokens_by_tier(_POOL),
     Panel(
         "Bytes loaded",
         "L1: from host memory to the GPU, which every load does. L2: from the store to host memory.",

@@ -9,7 +9,8 @@ session that never shows it such a status.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import aiohttp
@@ -29,6 +30,16 @@ Gap = Callable[[], None]
 _GONE = 410
 
 
+class _Backoffs:
+    """Seconds between tries of a request that is refused or gets no answer, without an end.
+
+    kopf ends when they end, and the operator with it. Rights that are missing for minutes would then end the hub, which needs few.
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.2, 0.5, 1.0), itertools.repeat(2.0))
+
+
 class _NoHistory(kopf.DiffBaseStorage):
     """kopf copies what it sees, to find what has changed since. Nobody asks it."""
 
@@ -45,9 +56,7 @@ class _NoHistory(kopf.DiffBaseStorage):
 def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     """Each value was measured to matter; the reasons are beside them."""
     result = kopf.OperatorSettings()
-    # With a short list a few seconds of 403 (an API server that starts, RBAC that is being changed) end the watch for
-    # good.
-    result.networking.error_backoffs = [0.2, 0.5, 1.0] + [2.0] * 30
+    result.networking.error_backoffs = _Backoffs()
     # A new leader waits for its first lists: one request without an answer must not take all of that time.
     result.networking.request_timeout = 10.0
     # A failed kopf otherwise lingers for ten minutes: live tasks, dead watches.
