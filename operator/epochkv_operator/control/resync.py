@@ -35,8 +35,8 @@ LOOK_SECONDS = 0.05
 
 Take = Callable[[Resource, Json], None]
 """An object that the watches missed."""
-Compared = Callable[[Resource, list[Json], str | None], None]
-"""A kind was compared: the objects that have vanished, and the scope. A scope is a namespace, or None: all."""
+Compared = Callable[[Resource, list[Json]], None]
+"""A kind was compared: the objects that have vanished."""
 
 
 class _List(NamedTuple):
@@ -175,7 +175,7 @@ class Resync:
             found = _List(scope, *await self._client.shown(resource, scope, _selector(resource)))
             await self._brought(resource, found)
             await self._read_missing(resource, found)
-            self._compared(resource, self._store.retain(resource.kind, found.shown, found.version, scope), scope)
+            self._compared(resource, self._store.retain(resource.kind, found.shown, found.version, scope))
         self._done(resource)
 
     def _done(self, resource: Resource) -> None:

@@ -27,7 +27,7 @@ from epochkv_operator.control.pools import PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.storm import Storm
-from epochkv_operator.control.worker import Worker
+from epochkv_operator.control.worker import Worker, recheck_seconds
 from epochkv_operator.hub.port import HubPort
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
 from epochkv_operator.hub.stores import master_urls
@@ -148,7 +148,8 @@ class Operator:
         scale_ins = ScaleIns(self.store, partial(master_urls, self.store), self.queue.add_after, leader.not_leading)
         pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, scale_ins, self.queue.add_after, optional)
         engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, optional)
-        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.storm)
+        recheck = recheck_seconds(self.settings.resync_seconds)
+        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.storm, recheck)
         self._start("hub", leader.watch_hub())
         self._start("resync", resync.run())
         self._start("optional kinds", optional.run())
@@ -208,14 +209,10 @@ class Operator:
             resetting = hub.resetting(obj["metadata"]["uid"])
         self._enqueue(resource, obj, OPEN_SECONDS if resetting else 0.0)
 
-    def _compared(self, resource: Resource, vanished: list[Json], scope: str | None) -> None:
-        """A kind was listed: look at what vanished affects, and over half a period at all objects of our users."""
+    def _compared(self, resource: Resource, vanished: list[Json]) -> None:
+        """A kind was listed: look at what vanished affects."""
         for obj in vanished:
             self._enqueue(resource, obj)
-        if resource in PRIMARY:
-            objects = self.store.all(resource.kind, scope)
-            for index, obj in enumerate(objects):
-                self.queue.add_after(key_of(resource.kind, obj), self.settings.resync_seconds / 2 * index / len(objects))
 
     def _enqueue(self, resource: Resource, obj: Json, delay_seconds: float = 0.0) -> None:
         for key in affected(self.store, resource.kind, obj):

@@ -14,25 +14,32 @@ from epochkv_operator import metrics
 from epochkv_operator.control.storm import Storm
 from epochkv_operator.kube.client import ApiError, Conflict, Unavailable
 from epochkv_operator.kube.queue import WorkQueue
-from epochkv_operator.kube.resources import POOLS
+from epochkv_operator.kube.resources import ENGINES, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.work_keys import Key
 
 log = structlog.get_logger(__name__)
 DEADLINE_SECONDS = 60.0
-#: A healthy object of these kinds is looked at again after about this long: a deleted Secret has no watch that would tell.
-RECHECK_SECONDS = {POOLS.kind: 60.0}
-
 Reconcile = Callable[[Key], Awaitable[None]]
 
 
-class Worker:
-    """Serves keys of several kinds. Several workers may share one queue: call `run` several times."""
+def recheck_seconds(resync_seconds: float) -> dict[str, float]:
+    """After about how long a healthy object is looked at again, by kind.
 
-    def __init__(self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], storm: Storm) -> None:
+    Pools often: a deleted Secret has no watch that would tell. Engines rarely: whatever they are made from is watched, and compared in
+    each resync.
+    """
+    return {POOLS.kind: min(60.0, 2 * resync_seconds), ENGINES.kind: 2 * resync_seconds}
+
+
+class Worker:
+    """Serves keys of several kinds. Several workers may share one queue: call `run` several times. `recheck`: see `recheck_seconds`."""
+
+    def __init__(self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], storm: Storm, recheck: Mapping[str, float]) -> None:
         self._queue = queue
         self._storm = storm
         self._reconcilers = reconcilers
+        self._recheck = recheck
         self._problems: dict[Key, str] = {}
 
     async def run(self) -> None:
@@ -50,8 +57,8 @@ class Worker:
                 self._failed(key, error)
             else:
                 self._served(key, "ok")
-                if key.kind in RECHECK_SECONDS:
-                    self._queue.add_after(key, RECHECK_SECONDS[key.kind] * random.uniform(0.8, 1.2))
+                if key.kind in self._recheck:
+                    self._queue.add_after(key, self._recheck[key.kind] * random.uniform(0.8, 1.2))
 
     def _served(self, key: Key, result: str) -> None:
         self._storm.served(key)

@@ -99,11 +99,6 @@ class Store:
                 vanished.append(obj)
         return vanished
 
-    def all(self, kind: str, namespace: str | None = None) -> list[Json]:
-        """Objects of a kind, in one namespace or in all."""
-        objects = tuple(self._objects.get(kind, {}).values())
-        return [obj for obj in objects if namespace is None or obj["metadata"].get("namespace") == namespace]
-
     def get(self, kind: str, namespace: str, name: str) -> Json | None:
         uid = self._names.get((kind, namespace, name))
         return self._objects.get(kind, {}).get(uid) if uid else None

@@ -145,7 +145,7 @@ def test_a_list_removes_what_vanished_but_not_what_is_newer_than_it() -> None:
     store.upsert("Pod", obj("newer", "u3", 12))
     vanished = store.retain("Pod", {"u2"}, 10)
     assert [item["metadata"]["name"] for item in vanished] == ["gone"]
-    assert [item["metadata"]["name"] for item in store.all("Pod")] == ["kept", "newer"]
+    assert [item["metadata"]["name"] for item in store.every("Pod")] == ["kept", "newer"]
     assert store.get("Pod", "a", "gone") is None
     assert store.get("Pod", "a", "newer") is not None
 
@@ -154,7 +154,7 @@ def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
     store = Store(indexed)
     store.upsert("Pod", obj("p", "u1", 3, "a"))
     store.upsert("Pod", obj("p", "u2", 3, "b"))
-    assert [item["metadata"]["uid"] for item in store.all("Pod", "a")] == ["u1"]
+    assert [item["metadata"]["uid"] for item in store.every("Pod") if item["metadata"]["namespace"] == "a"] == ["u1"]
     store.retain("Pod", set(), 10, "a")
     assert store.get("Pod", "a", "p") is None
     assert store.get("Pod", "b", "p") is not None

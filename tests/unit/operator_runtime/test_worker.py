@@ -7,9 +7,6 @@ import contextlib
 from collections import Counter
 from itertools import pairwise
 
-import pytest
-
-from epochkv_operator.control import worker as module
 from epochkv_operator.control.storm import OUTAGE_WRITES, Storm
 from epochkv_operator.control.worker import Worker
 from epochkv_operator.kube.client import Invalid, Unavailable
@@ -34,7 +31,7 @@ async def serve_until_quiet(seen: Counter[Key]) -> None:
             raise Invalid(422, "Invalid", "not yet", "PATCH")
 
     queue: WorkQueue[Key] = WorkQueue()
-    task = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, Storm(queue)).run())
+    task = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, Storm(queue), {HEALTHY.kind: 0.2}).run())
     for key in (GONE, BROKEN, HEALTHY):
         queue.add(key)
     try:
@@ -47,9 +44,8 @@ async def serve_until_quiet(seen: Counter[Key]) -> None:
         queue.close()
 
 
-def test_healthy_objects_are_rechecked_failed_ones_tried_again_and_gone_ones_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_healthy_objects_are_rechecked_failed_ones_tried_again_and_gone_ones_forgotten() -> None:
     """A key that stayed for ever after its object would make the operator slower with every engine that comes and goes."""
-    monkeypatch.setattr(module, "RECHECK_SECONDS", {HEALTHY.kind: 0.2})
     seen: Counter[Key] = Counter()
     asyncio.run(serve_until_quiet(seen))
     assert seen[HEALTHY] == 4
@@ -71,7 +67,7 @@ def test_keys_that_need_no_request_leave_others_their_turn() -> None:
 
     async def scenario() -> None:
         queue: WorkQueue[Key] = WorkQueue()
-        worker = Worker(queue, {engine_key("a", "b").kind: reconcile}, Storm(queue))
+        worker = Worker(queue, {engine_key("a", "b").kind: reconcile}, Storm(queue), {})
         for number in range(1000):
             queue.add(engine_key("a", str(number)))
         workers = [asyncio.create_task(worker.run()) for _ in range(4)]
@@ -96,7 +92,7 @@ def test_when_an_outage_is_over_nobody_waits_out_a_backoff() -> None:
         done.set()
 
     async def scenario() -> None:
-        worker = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, storm).run())
+        worker = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, storm, {}).run())
         queue.add(HEALTHY)
         async with asyncio.timeout(60):
             while len(tries) < 8:
