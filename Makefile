@@ -34,6 +34,9 @@ demo: setup-cluster ## The main job: cluster, chart, pool, engines, prompts, new
 demo-stock: setup-engine ## No cluster: vLLM's own Mooncake connector reuses stale KV; ours does not, nor does vLLM's with our fence
 	@$(ENGINE) -m hack.demo stock
 
+demo-cold: setup-engine ## No cluster: the first load of fresh engines from the store, on a machine kept busy (RUNS=10 LOAD=4)
+	@$(ENGINE) -m hack.demo cold $(if $(RUNS),--runs $(RUNS)) $(if $(LOAD),--load $(LOAD)) $(if $(SEED),--seed $(SEED))
+
 down: ## Remove everything that demo made
 	@if [ -x $(DEV) ]; then $(DEV) -m hack.demo down; else echo "nothing to remove"; fi
 
@@ -175,4 +178,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock demo-cold down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
