@@ -18,15 +18,17 @@ from hack import models
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
-from tests.trainers.verl.lab import Verl
+from tests.trainers.verl.command_line import enabled
+from tests.trainers.verl.lab import ROOT, WORKER, Verl
 from tests.trainers.verl.world import World
 
 Answers = dict[str, list[tuple[int, ...]]]
 SHAPE = models.Shape(hidden=128, intermediate=256, layers=4)
 """2.9 MB: a push takes several of verl's buckets of 1 MB."""
 SEEDS = {"base": 1, "new": 2, "third": 3}
+TIERS = ("local.capacity_bytes=67108864",)
 # A loaded machine may answer late, which is a miss and no fault.
-PATIENT = {"lookup_deadline_ms": 5000.0, "job_deadline_seconds": 30.0}
+PATIENT = ("lookup_deadline_ms=5000.0", "job_deadline_seconds=30.0")
 PATIENT_ENVIRON = {"MC_RPC_TIMEOUT_MS": "15000", "MC_TCP_STATUS_TIMEOUT_SEC": "20", "MC_TCP_PROGRESS_TIMEOUT_SEC": "20"}
 
 
@@ -58,7 +60,9 @@ def expected(
 ) -> dict[str, list[tuple[int, ...]]]:
     """What plain vLLM without any cache answers with each set of weights."""
     answers = {}
-    with Engine("uncached", weights["base"], tmp_path_factory.mktemp("uncached"), prefix_caching=False, python=sys.executable) as engine:
+    logs = tmp_path_factory.mktemp("uncached")
+    kernels = ("--worker-cls", WORKER)  # those of the rollouts
+    with Engine("uncached", weights["base"], logs, None, False, kernels, {"PYTHONPATH": str(ROOT)}, sys.executable) as engine:
         for name, folder in weights.items():
             engine.reload_weights(folder)
             answers[name] = [engine.complete(prompt).tokens for prompt in prompts]
@@ -77,8 +81,9 @@ def world(
     folder = Path(tempfile.mkdtemp(prefix="v"))  # short: names of sockets have at most 107 characters, and Ray's are in it
     try:
         with Mooncake(folder) as mooncake, Pool(folder) as pool:
-            config = pool.connector(64 << 20, mooncake.address, **PATIENT)
-            with Verl(weights["base"], folder, config, PATIENT_ENVIRON) as verl:
+            keys = (f"extra_config.{one}" for one in (*TIERS, *PATIENT, f"distributed.master_address={mooncake.address}"))
+            options = enabled(pool.credentials / "connection.json", "on_failure=crash", *keys)
+            with Verl(weights["base"], folder, options, PATIENT_ENVIRON) as verl:
                 yield World(verl, pool, mooncake, folder, weights, prompts, expected)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

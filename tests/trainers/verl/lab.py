@@ -1,7 +1,7 @@
 """verl's rollouts and the manager of its weights under Ray, as its disaggregated trainers build them, and who trains.
 
-Of verl: `vLLMReplica` with `vLLMHttpServer`, `CheckpointEngineWorker`, `ServerAdapter` and vLLM's worker extension for each of two
-rollouts; `CheckpointEngineManager` in a process of its own. The trainer is ours: a `Worker` of verl with `update_weights` and
+Of verl: `vLLMReplica` with `vLLMHttpServer`, `CheckpointEngineWorker`, `ServerAdapter` and vLLM's worker extension for each
+rollout; `CheckpointEngineManager` in a process of its own. The trainer is ours: a `Worker` of verl with `update_weights` and
 `execute_checkpoint_engine`, as verl's workers have, which sends the tensors of a file.
 """
 
@@ -27,53 +27,60 @@ os.environ.update(RAY_ENVIRONMENT)  # verl looks for its platform when it is imp
 
 import ray  # noqa: E402
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
-from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig  # noqa: E402
+from verl.utils.config import omega_conf_to_dataclass  # noqa: E402
+from verl.workers.config import HFModelConfig, RolloutConfig  # noqa: E402
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica  # noqa: E402
 
 from hack.engine_api import Answer  # noqa: E402
 from hack.standalone.engine import CPU_ENVIRONMENT, GPU_BLOCKS  # noqa: E402
 from hack.standalone.mooncake import CLIENT_ENVIRONMENT  # noqa: E402
 from tests.trainers.verl.actors import Driver, Trainer  # noqa: E402
+from tests.trainers.verl.command_line import ROLLOUT, checked  # noqa: E402
 
-TRANSPORT = "tests.trainers.verl.cpu_transport"
+WORKER = "tests.trainers.verl.cpu_worker.UnpackedWorker"
+SETTINGS = (
+    *("tensor_model_parallel_size=1", "n_gpus_per_node=1", "dtype=float32", "enforce_eager=true", "ignore_eos=true"),
+    *("max_model_len=2048", "max_num_seqs=8", "max_num_batched_tokens=2048", "prompt_length=1024", "response_length=64"),
+    *("enable_sleep_mode=false", "free_cache_engine=false"),  # vLLM cannot sleep on a CPU
+    *("checkpoint_engine.backend=tcp_store", "checkpoint_engine.update_weights_bucket_megabytes=1"),
+    "checkpoint_engine.custom_backend_module=tests.trainers.verl.cpu_transport",
+    f"engine_kwargs.vllm.num_gpu_blocks_override={GPU_BLOCKS}",
+    f"engine_kwargs.vllm.worker_cls={WORKER}",
+)
+"""Of a rollout on a CPU."""
 
 
 class Verl:
-    """Two rollouts of verl; `kv_transfer_config` is handed to verl as a user does. They start with weights of vLLM's own making."""
+    """Rollouts of verl, configured by its command line.
 
-    def __init__(self, model: Path, folder: Path, kv_transfer_config: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    Args:
+        model: whose shape they have. By default they start with weights of vLLM's own making, as verl's trainers have them start.
+        folder: gets what Ray writes. Its name is short.
+        options: of the command line, as users give them.
+        environ: of all processes.
+    """
+
+    def __init__(self, model: Path, folder: Path, options: Sequence[str], environ: Mapping[str, str], num_rollouts: int = 2) -> None:
         self._folder = folder
         self._environ = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **RAY_ENVIRONMENT, **environ}
-        self._checkpoints = CheckpointEngineConfig(backend="tcp_store", update_weights_bucket_megabytes=1, custom_backend_module=TRANSPORT)
-        self._rollout = RolloutConfig(
-            name="vllm", tensor_model_parallel_size=1, n_gpus_per_node=1, dtype="float32", enforce_eager=True, max_model_len=2048,
-            max_num_seqs=8, max_num_batched_tokens=2048, prompt_length=1024, response_length=64, ignore_eos=True,
-            enable_sleep_mode=False, free_cache_engine=False,  # vLLM cannot sleep on a CPU
-            checkpoint_engine=self._checkpoints,
-            engine_kwargs={
-                "vllm": {
-                    "kv_transfer_config": dict(kv_transfer_config),
-                    "num_gpu_blocks_override": GPU_BLOCKS,
-                    "distributed_executor_backend": "uni",  # one rank, which needs no process of its own
-                }
-            },
-        )  # fmt: skip
+        self._rollout: RolloutConfig = omega_conf_to_dataclass(checked(*(f"++{ROLLOUT}.{one}" for one in SETTINGS), *options))
         self._model = HFModelConfig(path=str(model), override_config={"attn_implementation": "eager"})
+        self._num_rollouts = num_rollouts
         self.replicas: list[vLLMReplica] = []
         self._asked = 0
 
     def start(self) -> None:
         ray.init(
-            num_cpus=16, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
+            num_cpus=16, num_gpus=self._num_rollouts, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
             _temp_dir=str(self._folder), runtime_env={"env_vars": self._environ},
         )  # fmt: skip
         self.trainer = RayWorkerGroup(
             RayResourcePool([1], use_gpu=False, max_colocate_count=1),
-            RayClassWithInitArgs(ray.remote(Trainer), str(self._folder), self._checkpoints),
+            RayClassWithInitArgs(ray.remote(Trainer), str(self._folder), self._rollout.checkpoint_engine),
             use_gpu=False,
             device_name="cpu",
         )
-        self.replicas = [vLLMReplica(rank, self._rollout, self._model, gpus_per_node=1) for rank in range(2)]
+        self.replicas = [vLLMReplica(rank, self._rollout, self._model, gpus_per_node=1) for rank in range(self._num_rollouts)]
 
         async def launch() -> None:
             await asyncio.gather(*(replica.init_standalone() for replica in self.replicas))
@@ -82,7 +89,7 @@ class Verl:
 
     def driver(self) -> Any:
         """A process with verl's manager."""
-        return Driver.remote(self._checkpoints, self.trainer, self.replicas)
+        return Driver.remote(self._rollout.checkpoint_engine, self.trainer, self.replicas)
 
     def generate(self, replica: int, prompt: Sequence[int]) -> Any:
         """Ask for one greedy answer, as verl's agents do."""

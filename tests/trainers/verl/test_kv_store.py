@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from hack.loopback import free_port
 from tests.support.hub import HubWorld, hub_world
-
-BLOCK = "+actor_rollout_ref.rollout.kv_store"
-#: What verl's configuration has no default for, and what its checks want of the rest.
-REST = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
+from tests.trainers.verl.command_line import BLOCK, REST, checked, configured, run
+from tests.trainers.verl.command_line import enabled as enabled_with
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubWorld]:
     with hub_world(tmp_path_factory.mktemp("pool") / "state") as world:
         yield world
-
-
-def configured(*overrides: str) -> DictConfig:
-    """What verl's driver gets from this command line."""
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=[*REST, *overrides])
-
-
-def checked(*overrides: str) -> Any:
-    """The rollout part after verl's driver has checked its configuration as `verl.trainer.main_ppo.main` does."""
-    from verl.trainer.main_ppo import validate_config  # by the name that the driver has
-
-    config = configured(*overrides)
-    try:
-        validate_config(config=config, use_reference_policy=False, use_critic=False)
-    except ValueError as error:  # verl's own checks, of parts that no test here sets
-        if type(error) is not ValueError:
-            raise
-    return config.actor_rollout_ref.rollout
 
 
 def to_vllm(rollout: Any) -> list[str]:
@@ -67,8 +42,8 @@ def ours(world: HubWorld, **more: Any) -> dict[str, Any]:
     }
 
 
-def enabled(world: HubWorld, *more: str) -> list[str]:
-    return [f"{BLOCK}.enable=true", f"{BLOCK}.config_path={world.folder / 'connection.json'}", *(f"{BLOCK}.{one}" for one in more)]
+def enabled(world: HubWorld, *more: str) -> tuple[str, ...]:
+    return enabled_with(world.folder / "connection.json", *more)
 
 
 def test_the_driver_puts_vllms_configuration_in_the_place_of_the_block(world: HubWorld) -> None:
@@ -129,12 +104,6 @@ def test_a_wrong_block_ends_the_driver_before_ray_is_started(world: HubWorld, wr
     with pytest.raises(BlockError) as caught:
         checked(*given, wrong)
     assert said in str(caught.value)
-
-
-def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command], env={**os.environ, **environ}, capture_output=True, text=True, timeout=280, check=False
-    )
 
 
 def test_the_driver_as_users_start_it_ends_with_the_sentence(tmp_path: Path) -> None:
