@@ -60,12 +60,15 @@ def expected(
 ) -> dict[str, list[tuple[int, ...]]]:
     """What plain vLLM without any cache answers with each set of weights."""
     answers = {}
-    logs = tmp_path_factory.mktemp("uncached")
-    kernels = ("--worker-cls", WORKER)  # those of the rollouts
-    with Engine("uncached", weights["base"], logs, None, False, kernels, {"PYTHONPATH": str(ROOT)}, sys.executable) as engine:
+    logs, kernels = tmp_path_factory.mktemp("uncached"), ("--worker-cls", WORKER)  # those of the rollouts
+    engine = Engine("uncached", weights["base"], logs, None, False, kernels, {"PYTHONPATH": str(ROOT)}, sys.executable)
+    try:
+        engine.wait_ready(600)
         for name, folder in weights.items():
             engine.reload_weights(folder)
             answers[name] = [engine.complete(prompt).tokens for prompt in prompts]
+    finally:
+        engine.end()
     assert all(len({answers[name][index] for name in answers}) == len(SEEDS) for index in range(len(prompts)))
     return answers
 

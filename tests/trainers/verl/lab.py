@@ -11,6 +11,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -110,4 +111,13 @@ class Verl:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Ray ends its processes with SIGKILL, and an engine that ends so leaves its shared memory behind."""
+        with suppress(Exception):
+            handles = [replica.server_handle for replica in self.replicas if replica.server_handle]
+            ray.get([handle.__ray_call__.remote(end_engine) for handle in handles], timeout=60)
         ray.shutdown()
+
+
+def end_engine(server: Any) -> None:
+    """In verl's server: end its engine as vLLM's own server does."""
+    server.engine.shutdown(timeout=20)

@@ -15,7 +15,7 @@ from tests.trainers.verl.lab import ROLLOUT, Verl
 from tests.trainers.verl.world import CACHED
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)  # with the start of two engines; on a machine with other work
 def test_fallback_starts_rollouts_that_answer_and_stay_out_of_the_pool(
     expected: dict[str, list[tuple[int, ...]]], weights: dict[str, Path], prompts: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from tests.trainers.verl.actors import HELD, SENT
 from tests.trainers.verl.world import World
 
 PUSH_SECONDS = 240
+pytestmark = pytest.mark.timeout(1200)  # with the start of three engines; on a machine with other work
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +34,18 @@ def push(world: World, driver: Any, name: str, step: int) -> None:
     ray.get(driver.update_weights.remote(step), timeout=PUSH_SECONDS)
 
 
-@pytest.mark.timeout(600)
 def test_a_rollout_takes_what_the_other_has_computed(world: World, driver: Any) -> None:
     push(world, driver, "base", 1)
     world.first_answers("base")
     world.shares("base", 2)
 
 
-@pytest.mark.timeout(600)
 def test_after_a_push_nothing_old_is_found_and_sharing_goes_on(world: World, driver: Any) -> None:
     push(world, driver, "new", 2)
     world.first_answers("new")
     world.shares("new", 2)
 
 
-@pytest.mark.timeout(600)
 def test_the_manager_killed_in_the_middle_of_a_push(world: World, driver: Any) -> None:
     verl, held = world.verl, world.folder / HELD
     (world.folder / SENT).unlink()
