@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from hack.loopback import free_port
 from hack.standalone.engine import Engine
 from tests.trainers.trl import grpo, server, transport
 
 
 @pytest.fixture(scope="session", autouse=True)
 def wire() -> Iterator[None]:
-    """Weights reach servers on a machine without a GPU."""
+    """Weights reach servers on a machine without a GPU, which shares its few cores with them: threads that wait would spin."""
+    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         transport.patch_trainer(patch)
         yield
@@ -37,7 +38,7 @@ def starting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def uncached(starting: Engine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> grpo.Run:
     """The run without any cache."""
     starting.wait_ready(server.START_SECONDS)
-    run = grpo.train(model, starting.port, free_port(), tmp_path_factory.mktemp("trained"))
-    assert server.hits(starting) == server.Hits(0, 0)
+    run = server.train(starting, model, tmp_path_factory.mktemp("trained"))
+    assert server.hits(starting) == grpo.Hits(0, 0)
     starting.end()
     return run

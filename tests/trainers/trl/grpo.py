@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,9 @@ from trl import GRPOConfig, GRPOTrainer
 from hack import models
 
 STEPS = 6
-GENERATIONS = 4
-"""Completions of a prompt in a step: they share its KV."""
-SHARED_TOKENS, OWN_TOKENS, COMPLETION_TOKENS = 384, 560, 12
-PROMPTS = 3
+COMPLETION_TOKENS = 12
 BLOCK_TOKENS = 128
-MAX_HITS = 2 * PROMPTS * GENERATIONS * ((SHARED_TOKENS + OWN_TOKENS) // BLOCK_TOKENS * BLOCK_TOKENS) - (
-    SHARED_TOKENS + PROMPTS * (OWN_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS)
-)
-"""The most that a step may find if it finds nothing of other steps: whole blocks of all its prompts, but each of them once."""
 VOCABULARY = models.Shape().vocab
-
-SAMPLING = {"seed": 7}
-"""vLLM draws the tokens of a request from a generator of its own then, so that equal logits give equal tokens. (At temperature 0
-the completions of a prompt are equal, and GRPO learns nothing; vLLM refuses several of them.)"""
 
 
 def make_model(folder: Path) -> Path:
@@ -48,20 +38,76 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def make_prompts() -> list[str]:
-    """Prompts that begin alike, each of them twice, and the second one only after all the others."""
-    rng = random.Random(5)
+@dataclass(frozen=True)
+class Hits:
+    """Tokens of prompts that vLLM found, so far, in its own cache and through its connector."""
 
-    def draw(count: int) -> list[str]:
-        return [f"<{rng.randrange(4, VOCABULARY)}>" for _ in range(count)]
+    own: int
+    external: int
 
-    shared = draw(SHARED_TOKENS)
-    return [" ".join(shared + draw(OWN_TOKENS)) for _ in range(PROMPTS)] * 2
+    def since(self, before: Hits) -> Hits:
+        return Hits(self.own - before.own, self.external - before.external)
+
+    @property
+    def both(self) -> int:
+        return self.own + self.external
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What TRL generates at a time: completions of `prompts` prompts that begin alike.
+
+    A step of the optimiser has two such batches: its gradients are accumulated. The prompts are the same, in reverse order, and so
+    are the weights: the second batch asks again for what the first one asked, and has waited for the gradients of that.
+
+    Attributes:
+        generations: completions of a prompt: they share its KV.
+    """
+
+    prompts: int
+    shared_tokens: int
+    own_tokens: int
+    generations: int
+
+    @property
+    def size(self) -> int:
+        return self.prompts * self.generations
+
+    @property
+    def max_hits(self) -> int:
+        """The most tokens that it may find if it finds nothing but its own: whole blocks of its prompts, but each of them once."""
+        shared, own = self.shared_tokens // BLOCK_TOKENS, self.own_tokens // BLOCK_TOKENS
+        return BLOCK_TOKENS * (self.size * (shared + own) - shared - self.prompts * own)
+
+    def check_hits(self, hits: Sequence[Hits]) -> None:
+        """Every step shares within itself, and nothing across: what it needs at all, it has to compute once.
+
+        Args:
+            hits: after each batch.
+        """
+        by_batch = [after.since(before) for before, after in itertools.pairwise((Hits(0, 0), *hits))]
+        assert len(by_batch) == 2 * STEPS
+        for step in range(STEPS):
+            first, second = by_batch[2 * step : 2 * step + 2]
+            assert first.both <= self.max_hits, f"wrong tokens: step {step} has found more than it computed: {first}"
+            assert first.own > 0, f"step {step}: completions of a prompt share on the GPU: {first}"
+            assert second.external > 0, f"step {step}: what the GPU has lost is found: {second}"
+
+    def texts(self) -> list[str]:
+        """The prompts of a step."""
+        rng = random.Random(5)
+
+        def draw(count: int) -> list[str]:
+            return [f"<{rng.randrange(4, VOCABULARY)}>" for _ in range(count)]
+
+        shared = draw(self.shared_tokens)
+        texts = [" ".join(shared + draw(self.own_tokens)) for _ in range(self.prompts)]
+        return texts + texts[::-1]
 
 
 @dataclass
-class Step:
-    """What a step generated, in the order of the prompts."""
+class Generated:
+    """What a batch generated, in the order of its prompts."""
 
     completions: list[list[int]]
     rewards: list[float]
@@ -70,16 +116,33 @@ class Step:
 
 @dataclass
 class Run:
-    """A run, step by step.
+    """A run.
 
     Attributes:
+        batches: two for each step of the optimiser.
         gradients: their norms, as TRL logged them, one for each step of its optimiser.
         digest: of the weights at the end.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    batches: list[Generated] = field(default_factory=list)
     gradients: list[float] = field(default_factory=list)
     digest: str = ""
+
+    @classmethod
+    def load(cls, fields: dict[str, Any]) -> Run:
+        """A run that came as JSON."""
+        return cls(**{**fields, "batches": [Generated(**batch) for batch in fields["batches"]]})
+
+    @property
+    def completions(self) -> list[list[list[int]]]:
+        return [batch.completions for batch in self.batches]
+
+    @property
+    def learns(self) -> bool:
+        """Every step changes what is generated, so that old KV would show."""
+        steps = [self.completions[2 * index : 2 * index + 2] for index in range(STEPS)]
+        differ = all(before != after for before, after in itertools.pairwise(steps))
+        return differ and len(self.gradients) == STEPS and all(norm > 0 for norm in self.gradients)
 
 
 def reward(completion: Sequence[int]) -> float:
@@ -96,15 +159,14 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def train(
-    model: Path, port: int, group_port: int, folder: Path,
+    model: Path, batch: Batch, where: Mapping[str, Any], folder: Path,
     observe: Callable[[], Any] = lambda: None,
     prepare: Callable[[GRPOTrainer], None] = lambda _: None,
 ) -> Run:  # fmt: skip
-    """Train by TRL's GRPO against a vLLM server that runs.
+    """Train by TRL's GRPO.
 
     Args:
-        port: of the server, on loopback.
-        group_port: where the trainer waits for its workers.
+        where: TRL's settings of its vLLM.
         observe: called after each generation.
         prepare: gets the trainer before it trains.
     """
@@ -112,22 +174,23 @@ def train(
 
     def small_tokens(completion_ids: list[list[int]], **_: object) -> list[float]:
         rewards = [reward(ids) for ids in completion_ids]
-        run.steps.append(Step([list(ids) for ids in completion_ids], rewards, observe()))
+        run.batches.append(Generated([list(ids) for ids in completion_ids], rewards, observe()))
         return rewards
 
-    prompts = make_prompts()
     config = GRPOConfig(
         output_dir=str(folder), max_steps=STEPS, learning_rate=4e-3, lr_scheduler_type="constant",
-        per_device_train_batch_size=len(prompts) * GENERATIONS, num_generations=GENERATIONS, gradient_accumulation_steps=1,
-        max_completion_length=COMPLETION_TOKENS, temperature=1.0, generation_kwargs=SAMPLING, shuffle_dataset=False, seed=3,
-        use_vllm=True, vllm_mode="server", vllm_importance_sampling_correction=False,
-        vllm_server_base_url=f"http://127.0.0.1:{port}", vllm_group_port=group_port, vllm_server_timeout=10.0,
+        per_device_train_batch_size=batch.size, num_generations=batch.generations, gradient_accumulation_steps=2, steps_per_generation=1,
+        max_completion_length=COMPLETION_TOKENS, temperature=1.0, shuffle_dataset=False, seed=3,
+        use_vllm=True, vllm_importance_sampling_correction=False,
         use_cpu=True, bf16=False, gradient_checkpointing=False, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
+        **where,
     )  # fmt: skip
-    trainer = GRPOTrainer(str(model), reward_funcs=small_tokens, args=config, train_dataset=Dataset.from_dict({"prompt": prompts}))
+    dataset = Dataset.from_dict({"prompt": batch.texts()})
+    trainer = GRPOTrainer(str(model), reward_funcs=small_tokens, args=config, train_dataset=dataset)
     prepare(trainer)
     trainer.train()
-    trainer.vllm_generation.vllm_client.close_communicator()
+    if trainer.vllm_mode == "server":
+        trainer.vllm_generation.vllm_client.close_communicator()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     run.gradients = [entry["grad_norm"] for entry in logged]
     run.digest = digest(trainer.model)

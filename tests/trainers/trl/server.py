@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trl import GRPOTrainer
+
+from hack.loopback import free_port
 from hack.standalone.engine import Engine
+from tests.trainers.trl import grpo
 
 ROOT = Path(__file__).resolve().parents[3]
+BATCH = grpo.Batch(prompts=3, shared_tokens=384, own_tokens=560, generations=4)
+SAMPLING = {"seed": 7}
+"""vLLM draws the tokens of a request from a generator of its own then, so that equal logits give equal tokens. (At temperature 0
+the completions of a prompt are equal, and GRPO learns nothing; vLLM refuses several of them.)"""
 GPU_BLOCKS = 14
-"""Room for a prompt with its completions and half of another one: what a step asks for again, the GPU has lost."""
+"""Room for a prompt with its completions and half of another one: most of what a step asks for again, the GPU has lost."""
 START_SECONDS = 480.0
 
 ARGUMENTS = (
@@ -23,17 +30,6 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Hits:
-    """Tokens of prompts that vLLM found, so far, in its own cache and through its connector."""
-
-    own: int
-    external: int
-
-    def since(self, before: Hits) -> Hits:
-        return Hits(self.own - before.own, self.external - before.external)
-
-
 def start(name: str, model: Path, folder: Path, connector: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> Engine:
     """Start a server for a trainer. Without a connector it caches nothing at all."""
     environ = {"PYTHONPATH": str(ROOT), "VLLM_HOST_IP": "127.0.0.1", **(environ or {})}
@@ -41,5 +37,21 @@ def start(name: str, model: Path, folder: Path, connector: Mapping[str, Any] | N
     return Engine(name, model, folder, connector, connector is not None, (*ARGUMENTS, *blocks), environ)
 
 
-def hits(engine: Engine) -> Hits:
-    return Hits(int(engine.metric("vllm:prefix_cache_hits_total")), int(engine.metric("vllm:external_prefix_cache_hits_total")))
+def train(
+    engine: Engine, model: Path, folder: Path,
+    observe: Callable[[], Any] = lambda: None,
+    prepare: Callable[[GRPOTrainer], None] = lambda _: None,
+) -> grpo.Run:  # fmt: skip
+    """Train against this server, as `grpo.train`."""
+    where = {
+        "vllm_mode": "server",
+        "vllm_server_base_url": f"http://127.0.0.1:{engine.port}",
+        "vllm_group_port": free_port(),
+        "vllm_server_timeout": 10.0,
+        "generation_kwargs": SAMPLING,
+    }
+    return grpo.train(model, BATCH, where, folder, observe, prepare)
+
+
+def hits(engine: Engine) -> grpo.Hits:
+    return grpo.Hits(int(engine.metric("vllm:prefix_cache_hits_total")), int(engine.metric("vllm:external_prefix_cache_hits_total")))

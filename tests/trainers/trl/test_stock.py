@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hack.demo.stock import stock_connector
-from hack.loopback import free_port
 from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import PATIENT_ENVIRON
 from tests.trainers.trl import grpo, server
@@ -21,11 +20,10 @@ def test_vllms_own_store_connector_goes_on_with_old_kv(uncached: grpo.Run, model
         engine = server.start("stock", model, tmp_path, connector, {**PATIENT_ENVIRON, **environ})
         try:
             engine.wait_ready(server.START_SECONDS)
-            run = grpo.train(model, engine.port, free_port(), tmp_path / "trained", lambda: server.hits(engine))
+            run = server.train(engine, model, tmp_path / "trained", lambda: server.hits(engine))
         finally:
             engine.end()
-    first, second = run.steps[:2]
-    assert first.completions == uncached.steps[0].completions
-    found = second.observed.since(first.observed)
-    assert found.own + found.external > grpo.MAX_HITS, "the second step finds what the first has left"
-    assert [step.completions for step in run.steps] != [step.completions for step in uncached.steps]
+    assert run.batches[0].completions == uncached.batches[0].completions
+    found = run.batches[2].observed.since(run.batches[1].observed)
+    assert found.both > server.BATCH.max_hits, "the second step finds what the first has left"
+    assert run.completions != uncached.completions
