@@ -96,7 +96,7 @@ The cluster is still up. Try:
   eval "$(.build/venv/bin/python -m hack.cluster env)"
   kubectl -n {NAMESPACE} get kvp,ie,pods
   kubectl -n {NAMESPACE} patch kvp {POOL} --type=merge -p '{{"spec":{{"resetEpoch":{epoch}}}}}' && \\
-    kubectl -n {NAMESPACE} wait kvp/{POOL} --for=jsonpath='{{.status.epoch}}'={epoch}
+    kubectl -n {NAMESPACE} wait kvp/{POOL} --for=condition=EpochConverged --timeout=60s
   kubectl -n {NAMESPACE} patch kvp {POOL} --type=merge -p '{{"spec":{{"resetEpoch":0}}}}'    # refused: it never goes down
   kubectl -n {NAMESPACE} describe ie {ENGINE}
   make demo    # again, on the warm cluster

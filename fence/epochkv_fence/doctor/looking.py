@@ -88,6 +88,11 @@ def _trouble(session: Session, error: HubUnreachable) -> Trouble:
     return "key" if isinstance(error, KeyRefused) else ""
 
 
+def is_inside(host: str) -> bool:
+    """A name that only a cluster's own DNS knows."""
+    return host.endswith(".svc") or ".svc." in host
+
+
 async def dial(host: str, port: int, seconds: float = DIAL_SECONDS) -> tuple[Dialled, str]:
     """What a TCP connection to this address gives, as a word and in words. The look-up of its name is done on a thread of its own."""
     where = f"{host}:{port}"

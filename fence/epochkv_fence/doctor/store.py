@@ -12,7 +12,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from epochkv_fence.doctor.finding import Finding, Say
-from epochkv_fence.doctor.looking import dial
+from epochkv_fence.doctor.looking import dial, is_inside
 from epochkv_fence.net.daemon import on_daemon_thread
 
 ADMIN_SECONDS: Final = 3.0
@@ -20,6 +20,7 @@ MAX_ANSWER_BYTES: Final = 1 << 20
 STANDBY: Final = "service plane is not active"
 METRIC: Final = r"^{}(?:\{{[^}}]*\}})?\s+([0-9.eE+-]+)\s*$"
 ETCD: Final = "etcd://"
+INSIDE: Final = "kubectl -n NAMESPACE get kvp   # MasterAvailable; or run `epochkv doctor` without --config"
 MOUNT: Final = "python -m mooncake.mooncake_store_service   # MOONCAKE_MASTER={}"
 
 
@@ -45,6 +46,8 @@ async def look_at_master(address: str) -> list[Finding]:
     dialled, why = await dial(host, int(port))
     if dialled == "open":
         return [say.ok(why)]
+    if dialled == "unresolved" and is_inside(host):
+        return [say.unknown(f"{host} is an address inside of a cluster, and this machine does not know it", INSIDE)]
     return [say.wrong(f"{why}; engines serve without L2 meanwhile", f"mooncake_master --rpc_port={port}   # on {host}")]
 
 

@@ -67,6 +67,8 @@ _SAID: Final = {
     "dict_type": _OBJECT,
     "model_type": _OBJECT,
     "model_attributes_type": _OBJECT,
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
 }
 
 
@@ -91,7 +93,7 @@ def _sentence(error: ValidationError) -> str:
         path = _path(problem["loc"])
         if problem["type"] == "too_short" and path in wrong_items:
             continue  # its items were given, and are wrong
-        text = _SAID.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+        text = _SAID.get(problem["type"], "").format(**problem.get("ctx", {})) or problem["msg"].removeprefix("Value error, ")
         if problem["type"] in _SHOWN:
             text += f", not {problem['input']!r}"
         problems.append(f"{path}: {text}" if path and path not in text else text)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from epochkv_fence.protocol.pool import margin_seconds
 from epochkv_operator.api.base import (
     API_VERSION,
     NAME_RULE,
@@ -47,6 +48,11 @@ class Reset(ApiModel):
         refused("spec.reset.onLocalReset", "an engine whose own caches are reset asks for the next epoch; remove it"),
     ] = None
     """Not a field any more: refused."""
+
+    @property
+    def hold_seconds(self) -> float:
+        """How long after a grant nobody can still rely on it: a lease and its margin."""
+        return self.lease_seconds + margin_seconds(self.lease_seconds)
 
 
 class Keys(ApiModel):

@@ -127,7 +127,7 @@ def _documents(paths: Sequence[str], stdin: TextIO, problems: list[str]) -> Iter
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             where = f", line {mark.line + 1}" if mark is not None else ""
-            problems.append(f"{path}{where}: no YAML: {getattr(error, 'problem', None) or error}")
+            problems.append(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or error}")
             continue
         shown = "standard input" if path == "-" else path
         for number, document in enumerate(documents, 1):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from epochkv_fence.protocol.pool import margin_seconds
 from epochkv_operator.api import InvalidObject, KVCachePool, parse_pool
 from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.control.executor import Executor
@@ -157,8 +156,7 @@ class PoolReconciler:
 
     def _unused(self, key: Key, pool: KVCachePool) -> bool:
         """Nobody alive has used the older key for as long as a lease can last."""
-        lease = float(pool.spec.reset.lease_seconds)
-        return self.hub.old_key_idle_seconds(pool.metadata.uid) >= lease + margin_seconds(lease)
+        return self.hub.old_key_idle_seconds(pool.metadata.uid) >= pool.spec.reset.hold_seconds
 
     def _tell_ahead(self, obj: Json, pool: KVCachePool, view: HubView | None) -> None:
         """One Event for each `spec.resetEpoch` that resets nothing, because the pool was at that epoch already."""

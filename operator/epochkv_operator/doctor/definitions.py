@@ -47,7 +47,7 @@ def judge_definition(crd: Crd, installed: Json | None, operator: str = "") -> li
     paths = [path.removeprefix("schema.openAPIV3Schema.").replace("properties.", "") for path in found]
     more = f" and {len(paths) - SHOWN} more places" if len(paths) > SHOWN else ""
     text = f"it differs from that of this version in {', '.join(paths[:SHOWN])}{more}"
-    if operator:
+    if operator[:1].isdigit():
         fix = f"pip install 'epochkv[operator]=={operator}'   # and run this command again"
         return [say.unknown(f"{text}; but the operator is {operator}, and this command {VERSION}", fix)]
     return [say.wrong(f"{text}: fields would be dropped, or refused by rules of another version", APPLY)]

@@ -18,7 +18,7 @@ from epochkv_fence.connection import (
 )
 from epochkv_fence.doctor import judging
 from epochkv_fence.doctor.finding import CannotLook, Finding, Level, Say
-from epochkv_fence.doctor.looking import HubLook, NoHub, look_at_hub
+from epochkv_fence.doctor.looking import HubLook, NoHub, is_inside, look_at_hub
 from epochkv_fence.doctor.running import Shared
 from epochkv_operator.doctor.cluster import Cluster, gathered, place
 from epochkv_operator.doctor.secrets import content_of, remade
@@ -59,7 +59,7 @@ class Hubs:
         connection = connection_of(pool, endpoint, content_of(secret))
         async with self._gate:
             found = await look_at_hub(connection)
-        if isinstance(found, NoHub) and found.dialled == "unresolved" and is_inside(endpoint):
+        if isinstance(found, NoHub) and found.dialled == "unresolved" and is_inside(endpoint.removeprefix("tcp://").rpartition(":")[0]):
             home = endpoint.removeprefix("tcp://").split(":")[0].split(".")[1]
             raise CannotLook(f"{endpoint} is an address inside of the cluster, and this is not", FORWARD.format(home=home))
         return found
@@ -152,9 +152,3 @@ def _folded(same: Sequence[Finding]) -> Finding:
     if len(same) == 1:
         return first
     return Finding(first.check, first.level, first.text, first.fix, f"{first.about} and {len(same) - 1} more")
-
-
-def is_inside(endpoint: str) -> bool:
-    """A name that only a cluster's own DNS knows."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-    return host.count(".") >= 1 and (host.endswith(".svc") or ".svc." in host)

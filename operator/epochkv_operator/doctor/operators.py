@@ -72,7 +72,8 @@ class Operator:
     def restored(self) -> str:
         """The command that puts the objects of the chart back as they were installed."""
         name = self.release or "epochkv"
-        return f"helm -n {self.namespace} get manifest {name} | kubectl apply -n {self.namespace} -f -"
+        deployed = f"$(helm -n {self.namespace} list --deployed --no-headers -f '^{name}$' | awk '{{print $3}}')"  # not one that failed
+        return f"helm -n {self.namespace} get manifest {name} --revision {deployed} | kubectl apply -n {self.namespace} -f -"
 
     @property
     def pod_labels(self) -> dict[str, str]:

@@ -39,7 +39,7 @@ async def look_at_versions(cluster: Cluster, hubs: Hubs) -> list[Finding]:
 def judge_operators(operators: Sequence[Operator]) -> Iterable[Finding]:
     for operator in operators:
         say = Say("versions", f"operator {operator.namespace}")
-        if operator.version and VERSION and operator.version != VERSION:
+        if operator.version[:1].isdigit() and VERSION and operator.version != VERSION:  # a tag like `dev` says nothing
             text = f"the operator's image is {operator.version}, and this command {VERSION}: it may judge by the wrong rules"
             yield say.warning(text, f"pip install 'epochkv[operator]=={operator.version}'")
 

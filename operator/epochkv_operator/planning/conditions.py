@@ -255,25 +255,25 @@ def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
     kind, asked = "EpochConverged", pool.spec.reset_epoch
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
+    found = listed([f"{name} ({reason})" for name, reason in hub.laggards])
+    waits = (
+        f"; waiting for {found}"
+        if found
+        else f"; leases of engines that the hub does not hear end within {pool.spec.reset.hold_seconds:g} s"
+    )
     if hub.doubted:
         text = f"status.epoch is {hub.doubted}, and no hub has proved that: somebody edited the status, or the hub's key is new"
-        return Condition(kind, "False", "Unproved", f"{text}. {hub.published} is proved; the hub proves {hub.target} now{_waiting(hub)}")
+        return Condition(kind, "False", "Unproved", f"{text}. {hub.published} is proved; the hub proves {hub.target} now{waits}")
     if hub.target < asked:
         return Condition(kind, "False", "Recording", f"epoch {asked} is asked for, {hub.target} is recorded")
     if hub.published < hub.target:
-        text = f"epoch {hub.target} is recorded, {hub.published} is published"
-        return Condition(kind, "False", "WaitingForEngines", text + _waiting(hub))
+        return Condition(kind, "False", "WaitingForEngines", f"epoch {hub.target} is recorded, {hub.published} is published{waits}")
     text = f"no engine uses an epoch below {hub.published}"
     if epoch_ahead(asked, hub):
         asker = _ASKER.get(hub.origin or "", "somebody else")
         ahead = f"spec.resetEpoch {asked} resets nothing: {asker} raised the pool to epoch {hub.target}"
         return Condition(kind, "True", "EpochAhead", f"{text}; {ahead}. Set {hub.target + 1} or higher")
     return Condition(kind, "True", "Published", text)
-
-
-def _waiting(hub: HubView) -> str:
-    found = listed([f"{name} ({reason})" for name, reason in hub.laggards])
-    return f"; waiting for {found}" if found else ""
 
 
 def epoch_ahead(asked: int, hub: HubView) -> bool:

@@ -19,6 +19,7 @@ import pytest
 from epochkv_fence.client import Pool
 from epochkv_fence.doctor.finding import CannotLook, Finding, Level
 from epochkv_fence.doctor.running import Check, Examination, Shared, apart, run_checks
+from epochkv_fence.doctor.store import look_at_master
 from epochkv_fence.net import EngineIdentity, generate_keypair
 from hack.loopback import free_port
 from hack.waiting import eventually
@@ -178,6 +179,14 @@ def admin_port(health: int, metrics: str) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
+
+
+def test_a_store_whose_name_only_a_cluster_knows_is_not_called_wrong() -> None:
+    [inside_of_it] = asyncio.run(look_at_master("policy-master.no-such-namespace.svc:50051"))
+    assert inside_of_it.level is Level.UNKNOWN
+    assert "an address inside of a cluster" in inside_of_it.text
+    [elsewhere] = asyncio.run(look_at_master("no-such-host.invalid:50051"))
+    assert elsewhere.level is Level.WRONG
 
 
 def test_the_store_of_a_pool(world: HubWorld, doctor: Doctor) -> None:

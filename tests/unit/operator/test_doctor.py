@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from epochkv_fence.doctor.finding import Finding, Level
-from epochkv_fence.doctor.looking import NoHub
+from epochkv_fence.doctor.looking import NoHub, is_inside
 from epochkv_fence.net import generate_keypair
 from epochkv_operator.api.crd import ENGINE, POOL, manifest
 from epochkv_operator.doctor.access import judge_access
 from epochkv_operator.doctor.cluster import gathered, judge_our_clock
 from epochkv_operator.doctor.conditions import ago, judge_object, judge_tiers
 from epochkv_operator.doctor.definitions import judge_definition
-from epochkv_operator.doctor.hubs import fold, is_inside, judge_hub
+from epochkv_operator.doctor.hubs import fold, judge_hub
 from epochkv_operator.doctor.network import judge_hub_policies, judge_pool_policies, judge_probe
 from epochkv_operator.doctor.objects import judge_pairs, judge_pod
 from epochkv_operator.doctor.operators import Operator, image_tag, judge_deployment, judge_lease, judge_offset
@@ -106,7 +106,8 @@ def test_what_a_deployment_says_of_its_operator() -> None:
     made = operator("--watch-namespace=a", "--watch-namespace=b", "--lease-name=other")
     assert (made.scopes, made.lease_name, made.version, made.release) == (("a", "b"), "other", "0.1.0", "kv")
     assert made.service_account == "system:serviceaccount:home:op"
-    assert made.restored == "helm -n home get manifest kv | kubectl apply -n home -f -"
+    deployed = "$(helm -n home list --deployed --no-headers -f '^kv$' | awk '{print $3}')"
+    assert made.restored == f"helm -n home get manifest kv --revision {deployed} | kubectl apply -n home -f -"
     assert operator().scopes == (None,)
     assert [levels(judge_deployment(Operator("home", deployment(ready)))) for ready in (2, 1, 0)] == [["ok"], ["warning"], ["wrong"]]
     assert levels(judge_deployment(Operator("home", deployment(0, 0)))) == ["wrong"]
@@ -285,9 +286,9 @@ def test_a_hub_that_does_not_answer() -> None:
     assert (levels(refused), refused[0].fix.split(" && ")[0]) == (["wrong"], "kubectl -n rl delete secret policy-fence")
     silent = judge_hub(pool(), NoHub("tcp://hub:7700", "silent", "no answer"))
     assert "networkpolicies" in silent[0].fix
-    assert is_inside("tcp://epochkv-hub.home.svc:7700")
-    assert is_inside("tcp://epochkv-hub.home.svc.cluster.local:7700")
-    assert not is_inside("tcp://hub.example.com:7700")
+    assert is_inside("epochkv-hub.home.svc")
+    assert is_inside("epochkv-hub.home.svc.cluster.local")
+    assert not is_inside("hub.example.com")
 
 
 def test_many_lines_of_one_kind_become_one() -> None:

@@ -108,7 +108,7 @@ def test_dates_are_text_as_they_are_for_kubectl(tmp_path: Path) -> None:
 def test_no_yaml_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "f.yaml"
     file.write_text("kind: KVCachePool\nmetadata: {name: [}\n")
-    assert refused(file).startswith(f"{file}, line 2: no YAML: ")
+    assert refused(file).startswith(f"{file}, line 2: not YAML: ")
     (tmp_path / "empty").mkdir()
     assert "the folder has no .yaml, .yml, .json files" in refused(tmp_path / "empty")
 
