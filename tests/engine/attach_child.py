@@ -1,12 +1,15 @@
 """A program that knows nothing of connectors, as TRL and OpenRLHF are: `LLM(...)` with a fixed list of arguments.
 
 python attach_child.py JOB      (JOB: what `test_attach` wrote)
+
+It asks once the test has seen its engine share: what is computed before is not saved.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 from vllm import LLM, SamplingParams
@@ -21,6 +24,9 @@ def main() -> None:
         output = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[0]
         return [output.num_cached_tokens, list(output.outputs[0].token_ids)]
 
+    shares = Path(sys.argv[1]).with_name("shares")
+    while not shares.exists():  # the test ends this process in time
+        time.sleep(0.05)
     first = ask(prompt)
     cleared = llm.reset_prefix_cache()
     print("RESULT " + json.dumps([cleared, first, ask(other), ask(prompt)]), flush=True)

@@ -40,6 +40,7 @@ def test_an_engine_joins_by_the_environment_alone(
         variables = {**CPU_ENVIRONMENT, **environ, **attached, "MASTER_PORT": str(free_port())}
         with Process("program", [sys.executable, str(CHILD), str(job)], tmp_path / "program.log", variables) as program:
             pool.wait_engines(1, 240)
+            (tmp_path / "shares").touch()
             try:
                 program.popen.wait(240)
             except subprocess.TimeoutExpired:
