@@ -340,7 +340,7 @@ class Lab:
 
     def wait_published(self, epoch: int) -> None:
         """Return once the pool is at least there, by itself."""
-        eventually(lambda: self.pool.snapshot().published >= epoch, f"epoch {epoch}, which nobody has asked for but an engine")
+        eventually(lambda: self.pool.snapshot().published >= epoch, f"epoch {epoch}, which nobody has asked for but an engine", 120)
         self.pool.wait_engines(2)
 
 
