@@ -51,6 +51,7 @@ class HubLink:
     def __init__(self, config: ConnectorConfig) -> None:
         self._hub = config.hub
         self._pool_uid = config.pool.uid
+        self._removes = config.distributed is not None
         self._keys: Any = None
         self._thread: Any = None
         self.secret: bytes | None = None
@@ -89,6 +90,7 @@ class HubLink:
             fingerprint=fingerprint,
             versions=running(),
             pool=self._pool_uid,
+            removes=self._removes,
         )
         keys_again = partial(read_client_keys, hub)  # they may be rotated
         return AgentThread(hub.endpoint, self._keys, secrets.token_bytes(BOOT_BYTES), identity, hooks, credentials=keys_again)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from epochkv_fence.hub import events as ev
+from epochkv_fence.hub.boots import BootRecord
 from epochkv_fence.hub.state import HubState
 
 
@@ -58,12 +59,19 @@ def _wipe(hub: HubState, now: float) -> list[ev.Action]:
 
 
 def _ask_engine(hub: HubState, now: float) -> list[ev.Action]:
-    able = [boot for boot in hub.boots.known.values() if hub.rules.can_reclaim(boot, hub.record, hub.config, now)]
+    able = [boot for boot in _who_removes(hub) if hub.rules.can_reclaim(boot, hub.record, hub.config, now)]
     known_at = hub.rules.engines_known_at(hub.lead, hub.config)
     actions = hub.reclaimer.next(hub.record.published, _kept(hub, now), able, hub.config, now)
     if now < known_at:
         hub.reclaimer.look_again(known_at)
     return actions
+
+
+def _who_removes(hub: HubState) -> list[BootRecord]:
+    """Engines with a client of the store. Where the hub knows none and cannot sweep, what any engine says is all there is."""
+    known = list(hub.boots.known.values())
+    removing = [boot for boot in known if boot.newest.removes]
+    return removing if removing or hub.config.store_admin else known
 
 
 def _kept(hub: HubState, now: float) -> list[bytes]:

@@ -105,6 +105,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         tiers_note: the same in a sentence, with what to change.
         versions: of what it runs: `epochkv`, `vllm`, `mooncake`. Empty: it is older than this field. For status only.
         pool: uid of the pool that it was set up for, which its names carry. Empty: it is older than this field.
+        removes: it can remove old keys from the pool's store. One without a client of the store finds none there.
     """
 
     boot: Boot
@@ -125,6 +126,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     tiers_note: Text = ""
     versions: Versions = {}
     pool: Name = ""
+    removes: bool = True
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

@@ -196,3 +196,33 @@ def test_a_new_leader_goes_on_with_it() -> None:
     hub.lead(target=1, published=1, granting=True, term=Term("hub-a", 2))
     hub.now += 10.0
     assert asked(hub).below == 1
+
+
+# ---------------------------------------------------------------------- engines without a client of the store
+
+
+def mixed(hub: Driver) -> None:
+    """Boot 1 has no client of the store, boot 2 has one."""
+    hub.beat(1, epoch=1, removes=False)
+    hub.beat(2, epoch=1)
+
+
+def test_an_engine_without_a_client_of_the_store_is_not_asked_beside_one_that_has_one() -> None:
+    hub = published()
+    for _ in range(3):
+        mixed(hub)
+        hub.step(ev.Tick())
+        hub.now += 10.0
+    assert {request.boot for request in hub.of(Reclaim)} == {boot(2)}
+
+
+@pytest.mark.parametrize("admin", [False, True])
+def test_where_no_engine_has_a_client_of_the_store_the_hub_sweeps_it_or_takes_their_word(admin: bool) -> None:
+    hub = published(store_admin=admin)
+    for _ in range(8):
+        for number in (1, 2):
+            hub.beat(number, epoch=1, removes=False)
+        hub.step(ev.Tick())
+        hub.now += 10.0
+    assert hub.stores[:1] == ([ev.Sweep(1)] if admin else [])
+    assert bool(hub.of(Reclaim)) == (not admin)

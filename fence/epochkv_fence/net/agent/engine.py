@@ -72,7 +72,8 @@ class AgentHooks(Protocol):
 class EngineIdentity:
     """Who this engine is, for status. `pod` is empty for engines nobody provisioned; `versions` are of what it runs, by package.
 
-    `pool`: uid of its pool; the hub takes it for no other one. Empty: whichever its keys are of.
+    `pool`: uid of its pool; the hub takes it for no other one. Empty: whichever its keys are of. `removes`: it has a client of the
+    pool's store.
     """
 
     engine: str
@@ -81,6 +82,7 @@ class EngineIdentity:
     fingerprint: str = ""
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
     pool: str = ""
+    removes: bool = True
 
 
 class GuardedEngine:
@@ -159,6 +161,7 @@ class GuardedEngine:
                 for name, version in list(self._identity.versions.items())[:MAX_VERSIONS]
             },
             pool=self._identity.pool[:253],
+            removes=self._identity.removes,
         )
 
     def _weights(self) -> tuple[bytes | None, str]:
