@@ -53,6 +53,23 @@ ensure_uv() {
 # Shared libraries that the Mooncake and vLLM wheels load.
 engine_libraries() { apt libibverbs1 ibverbs-providers librdmacm1 libnuma1 liburing2 libcurl4; }
 
+# telling COMMAND...: run it, and every 20 s say for how long already.
+telling() {
+  local since=$SECONDS next=20 pid
+  "$@" &
+  pid=$!
+  trap 'kill "$pid"; exit 130' INT TERM  # a shell starts such commands deaf to Ctrl-C
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 0.5
+    if [ $((SECONDS - since)) -ge "$next" ]; then
+      say "    for $next s so far"
+      next=$((next + 20))
+    fi
+  done
+  trap - INT TERM
+  wait "$pid"
+}
+
 # environment NAME DIR SECONDS: an environment with exactly the pinned packages, and this checkout in editable form.
 environment() {
   local name=$1 dir=$2 expected=$3 key
@@ -62,7 +79,7 @@ environment() {
   say "environment $dir (about ${expected} s from cold)"
   [ -x "$dir/bin/python" ] || "$UV" venv -q -p "$PYTHON" "$dir"
   # Compiled here once: engines run from a read-only mount, and importing vLLM without bytecode triples their start-up.
-  "$UV" pip sync -q -p "$dir/bin/python" --compile-bytecode --require-hashes "hack/requirements/$name.txt"
+  telling "$UV" pip sync -q -p "$dir/bin/python" --compile-bytecode --require-hashes "hack/requirements/$name.txt"
   "$UV" pip install -q -p "$dir/bin/python" --no-deps --no-build-isolation -e .
   printf '%s' "$key" >"$dir/.key"
 }
