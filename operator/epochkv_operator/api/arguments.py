@@ -31,6 +31,8 @@ SECRET_ARG_TEXT: Final = (
     "is a secret on a command line, for everybody to see who may read this object or list processes: remove it from spec.args, and set"
     " VLLM_API_KEY (for --api-key) or HF_TOKEN (for --hf-token) in spec.env with valueFrom.secretKeyRef"
 )
+SECRET_ENV: Final = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+SECRET_ENV_TEXT: Final = "is a secret, for everybody to see who may read this object: give it with valueFrom.secretKeyRef, and not as value"
 BLANK_ARG_TEXT: Final = (
     "spec.args has an option and a blank in one item, which vLLM does not split: write --max-model-len=2048, or two items,"
     " instead of '--max-model-len 2048'"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from epochkv_operator.api.arguments import EC_ARG, EC_ARG_TEXT, Argument
+from epochkv_operator.api.arguments import EC_ARG, EC_ARG_TEXT, SECRET_ENV, SECRET_ENV_TEXT, Argument
 from epochkv_operator.api.base import (
     API_VERSION,
     NAME_RULE,
@@ -22,6 +22,7 @@ from epochkv_operator.api.base import (
     Metadata,
     PodTemplate,
     StatusModel,
+    admitted,
     is_protected_env,
     list_field,
     own_defaults,
@@ -119,7 +120,15 @@ class EnvVar(ApiModel):
     """One environment variable."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(rule("!has(self.value) || !has(self.valueFrom)", "an env entry has both value and valueFrom: keep one"))
+        json_schema_extra=rules(
+            rule("!has(self.value) || !has(self.valueFrom)", "an env entry has both value and valueFrom: keep one"),
+            rule(
+                f"!has(self.value) || !(self.name in {list(SECRET_ENV)})",
+                f"a variable {SECRET_ENV_TEXT}",
+                expression=f"'%s {SECRET_ENV_TEXT}'.format([self.name])",
+                reason="FieldValueForbidden",  # with another reason, the API server would show the value
+            ),
+        )
     )
 
     name: VariableName
@@ -130,9 +139,11 @@ class EnvVar(ApiModel):
     """Where its value comes from."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self, info: ValidationInfo) -> Self:
         if self.value is not None and self.value_from is not None:
             raise ValueError("an env entry has both value and valueFrom: keep one")
+        if admitted(info) and self.value is not None and self.name in SECRET_ENV:
+            raise ValueError(f"{self.name} {SECRET_ENV_TEXT}")
         return self
 
 

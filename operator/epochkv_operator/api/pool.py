@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -24,6 +24,9 @@ from epochkv_operator.api.base import (
 from epochkv_operator.api.pool_status import KVCachePoolStatus
 from epochkv_operator.api.ssd import Ssd
 from epochkv_operator.api.values import Device, HostPort, Image, MasterAddress, MetadataServer, Size
+
+MAX_EPOCH_STEP: Final = 10**13
+"""By which one edit may raise `spec.resetEpoch`: a timestamp in milliseconds fits, and a typing error leaves room for hundreds more."""
 
 
 class Reset(ApiModel):
@@ -298,6 +301,12 @@ class KVCachePoolSpec(ApiModel):
                 "spec.resetEpoch never goes down and cannot be removed: to reset, set it higher than it is",
                 expression="'spec.resetEpoch never goes down: it is %d; to reset, set %d or higher'"
                 ".format([oldSelf.resetEpoch, oldSelf.resetEpoch + 1])",
+                path=".resetEpoch",
+            ),
+            rule(
+                f"!has(self.resetEpoch) || self.resetEpoch <= (has(oldSelf.resetEpoch) ? oldSelf.resetEpoch : 0) + {MAX_EPOCH_STEP}",
+                f"spec.resetEpoch rises by at most {MAX_EPOCH_STEP} at a time, because it never goes down again:"
+                " set it to status.targetEpoch + 1",
                 path=".resetEpoch",
             ),
             rule(

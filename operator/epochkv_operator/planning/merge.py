@@ -7,6 +7,7 @@ removes. `$patch` directives are refused rather than half supported.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from epochkv_operator.api.base import PROTECTED_ENV_TEXT, PodTemplate, is_protected_env
@@ -123,48 +124,50 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _refuse(overrides: Json, container: str, path: str) -> None:
-    """Raise for what only the operator may set, and for shapes that no pod can be built with."""
-    for key in ("containers", "volumes"):
-        _refuse_removal(overrides, key, path)
-    _refuse_shapes(overrides, path)
-    for volume in _objects(overrides.get("volumes")):
-        if volume.get("name") == FENCE_VOLUME:
-            raise InvalidTemplate(f"{path}.volumes: {FENCE_VOLUME} belongs to the operator: choose another volume name")
+    """Raise for what only the operator may set, and for shapes that no pod can be built with; the text names each."""
+    found = [*_removals(overrides, ("containers", "volumes"), path), *_shapes(overrides, path)]
+    if any(volume.get("name") == FENCE_VOLUME for volume in _objects(overrides.get("volumes"))):
+        found.append(f"{path}.volumes: {FENCE_VOLUME} belongs to the operator: choose another volume name")
     for item in _objects(overrides.get("containers")):
-        if item.get("name") != container:
-            continue
-        here = f"{path}.containers[{container}]"
-        for key in ("env", "volumeMounts"):
-            _refuse_removal(item, key, here)
-        for key, remedy in (
-            ("command", "use spec.args" if container == "engine" else "remove it"),
-            ("args", "use spec.args" if container == "engine" else "remove it"),
-            ("image", "use spec.image" if container == "engine" else "use spec.distributed.mooncake.image"),
-        ):
-            if key in item:
-                raise InvalidTemplate(f"{here}.{key} belongs to the operator: {remedy}")
-        for variable in _objects(item.get("env")):
-            if is_protected_env(str(variable.get("name", ""))):
-                raise InvalidTemplate(f"{here}.env: {variable['name']}: {PROTECTED_ENV_TEXT}: remove it")
-        for mount in _objects(item.get("volumeMounts")):
-            if str(mount.get("mountPath", "")).rstrip("/").startswith(CREDENTIALS_DIR):
-                raise InvalidTemplate(f"{here}.volumeMounts: {CREDENTIALS_DIR} belongs to the operator: mount elsewhere")
+        if item.get("name") == container:
+            found += _owned(item, container, f"{path}.containers[{container}]")
+    if found:
+        raise InvalidTemplate("; ".join(dict.fromkeys(found)))
 
 
-def _refuse_removal(overrides: Json, key: str, path: str) -> None:
-    if key in overrides and overrides[key] is None:
-        raise InvalidTemplate(f"{path}.{key} is null, which would remove the operator's own {key} too: leave it out")
+def _owned(item: Json, container: str, path: str) -> Iterator[str]:
+    """What overrides of the operator's own container must leave alone."""
+    yield from _removals(item, ("env", "volumeMounts"), path)
+    for key, remedy in (
+        ("command", "use spec.args" if container == "engine" else "remove it"),
+        ("args", "use spec.args" if container == "engine" else "remove it"),
+        ("image", "use spec.image" if container == "engine" else "use spec.distributed.mooncake.image"),
+    ):
+        if key in item:
+            yield f"{path}.{key} belongs to the operator: {remedy}"
+    for variable in _objects(item.get("env")):
+        if is_protected_env(str(variable.get("name", ""))):
+            yield f"{path}.env: {variable['name']}: {PROTECTED_ENV_TEXT}: remove it"
+    for mount in _objects(item.get("volumeMounts")):
+        if str(mount.get("mountPath", "")).rstrip("/").startswith(CREDENTIALS_DIR):
+            yield f"{path}.volumeMounts: {CREDENTIALS_DIR} belongs to the operator: mount elsewhere"
 
 
-def _refuse_shapes(overrides: Json, path: str) -> None:
+def _removals(overrides: Json, keys: Iterable[str], path: str) -> Iterator[str]:
+    for key in keys:
+        if key in overrides and overrides[key] is None:
+            yield f"{path}.{key} is null, which would remove the operator's own {key} too: leave it out"
+
+
+def _shapes(overrides: Json, path: str) -> Iterator[str]:
     for key in ("containers", "initContainers"):
         for item in _objects(overrides.get(key)):
             security = item.get("securityContext")
             if security is not None and not isinstance(security, dict):
-                raise InvalidTemplate(f"{path}.{key}[{item.get('name')}].securityContext is {security!r}; it must be an object")
+                yield f"{path}.{key}[{item.get('name')}].securityContext is {security!r}; it must be an object"
     grace = overrides.get("terminationGracePeriodSeconds")
     if grace is not None and (isinstance(grace, bool) or not isinstance(grace, int) or grace < 0):
-        raise InvalidTemplate(f"{path}.terminationGracePeriodSeconds is {grace!r}; it must be a number of seconds, 0 or more")
+        yield f"{path}.terminationGracePeriodSeconds is {grace!r}; it must be a number of seconds, 0 or more"
 
 
 def _objects(value: Any) -> list[Json]:

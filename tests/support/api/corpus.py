@@ -195,6 +195,11 @@ CHANGES = [
     ),
     pool_change("drop-long-lease", {"reset": {"leaseSeconds": 40}}, {}, "spec.reset.leaseSeconds never goes down"),
     pool_change("lower-epoch", {"resetEpoch": 7}, {"resetEpoch": 6}, "spec.resetEpoch", "it is 7; to reset, set 8 or higher"),
+    pool_change("largest-step", {"resetEpoch": 7}, {"resetEpoch": 7 + 10**13}),
+    *(
+        pool_change(f"jump-to-{epoch}", {"resetEpoch": 7}, {"resetEpoch": epoch}, "spec.resetEpoch rises by at most 10000000000000 at a")
+        for epoch in (7 + 10**13 + 1, 2**53 - 1)
+    ),
     pool_change("remove-epoch", {"resetEpoch": 7}, {}, "spec.resetEpoch", "it is 7"),
     *(
         pool_change(f"set-{path}", {"resetEpoch": 1}, {"resetEpoch": 2, **specs[0]}, f"spec.{path} is no longer supported: ", "remove it")

@@ -147,6 +147,17 @@ ENGINE_CASES = [
             "POD_IP",
         )
     ),
+    *(
+        engine(
+            f"secret-{name}",
+            {"env": [{"name": "OK", "value": "1"}, {"name": name, "value": "hunter2"}]},
+            "spec.env[1]: ",
+            f"{name} is a secret, for everybody to see who may read this object: give it with valueFrom.secretKeyRef",
+            stored=True,
+        )
+        for name in ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    ),
+    engine("secret-by-reference", {"env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}]}),
     engine("env-from-elsewhere", {"env": [{"name": "MC_X", "valueFrom": {"fieldRef": {"fieldPath": "a"}}}]}, *ENV),
     engine("env-twice", {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}, "Duplicate value", schema=True),
     engine(

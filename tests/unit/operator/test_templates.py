@@ -78,6 +78,16 @@ def test_templates_that_are_refused(spec: Json, says: str) -> None:
     assert str(refusal.value).startswith("spec.template.spec")
 
 
+def test_a_refusal_names_all_that_is_wrong() -> None:
+    with pytest.raises(InvalidTemplate) as refusal:
+        engine_template({"volumes": None, "containers": [{"name": "engine", "command": ["sh"], "image": "mine"}]})
+    assert [text.split()[0] for text in str(refusal.value).split("; ")] == [
+        "spec.template.spec.volumes",
+        "spec.template.spec.containers[engine].command",
+        "spec.template.spec.containers[engine].image",
+    ]
+
+
 def test_store_and_master_templates_are_guarded_too() -> None:
     base = {"store": {"segmentSize": "1Gi"}}
     for component in ("master", "store"):

@@ -79,6 +79,7 @@ def test_every_problem_is_named_at_once_with_file_object_field_and_fix(tmp_path:
         ["a list"],
         engine("gone", weightsSource="Model"),
         engine("misspelt", replica=2),
+        engine("key", env=[{"name": "VLLM_API_KEY", "value": "hunter2"}]),
     )
     text = refused(file, tmp_path / "missing.yaml")
     assert text.splitlines() == [
@@ -94,6 +95,8 @@ def test_every_problem_is_named_at_once_with_file_object_field_and_fix(tmp_path:
         f"{file}, document 8: InferenceEngine default/gone: spec.weightsSource is no longer supported: KV is named by the weights that an"
         " engine holds, pushed or not; remove it (docs/trainers.md)",
         f"{file}, document 9: InferenceEngine default/misspelt: spec.replica: unknown field",
+        f"{file}, document 10: InferenceEngine default/key: spec.env[0]: VLLM_API_KEY is a secret, for everybody to see who may read this"
+        " object: give it with valueFrom.secretKeyRef, and not as value",
         f"{tmp_path}/missing.yaml: No such file or directory",
     ]
 
