@@ -34,6 +34,8 @@ WRONG_ANSWER = re.compile(rb"^>.*\btokens\b|^E .*(?:wrong answer|wrong tokens)")
 """Of pytest's report: the line of a test, or its message, that compares what an engine answered."""
 FAILED = re.compile(rb"^(?:FAILED|ERROR) (.+?)(?: - |$)")
 MAX_SECOND_RUNS = 3
+BESIDE_SECONDS = 900
+"""In which a test must end that runs at the lowest priority, and has no time of its own."""
 SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests ran)\b.*) =+$")
 
 
@@ -161,6 +163,8 @@ def run_layer(layer: Layer, extra: Sequence[str], output: IO[bytes]) -> Run:
         return Run(1, f"no such folder: {', '.join(layer.paths)}")
     parallel = ["-n", str(layer.workers), "--dist", "loadfile"] if layer.workers > 1 else []
     ignored = [f"--ignore={path}" for path in layer.without]
+    if layer.beside:
+        extra = [f"-o=timeout={BESIDE_SECONDS}", *extra]
     first = run_pytest(layer, [*parallel, *paths, *ignored, *extra], output)
     if not layer.real or not first.may_be_the_machine:
         return first

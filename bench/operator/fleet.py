@@ -33,6 +33,7 @@ AGENTS = 100
 QUIET_SECONDS = 5.0
 RESYNCS = 2
 PATIENCE = 1800.0
+MAX_SHOWN = 4000
 PODS_PATH = "/api/v1/namespaces/{}/pods"
 LEASE_SECONDS = 15
 PAUSE_SECONDS = 0.05
@@ -194,8 +195,15 @@ def reset_times(fleet: Fleet, plane: ControlPlane, bumps: int, progress: Progres
 def idle(fleet: Fleet, seconds: float) -> dict[str, float]:
     """What the operator does while nothing happens."""
     before, cpu, began = fleet.writes(), cpu_seconds(fleet.pid), time.monotonic()
+    log = fleet.operator.log_file
+    read = log.stat().st_size
     time.sleep(seconds)
-    return {"cpu": 100 * (cpu_seconds(fleet.pid) - cpu) / (time.monotonic() - began), "writes": fleet.writes() - before}
+    found = {"cpu": 100 * (cpu_seconds(fleet.pid) - cpu) / (time.monotonic() - began), "writes": fleet.writes() - before}
+    if found["writes"]:
+        with log.open(errors="replace") as lines:
+            lines.seek(read)
+            print(f"    what it logged while idle:\n{lines.read()[:MAX_SHOWN]}", file=sys.stderr)
+    return found
 
 
 def observed(fleet: Fleet, size: int, plane: ControlPlane, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:

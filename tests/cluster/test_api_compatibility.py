@@ -133,7 +133,8 @@ def test_what_was_stored_under_the_last_release_goes_on_and_new_rules_hold_for_n
 def go_on(plane: ControlPlane, name: str, case: Case) -> Iterator[str]:
     """The object can be changed in other fields, and the operator reads it. Yields what is refused."""
     path = f"{collection(case.kind)}/{name}"
-    field: Json = {"replicas": 7} if case.kind == "InferenceEngine" else {"resetEpoch": 10**13}
+    epoch = (case.spec or {}).get("resetEpoch", 0)
+    field: Json = {"replicas": 7} if case.kind == "InferenceEngine" else {"resetEpoch": min(epoch + 10**13, 2**53 - 1)}
     for patch in ({"metadata": {"labels": {"touched": "yes"}}}, {"spec": field}):
         status, answer = send(plane, "PATCH", path, patch, "application/merge-patch+json")
         if status != 200:
