@@ -41,7 +41,7 @@ from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, OPTIONAL, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of, indexed, key_of
+from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of, indexed, key_of, only_epochs_differ
 from epochkv_operator.lag import watch_lag
 from epochkv_operator.probes import Probes
 from epochkv_operator.settings import Settings
@@ -49,6 +49,9 @@ from epochkv_operator.stores.keeper import ScaleIns
 
 log = structlog.get_logger(__name__)
 CANARY_SECONDS = 60.0
+ENGINES_SECONDS = 1.0
+"""Engines of a pool are looked at this long after its epoch moved. Most resets are through by then, and none competes with the statuses
+of many engines."""
 LOOK_AGAIN_SECONDS = 10.0
 """Over which all objects are looked at when the cluster serves another kind."""
 STUCK_SECONDS = 120.0
@@ -201,22 +204,27 @@ class Operator:
 
     def _take(self, resource: Resource, obj: Json) -> None:
         """A state of an object, from a watch, a listing or an answer: if it is newer, remember it and look at what it affects."""
+        before = self.store.by_uid(resource.kind, obj["metadata"]["uid"])
         if not self.store.upsert(resource.kind, obj):
             return
-        resetting = False
-        if resource is POOLS and (hub := self._hub) is not None:
-            hub.seen(obj)
-            resetting = hub.resetting(obj["metadata"]["uid"])
-        self._enqueue(resource, obj, OPEN_SECONDS if resetting else 0.0)
+        delay, engines = 0.0, 0.0
+        if resource is POOLS:
+            if (hub := self._hub) is not None:
+                hub.seen(obj)
+                delay = OPEN_SECONDS if hub.resetting(obj["metadata"]["uid"]) else 0.0
+            engines = ENGINES_SECONDS if before is not None and only_epochs_differ(before, obj) else delay
+        self._enqueue(resource, obj, delay, engines)
 
     def _compared(self, resource: Resource, vanished: list[Json]) -> None:
         """A kind was listed: look at what vanished affects."""
         for obj in vanished:
             self._enqueue(resource, obj)
 
-    def _enqueue(self, resource: Resource, obj: Json, delay_seconds: float = 0.0) -> None:
+    def _enqueue(self, resource: Resource, obj: Json, delay_seconds: float = 0.0, engines_seconds: float = 0.0) -> None:
+        """Look at what the object affects. While the hub is at a reset, after a delay: it wakes the key when it is through."""
         for key in affected(self.store, resource.kind, obj):
-            self._look(key, delay_seconds)  # the hub is at it, and wakes the key when it is through: do not write in between
+            of_pool = resource is POOLS and key.kind == ENGINES.kind
+            self._look(key, engines_seconds if of_pool else delay_seconds)
 
     def _look(self, key: Key, delay_seconds: float) -> None:
         if delay_seconds:
@@ -225,10 +233,10 @@ class Operator:
             self.queue.add(key)
 
     def _wake(self, pool: Key, delay_seconds: float) -> None:
-        """The hub has news about a pool; its engines report epochs, too."""
+        """The hub has news about a pool; its engines report epochs, too, and follow when it has come to rest."""
         self.queue.add_after(pool, delay_seconds)
         for engine in engines_of(self.store, pool.namespace, pool.name):
-            self.queue.add_after(engine_key(pool.namespace, engine["metadata"]["name"]), delay_seconds)
+            self.queue.add_after(engine_key(pool.namespace, engine["metadata"]["name"]), max(delay_seconds, ENGINES_SECONDS))
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

@@ -61,6 +61,17 @@ def engines_of(store: Store, namespace: str, pool: str) -> list[Json]:
     return store.found(ENGINES.kind, namespace, BY_POOL, pool)
 
 
+def only_epochs_differ(before: Json, after: Json) -> bool:
+    """Whether two states of a pool differ in its status and `spec.resetEpoch` alone, of which no object of an engine is made."""
+
+    def rest(pool: Json) -> tuple[Any, ...]:
+        metadata = pool["metadata"]
+        spec = {name: value for name, value in (pool.get("spec") or {}).items() if name != "resetEpoch"}
+        return spec, *(metadata.get(name) for name in ("labels", "annotations", "finalizers", "deletionTimestamp", "ownerReferences"))
+
+    return rest(before) == rest(after)
+
+
 def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
     """Keys to reconcile after this object changed, appeared or vanished."""
     metadata = obj["metadata"]

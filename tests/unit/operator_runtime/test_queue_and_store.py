@@ -14,7 +14,7 @@ from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.kube.apply import project
 from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.store import Store, slim
-from epochkv_operator.kube.work_keys import engine_key, engines_of, indexed
+from epochkv_operator.kube.work_keys import engine_key, engines_of, indexed, only_epochs_differ
 
 
 class Clock:
@@ -275,3 +275,26 @@ def test_projection_sees_our_paths_only() -> None:
     }
     assert project(desired, live) == {"spec": {"containers": [{"name": "c", "image": "i2"}], "ports": [1]}}
     assert project(desired, {"spec": {"containers": []}}) == {"spec": {"containers": [None], "ports": None}}
+
+
+@pytest.mark.parametrize(
+    ("change", "only_epochs"),
+    [
+        ({}, True),
+        ({"status": {"epoch": 8}}, True),
+        ({"spec": {"resetEpoch": 8, "local": {"capacity": "1Gi"}}}, True),
+        ({"spec": {"resetEpoch": 7, "local": {"capacity": "2Gi"}}}, False),
+        ({"spec": {"resetEpoch": 7}}, False),
+        ({"metadata": {"annotations": {"epochkv.io/look-again": "1"}}}, False),
+        ({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}, False),
+        ({"metadata": {"resourceVersion": "9", "generation": 4}}, True),
+    ],
+)
+def test_engines_wait_only_for_what_they_are_not_made_of(change: dict[str, Any], only_epochs: bool) -> None:
+    before: dict[str, Any] = {
+        "metadata": {"name": "p", "resourceVersion": "8"},
+        "spec": {"resetEpoch": 7, "local": {"capacity": "1Gi"}},
+        "status": {},
+    }
+    after = {**before, **change, "metadata": {**before["metadata"], **change.get("metadata", {})}}
+    assert only_epochs_differ(before, after) == only_epochs
