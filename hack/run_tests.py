@@ -32,7 +32,8 @@ DEV = ROOT / ".build/venv/bin/python"
 ENGINE = ROOT / ".build/venv-engine/bin/python"
 WRONG_ANSWER = re.compile(rb"^>.*\btokens\b|^E .*(?:wrong answer|wrong tokens)")
 """Of pytest's report: the line of a test, or its message, that compares what an engine answered."""
-FAILED = re.compile(rb"^(?:FAILED|ERROR) (.+?)(?: - |$)")
+FAILED = re.compile(rb"^(?:FAILED|ERROR) (\S.*?)(?: - |$)")
+"""Lines of a captured log that begin with ERROR have more blanks behind it."""
 MAX_SECOND_RUNS = 3
 BESIDE_SECONDS = 900
 """In which a test must end that runs at the lowest priority, and has no time of its own."""

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from epochkv_connector.config import schema
-from epochkv_connector.config.connector_config import MAX_BYTES, ConfigError, ConnectorConfig
+from epochkv_connector.config.connector_config import EXTRA, MAX_BYTES, ConfigError, ConnectorConfig
 from epochkv_connector.config.machine import SMALLEST_SLOT_BYTES, gib
 from epochkv_connector.config.transfer import MOONCAKE, MOONCAKE_ENV, MOONCAKE_KEY, transfer_config
 from epochkv_connector.engine.logs import share_log_handlers
@@ -51,7 +51,8 @@ def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> No
 
     arguments.kv_transfer_config = KVTransferConfig(**transfer_config(extra))
     _made.append(arguments.kv_transfer_config)
-    logger.info("EpochKV: %s joins this engine to pool %s, %s", ATTACH_ENV, config.pool.name, _tiers(config))
+    level = logging.INFO if config.local is not None or config.distributed is not None else logging.WARNING
+    logger.log(level, "EpochKV: %s joins this engine to pool %s, %s", ATTACH_ENV, config.pool.name, _tiers(config))
 
 
 def is_attached(transfer: Any) -> bool:
@@ -101,7 +102,17 @@ def refuse_other_pool(environ: Mapping[str, str]) -> None:
         return
     look, _ = apart(lambda: look_at_hub(connection, apart_seconds=0.0))
     if isinstance(look, NoHub) and look.trouble == "pool":
-        raise ConfigError(f"{CONFIG_ENV} names another pool than its keys: {look.text}; take connection.json and keys from one pool")
+        raise ConfigError(f"{CONFIG_ENV} names another pool than its keys: {look.text}")
+
+
+def in_their_words(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """What is wrong with a configuration that came from here, by the names of the variables that the user wrote."""
+    key = "local.capacity_bytes"
+    size = environ.get(CAPACITY_ENV, "").strip()
+    if size and key in text:
+        value = f"{EXTRA}: {key} is {capacity(size)}"
+        return text.replace(value, f"{CAPACITY_ENV} is {size}").replace(key, CAPACITY_ENV)
+    return text.replace(f"{EXTRA}: ", f"{CONFIG_ENV}: ")
 
 
 def capacity(text: str) -> int:
@@ -132,12 +143,13 @@ def _configured(arguments: Any) -> str:
 def _tiers(config: ConnectorConfig) -> str:
     tiers = [f"L1 of {gib(config.local.capacity_bytes)}"] if config.local is not None else []
     tiers += [f"L2 at {config.distributed.master_address}"] if config.distributed is not None else []
-    return " and ".join(tiers) or f"without a tier: set {CAPACITY_ENV} to a size for an L1"
+    return " and ".join(tiers) or f"without a tier: set {CAPACITY_ENV} to a size for an L1, or add local or distributed to {CONFIG_ENV}"
 
 
 def _name_mooncake_file(transfer: Any) -> None:
     """vLLM's Mooncake connector reads its file from a variable only; verl's users name it in the connector's configuration."""
-    given = transfer if isinstance(transfer, Mapping) else vars(transfer) if transfer is not None else {}
-    path = (given.get("kv_connector_extra_config") or {}).get(MOONCAKE_KEY)
+    given = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
+    extra = given.get("kv_connector_extra_config")
+    path = extra.get(MOONCAKE_KEY) if isinstance(extra, Mapping) else None  # what is none, vLLM refuses in its own words
     if given.get("kv_connector") == MOONCAKE and isinstance(path, str):
         os.environ[MOONCAKE_ENV] = path

@@ -8,7 +8,7 @@ Knows of vLLM 0.30 to 0.33: fields of its configurations, names of executors, `A
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from epochkv_connector.config.connector_config import NAME, ConnectorConfig
@@ -17,6 +17,7 @@ from epochkv_connector.engine import describe
 from epochkv_connector.engine.topology import has_ranks_here, l1_share
 from epochkv_connector.engine.version import UnsupportedEngine, check_version
 
+MULTI = "MultiConnector"
 ALLOWED_SIBLINGS = frozenset({"NixlConnector", "NixlPullConnector"})
 """What a MultiConnector may hold beside ours: connectors of vLLM that read one request's own blocks from another engine and find no
 block by its hash. Any other could keep hashes of a request from before it was hashed again."""
@@ -26,9 +27,20 @@ LEASE_SECONDS = 30.0
 
 
 def children_of(transfer: Any) -> list[Mapping[str, Any]]:
-    """Configurations of a MultiConnector's children; empty for any other connector (or None)."""
+    """Configurations of what a MultiConnector holds, also through others in it; empty for any other connector (or None)."""
+    if getattr(transfer, "kv_connector", None) != MULTI:
+        return []
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
-    return list(extra.get("connectors", [])) if getattr(transfer, "kv_connector", None) == "MultiConnector" else []
+    return [one for child in extra.get("connectors", []) for one in _held(child)]
+
+
+def _held(child: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A child, or what it holds where it is a MultiConnector, too."""
+    if child.get("kv_connector") != MULTI:
+        yield child
+        return
+    for one in (child.get("kv_connector_extra_config") or {}).get("connectors", []):
+        yield from _held(one)
 
 
 def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:

@@ -11,15 +11,16 @@ the process that the user started. vLLM's own commands then end with one line. K
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from epochkv_connector.config.connector_config import NAME, ConfigError
 from epochkv_connector.engine import limits
-from epochkv_connector.engine.attach import before_engine, is_attached
+from epochkv_connector.engine.attach import before_engine, in_their_words, is_attached, refuse_other_pool
 from epochkv_connector.engine.fenced import switch
 from epochkv_connector.engine.version import UnsupportedEngine, warn_of_frameworks
 from epochkv_fence.connection import ATTACH_ENV
@@ -58,21 +59,27 @@ def check(vllm_config: Any) -> None:
         ConfigError, UnsupportedEngine: the message says what to change.
         SystemExit: the same as one line, in a command of vLLM.
     """
-    remedy = f"; or unset {ATTACH_ENV}, which joined this engine to the pool" if is_attached(vllm_config.kv_transfer_config) else ""
-    with _one_line(remedy):
+    attached = is_attached(vllm_config.kv_transfer_config)
+    with _one_line(
+        f"; or unset {ATTACH_ENV}, which joined this engine to the pool" if attached else "", in_their_words if attached else str
+    ):
         ours = limits.check_before_load(vllm_config)
-        if switch.check(vllm_config) is not None or ours:
+        fenced = switch.check(vllm_config) is not None
+        if fenced:
+            refuse_other_pool(os.environ)
+        if fenced or ours:
             warn_of_frameworks()
 
 
 @contextmanager
-def _one_line(remedy: str = "") -> Iterator[None]:
+def _one_line(remedy: str = "", said: Callable[[str], str] = str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, UnsupportedEngine) as error:
+        text = f"{said(str(error))}{remedy}"
         if is_command_of_vllm():
-            raise SystemExit(f"EpochKV cannot start: {error}{remedy}") from None
-        raise type(error)(f"{error}{remedy}") from None
+            raise SystemExit(f"EpochKV cannot start: {text}") from None
+        raise type(error)(text) from None
 
 
 def is_command_of_vllm() -> bool:

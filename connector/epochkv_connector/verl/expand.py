@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from epochkv_connector.config import schema
@@ -24,11 +24,13 @@ class Expansion:
         transfer: `kv_transfer_config`.
         connection: the way to the pool's hub; None: the connector has none.
         master: address of the Mooncake master; None: there is no L2.
+        source: what names the pool, for errors.
     """
 
     transfer: dict[str, Any]
     connection: Connection | None
     master: str | None
+    source: str = "config_path"
 
 
 def expand(block: KvStore, environ: Mapping[str, str]) -> Expansion:
@@ -43,11 +45,12 @@ def expand(block: KvStore, environ: Mapping[str, str]) -> Expansion:
     if not source:
         variable = {NAME: CONFIG_ENV, MOONCAKE: MOONCAKE_ENV}.get(block.kv_connector or "", f"{CONFIG_ENV} or {MOONCAKE_ENV}")
         raise BlockError(f"{WHERE}: config_path is missing; it must be the path of a JSON file, or set {variable}")
-    named = "config_path" if block.config_path else "the variable of config_path"
+    named = "config_path" if block.config_path else CONFIG_ENV if block.kv_connector != MOONCAKE and pool else MOONCAKE_ENV
     try:
         content = read_document(source, environ, named).content
     except ConfigurationError as error:
-        raise BlockError(f"{WHERE}: {error}") from None
+        text = str(error) if named in str(error) else f"{named}: {error}"
+        raise BlockError(f"{WHERE}: {text}") from None
     kind = NAME if "pool" in content else MOONCAKE if MASTER in content else ""
     if not kind:
         raise BlockError(
@@ -59,8 +62,10 @@ def expand(block: KvStore, environ: Mapping[str, str]) -> Expansion:
             f"{WHERE}: kv_connector is '{block.kv_connector}', but {named} is {schema.shown(source)}, a file for {kind}; "
             f"set kv_connector to {kind}, or give another file"
         )
+    if block.extra_config is not None and "config_file" in block.extra_config:
+        raise BlockError(f"{WHERE}: extra_config has config_file, which the checks of {named} would not see; give the file as config_path")
     make = _ours if kind == NAME else _mooncake
-    return make(block, source, content, environ)
+    return replace(make(block, source, content, environ), source=named)
 
 
 def _ours(block: KvStore, source: str, content: Mapping[str, Any], environ: Mapping[str, str]) -> Expansion:

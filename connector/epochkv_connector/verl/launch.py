@@ -59,7 +59,7 @@ async def find_problem(expansion: Expansion) -> str | None:
         look = await look_at_hub(expansion.connection, apart_seconds=0.0)
         if isinstance(look, NoHub):
             if look.trouble == "pool":
-                raise BlockError(f"{WHERE}: config_path names another pool than its hub serves: {look.text}")
+                raise BlockError(f"{WHERE}: {expansion.source} names another pool than its hub serves: {look.text}")
             return f"the hub {look.endpoint} cannot be used: {look.text}"
     if expansion.master is not None:
         (finding,) = await look_at_master(expansion.master)
@@ -78,4 +78,6 @@ def _check_beside(rollout: Mapping[str, Any]) -> None:
         raise BlockError(f"{WHERE}: enable is true, but rollout.engine_kwargs.vllm has a {TRANSFER}, too; remove one of them")
     disaggregation = rollout.get("disaggregation")
     if disaggregation is not None and disaggregation.get("enabled"):
-        raise BlockError(f"{WHERE}: enable is true, but rollout.disaggregation.enabled, too, and verl then sets its own {TRANSFER}")
+        raise BlockError(
+            f"{WHERE}: enable is true, but rollout.disaggregation.enabled, too, and verl then sets its own {TRANSFER}; turn one of them off"
+        )

@@ -9,14 +9,15 @@ import importlib.metadata
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from epochkv_fence.connection import ATTACH_ENV
+from epochkv_fence.connection import ATTACH_ENV, FENCE_ENV
 from epochkv_fence.doctor.finding import Finding, Say
 
 PLUGIN: Final = "epochkv"
 VLLM_GROUP: Final = "vllm.general_plugins"
 VLLM_ENV: Final = "VLLM_PLUGINS"
 VERL_ENV: Final = "VERL_USE_EXTERNAL_PLUGINS"
-VARIABLES: Final = (ATTACH_ENV, VLLM_ENV, VERL_ENV)
+SWITCHES: Final = (ATTACH_ENV, FENCE_ENV)
+VARIABLES: Final = (*SWITCHES, VLLM_ENV, VERL_ENV)
 """Without any of them, there is nothing to look at."""
 
 
@@ -28,13 +29,16 @@ def installed(group: str) -> Collection[str]:
 def check_plugins(environ: Mapping[str, str], there: Callable[[str], Collection[str]] = installed) -> list[Finding]:
     """What the variables leave out."""
     say, found = Say("plugins"), []
-    attach, allowed, policy = (environ.get(name, "").strip() for name in VARIABLES)
-    if attach not in ("", "0", "1"):
-        found.append(say.wrong(f"{ATTACH_ENV} is {attach!r}; it must be 1, or 0 for off", f"export {ATTACH_ENV}=1"))
-    if attach == "1" and PLUGIN not in there(VLLM_GROUP):
-        found.append(say.wrong(f"{ATTACH_ENV} is 1, and the connector is not installed here", "pip install 'epochkv[connector]'"))
+    attach, fence, allowed, policy = (environ.get(name, "").strip() for name in VARIABLES)
+    for name, value in zip(SWITCHES, (attach, fence), strict=True):
+        if value not in ("", "0", "1"):
+            found.append(say.wrong(f"{name} is {value!r}; it must be 1, or 0 for off", f"export {name}=1"))
+        if value == "1" and PLUGIN not in there(VLLM_GROUP):
+            found.append(say.wrong(f"{name} is 1, and the connector is not installed here", "pip install '.[connector]'   # in a clone"))
     if VLLM_ENV in environ and PLUGIN not in environ[VLLM_ENV].split(","):
         lost = f"{ATTACH_ENV} does nothing" if attach == "1" else "its engines do not know their weights, and share nothing"
+        if fence == "1":
+            lost = f"{FENCE_ENV} does nothing, and engines with connectors of vLLM find KV of older weights"
         fix = f"export {VLLM_ENV}={','.join(filter(None, (*allowed.split(','), PLUGIN)))}"
         found.append(say.wrong(f"{VLLM_ENV} is {allowed!r}, so vLLM does not load {PLUGIN}: {lost}", fix))
     if VERL_ENV in environ and policy.lower() != "auto" and PLUGIN not in [name.strip() for name in policy.lower().split(",")]:

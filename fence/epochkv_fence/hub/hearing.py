@@ -52,7 +52,10 @@ def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now:
         return []
     if beat.pool and beat.pool != config.uid:
         # It was given the keys of a pool that took its pool's name. Its names are not found here, and its epoch counts other resets.
-        text = f"this engine is of the pool with uid {beat.pool}, its keys are of {config.name} with uid {config.uid}: start it again"
+        text = (
+            f"this engine is of the pool with uid {beat.pool}, its keys are of {config.name} with uid {config.uid}: start it again, with"
+            " connection.json and keys of one pool"
+        )
         return [ev.Send(peer, Error(Refusal.POOL, text))]
     if beat.boot not in boots.known and len(boots.known) >= MAX_BOOTS:
         text = f"pool {config.name} already has {MAX_BOOTS} engine boots; wait until some are forgotten"

@@ -187,7 +187,7 @@ for kind in (EngineArgs, AsyncEngineArgs):
 assert make(kv_offloading_size=1.0)[1] == "OffloadingConnector"
 for more, said in (
     ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "external_launcher with 2 ranks"),
-    ({}, "local.capacity_bytes is 1125899906842624, which takes"),
+    ({}, "EPOCHKV_LOCAL_CAPACITY is 1024Ti, which takes"),
 ):
     if not more:
         os.environ["EPOCHKV_LOCAL_CAPACITY"] = "1024Ti"
@@ -243,3 +243,15 @@ def test_a_command_of_vllm_ends_in_one_line(model: str, tmp_path: Path) -> None:
     assert last.startswith("EpochKV cannot start: EPOCHKV_CONFIG: ")
     assert "is a directory without a connection.json" in last
     assert "Traceback" not in done.stderr
+
+
+def test_what_does_not_fit_is_told_by_the_variable_that_was_set() -> None:
+    text = f"kv_connector_extra_config: local.capacity_bytes is {64 << 30}, which takes more; lower local.capacity_bytes, or raise it"
+    told = attach.in_their_words(text, {"EPOCHKV_LOCAL_CAPACITY": "64Gi"})
+    assert told == "EPOCHKV_LOCAL_CAPACITY is 64Gi, which takes more; lower EPOCHKV_LOCAL_CAPACITY, or raise it"
+    assert attach.in_their_words(text, {}) == text.replace("kv_connector_extra_config", "EPOCHKV_CONFIG")
+
+
+@pytest.mark.parametrize("transfer", ["{}", {"kv_connector": "MooncakeStoreConnector", "kv_connector_extra_config": "x"}])
+def test_a_transfer_configuration_that_is_none_is_left_to_vllms_words(transfer: Any) -> None:
+    attach.before_engine(engine(kv_transfer_config=transfer), {})

@@ -17,7 +17,9 @@ from vllm.platforms import current_platform
 from epochkv_connector.config.connector_config import ConfigError
 from epochkv_connector.engine import plugin
 from epochkv_connector.engine.fenced import connectors, switch
+from epochkv_connector.engine.limits import MULTI
 from epochkv_connector.engine.version import UnsupportedEngine
+from tests.support.hub import hub_world
 from tests.support.scheduler import write_model_dir
 
 CONNECTION = {"pool": {"name": "p", "uid": "u"}, "local": {"capacity_bytes": 1 << 30}, "tracker": True}
@@ -73,8 +75,10 @@ def test_keys_from_tokens_are_refused(start: Start, name: str) -> None:
     with pytest.raises(UnsupportedEngine, match=sentence) as caught:
         start(name)
     assert "\n" not in str(caught.value)
-    with pytest.raises(UnsupportedEngine, match=sentence):
-        start("MultiConnector", children("NixlConnector", name))
+    nested = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": children(name)}
+    for extra in (children("NixlConnector", name), {"connectors": [*children("NixlConnector")["connectors"], nested]}):
+        with pytest.raises(UnsupportedEngine, match=sentence):
+            start("MultiConnector", extra)
 
 
 @pytest.mark.parametrize("name", sorted({*connectors.REFUSED} - {"AIBrixOffloadingConnectorV1Type1"}))
@@ -83,15 +87,16 @@ def test_every_refused_connector_of_vllm_is_one(name: str) -> None:
     assert name in KVConnectorFactory._registry
 
 
-@pytest.mark.parametrize("name", [*connectors.KNOWN, connectors.MULTI])
+@pytest.mark.parametrize("name", [*connectors.KNOWN, MULTI])
 def test_every_fenced_connector_is_one_of_vllm(name: str) -> None:
     assert name in KVConnectorFactory._registry
 
 
 @pytest.mark.parametrize(("name", "module"), [("HiSparseConnector", None), ("Mine", "mine"), ("NixlConnector", "mine")])
 def test_what_nobody_has_looked_at_is_refused(start: Start, name: str, module: str | None) -> None:
-    with pytest.raises(UnsupportedEngine, match=f"the engine has {name}: nobody has looked at what its keys are made of"):
+    with pytest.raises(UnsupportedEngine, match=f"the engine has {name}: .*nobody has looked at what its keys are made of") as caught:
         start(name, module=module)
+    assert ("remove kv_connector_module_path for vLLM's own NixlConnector" in str(caught.value)) == (name == "NixlConnector")
 
 
 @pytest.mark.parametrize("extra", [None, children("NixlConnector", "EpochKVConnector")])
@@ -111,6 +116,19 @@ def test_a_connection_that_cannot_be_read_is_refused(start: Start, monkeypatch: 
     monkeypatch.setenv("EPOCHKV_CONFIG", str(tmp_path / "nowhere.json"))
     with pytest.raises(ConfigError, match=r"EPOCHKV_CONFIG.*nowhere\.json"):
         start()
+
+
+def test_a_connection_of_another_pool_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "state/client/connection.json"
+    monkeypatch.setenv("EPOCHKV_CONFIG", str(path))
+    with hub_world(tmp_path / "state"):
+        assert start() is not None
+        content = json.loads(path.read_text())
+        content["pool"]["uid"] = "somebody-else"
+        path.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=r"^EPOCHKV_CONFIG names another pool than its keys: .*somebody-else"):
+            start()
+    assert start() is not None, "the hub is gone"
 
 
 def test_only_one_and_zero_are_answers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ def test_a_file_that_cannot_be_meant_is_refused_whatever_on_failure_says(world: 
             {"config_path": ours, "extra_config": {"verfy": 1}},
             r"kv_store: extra_config: verfy is 1, but there is no such key; did you mean ver",
         ),
+        ({"config_path": ours, "extra_config": {"config_file": ours}}, "extra_config has config_file, .*; give the file as config_path"),
         ({"config_path": mooncake_file(tmp_path, 5)}, "master_server_address is 5; it must be host:port"),
     ]
     for given, said in cases:
@@ -196,6 +197,8 @@ def test_another_pool_than_the_hubs_is_refused(world: HubWorld, tmp_path: Path) 
     path = altered(world, tmp_path, pool={"uid": "somebody-else"})
     with pytest.raises(BlockError, match=r"config_path names another pool than its hub serves: .*somebody-else"):
         resolve(block(config_path=path, on_failure="fallback"), VLLM, {})
+    with pytest.raises(BlockError, match=r"EPOCHKV_CONFIG names another pool than its hub serves: .*somebody-else"):
+        resolve(block(), VLLM, {"EPOCHKV_CONFIG": str(path)})
 
 
 def test_what_does_not_answer(world: HubWorld, master: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -48,6 +48,7 @@ def test_an_engine_whose_digest_is_none_keeps_its_lease(world: FenceWorld, broke
     world.lead(hub)
     agent, _ = world.agent(hub.endpoint, engine=Broken())
     eventually(lambda: using(agent, 0))
-    (view,) = world.thread.call(lambda: hub.snapshot(POOL)).engines
+    # the hub hears of the adoption by the next heartbeat
+    view = eventually(lambda: next((e for e in world.thread.call(lambda: hub.snapshot(POOL)).engines if e.state != "behind"), None))
     assert (view.weights, view.state) == (None, "unknown")
     assert view.weights_note == ("the engine cannot say what it holds" if broken == "raises" else "a digest of 5 bytes, not 16")

@@ -12,6 +12,7 @@ from hack.durations import Durations
 from hack.run_tests import LAYERS, MAX_SECOND_RUNS, ROOT, Layer, Run, run_all, run_layer
 
 FLAKY = """
+import logging
 import pytest
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def test_flaky(what):
     seen = Path(__file__).with_suffix(".seen")
     if not seen.exists():
         seen.touch()
+        logging.error("a line of the captured log")
         assert "late" == "in time"
 """
 MISS = """

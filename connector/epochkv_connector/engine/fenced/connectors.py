@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from epochkv_connector.engine.limits import MULTI
 from epochkv_connector.engine.version import UnsupportedEngine
-
-MULTI = "MultiConnector"
 
 _FROM_TOKENS = "it makes its keys from tokens alone, so no name of ours reaches them and KV of older weights would be found"
 _REMEDY = "use EpochKVConnector, MooncakeStoreConnector or OffloadingConnector in its place, or unset EPOCHKV_FENCE"
@@ -45,6 +44,9 @@ def why_refused(name: str, module: str) -> str | None:
     """Why an engine with this connector cannot be fenced, and what to do; None: it can. `module`: its `kv_connector_module_path`."""
     if name in (*KNOWN, MULTI) and not module:
         return None
+    if module:
+        remedy = f"remove kv_connector_module_path for vLLM's own {name}, or unset EPOCHKV_FENCE" if name in KNOWN else _REMEDY
+        return f"kv_connector_module_path is {module}, and nobody has looked at what its keys are made of; {remedy}"
     why = REFUSED.get(name, "nobody has looked at what its keys are made of")
     return f"{why}; {_REMEDY}"
 

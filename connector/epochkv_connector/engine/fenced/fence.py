@@ -23,6 +23,7 @@ from epochkv_connector.guard import Guard
 from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.naming.pins import brings_kv
 from epochkv_connector.scheduler.role import SchedulerRole
+from epochkv_fence.connection import FENCE_ENV
 
 logger = logging.getLogger("vllm.epochkv")
 
@@ -55,7 +56,7 @@ def _around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable
     """Put what `make` makes of this method in its place, on this object alone."""
     method = getattr(owner, name, None)
     if method is None:
-        raise UnsupportedEngine(f"{switch.FENCE_ENV} is set and {type(owner).__name__} of this vLLM has no {name}; unset the variable")
+        raise UnsupportedEngine(f"{FENCE_ENV} is set and {type(owner).__name__} of this vLLM has no {name}; unset the variable")
     setattr(owner, name, functools.wraps(method)(make(method)))
 
 

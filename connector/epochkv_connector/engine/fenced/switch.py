@@ -15,9 +15,7 @@ from epochkv_connector.config.connector_config import NAME, ConfigError, Connect
 from epochkv_connector.engine import limits
 from epochkv_connector.engine.fenced import connectors
 from epochkv_connector.engine.version import UnsupportedEngine, check_version
-from epochkv_fence.connection import CONFIG_ENV
-
-FENCE_ENV = "EPOCHKV_FENCE"
+from epochkv_fence.connection import CONFIG_ENV, FENCE_ENV
 
 
 def is_asked_for(environ: Mapping[str, str] | None = None) -> bool:
@@ -62,7 +60,10 @@ def _check_engine(vllm_config: Any) -> None:
             "schedules for its own rank, and an epoch that comes between two of them would make them schedule differently and hang; "
             "use 'mp' or 'ray', or start one engine of one rank in each process"
         )
-    limits.check_encoder_transfer(vllm_config)
+    try:
+        limits.check_encoder_transfer(vllm_config)
+    except UnsupportedEngine as error:
+        raise UnsupportedEngine(f"{FENCE_ENV} is set and {error}") from None
     kind = vllm_config.scheduler_config.get_scheduler_cls()
     if not (isinstance(kind, type) and issubclass(kind, Scheduler)):
         raise UnsupportedEngine(
