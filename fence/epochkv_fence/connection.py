@@ -36,6 +36,7 @@ T = TypeVar("T")
 CONFIG_ENV: Final = "EPOCHKV_CONFIG"
 ATTACH_ENV: Final = "EPOCHKV_ATTACH"
 FENCE_ENV: Final = "EPOCHKV_FENCE"
+CAPACITY_ENV: Final = "EPOCHKV_LOCAL_CAPACITY"
 """Switches the connector on in engines that have none configured (`epochkv_connector.engine.attach`)."""
 CONFIG_FILE: Final = "connection.json"
 GIVEN: Final = "the connection configuration"

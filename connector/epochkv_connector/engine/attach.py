@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any
 
 from epochkv_connector.config import schema
 from epochkv_connector.config.connector_config import EXTRA, MAX_BYTES, ConfigError, ConnectorConfig
@@ -19,13 +19,12 @@ from epochkv_connector.config.machine import SMALLEST_SLOT_BYTES, gib
 from epochkv_connector.config.transfer import MOONCAKE, MOONCAKE_ENV, MOONCAKE_KEY, transfer_config
 from epochkv_connector.engine.logs import share_log_handlers
 from epochkv_fence import quantity
-from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV, ConfigurationError, Connection
+from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, ConfigurationError, Connection
 from epochkv_fence.doctor.looking import NoHub, look_at_hub
 from epochkv_fence.doctor.running import apart
 
 logger = logging.getLogger(__name__)
 
-CAPACITY_ENV: Final = "EPOCHKV_LOCAL_CAPACITY"
 _made: list[Any] = []
 """Configurations that came from here: vLLM's commands make an engine's configuration more than once."""
 

@@ -25,12 +25,14 @@ class Expansion:
         connection: the way to the pool's hub; None: the connector has none.
         master: address of the Mooncake master; None: there is no L2.
         source: what names the pool, for errors.
+        has_tiers: it names L1 or L2.
     """
 
     transfer: dict[str, Any]
     connection: Connection | None
     master: str | None
     source: str = "config_path"
+    has_tiers: bool = True
 
 
 def expand(block: KvStore, environ: Mapping[str, str]) -> Expansion:
@@ -82,7 +84,8 @@ def _ours(block: KvStore, source: str, content: Mapping[str, Any], environ: Mapp
         text = str(error).replace(f"{EXTRA}: config_file", "config_path").replace(EXTRA, "extra_config")
         raise BlockError(f"{WHERE}: {text}") from None
     master = config.distributed.master_address if config.distributed is not None else None
-    return Expansion(transfer_config(extra, block.kv_role), connection, master)
+    has_tiers = config.local is not None or config.distributed is not None
+    return Expansion(transfer_config(extra, block.kv_role), connection, master, has_tiers=has_tiers)
 
 
 def _mooncake(block: KvStore, source: str, content: Mapping[str, Any], environ: Mapping[str, str]) -> Expansion:

@@ -42,6 +42,8 @@ def resolve(given: Any, rollout: Mapping[str, Any], environ: Mapping[str, str] =
     expansion = expand(block, environ)
     problem, _ = apart(lambda: find_problem(expansion))
     if problem is None:
+        if not expansion.has_tiers:
+            logger.warning("EpochKV: %s: %s names no tier; add local or distributed to it or to extra_config", WHERE, expansion.source)
         return expansion.transfer
     if block.on_failure == "crash":
         raise StoreUnreachable(f"{WHERE}: {problem}; on_failure is crash; start it, or set on_failure to fallback to train without it")

@@ -9,7 +9,8 @@ import importlib.metadata
 from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
-from epochkv_fence.connection import ATTACH_ENV, FENCE_ENV
+from epochkv_fence import quantity
+from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, FENCE_ENV
 from epochkv_fence.doctor.finding import Finding, Say
 
 PLUGIN: Final = "epochkv"
@@ -17,7 +18,7 @@ VLLM_GROUP: Final = "vllm.general_plugins"
 VLLM_ENV: Final = "VLLM_PLUGINS"
 VERL_ENV: Final = "VERL_USE_EXTERNAL_PLUGINS"
 SWITCHES: Final = (ATTACH_ENV, FENCE_ENV)
-VARIABLES: Final = (*SWITCHES, VLLM_ENV, VERL_ENV)
+VARIABLES: Final = (*SWITCHES, VLLM_ENV, VERL_ENV, CAPACITY_ENV)
 """Without any of them, there is nothing to look at."""
 
 
@@ -29,12 +30,14 @@ def installed(group: str) -> Collection[str]:
 def check_plugins(environ: Mapping[str, str], there: Callable[[str], Collection[str]] = installed) -> list[Finding]:
     """What the variables leave out."""
     say, found = Say("plugins"), []
-    attach, fence, allowed, policy = (environ.get(name, "").strip() for name in VARIABLES)
+    attach, fence, allowed, policy, size = (environ.get(name, "").strip() for name in VARIABLES)
     for name, value in zip(SWITCHES, (attach, fence), strict=True):
         if value not in ("", "0", "1"):
             found.append(say.wrong(f"{name} is {value!r}; it must be 1, or 0 for off", f"export {name}=1"))
         if value == "1" and PLUGIN not in there(VLLM_GROUP):
             found.append(say.wrong(f"{name} is 1, and the connector is not installed here", "pip install '.[connector]'   # in a clone"))
+    if size and not _is_size(size):
+        found.append(say.wrong(f"{CAPACITY_ENV} is {size!r}; it must be a size such as 64Gi", f"export {CAPACITY_ENV}=64Gi"))
     if VLLM_ENV in environ and PLUGIN not in environ[VLLM_ENV].split(","):
         lost = f"{ATTACH_ENV} does nothing" if attach == "1" else "its engines do not know their weights, and share nothing"
         if fence == "1":
@@ -46,3 +49,10 @@ def check_plugins(environ: Mapping[str, str], there: Callable[[str], Collection[
         fix = f"export {VERL_ENV}={','.join((*others, PLUGIN))}"
         found.append(say.warning(f"{VERL_ENV} is {policy!r}, so verl does not load {PLUGIN}, and refuses the block kv_store", fix))
     return found or [say.ok("no variable keeps vLLM or verl from loading them")]
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return quantity.parse(text) > 0
+    except (ValueError, ArithmeticError):
+        return False

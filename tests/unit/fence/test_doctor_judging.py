@@ -175,6 +175,8 @@ def test_the_exit_status_prefers_what_is_wrong() -> None:
             "VLLM_PLUGINS is 'a,b', so vLLM does not load epochkv: EPOCHKV_ATTACH does nothing",
             "export VLLM_PLUGINS=a,b,epochkv",
         ),
+        ({"EPOCHKV_LOCAL_CAPACITY": "abc"}, ["epochkv"], Level.WRONG, "EPOCHKV_LOCAL_CAPACITY is 'abc'; it must be a size", "=64Gi"),
+        ({"EPOCHKV_LOCAL_CAPACITY": "64Gi"}, ["epochkv"], Level.OK, "no variable keeps", ""),
         ({"EPOCHKV_FENCE": "yes"}, ["epochkv"], Level.WRONG, "EPOCHKV_FENCE is 'yes'; it must be 1", "export EPOCHKV_FENCE=1"),
         (
             {"EPOCHKV_FENCE": "1", "VLLM_PLUGINS": "foo"},
