@@ -76,6 +76,17 @@ def test_an_adoption_whose_lease_is_yet_to_begin_is_no_loss(make_rig: MakeRig, c
     lines.one("INFO", "epoch 4 in use, back from bypass")
 
 
+def test_an_engine_that_ends_does_not_warn_of_the_lease_that_it_gives_back(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig, lines = make_rig(), Lines(caplog)
+    rig.adopt(3)
+    rig.serve(TOKENS)
+    lines.new()
+    rig.connector.scheduler.stop()
+    rig.lease_until = 0.0
+    rig.connector.scheduler.gauges()
+    assert lines.new() == []
+
+
 def test_a_local_reset_says_what_ends_it(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
     rig, lines = make_rig(), Lines(caplog)
     rig.adopt(2)

@@ -29,9 +29,14 @@ _SAID_ELSEWHERE = (Reason.FORBIDDEN, Reason.NO_WEIGHTS, Reason.NO_HUB, Reason.UN
 
 
 class BypassLog:
-    """Logs each change of (reason, highest epoch granted in this boot or -1) once."""
+    """Logs each change of (reason, highest epoch granted in this boot or -1) once.
+
+    Attributes:
+        over: the engine ends, and a lease that it gives back is no news.
+    """
 
     def __init__(self) -> None:
+        self.over = False
         self._told = (Reason.UNASSIGNED, -1)
 
     def tell(self, reason: Reason, epoch: int) -> None:
@@ -40,7 +45,7 @@ class BypassLog:
         if reason is Reason.NO_LEASE and epoch != epoch_before:
             return  # an adoption: the lease of its grant begins when the epoch is bound
         self._told = (reason, epoch)
-        said = (reason, epoch) == (before, epoch_before) or reason is before is Reason.OVERWRITTEN
+        said = self.over or (reason, epoch) == (before, epoch_before) or reason is before is Reason.OVERWRITTEN
         if said or reason in _SAID_ELSEWHERE:
             return
         back = reason is Reason.IN_USE and before in (Reason.LOCAL_RESET, Reason.NO_LEASE, Reason.WEIGHTS_ENDED)

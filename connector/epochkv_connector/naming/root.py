@@ -90,6 +90,10 @@ class RootState:
             self._refresh()
             return self.snapshot
 
+    def leave(self) -> None:
+        """The engine ends, and says no more of its leases. Any thread."""
+        self._log.over = True
+
     @property
     def waiting_after_reset(self) -> bool:
         """This engine's caches were reset alone; it waits for the pool's next epoch. Any thread."""

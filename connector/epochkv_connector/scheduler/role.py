@@ -281,6 +281,7 @@ class SchedulerRole:
 
     def stop(self) -> None:
         """Stop the agent, then the tiers; each within its own deadline."""
+        self.pins.root.leave()
         self._guard.run("link.stop", self._link.stop, lambda: None)
         if self.tiers is not None:
             self._guard.run("tiers.close", self.tiers.close, lambda: None)
