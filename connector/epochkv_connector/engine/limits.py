@@ -27,11 +27,9 @@ LEASE_SECONDS = 30.0
 
 
 def children_of(transfer: Any) -> list[Mapping[str, Any]]:
-    """Configurations of what a MultiConnector holds, also through others in it; empty for any other connector (or None)."""
-    if getattr(transfer, "kv_connector", None) != MULTI:
-        return []
+    """Configurations of a MultiConnector's children; empty for any other connector (or None)."""
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
-    return [one for child in extra.get("connectors", []) for one in _held(child)]
+    return list(extra.get("connectors", [])) if getattr(transfer, "kv_connector", None) == MULTI else []
 
 
 def _held(child: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -44,11 +42,12 @@ def _held(child: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
-    """Configurations of all connectors of an engine but MultiConnector itself: one, its children, or none."""
+    """Configurations of all connectors of an engine but MultiConnectors: one, what these hold, also through each other, or none."""
     if transfer is None or transfer.kv_connector is None:
         return []
     names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
-    return children_of(transfer) or [{name: getattr(transfer, name) for name in names}]
+    held = [one for child in children_of(transfer) for one in _held(child)]
+    return held or [{name: getattr(transfer, name) for name in names}]
 
 
 def handoff_seconds(connectors: Sequence[Mapping[str, Any]]) -> float:
