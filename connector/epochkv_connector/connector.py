@@ -55,7 +55,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         except (ConfigError, version.UnsupportedEngine) as error:
             logger.error("EpochKV cannot start: %s", error)  # vLLM's traces follow, one for each process
             raise
-        self._has_tiers = self._epochkv_config.local is not None or self._epochkv_config.distributed is not None
         self._reporter = Reporter(self._guard.errors)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
@@ -191,7 +190,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         rank = topology.worker_rank(self._vllm_config)
 
         def build() -> JobRunner | None:
-            if not self._has_tiers:
+            if not self._epochkv_config.has_tiers:
                 return None
             return build_runner(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
 
@@ -262,7 +261,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             return self._scheduler.stats()
         if self._worker is None:
             return None
-        refusing = self._has_tiers and self._worker.runner is None
+        refusing = self._epochkv_config.has_tiers and self._worker.runner is None
         stats = self._reporter.worker_stats(self._worker.stats(), self._worker.rank, refusing=refusing)
         return None if stats.is_empty() else stats
 

@@ -193,6 +193,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ] = 64
     allow_untested_vllm: Annotated[bool, Meta(description="Start with a version of vLLM that was not tested, at your own risk.")] = False
 
+    @property
+    def has_tiers(self) -> bool:
+        """It names L1 or L2."""
+        return self.local is not None or self.distributed is not None
+
     @classmethod
     def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ConnectorConfig:
         """Build from `kv_connector_extra_config`.

@@ -50,7 +50,7 @@ def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> No
 
     arguments.kv_transfer_config = KVTransferConfig(**transfer_config(extra))
     _made.append(arguments.kv_transfer_config)
-    level = logging.INFO if config.local is not None or config.distributed is not None else logging.WARNING
+    level = logging.INFO if config.has_tiers else logging.WARNING
     logger.log(level, "EpochKV: %s joins this engine to pool %s, %s", ATTACH_ENV, config.pool.name, _tiers(config))
 
 

@@ -32,13 +32,13 @@ def children_of(transfer: Any) -> list[Mapping[str, Any]]:
     return list(extra.get("connectors", [])) if getattr(transfer, "kv_connector", None) == MULTI else []
 
 
-def _held(child: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A child, or what it holds where it is a MultiConnector, too."""
-    if child.get("kv_connector") != MULTI:
-        yield child
+def _held(connector: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The connector itself, or what it holds where it is a MultiConnector."""
+    if connector.get("kv_connector") != MULTI:
+        yield connector
         return
-    for one in (child.get("kv_connector_extra_config") or {}).get("connectors", []):
-        yield from _held(one)
+    for child in (connector.get("kv_connector_extra_config") or {}).get("connectors", []):
+        yield from _held(child)
 
 
 def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
@@ -46,8 +46,8 @@ def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
     if transfer is None or transfer.kv_connector is None:
         return []
     names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
-    held = [one for child in children_of(transfer) for one in _held(child)]
-    return held or [{name: getattr(transfer, name) for name in names}]
+    whole = {name: getattr(transfer, name) for name in names}
+    return list(_held(whole)) or [whole]
 
 
 def handoff_seconds(connectors: Sequence[Mapping[str, Any]]) -> float:

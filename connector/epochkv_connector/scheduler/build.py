@@ -72,7 +72,7 @@ def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any,
     Args:
         layouts: what the ranks have answered; without the answers of all of them, the tiers have no slots.
     """
-    if config.local is None and config.distributed is None:
+    if not config.has_tiers:
         return None
     layout = topology.cache_layout(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)

@@ -260,9 +260,8 @@ class SchedulerRole:
 
     def gauges(self) -> dict[str, float]:
         """What holds now. Any thread (heartbeats carry it too)."""
-        configured = self._config.local is not None or self._config.distributed is not None
         has_slots = self.books is not None and self.books.state.index.num_slots > 0
-        return self._reporter.gauges(self, self._link, broken=self.state.broken or (configured and not has_slots))
+        return self._reporter.gauges(self, self._link, broken=self.state.broken or (self._config.has_tiers and not has_slots))
 
     def stats(self) -> EpochKVStats:
         """Counters since the last report, and what holds now."""

@@ -59,7 +59,7 @@ def why_no_saves(vllm_config: Any) -> str | None:
 def find_unused(config: ConnectorConfig, vllm_config: Any, policy: str, no_weights: str | None, built: Built) -> list[Unused]:
     """Everything at once, so that one restart is enough. `policy`: see `why_no_loads`; `no_weights`: see `limits.why_no_weights`."""
     found = [Unused("the engine serves without caches", no_weights, "TiersOff")] if no_weights is not None else []
-    if config.local is None and config.distributed is None:
+    if not config.has_tiers:
         return found
     settings = _loads_off(vllm_config, policy), _saves_off(vllm_config), _l2_off(config, built)
     return [*found, *_all_off(vllm_config, built), *(one for one in settings if one is not None)]

@@ -84,8 +84,7 @@ def _ours(block: KvStore, source: str, content: Mapping[str, Any], environ: Mapp
         text = str(error).replace(f"{EXTRA}: config_file", "config_path").replace(EXTRA, "extra_config")
         raise BlockError(f"{WHERE}: {text}") from None
     master = config.distributed.master_address if config.distributed is not None else None
-    has_tiers = config.local is not None or config.distributed is not None
-    return Expansion(transfer_config(extra, block.kv_role), connection, master, has_tiers=has_tiers)
+    return Expansion(transfer_config(extra, block.kv_role), connection, master, has_tiers=config.has_tiers)
 
 
 def _mooncake(block: KvStore, source: str, content: Mapping[str, Any], environ: Mapping[str, str]) -> Expansion:

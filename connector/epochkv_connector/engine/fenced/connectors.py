@@ -42,11 +42,11 @@ class Foreign(NamedTuple):
 
 def why_refused(name: str, module: str) -> str | None:
     """Why an engine with this connector cannot be fenced, and what to do; None: it can. `module`: its `kv_connector_module_path`."""
-    if name in (*KNOWN, MULTI) and not module:
-        return None
     if module:
         remedy = f"remove kv_connector_module_path for vLLM's own {name}, or unset EPOCHKV_FENCE" if name in KNOWN else _REMEDY
         return f"kv_connector_module_path is {module}, and nobody has looked at what its keys are made of; {remedy}"
+    if name in (*KNOWN, MULTI):
+        return None
     why = REFUSED.get(name, "nobody has looked at what its keys are made of")
     return f"{why}; {_REMEDY}"
 
