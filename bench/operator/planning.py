@@ -10,10 +10,9 @@ from typing import Any
 from bench.report import Figure, Progress, Row
 from epochkv_operator.api import parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL
-from epochkv_operator.control.observe import context_for, now, observe
+from epochkv_operator.control.reconcile import context_for, now, observe
 from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, PODS, POOLS
-from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import indexed
+from epochkv_operator.kube.store import Store, indexed
 from epochkv_operator.planning.context import Observed
 from epochkv_operator.planning.plan import plan_engine
 from epochkv_operator.planning.status import engine_status

@@ -10,13 +10,11 @@ import pytest
 
 from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolGone, PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
-from epochkv_operator.hub.kubernetes import KubernetesAuthority, record_of
-from epochkv_operator.hub.proof import Proofs
+from epochkv_operator.hub.authority import KubernetesAuthority, Proofs, record_of
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
 from epochkv_operator.kube.status import StatusWriter
-from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import indexed
+from epochkv_operator.kube.store import Store, indexed
 from epochkv_operator.metrics import REGISTRY
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.operator_harness import POOLS, Namespace

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from epochkv_fence.protocol.authority import PoolRecord, Term
-from epochkv_operator.hub.kubernetes import KubernetesAuthority
-from epochkv_operator.hub.proof import Proofs
+from epochkv_operator.hub.authority import KubernetesAuthority, Proofs
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.status import StatusWriter
-from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import indexed
+from epochkv_operator.kube.store import Store, indexed
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine

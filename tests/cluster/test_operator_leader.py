@@ -17,8 +17,7 @@ from epochkv_operator.hub.service import AcceptedKeys
 from epochkv_operator.kube.client import KubeClient, Unavailable
 from epochkv_operator.kube.lease import LeaseLost, new_identity
 from epochkv_operator.kube.resources import CONFIGMAPS
-from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import indexed
+from epochkv_operator.kube.store import Store, indexed
 from epochkv_operator.settings import Settings
 from hack.cluster.controlplane import ControlPlane
 from hack.loopback import free_port

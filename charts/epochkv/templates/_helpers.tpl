@@ -67,7 +67,7 @@ app.kubernetes.io/component: test
 {{ include "epochkv.commonLabels" . }}
 {{- end }}
 
-{{/* What the operator may do where it serves pools and engines; the list stands in operator/epochkv_operator/kube/client.py. */}}
+{{/* What the operator may do where it serves pools and engines; the list stands in operator/epochkv_operator/kube/resources.py. */}}
 {{- define "epochkv.rules" -}}
 - apiGroups: [epochkv.io]
   resources: [kvcachepools, inferenceengines]

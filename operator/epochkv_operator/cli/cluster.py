@@ -11,9 +11,8 @@ from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from epochkv_operator.api.base import MANAGED_BY
-from epochkv_operator.kube.client import APPLY_PATCH, MERGE_PATCH, KubeClient, NotFound
+from epochkv_operator.kube.client import APPLY_PATCH, MERGE_PATCH, KubeClient, NotFound, missing_kubeconfig
 from epochkv_operator.kube.resources import CHILDREN, Resource, by_kind
-from epochkv_operator.kubeconfig import missing_kubeconfig
 
 Json = dict[str, Any]
 DEADLINE_SECONDS: Final = 30.0

@@ -13,7 +13,7 @@ from typing import Any, Final
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.cli.fields import Difference, differences, reverted, top_differences
-from epochkv_operator.keys.secret import manifest, owner_reference
+from epochkv_operator.keys import manifest, owner_reference
 from epochkv_operator.kube.resources import SECRETS
 from epochkv_operator.planning.context import Context, Observed
 from epochkv_operator.planning.engine import desired_engine

@@ -6,25 +6,171 @@ Both threads share the store, which the main thread owns. The hub's thread reads
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from epochkv_fence.net import KeyPair
 from epochkv_fence.stores.mooncake import MooncakeAdmin
-from epochkv_operator.hub.echo import Echo
-from epochkv_operator.hub.loop import LoopThread
-from epochkv_operator.hub.port import HubPort
-from epochkv_operator.hub.service import HubFailed, HubService
-from epochkv_operator.hub.stores import master_urls
+from epochkv_operator import metrics
+from epochkv_operator.api import KVCachePool
+from epochkv_operator.hub.service import AcceptedKeys, HubFailed, HubLook, HubService, master_urls
 from epochkv_operator.kube.client import Json, KubeClient
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import Resource
 from epochkv_operator.kube.status import StatusWriter
-from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import Key
-from epochkv_operator.lag import watch_lag
+from epochkv_operator.kube.store import Key, Store, resource_version
 from epochkv_operator.settings import Settings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CALL_SECONDS = 5.0
+SWITCH_SECONDS = 0.0005
+"""After so long, a thread that computes lets another one have the interpreter. With Python's 5 ms, each message of a reset may wait that
+long for a reconcile: 200 round trips beside a busy thread took 0.24 s, and take 0.03 s."""
+STOP_SECONDS = 5.0
+
+
+class LoopThread:
+    """Runs coroutines and calls of other threads. Nothing that runs here may block: others wait for it."""
+
+    def __init__(self, name: str) -> None:
+        sys.setswitchinterval(SWITCH_SECONDS)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for its end here. Cancelling the wait cancels the work."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def post(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have a function called there, after all that was posted before; what it raises is logged by the loop."""
+        self.loop.call_soon_threadsafe(lambda: function(*args, **kwargs))
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function there and return what it returns, or raise what it raises.
+
+        Raises:
+            TimeoutError: the loop did not get to it within `CALL_SECONDS`.
+        """
+        answer: Future[T] = Future()
+
+        def answered() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(function(*args, **kwargs))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self.loop.call_soon_threadsafe(answered)
+        try:
+            return answer.result(CALL_SECONDS)
+        except TimeoutError:
+            answer.cancel()
+            raise
+
+    def stop(self) -> None:
+        """End the loop and its thread. Whatever still runs there is cancelled."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(STOP_SECONDS)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            left = asyncio.all_tasks(self.loop)
+            for task in left:
+                task.cancel()
+            if left:
+                self.loop.run_until_complete(asyncio.wait(left, timeout=STOP_SECONDS / 2))
+        finally:
+            self.loop.close()
+
+
+Learn = Callable[[str, Json], object]
+"""Has the owner of the store take in a state of an object of a kind. Called on the hub's thread."""
+
+
+class Echo:
+    """`status.Known` of the hub's writes. Its own last answers count at once: the owner may be busy for a while."""
+
+    def __init__(self, store: Store, learn: Learn) -> None:
+        self._store = store
+        self._learn = learn
+        self._own: dict[str, Json] = {}
+
+    def by_uid(self, kind: str, uid: str) -> Json | None:
+        """The newest state that either has seen."""
+        own, stored = self._own.get(uid), self._store.by_uid(kind, uid)
+        if own is None or stored is None:
+            return own or stored
+        if resource_version(stored) < resource_version(own):
+            return own
+        del self._own[uid]  # the owner has caught up
+        return stored
+
+    def upsert(self, kind: str, obj: Json) -> None:
+        self.learn(obj)
+        self._learn(kind, obj)
+
+    def learn(self, obj: Json) -> None:
+        """A state that the owner hears of in another way."""
+        uid = obj["metadata"]["uid"]
+        own = self._own.get(uid)
+        if own is None or resource_version(own) < resource_version(obj):
+            self._own[uid] = obj
+
+    def forget(self, uid: str) -> None:
+        self._own.pop(uid, None)
+
+
+class HubPort:
+    """Calls of `HubService`, by the same names. They wait for the hub's loop, which never waits for us; `seen` does not wait."""
+
+    def __init__(self, thread: LoopThread, hub: HubService) -> None:
+        self._thread = thread
+        self._hub = hub
+
+    def ensure(self, pool: KVCachePool, keys: AcceptedKeys, *, new: bool = False) -> None:
+        self._thread.call(partial(self._hub.ensure, pool, keys, new=new))
+
+    def forget(self, namespace: str, name: str) -> list[str]:
+        return self._thread.call(self._hub.forget, namespace, name)
+
+    def seen(self, pool: Json) -> None:
+        self._thread.post(self._hub.seen, pool)
+
+    def resetting(self, pool_uid: str) -> bool:
+        return self._thread.call(self._hub.resetting, pool_uid)
+
+    def look(self, pool_uid: str, newest: Json | None = None) -> HubLook:
+        return self._thread.call(self._hub.look, pool_uid, newest)
+
+    def old_key_idle_seconds(self, pool_uid: str) -> float:
+        return self._thread.call(self._hub.old_key_idle_seconds, pool_uid)
+
+    def export_metrics(self) -> None:
+        self._thread.call(self._hub.export_metrics)
+
+
+PERIOD_SECONDS = 0.25
+
+
+async def watch_lag(loop: str) -> None:
+    """Measure the loop that this runs on, for ever: by how much a sleep was too long (seconds), for `/metrics`."""
+    histogram = metrics.LOOP_LAG.labels(loop=loop)
+    while True:
+        due = time.monotonic() + PERIOD_SECONDS
+        await asyncio.sleep(PERIOD_SECONDS)
+        histogram.observe(max(0.0, time.monotonic() - due))
+
 
 News = Callable[[Resource, Json], object]
 Wake = Callable[[Key, float], None]

@@ -16,36 +16,75 @@ from functools import partial
 from typing import Any
 
 import structlog
+from aiohttp import web
 from kubernetes.aio.config import ConfigException
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from epochkv_operator import metrics
 from epochkv_operator.control import driver
-from epochkv_operator.control.engines import EngineReconciler
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.leader import Leader
-from epochkv_operator.control.pools import PoolReconciler
+from epochkv_operator.control.leader import HubPort, Leader, watch_lag
+from epochkv_operator.control.reconcile import EngineReconciler, PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
-from epochkv_operator.control.storm import Storm
-from epochkv_operator.control.worker import Worker, recheck_seconds
-from epochkv_operator.hub.port import HubPort
-from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
-from epochkv_operator.hub.stores import master_urls
-from epochkv_operator.keys.hub_secret import HubSecret
-from epochkv_operator.keys.pool_secrets import FenceSecrets
+from epochkv_operator.control.worker import Storm, Worker, WorkQueue, recheck_seconds
+from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, master_urls
+from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
-from epochkv_operator.kube.events import EventRecorder
 from epochkv_operator.kube.lease import LeaseLost, new_identity
 from epochkv_operator.kube.optional import OptionalKinds
-from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, OPTIONAL, POOLS, PRIMARY, Resource
-from epochkv_operator.kube.status import StatusWriter
-from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import Key, affected, engine_key, engines_of, indexed, key_of, only_epochs_differ
-from epochkv_operator.lag import watch_lag
-from epochkv_operator.probes import Probes
+from epochkv_operator.kube.status import EventRecorder, StatusWriter
+from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, indexed, key_of, only_epochs_differ
+from epochkv_operator.metrics import REGISTRY
 from epochkv_operator.settings import Settings
 from epochkv_operator.stores.keeper import ScaleIns
+
+#: Returns what is wrong, or None.
+Check = Callable[[], str | None]
+
+
+class Probes:
+    """Checks by name; `serve` binds two small HTTP servers."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, Check] = {}
+        self.ready: dict[str, Check] = {}
+        self.before_metrics: Callable[[], None] = lambda: None
+        self._runners: list[web.AppRunner] = []
+
+    async def serve(self, probe_bind: str, metrics_bind: str) -> None:
+        """Bind and answer until `close`.
+
+        Raises:
+            OSError: a port is taken.
+        """
+        probe_app = web.Application()
+        probe_app.router.add_get("/livez", lambda _: self._answer(self.live))
+        probe_app.router.add_get("/readyz", lambda _: self._answer(self.ready))
+        metrics_app = web.Application()
+        metrics_app.router.add_get("/metrics", self._metrics)
+        for app, bind in ((probe_app, probe_bind), (metrics_app, metrics_bind)):
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
+            await runner.setup()
+            host, port = bind.rsplit(":", 1)
+            await web.TCPSite(runner, host, int(port)).start()
+            self._runners.append(runner)
+
+    async def close(self) -> None:
+        for runner in self._runners:
+            await runner.cleanup()
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self.before_metrics()
+        return web.Response(body=generate_latest(REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @staticmethod
+    async def _answer(checks: dict[str, Check]) -> web.Response:
+        results = {name: check() for name, check in checks.items()}
+        lines = [f"[{'-' if problem else '+'}] {name}: {problem or 'ok'}" for name, problem in results.items()]
+        return web.Response(text="\n".join(lines) + "\n", status=503 if any(results.values()) else 200)
+
 
 log = structlog.get_logger(__name__)
 CANARY_SECONDS = 60.0

@@ -1,24 +1,166 @@
-"""Workers: take a key, reconcile it, put it back with a backoff when that failed. One reconcile per key at a time,
-each with a deadline.
+"""The work queue and its workers: take a key, reconcile it, put it back with a backoff when that failed.
+
+A key is served by one worker at a time, each time with a deadline, never lost, never queued twice, and backs off alone when it fails. The
+shape is client-go's workqueue. kopf offers no such thing for keys that many kinds of objects feed into.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Hashable, Mapping
+from typing import Generic, TypeVar
 
 import structlog
 
 from epochkv_operator import metrics
-from epochkv_operator.control.storm import Storm
 from epochkv_operator.kube.client import ApiError, Conflict, Unavailable
-from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.resources import ENGINES, POOLS
 from epochkv_operator.kube.status import ObjectGone
-from epochkv_operator.kube.work_keys import Key
+from epochkv_operator.kube.store import Key
+
+K = TypeVar("K", bound=Hashable)
+
+BACKOFF_FIRST_SECONDS = 0.1
+BACKOFF_MAX_SECONDS = 30.0
+
+
+class WorkQueue(Generic[K]):
+    """Keys to reconcile. All methods run on one event loop; `clock` is monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ready: dict[K, float] = {}  # insertion-ordered: first in, first out; value: since when
+        self._active: dict[K, float] = {}  # in work; value: since when the key was ready
+        self._again: dict[K, float] = {}  # added while in work
+        self._timers: dict[K, tuple[float, asyncio.TimerHandle]] = {}
+        self._failures: dict[K, int] = {}
+        self._moved = clock()
+        self._wakeup = asyncio.Event()
+
+    def add(self, key: K) -> None:
+        """Serve the key as soon as possible. A key in work is served once more: it may have read old state."""
+        self._cancel_timer(key)
+        if key in self._active:
+            self._again.setdefault(key, self._clock())
+        elif key not in self._ready:
+            if not self._ready and not self._active:
+                self._moved = self._clock()
+            self._ready[key] = self._clock()
+            self._wakeup.set()
+
+    def add_after(self, key: K, delay_seconds: float) -> None:
+        """Serve the key after a delay, or earlier if somebody adds it. Of two delays the shorter one counts."""
+        if key in self._ready:
+            return
+        due = self._clock() + delay_seconds
+        if key in self._timers:
+            if self._timers[key][0] <= due:
+                return
+            self._cancel_timer(key)
+        handle = asyncio.get_running_loop().call_later(delay_seconds, self.add, key)
+        self._timers[key] = (due, handle)
+
+    async def get(self) -> K:
+        """The next key; its worker must call `done` or `retry`."""
+        while not self._ready:
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        key = next(iter(self._ready))
+        self._active[key] = self._ready.pop(key)
+        self._moved = self._clock()
+        return key
+
+    def done(self, key: K) -> float:
+        """The key was served; its backoff is forgotten. Returns the seconds since it became ready."""
+        self._failures.pop(key, None)
+        return self._release(key)
+
+    def retry(self, key: K, at_least_seconds: float = 0.0) -> float:
+        """Serving failed: the key comes back after its backoff, which doubles. Returns the delay in seconds."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        backoff = BACKOFF_FIRST_SECONDS * 2.0 ** min(failures, 16)
+        delay = max(at_least_seconds, min(BACKOFF_MAX_SECONDS, backoff))
+        self._again.pop(key, None)  # whatever was added meanwhile is covered by the retry, and must not defeat the backoff
+        self._release(key)
+        self.add_after(key, delay)
+        return delay
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def oldest_age_seconds(self) -> float:
+        """Age of the oldest key that is ready or in work; 0 when there is none. Keys waiting out a backoff do not count."""
+        since = [*self._ready.values(), *self._active.values()]
+        return self._clock() - min(since) if since else 0.0
+
+    def stuck_seconds(self) -> float:
+        """For how long nothing was taken to be served or was served, while there was something; 0 when there is nothing.
+
+        A long queue that moves is no sign of a fault: a thousand new objects take minutes, and are not served sooner by a restart.
+        """
+        return self._clock() - self._moved if self._ready or self._active else 0.0
+
+    def close(self) -> None:
+        """Cancel all timers."""
+        for key in list(self._timers):
+            self._cancel_timer(key)
+
+    def _release(self, key: K) -> float:
+        self._moved = self._clock()
+        age = self._moved - self._active.pop(key)
+        if key in self._again:
+            self._ready[key] = self._again.pop(key)
+            self._wakeup.set()
+        return age
+
+    def _cancel_timer(self, key: K) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer[1].cancel()
+
 
 log = structlog.get_logger(__name__)
+OUTAGE_WRITES = 3
+"""So many writes in a row without success are an outage; fewer may be one object's own trouble, such as a webhook's."""
+SPREAD_SECONDS = 1.0
+
+
+class Storm:
+    """Which keys wait for the API server. All methods run on one loop."""
+
+    def __init__(self, queue: WorkQueue[Key]) -> None:
+        self._queue = queue
+        self._waiting: set[Key] = set()
+        self._failures = 0
+
+    def waits(self, key: Key) -> None:
+        """The key was put off because the API server did not answer, or had an error."""
+        self._waiting.add(key)
+
+    def served(self, key: Key) -> None:
+        self._waiting.discard(key)
+
+    def write(self, answered: bool) -> None:
+        """A write was answered, or not."""
+        if not answered:
+            self._failures += 1
+            return
+        outage, self._failures = self._failures >= OUTAGE_WRITES, 0
+        if outage:
+            self.over()
+
+    def over(self) -> None:
+        """The API server answers again."""
+        if self._waiting:
+            log.info("the API server answers again", objects_waiting=len(self._waiting))
+        for key in self._waiting:
+            self._queue.add_after(key, random.uniform(0.0, SPREAD_SECONDS))
+        self._waiting.clear()
+
+
 DEADLINE_SECONDS = 60.0
 Reconcile = Callable[[Key], Awaitable[None]]
 

@@ -10,7 +10,7 @@ from epochkv_fence.doctor.finding import CannotLook, Finding, Say
 from epochkv_operator.doctor.cluster import Cluster
 from epochkv_operator.doctor.operators import Operator, find_operators
 from epochkv_operator.kube.client import Json, NotFound
-from epochkv_operator.kube.rights import Right, rights
+from epochkv_operator.kube.resources import Right, rights
 from epochkv_operator.settings import Settings
 
 AUTHORIZATION: Final = "/apis/authorization.k8s.io/v1"

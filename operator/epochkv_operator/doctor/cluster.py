@@ -13,9 +13,8 @@ from epochkv_fence.doctor.finding import CannotLook, Finding, Level
 from epochkv_fence.doctor.running import Shared
 from epochkv_fence.doctor.scope import ClusterScope
 from epochkv_operator.api.base import MANAGED_BY
-from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound
+from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound, missing_kubeconfig
 from epochkv_operator.kube.resources import ENGINES, LEASES, POOLS, SECRETS, Resource
-from epochkv_operator.kubeconfig import missing_kubeconfig
 
 T = TypeVar("T")
 API_SECONDS: Final = 5.0

@@ -1,45 +1,4 @@
-"""A thin client over `kubernetes.aio`: JSON in, JSON out, a deadline on every call, one exception type per kind of
-answer.
-
-RBAC: exactly these verbs are used, nothing else. The chart grants this list and tests run with it; `rights.py` has it as a table.
-
-In the watched namespaces (ClusterRole, or one Role per watched namespace):
-
-| apiGroup          | resources                                              | verbs                              |
-|-------------------|--------------------------------------------------------|------------------------------------|
-| epochkv.io        | kvcachepools, inferenceengines                         | get, list, watch                   |
-| epochkv.io        | kvcachepools/status, inferenceengines/status           | patch                              |
-| apps              | deployments, statefulsets                              | (1), list, watch                   |
-| ""                | services                                               | (1), list, watch                   |
-| ""                | configmaps, serviceaccounts                            | (1) without delete, list, watch    |
-| policy            | poddisruptionbudgets                                   | (1), list, watch                   |
-| networking.k8s.io | networkpolicies                                        | (1), list, watch                   |
-| leaderworkerset.x-k8s.io | leaderworkersets                                | (1), list, watch                   |
-| monitoring.coreos.com | podmonitors                                        | (1), list, watch                   |
-| ""                | pods                                                   | list, watch                        |
-| ""                | secrets                                                | get, create, update, delete (2)    |
-| events.k8s.io     | events                                                 | create                             |
-
-(1) get, create, patch, delete. `get` is for names that are not taken yet: the watches show this operator's own objects
-only, and an apply would take over somebody else's. (2) no list, no watch: Secrets of others stay out of reach of
-anybody who does not know their names. No right on `finalizers`: no owner reference sets `blockOwnerDeletion`.
-
-In the operator's own namespace (Role):
-
-| apiGroup            | resources | names           | verbs           |
-|---------------------|-----------|-----------------|-----------------|
-| coordination.k8s.io | leases    | the Lease       | get, update     |
-| coordination.k8s.io | leases    | -               | create          |
-| ""                  | secrets   | the hub Secret  | get, delete (3) |
-| ""                  | secrets   | -               | create          |
-| events.k8s.io       | events    | -               | create (3)      |
-
-(3) A hub Secret that somebody has changed is replaced, and an Event beside it says so.
-
-Watch canary (own Lease seen through kopf's watch): `list, watch` on leases with resourceNames = the Lease. That is a
-ClusterRole rule when watching cluster-wide, and stands in the same Role when the operator's namespace is a watched one.
-Discovery (`/api`, `/apis`) comes with `system:discovery`.
-"""
+"""A thin client over `kubernetes.aio`: JSON in, JSON out, a deadline on every call, one exception type per kind of answer."""
 
 from __future__ import annotations
 
@@ -49,16 +8,17 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlencode
 
 import aiohttp
+import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
-from epochkv_operator.kube import shown
 from epochkv_operator.kube.resources import ObjectRef, Resource
 
 Json = dict[str, Any]
@@ -72,6 +32,7 @@ UNTYPED = "failed to create typed patch object"
 LIST_CHUNK = 200
 SHOWN_CHUNK = 1000
 JSON = "application/json"
+SHOWN_ACCEPT = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 class ApiError(Exception):
@@ -157,6 +118,39 @@ def _set_field(name: str, value: Any) -> list[Json]:
     if value is not None:
         return [{"op": "add", "path": path, "value": value}]
     return [{"op": "add", "path": path, "value": ""}, {"op": "remove", "path": path}]  # an absent field cannot be removed
+
+
+class _Metadata(msgspec.Struct, gc=False):
+    uid: str
+    resourceVersion: str
+
+
+class _Item(msgspec.Struct, gc=False):
+    metadata: _Metadata
+
+
+class _ListMetadata(msgspec.Struct):
+    resourceVersion: str = ""
+    token: str = msgspec.field(name="continue", default="")
+
+
+class _Page(msgspec.Struct):
+    metadata: _ListMetadata
+    items: list[_Item] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Page)
+
+
+def shown_page(data: bytes) -> tuple[dict[str, int], int, str]:
+    """The versions of a page's objects by uid, the version of the list, and the token of the next page (empty: this is the last).
+
+    Raises:
+        ValueError: no such page.
+    """
+    read = _decoder.decode(data)
+    versions = {item.metadata.uid: int(item.metadata.resourceVersion) for item in read.items or ()}
+    return versions, int(read.metadata.resourceVersion or 0), read.metadata.token
 
 
 def _asked_again(check: Callable[[str, str], None]) -> aiohttp.TraceConfig:
@@ -320,9 +314,9 @@ class KubeClient:
     async def shown(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[dict[str, int], int]:
         """Versions of all objects of a kind by uid, and the version of the list. Nothing else of them is sent but metadata."""
         found: dict[str, int] = {}
-        query, headers = _list_query(SHOWN_CHUNK, label_selector), {"Accept": shown.ACCEPT}
+        query, headers = _list_query(SHOWN_CHUNK, label_selector), {"Accept": SHOWN_ACCEPT}
         while True:
-            page = self._exchange("GET", resource.path(namespace), query, None, dict(headers), self.deadline_seconds, shown.page)
+            page = self._exchange("GET", resource.path(namespace), query, None, dict(headers), self.deadline_seconds, shown_page)
             versions, version, token = await page
             found |= versions
             if not token:
@@ -398,3 +392,13 @@ class KubeClient:
                     yield json.loads(line)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Unavailable(0, "Unreachable", str(error) or type(error).__name__, f"WATCH {path}") from error
+
+
+def missing_kubeconfig() -> str | None:
+    """Which files are looked for, when none of them is there; None when one is, and in a pod, which needs none."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+        return None
+    paths = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
+    if any(Path(path).expanduser().exists() for path in paths):
+        return None
+    return f"{' and '.join(paths)} not found"

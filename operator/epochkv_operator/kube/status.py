@@ -1,5 +1,6 @@
-"""All status writes go through here: compare-and-swap on the resourceVersion, re-read and decide again on conflict.
+"""Status writes and Events: what the operator says about an object.
 
+All status writes go through `StatusWriter`: compare-and-swap on the resourceVersion, re-read and decide again on conflict.
 Two writers share a pool's status in one process (the hub's authority writes epochs, the status writer the rest), and a
 second operator may be alive. The newest state known of each object, from whichever answer, is kept, so that the usual
 write costs one request and no read.
@@ -10,11 +11,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Protocol
 
+import structlog
+
 from epochkv_operator import metrics
-from epochkv_operator.kube.client import Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import ObjectRef, Resource
+from epochkv_operator.api.base import MANAGED_BY
+from epochkv_operator.kube.client import ApiError, Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.resources import EVENTS, ObjectRef, Resource
 from epochkv_operator.kube.store import resource_version
 
 DEADLINE_SECONDS = 10.0
@@ -111,3 +116,57 @@ class StatusWriter:
 
 class _FieldsChanged(Exception):
     """What `decide` depended on is not what it saw."""
+
+
+log = structlog.get_logger(__name__)
+MAX_PENDING = 256
+
+
+class EventRecorder:
+    """Queues Events and posts them from one task; drops them, with one log line, when the API server cannot keep up."""
+
+    def __init__(self, client: KubeClient, instance: str) -> None:
+        self._client = client
+        self._instance = instance
+        self._queue: asyncio.Queue[tuple[str, Json]] = asyncio.Queue(MAX_PENDING)
+
+    def emit(self, about: Json, *, warning: bool, reason: str, action: str, note: str) -> None:
+        """Say what changed about an object. `reason` is CamelCase, `note` at most 1 kB."""
+        metadata = about["metadata"]
+        namespace = metadata.get("namespace", "default")
+        now = datetime.now(UTC)
+        body: Json = {
+            "apiVersion": "events.k8s.io/v1",
+            "kind": "Event",
+            "metadata": {"name": f"{metadata['name']}.{int(now.timestamp() * 1e6):x}", "namespace": namespace},
+            "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "reportingController": f"epochkv.io/{MANAGED_BY}",
+            "reportingInstance": self._instance[:128],
+            "action": action,
+            "reason": reason,
+            "note": note[:1024],
+            "type": "Warning" if warning else "Normal",
+            "regarding": {
+                "apiVersion": about["apiVersion"],
+                "kind": about["kind"],
+                "name": metadata["name"],
+                "namespace": namespace,
+                "uid": metadata["uid"],
+            },
+        }
+        try:
+            self._queue.put_nowait((namespace, body))
+        except asyncio.QueueFull:
+            log.warning(
+                "event dropped: the API server takes events too slowly",
+                object=f"{namespace}/{metadata['name']}",
+                reason=reason,
+            )
+
+    async def run(self) -> None:
+        while True:
+            namespace, body = await self._queue.get()
+            try:
+                await self._client.create(EVENTS, namespace, body)
+            except ApiError as error:
+                log.debug("event not posted", error=str(error))

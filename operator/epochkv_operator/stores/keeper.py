@@ -17,8 +17,7 @@ import structlog
 from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.kube.resources import PODS, STATEFULSETS
-from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import Key, pool_key
+from epochkv_operator.kube.store import Key, Store, pool_key
 from epochkv_operator.planning.context import ScaleIn
 from epochkv_operator.planning.names import component_name, component_selector, controller_of
 from epochkv_operator.stores.admin import MasterAdmin, MasterSilent

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from epochkv_operator.kube.rights import rights
+from epochkv_operator.kube.resources import rights
 
 from .conftest import CHART, ROOT, Rendered
 

@@ -23,7 +23,7 @@ from epochkv_operator.doctor.objects import judge_pairs, judge_pod
 from epochkv_operator.doctor.operators import Operator, image_tag, judge_deployment, judge_lease, judge_offset
 from epochkv_operator.doctor.secrets import judge_connection, judge_hub_secret, judge_secret
 from epochkv_operator.doctor.versions import judge_images, judge_operators
-from epochkv_operator.kube.rights import rights
+from epochkv_operator.kube.resources import rights
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 Json = dict[str, Any]

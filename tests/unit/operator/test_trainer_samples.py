@@ -12,7 +12,7 @@ import yaml
 from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV, Connection
 from epochkv_fence.net import generate_keypair
 from epochkv_operator.api import parse_pool
-from epochkv_operator.keys.content import FenceKeys, content
+from epochkv_operator.keys import FenceKeys, content
 from epochkv_operator.planning.names import component_name
 from epochkv_operator.planning.pool import desired_pool
 from tests.support.planning import CONTEXT, one

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_fence.net import KeyPair, generate_keypair
-from epochkv_operator.keys import judge
-from epochkv_operator.keys.content import CHECK, FIRST, GENERATION, HUB, KEY, PREVIOUS, PUBLIC, ROOT, FenceKeys, content, decoded, encoded
+from epochkv_operator import keys as judge
+from epochkv_operator.keys import CHECK, FIRST, GENERATION, HUB, KEY, PREVIOUS, PUBLIC, ROOT, FenceKeys, content, decoded, encoded
 
 POOL, HUB_KEY = "uid-1", generate_keypair().public
 OTHER = generate_keypair()

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_operator.hub import loop as module
-from epochkv_operator.hub.echo import Echo
-from epochkv_operator.hub.loop import LoopThread
+from epochkv_operator.control import leader as module
+from epochkv_operator.control.leader import Echo, LoopThread
 from epochkv_operator.kube.client import Json, KubeClient, Unavailable
-from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import indexed
+from epochkv_operator.kube.store import Store, indexed
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epochkv_operator.api.base import POOL_LABEL
-from epochkv_operator.kube.apply import project
-from epochkv_operator.kube.queue import WorkQueue
-from epochkv_operator.kube.store import Store, slim
-from epochkv_operator.kube.work_keys import engine_key, engines_of, indexed, only_epochs_differ
+from epochkv_operator.control.executor import project
+from epochkv_operator.control.worker import WorkQueue
+from epochkv_operator.kube.store import Store, engine_key, engines_of, indexed, only_epochs_differ, slim
 
 
 class Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from epochkv_operator.kube.shown import page
+from epochkv_operator.kube.client import shown_page as page
 
 POD = b'{"metadata":{"name":"a","namespace":"n","uid":"u-%d","resourceVersion":"%d","labels":{"x":"y"},"managedFields":[{"f":{}}]}}'
 

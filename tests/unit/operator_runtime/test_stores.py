@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.hub.stores import master_urls
-from epochkv_operator.kube.store import Store
-from epochkv_operator.kube.work_keys import indexed
+from epochkv_operator.hub.service import master_urls
+from epochkv_operator.kube.store import Store, indexed
 
 Json = dict[str, Any]
 MOONCAKE = {"distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}}}}

@@ -7,12 +7,10 @@ import contextlib
 from collections import Counter
 from itertools import pairwise
 
-from epochkv_operator.control.storm import OUTAGE_WRITES, Storm
-from epochkv_operator.control.worker import Worker
+from epochkv_operator.control.worker import OUTAGE_WRITES, Storm, Worker, WorkQueue
 from epochkv_operator.kube.client import Invalid, Unavailable
-from epochkv_operator.kube.queue import WorkQueue
 from epochkv_operator.kube.status import ObjectGone
-from epochkv_operator.kube.work_keys import Key, engine_key, pool_key
+from epochkv_operator.kube.store import Key, engine_key, pool_key
 
 HEALTHY, GONE, BROKEN = (pool_key("default", name) for name in ("healthy", "gone", "broken"))
 

@@ -2,7 +2,11 @@
 
 A pool's record is the pool object's status: `targetEpoch` with its origin in `reset`, `epoch` with its `proof`, `granting`,
 `weightsLabels`. Whoever may write status can edit it. A target that was raised by hand is followed: it only costs a reset, and an
-older leader's late write looks the same. An epoch without proof is not published, and a missing `granting` proves nothing.
+older leader's late write looks the same. A missing `granting` proves nothing.
+`proof` is the hub's signature under the epoch that it published. `status.epoch` never goes down, for nobody: what a person wrote there
+cannot be taken back, only made true. So a hub that finds an epoch without its proof does not take it for published, and proves it as it
+proves every epoch. The proof also says whether any hub of the pool may have granted: `status.granting` could be removed, and the next
+hub would publish without waiting for the grants before it.
 Leadership is the operator's Lease.
 Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
 Writes are compare-and-swap: first on the resourceVersion, after a conflict on the record's own fields. So a check made on the state
@@ -11,16 +15,47 @@ that was read still holds when the write lands.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from epochkv_fence.protocol.authority import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import Source
-from epochkv_operator.hub.proof import Proofs
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
 from epochkv_operator.kube.status import Decide, ObjectGone, StatusWriter
+
+
+class Proof(NamedTuple):
+    """What a hub has signed."""
+
+    epoch: int
+    granted: bool
+    """Some hub of the pool had granted, or may have."""
+
+
+class Proofs:
+    """Makes and reads proofs. Only hubs know the key: it comes from the hub's secret key, which no engine has."""
+
+    def __init__(self, hub_secret: str) -> None:
+        self._key = hashlib.sha256(f"epochkv proof|{hub_secret}".encode()).digest()
+
+    def of(self, pool_uid: str, epoch: int, granted: bool) -> str:
+        said = f"{epoch}:{granted:d}"
+        mac = hmac.new(self._key, f"{pool_uid}|{said}".encode(), hashlib.sha256).hexdigest()
+        return f"{said}:{mac[:32]}"
+
+    def read(self, pool_uid: str, text: object) -> Proof | None:
+        """None: this hub's predecessors did not sign that for this pool."""
+        epoch, _, rest = str(text or "").partition(":")
+        if not (epoch.isascii() and epoch.isdigit() and len(epoch) <= 19):
+            return None
+        proof = Proof(int(epoch), rest.startswith("1"))
+        return proof if hmac.compare_digest(str(text).encode(), self.of(pool_uid, *proof).encode()) else None
+
 
 RECORD_FIELDS = ("targetEpoch", "epoch", "proof", "granting", "weightsLabels")
 

@@ -1,0 +1,326 @@
+"""Reconciling a KVCachePool (its Secret, its place in the hub, its objects, its status) and an InferenceEngine (its objects around the
+pool it refers to, its status).
+
+No reset is driven here. `spec.resetEpoch` is handed to the hub (`hub/service.py`), which records the epoch (`hub/authority.py`)
+and follows it until it is published (`epochkv_fence/hub/resets.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+import structlog
+
+from epochkv_operator import __version__
+from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
+from epochkv_operator.control.executor import Executor
+from epochkv_operator.control.leader import HubPort
+from epochkv_operator.control.reporter import Reporter, invalid_status
+from epochkv_operator.hub.service import AcceptedKeys, HubLook
+from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
+from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
+from epochkv_operator.kube.optional import OptionalKinds
+from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS
+from epochkv_operator.kube.status import ObjectGone
+from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, pool_of
+from epochkv_operator.planning.conditions import epoch_ahead
+from epochkv_operator.planning.context import Context, HubView, Observed, Problem
+from epochkv_operator.planning.engine import workload_of
+from epochkv_operator.planning.plan import plan_engine, plan_pool
+from epochkv_operator.planning.status import engine_status, pool_status
+from epochkv_operator.settings import Settings
+from epochkv_operator.stores.keeper import ScaleIns
+
+
+def observe(store: Store, namespace: str, label: str, value: str, hub: HubView | None = None, problem: Problem | None = None) -> Observed:
+    """Everything in a namespace that carries a label of the operator."""
+    children = [obj for resource in (*CHILDREN, *OPTIONAL) for obj in store.found(resource.kind, namespace, label, value)]
+    return Observed(tuple(children), tuple(store.found(PODS.kind, namespace, label, value)), hub, problem)
+
+
+def context_for(settings: Settings, keys: FenceKeys | None, served: frozenset[str] = frozenset()) -> Context:
+    """The settings that end up in objects. `keys` of the pool, when it has any; `served`: kinds of other projects that there are."""
+    return Context(
+        hub_endpoint=settings.endpoint,
+        operator_namespace=settings.namespace,
+        operator_version=__version__,
+        store_image=settings.store_image,
+        engine_image=settings.engine_image,
+        served=served,
+        monitor_labels=settings.monitor_labels,
+        credentials_revision=_revision(keys) if keys is not None else "",
+    )
+
+
+def now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _revision(keys: FenceKeys) -> str:
+    """Changes when engines must restart: another hub, or a Secret that was made anew, with another root secret. A rotated client
+    key is read again by running engines. Of public keys only: it is shown in pod templates.
+    """
+    return hashlib.sha256(f"{keys.hub_public} {keys.first}".encode()).hexdigest()[:12]
+
+
+log = structlog.get_logger(__name__)
+#: How often it is looked whether anybody still uses the older of two client keys.
+OLD_KEY_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class PoolReconciler:
+    """Brings pools to what they should be. Raises what another try may solve. `wake`: look at a key after a delay."""
+
+    settings: Settings
+    store: Store
+    executor: Executor
+    reporter: Reporter
+    secrets: FenceSecrets
+    hub: HubPort
+    scale_ins: ScaleIns
+    wake: Callable[[Key, float], None]
+    optional: OptionalKinds
+    _judged: dict[str, int] = field(default_factory=dict)
+
+    async def reconcile(self, key: Key) -> None:
+        obj = self.store.get(key.kind, key.namespace, key.name)
+        if obj is None:
+            self._forget(key)
+            raise ObjectGone(f"{key} is gone")
+        if obj["metadata"].get("deletionTimestamp"):
+            return
+        try:
+            pool = parse_pool(obj)
+        except InvalidObject as error:
+            message = str(error)
+            await self.reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
+            return
+        keys, problem, retry = await self._keys(key, obj)
+        if keys is not None:
+            keys, trouble, late = await self._serve(key, obj, pool, keys)
+            problem, retry = problem or trouble, retry or late
+        context = context_for(self.settings, keys, self.optional.served)
+        children = replace(
+            observe(self.store, key.namespace, POOL_LABEL, key.name), scale_in=self.scale_ins.look(pool, obj.get("status") or {})
+        )
+        refused, again = await self.executor.bring_about(
+            str(key), children, lambda seen: plan_pool(pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
+        )
+        problem, again = problem or refused, retry or again
+
+        look = HubLook()
+
+        def compute(newest: Json) -> Json:
+            nonlocal look
+            status, look = newest.get("status") or {}, self.hub.look(pool.metadata.uid, newest)
+            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, look.view, problem)
+            seen = replace(seen, scale_in=children.scale_in)
+            return pool_status(pool, seen, context, status, now()) if look.known or keys is None else status
+
+        await self.reporter.report(obj, compute)
+        if not look.known and keys is not None:
+            return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
+        self._tell_ahead(obj, pool, look.view)
+        if look.incomplete_seconds > 0:
+            self.wake(key, look.incomplete_seconds)  # what is not known by then is gone
+        if look.overdue_seconds > 0:
+            self.wake(key, look.overdue_seconds)
+        if again is not None:
+            raise again
+
+    def _forget(self, key: Key) -> None:
+        """The pool is gone."""
+        self.secrets.forget(key.namespace, key.name)
+        self.reporter.forget(key)
+        self.executor.gone(str(key))
+        for uid in self.hub.forget(key.namespace, key.name):
+            self._judged.pop(uid, None)
+            self.scale_ins.forget(uid)
+            log.info("pool gone", object=str(key), uid=uid)
+
+    async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
+        """The pool's keys, what to tell the user where there are none, and the error to try again on."""
+        uid = obj["metadata"]["uid"]
+        decided = self.secrets.decided(uid)
+        try:
+            ensured = await self.secrets.ensure(obj)
+            if ensured.note:
+                self.reporter.tell(obj, reason="SecretRestored", action="Secret", note=ensured.note)
+            return ensured.keys, None, None
+        except SecretConflict as error:
+            return None, Problem("SecretConflict", str(error)), None
+        except (Forbidden, Invalid) as error:
+            known = self.secrets.known(uid)  # rights that are being changed do not make known keys wrong
+            return known, None if known else Problem("SecretRefused", str(self.secrets.refusal(uid))), error
+        finally:
+            if not decided:  # engines wait for this, or for the news that there is something to wait for
+                for engine in engines_of(self.store, key.namespace, key.name):
+                    self.wake(engine_key(key.namespace, engine["metadata"]["name"]), 0.0)
+
+    async def _serve(self, key: Key, obj: Json, pool: KVCachePool, keys: FenceKeys) -> tuple[FenceKeys, Problem | None, ApiError | None]:
+        """Have the hub serve the pool, and take the next step of replacing its client key, if one is due. Returns as `_keys`."""
+        uid, generation = pool.metadata.uid, pool.spec.keys.generation
+        due = keys.previous is None and keys.generation < generation
+        if due:
+            self.secrets.draw(uid)
+
+        def serve(now: FenceKeys) -> None:
+            accepted = AcceptedKeys(self.secrets.accepted(uid), len(now.accepted), now.generation)
+            self.hub.ensure(pool, accepted, new=self.secrets.new(uid))
+
+        # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
+        serve(keys)
+        try:
+            if due:
+                keys = await self.secrets.rotate(obj, generation)
+            elif keys.previous is not None and self._unused(key, pool):
+                keys = await self.secrets.retire(obj)
+        except SecretConflict as error:
+            return keys, Problem("SecretConflict", str(error)), None
+        except (Forbidden, Invalid) as error:
+            return keys, Problem("SecretRefused", f"the pool's keys cannot be replaced: {error.message}"), error
+        serve(keys)
+        if keys.previous is not None:
+            self.wake(key, OLD_KEY_SECONDS)
+        return keys, None, None
+
+    def _unused(self, key: Key, pool: KVCachePool) -> bool:
+        """Nobody alive has used the older key for as long as a lease can last."""
+        return self.hub.old_key_idle_seconds(pool.metadata.uid) >= pool.spec.reset.hold_seconds
+
+    def _tell_ahead(self, obj: Json, pool: KVCachePool, view: HubView | None) -> None:
+        """One Event for each `spec.resetEpoch` that resets nothing, because the pool was at that epoch already."""
+        uid, asked = pool.metadata.uid, pool.spec.reset_epoch
+        if view is None or view.target < asked:
+            return
+        seen_before = (obj.get("status") or {}).get("observedGeneration") == pool.metadata.generation
+        before = self._judged.get(uid, asked if seen_before else 0)
+        self._judged[uid] = asked
+        if asked > before and epoch_ahead(asked, view):
+            note = f"spec.resetEpoch {asked} resets nothing: the pool is at epoch {view.target} already. Set {view.target + 1} or higher"
+            self.reporter.tell(obj, reason="EpochAhead", action="Reset", note=note)
+
+
+#: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.
+WAIT_FOR_KEYS_SECONDS = 1.0
+HOLD_SECONDS = 5.0
+"""For how long a new engine waits for its pool. Without one it starts alone, and starts again when the pool comes."""
+
+
+@dataclass(eq=False)
+class EngineReconciler:
+    """Brings engines to what they should be. Raises what another try may solve. `wake`: look at a key after a delay."""
+
+    settings: Settings
+    store: Store
+    executor: Executor
+    reporter: Reporter
+    secrets: FenceSecrets
+    hub: HubPort
+    client: KubeClient
+    wake: Callable[[Key, float], None]
+    optional: OptionalKinds
+    _new: dict[Key, float] = field(default_factory=dict)
+
+    async def reconcile(self, key: Key) -> None:
+        obj = self.store.get(key.kind, key.namespace, key.name)
+        if obj is None:
+            self._new.pop(key, None)
+            self.reporter.forget(key)
+            self.executor.gone(str(key))
+            raise ObjectGone(f"{key} is gone")
+        if obj["metadata"].get("deletionTimestamp"):
+            return
+        name = pool_of(obj)
+        pool_obj = await self._pool(key.namespace, name) if name else None
+        try:
+            engine = parse_engine(obj)
+            pool = parse_pool(pool_obj) if pool_obj is not None else None
+        except InvalidObject as error:
+            # An unreadable pool is not a missing one: nothing is changed until it can be read.
+            message = str(error)
+            await self.reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
+            return
+        if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.decided(pool.metadata.uid):
+            await self._wait_for_keys(key, obj, engine, pool)
+            return
+        if pool is None and name and (left := self._hold(key, engine)) > 0:
+            self.wake(key, left)
+            await self._report(key, obj, engine, None, _waits(key.namespace, name))
+            return
+        await self._bring_about(key, obj, engine, pool)
+
+    def _hold(self, key: Key, engine: InferenceEngine) -> float:
+        """Seconds that an engine which has no pods yet may still wait for its pool."""
+        kind, name = workload_of(engine)
+        if self.store.get(kind, key.namespace, name) is not None:
+            return 0.0
+        return self._new.setdefault(key, time.monotonic()) + HOLD_SECONDS - time.monotonic()
+
+    async def _wait_for_keys(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool) -> None:
+        """The pool is being reconciled; without its keys the engine would start twice, or wait for a volume."""
+        refusal = self.secrets.refusal(pool.metadata.uid)
+        if refusal is None:
+            self.wake(key, WAIT_FOR_KEYS_SECONDS)
+            return
+        await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
+
+    async def _pool(self, namespace: str, name: str) -> Json | None:
+        """The pool, asked for at the API server before it counts as missing.
+
+        Events of pools and engines overtake each other, and an engine that is first made without its pool starts twice.
+        """
+        known = self.store.get(POOLS.kind, namespace, name)
+        if known is not None:
+            return known
+        try:
+            return await self.client.get(POOLS, namespace, name)
+        except NotFound:
+            return None
+
+    async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
+        keys = self.secrets.known(pool.metadata.uid) if pool is not None else None
+        context = context_for(self.settings, keys, self.optional.served)
+        children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
+        problem, again = await self.executor.bring_about(
+            str(key), children, lambda seen: plan_engine(engine, pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
+        )
+        refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None
+        if pool is not None and refusal is not None:
+            problem = problem or _not_ready(pool, refusal)
+        look = await self._report(key, obj, engine, pool, problem)
+        if not look.known:
+            return  # a new hub is about to read the pool's record, and wakes this engine then
+        if look.incomplete_seconds > 0:
+            self.wake(key, look.incomplete_seconds)  # what is not known by then is gone
+        if again is not None:
+            raise again
+
+    async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> HubLook:
+        """Write the status, unless the hub does not know the pool yet; what the hub knows."""
+        look = HubLook()
+
+        def compute(newest: Json) -> Json:
+            nonlocal look
+            status = newest.get("status") or {}
+            look = self.hub.look(pool.metadata.uid) if pool is not None else look
+            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, look.view, problem)
+            return engine_status(engine, pool, seen, status, now()) if look.known else status
+
+        await self.reporter.report(obj, compute)
+        return look
+
+
+def _waits(namespace: str, pool: str) -> Problem:
+    text = f"KVCachePool {namespace}/{pool} does not exist yet: pods start when it does, or without it {HOLD_SECONDS:g} s after the engine"
+    return Problem("WaitingForPool", text)
+
+
+def _not_ready(pool: KVCachePool, refusal: str) -> Problem:
+    return Problem("PoolNotReady", f"KVCachePool {pool.metadata.name} has no keys: {refusal}")
