@@ -43,9 +43,12 @@ down: ## Remove everything that demo made
 setup-checks: setup ## What tests check alerts and workflows with (built once, minutes)
 	@$(DEV) -m hack.cluster build --checks
 
-test: setup-cluster setup-checks lint ## Set up everything, pass every test
-	@$(SETUP) frameworks
+test: setup-cluster setup-checks lint ## Set up everything, pass every test but the slow ones: at most 25 minutes on two cores, 40 from nothing
 	@$(TESTS)
+
+test-all: setup-cluster setup-checks setup-trainers lint ## Every test: whole matrices, each kill, trainers (hours; environments of 20 GB)
+	@$(TESTS) --all
+	@$(MAKE) --no-print-directory test-transfers
 
 test-fast: setup ## Pure layer for the inner loop: operator, tools, the fence's rules (under a minute, no vLLM)
 	@$(TESTS) fast
@@ -65,24 +68,15 @@ test-engine: setup-engine ## Real vLLM engines on CPU
 test-cuda: ## Copies on this machine's GPU; torch only, no setup, minutes (PYTHON=python SOAK_SECONDS=60)
 	@$(TORCH) -m tests.cuda
 
-test-matrix: setup-engine ## Every mode of the connector on real engines (the whole product; `make test` runs a slice), with a table
-	@EPOCHKV_MATRIX=whole EPOCHKV_MATRIX_TABLE=.build/matrix.md $(ENGINE) -m pytest -v tests/engine/test_matrix.py; cat .build/matrix.md
-
-test-families: setup-engine ## Every family of models on real engines (`make test` runs a slice)
-	@EPOCHKV_FAMILIES=all $(ENGINE) -m pytest -v tests/engine/test_families.py
-
 test-transfers: setup-engine ## Real NIXL from a prefill to a decode engine (keeps a core of each engine busy: four cores are better)
 	@$(SETUP) nixl
 	@PYTHONPATH=.build/nixl $(ENGINE) -m pytest -v tests/engine/test_transfers.py
 
-test-trainers: setup-trainers ## Real trainers on CPU with two rollouts, our hub and Mooncake (`make test` runs a slice)
+test-trainers: setup-trainers ## Real trainers and frameworks on CPU with two rollouts, our hub and Mooncake (no part of `make test`)
 	@$(TESTS) trainers
 
 test-cluster: setup-cluster setup-checks ## Real API server; operator, chart, RBAC
 	@$(TESTS) cluster
-
-test-kills: setup-cluster ## The operator killed after each of its writes, in every flow (`make test` runs a slice)
-	@EPOCHKV_KILLS=all $(DEV) -m pytest -s tests/cluster/test_operator_kills.py
 
 test-e2e: setup-cluster ## The whole journey in pods
 	@$(TESTS) e2e
@@ -178,4 +172,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock demo-cold down test test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-transfers test-trainers test-cluster test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

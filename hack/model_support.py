@@ -30,7 +30,7 @@ An engine whose tiers cannot be used serves without them. It says why in its log
 
 ## Run on real engines
 
-`make test-families` runs each row on vLLM's CPU engines with a tiny random model; `make test` runs the rows with a star. Answers equal
+`make test-all` runs each row on vLLM's CPU engines with a tiny random model; `make test` runs the rows with a star. Answers equal
 those of an engine without any cache, in their tokens and logprobs. Prompts are computed in chunks. Before an engine reads a tier, all of
 its own blocks are overwritten. Wrong numbers in the blocks of any one group change the answer.
 

@@ -5,12 +5,14 @@ Layers that need no CPU at a certain time run beside the others, one after the o
 In layers of real processes up to three tests that failed have one more run by themselves, and are named at the end: a machine
 that stands still for seconds ends leases and deadlines. A wrong answer of an engine has none (docs/decisions/0009-tests.md).
 
-    python -m hack.run_tests [LAYER ...]      (no layer: all of them)
+    python -m hack.run_tests [LAYER ...]            no layer: those of `make test`; without the tests that are marked `slow`
+    python -m hack.run_tests --all [LAYER ...]      no layer: every one; slow tests, too
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -35,20 +37,23 @@ WRONG_ANSWER = re.compile(rb"^>.*\btokens\b|^E .*(?:wrong answer|wrong tokens)")
 FAILED = re.compile(rb"^(?:FAILED|ERROR) (\S.*?)(?: - |$)")
 """Lines of a captured log that begin with ERROR have more blanks behind it."""
 MAX_SECOND_RUNS = 3
+NO_TESTS = 5
+"""pytest's exit status when it ran none."""
 BESIDE_SECONDS = 900
 """In which a test must end that runs at the lowest priority, and has no time of its own."""
-SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|no tests ran)\b.*) =+$")
+SUMMARY = re.compile(r"^=+ (.*\b(?:passed|failed|error|errors|skipped|deselected|no tests ran)\b.*) =+$")
 
 
 @dataclass(frozen=True)
 class Layer:
     """One pytest run: `python -m pytest paths`, `without` some of them, expected to take about `seconds`.
 
+    `paths` may be patterns.
     `workers`: how many tests run at a time, a file's tests in one process; more than cores where tests mostly wait for leases,
     deadlines and processes. One engine takes 3 GB, so they have one worker.
     `real`: of processes with leases and deadlines, which a machine that stands still breaks.
     `beside`: runs beside the other layers, at the lowest priority: its tests need no CPU at a certain time.
-    `only_named`: no part of a run of all layers.
+    `slow`: runs in `make test-all` only, as tests do that are marked so.
     """
 
     name: str
@@ -58,8 +63,13 @@ class Layer:
     workers: int = 1
     real: bool = False
     beside: bool = False
-    only_named: bool = False
+    slow: bool = False
     without: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> list[str]:
+        """What its paths are, from the root of the repository."""
+        return [str(path.relative_to(ROOT)) for pattern in self.paths for path in sorted(ROOT.glob(pattern))]
 
 
 @dataclass
@@ -68,22 +78,13 @@ class Run:
 
     status: int
     summary: str
+    cpu: float = 0.0
     failed: list[str] = field(default_factory=list)
     wrong_answer: bool = False
 
     @property
     def may_be_the_machine(self) -> bool:
         return self.status == 1 and 0 < len(self.failed) <= MAX_SECOND_RUNS and not self.wrong_answer
-
-
-RULES = tuple(
-    f"tests/unit/fence/test_{name}.py"
-    for name in (
-        *("agent", "asks", "hub", "hub_peers", "labels", "messages", "reclaim", "refusals"),
-        *("rules_table", "status", "transport_rounds", "transport_turns", "weights", "wipe"),
-    )
-)
-"""Of the fence's tests those that have neither a socket nor a process: part of the layer for the inner loop."""
 
 
 def trainer_python(name: str) -> Path:
@@ -94,83 +95,57 @@ def trainer_python(name: str) -> Path:
 SLICED = ("tests/engine/test_matrix.py", "tests/engine/test_families.py")
 """Tests with many engines, of which a slice runs here: they have a layer for themselves."""
 
-RAY_SERVE = ("tests/trainers/frameworks/test_ray_serve.py",)
-
 LAYERS = (
-    Layer(
-        "fast",
-        DEV,
-        (
-            "tests/unit/operator",
-            "tests/unit/operator_api",
-            "tests/unit/operator_plan",
-            "tests/unit/operator_runtime",
-            "tests/unit/operator_stores",
-            "tests/unit/hack",
-            *RULES,
-        ),
-        30,
-        4,
-    ),
-    Layer("fence", DEV, ("tests/unit/fence",), 120, 6, real=True, without=RULES),
+    Layer("fast", DEV, ("tests/unit/operator", "tests/unit/operator_[!a]*", "tests/unit/hack"), 30, 4),  # those of arguments need vLLM
+    Layer("fence", DEV, ("tests/unit/fence",), 120, 6, real=True),
     Layer("security", DEV, ("tests/security",), 45, 4, real=True),
     Layer(
         "unit-connector",
         ENGINE,
-        (
-            "tests/unit/connector_worker",
-            "tests/unit/connector_scheduler",
-            "tests/unit/connector_identity",
-            "tests/unit/connector_naming",
-            "tests/unit/connector_verl",
-            "tests/unit/operator_arguments",
-            "tests/unit/bench",
-            "tests/cuda",
-        ),
+        ("tests/unit/connector_*", "tests/unit/operator_arguments", "tests/unit/bench", "tests/cuda"),
         60,
         beside=True,
     ),
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90, real=True, beside=True),  # plans expire, and idle engines look at weights
     Layer("matrix", ENGINE, SLICED, 330, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 300, beside=True),
-    Layer("frameworks", trainer_python("frameworks"), ("tests/trainers/frameworks",), 150, real=True, beside=True, without=RAY_SERVE),
-    Layer("ray-serve", trainer_python("frameworks"), RAY_SERVE, 300, real=True, only_named=True),
-    Layer("verl", trainer_python("verl"), ("tests/trainers/verl",), 600, real=True, only_named=True),
-    Layer("trl", trainer_python("trl"), ("tests/trainers/trl",), 600, real=True, only_named=True),
     Layer("store", ENGINE, ("tests/store",), 90, 3, real=True),
     Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart", "tests/unit/release"), 330, 3, real=True),
     Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=SLICED),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
+    Layer("frameworks", trainer_python("frameworks"), ("tests/trainers/frameworks",), 450, real=True, slow=True),
+    Layer("verl", trainer_python("verl"), ("tests/trainers/verl",), 600, real=True, slow=True),
+    Layer("trl", trainer_python("trl"), ("tests/trainers/trl",), 600, real=True, slow=True),
 )
 GROUPS = {
     "unit": ("fast", "fence", "model", "security", "unit-connector"),
     "engine": ("engine", "matrix"),
-    "trainers": ("frameworks", "ray-serve", "verl", "trl"),
+    "trainers": ("frameworks", "verl", "trl"),
 }
 
 
 def forgotten() -> list[str]:
     """Folders of tests that no layer names: they would never run."""
     folders = [*(ROOT / "tests").iterdir(), *(ROOT / "tests/unit").iterdir(), *(ROOT / "tests/trainers").iterdir()]
-    named = {path for layer in LAYERS for path in layer.paths} | {"tests/unit"}
+    named = {path for layer in LAYERS for path in layer.found} | {"tests/unit"}
     found = {str(folder.relative_to(ROOT)) for folder in folders if any(folder.glob("test_*.py"))}
     return sorted(found - named)
 
 
 def run_layer(layer: Layer, extra: Sequence[str], output: IO[bytes]) -> Run:
     """The layer's tests, and once more those of a layer of real processes that failed."""
-    paths = [path for path in layer.paths if (ROOT / path).exists()]
-    if not paths:
+    if not layer.found:
         return Run(1, f"no such folder: {', '.join(layer.paths)}")
     parallel = ["-n", str(layer.workers), "--dist", "loadfile"] if layer.workers > 1 else []
     ignored = [f"--ignore={path}" for path in layer.without]
     if layer.beside:
         extra = [f"-o=timeout={BESIDE_SECONDS}", *extra]
-    first = run_pytest(layer, [*parallel, *paths, *ignored, *extra], output)
+    first = run_pytest(layer, [*parallel, *layer.found, *ignored, *extra], output)
     if not layer.real or not first.may_be_the_machine:
         return first
     say(output, f"\n==> layer {layer.name}: once more {', '.join(first.failed)}")
     second = run_pytest(layer, [*first.failed, *extra], output)
+    second.cpu += first.cpu
     if second.status == 0:
         second.summary = f"{first.summary}; passed on a second run: {', '.join(first.failed)}"
     return second
@@ -203,7 +178,11 @@ def run_pytest(layer: Layer, arguments: Sequence[str], output: IO[bytes]) -> Run
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
                 read_line(line, run)
-    run.status = process.returncode
+        # Of the tests and of every process that they waited for.
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    run.status = 0 if process.returncode == NO_TESTS and "not slow" in arguments else process.returncode
+    run.cpu = usage.ru_utime + usage.ru_stime
     if run.status == 0:
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -220,21 +199,33 @@ def read_line(line: bytes, run: Run) -> None:
         run.summary = summary[1]
 
 
+def slowest(since: float, number: int = 10) -> list[str]:
+    """The tests that ended after `since`, by the time that each took (`tests/conftest.py`)."""
+    try:
+        known = json.loads((ROOT / ".build/durations.json").read_text())
+    except (OSError, ValueError):
+        return []
+    ran = sorted(((seconds, name) for name, (seconds, ended) in known.items() if ended >= since), reverse=True)
+    return [f"{seconds:7.1f} s  {name}" for seconds, name in ran[:number]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [layer.name for layer in LAYERS]
-    parser.add_argument("layers", nargs="*", metavar="LAYER", help=f"one of: {', '.join(names)} (default: all)")
+    parser.add_argument("layers", nargs="*", metavar="LAYER", help=f"one of: {', '.join((*GROUPS, *names))}")
+    parser.add_argument("--all", action="store_true", help="slow layers and slow tests, too")
     args, extra = parser.parse_known_args()
-    everything = [layer.name for layer in LAYERS if not layer.only_named]
-    wanted = [name for given in args.layers for name in GROUPS.get(given, (given,))] or everything
+    wanted = [name for given in args.layers for name in GROUPS.get(given, (given,))]
     if unknown := set(wanted) - set(names):
         parser.error(f"unknown layer {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
     if missing := forgotten():
         parser.error(f"no layer runs {', '.join(missing)}: name it in LAYERS")
-    layers = [layer for layer in LAYERS if layer.name in wanted]
-    results = run_all(layers, extra, Durations(cache_root() / "test-durations.json"))
+    layers = [layer for layer in LAYERS if (layer.name in wanted if wanted else args.all or not layer.slow)]
+    began = time.time()
+    results = run_all(layers, extra if args.all else ["-m", "not slow", *extra], Durations(cache_root() / "test-durations.json"))
+    print("\n".join(["the slowest tests:", *slowest(began), ""]))
     for name, run in results.items():
-        print(f"{'ok  ' if run.status == 0 else 'FAIL'} {name:15s} {run.summary}")
+        print(f"{'ok  ' if run.status == 0 else 'FAIL'} {name:15s} {run.summary}; {clock(run.cpu)} of CPU")
     return 0 if all(run.status == 0 for run in results.values()) else 1
 
 

@@ -1,13 +1,12 @@
 """The operator is killed right after each of its writes, in everything that it writes for; the next one ends where the first would have.
 
-`make test` kills after the first write of each flow, the last, and one in between; `make test-kills` after each of them.
+`make test` kills after the first write of each flow, the last, and one in between; `make test-all` after each of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import time
 from collections.abc import Iterator
@@ -28,8 +27,6 @@ from tests.cluster.operator_harness import ENGINES, POOLS, Namespace, OperatorPr
 from tests.cluster.operator_nursery import popen
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
-ASKED = os.environ.get("EPOCHKV_KILLS", "")
-"""`all`, or a range such as `1-8`: after which writes of each flow; else a sample."""
 SIDE_BY_SIDE = 4
 QUIET_SECONDS = 2.0
 POLL_SECONDS = 0.4
@@ -110,13 +107,11 @@ def undisturbed(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -
     return Undisturbed({name: writes for name, (writes, _) in found.items()}, {name: end for name, (_, end) in found.items()})
 
 
-def points(undisturbed: Undisturbed) -> list[dict[str, int]]:
+def points(undisturbed: Undisturbed, every: bool) -> list[dict[str, int]]:
     """After which write of each flow each journey kills."""
     writes = undisturbed.writes
-    if ASKED:
-        first, _, last = ("1-1000" if ASKED == "all" else ASKED).partition("-")
-        numbers = range(int(first), min(int(last), max(writes.values())) + 1)
-        return [{name: number for name, count in writes.items() if number <= count} for number in numbers]
+    if every:
+        return [{name: number for name, count in writes.items() if number <= count} for number in range(1, max(writes.values()) + 1)]
     seed = random.SystemRandom().randrange(1 << 31)
     drawn = random.Random(seed)
     print(f"seed {seed}, writes {writes}")
@@ -127,8 +122,9 @@ def points(undisturbed: Undisturbed) -> list[dict[str, int]]:
 
 
 @pytest.mark.timeout(3000)
-def test_killed_after_any_write_the_next_operator_ends_where_the_first_would_have(
-    plane: ControlPlane, undisturbed: Undisturbed, tmp_path: Path
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "every"])
+def test_killed_after_a_write_the_next_operator_ends_where_the_first_would_have(
+    plane: ControlPlane, undisturbed: Undisturbed, tmp_path: Path, every: bool
 ) -> None:
     def travel(number: int, kills: dict[str, int]) -> tuple[list[str], list[str]]:
         """The kills of one journey, and what was wrong after the first one after which something was."""
@@ -140,7 +136,7 @@ def test_killed_after_any_write_the_next_operator_ends_where_the_first_would_hav
                     return journey.killed, wrong
             return journey.killed, []
 
-    journeys = points(undisturbed)
+    journeys = points(undisturbed, every)
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         results = list(threads.map(travel, itertools.count(), journeys))
     wrong = [line for _, lines in results for line in lines]

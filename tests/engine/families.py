@@ -118,7 +118,6 @@ FAMILIES: Final = (
         of("Qwen3ForCausalLM", "qwen3"),
         (FULL,),
         crowd=Crowd(blocks=36),
-        sliced=True,
     ),
     Family(
         "moe",
@@ -137,7 +136,6 @@ FAMILIES: Final = (
         shared=0,
         crowd=Crowd(blocks=110),
         gains=GEMMA_GAINS,
-        sliced=True,
     ),
     Family(
         "sinks",
@@ -250,7 +248,6 @@ FAMILIES: Final = (
         junction=640,
         crowd=Crowd(blocks=20, number=6, outputs=40),
         arguments={"block_size": None},
-        sliced=True,
     ),
     Family(
         "mamba2_moe",

@@ -3,12 +3,11 @@
 Each family has three engines. The reference caches nothing. The saver has L1 and L2: it computes a prompt in chunks, finds it in its
 own cache, and finds it in L1 after everything in its blocks was overwritten. The reader has L2 alone, and never saw the prompt.
 Before that counts, each family proves that a wrong block of any of its KV cache groups changes the answer.
-`make test-families` runs all of them, `make test` those that are marked.
+`make test` runs those that are `sliced`, `make test-all` every one.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,7 @@ CHUNK = 256
 OUTPUTS = 24
 ROOMY = 256
 """Blocks of the GPU where nobody has to make room."""
-RUN = [family for family in FAMILIES if family.sliced or os.environ.get("EPOCHKV_FAMILIES") == "all"]
+RUN = [pytest.param(family, marks=[] if family.sliced else pytest.mark.slow, id=family.name) for family in FAMILIES if not family.refused]
 VISIBLE = 0.02
 """How far the logprob of a first token must move, in nats, for a test to see it."""
 
@@ -265,7 +264,7 @@ def see_every_group(trial: Trial) -> None:
         assert trial.differ(answer, expected), f"group {group} decides nothing"
 
 
-@pytest.mark.parametrize("family", [family for family in RUN if not family.refused], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", RUN)
 def test_family(lab: Lab, family: Family) -> None:
     trial = Trial(lab, family)
     try:
@@ -286,7 +285,7 @@ def test_family(lab: Lab, family: Family) -> None:
         trial.end()
 
 
-@pytest.mark.parametrize("family", [family for family in RUN if family.refused], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.refused], ids=lambda family: family.name)
 def test_a_family_that_is_refused(lab: Lab, family: Family) -> None:
     """No tier is used, the log says why, and answers are right."""
     trial = Trial(lab, family)

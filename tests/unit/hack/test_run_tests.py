@@ -44,10 +44,11 @@ MESSAGE = "def test_wrong():\n    assert 0 == 1, 'A gave a wrong answer'\n"
 MANY = f"import pytest\n@pytest.mark.parametrize('n', range({MAX_SECOND_RUNS + 1}))\ndef test_broken(n):\n    assert False\n"
 
 
-def run(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, real: bool = True) -> Run:
+def run(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, real: bool = True, slow: bool = True) -> Run:
     monkeypatch.setattr(run_tests, "ROOT", folder)
     (folder / "test_it.py").write_text(text)
-    return run_layer(Layer("layer", Path(sys.executable), ("test_it.py",), 1, real=real), ["-p", "no:cacheprovider"], sys.stdout.buffer)
+    extra = ["-p", "no:cacheprovider", *(() if slow else ("-m", "not slow"))]
+    return run_layer(Layer("layer", Path(sys.executable), ("test_it.py",), 1, real=real), extra, sys.stdout.buffer)
 
 
 def test_one_that_fails_once_passes_and_is_named(
@@ -88,8 +89,16 @@ def test_what_another_layer_runs_is_left_out(tmp_path: Path, monkeypatch: pytest
     capfd.readouterr()
 
 
+def test_slow_tests_are_left_out_and_a_layer_of_them_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marked = f"import pytest\n@pytest.mark.slow\n{BROKEN}"
+    assert run(marked, tmp_path, monkeypatch).status == 1
+    found = run(marked, tmp_path, monkeypatch, slow=False)
+    assert found.status == 0
+    assert found.summary.startswith("1 deselected")
+
+
 def test_every_path_that_a_layer_names_is_there() -> None:
-    assert [path for layer in LAYERS for path in (*layer.paths, *layer.without) if not (ROOT / path).exists()] == []
+    assert [path for layer in LAYERS for path in (*layer.paths, *layer.without) if not [*ROOT.glob(path)]] == []
 
 
 def test_a_layer_beside_the_others_is_told_last_and_counts(

@@ -1,0 +1,39 @@
+"""Keep how long every test took in `.build/durations.json`: its set-up, itself, and what it tears down.
+
+The set-up of a fixture that tests share counts for the first of them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DURATIONS = ROOT / ".build/durations.json"
+"""Test -> `[seconds, when it ended]`, of its last run in this checkout."""
+_seconds: dict[str, float] = defaultdict(float)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput") or not _seconds or not DURATIONS.parent.exists():
+        return  # the process that started the workers of xdist hears of all their tests
+    with DURATIONS.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # layers run beside each other
+        file.seek(0)
+        try:
+            known = json.loads(file.read() or "{}")
+        except ValueError:
+            known = {}
+        known |= {name: [round(seconds, 3), round(time.time())] for name, seconds in _seconds.items()}
+        kept = {name: known[name] for name in sorted(known) if (ROOT / name.split("::")[0]).exists()}
+        file.truncate(0)
+        file.write(json.dumps(kept, indent=0) + "\n")
