@@ -95,7 +95,7 @@ def crds() -> None:
     """Print the CustomResourceDefinitions of this version, for `kubectl apply --server-side -f -`."""
     import json
 
-    from epochkv_operator.api.crd import CRDS, manifest
+    from epochkv_operator.api.generate import CRDS, manifest
 
     print(json.dumps({"apiVersion": "v1", "kind": "List", "items": [manifest(crd) for crd in CRDS]}, indent=2))
 

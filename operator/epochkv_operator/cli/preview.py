@@ -17,9 +17,9 @@ from epochkv_operator.keys import manifest, owner_reference
 from epochkv_operator.kube.resources import SECRETS
 from epochkv_operator.planning.context import Context, Observed
 from epochkv_operator.planning.engine import desired_engine
-from epochkv_operator.planning.merge import InvalidTemplate
 from epochkv_operator.planning.names import HASH_ANNOTATION, VERSION_ANNOTATION, component_name
 from epochkv_operator.planning.plan import Plan, living, plan_engine, plan_pool
+from epochkv_operator.planning.podspec import InvalidTemplate
 from epochkv_operator.planning.pool import desired_pool
 
 Json = dict[str, Any]

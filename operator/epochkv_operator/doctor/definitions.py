@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from epochkv_fence.doctor.finding import CannotLook, Finding, Say
 from epochkv_fence.version import VERSION
-from epochkv_operator.api.crd import CRDS, Crd, manifest
+from epochkv_operator.api.generate import CRDS, Crd, manifest
 from epochkv_operator.doctor.cluster import Cluster
 from epochkv_operator.doctor.operators import find_operators
 from epochkv_operator.kube.client import Json

@@ -1,18 +1,34 @@
 """How engines, stores and trainers reach a pool: the connector's configuration and Mooncake's environment.
 
 The schema of the configuration is `connector/epochkv_connector/config/connector_config.py`. It holds no epoch: epochs reach engines
-only through the fence, so a reset never changes a pod template.
-"""
+only through the fence, so a reset never changes a pod template."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Final
 
 from epochkv_fence import quantity
+from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
+from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool, Mooncake, Transport
 from epochkv_operator.planning.context import Context, Json
-from epochkv_operator.planning.names import CREDENTIALS_DIR, MASTER_RPC_PORT, TRANSFER_PORTS, component_name, digest
+from epochkv_operator.planning.names import (
+    COMPONENT_LABEL,
+    CREDENTIALS_DIR,
+    MASTER_ADMIN_PORT,
+    MASTER_RPC_PORT,
+    SCRAPE_LABEL,
+    STORE_HEALTH_PORT,
+    TRANSFER_PORTS,
+    component_name,
+    component_selector,
+    digest,
+    engine_object,
+    engine_selector,
+    pool_object,
+)
 
 # Each of these was measured: without them a dead pod costs two minutes and an overflow poisons a client for good.
 _CLIENT_ENV: Final = {
@@ -132,3 +148,98 @@ def transfer_config(config: Json) -> str:
 def connection_hash(config: Json, context: Context) -> str:
     """Changes when an engine must restart to reach its pool: configuration or keys."""
     return digest([config, context.credentials_revision])
+
+
+SSD_PORTS = (10000, 65535)
+"""What is on disk is asked for on a port that the kernel chooses, and Mooncake has no option for it. None of a store's other ports."""
+
+
+def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
+    """Policies of the master and the stores, for a pool whose Mooncake the operator runs."""
+    if pool.spec.network_policy.mode == "Disabled":
+        return []
+    name = pool.metadata.name
+    members = [_pods({POOL_LABEL: name})]
+    scrapers = [{"namespaceSelector": {"matchLabels": {SCRAPE_LABEL: "true"}}}]
+    operator = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.operator_namespace}},
+        **_pods({"app.kubernetes.io/part-of": "epochkv", COMPONENT_LABEL: "operator"}),
+    }
+    ingress = {
+        "master": [
+            {"from": members, "ports": [_tcp(MASTER_RPC_PORT)]},
+            {"from": [operator, *scrapers], "ports": [_tcp(MASTER_ADMIN_PORT)]},
+        ],
+        "store": [
+            {"from": members, "ports": [_tcp(*(SSD_PORTS if pool.mooncake is not None and pool.mooncake.store.ssd else TRANSFER_PORTS))]},
+            {"from": scrapers, "ports": [_tcp(STORE_HEALTH_PORT)]},
+        ],
+    }
+    return [
+        pool_object("NetworkPolicy", pool, component, context, _policy(component_selector(name, component), allowed))
+        for component, allowed in ingress.items()
+    ]
+
+
+def engine_policy(engine: InferenceEngine, pool: KVCachePool, context: Context) -> list[Json]:
+    """Closes an engine's transfer ports, whose buffers hold KV, to everybody outside the pool.
+
+    Its other ports stay open: to clients, and to trainers that push weights over ports of their own choice.
+    """
+    if pool.spec.network_policy.mode == "Disabled" or pool.mooncake is None:
+        return []
+    first, last = TRANSFER_PORTS
+    ingress = [
+        {"ports": [_tcp(1, first - 1), _tcp(last + 1, 65535), {"protocol": "UDP", "port": 1, "endPort": 65535}]},
+        {"from": [_pods({POOL_LABEL: pool.metadata.name})], "ports": [_tcp(first, last)]},
+    ]
+    return [engine_object("NetworkPolicy", engine, context, _policy(engine_selector(engine.metadata.name), ingress))]
+
+
+def _policy(selector: dict[str, str], ingress: list[Json]) -> Json:
+    return {"spec": {**_pods(selector), "policyTypes": ["Ingress"], "ingress": ingress}}
+
+
+def _pods(labels: dict[str, str]) -> Json:
+    return {"podSelector": {"matchLabels": labels}}
+
+
+def _tcp(port: int, end: int | None = None) -> Json:
+    return {"protocol": "TCP", "port": port} | ({"endPort": end} if end is not None else {})
+
+
+_PORTS = {"master": "admin", "store": "health"}
+"""Names of the ports with metrics, by component."""
+_NAMED = {POOL_LABEL: "pool", ENGINE_LABEL: "inference_engine"}
+"""Labels of pods -> labels of their series, which dashboards and alerts go by. `engine` is taken: vLLM numbers its cores by it."""
+
+
+def engine_monitor(engine: InferenceEngine, selector: dict[str, str], context: Context, *, tls: bool) -> list[Json]:
+    """Scrapes the pods that answer requests, by HTTPS with `tls`; the connector's metrics are among vLLM's."""
+    if "PodMonitor" not in context.served:
+        return []
+    body = _body(selector, "http")
+    if tls:  # a certificate has no name of a pod
+        body["spec"]["podMetricsEndpoints"][0] |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
+    return [engine_object("PodMonitor", engine, context, body, more=dict(context.monitor_labels))]
+
+
+def pool_monitors(pool: KVCachePool, context: Context) -> list[Json]:
+    """For a pool whose Mooncake the operator runs."""
+    if "PodMonitor" not in context.served:
+        return []
+    name, labels = pool.metadata.name, dict(context.monitor_labels)
+    return [
+        pool_object("PodMonitor", pool, component, context, _body(component_selector(name, component), port), labels)
+        for component, port in _PORTS.items()
+    ]
+
+
+def _body(selector: dict[str, str], port: str) -> Json:
+    endpoint = {"port": port, "path": "/metrics", "relabelings": [_label(label, name) for label, name in _NAMED.items()]}
+    return {"spec": {"selector": {"matchLabels": selector}, "podMetricsEndpoints": [endpoint]}}
+
+
+def _label(label: str, name: str) -> Json:
+    """Give the series of a pod the value of its label. Where the pod has no such label, the series have none either."""
+    return {"sourceLabels": ["__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", label)], "targetLabel": name}

@@ -12,7 +12,6 @@ from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem
 from epochkv_operator.planning.engine import desired_engine
-from epochkv_operator.planning.merge import InvalidTemplate
 from epochkv_operator.planning.names import (
     CHILD_KINDS,
     COMPONENT_LABEL,
@@ -22,6 +21,7 @@ from epochkv_operator.planning.names import (
     VERSION_ANNOTATION,
     controller_of,
 )
+from epochkv_operator.planning.podspec import InvalidTemplate
 from epochkv_operator.planning.pool import desired_pool
 
 _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")

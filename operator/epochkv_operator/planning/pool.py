@@ -9,9 +9,8 @@ from epochkv_operator.api.base import PodTemplate
 from epochkv_operator.api.pool import KVCachePool, Mooncake
 from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
+from epochkv_operator.planning.connection import pool_monitors, pool_policies
 from epochkv_operator.planning.context import Context, Json
-from epochkv_operator.planning.merge import finish_pod
-from epochkv_operator.planning.monitoring import pool_monitors
 from epochkv_operator.planning.names import (
     MASTER_ADMIN_PORT,
     MASTER_RPC_PORT,
@@ -22,7 +21,7 @@ from epochkv_operator.planning.names import (
     pool_labels,
     pool_object,
 )
-from epochkv_operator.planning.network import pool_policies
+from epochkv_operator.planning.podspec import finish_pod
 
 # What a store process needs beside its segment (measured: 331 MiB peak with a full segment of 256 MiB), with its local buffer.
 _STORE_OVERHEAD_BYTES = 320 * 2**20

@@ -11,7 +11,7 @@ import pytest
 from hack.cluster import binaries
 from hack.cluster.provider import ClusterError
 
-REST = ["kubernetes", "helm", "coredns", "crdify", "prometheus", "actionlint"]
+REST = ["kubernetes", "helm", "coredns", "prometheus", "actionlint"]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_demo_does_not_wait_for_what_only_tests_need(tmp_path: Path, monkeypat
     built: list[str] = []
     monkeypatch.setattr(binaries, "_build_module", lambda module, *rest: built.append(module.name))
     binaries.build(lambda line: None, tmp_path)
-    assert built == ["etcd", "kubernetes", "helm", "coredns", "crdify"]
+    assert built == ["etcd", "kubernetes", "helm", "coredns"]
     built.clear()
     binaries.build(lambda line: None, tmp_path, checks=True)
     assert built[-2:] == ["prometheus", "actionlint"]

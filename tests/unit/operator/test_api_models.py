@@ -11,8 +11,7 @@ import pytest
 
 from epochkv_fence import quantity
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, admit, parse_engine, parse_pool
-from epochkv_operator.api.crd import CRDS, Crd, manifest
-from epochkv_operator.api.generate import main
+from epochkv_operator.api.generate import CRDS, Crd, main, manifest
 from tests.support.api.cases import Case, etcd, master
 from tests.support.api.corpus import CASES, CHANGES
 

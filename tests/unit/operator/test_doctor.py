@@ -12,7 +12,7 @@ import pytest
 from epochkv_fence.doctor.finding import Finding, Level
 from epochkv_fence.doctor.looking import NoHub, is_inside
 from epochkv_fence.net import generate_keypair
-from epochkv_operator.api.crd import ENGINE, POOL, manifest
+from epochkv_operator.api.generate import ENGINE, POOL, manifest
 from epochkv_operator.doctor.access import judge_access
 from epochkv_operator.doctor.cluster import gathered, judge_our_clock
 from epochkv_operator.doctor.conditions import ago, judge_object, judge_tiers

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from epochkv_operator.planning.engine import desired_engine
-from epochkv_operator.planning.merge import InvalidTemplate
+from epochkv_operator.planning.podspec import InvalidTemplate
 from epochkv_operator.planning.pool import desired_pool
 from tests.support.planning import CONTEXT, ENGINE_SPECS, engine, one, pool, variables
 

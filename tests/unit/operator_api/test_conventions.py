@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.api.crd import CRDS, manifest
+from epochkv_operator.api.generate import CRDS, manifest
 
 Json = dict[str, Any]
 Rule = Callable[[str, Json], Iterator[str]]

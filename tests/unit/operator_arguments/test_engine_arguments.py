@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from epochkv_operator.api.arguments import BLANK_ARG, FORBIDDEN_ARG, OWNED_ARG, SECRET_ARG
+from epochkv_operator.api.engine import BLANK_ARG, FORBIDDEN_ARG, OWNED_ARG, SECRET_ARG
 from epochkv_operator.planning.engine import desired_engine
 from tests.support.planning import CONTEXT, ENGINE_SPECS, containers, engine, one, pool
 
