@@ -109,9 +109,6 @@ generate: setup ## Write the CRDs, the references of API, configuration, models 
 	@$(DEV) -m hack.sync_chart
 	@$(DEV) -m hack.observe
 
-release-crds: setup ## Take the CRDs as those of the last release, which later ones are compared with
-	@$(DEV) -m hack.crds release
-
 # The locked requirements where `make lock` has written them, else the ranges that they are compiled from.
 DOCS := .build/venv-docs
 $(DOCS)/.made: $(firstword $(wildcard hack/requirements/docs.txt) hack/requirements/docs.in)
@@ -172,4 +169,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-transfers test-trainers test-cluster test-e2e chaos simulate simulate-mutants lint census generate release-crds sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-transfers test-trainers test-cluster test-e2e chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -72,7 +72,6 @@ MODULES = (
     ),
     Module("helm", {"helm": "helm.sh/helm/v3/cmd/helm"}, "-s -w", 80),
     Module("coredns", {"coredns": "github.com/coredns/coredns"}, "-s -w", 100),
-    Module("crdify", {"crdify": "sigs.k8s.io/crdify"}, "-s -w", 60),
     # The tag leaves out what finds targets in two dozen clouds.
     Module("prometheus", {"promtool": "github.com/prometheus/prometheus/cmd/promtool"}, "-s -w", 200, tags="remove_all_sd", checks=True),
     Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}, "-s -w", 10, checks=True),
