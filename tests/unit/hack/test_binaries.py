@@ -29,25 +29,12 @@ def test_key_changes_with_each_file(tools: Path, file: str) -> None:
     assert binaries.module_hash("etcd", "go1.24.0", tools) != before
 
 
-def test_key_changes_with_the_toolchain_and_differs_between_modules() -> None:
-    assert binaries.module_hash("etcd", "go1.24.0") != binaries.module_hash("etcd", "go1.24.1")
-    assert len({binaries.module_hash(module.name, "go1.24.0") for module in binaries.MODULES}) == len(binaries.MODULES)
-
-
 def test_every_module_pins_its_packages() -> None:
     for module in binaries.MODULES:
         imports = (binaries.TOOLS / module.name / "tools.go").read_text()
         for package in module.packages.values():
             assert f'_ "{package}"' in imports
     assert f"k8s.io/kubernetes {binaries.KUBERNETES_VERSION}" in (binaries.TOOLS / "kubernetes/go.mod").read_text()
-
-
-def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("EPOCHKV_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert binaries.cache_root() == Path("/x/epochkv")
-    monkeypatch.setenv("EPOCHKV_CACHE", "/y")
-    assert binaries.cache_root() == Path("/y")
 
 
 def test_missing_binary_says_how_to_build_it(tmp_path: Path) -> None:
@@ -68,12 +55,3 @@ def test_a_demo_does_not_wait_for_what_only_tests_need(tmp_path: Path, monkeypat
     built.clear()
     binaries.build(lambda line: None, tmp_path, checks=True)
     assert built[-2:] == ["prometheus", "actionlint"]
-
-
-def test_promtool_is_built_without_the_discovery_of_clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(binaries, "_run_with_progress", lambda command, *rest: commands.append(command))
-    monkeypatch.setattr(binaries, "MODULES", [module for module in binaries.MODULES if module.name == "prometheus"])
-    binaries.build(lambda line: None, tmp_path, checks=True)
-    (command,) = commands
-    assert command[command.index("-tags") + 1] == "remove_all_sd"

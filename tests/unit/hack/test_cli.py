@@ -12,7 +12,7 @@ import pytest
 from hack.cluster import choose_provider
 from hack.cluster.provider import ClusterError
 from hack.demo.kube import DemoError, Kube
-from hack.demo.volumes import provide_folder, volume_objects
+from hack.demo.volumes import provide_folder
 
 
 def _run(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -37,30 +37,10 @@ def test_unknown_provider_and_bad_name(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_image_archive_is_named(tmp_path: Path) -> None:
-    done = _run(tmp_path, "load-image", str(tmp_path / "absent.tar"))
-    assert done.returncode == 1
-    assert "absent.tar" in done.stderr
-    assert "hack.images build" in done.stderr
-
-
 def test_kind_without_docker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match="docker is not installed"):
         choose_provider("x", "kind").status()
-
-
-def test_static_volume_is_reserved_for_its_claim_and_read_only() -> None:
-    volume, claim = volume_objects("ml", "vllm-env", Path("/srv/venv"))
-    assert volume["metadata"] == {"name": "ml-vllm-env"}
-    spec = volume["spec"]
-    assert isinstance(spec, dict)
-    assert (spec["claimRef"]["namespace"], spec["claimRef"]["name"]) == ("ml", "vllm-env")
-    assert spec["accessModes"] == ["ReadOnlyMany"]
-    assert spec["hostPath"] == {"path": "/srv/venv", "type": "Directory"}
-    assert claim["spec"]["volumeName"] == "ml-vllm-env"
-    # The default class of a cluster must not make another volume.
-    assert claim["spec"]["storageClassName"] == ""
 
 
 def test_folder_that_is_not_there_is_refused_before_anything_is_asked(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,28 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hack.cluster.process import ProcessTable, log_tail, start_time
-from hack.cluster.provider import ClusterError
+from hack.cluster.process import ProcessTable, start_time
 from hack.waiting import poll
 
 IGNORES_TERM = "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
-
-
-def test_start_log_session_and_end(tmp_path: Path) -> None:
-    table = ProcessTable(tmp_path)
-    component = table.start("sleeper", ["sh", "-c", "echo hello; exec sleep 60"])
-    try:
-        assert component.alive()
-        assert os.getsid(component.pid) == component.pid
-        assert poll(lambda: component.tail() == "hello", 10)
-        # A second table, as a later command makes it, knows the same process.
-        assert ProcessTable(tmp_path).get("sleeper") == component
-    finally:
-        component.end()
-    assert not component.alive()
-    assert start_time(component.pid) is None
-    table.forget("sleeper")
-    assert table.all() == []
 
 
 def test_a_reused_pid_is_not_ours(tmp_path: Path) -> None:
@@ -57,14 +38,6 @@ def test_what_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert not component.alive()
 
 
-def test_a_stopped_process_is_alive_and_can_be_ended(tmp_path: Path) -> None:
-    component = ProcessTable(tmp_path).start("stopped", ["sleep", "60"])
-    component.signal(signal.SIGSTOP)
-    assert component.alive()
-    component.end(grace=5)
-    assert not component.alive()
-
-
 def test_the_environment_is_not_inherited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_CALLER", "x")
     component = ProcessTable(tmp_path).start("env", ["sh", "-c", "env; echo done; sleep 60"])
@@ -72,24 +45,3 @@ def test_the_environment_is_not_inherited(tmp_path: Path, monkeypatch: pytest.Mo
     component.end()
     assert "PATH=" in component.tail(100)
     assert "SECRET_OF_THE_CALLER" not in component.tail(100)
-
-
-def test_launcher_that_dies_is_an_error_with_its_words(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="no way"):
-        ProcessTable(tmp_path).start("child", ["true"], prefix=["sh", "-c", "echo no way; exit 1", "sh"])
-
-
-def test_damaged_records_read_as_absent(tmp_path: Path) -> None:
-    table = ProcessTable(tmp_path)
-    table.pids.mkdir()
-    (table.pids / "a.json").write_text("{")
-    (table.pids / "b.json").write_text('{"pid": 1}')
-    assert table.get("a") is None
-    assert table.all() == []
-
-
-def test_log_tail_of_long_and_absent_files(tmp_path: Path) -> None:
-    file = tmp_path / "log"
-    file.write_text("".join(f"line {number}\n" for number in range(100_000)))
-    assert log_tail(file, 2) == "line 99998\nline 99999"
-    assert "no log" in log_tail(tmp_path / "absent")

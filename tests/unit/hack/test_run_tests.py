@@ -8,114 +8,63 @@ from pathlib import Path
 import pytest
 
 from hack import run_tests
-from hack.durations import Durations
-from hack.run_tests import LAYERS, MAX_SECOND_RUNS, ROOT, Layer, Run, run_all, run_layer
+from hack.run_tests import LAYERS, MAX_SECOND_RUNS, ROOT, Layer, Run, read_line, run_layer
 
 FLAKY = """
-import logging
 import pytest
 from pathlib import Path
-
-def test_good():
-    pass
 
 @pytest.mark.parametrize("what", ["a slow one"])
 def test_flaky(what):
     seen = Path(__file__).with_suffix(".seen")
     if not seen.exists():
         seen.touch()
-        logging.error("a line of the captured log")
         assert "late" == "in time"
+
+@pytest.mark.slow
+def test_broken():
+    assert 1 == 2
 """
-MISS = """
-from pathlib import Path
-
-def test_miss():
-    cached, tokens = 0, [1]
-    assert tokens == [1], "a wrong answer"
-    seen = Path(__file__).with_suffix(".seen")
-    missed = not seen.exists()
-    seen.touch()
-    assert cached == (896 if missed else 0)
-"""
-BROKEN = "def test_broken():\n    assert 1 == 2\n"
-WRONG = "def test_wrong():\n    tokens = [1]\n    assert tokens == [2]\n"
-MESSAGE = "def test_wrong():\n    assert 0 == 1, 'A gave a wrong answer'\n"
-MANY = f"import pytest\n@pytest.mark.parametrize('n', range({MAX_SECOND_RUNS + 1}))\ndef test_broken(n):\n    assert False\n"
 
 
-def run(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, real: bool = True, slow: bool = True) -> Run:
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, real: bool = True, extra: tuple[str, ...] = ("-m", "not slow")) -> Run:
     monkeypatch.setattr(run_tests, "ROOT", folder)
-    (folder / "test_it.py").write_text(text)
-    extra = ["-p", "no:cacheprovider", *(() if slow else ("-m", "not slow"))]
-    return run_layer(Layer("layer", Path(sys.executable), ("test_it.py",), 1, real=real), extra, sys.stdout.buffer)
+    (folder / "test_it.py").write_text(FLAKY)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    layer = Layer("layer", Path(sys.executable), ("test_it.py",), 1, real=real)
+    return run_layer(layer, ["-p", "no:cacheprovider", *extra], sys.stdout.buffer)
 
 
-def test_one_that_fails_once_passes_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    found = run(FLAKY, tmp_path, monkeypatch)
+def test_one_that_fails_once_passes_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(tmp_path, monkeypatch)
     assert found.status == 0
-    assert found.summary.startswith("1 failed, 1 passed")
+    assert found.summary.startswith("1 failed, 1 deselected")
     assert found.summary.endswith("; passed on a second run: test_it.py::test_flaky[a slow one]")
-    assert "once more test_it.py::test_flaky[a slow one]" in capfd.readouterr().out
 
 
-def test_a_miss_below_a_right_answer_has_a_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(MISS, tmp_path, monkeypatch).status == 0
+def test_pure_tests_have_one_run_and_a_layer_of_slow_ones_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(tmp_path, monkeypatch, real=False).status == 1
+    assert run(tmp_path, monkeypatch, extra=("-m", "not slow", "-k", "broken")).status == 0
+    assert run(tmp_path, monkeypatch, extra=("-k", "broken")).status == 1, "and fails again"
 
 
-def test_one_that_fails_twice_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(BROKEN, tmp_path, monkeypatch).status == 1
-    assert "once more" in capfd.readouterr().out
+@pytest.mark.parametrize(
+    ("report", "again"),
+    [
+        (">       assert cached == 896\nE       assert 0 == 896", True),
+        (">       assert tokens == [2]\nE       assert [1] == [2]", False),
+        ("E       AssertionError: A gave a wrong answer", False),
+        ("\n".join(f"FAILED test_it.py::test_{number} - x" for number in range(MAX_SECOND_RUNS)), False),
+        ("ERROR    root:test_it.py:9 a line of a captured log", True),
+    ],
+)
+def test_a_wrong_answer_and_many_failures_are_final(report: str, again: bool) -> None:
+    found = Run(1, "")
+    for line in f"{report}\nFAILED test_it.py::test_it - assert 0".splitlines():
+        read_line(line.encode(), found)
+    assert found.may_be_the_machine is again
 
 
-@pytest.mark.parametrize(("text", "real"), [(WRONG, True), (MESSAGE, True), (MANY, True), (FLAKY, False), ("def test_(:", True)])
-def test_wrong_answers_many_failures_and_pure_tests_have_one_run(
-    text: str, real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(text, tmp_path, monkeypatch, real).status != 0
-    assert "once more" not in capfd.readouterr().out
-
-
-def test_what_another_layer_runs_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_it.py").write_text("def test_good():\n    pass\n")
-    (tmp_path / "tests/test_other.py").write_text(BROKEN)
-    layer = Layer("layer", Path(sys.executable), ("tests",), 1, without=("tests/test_other.py",))
-    found = run_layer(layer, ["-p", "no:cacheprovider"], sys.stdout.buffer)
-    assert (found.status, found.summary.split(" in ")[0]) == (0, "1 passed")
-    capfd.readouterr()
-
-
-def test_slow_tests_are_left_out_and_a_layer_of_them_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    marked = f"import pytest\n@pytest.mark.slow\n{BROKEN}"
-    assert run(marked, tmp_path, monkeypatch).status == 1
-    found = run(marked, tmp_path, monkeypatch, slow=False)
-    assert found.status == 0
-    assert found.summary.startswith("1 deselected")
-
-
-def test_every_path_that_a_layer_names_is_there() -> None:
+def test_every_path_that_a_layer_names_is_there_and_every_folder_is_named() -> None:
     assert [path for layer in LAYERS for path in (*layer.paths, *layer.without) if not [*ROOT.glob(path)]] == []
-
-
-def test_a_layer_beside_the_others_is_told_last_and_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
-    priority = "def test_priority():\n    import os\n    assert os.nice(0) == 19\n"
-    (tmp_path / "test_aside.py").write_text(f"{priority}\n{BROKEN}")
-    (tmp_path / "test_it.py").write_text("def test_good():\n    pass\n")
-    pure = Layer("pure", Path(sys.executable), ("test_aside.py",), 1, beside=True)
-    other = Layer("other", Path(sys.executable), ("test_it.py",), 1000)
-    found = run_all([pure, other], ["-p", "no:cacheprovider"], Durations(tmp_path / "durations.json"))
-    assert [(name, run.status, run.failed) for name, run in found.items()] == [
-        ("pure", 1, ["test_aside.py::test_broken"]),
-        ("other", 0, []),
-    ]
-    printed = capfdbinary.readouterr().out.decode()
-    assert printed.index("test_it.py") < printed.index("test_aside.py")
-    assert Durations(tmp_path / "durations.json").expected("other", other.seconds) != other.seconds
-    assert Durations(tmp_path / "durations.json").expected("pure", pure.seconds) == pure.seconds
+    assert run_tests.forgotten() == []

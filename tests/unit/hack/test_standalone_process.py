@@ -6,16 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from epochkv_fence.standalone.database import StateError
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
-from hack.standalone.pool import Pool
 from hack.standalone.process import Process, ProcessError
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, {handler}); print('child', flush=True); time.sleep(60)"
@@ -53,37 +50,6 @@ def gone(process: Process | int) -> bool:
     return False
 
 
-def test_the_first_process_may_end_its_children_itself(tmp_path: Path) -> None:
-    process = start(tmp_path, "lambda *_: print('the child was told', flush=True)", "kill()")
-    process.end(20.0, whole_group=False)
-    assert gone(process)
-    assert (process.popen.returncode, "the child was told" in process.tail()) == (0, False)
-    assert "the leader has ended its child" in process.tail()
-    process.end()
-
-
-def test_everybody_is_told_unless_asked_otherwise(tmp_path: Path) -> None:
-    process = start(tmp_path, "lambda *_: print('the child was told', flush=True)", "kill()")
-    process.end(20.0)
-    assert gone(process)
-    assert "the child was told" in process.tail()
-
-
-def test_it_stands_still_and_goes_on_and_is_killed(tmp_path: Path) -> None:
-    count = "import time\nwhile True: print(time.monotonic_ns(), flush=True); time.sleep(0.001)"
-    process = Process("counter", [sys.executable, "-c", count], tmp_path / "log")
-    process.wait_until(lambda: bool(process.tail()), 30.0, "counting")
-    process.freeze()
-    still = process.tail()
-    time.sleep(0.05)
-    assert process.tail() == still
-    process.thaw()
-    process.wait_until(lambda: process.tail() != still, 30.0, "counting again")
-    process.kill()
-    assert (process.alive(), process.popen.returncode) == (False, -signal.SIGKILL)
-    process.kill()
-
-
 @pytest.mark.parametrize("whole_group", [True, False])
 def test_who_is_deaf_or_frozen_is_killed_after_the_grace(tmp_path: Path, whole_group: bool) -> None:
     process = start(tmp_path, "signal.SIG_IGN", "terminate()")
@@ -93,13 +59,6 @@ def test_who_is_deaf_or_frozen_is_killed_after_the_grace(tmp_path: Path, whole_g
     assert gone(process)
     assert time.monotonic() - begun >= 0.5
     assert process.popen.returncode != 0
-
-
-def test_what_the_first_process_leaves_behind_is_told_when_it_is_gone(tmp_path: Path) -> None:
-    process = start(tmp_path, "lambda *_: (print('the child was told', flush=True), exit())", "poll(); sys.exit(0)")
-    process.end(60.0, whole_group=False)
-    assert gone(process)
-    assert "the child was told" in process.tail()
 
 
 # -- starts that fail ---------------------------------------------------------------------------------------------------
@@ -132,13 +91,6 @@ def test_a_master_ends_when_a_store_node_cannot_start(tmp_path: Path, monkeypatc
         raise AssertionError("it has no node")
     assert mooncake.master is not None
     assert [gone(process) for process in (mooncake.master, *mooncake.stores)] == [True, True]
-
-
-def test_a_pool_whose_hub_cannot_start_leaves_no_thread(tmp_path: Path) -> None:
-    (tmp_path / "fence").write_text("no folder")
-    with pytest.raises(StateError, match="fence cannot be used"), Pool(tmp_path):
-        raise AssertionError("it has no hub")
-    assert "hub" not in {thread.name for thread in threading.enumerate()}
 
 
 # -- programs that end ----------------------------------------------------------------------------------------------------
