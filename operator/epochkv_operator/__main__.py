@@ -100,22 +100,5 @@ def crds() -> None:
     print(json.dumps({"apiVersion": "v1", "kind": "List", "items": [manifest(crd) for crd in CRDS]}, indent=2))
 
 
-@app.command()
-def selftest(
-    namespace: Annotated[str, Option(default_factory=_own_namespace, help="Namespace of the pool. Default: the pod's own.")],
-    pool: Annotated[str | None, Option(help="Reset this pool: it loses its cache. Default: a temporary pool.")] = None,
-    timeout_seconds: Annotated[float, Option(min=1, help="For each thing that is waited for.")] = 60.0,
-) -> None:
-    """Reset a pool, and wait until the reset is published and the hub says so. Exits 1 with a sentence if not. `helm test` runs it."""
-    from epochkv_operator.selftest import SelftestFailed
-    from epochkv_operator.selftest import selftest as run_selftest
-
-    try:
-        asyncio.run(run_selftest(namespace, pool, timeout_seconds, lambda line: print(line, flush=True)))
-    except SelftestFailed as error:
-        print(f"failed: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
     app(prog_name="epochkv-operator")

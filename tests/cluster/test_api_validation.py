@@ -91,7 +91,7 @@ def test_defaults_are_filled_in(made: Any) -> None:
         "distributed": {
             "mooncake": {
                 "master": {"replicas": 1, "highAvailability": {"backend": "None"}},
-                "store": {"replicas": 1, "segmentSize": "256Mi", "drainTimeoutSeconds": 600},
+                "store": {"replicas": 1, "segmentSize": "256Mi"},
                 "transport": {"protocol": "TCP"},
             }
         },

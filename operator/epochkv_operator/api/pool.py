@@ -127,27 +127,6 @@ class MasterStatus(StatusModel):
     """What engines dial."""
 
 
-class ScaleInStatus(StatusModel):
-    """The latest time that stores were removed."""
-
-    from_: Annotated[Count, Field(alias="from")] = 0
-    """Stores before."""
-    to: Count = 0
-    """Stores after; before its end, the fewest asked for since it began."""
-    start_time: Timestamp | None = None
-    """When it began, or when more stores were to leave; `drainTimeoutSeconds` runs from here."""
-    completion_time: Timestamp | None = None
-    """When the stores were gone; absent before."""
-    bytes: Number | None = None
-    """Bytes of blocks that the leaving stores held."""
-    moved_bytes: Number | None = None
-    """Of these, moved to other stores."""
-    outcome: Annotated[str | None, Field(max_length=64)] = None
-    """`TimedOut` when the time was over before all blocks had moved."""
-    job: Annotated[str | None, Field(max_length=128)] = None
-    """The master's id of the latest drain job."""
-
-
 class StoreStatus(StatusModel):
     """The stores that the operator runs."""
 
@@ -157,8 +136,6 @@ class StoreStatus(StatusModel):
     """Ready pods."""
     selector: Annotated[str | None, Field(max_length=1024)] = None
     """Label selector of the pods, for the scale subresource."""
-    scale_in: ScaleInStatus | None = None
-    """The latest time that stores were removed."""
 
 
 class Endpoints(StatusModel):
@@ -211,7 +188,7 @@ class KVCachePoolStatus(StatusModel):
     conditions: Conditions | None = None
     """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`,
     `WeightsConverged`, `TiersUsable`, `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
-    `keys.generation` was raised), `StoreScaled` (once stores were removed)."""
+    `keys.generation` was raised)."""
     observed_generation: Generation | None = None
     """The `metadata.generation` this status was computed from."""
     target_epoch: Epoch | None = None
@@ -402,12 +379,9 @@ class Store(ApiModel):
     """The Mooncake stores: the memory that L2 is made of, and disk."""
 
     replicas: Annotated[int, Field(ge=1, le=1000, json_schema_extra={"format": "int32"})] = 1
-    """Store pods. `kubectl scale kvp` changes it. Before a store is removed, its blocks move to the others."""
+    """Store pods. `kubectl scale kvp` changes it. A store that is removed takes its blocks with it, and engines recompute them."""
     segment_size: Size
     """Bytes each store pod gives. Its memory limit is this plus what the process itself needs."""
-    drain_timeout_seconds: Annotated[int, Field(ge=0, le=86400, json_schema_extra={"format": "int32"})] = 600
-    """Seconds that stores which are removed have for moving their blocks to the others. Mooncake moves up to 16 blocks a second from
-    each store. What is left then goes with the stores, and engines recompute it. `0`: blocks are not moved."""
     ssd: Ssd | None = None
     """Disk of each store pod. Adding or removing it restarts master and stores, so the cache starts cold."""
     template: PodTemplate | None = None

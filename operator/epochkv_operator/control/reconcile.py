@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import structlog
@@ -34,7 +34,6 @@ from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.status import engine_status, pool_status
 from epochkv_operator.settings import Settings
-from epochkv_operator.stores.keeper import ScaleIns
 
 
 def observe(store: Store, namespace: str, label: str, value: str, hub: HubView | None = None, problem: Problem | None = None) -> Observed:
@@ -83,7 +82,6 @@ class PoolReconciler:
     reporter: Reporter
     secrets: FenceSecrets
     hub: HubPort
-    scale_ins: ScaleIns
     wake: Callable[[Key, float], None]
     optional: OptionalKinds
     _judged: dict[str, int] = field(default_factory=dict)
@@ -106,9 +104,7 @@ class PoolReconciler:
             keys, trouble, late = await self._serve(key, obj, pool, keys)
             problem, retry = problem or trouble, retry or late
         context = context_for(self.settings, keys, self.optional.served)
-        children = replace(
-            observe(self.store, key.namespace, POOL_LABEL, key.name), scale_in=self.scale_ins.look(pool, obj.get("status") or {})
-        )
+        children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(
             str(key), children, lambda seen: plan_pool(pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
         )
@@ -120,7 +116,6 @@ class PoolReconciler:
             nonlocal look
             status, look = newest.get("status") or {}, self.hub.look(pool.metadata.uid, newest)
             seen = observe(self.store, key.namespace, POOL_LABEL, key.name, look.view, problem)
-            seen = replace(seen, scale_in=children.scale_in)
             return pool_status(pool, seen, context, status, now()) if look.known or keys is None else status
 
         await self.reporter.report(obj, compute)
@@ -141,7 +136,6 @@ class PoolReconciler:
         self.executor.gone(str(key))
         for uid in self.hub.forget(key.namespace, key.name):
             self._judged.pop(uid, None)
-            self.scale_ins.forget(uid)
             log.info("pool gone", object=str(key), uid=uid)
 
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:

@@ -28,7 +28,7 @@ from epochkv_operator.control.reconcile import EngineReconciler, PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.worker import Storm, Worker, WorkQueue, recheck_seconds
-from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, master_urls
+from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
 from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.lease import LeaseLost, new_identity
@@ -38,7 +38,6 @@ from epochkv_operator.kube.status import EventRecorder, StatusWriter
 from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, indexed, key_of, only_epochs_differ
 from epochkv_operator.metrics import REGISTRY
 from epochkv_operator.settings import Settings
-from epochkv_operator.stores.keeper import ScaleIns
 
 #: Returns what is wrong, or None.
 Check = Callable[[], str | None]
@@ -187,15 +186,13 @@ class Operator:
         executor = self._executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
-        scale_ins = ScaleIns(self.store, partial(master_urls, self.store), self.queue.add_after, leader.not_leading)
-        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, scale_ins, self.queue.add_after, optional)
+        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after, optional)
         engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, optional)
         recheck = recheck_seconds(self.settings.resync_seconds)
         worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.storm, recheck)
         self._start("hub", leader.watch_hub())
         self._start("resync", resync.run())
         self._start("optional kinds", optional.run())
-        self._start("scale-ins", scale_ins.run())
         self._start("hub-secret", secret.guard(keys))
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())

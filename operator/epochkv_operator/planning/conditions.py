@@ -28,10 +28,8 @@ from epochkv_operator.planning.context import (
     Json,
     Observed,
     Problem,
-    ScaleIn,
     listed,
     short_id,
-    timestamp,
 )
 from epochkv_operator.planning.engine import MODEL_VOLUME, leader_selector, local_bytes, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
@@ -55,7 +53,7 @@ def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
         parts.append(_workload_condition("StoreAvailable", store_health(pool, observed)))
     parts.append(_epoch_converged(pool, hub))
     tiers = _tiers_usable(hub.engines if hub is not None else None)
-    notes = (_weights_converged(hub), tiers, _drained(hub), _reclaimed(pool, hub), _keys_rotated(pool, hub), _store_scaled(pool, observed))
+    notes = (_weights_converged(hub), tiers, _drained(hub), _reclaimed(pool, hub), _keys_rotated(pool, hub))
     return [
         *_with_ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the pool serves")),
         *(note for note in notes if note is not None),
@@ -333,39 +331,6 @@ def _keys_rotated(pool: KVCachePool, hub: HubView | None) -> Condition | None:
     if hub.keys.generation < asked:
         return Condition(kind, "False", "Rotating", f"key generation {asked} is asked for, {hub.keys.generation} is in the Secret")
     return Condition(kind, "True", "Rotated", f"only the key pair of generation {hub.keys.generation} is accepted")
-
-
-def _store_scaled(pool: KVCachePool, observed: Observed) -> Condition | None:
-    """The stores that were to go are gone, with or without their blocks; absent before the first time."""
-    kind, state = "StoreScaled", observed.scale_in
-    if state is None or state.completed is None:
-        return _stores_leave(pool, state) if state is not None else None
-    text = f"{state.low} of {state.high} stores are left; {_moved(state)}"
-    if state.lossy:
-        return Condition(kind, "True", "ScaledWithLoss", f"{text} before drainTimeoutSeconds were over; engines recompute the rest")
-    return Condition(kind, "True", "Scaled", text)
-
-
-def _stores_leave(pool: KVCachePool, state: ScaleIn) -> Condition:
-    kind, name = "StoreScaled", component_name(pool.metadata.name, "store")
-    names = listed([f"{name}-{number}" for number in range(state.low, state.high)])
-    if state.lossy:
-        return Condition(kind, "False", "TimedOut", f"{_moved(state)}; then the time was over, and these stores go: {names}")
-    if state.wanted > state.low:
-        text = "stores that were to leave are wanted back; those that were emptied restart, as they would be given no blocks"
-        return Condition(kind, "False", "WantedBack", f"{text}: {names}")
-    end = f"at {timestamp(state.deadline)} they go, whatever they hold (spec.distributed.mooncake.store.drainTimeoutSeconds)"
-    if state.silent:
-        return Condition(kind, "False", "MasterSilent", f"stores leave: {names}; no master answers: {state.silent}; {end}")
-    if state.failed:
-        text = "the master gave up moving the rest, and is asked again"
-        return Condition(kind, "False", "DrainFailed", f"stores leave: {names}; {_moved(state)}; {text}; {end}")
-    waits = f"; {state.blocked} blocks are being read, or fit on no other store" if state.blocked else ""
-    return Condition(kind, "False", "Draining", f"stores leave: {names}; {_moved(state)}{waits}; {end}")
-
-
-def _moved(state: ScaleIn) -> str:
-    return f"{state.moved / 2**20:,.0f} of {state.bytes / 2**20:,.0f} MiB of their blocks were moved to the others"
 
 
 def _weights_converged(hub: HubView | None) -> Condition:

@@ -165,40 +165,6 @@ class HubView:
 
 
 @dataclass(frozen=True)
-class ScaleIn:
-    """Stores that leave the pool, and how far their blocks have moved to the others."""
-
-    high: int
-    """Stores before."""
-    low: int
-    """Fewest stores asked for since it began; those from here on are, or were, to leave. Once it is over, the stores that are left."""
-    hold: int
-    """Replicas that the StatefulSet has to have now."""
-    wanted: int
-    """Replicas asked for now."""
-    started: datetime
-    deadline: datetime
-    """Then the stores go, whatever they hold."""
-    job: str = ""
-    """The master's id of the latest drain job."""
-    posted: datetime | None = None
-    base: int = 0
-    """Bytes that earlier jobs moved."""
-    moved: int = 0
-    bytes: int = 0
-    """That the leaving stores held."""
-    blocked: int = 0
-    """Blocks that are being read, or fit on no other store."""
-    failed: bool = False
-    """The latest job gave up."""
-    silent: str = ""
-    """Why the master does not answer."""
-    lossy: bool = False
-    """The deadline came first."""
-    completed: datetime | None = None
-
-
-@dataclass(frozen=True)
 class Condition:
     """A condition without its times: type, status, a stable reason, a sentence with the remedy."""
 
@@ -226,8 +192,6 @@ class Observed:
     hub: HubView | None = None
     problem: Problem | None = None
     """Problem of the plan (or of applying it), shown in conditions."""
-    scale_in: ScaleIn | None = None
-    """The latest scale-in of the stores, as far as there was one."""
 
 
 def listed(names: Iterable[str], shown: int = _SHOWN) -> str:

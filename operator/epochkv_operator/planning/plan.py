@@ -47,9 +47,7 @@ class Plan:
 
 def plan_pool(pool: KVCachePool, observed: Observed, context: Context) -> Plan:
     """Steps for a pool. A pool that is being deleted needs none: the garbage collector takes its objects."""
-    scale_in = observed.scale_in
-    stores = scale_in.hold if scale_in is not None and scale_in.completed is None else None
-    return _plan(pool, lambda: desired_pool(pool, context, stores), observed.children, context.served)
+    return _plan(pool, lambda: desired_pool(pool, context), observed.children, context.served)
 
 
 def plan_engine(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, context: Context) -> Plan:

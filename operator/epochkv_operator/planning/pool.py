@@ -42,7 +42,7 @@ _SSD_DEREGISTER = (
 )
 
 
-def desired_pool(pool: KVCachePool, context: Context, num_stores: int | None = None) -> list[Json]:
+def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
     """Every object of a pool except its Secret, which holds random keys and is made by the runtime.
 
     `num_stores`: how many there have to be now, where some that are to go still hold blocks; None: as the spec says.
@@ -66,7 +66,7 @@ def desired_pool(pool: KVCachePool, context: Context, num_stores: int | None = N
     return [
         *objects,
         child("PodDisruptionBudget", "master", podspec.budget(masters)),
-        child("StatefulSet", "store", {"spec": _store(pool, mooncake, context) | ({} if num_stores is None else {"replicas": num_stores})}),
+        child("StatefulSet", "store", {"spec": _store(pool, mooncake, context)}),
         child("Service", "store", {"spec": {"clusterIP": "None", **podspec.service(stores, "health", STORE_HEALTH_PORT)}}),
         child("PodDisruptionBudget", "store", podspec.budget(stores)),
         *pool_policies(pool, context),

@@ -24,7 +24,7 @@ from epochkv_operator.planning.conditions import (
     store_health,
 )
 from epochkv_operator.planning.connection import master_address
-from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed, ScaleIn, listed, short_id, timestamp
+from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed, listed, short_id, timestamp
 from epochkv_operator.planning.engine import leader_selector
 from epochkv_operator.planning.names import component_name, component_selector, selector_text
 
@@ -75,8 +75,6 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
             "readyReplicas": store.ready,
             "selector": selector_text(component_selector(pool.metadata.name, "store")),
         }
-        if observed.scale_in is not None:
-            status["store"]["scaleIn"] = _scale_in(observed.scale_in)
     status["endpoints"] = _endpoints(pool, context)
     return status
 
@@ -242,17 +240,6 @@ def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:
     if known.completed is not None and known.epoch >= hub.published:
         reclaim["completionTime"] = timestamp(known.completed)
     return reclaim
-
-
-def _scale_in(state: ScaleIn) -> Json:
-    """`status.store.scaleIn`, which `stores.keeper.remembered` reads."""
-    found: Json = {"from": state.high, "to": state.low, "startTime": timestamp(state.started)}
-    found |= {"bytes": state.bytes, "movedBytes": state.moved}
-    if state.completed is not None:
-        found["completionTime"] = timestamp(state.completed)
-    if state.lossy:
-        found["outcome"] = "TimedOut"
-    return {**found, "job": state.job} if state.job else found
 
 
 def _with_the_past(hub: HubView | None, previous: Json) -> HubView | None:

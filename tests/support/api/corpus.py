@@ -100,8 +100,6 @@ POOL_CASES = [
     pool("ssd-too-small", mooncake(store={**STORE, "ssd": {"capacity": "4095Mi"}}), "store.ssd.capacity", "at least 4Gi"),
     pool("ssd-too-small-in-bytes", mooncake(store={**STORE, "ssd": {"capacity": 4294967295}}), "store.ssd.capacity", "at least 4Gi"),
     pool("ssd-without-a-size", mooncake(store={**STORE, "ssd": {}}), "capacity: Required value", schema=True),
-    pool("no-drain", mooncake(store={**STORE, "drainTimeoutSeconds": 0})),
-    pool("drain-for-ever", mooncake(store={**STORE, "drainTimeoutSeconds": 86401}), "drainTimeoutSeconds", schema=True),
     pool("negative-segment", mooncake(store={"segmentSize": "-5Gi"}), "segmentSize", "at least 1Mi"),
     pool("forgotten-unit", {"local": {"capacity": "64"}}, "capacity", "'64' must be", "at least 1Mi, such as 64Gi"),
     pool("wrong-unit", {"local": {"capacity": "64GB"}}, "capacity", "a Kubernetes quantity"),

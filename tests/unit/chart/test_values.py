@@ -119,24 +119,19 @@ def test_a_digest_wins_over_the_tag(render: Render) -> None:
     assert f"--engine-image=mirror.example/engine:1@{DIGEST}" in container["args"]
 
 
-def test_the_test_may_reach_its_own_pool_and_nothing_else(render: Render) -> None:
-    def rules(*values: str) -> tuple[str, set[tuple[str, str, str]]]:
-        role = render(*values).one("Role", "epochkv-test")
-        return role["metadata"]["namespace"], {
-            (resource, name, verb)
-            for rule in role["rules"]
-            for resource in rule["resources"]
-            for name in rule.get("resourceNames", ["*"])
-            for verb in rule["verbs"]
-        }
+def test_the_test_resets_its_own_pool_or_the_given_one_where_the_operator_serves(render: Render) -> None:
+    def tested(*values: str) -> tuple[str, str, list[str]]:
+        rendered = render(*values)
+        pod, pools = rendered.one("Pod", "epochkv-test"), [obj for obj in rendered.objects if obj["kind"] == "KVCachePool"]
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        (connection,) = [volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume]
+        return pod["metadata"]["namespace"], connection, [f"{obj['metadata']['namespace']}/{obj['metadata']['name']}" for obj in pools]
 
-    own = {("kvcachepools", "epochkv-test", verb) for verb in ("get", "patch", "delete")}
-    assert rules() == ("epochkv-system", own | {("kvcachepools", "*", "create"), ("secrets", "epochkv-test-fence", "get")})
-    named = {("kvcachepools", "policy", "get"), ("kvcachepools", "policy", "patch"), ("secrets", "policy-fence", "get")}
-    assert rules("--set", "test.pool=policy,test.namespace=team") == ("team", named)
+    assert tested() == ("epochkv-system", "epochkv-test-connection", ["epochkv-system/epochkv-test"])
+    assert tested("--set", "test.pool=policy,test.namespace=team") == ("team", "policy-connection", [])
     # A namespace that no operator of this release serves would wait for ever.
-    assert rules("--set", "watchNamespaces={team-a,team-b}")[0] == "team-a"
-    assert rules("--set", "watchNamespaces={team-a,epochkv-system}")[0] == "epochkv-system"
+    assert tested("--set", "watchNamespaces={team-a,team-b}")[0] == "team-a"
+    assert tested("--set", "watchNamespaces={team-a,epochkv-system}")[0] == "epochkv-system"
 
 
 def test_the_test_may_dial_a_hub_that_is_closed_to_others(render: Render) -> None:

@@ -1,1 +1,0 @@
-"""Taking stores away without losing what they hold."""
