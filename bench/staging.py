@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.staging import Pair, Staging, StagingStream, compute_event
+from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.staging import Pair, Staging, StagingStream, compute_event
 
 SHAPES = ((16, 16 << 10), (32, 64 << 10), (16, 256 << 10))
 """(layers, bytes of one layer in one block): a small shard, an 8B model, a large shard."""

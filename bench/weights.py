@@ -23,8 +23,7 @@ import torch
 from bench import harness
 from bench.harness import Entry
 from bench.report import Figure, Progress, Row, repeated
-from epochkv_connector.weights.digest import digest
-from epochkv_connector.weights.sample import NUM_ELEMENTS, Sample
+from epochkv_connector.weights.digest import NUM_ELEMENTS, Sample, digest
 
 HIDDEN, LAYERS = 768, 12
 LEARNING_RATES = (1e-5, 3e-6, 1e-6, 3e-7, 1e-7)

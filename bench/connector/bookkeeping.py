@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.report import Progress, Row, repeated
-from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.scheduler.planning import hits
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView

@@ -22,7 +22,7 @@ from bench.connector import trace as traces
 from bench.connector.bookkeeping import Blocks
 from bench.connector.trace import BLOCK_TOKENS, Trace
 from bench.report import Figure, Progress, Row
-from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.object_keys import object_key
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView

@@ -12,9 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
-from epochkv_connector.config.machine import crowded, gib
-from epochkv_connector.engine import blocks, limits, logs, patches, topology, version
+from epochkv_connector.config import ConfigError, ConnectorConfig, crowded, gib
+from epochkv_connector.engine import blocks, describe, interface, limits, patches
 from epochkv_connector.engine.interface import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.guard import Guard
 from epochkv_connector.metrics.reporter import Reporter
@@ -23,9 +22,8 @@ from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.weights.rank import held_by
 from epochkv_connector.wire.layout import RankLayout
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
-from epochkv_connector.worker.build import build_runner
 from epochkv_connector.worker.role import WorkerRole
-from epochkv_connector.worker.runner import JobRunner
+from epochkv_connector.worker.runner import JobRunner, build_runner
 
 logger = logging.getLogger("vllm.epochkv")
 
@@ -45,14 +43,14 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         """Raises:
-        ConfigError, version.UnsupportedEngine: the engine must not start like this; the message says what to change.
+        ConfigError, interface.UnsupportedEngine: the engine must not start like this; the message says what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        logs.share_log_handlers()
+        patches.share_log_handlers()
         self._guard = Guard()
         try:
             self._epochkv_config = self._checked_config()
-        except (ConfigError, version.UnsupportedEngine) as error:
+        except (ConfigError, interface.UnsupportedEngine) as error:
             logger.error("EpochKV cannot start: %s", error)  # vLLM's traces follow, one for each process
             raise
         self._reporter = Reporter(self._guard.errors)
@@ -72,7 +70,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         extra = self._kv_transfer_config.kv_connector_extra_config
         config = limits.check_start(self._vllm_config, extra, limits.children_of(patches.parent_config()))
         if self._role is KVConnectorRole.SCHEDULER and config.local is not None:
-            num_bytes = topology.l1_share(self._vllm_config, config.local.capacity_bytes)
+            num_bytes = describe.l1_share(self._vllm_config, config.local.capacity_bytes)
             limit = crowded(num_bytes)
             if limit is not None:
                 logger.warning(
@@ -187,7 +185,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Lay out the host region over the KV tensors; an engine that cannot be staged refuses every job."""
-        rank = topology.worker_rank(self._vllm_config)
+        rank = describe.worker_rank(self._vllm_config)
 
         def build() -> JobRunner | None:
             if not self._epochkv_config.has_tiers:
@@ -203,7 +201,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         """A new step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is None:  # the runner never registered: answer all the same
-            rank = topology.worker_rank(self._vllm_config)
+            rank = describe.worker_rank(self._vllm_config)
             self._worker = WorkerRole(rank, None, self._guard.note, adapters=held_by(self._engine_id).adapters)
         self._worker.new_step()
 

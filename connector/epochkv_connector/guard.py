@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from epochkv_connector.config.connector_config import ConfigError
+from epochkv_connector.config import ConfigError
 
 logger = logging.getLogger("vllm.epochkv")
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from epochkv_connector.config.connector_config import ConnectorConfig
-from epochkv_connector.engine.version import running
+from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.engine.interface import running
 from epochkv_fence.connection import HubRef, check_endpoint, read_client_keys, read_root_secret
 from epochkv_fence.protocol.messages import BOOT_BYTES
 

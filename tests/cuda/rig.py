@@ -8,8 +8,8 @@ import unittest
 import torch
 from torch import Tensor
 
-from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.staging import Staging
+from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.staging import Staging
 
 needs_cuda = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 
@@ -63,18 +63,18 @@ def _tensor(layout: str, layer: int, device: str, row_bytes: int) -> Tensor:
 
 def last_error() -> int:
     """What the runtime remembers of this thread, and would raise at the next kernel launch."""
-    from epochkv_connector.worker.copying import cuda
+    from epochkv_connector.worker import staging
 
-    code: int = cuda.runtime().cudaPeekAtLastError()
+    code: int = staging.runtime().cudaPeekAtLastError()
     return code
 
 
 def is_page_locked(address: int) -> bool:
     """Whether the driver knows this host address."""
-    from epochkv_connector.worker.copying import cuda
+    from epochkv_connector.worker import staging
 
     flags = ctypes.c_uint(0)
-    code: int = cuda.runtime().cudaHostGetFlags(ctypes.byref(flags), ctypes.c_void_p(address))
+    code: int = staging.runtime().cudaHostGetFlags(ctypes.byref(flags), ctypes.c_void_p(address))
     if code:
-        cuda.runtime().cudaGetLastError()
+        staging.runtime().cudaGetLastError()
     return code == 0

@@ -12,10 +12,8 @@ from types import SimpleNamespace
 
 import torch
 
-from epochkv_connector.worker.copying import cuda
-from epochkv_connector.worker.copying.copies import CudaCopies
-from epochkv_connector.worker.copying.cuda import SideStream
-from epochkv_connector.worker.copying.staging import Pair, StagingStream, compute_event
+from epochkv_connector.worker import staging
+from epochkv_connector.worker.staging import CudaCopies, Pair, SideStream, StagingStream, compute_event
 from tests.cuda.rig import BLOCKS, LAYOUTS, Rig, needs_cuda
 
 SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
@@ -43,10 +41,10 @@ class OnTheHost(unittest.TestCase):
                 round_trip(self, Rig(layout, device="cpu"))
 
     def test_other_platforms_are_refused_by_name(self) -> None:
-        with self.assertRaisesRegex(cuda.UnsupportedDevice, r"ROCm \(HIP 7\.1\)"):
-            cuda.check_device(torch.device("cuda"), "7.1")
-        with self.assertRaisesRegex(cuda.UnsupportedDevice, "'xpu'"):
-            cuda.check_device(torch.device("xpu"), None)
+        with self.assertRaisesRegex(staging.UnsupportedDevice, r"ROCm \(HIP 7\.1\)"):
+            staging.check_device(torch.device("cuda"), "7.1")
+        with self.assertRaisesRegex(staging.UnsupportedDevice, "'xpu'"):
+            staging.check_device(torch.device("xpu"), None)
 
 
 @needs_cuda
@@ -63,9 +61,9 @@ class OnADevice(unittest.TestCase):
 
     def test_row_by_row_moves_the_same_bytes(self) -> None:
         rig = Rig()
-        library = cuda.runtime()
+        library = staging.runtime()
         old = SimpleNamespace(cudaMemcpyAsync=library.cudaMemcpyAsync, cudaGetLastError=library.cudaGetLastError)
-        single = CudaCopies(rig.stage.groups, rig.stage.region, SideStream(rig.stage.device), cuda.batch_copy(old))
+        single = CudaCopies(rig.stage.groups, rig.stage.region, SideStream(rig.stage.device), staging.batch_copy(old))
         single.gather([(0, list(range(BLOCKS)), list(range(BLOCKS)))])
         for block in range(BLOCKS):
             assert torch.equal(rig.slot(block), rig.block(block))
@@ -74,7 +72,7 @@ class OnADevice(unittest.TestCase):
         version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
         if version < (12, 8):
             self.skipTest("CUDA 12.8 brought batched copies")
-        with self.assertNoLogs("epochkv_connector.worker.copying.cuda", "WARNING"):
+        with self.assertNoLogs("epochkv_connector.worker.staging", "WARNING"):
             round_trip(self, Rig())
 
     def test_soak(self) -> None:

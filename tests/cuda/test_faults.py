@@ -8,10 +8,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from epochkv_connector.worker.copying import cuda
-from epochkv_connector.worker.copying.copies import CudaCopies
-from epochkv_connector.worker.copying.cuda import SideStream
-from epochkv_connector.worker.copying.staging import HostRegion, Pair, StagingStream, compute_event, pin_chunks
+from epochkv_connector.worker import staging
+from epochkv_connector.worker.staging import CudaCopies, HostRegion, Pair, SideStream, StagingStream, compute_event, pin_chunks
 from tests.cuda.rig import LONG, Rig, is_page_locked, last_error, needs_cuda
 
 MIB = 1 << 20
@@ -38,14 +36,14 @@ class PageLocking(unittest.TestCase):
     def test_a_refusal_leaves_no_error_behind(self) -> None:
         region = HostRegion(4, 256 * 1024, pin=True)
         with self.assertRaisesRegex(RuntimeError, "cudaHostRegister returned CUDA error 712"):
-            cuda.page_lock(region.address, region.num_bytes)
+            staging.page_lock(region.address, region.num_bytes)
         assert last_error() == 0
         assert int(torch.ones(1000, device="cuda").sum()) == 1000, "the next launch would raise it"
         region.unpin()
 
     def test_a_region_that_is_refused_half_way_is_given_back(self) -> None:
         locked: list[int] = []
-        lock = cuda.page_lock
+        lock = staging.page_lock
 
         def refuse_the_third(address: int, num_bytes: int) -> None:
             if len(locked) == 2:
@@ -53,7 +51,10 @@ class PageLocking(unittest.TestCase):
             lock(address, num_bytes)
             locked.append(address)
 
-        with mock.patch.object(cuda, "page_lock", refuse_the_third), self.assertRaisesRegex(RuntimeError, r"lower local\.capacity_bytes"):
+        with (
+            mock.patch.object(staging, "page_lock", refuse_the_third),
+            self.assertRaisesRegex(RuntimeError, r"lower local\.capacity_bytes"),
+        ):
             HostRegion(33, 256 * 1000, pin=True, pin_limit=MIB)
         assert not any(is_page_locked(address) for address in locked)
 
@@ -73,7 +74,7 @@ class FailedSubmit(unittest.TestCase):
 
     def _fails_half_way(self, to_host: bool) -> None:
         rig = Rig(layers=8)
-        real = cuda.batch_copy()
+        real = staging.batch_copy()
 
         def half(to: Tensor, source: Tensor, sizes: Tensor, stream: int) -> None:
             count = len(to) // 2

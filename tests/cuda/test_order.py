@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from epochkv_connector.worker.copying.staging import Pair, StagingStream, compute_event
+from epochkv_connector.worker.staging import Pair, StagingStream, compute_event
 from tests.cuda.rig import BLOCKS, LONG, Rig, needs_cuda
 
 

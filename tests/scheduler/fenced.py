@@ -64,7 +64,7 @@ class FencedRig(Rig):
         monkeypatch.setenv("EPOCHKV_CONFIG", json.dumps(connection))
         monkeypatch.setenv("EPOCHKV_FENCE", "1" if fenced else "0")
         monkeypatch.setattr(Scheduler, "__init__", getattr(Scheduler.__init__, "__wrapped__", Scheduler.__init__))
-        patches.after_scheduler(fence.fence)
+        patches.after_scheduler(fence)
         stock.before(monkeypatch)
 
         def stock_alone(config: Any) -> None:

@@ -14,14 +14,14 @@ from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.31.2", "0.32.0", "0.33.0rc1"])
 def test_tested_versions_are_taken(version: str) -> None:
-    from epochkv_connector.engine.version import check_version
+    from epochkv_connector.engine.interface import check_version
 
     check_version(False, version)
 
 
 @pytest.mark.parametrize("version", ["0.29.9", "0.34.0", "1.32.0", "dev"])
 def test_other_versions_are_refused_in_a_sentence(version: str) -> None:
-    from epochkv_connector.engine.version import UnsupportedEngine, check_version
+    from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 
     with pytest.raises(UnsupportedEngine, match=r"0\.30 to 0\.33.*allow_untested_vllm"):
         check_version(False, version)
@@ -92,7 +92,7 @@ def test_ranks_that_nobody_brings_together_are_refused(make_rig: MakeRig, role: 
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     from epochkv_connector.connector import EpochKVConnector
-    from epochkv_connector.engine import interface, version
+    from epochkv_connector.engine import interface
 
     rig = make_rig(num_ranks=2)
     parallel = rig.vllm_config.parallel_config
@@ -103,7 +103,7 @@ def test_ranks_that_nobody_brings_together_are_refused(make_rig: MakeRig, role: 
 
     sentence = "external_launcher with 2 ranks: each process schedules for its own rank only.*use 'mp' or 'ray'"
     for refused in ("external_launcher", type("Own", (ExecutorWithExternalLauncher,), {})):
-        with pytest.raises(version.UnsupportedEngine, match=sentence):
+        with pytest.raises(interface.UnsupportedEngine, match=sentence):
             build(refused, 2)
         build(refused, 1)
     build("mp", 2)
@@ -133,7 +133,7 @@ def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(
 
 
 def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import logs
+    from epochkv_connector.engine import patches
 
     seen: list[str] = []
 
@@ -147,8 +147,8 @@ def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, mon
         monkeypatch.setattr(logger, "handlers", [])
         logger.setLevel(logging.NOTSET)
     try:
-        logs.share_log_handlers()
-        logs.share_log_handlers()  # one for each connector of the process
+        patches.share_log_handlers()
+        patches.share_log_handlers()  # one for each connector of the process
         logging.getLogger("epochkv_connector.store.connection").info("L2 store ready at %s", "h:1")
         logging.getLogger("epochkv_fence.net").warning("EpochKV: lost")
         logging.getLogger("epochkv_fence.net").debug("nobody asks")
@@ -183,13 +183,13 @@ def test_groups_drop_their_last_block_where_vllm_drops_it(
 ) -> None:
     from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 
-    from epochkv_connector.engine import topology
+    from epochkv_connector.engine import describe
 
     rig = make_rig(groups=("48", "full"))
     for index in flagged:
         rig.kv_cache_config.kv_cache_groups[index].is_eagle_group = True
     object.__setattr__(rig.vllm_config, "speculative_config", speculative)
-    assert [group.eagle for group in topology.cache_layout(rig.vllm_config, rig.kv_cache_config).groups] == expected
+    assert [group.eagle for group in describe.cache_layout(rig.vllm_config, rig.kv_cache_config).groups] == expected
     coordinator = get_kv_cache_coordinator(
         kv_cache_config=rig.kv_cache_config,
         max_model_len=4096,
@@ -210,14 +210,14 @@ def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pyt
     """With data parallelism vLLM's world group spans several engines; keys must name the shard within one."""
     from vllm.distributed import parallel_state
 
-    from epochkv_connector.engine import topology
+    from epochkv_connector.engine import describe
 
     class Group:
         rank_in_group = rank_in_world
 
     rig = make_rig(num_ranks=2)
     monkeypatch.setattr(parallel_state, "get_world_group", Group)
-    assert topology.worker_rank(rig.vllm_config) == expected
+    assert describe.worker_rank(rig.vllm_config) == expected
 
 
 def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(make_rig: MakeRig) -> None:

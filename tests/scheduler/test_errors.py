@@ -145,7 +145,7 @@ def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(make_rig: Ma
 
 
 def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine.events import host as events
+    from epochkv_connector.engine import events
 
     rig = make_rig(epoch=0)
     rig.add(prompt(1, LENGTH), max_tokens=3)

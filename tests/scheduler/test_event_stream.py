@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from epochkv_connector.engine.events.stream import EventStream, Private, Renamed
+from epochkv_connector.engine.events import EventStream, Private, Renamed
 
 
 def stored(*names: int, parent: int | None = None, medium: str = "GPU", group: int = 0) -> BlockStored:

@@ -149,7 +149,7 @@ def test_without_l1_only_clearings_are_told(listened: Callable[..., Any]) -> Non
 
 
 def test_an_error_in_the_events_ends_them_and_nothing_else(listened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine.events import host as events
+    from epochkv_connector.engine import events
 
     rig, router = listened()
     rig.adopt(0)

@@ -23,7 +23,7 @@ def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig
     original = init_none_hash
 
     def observed(function: Any) -> None:
-        from epochkv_connector.engine.hashing import GlobalRoot
+        from epochkv_connector.engine.blocks import GlobalRoot
 
         for item in live_ports:
             assert isinstance(item, GlobalRoot)
@@ -32,14 +32,14 @@ def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig
         ready.extend(item.ready() for item in live_ports)
 
     live_ports: list[Any] = []
-    from epochkv_connector.engine import hashing
+    from epochkv_connector.engine import blocks
 
-    class Recorded(hashing.GlobalRoot):
+    class Recorded(blocks.GlobalRoot):
         def __init__(self) -> None:
             super().__init__()
             live_ports.append(self)
 
-    monkeypatch.setattr(hashing, "GlobalRoot", Recorded)
+    monkeypatch.setattr(blocks, "GlobalRoot", Recorded)
     monkeypatch.setattr("tests.support.scheduler.init_none_hash", observed)
     make_rig()
     assert ready == [False, True]
@@ -237,7 +237,7 @@ def test_a_request_fed_by_another_engine_is_private_unless_the_producer_shows_ou
 
 def test_foreign_encoder_outputs_with_pushed_weights_are_refused(make_rig: MakeRig) -> None:
     from epochkv_connector.connector import EpochKVConnector
-    from epochkv_connector.engine.version import UnsupportedEngine
+    from epochkv_connector.engine.interface import UnsupportedEngine
 
     rig = make_rig()
     rig.vllm_config.ec_transfer_config = object()
@@ -252,7 +252,7 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig,
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-    from epochkv_connector.engine.version import UnsupportedEngine
+    from epochkv_connector.engine.interface import UnsupportedEngine
 
     rig = make_rig()
     ours = rig.vllm_config.kv_transfer_config

@@ -196,16 +196,16 @@ def test_adapters_of_encoders_are_not_named() -> None:
 
 
 def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import hashing
+    from epochkv_connector.engine import blocks
 
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert hashing.hash_seed_is_random("xxhash")
-    assert hashing.hash_seed_is_random("xxhash_cbor")
-    assert not hashing.hash_seed_is_random("sha256")
+    assert blocks.hash_seed_is_random("xxhash")
+    assert blocks.hash_seed_is_random("xxhash_cbor")
+    assert not blocks.hash_seed_is_random("sha256")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert not hashing.hash_seed_is_random("xxhash")
+    assert not blocks.hash_seed_is_random("xxhash")
     monkeypatch.delenv("PYTHONHASHSEED")
-    monkeypatch.setattr(hashing, "hash_seed_is_random", lambda algorithm: True)
+    monkeypatch.setattr(blocks, "hash_seed_is_random", lambda algorithm: True)
     rig = make_rig(epoch=0)
     assert rig.pins.root.snapshot.shared
     assert rig.pins.root.snapshot.namespace is None

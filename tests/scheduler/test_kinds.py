@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1 import kv_cache_interface as specs
 
-from epochkv_connector.engine import topology
+from epochkv_connector.engine import describe
 from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind
 from tests.scheduler.rigs import MakeRig
 
@@ -30,7 +30,7 @@ def layout_of(*groups: Any, drafts: bool = False, stages: int = 1) -> CacheLayou
         parallel_config=parallel, speculative_config=speculative, model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 2)
     )
     made = [group if hasattr(group, "layer_names") else specs.KVCacheGroupSpec([f"layer{i}"], group) for i, group in enumerate(groups)]
-    return topology.cache_layout(config, SimpleNamespace(kv_cache_groups=made))
+    return describe.cache_layout(config, SimpleNamespace(kv_cache_groups=made))
 
 
 class PluginSpec(specs.SlidingWindowSpec):
@@ -114,7 +114,7 @@ def test_ranks_that_hold_the_same_bytes_are_counted_by_group() -> None:
     groups = [specs.KVCacheGroupSpec(["a"], latent), specs.KVCacheGroupSpec(["b"], mamba("align"))]
     parallel = SimpleNamespace(tensor_parallel_size=4, decode_context_parallel_size=1)
     config, cache = SimpleNamespace(parallel_config=parallel), SimpleNamespace(kv_cache_groups=groups)
-    assert topology.group_replicas(config, cache) == (4, 1)
+    assert describe.group_replicas(config, cache) == (4, 1)
 
 
 def test_drafts_take_a_block_off_attention_and_nothing_off_states() -> None:
@@ -124,5 +124,5 @@ def test_drafts_take_a_block_off_attention_and_nothing_off_states() -> None:
 
 def test_the_layout_of_a_real_scheduler(make_rig: MakeRig) -> None:
     rig = make_rig(groups=("48", "full"))
-    layout = topology.cache_layout(rig.vllm_config, rig.kv_cache_config)
+    layout = describe.cache_layout(rig.vllm_config, rig.kv_cache_config)
     assert [group.kind for group in layout.groups] == [GroupKind.SLIDING, GroupKind.FULL]

@@ -183,7 +183,7 @@ def test_what_a_request_names_for_itself_is_not_told(listened: Listened, change:
 
 
 def test_an_error_in_the_stream_leaves_vllm_its_events(listened: Listened, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine.events.stream import EventStream
+    from epochkv_connector.engine.events import EventStream
 
     rig, router = listened(epoch=0)
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
+from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_connector.scheduler.build import mean_object_bytes
 from epochkv_connector.weights import executor as joining
 from epochkv_connector.wire.layout import RankLayout
-from epochkv_connector.worker import build
+from epochkv_connector.worker import runner as runner_module
 from epochkv_connector.worker.runner import JobRunner
 from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
@@ -130,7 +130,7 @@ def lay_out(rig: Any, runners: list[JobRunner]) -> JobRunner:
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {name: group.kv_cache_spec})[name]
             caches[name] = torch.zeros((2, config.num_blocks, BLOCK, 1, spec.head_size), dtype=spec.dtype)
     ours = ConnectorConfig.parse(rig.vllm_config.kv_transfer_config.kv_connector_extra_config)
-    runners.append(build.build_runner(ours, rig.vllm_config, config, caches))
+    runners.append(runner_module.build_runner(ours, rig.vllm_config, config, caches))
     return runners[-1]
 
 

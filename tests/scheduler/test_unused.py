@@ -92,7 +92,7 @@ def experts(patch: Patch) -> dict[str, Any]:
 
 
 def seed(patch: Patch) -> dict[str, Any]:
-    patch.setattr("epochkv_connector.engine.hashing.hash_seed_is_random", lambda algorithm: True)
+    patch.setattr("epochkv_connector.engine.blocks.hash_seed_is_random", lambda algorithm: True)
     return {"store": SharedStore()}
 
 

@@ -13,10 +13,10 @@ import torch
 from epochkv_connector.store.queues import StoreOutcome
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import StepMetadata
-from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.staging import Staging, StagingStream
+from epochkv_connector.worker.layout import GroupSpec
 from epochkv_connector.worker.role import WorkerRole
 from epochkv_connector.worker.runner import JobRunner
+from epochkv_connector.worker.staging import Staging, StagingStream
 from hack.waiting import eventually
 from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.store import StoreClient
+from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.envelope import NO_LAYOUT
 from hack.standalone.mooncake import Mooncake
 from tests.support.store import Memory, settings

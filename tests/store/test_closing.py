@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from epochkv_connector.store import StoreClient, StoreOutcome, StoreState, StoreUnavailable
+from epochkv_connector.store.client import StoreClient
+from epochkv_connector.store.connection import StoreState
+from epochkv_connector.store.queues import StoreOutcome, StoreUnavailable
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
 from tests.support.store import Memory, block_keys, get, put, settings
@@ -25,7 +27,7 @@ _CLOSE_IN_FLIGHT = """
 import sys, threading
 sys.path[:0] = [{root!r}]
 from tests.support.store import Memory, settings
-from epochkv_connector.store import StoreClient
+from epochkv_connector.store.client import StoreClient
 memory = Memory(8, 1 << 18)
 client = StoreClient(settings({address!r}), [memory.region])
 client.start()

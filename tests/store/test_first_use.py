@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.store import StoreOutcome, prepare_environment
-from epochkv_connector.store.settings import LOAD_SECONDS, status_timeout
+from epochkv_connector.store.connection import LOAD_SECONDS, prepare_environment, status_timeout
+from epochkv_connector.store.queues import StoreOutcome
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo

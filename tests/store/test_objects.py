@@ -9,7 +9,8 @@ import pytest
 from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern, prefix_pattern
 from epochkv_connector.scheduler.build import Tiers
-from epochkv_connector.store import StoreClient, StoreOutcome
+from epochkv_connector.store.client import StoreClient
+from epochkv_connector.store.queues import StoreOutcome
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
 from tests.support.store import END_BYTES, NAMESPACE, Memory, RawClient, get, pattern, put

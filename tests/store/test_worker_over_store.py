@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 import torch
 
-from epochkv_connector.store import StoreClient
+from epochkv_connector.store.client import StoreClient
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import StepMetadata
-from epochkv_connector.worker.copying.layout import GroupSpec, layout_digest
-from epochkv_connector.worker.copying.staging import HostRegion, Staging
+from epochkv_connector.worker.layout import GroupSpec, layout_digest
 from epochkv_connector.worker.runner import JobRunner
+from epochkv_connector.worker.staging import HostRegion, Staging
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.support.store import settings

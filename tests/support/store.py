@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epochkv_connector.naming.object_keys import KeyCodecError, object_key
-from epochkv_connector.store import StoreClient, StoreOutcome, StoreSettings, Transfer
+from epochkv_connector.store.client import StoreClient
+from epochkv_connector.store.connection import StoreSettings
+from epochkv_connector.store.queues import StoreOutcome, Transfer
 
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 END_BYTES = 128

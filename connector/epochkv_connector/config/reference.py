@@ -1,6 +1,6 @@
 """`python -m epochkv_connector.config.reference [--check]`: write the reference of all keys, or fail when it differs.
 
-The page is generated from the fields of the models in `connector_config`. Needs no vLLM.
+The page is generated from the fields of the models in `config`. Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from epochkv_connector.config.connector_config import EXTRA, KEYS
-from epochkv_connector.config.schema import Key, every
+from epochkv_connector.config import EXTRA, KEYS, Key, every
 
 COMMAND: Final = "python -m epochkv_connector.config.reference"
 PAGE: Final = Path("docs/reference/connector-config.md")

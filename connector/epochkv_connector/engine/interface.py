@@ -1,14 +1,103 @@
-"""The names of vLLM that the connector cannot do without: base classes of connectors, and the module of block hashes.
+"""The names of vLLM that the connector cannot do without, and which versions of vLLM are accepted.
 
-Everything imports them from here, so that a vLLM without them is refused with a sentence. Knows of vLLM 0.30 to 0.33: the
-modules that define them.
+Base classes of connectors and the module of block hashes are imported from here, so that a vLLM without them is refused with a
+sentence. A renamed global of vLLM would make every name in this project a lie, so other versions are refused at start, too (unless
+`allow_untested_vllm`). A framework cannot do that: whatever it calls, weights name themselves. So another version of one is worth a
+warning, once. Knows of vLLM 0.30 to 0.33: `__version__`, and the modules that define the names.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
 import vllm
 
-from epochkv_connector.engine.version import UnsupportedEngine, unsupported
+from epochkv_fence.version import VERSION
+
+logger = logging.getLogger("vllm.epochkv.version")
+
+TESTED_VERSIONS = ((0, 30), (0, 33))
+"""First and last minor version accepted."""
+
+FRAMEWORKS: Final = {
+    "openrlhf": ("openrlhf", "0.11"),
+    "ray.llm": ("ray", "2.60"),
+    "skyrl": ("skyrl", "0.3"),
+    "trl": ("trl", "1.16"),
+    "verl": ("verl", "0.9"),
+}
+"""Of each framework that tests run (`hack/requirements/trainers`): a module that is loaded where it makes engines, its distribution, and
+the minor version. `docs/trainers.md` shows the same."""
+
+
+class UnsupportedEngine(RuntimeError):
+    """This engine cannot be fenced; the message says what is wrong and what to change."""
+
+
+def unsupported(found: str) -> str:
+    """The sentence for this version."""
+    first, last = TESTED_VERSIONS
+    return f"vLLM {found} is not supported: EpochKV was tested with {first[0]}.{first[1]} to {last[0]}.{last[1]}; install one of these"
+
+
+def running() -> dict[str, str]:
+    """Versions of what this engine runs, by name, for its hub; what cannot be told is left out."""
+    found = {"epochkv": VERSION, "vllm": str(getattr(vllm, "__version__", "")), "mooncake": _mooncake()}
+    return {name: version for name, version in found.items() if version}
+
+
+def _mooncake() -> str:
+    """Version of the wheel that Mooncake's module came with, whose name differs by accelerator; nothing is imported."""
+    spec = importlib.util.find_spec("mooncake")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for info in Path(folder).parent.glob("mooncake_transfer_engine*.dist-info"):
+            return info.name.removesuffix(".dist-info").rpartition("-")[2]
+    return ""
+
+
+def check_version(allow_untested: bool, version: str | None = None) -> None:
+    """Raise `UnsupportedEngine` unless vLLM's minor version was tested.
+
+    Args:
+        allow_untested: accept any version (configuration key `allow_untested_vllm`).
+        version: for tests; default `vllm.__version__`.
+    """
+    found = vllm.__version__ if version is None else version
+    match = re.match(r"(\d+)\.(\d+)", found)
+    minor = (int(match[1]), int(match[2])) if match else (-1, -1)
+    first, last = TESTED_VERSIONS
+    if first <= minor <= last or allow_untested:
+        return
+    raise UnsupportedEngine(f"{unsupported(found)}, or set allow_untested_vllm to true in kv_connector_extra_config at your own risk")
+
+
+@functools.cache
+def warn_of_frameworks() -> None:
+    """Say once in this process which framework that makes its engines was not tried in this version."""
+    for module, (distribution, tested) in FRAMEWORKS.items():
+        if module in sys.modules and (found := _installed(distribution)) and not f"{found}.".startswith(f"{tested}."):
+            logger.warning(
+                "EpochKV was tested with %s %s, and this is %s. Nothing is switched off. Compare `epochkv weights` after the first push.",
+                distribution,
+                tested,
+                found,
+            )
+
+
+def _installed(distribution: str) -> str:
+    """Its version; empty: it runs from a folder of sources."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (

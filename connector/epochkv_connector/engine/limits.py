@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from epochkv_connector.config.connector_config import NAME, ConnectorConfig
-from epochkv_connector.config.machine import check_devices, check_fits, check_holds_something
+from epochkv_connector.config import NAME, ConnectorConfig, check_devices, check_fits, check_holds_something
 from epochkv_connector.engine import describe
-from epochkv_connector.engine.topology import has_ranks_here, l1_share
-from epochkv_connector.engine.version import UnsupportedEngine, check_version
+from epochkv_connector.engine.describe import has_ranks_here, l1_share
+from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 
 MULTI = "MultiConnector"
 ALLOWED_SIBLINGS = frozenset({"NixlConnector", "NixlPullConnector"})

@@ -2,13 +2,15 @@
 
 Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
 `KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`,
-`v1.core.sched.scheduler.Scheduler` and `MultiConnector`, the input queue of `EngineCore`, and the functions of the CPU backend that
-pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32).
+`v1.core.sched.scheduler.Scheduler` and `MultiConnector`, the input queue of `EngineCore`, the functions of the CPU backend that
+pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32), and the logger `vllm` with its handlers.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -16,6 +18,34 @@ from typing import Any
 
 from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.naming.hashers import PIN_ATTRIBUTE
+
+PREFIX = "EpochKV"
+
+
+class _Ours(logging.Handler):
+    """Hands records to vLLM's handlers, with our name in front: vLLM's lines show only a file's name."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As `logging.Handler.emit`."""
+        if not str(record.msg).startswith(PREFIX):
+            record = copy.copy(record)
+            record.msg = f"{PREFIX}: {record.msg}"
+        for handler in logging.getLogger("vllm").handlers:
+            if record.levelno >= handler.level:
+                handler.handle(record)
+
+
+def share_log_handlers() -> None:
+    """Let our packages log as vLLM does (time, level, module, process). Without handlers INFO lines would be lost.
+
+    Does nothing where the user has set up logging for our packages.
+    """
+    handlers = logging.getLogger("vllm").handlers
+    for name in ("epochkv_connector", "epochkv_fence"):
+        logger = logging.getLogger(name)
+        if not logger.handlers and logger.level == logging.NOTSET and handlers:
+            logger.handlers = [_Ours()]
+            logger.setLevel(logging.INFO)
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:

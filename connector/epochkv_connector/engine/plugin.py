@@ -1,48 +1,196 @@
 """The entry point that vLLM calls first in every process (`vllm.general_plugins`).
 
 It registers the connector: `kv_connector_module_path` suffices for the connector alone, but a MultiConnector rebuilds its
-children's stats through the registry. It configures the connector where the environment asks for it (`attach`). It has weights
-digested before a kernel packs them away.
+children's stats through the registry. It has weights digested before a kernel packs them away. And it switches the connector on
+where the environment asks for it, for trainers that start engines and have no field for a `kv_transfer_config`: `EPOCHKV_ATTACH=1`
+gives every engine of a process tree what the user would have configured, before vLLM makes its configuration. Nothing behind that
+knows of it. The pool comes from `EPOCHKV_CONFIG`; L1 comes from there, too, or from `EPOCHKV_LOCAL_CAPACITY`.
 
 And it checks configurations early: vLLM makes connectors after it has loaded the model, in processes of their own, so a wrong
 key would end the start minutes later, with one trace per process. The check runs as soon as vLLM has made its configuration, in
-the process that the user started. vLLM's own commands then end with one line. Knows of vLLM: `KVConnectorFactory`.
+the process that the user started. vLLM's own commands then end with one line. Knows of vLLM 0.30 to 0.33: `KVConnectorFactory`,
+`kv_transfer_config` and `kv_offloading_size` of `EngineArgs`, `KVTransferConfig`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from epochkv_connector.config.connector_config import NAME, ConfigError
-from epochkv_connector.engine import limits
-from epochkv_connector.engine.attach import before_engine, in_their_words, is_attached, refuse_other_pool
-from epochkv_connector.engine.fenced import switch
-from epochkv_connector.engine.version import UnsupportedEngine, warn_of_frameworks
-from epochkv_fence.connection import ATTACH_ENV
+from epochkv_connector.config import (
+    EXTRA,
+    MAX_BYTES,
+    MOONCAKE,
+    MOONCAKE_ENV,
+    MOONCAKE_KEY,
+    NAME,
+    SMALLEST_SLOT_BYTES,
+    ConfigError,
+    ConnectorConfig,
+    gib,
+    shown,
+    transfer_config,
+)
+from epochkv_connector.engine import fenced, limits, patches
+from epochkv_connector.engine.interface import UnsupportedEngine, warn_of_frameworks
+from epochkv_connector.engine.patches import share_log_handlers
+from epochkv_fence import quantity
+from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, ConfigurationError, Connection
+from epochkv_fence.doctor.looking import NoHub, look_at_hub
+from epochkv_fence.doctor.running import apart
+
+logger = logging.getLogger(__name__)
+
+_made: list[Any] = []
+"""Configurations that came from here: vLLM's commands make an engine's configuration more than once."""
+
+
+def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> None:
+    """Configure the connector for an engine that has none, if the environment says so.
+
+    Raises:
+        ConfigError: a variable has a value that it cannot have; the message names it and the remedy.
+    """
+    _name_mooncake_file(arguments.kv_transfer_config)
+    if not is_on(environ) or is_attached(arguments.kv_transfer_config):
+        return
+    share_log_handlers()
+    found = _configured(arguments)
+    if found:
+        logger.info("EpochKV: %s is 1, but this engine has %s, which stays as it is", ATTACH_ENV, found)
+        return
+    extra = extra_config(environ)
+    config = ConnectorConfig.parse(extra, environ)
+    refuse_other_pool(environ)
+    from vllm.config import KVTransferConfig
+
+    arguments.kv_transfer_config = KVTransferConfig(**transfer_config(extra))
+    _made.append(arguments.kv_transfer_config)
+    level = logging.INFO if config.has_tiers else logging.WARNING
+    logger.log(level, "EpochKV: %s joins this engine to pool %s, %s", ATTACH_ENV, config.pool.name, _tiers(config))
+
+
+def is_attached(transfer: Any) -> bool:
+    """Whether this `kv_transfer_config` came from here."""
+    return any(transfer is made for made in _made)
+
+
+def is_on(environ: Mapping[str, str]) -> bool:
+    """Whether `EPOCHKV_ATTACH` is 1.
+
+    Raises:
+        ConfigError: it is neither 1, 0 nor empty.
+    """
+    value = environ.get(ATTACH_ENV, "").strip()
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{ATTACH_ENV} is {shown(value)}; it must be 1, or 0 for off")
+    return value == "1"
+
+
+def extra_config(environ: Mapping[str, str]) -> dict[str, Any]:
+    """`kv_connector_extra_config`: the pool's document stays where it is, so that only a size of our own stands here.
+
+    Raises:
+        ConfigError: there is no document, or the size is none.
+    """
+    if not environ.get(CONFIG_ENV, "").strip():
+        raise ConfigError(
+            f"{ATTACH_ENV} is 1 and {CONFIG_ENV} is not set; set it to the path of the pool's connection.json or to its text, "
+            f"or unset {ATTACH_ENV}"
+        )
+    text = environ.get(CAPACITY_ENV, "").strip()
+    return {"local": {"capacity_bytes": capacity(text)}} if text else {}
+
+
+def refuse_other_pool(environ: Mapping[str, str]) -> None:
+    """Ask the hub whether the keys are those of the document's pool. Such an engine would join, and share with nobody.
+
+    A hub that does not answer is no error: the engine serves without it, as ever.
+
+    Raises:
+        ConfigError: they are another pool's.
+    """
+    try:
+        connection = Connection.load(None, environ)
+        connection.client_keys()
+    except ConfigurationError:  # no hub, or keys that come later
+        return
+    look, _ = apart(lambda: look_at_hub(connection, apart_seconds=0.0))
+    if isinstance(look, NoHub) and look.trouble == "pool":
+        raise ConfigError(f"{CONFIG_ENV} names another pool than its keys: {look.text}")
+
+
+def in_their_words(text: str, environ: Mapping[str, str] = os.environ) -> str:
+    """What is wrong with a configuration that came from here, by the names of the variables that the user wrote."""
+    key = "local.capacity_bytes"
+    size = environ.get(CAPACITY_ENV, "").strip()
+    if size and key in text:
+        value = f"{EXTRA}: {key} is {capacity(size)}"
+        return text.replace(value, f"{CAPACITY_ENV} is {size}").replace(key, CAPACITY_ENV)
+    return text.replace(f"{EXTRA}: ", f"{CONFIG_ENV}: ")
+
+
+def capacity(text: str) -> int:
+    """Bytes of a size such as `64Gi`.
+
+    Raises:
+        ConfigError: it is none, or no L1 can have it.
+    """
+    try:
+        size = quantity.parse(text)
+    except (ValueError, ArithmeticError):
+        size = Decimal(0)
+    if not SMALLEST_SLOT_BYTES <= size <= MAX_BYTES:
+        raise ConfigError(
+            f"{CAPACITY_ENV} is {shown(text)}; it must be a size such as 64Gi, or a number of bytes, from {SMALLEST_SLOT_BYTES} to "
+            f"{quantity.from_bytes(MAX_BYTES)}; or unset it for the L1 of the connection document"
+        )
+    return quantity.to_bytes(text)
+
+
+def _configured(arguments: Any) -> str:
+    """What gives this engine a connector already, in words; empty: nothing."""
+    if arguments.kv_transfer_config is not None:
+        return "a kv_transfer_config of its own"
+    return "kv_offloading_size" if getattr(arguments, "kv_offloading_size", None) is not None else ""
+
+
+def _tiers(config: ConnectorConfig) -> str:
+    tiers = [f"L1 of {gib(config.local.capacity_bytes)}"] if config.local is not None else []
+    tiers += [f"L2 at {config.distributed.master_address}"] if config.distributed is not None else []
+    return " and ".join(tiers) or f"without a tier: set {CAPACITY_ENV} to a size for an L1, or add local or distributed to {CONFIG_ENV}"
+
+
+def _name_mooncake_file(transfer: Any) -> None:
+    """vLLM's Mooncake connector reads its file from a variable only; verl's users name it in the connector's configuration."""
+    given = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
+    extra = given.get("kv_connector_extra_config")
+    path = extra.get(MOONCAKE_KEY) if isinstance(extra, Mapping) else None  # what is none, vLLM refuses in its own words
+    if given.get("kv_connector") == MOONCAKE and isinstance(path, str):
+        os.environ[MOONCAKE_ENV] = path
 
 
 def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from epochkv_connector.engine import patches
-    from epochkv_connector.engine.fenced import fence
-    from epochkv_connector.weights.held import mark
+    from epochkv_connector.weights.digest import mark
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "epochkv_connector.connector", NAME)
     patches.around_arguments(attach, check)
     patches.before_packing(mark)
-    fence.install()
+    fenced.install()
 
 
 def attach(arguments: Any) -> None:
-    """Join an engine to the pool that the environment names; see `attach.before_engine`.
+    """Join an engine to the pool that the environment names; see `before_engine`.
 
     Raises:
         ConfigError: the message says what to change.
@@ -64,10 +212,10 @@ def check(vllm_config: Any) -> None:
         f"; or unset {ATTACH_ENV}, which joined this engine to the pool" if attached else "", in_their_words if attached else str
     ):
         ours = limits.check_before_load(vllm_config)
-        fenced = switch.check(vllm_config) is not None
-        if fenced:
+        is_fenced = fenced.check(vllm_config) is not None
+        if is_fenced:
             refuse_other_pool(os.environ)
-        if fenced or ours:
+        if is_fenced or ours:
             warn_of_frameworks()
 
 

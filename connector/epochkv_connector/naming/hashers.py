@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from epochkv_connector.naming.identity import Pin
 
 if TYPE_CHECKING:
-    from epochkv_connector.engine.hashing import BlockHashing
+    from epochkv_connector.engine.blocks import BlockHashing
 
 PIN_ATTRIBUTE = "epochkv_pin"
 

@@ -19,7 +19,7 @@ from epochkv_connector.naming.root import RootState
 from epochkv_connector.weights.adapters import Adapters
 
 if TYPE_CHECKING:
-    from epochkv_connector.engine.hashing import BlockHashing
+    from epochkv_connector.engine.blocks import BlockHashing
 
 REHASH_BUDGET_SECONDS = 0.005
 """Re-hashing allowed per scheduler step; 100,000 tokens of 16-token blocks take about 11 ms."""

@@ -21,7 +21,7 @@ from epochkv_connector.naming.bypass import BypassLog, Reason
 from epochkv_connector.naming.identity import ROOT_BYTES, Snapshot, namespace, shared_root
 
 if TYPE_CHECKING:
-    from epochkv_connector.engine.hashing import GlobalRoot
+    from epochkv_connector.engine.blocks import GlobalRoot
 
 
 @dataclass(frozen=True, slots=True)

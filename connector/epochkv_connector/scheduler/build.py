@@ -1,6 +1,6 @@
 """Builds the tiers of an engine from its configuration: the bookkeeping, and the L2 client that it looks blocks up with.
 
-Slots and sizes are those that the ranks have laid out (`wire.layout`), and shards are counted as `worker.build` does.
+Slots and sizes are those that the ranks have laid out (`wire.layout`), and shards are counted as `worker.runner` does.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from epochkv_connector.config.connector_config import ConnectorConfig
-from epochkv_connector.engine import topology
+from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.engine import describe
 from epochkv_connector.naming.identity import pool_prefix
 from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
-from epochkv_connector.store import StoreClient, StoreSettings
+from epochkv_connector.store.client import StoreClient
+from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.wire.layout import RankLayout, common_slots
-from epochkv_connector.worker.copying.slots import object_bytes
+from epochkv_connector.worker.layout import object_bytes
 
 CLOSE_SECONDS = 2.0
 
@@ -74,11 +75,11 @@ def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any,
     """
     if not config.has_tiers:
         return None
-    layout = topology.cache_layout(vllm_config, kv_cache_config)
+    layout = describe.cache_layout(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
     store = start_client(settings) if settings is not None else None
-    num_ranks = topology.num_worker_ranks(vllm_config)
-    shards = [range(num_ranks // replicas) for replicas in topology.group_replicas(vllm_config, kv_cache_config)]
+    num_ranks = describe.num_worker_ranks(vllm_config)
+    shards = [range(num_ranks // replicas) for replicas in describe.group_replicas(vllm_config, kv_cache_config)]
 
     def keys_of(namespace: str, group: int, block_hash: bytes) -> Sequence[str]:
         return [object_key(namespace, group, shard, block_hash) for shard in shards[group]]

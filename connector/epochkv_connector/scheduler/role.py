@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from epochkv_connector.config.connector_config import ConnectorConfig
-from epochkv_connector.engine import blocks, describe, hashing, limits, patches, topology
+from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.engine import blocks, describe, limits, patches
 from epochkv_connector.guard import Guard
 from epochkv_connector.hub_link import FenceHooks, HubLink
 from epochkv_connector.metrics.reporter import Reporter
@@ -89,15 +89,15 @@ class SchedulerRole:
         self, config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, guard: Guard, reporter: Reporter, local_worker: FindWorker
     ) -> None:
         self._config, self._vllm_config, self._guard, self._reporter = config, vllm_config, guard, reporter
-        self.hashing = hashing.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
-        global_root = hashing.GlobalRoot()
+        self.hashing = blocks.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
+        global_root = blocks.GlobalRoot()
         described = describe.describe_engine(vllm_config, kv_cache_config)
         core, scheduler = patches.builders()
-        ranks = NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, topology.engine_id(vllm_config))
+        ranks = NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, describe.engine_id(vllm_config))
         layouts: list[RankLayout] | None = guard.run("layouts", ranks.layouts, lambda: None)
         digests = None if layouts is None else [layout.digest.hex() for layout in layouts]
         self.fingerprint = fingerprint({**described, "layouts": digests})
-        adapters = Adapters(ranks, topology.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
+        adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
         self.pins = self._build_pins(global_root, adapters, core)
         self.tiers: build.Tiers | None = guard.run(
@@ -112,18 +112,18 @@ class SchedulerRole:
         self.requests, self.counters = state.requests, state.counters
         self.admission = Admission(state, unused.why_no_loads(vllm_config, policy))
         self.weights = WeightChanges(state, self.admission, self._link)
-        candidates = SaveCandidates(state, topology.tokens_per_step(vllm_config))
+        candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config))
         self.steps = Steps(state, self.weights, candidates, unused.why_no_saves(vllm_config), local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
         self._start_link()
 
-    def _build_pins(self, global_root: hashing.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
+    def _build_pins(self, global_root: blocks.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
         config, vllm_config = self._config, self._vllm_config
         member = PoolMembership(
             config.pool.uid,
             self.fingerprint,
             self._link.secret,
-            l2_allowed=not hashing.hash_seed_is_random(self.hashing.algorithm),
+            l2_allowed=not blocks.hash_seed_is_random(self.hashing.algorithm),
             adapters_applied=describe.describe_adapters(vllm_config),
             is_own_pool=config.hub is None,
             forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
@@ -133,12 +133,12 @@ class SchedulerRole:
 
     def _find_unused(self, layouts: Sequence[RankLayout], policy: str) -> list[unused.Unused]:
         """What this engine cannot use, said in one line."""
-        silent = topology.num_worker_ranks(self._vllm_config) - len(layouts)
+        silent = describe.num_worker_ranks(self._vllm_config) - len(layouts)
         built = unused.Built(
             error=self._guard.first.get("tiers", ""),
             layout_problem=self.books.state.layout.problem() if self.books is not None else None,
             refusals=[*(layout.why_no_slots for layout in layouts), *["it did not answer"] * silent],
-            hash_algorithm=self.hashing.algorithm if hashing.hash_seed_is_random(self.hashing.algorithm) else None,
+            hash_algorithm=self.hashing.algorithm if blocks.hash_seed_is_random(self.hashing.algorithm) else None,
         )
         found = unused.find_unused(self._config, self._vllm_config, policy, self.pins.root.member.forced_bypass, built)
         if found:
@@ -151,7 +151,7 @@ class SchedulerRole:
         weights.watch = watch = Watch(
             ranks,
             _EngineNames(weights, core, scheduler, self._guard),
-            topology.num_worker_ranks(self._vllm_config),
+            describe.num_worker_ranks(self._vllm_config),
             time.monotonic,
             has_encoder=limits.is_multimodal(self._vllm_config),
         )

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from epochkv_connector.engine import patches
-from epochkv_connector.engine.events.host import HostEvents
-from epochkv_connector.engine.events.outgoing import Outgoing
+from epochkv_connector.engine.events import HostEvents, Outgoing
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.pins import Pins, is_private
 from epochkv_connector.scheduler.requests import Requests

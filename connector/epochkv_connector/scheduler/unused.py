@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.engine.limits import why_no_tiers
 from epochkv_fence.protocol.messages import TIER_REASONS, TierReason
 

@@ -17,12 +17,12 @@ from operator import methodcaller
 
 from epochkv_connector.naming.object_keys import key_digest
 from epochkv_connector.store import envelope
-from epochkv_connector.store.connection import StoreConnection, StoreState
-from epochkv_connector.store.counters import Counters, Notices
-from epochkv_connector.store.mooncake import outcome_of
+from epochkv_connector.store.connection import StoreConnection, StoreSettings, StoreState, outcome_of
 from epochkv_connector.store.queues import (
     Alarms,
     CallSize,
+    Counters,
+    Notices,
     QueuedRequest,
     RequestQueue,
     StoreOutcome,
@@ -33,7 +33,6 @@ from epochkv_connector.store.queues import (
     refuse,
     resolve,
 )
-from epochkv_connector.store.settings import StoreSettings
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class StoreClient:
         Args:
             regions: (address, bytes) of memory that puts and gets use, which must outlive `close`; none: a client for
                 `exists` and `remove_matching` only.
-            layout: how payloads are cut from this rank's KV tensors (`worker.copying.layout.layout_digest`); objects of any other
+            layout: how payloads are cut from this rank's KV tensors (`worker.layout.layout_digest`); objects of any other
                 layout are misses.
         """
         self.settings = settings

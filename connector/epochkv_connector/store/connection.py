@@ -1,4 +1,14 @@
-"""Keeps one connection to the store alive: state machine, circuit breaker, calls in flight.
+"""One connection to the Mooncake store: settings, the client, and the state machine that keeps it alive.
+
+Several of Mooncake's limits exist only as environment variables, and their defaults turn a lost packet into minutes:
+they are set here before the library is imported, and an engine whose operator did not set them is told so once.
+
+Facts that shape `MooncakeClient`, which alone calls the library, measured on the pinned version:
+
+- `setup` and `close` hold the GIL.
+- Most calls on a client that was closed, or whose `setup` failed, are a crash. So a `MooncakeClient` exists only between a successful
+  `setup` and `close`, and its owner (`StoreConnection`) keeps calls and `close` apart.
+- A client of another version connects and then fails silently, so each proves itself with a canary before it is used.
 
 States: NEW -> PROBING <-> READY -> DRAINING -> CLOSED. Store calls run only in READY (the canary alone in PROBING).
 The first sign that the master is gone opens the breaker (READY -> PROBING); a TCP probe looks for the master with
@@ -8,18 +18,260 @@ growing pauses, for ever, and a canary closes the breaker. A master that is abse
 from __future__ import annotations
 
 import atexit
+import contextlib
 import enum
 import logging
+import mmap
+import os
+import random
+import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
+from ctypes import addressof, c_char
+from dataclasses import dataclass
+from typing import Any
 
-from epochkv_connector.store.counters import Counters, Notices
-from epochkv_connector.store.mooncake import MooncakeClient, SetupFailed, probe_master
-from epochkv_connector.store.queues import StoreOutcome
-from epochkv_connector.store.settings import StoreSettings, prepare_environment
+from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.store.queues import Counters, Notices, StoreOutcome
 
 logger = logging.getLogger(__name__)
+
+ENVIRONMENT = {
+    "MC_RPC_TIMEOUT_MS": "1000",  # a hung master costs 1 s, not 30
+    "MC_RPC_CONNECT_TIMEOUT_MS": "500",  # a master behind a dead address costs 4 s, not 120
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # setup holds the GIL while it tries
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",  # a hung segment owner; `status_timeout` of a load's default deadline
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",  # a peer that stalls in mid-payload
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # overflow poisons the client
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
+    "MC_MIN_RPC_PORT": "15000",  # pins both listeners of a client, so that a NetworkPolicy can name them
+    "MC_MAX_RPC_PORT": "15063",
+    "MC_YLT_LOG_LEVEL": "warn",
+}
+"""Variable -> value, measured as a whole block on the pinned Mooncake version."""
+
+LOAD_SECONDS = 10.0
+"""A load's default deadline (`job_deadline_seconds`)."""
+_STATUS = "MC_TCP_STATUS_TIMEOUT_SEC"
+_STATUS_SECONDS = (2, 10)
+"""Shorter takes a machine that stands still for a store that is gone (measured: 18 of 28 gets failed in a stall of 2.5 s with a
+limit of 2 s, none with 5 s); longer keeps the buffers of a call to a hung store for minutes."""
+
+
+def status_timeout(load_seconds: float) -> int:
+    """Whole seconds after which Mooncake gives up a store that says nothing.
+
+    Half of a load's deadline: a stall of that length is waited out, and a store that is gone is known before the load has
+    failed by itself.
+    """
+    low, high = _STATUS_SECONDS
+    return max(low, min(high, int(load_seconds / 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """How to reach the store and how patient to be.
+
+    Attributes:
+        master_address: `host:port`, or `etcd://h1:2379;h2:2379` for a replicated master.
+        metadata_server, protocol, device_name: Mooncake's `setup` arguments of these names.
+        local_hostname: address of this process for its peers; None: `POD_IP`, else the address the master is reached from.
+        verify_payload: checksum of the whole payload on put and get, not only header and trailer.
+        get_threads: store calls that may fetch at the same time (a call to a hung peer blocks for seconds).
+        min_call_keys, max_call_keys, max_call_bytes: one store call carries as many objects at first and after a call that
+            failed or was slow, and never more than this. A call to a hung peer blocks for a status timeout and more (measured with 2 s: 4
+            keys 2.0 s, 8 keys 4-6 s, 16 keys 12 s, 32 keys 23 s), and buffers are out of use until it returns.
+        fast_call_seconds: a call that took no longer allows the next one of its kind to carry twice as many objects.
+        max_queued_puts: objects that wait to be put; beyond it the oldest waiting put is dropped.
+        max_exists_keys: one existence query never asks for more.
+        hung_call_seconds, quarantine_seconds: Mooncake's own batch limit, and not its socket, has ended a failed transfer call that
+            lasted at least the former. Its buffers stay out of use for the latter (Mooncake's progress timeout is 5 s).
+        load_seconds: deadline of a load, from which Mooncake's own limit for a silent store follows (`status_timeout`).
+        probe_timeout_seconds, min_backoff_seconds, max_backoff_seconds: reaching the master while it is away.
+        setup_backoff_seconds: first and longest pause after a `setup` that failed, or whose client did not work. It holds the GIL for
+            about a second, in which the engine stands still, and so does every repetition (measured with a master slower than
+            an RPC's limit: 1.1 s in every 6 s, for each client).
+        poison_seconds, poison_calls: the client starts over after so many calls in a row that failed as transfers, over at least this
+            time. It is longer than the master's `client_ttl`, within which a dead segment owner looks the same.
+    """
+
+    master_address: str
+    metadata_server: str = "P2PHANDSHAKE"
+    protocol: str = "tcp"
+    device_name: str = ""
+    local_hostname: str | None = None
+    verify_payload: bool = True
+    get_threads: int = 2
+    min_call_keys: int = 4
+    max_call_keys: int = 16
+    max_call_bytes: int = 32 << 20
+    fast_call_seconds: float = 0.25
+    max_queued_puts: int = 4096
+    max_exists_keys: int = 1024
+    hung_call_seconds: float = 25.0
+    quarantine_seconds: float = 8.0
+    load_seconds: float = LOAD_SECONDS
+    probe_timeout_seconds: float = 0.5
+    min_backoff_seconds: float = 0.1
+    max_backoff_seconds: float = 5.0
+    setup_backoff_seconds: tuple[float, float] = (2.0, 120.0)
+    poison_seconds: float = 20.0
+    poison_calls: int = 4
+
+    @classmethod
+    def of(cls, config: ConnectorConfig) -> StoreSettings | None:
+        """The L2 tier of a connector configuration; None: it has none."""
+        tier = config.distributed
+        if tier is None:
+            return None
+        return cls(
+            master_address=tier.master_address,
+            metadata_server=tier.metadata_server,
+            protocol=tier.protocol,
+            device_name=tier.device_name,
+            verify_payload=config.verify == "full",
+            load_seconds=config.job_deadline_seconds,
+        )
+
+
+def prepare_environment(environ: MutableMapping[str, str] | None = None, load_seconds: float = LOAD_SECONDS) -> list[str]:
+    """Set what the operator did not set; must run before Mooncake is imported.
+
+    Args:
+        environ: default: this process's.
+        load_seconds: see `StoreSettings`.
+
+    Returns:
+        The variables that were missing, which are logged once by the caller.
+    """
+    target = os.environ if environ is None else environ
+    missing = [name for name in ENVIRONMENT if name not in target]
+    for name in missing:
+        target[name] = str(status_timeout(load_seconds)) if name == _STATUS else ENVIRONMENT[name]
+    target.setdefault("GLOG_minloglevel", "1")  # otherwise every setup writes a page of INFO lines to stderr
+    return missing
+
+
+OUTCOMES = {
+    0: StoreOutcome.OK,
+    -200: StoreOutcome.FULL,
+    -703: StoreOutcome.PENDING,
+    -704: StoreOutcome.ABSENT,
+    -707: StoreOutcome.EXPIRED,
+    -714: StoreOutcome.PENDING,
+    -800: StoreOutcome.TRANSFER,
+    -801: StoreOutcome.FOREIGN,
+    -900: StoreOutcome.UNREACHABLE,
+    -901: StoreOutcome.UNREACHABLE,
+}
+"""Mooncake's return codes; everything else is `StoreOutcome.ERROR`."""
+
+_CANARY_BYTES = 2048
+
+
+class SetupFailed(RuntimeError):
+    """`setup` or the registration of memory was refused; the message has the code."""
+
+
+def outcome_of(code: int) -> StoreOutcome:
+    return OUTCOMES.get(code, StoreOutcome.ERROR)
+
+
+def probe_master(address: str, timeout: float) -> str | None:
+    """Find out without Mooncake whether the master answers: its calls block for seconds, and `setup` holds the GIL meanwhile.
+
+    A half-closed TCP connection is closed in turn by a live process within a millisecond; the kernel of a hung one
+    accepts and says nothing. Returns the address of this host as the master sees it, or None when no master answers.
+    """
+    half_close = "://" not in address
+    for endpoint in address.split("://", 1)[-1].split(";"):
+        host, _, port = endpoint.rpartition(":")
+        with contextlib.suppress(OSError, ValueError):
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout) as connection:
+                local = str(connection.getsockname()[0])
+                if half_close:
+                    connection.shutdown(socket.SHUT_WR)
+                    connection.recv(1)
+                return local
+    return None
+
+
+class MooncakeClient:
+    """A client that is set up, with registered memory. Blocking; not to be closed while a call runs."""
+
+    def __init__(self, settings: StoreSettings, regions: Sequence[tuple[int, int]], local_address: str) -> None:
+        """Set a client up and register `regions` of (address, bytes) with it. Raises SetupFailed."""
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:
+            raise SetupFailed(f"Mooncake cannot be imported ({error}); install the connector extra") from error
+        self._scratch = mmap.mmap(-1, 2 * _CANARY_BYTES)
+        self._scratch_address = addressof(c_char.from_buffer(self._scratch))
+        self._client: Any = MooncakeDistributedStore()
+        hostname = settings.local_hostname or os.environ.get("POD_IP") or local_address
+        code = self._client.setup(
+            hostname, settings.metadata_server, 0, 0, settings.protocol, settings.device_name, settings.master_address
+        )
+        if code != 0:
+            raise SetupFailed(f"Mooncake setup as {hostname} with master {settings.master_address} returned {code}")
+        for address, num_bytes in (*regions, (self._scratch_address, 2 * _CANARY_BYTES)):
+            code = self._client.register_buffer(address, num_bytes)
+            if code != 0:
+                self._client.close()
+                raise SetupFailed(f"Mooncake register_buffer of {num_bytes} bytes returned {code}")
+
+    def put(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        """0 or a negative code per key; an existing key is 0 and keeps its bytes."""
+        return _complete(self._client.batch_put_from(keys, addresses, sizes), len(keys))
+
+    def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        """Bytes read, or a negative code, per key."""
+        return _complete(self._client.batch_get_into(keys, addresses, sizes), len(keys))
+
+    def exists(self, keys: list[str]) -> list[int]:
+        """1, 0 or a negative code per key. Every hit is leased (10 s by default)."""
+        return _complete(self._client.batch_is_exist(keys), len(keys))
+
+    def remove_matching(self, pattern: str) -> int:
+        """Remove what matches and is not leased; number removed, or a negative code."""
+        return int(self._client.remove_by_regex(pattern, False))
+
+    def canary(self) -> tuple[StoreOutcome, str]:
+        """Write, read, compare and remove a small object.
+
+        Returns:
+            OK; FULL (no space: the master answers, writing cannot be proved); TRANSFER (the segment owner of the
+            canary is away); anything else means that this connection must not be used. And a word for the log.
+        """
+        key = f"epochkv-canary/{secrets.token_hex(16)}"
+        value = random.randbytes(_CANARY_BYTES)
+        self._scratch[:_CANARY_BYTES] = value
+        self._scratch[_CANARY_BYTES:] = bytes(_CANARY_BYTES)
+        code = self.put([key], [self._scratch_address], [_CANARY_BYTES])[0]
+        if code != 0:
+            return outcome_of(code), f"canary put returned {code}"
+        try:
+            code = self.get([key], [self._scratch_address + _CANARY_BYTES], [_CANARY_BYTES])[0]
+            if code != _CANARY_BYTES:
+                return (outcome_of(code) if code < 0 else StoreOutcome.SIZE), f"canary get returned {code}"
+            if self._scratch[_CANARY_BYTES:] != value:
+                return StoreOutcome.FOREIGN, "canary came back with other bytes"
+        finally:
+            self._client.remove(key, True)  # nobody else knows the key, so nobody can be reading it
+        return StoreOutcome.OK, "canary written, read and compared"
+
+    def close(self) -> None:
+        """Give the client back; takes about a second and holds the GIL. No call may be running, and none may follow."""
+        self._client.close()
+
+
+def _complete(codes: Sequence[int], expected: int) -> list[int]:
+    """The library answers `[]` when it is not usable; make that an error per key."""
+    return [int(code) for code in codes] if len(codes) == expected else [-600] * expected
+
 
 Call = Callable[[MooncakeClient], list[int]]
 

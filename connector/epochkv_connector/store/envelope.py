@@ -3,7 +3,7 @@
 The store is not trusted to return the bytes that were put: a forced flush while a reader is active hands out another
 object's bytes with a success code (measured: 5 % of 16 MiB reads), a client of another version may lay bytes out
 differently, keys can be written by anybody who reaches the port. Both ends carry the digest of the key, the digest of
-the layout that the writer's KV tensors have (`worker.copying.layout.layout_digest`: engines may have one name and still read the
+the layout that the writer's KV tensors have (`worker.layout.layout_digest`: engines may have one name and still read the
 same bytes as other heads or layers), and the length; with `verify: full` the payload's xxh3-128 decides.
 
 Layout of either end, 128 bytes, little endian:
@@ -19,7 +19,7 @@ import struct
 import xxhash
 
 from epochkv_connector.naming.identity import CODEC_VERSION
-from epochkv_connector.worker.copying.slots import HEADER_BYTES as END_BYTES
+from epochkv_connector.worker.layout import HEADER_BYTES as END_BYTES
 
 LAYOUT_BYTES = 16
 NO_LAYOUT = bytes(LAYOUT_BYTES)

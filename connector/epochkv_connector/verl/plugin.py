@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from epochkv_connector.verl.launch import TRANSFER, resolve
+from epochkv_connector.verl.kv_store import TRANSFER, resolve
 
 logger = logging.getLogger(__name__)
 

@@ -1,21 +1,34 @@
-"""A digest of tensors where they lie: every byte, its place, the tensors' names, types and shapes. CPU and CUDA.
+"""A digest of a worker's weights where they lie: every byte, its place, the tensors' names, types and shapes. CPU and CUDA.
 
 On the host, slabs go through XXH3 (128 bits), on several threads. On a device, rows of 16 KiB are multiplied by a fixed random
 int8 matrix of 16 columns with exact int32 arithmetic (`torch._int_mm`). The results are the rows of the next level. The last
 64 KiB go through SHA-256. Two sets of weights that were not chosen in view of the matrix have one digest with a chance of 2^-128.
 Sums and XOR miss swapped rows and columns, negation and transposition; both ways here see them.
+
+`Sample` keeps a few elements of every tensor, compared again after each scheduled step: weights that were written past vLLM show
+there. It is the backstop; the hook on the executor is the mechanism. One comparison misses a push of one element in a thousand with a
+chance of 4e-8.
+
+Weights are everything that a worker's models hold, less a short list with reasons: parameters and buffers by name, and plain tensors
+that modules keep as attributes, since some kernels put repacked weights there. If a layer hides its weights, the engine has no digest.
+One kind may: vLLM's CPU backend hands most linear weights to oneDNN, keeps an opaque handle and empties the parameter (69 % of a small
+model's parameters). The functions that do so are wrapped in every process (`engine.patches.before_packing`), and `mark` takes a digest
+while the weights are still there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 ROW_BYTES = 16384
@@ -233,3 +246,201 @@ def _matrix(device: torch.device) -> torch.Tensor:
         raw = bytearray(hashlib.shake_256(b"epochkv weights 1").digest(ROW_BYTES * COLUMNS))
         _matrices[device] = torch.frombuffer(raw, dtype=torch.int8).view(COLUMNS, ROW_BYTES).to(device).t()
     return _matrices[device]
+
+
+NUM_ELEMENTS = 16384
+"""Read in a quarter of a millisecond after a forward pass, when little of it is in a cache."""
+MIN_PER_TENSOR = 32
+RUN = 16
+"""Elements that lie together and are drawn together: memory is read by the line."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class OnDevice:
+    """Strided views of one type and number of dimensions on one device, and what they held."""
+
+    def __init__(self, views: list[torch.Tensor]) -> None:
+        self._views = views
+        self.then = torch.cat(views)
+
+    def differs(self) -> torch.Tensor:
+        """bool, on the device; nothing waits for it here."""
+        return (torch.cat(self._views) != self.then).any()
+
+
+class OnHost:
+    """The same in host memory, without torch: a forward pass leaves its code and tables out of the caches, and finding them again took
+    more than reading the sample."""
+
+    def __init__(self, views: list[torch.Tensor]) -> None:
+        self._arrays = [view.numpy() for view in views]
+        self.then = numpy.concatenate(self._arrays).tobytes()
+
+    def differs(self) -> bool:
+        return numpy.concatenate(self._arrays).tobytes() != self.then
+
+
+class Sample:
+    """What was there when it was drawn. Every tensor has at least `MIN_PER_TENSOR` elements in it, or all of its own."""
+
+    def __init__(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], num_elements: int = NUM_ELEMENTS, draw: random.Random | None = None
+    ) -> None:
+        draw = draw or random.Random()
+        visible = [tensor for name, whole in tensors for _, tensor in stored(name, whole) if tensor.numel() and not tensor.is_meta]
+        total = sum(tensor.numel() for tensor in visible)
+        groups: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
+        for tensor in visible:
+            ordered, _ = in_storage_order(tensor)
+            if not ordered.is_contiguous():
+                ordered = ordered[tuple(slice(draw.randrange(size), None) for size in ordered.shape[:-1])]  # one corner of it
+                ordered = ordered[(0,) * (ordered.dim() - 1)]
+            bits = _BITS.get(tensor.element_size())
+            flat = ordered.reshape(-1) if bits is None else ordered.reshape(-1).view(bits)
+            wanted = max(MIN_PER_TENSOR, round(num_elements * tensor.numel() / total))
+            for view in _runs(flat, wanted, draw):
+                if view.numel():
+                    groups.setdefault((flat.dtype, flat.device, view.dim()), []).append(view)
+        self.num_elements = sum(view.numel() for views in groups.values() for view in views)
+        self._groups = [OnHost(views) if device.type == "cpu" else OnDevice(views) for (_, device, _), views in groups.items()]
+
+    def look(self) -> Callable[[], bool]:
+        """Compare on the compute stream, behind what was issued there. The result says whether nothing differs; it waits for
+        the device, so ask when a copy that was issued later has ended."""
+        flags = [group.differs() for group in self._groups]
+        return lambda: not any(map(bool, flags))
+
+    def holds(self) -> bool:
+        """Whether nothing differs now."""
+        return self.look()()
+
+
+def _runs(flat: torch.Tensor, wanted: int, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """About `wanted` elements: [runs, RUN] at equal distances from a random first one (odd distances, so that no column is followed),
+    and the last elements that make no run."""
+    whole = flat.numel() // RUN
+    rows = flat[: whole * RUN].view(whole, RUN)
+    step = max(1, whole // max(1, wanted // RUN)) | 1
+    return rows[draw.randrange(max(1, min(step, whole))) :: step], flat[whole * RUN :]
+
+
+PACKED = "_epochkv_packed"
+"""Attribute of a layer: hex digest of the weights that a kernel has packed away."""
+
+LEFT_OUT = {
+    "cos_sin_cache": "rotary tables are made of the configuration, which the fingerprint has, and may be cast or grown later",
+    "kv_cache": "what is named, not what names",
+    "workspace": "scratch memory of kernels",
+    "expert_map": "which rank has which expert: the layout, not the weights",
+    "expert_load_view": "a statistic",
+    "logical_to_physical_map": "as expert_map",
+    "logical_replica_count": "as expert_map",
+}
+"""Names, or ends of names behind an underscore, of tensors that are not weights, and why."""
+
+MIN_BITS_PER_WEIGHT = 1
+"""Of any quantisation: a linear layer with less than this to be seen hides its weights."""
+
+
+def models(worker: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The model, and the drafter's where there is one, with a prefix for names."""
+    yield "", worker.get_model()
+    draft = getattr(worker, "get_draft_model", lambda: None)()
+    if draft is not None:
+        yield "draft.", draft
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """A weight, and where it is kept.
+
+    Attributes:
+        steps: (container, key, what is there), from the module's own table to the tensor.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    steps: tuple[tuple[Any, Any, Any], ...]
+
+
+def homes(worker: Any) -> Iterator[Home]:
+    """All weights of this rank, with the places that they were found in.
+
+    Raises:
+        Unreadable: a layer hides its weights.
+    """
+    for prefix, model in models(worker):
+        for path, module in model.named_modules(remove_duplicate=True):
+            name = f"{prefix}{path}.".replace(".base_layer.", ".")
+            if type(module).__module__.startswith("vllm.lora."):
+                continue  # the adapters' own; what is below such a wrapper is a module of its own
+            num_bytes = 0
+            for home in _own(module):
+                num_bytes += home.tensor.numel() * home.tensor.element_size()
+                if not _is_left_out(home.name):
+                    yield Home(name + home.name, home.tensor, home.steps)
+            _check_visible(name, module, num_bytes)
+
+
+def weights(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all weights of this rank.
+
+    Raises:
+        Unreadable: a layer hides its weights.
+    """
+    return ((home.name, home.tensor) for home in homes(worker))
+
+
+def mark(layer: Any) -> None:
+    """Keep the digest of the layer's parameters at the layer, before they are packed away. Weights on `meta` are yet to come."""
+    parameters = [(name, tensor) for name, tensor in layer._parameters.items() if tensor is not None]
+    if not any(tensor.is_meta for _, tensor in parameters):
+        layer.__dict__[PACKED] = digest(parameters).value.hex()
+
+
+def packed(worker: Any) -> list[list[str]]:
+    """[name, digest] of layers whose weights were packed away."""
+    found = []
+    for prefix, model in models(worker):
+        for path, module in model.named_modules():
+            marked = module.__dict__.get(PACKED)
+            if marked is not None:
+                found.append([f"{prefix}{path}.".replace(".base_layer.", "."), str(marked)])
+    return found
+
+
+def _own(module: torch.nn.Module) -> Iterator[Home]:
+    for table in (module._parameters, module._buffers):
+        for attribute, tensor in table.items():
+            if tensor is not None:
+                yield Home(attribute, tensor, ((table, attribute, tensor),))
+    holders = [("", module), ("quant_method.", module.__dict__.get("quant_method") or module._modules.get("quant_method"))]
+    for prefix, holder in holders:
+        kept = getattr(holder, "__dict__", {})
+        for attribute, value in kept.items():
+            step = (kept, attribute, value)
+            if isinstance(value, torch.Tensor):
+                yield Home(prefix + attribute, value, (step,))
+            elif isinstance(value, (list, tuple)):
+                for index, one in enumerate(value):
+                    if isinstance(one, torch.Tensor):
+                        yield Home(f"{prefix}{attribute}.{index}", one, (step, (value, index, one)))
+
+
+def _is_left_out(attribute: str) -> bool:
+    name = attribute.partition(".")[0]
+    return any(name == ending or name.endswith(f"_{ending}") for ending in LEFT_OUT)
+
+
+def _check_visible(name: str, module: torch.nn.Module, num_bytes: int) -> None:
+    if getattr(module, "quant_method", None) is None or PACKED in module.__dict__:
+        return
+    sizes = [getattr(module, f"{side}_size_per_partition", getattr(module, f"{side}_size", 0)) for side in ("input", "output")]
+    num_weights = math.prod(size if isinstance(size, int) else 0 for size in sizes)  # of a linear layer; 0: this is none
+    emptied = any(parameter is not None and not parameter.numel() for parameter in module._parameters.values())
+    if num_bytes * 8 < num_weights * MIN_BITS_PER_WEIGHT or (emptied and not num_bytes):
+        raise Unreadable(
+            f"the weights of {name[:-1]} were packed away by a kernel before anybody looked at them; "
+            "let vLLM load the plugin 'epochkv' in every process (VLLM_PLUGINS)"
+        )

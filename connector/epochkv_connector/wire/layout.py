@@ -14,7 +14,7 @@ class RankLayout:
     """One rank, as measured on the KV tensors that vLLM registered.
 
     Attributes:
-        digest: of how they lie (`worker.copying.layout.layout_digest`); empty: nobody has looked.
+        digest: of how they lie (`worker.layout.layout_digest`); empty: nobody has looked.
         num_slots: of its host region; 0: it has none, and answers every job as failed.
         payload_bytes: of one block, by KV cache group: of those that are saved.
         refusal: why there are no slots; empty: there are, or nobody knows why.

@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from epochkv_connector.weights.lora import HeldAdapters
+from epochkv_connector.weights.rank import HeldAdapters
 from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import StepMetadata, WorkerReport
+from epochkv_connector.worker.rank import Report
 from epochkv_connector.worker.runner import IDLE_WAIT_SECONDS, JobRunner
-from epochkv_connector.worker.tasks import Report
 
 if TYPE_CHECKING:
     from epochkv_connector.weights.rank import Look

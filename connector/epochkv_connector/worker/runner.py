@@ -1,28 +1,38 @@
 """Executes the load and save jobs of one rank, and acknowledges each phase exactly once.
 
 Model-runner thread: each step `start_step`, `finish_step`, `results`; `shutdown`. Two copy threads
-(one per direction) and the store client's threads do the work (`loading`, `saving`). Nothing raises out of a step and
+(one per direction) and the store client's threads do the work (`jobs`). Nothing raises out of a step and
 nothing blocks it: whatever goes wrong with a job becomes a failed job, counted by reason and logged once per kind.
 
 Every async load is reported once in `finished_recving`, and in `failed_recving` too when a single byte is missing.
 Deadlines fail what is not being copied; a copy is finite and is waited for, because a reported load's blocks may be
 given to others at once. Slots that a late store call may still touch are named busy in the acknowledgement and
 followed by `Phase.RELEASED`.
+
+vLLM's sleep unmaps the memory of the KV blocks that copies read or write, and no version of it tells a connector of sleep.
+`weights.executor` intercepts the executor's `sleep` and first asks every rank, in the rank's own process and on the thread that will
+run it (`settle_for_sleep`).
 """
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from epochkv_connector.config import ConfigError, ConnectorConfig, check_fits
+from epochkv_connector.engine import describe
+from epochkv_connector.engine.describe import describe_layers, describe_platform
+from epochkv_connector.store.client import StoreClient
+from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.wire.jobs import JobAck, Phase
 from epochkv_connector.wire.layout import RankLayout
-from epochkv_connector.worker.copying.staging import Staging
-from epochkv_connector.worker.loading import LoadTasks
-from epochkv_connector.worker.rank import OpenStore, Rank
-from epochkv_connector.worker.saving import SaveTasks
-from epochkv_connector.worker.tasks import LoadTask, Report, SaveTask, is_open, remaining
+from epochkv_connector.worker.jobs import LoadTasks, SaveTasks
+from epochkv_connector.worker.layout import GroupSpec, group_view, layout_digest, slot_stride
+from epochkv_connector.worker.rank import LoadTask, OpenStore, Rank, Report, SaveTask, is_open, remaining
+from epochkv_connector.worker.staging import HostRegion, Staging
 
 if TYPE_CHECKING:
     from epochkv_connector.wire.steps import StepMetadata
@@ -57,7 +67,7 @@ class JobRunner:
             staging: jobs name only slots that every rank's has.
             rank, world_size: in the order the scheduler role counts ranks.
             replicas: how many consecutive ranks hold the same KV, by KV cache group; none given: every rank has its own.
-            digest: `copying.layout.layout_digest` of its KV tensors; empty: nobody has looked.
+            digest: `layout.layout_digest` of its KV tensors; empty: nobody has looked.
             open_store: makes and starts the L2 client for the host region; None: no L2.
 
         Raises:
@@ -199,3 +209,89 @@ class JobRunner:
         with self._rank.changed:
             self._rank.changed.wait_for(lambda: not left(), remaining(deadline))
             return left()
+
+
+SLEEP_SECONDS = 30.0
+"""How long the copies of all ranks may take to end: each moves at most one job's blocks, at the speed of the bus."""
+
+
+_runners: dict[str, weakref.WeakSet[JobRunner]] = {}
+_lock = threading.Lock()
+
+
+def register(engine_id: str, runner: JobRunner) -> None:
+    """The runner copies for a rank of this engine, in this process, for as long as it lives."""
+    with _lock:
+        _runners.setdefault(engine_id, weakref.WeakSet()).add(runner)
+
+
+def settle_for_sleep(engine_id: str, timeout: float = SLEEP_SECONDS) -> int:
+    """End the copies of this engine's ranks in this process. Model-runner thread, before `sleep`.
+
+    Returns:
+        Copies that still run after `timeout` seconds: memory must stay mapped unless it is 0.
+    """
+    with _lock:
+        runners = list(_runners.get(engine_id, ()))
+    return sum(runner.settle_for_sleep(timeout) for runner in runners)
+
+
+def slot_count(config: ConnectorConfig, slot_bytes: int, num_ranks: int) -> int:
+    """Slots of a rank's host region: its share of L1's capacity, or the staging ring when there is no L1.
+
+    Args:
+        slot_bytes: from one slot to the next.
+
+    Raises:
+        ConfigError: the share has no room for one slot.
+    """
+    if config.local is None:
+        return config.staging_slots
+    count = config.local.capacity_bytes // (slot_bytes * num_ranks)
+    if count < 1:
+        raise ConfigError(
+            f"local.capacity_bytes is {config.local.capacity_bytes}; one block takes {slot_bytes} bytes on each of "
+            f"{num_ranks} ranks, so give at least {slot_bytes * num_ranks} (or leave local out for no L1)"
+        )
+    return count
+
+
+def build_runner(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> JobRunner:
+    """What executes this rank's jobs.
+
+    Raises:
+        LayoutError, ConfigError, OSError, RuntimeError: this engine cannot be staged.
+    """
+    layout = describe.cache_layout(vllm_config, kv_cache_config)
+    ranks, rank = describe.num_worker_ranks(vllm_config), describe.worker_rank(vllm_config)
+    settings = StoreSettings.of(config)
+    described = kv_cache_config.kv_cache_groups
+    groups = {
+        index: GroupSpec(list(described[index].layer_names), described[index].kv_cache_spec.block_size) for index, _ in layout.restored
+    }
+    layers = describe_layers(vllm_config, [name for group in groups.values() for name in group.layer_names])
+    about = {"layers": layers, "platform": describe_platform(vllm_config, kv_cache_config)}
+    digest = layout_digest(kv_caches, list(groups.values()), kv_cache_config.num_blocks, about)
+
+    def open_store(region: HostRegion) -> StoreClient:
+        assert settings is not None
+        client = StoreClient(settings, [(region.address, region.num_bytes)], layout=digest)
+        client.start()
+        return client
+
+    stride = slot_stride([group_view(kv_caches, group, kv_cache_config.num_blocks).payload_bytes for group in groups.values()])
+    num_slots = slot_count(config, stride, ranks)
+    if config.local is None:
+        local_ranks = ranks // describe.num_machines(vllm_config)
+        check_fits(num_slots * stride * local_ranks, "staging_slots", config.staging_slots)
+    staging = Staging(kv_caches, groups, num_slots, kv_cache_config.num_blocks)
+    runner = JobRunner(
+        staging,
+        rank=rank,
+        world_size=ranks,
+        replicas=describe.group_replicas(vllm_config, kv_cache_config),
+        digest=digest,
+        open_store=open_store if settings is not None else None,
+    )
+    register(str(vllm_config.kv_transfer_config.engine_id), runner)
+    return runner

@@ -12,7 +12,7 @@ import pytest
 import typing_extensions
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from epochkv_connector.config.connector_config import NAME, ConfigError
+from epochkv_connector.config import NAME, ConfigError
 from epochkv_connector.engine import limits
 
 Make = Callable[[Path, dict[str, Any]], Any]

@@ -79,7 +79,7 @@ def test_a_block_that_is_off_and_none_at_all_leave_verl_as_it_is() -> None:
 
 
 def test_what_does_not_answer(world: HubWorld, caplog: pytest.LogCaptureFixture) -> None:
-    from epochkv_connector.verl.launch import StoreUnreachable
+    from epochkv_connector.verl.kv_store import StoreUnreachable
 
     lost = f"extra_config.distributed.master_address=127.0.0.1:{free_port()}"
     assert to_vllm(checked(*enabled(world, lost))) == []
@@ -98,7 +98,7 @@ def test_what_does_not_answer(world: HubWorld, caplog: pytest.LogCaptureFixture)
     ],
 )
 def test_a_wrong_block_ends_the_driver_before_ray_is_started(world: HubWorld, wrong: str, said: str) -> None:
-    from epochkv_connector.verl.block import BlockError
+    from epochkv_connector.verl.kv_store import BlockError
 
     given = [one for one in enabled(world) if not one.startswith(wrong.partition("=")[0])]
     with pytest.raises(BlockError) as caught:

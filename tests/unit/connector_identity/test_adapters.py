@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 
 from epochkv_connector.weights.adapters import LATER
 from epochkv_connector.weights.digest import Unreadable
-from epochkv_connector.weights.lora import HeldAdapters, digest_of
+from epochkv_connector.weights.rank import HeldAdapters, digest_of
 from epochkv_connector.wire.steps import StepMetadata
 from epochkv_connector.worker.role import WorkerRole
 from tests.support.scheduler_worker import RankAdapters
@@ -140,9 +140,7 @@ def test_a_rank_says_why_it_cannot_load() -> None:
 
 
 def test_loading_takes_no_longer_than_a_step_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.weights import lora
-
-    monkeypatch.setattr(lora, "LOAD_SECONDS", -1.0)
+    monkeypatch.setattr("epochkv_connector.weights.rank.LOAD_SECONDS", -1.0)
     rank = Rank()
     rank.adapters.add_adapter(request(2))
     found = rank.ask(1, (1, request(), False), (2, request(2), False))

@@ -15,8 +15,8 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 
-from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
-from epochkv_connector.engine import attach
+from epochkv_connector.config import ConfigError, ConnectorConfig
+from epochkv_connector.engine import plugin
 from tests.support.hub import hub_world
 from tests.support.scheduler import write_model_dir
 
@@ -38,7 +38,7 @@ def engine(**given: Any) -> Any:
 def joined(environ: dict[str, str]) -> Any:
     """The `kv_transfer_config` of an engine that had none."""
     arguments = engine()
-    attach.before_engine(arguments, environ)
+    plugin.before_engine(arguments, environ)
     return arguments.kv_transfer_config
 
 
@@ -110,7 +110,7 @@ def test_keys_of_another_pool_are_refused_and_a_hub_that_is_gone_is_not(tmp_path
 
 def test_a_switch_that_is_misspelt_is_an_error_also_where_a_connector_is_configured() -> None:
     with pytest.raises(ConfigError, match="EPOCHKV_ATTACH is 'on'"):
-        attach.before_engine(engine(kv_transfer_config={"kv_connector": "Other"}), {"EPOCHKV_ATTACH": "on"})
+        plugin.before_engine(engine(kv_transfer_config={"kv_connector": "Other"}), {"EPOCHKV_ATTACH": "on"})
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_a_switch_that_is_misspelt_is_an_error_also_where_a_connector_is_configu
 def test_a_connector_that_is_there_stays_and_one_line_says_so(
     given: dict[str, Any], named: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attach, "share_log_handlers", lambda: None)
+    monkeypatch.setattr(plugin, "share_log_handlers", lambda: None)
     arguments = engine(**given)
     before = arguments.kv_transfer_config
     with caplog.at_level(logging.INFO, "epochkv_connector"):
-        attach.before_engine(arguments, ON)
+        plugin.before_engine(arguments, ON)
     assert arguments.kv_transfer_config is before
     (line,) = caplog.messages
     assert "EPOCHKV_ATTACH is 1" in line
@@ -137,18 +137,18 @@ def test_a_connector_that_is_there_stays_and_one_line_says_so(
 
 def test_arguments_that_are_used_twice_are_joined_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's commands make the configuration of an engine in more than one place."""
-    monkeypatch.setattr(attach, "share_log_handlers", lambda: None)
+    monkeypatch.setattr(plugin, "share_log_handlers", lambda: None)
     arguments = engine()
     with caplog.at_level(logging.INFO, "epochkv_connector"):
-        attach.before_engine(arguments, ON)
+        plugin.before_engine(arguments, ON)
         first = arguments.kv_transfer_config
-        attach.before_engine(arguments, ON)
+        plugin.before_engine(arguments, ON)
     assert arguments.kv_transfer_config is first
     assert caplog.messages == ["EpochKV: EPOCHKV_ATTACH joins this engine to pool policy, L1 of 0.1 GiB and L2 at 127.0.0.1:50051"]
 
 
 def test_an_engine_without_a_tier_is_told_of_the_variable(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "share_log_handlers", lambda: None)
+    monkeypatch.setattr(plugin, "share_log_handlers", lambda: None)
     bare = json.dumps({key: DOCUMENT[key] for key in ("pool", "hub")})
     with caplog.at_level(logging.INFO, "epochkv_connector"):
         joined({**ON, "EPOCHKV_CONFIG": bare})
@@ -163,7 +163,7 @@ def test_the_file_of_vllms_mooncake_connector_reaches_it(kind: Any, monkeypatch:
     monkeypatch.delenv("MOONCAKE_CONFIG_PATH", raising=False)
     extra = {"mooncake_config_path": "/nowhere/mooncake.json"}
     content = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    attach.before_engine(engine(kv_transfer_config=kind(content)), {})
+    plugin.before_engine(engine(kv_transfer_config=kind(content)), {})
     with pytest.raises(FileNotFoundError, match=r"/nowhere/mooncake\.json"):
         MooncakeStoreConfig.load_from_config()
     monkeypatch.delenv("MOONCAKE_CONFIG_PATH")
@@ -247,11 +247,11 @@ def test_a_command_of_vllm_ends_in_one_line(model: str, tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_told_by_the_variable_that_was_set() -> None:
     text = f"kv_connector_extra_config: local.capacity_bytes is {64 << 30}, which takes more; lower local.capacity_bytes, or raise it"
-    told = attach.in_their_words(text, {"EPOCHKV_LOCAL_CAPACITY": "64Gi"})
+    told = plugin.in_their_words(text, {"EPOCHKV_LOCAL_CAPACITY": "64Gi"})
     assert told == "EPOCHKV_LOCAL_CAPACITY is 64Gi, which takes more; lower EPOCHKV_LOCAL_CAPACITY, or raise it"
-    assert attach.in_their_words(text, {}) == text.replace("kv_connector_extra_config", "EPOCHKV_CONFIG")
+    assert plugin.in_their_words(text, {}) == text.replace("kv_connector_extra_config", "EPOCHKV_CONFIG")
 
 
 @pytest.mark.parametrize("transfer", ["{}", {"kv_connector": "MooncakeStoreConnector", "kv_connector_extra_config": "x"}])
 def test_a_transfer_configuration_that_is_none_is_left_to_vllms_words(transfer: Any) -> None:
-    attach.before_engine(engine(kv_transfer_config=transfer), {})
+    plugin.before_engine(engine(kv_transfer_config=transfer), {})

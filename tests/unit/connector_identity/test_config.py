@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
+from epochkv_connector.config import ConfigError, ConnectorConfig
 from epochkv_fence.connection import HubRef
 
 POOL = {"pool": {"name": "policy", "namespace": "default", "uid": "u-1"}}

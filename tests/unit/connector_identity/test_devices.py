@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.config.connector_config import ConfigError, ConnectorConfig
-from epochkv_connector.config.machine import DEVICES, check_devices
+from epochkv_connector.config import DEVICES, ConfigError, ConnectorConfig, check_devices
 
 
 def config(protocol: str = "rdma", device_name: str = "") -> ConnectorConfig:

@@ -14,11 +14,10 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.platforms import current_platform
 
-from epochkv_connector.config.connector_config import ConfigError
-from epochkv_connector.engine import plugin
-from epochkv_connector.engine.fenced import connectors, switch
+from epochkv_connector.config import ConfigError
+from epochkv_connector.engine import fenced, plugin
+from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.limits import MULTI
-from epochkv_connector.engine.version import UnsupportedEngine
 from tests.support.hub import hub_world
 from tests.support.scheduler import write_model_dir
 
@@ -49,7 +48,7 @@ def start(base: Any, monkeypatch: pytest.MonkeyPatch) -> Start:
         for key, value in parallel.items():
             setattr(config.parallel_config, key, value)
         plugin.check(config)
-        return switch.check(config)
+        return fenced.check(config)
 
     return check
 
@@ -58,7 +57,7 @@ def children(*names: str) -> dict[str, Any]:
     return {"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in names]}
 
 
-@pytest.mark.parametrize("name", [None, *sorted(connectors.KNOWN)])
+@pytest.mark.parametrize("name", [None, *sorted(fenced.KNOWN)])
 def test_connectors_whose_names_are_ours_are_fenced_without_tiers(start: Start, name: str | None) -> None:
     config = start(name)
     assert config.pool.uid == "u"
@@ -81,13 +80,13 @@ def test_keys_from_tokens_are_refused(start: Start, name: str) -> None:
             start("MultiConnector", extra)
 
 
-@pytest.mark.parametrize("name", sorted({*connectors.REFUSED} - {"AIBrixOffloadingConnectorV1Type1"}))
+@pytest.mark.parametrize("name", sorted({*fenced.REFUSED} - {"AIBrixOffloadingConnectorV1Type1"}))
 def test_every_refused_connector_of_vllm_is_one(name: str) -> None:
     """Nothing is refused under a name that vLLM does not know."""
     assert name in KVConnectorFactory._registry
 
 
-@pytest.mark.parametrize("name", [*connectors.KNOWN, MULTI])
+@pytest.mark.parametrize("name", [*fenced.KNOWN, MULTI])
 def test_every_fenced_connector_is_one_of_vllm(name: str) -> None:
     assert name in KVConnectorFactory._registry
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.config.connector_config import ConfigError
-from epochkv_connector.config.machine import check_fits, crowded, memory_limit
+from epochkv_connector.config import ConfigError, check_fits, crowded, memory_limit
 
 GIB = 1 << 30
 UNLIMITED_V1 = "9223372036854771712"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.config.connector_config import ConnectorConfig, DistributedTier, LocalTier
+from epochkv_connector.config import ConnectorConfig, DistributedTier, LocalTier
 from epochkv_connector.config.reference import PAGE, main, markdown
 from epochkv_fence.connection import HubRef, PoolRef
 

@@ -16,9 +16,9 @@ from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 
-from epochkv_connector.config.connector_config import ConfigError
+from epochkv_connector.config import ConfigError
 from epochkv_connector.engine import plugin
-from epochkv_connector.engine.version import UnsupportedEngine
+from epochkv_connector.engine.interface import UnsupportedEngine
 from tests.support.scheduler import write_model_dir
 
 POOL = {"name": "p", "uid": "u"}
@@ -179,7 +179,7 @@ def test_a_python_program_is_told_before_anything_is_loaded(tmp_path: Path) -> N
         f"make({child(**WRONG)!r})\n"  # the third engine of its process
     )
     status, lines = run("-c", code)
-    assert (status, lines[-1].partition(":")[0]) == (1, "epochkv_connector.config.connector_config.ConfigError"), lines
+    assert (status, lines[-1].partition(":")[0]) == (1, "epochkv_connector.config.ConfigError"), lines
     assert SENTENCE in lines[-1]
 
 

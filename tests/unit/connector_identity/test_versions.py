@@ -14,7 +14,7 @@ import pytest
 import vllm
 
 from epochkv_connector.engine import plugin
-from epochkv_connector.engine.version import FRAMEWORKS, running, warn_of_frameworks
+from epochkv_connector.engine.interface import FRAMEWORKS, running, warn_of_frameworks
 
 ROOT = Path(__file__).resolve().parents[3]
 

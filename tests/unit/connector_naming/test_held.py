@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from epochkv_connector.weights.digest import Unreadable, digest
-from epochkv_connector.weights.held import LEFT_OUT, PACKED, mark, models, packed, weights
+from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Unreadable, digest, mark, models, packed, weights
 from tests.unit.connector_naming.workers import Worker
 
 

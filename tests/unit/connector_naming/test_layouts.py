@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from epochkv_connector.engine import patches
-from epochkv_connector.weights import held as packing
-from epochkv_connector.weights.digest import Unreadable, digest
-from epochkv_connector.weights.held import packed, weights
+from epochkv_connector.weights import digest as packing
+from epochkv_connector.weights.digest import Unreadable, digest, packed, weights
 from tests.unit.connector_naming.workers import Worker
 
 SIZE = 64

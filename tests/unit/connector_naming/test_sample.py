@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from epochkv_connector.weights.sample import MIN_PER_TENSOR, NUM_ELEMENTS, RUN, OnDevice, OnHost, Sample
+from epochkv_connector.weights.digest import MIN_PER_TENSOR, NUM_ELEMENTS, RUN, OnDevice, OnHost, Sample
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 

@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epochkv_connector.config.connector_config import ConfigError
+from epochkv_connector.config import ConfigError
 from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Outcome, Stored
 from epochkv_connector.scheduler.tiers.recent import RecentBlocks
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier

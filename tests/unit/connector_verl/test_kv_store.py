@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.verl.block import BlockError, KvStore, parse
-from epochkv_connector.verl.expand import expand
-from epochkv_connector.verl.launch import StoreUnreachable, find_problem, resolve
+from epochkv_connector.verl.kv_store import BlockError, KvStore, StoreUnreachable, expand, find_problem, parse, resolve
 from hack.loopback import free_port
 from hack.standalone.mooncake import Mooncake
 from tests.support.hub import HubWorld, hub_world
@@ -238,6 +236,6 @@ def test_a_look_inside_a_running_event_loop(world: HubWorld) -> None:
 
 
 def test_the_driver_imports_neither_vllm_nor_torch() -> None:
-    code = "import sys, epochkv_connector.verl.launch; print([name for name in ('vllm', 'torch', 'mooncake') if name in sys.modules])"
+    code = "import sys, epochkv_connector.verl.kv_store; print([name for name in ('vllm', 'torch', 'mooncake') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.store import StoreOutcome, Ticket, Transfer
+from epochkv_connector.store.queues import StoreOutcome, Ticket, Transfer
 from epochkv_connector.wire.jobs import Phase, Tier
-from epochkv_connector.worker.copying.staging import StagingStream
+from epochkv_connector.worker.staging import StagingStream
 from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, name_of, save
 
 

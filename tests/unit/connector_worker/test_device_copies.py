@@ -17,10 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.worker.copying import copies, cuda
-from epochkv_connector.worker.copying.copies import progressions, row_classes
-from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.staging import Pair, Staging, pin_chunks
+from epochkv_connector.worker import staging
+from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.staging import Pair, Staging, pin_chunks, progressions, row_classes
 from hack.waiting import poll
 
 
@@ -97,13 +96,13 @@ def test_the_driver_gets_every_row_of_a_job(batched: bool) -> None:
     source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
     places, offsets, lengths = torch.tensor([0, 32, 16]), torch.tensor([40, 0, 16]), torch.tensor([8, 16, 4])
     calls: list[str] = []
-    cuda.batch_copy(runtime(calls, batched))(target.data_ptr() + offsets, source.data_ptr() + places, lengths, 77)
+    staging.batch_copy(runtime(calls, batched))(target.data_ptr() + offsets, source.data_ptr() + places, lengths, 77)
     assert calls == (["many"] if batched else ["one"] * 3)
     wanted = torch.zeros(64, dtype=torch.uint8)
     wanted[40:48], wanted[0:16], wanted[16:20] = source[0:8], source[32:48], source[16:20]
     assert torch.equal(target, wanted)
     with pytest.raises(RuntimeError, match="CUDA error 3"):
-        cuda.batch_copy(runtime([], batched, fail=3))(target.data_ptr() + offsets, source.data_ptr() + places, lengths, 77)
+        staging.batch_copy(runtime([], batched, fail=3))(target.data_ptr() + offsets, source.data_ptr() + places, lengths, 77)
 
 
 @pytest.mark.parametrize("code", [36, 801])
@@ -112,7 +111,7 @@ def test_a_driver_without_batches_copies_row_by_row_from_then_on(code: int) -> N
     calls: list[str] = []
     library = runtime(calls, True)
     library.cudaMemcpyBatchAsync = lambda *_: calls.append("refused") or code
-    submit = cuda.batch_copy(library)
+    submit = staging.batch_copy(library)
     for place in (0, 8):
         submit(target.data_ptr() + torch.tensor([place]), source.data_ptr() + torch.tensor([place]), torch.tensor([8]), 77)
     assert calls == ["refused", "one", "one"]
@@ -175,7 +174,7 @@ def test_an_error_leaves_only_when_what_was_issued_has_ended(to_host: bool, capl
     names = [f"l{i}" for i in range(4)]
     stage = Staging(dict(zip(names, tensors, strict=True)), {0: GroupSpec(names)}, 9, 9)
     device = LateDevice(fail_at=5)
-    work = copies.CudaCopies(stage.groups, stage.region, device, cuda.batch_copy(device.library))  # type: ignore[arg-type]  # a double
+    work = staging.CudaCopies(stage.groups, stage.region, device, staging.batch_copy(device.library))  # type: ignore[arg-type]  # a double
     batch = stage.batch([Pair(0, block, block) for block in range(2)])
     with pytest.raises(RuntimeError, match="cudaMemcpyAsync returned CUDA error 3"):
         work.gather(batch) if to_host else work.scatter(batch)
@@ -189,10 +188,10 @@ def test_an_error_leaves_only_when_what_was_issued_has_ended(to_host: bool, capl
 
 
 def test_copies_that_do_not_end_are_spoken_of_and_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(copies, "SAY_SECONDS", 0.05)
+    monkeypatch.setattr(staging, "SAY_SECONDS", 0.05)
     stage = Staging({"a": torch.zeros((9, 40), dtype=torch.uint8)}, {0: GroupSpec(["a"])}, 9, 9)
     device = LateDevice(fail_at=1, may_end=lambda: WORDS in caplog.text)
-    work = copies.CudaCopies(stage.groups, stage.region, device, cuda.batch_copy(device.library))  # type: ignore[arg-type]  # a double
+    work = staging.CudaCopies(stage.groups, stage.region, device, staging.batch_copy(device.library))  # type: ignore[arg-type]  # a double
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="CUDA error 3"):
         work.gather(stage.batch([Pair(0, block, block) for block in range(2)]))
@@ -202,7 +201,7 @@ def test_copies_that_do_not_end_are_spoken_of_and_waited_for(monkeypatch: pytest
 
 @pytest.mark.parametrize(("device", "hip", "name"), [("cuda", "7.1.0", "ROCm (HIP 7.1.0)"), ("xpu", None, "'xpu'")])
 def test_other_platforms_are_refused_by_name(device: str, hip: str | None, name: str) -> None:
-    with pytest.raises(cuda.UnsupportedDevice, match="NVIDIA GPUs and on CPUs only") as caught:
-        cuda.check_device(torch.device(device), hip)
+    with pytest.raises(staging.UnsupportedDevice, match="NVIDIA GPUs and on CPUs only") as caught:
+        staging.check_device(torch.device(device), hip)
     assert name in str(caught.value)
-    cuda.check_device(torch.device("cpu"), hip)
+    staging.check_device(torch.device("cpu"), hip)

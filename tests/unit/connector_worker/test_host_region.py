@@ -12,9 +12,9 @@ import torch
 
 from epochkv_connector import touch
 from epochkv_connector.touch import Touch, write_pages
-from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.staging import HostRegion, Staging
+from epochkv_connector.worker.layout import GroupSpec
 from epochkv_connector.worker.runner import JobRunner
+from epochkv_connector.worker.staging import HostRegion, Staging
 from tests.unit.connector_worker.worker_rig import ObedientStore
 
 MIB = 1 << 20

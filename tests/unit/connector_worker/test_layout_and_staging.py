@@ -10,9 +10,17 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.worker.copying.layout import GroupSpec, KVCache, LayoutError, block_layout, group_view, layout_digest
-from epochkv_connector.worker.copying.slots import object_bytes, slot_stride
-from epochkv_connector.worker.copying.staging import HostRegion, Pair, Staging, StagingStream
+from epochkv_connector.worker.layout import (
+    GroupSpec,
+    KVCache,
+    LayoutError,
+    block_layout,
+    group_view,
+    layout_digest,
+    object_bytes,
+    slot_stride,
+)
+from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from epochkv_connector.store.counters import AGAIN_SECONDS, Notices
+from epochkv_connector.store.queues import AGAIN_SECONDS, Notices
 
 
 def test_each_kind_is_said_once_a_minute_with_what_was_left_out(caplog: pytest.LogCaptureFixture) -> None:

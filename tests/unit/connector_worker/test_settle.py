@@ -9,10 +9,9 @@ import pytest
 
 from epochkv_connector.wire.jobs import Phase, Tier
 from epochkv_connector.wire.steps import StepMetadata
-from epochkv_connector.worker import runner as worker_module
-from epochkv_connector.worker import sleeping
-from epochkv_connector.worker.copying.staging import StagingStream
+from epochkv_connector.worker import runner
 from epochkv_connector.worker.role import WorkerRole
+from epochkv_connector.worker.staging import StagingStream
 from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, save
 
 
@@ -65,7 +64,7 @@ def test_a_copy_that_is_late_has_failed(monkeypatch: pytest.MonkeyPatch, namespa
     """What it read may be of the step that used its blocks again; the one behind it does not begin."""
     store = ObedientStore()
     rig = Rig(store)
-    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "SETTLE_SECONDS", 0.05)
     copies = SlowCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)], namespace), save(2, [move(4, 1, 40)], namespace)])
     assert copies.began.wait(10)
@@ -89,7 +88,7 @@ def test_a_half_that_was_given_up_settles_too(monkeypatch: pytest.MonkeyPatch) -
     side.finish(StepMetadata(saves=(save(1, [move(3, 0, 30)]),)))
     assert copies.began.wait(10)
     monkeypatch.setattr("epochkv_connector.worker.role.REFUSE_SECONDS", 0.05)
-    monkeypatch.setattr(worker_module, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "SETTLE_SECONDS", 0.05)
     side.refuse(StepMetadata())
     side.settle(StepMetadata(settle=True))
     copies.go_on.set()
@@ -100,12 +99,12 @@ def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest
     """vLLM unmaps the memory next."""
     store = ObedientStore(policy=lambda kind, transfers: None)
     rig = Rig(store)
-    sleeping.register("an-engine", rig.worker)
+    runner.register("an-engine", rig.worker)
     copies = SlowCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)])], loads=[load(2, [move(8, 1, 31, Tier.STORE)], NAMESPACE)])
     assert copies.began.wait(10)
     threading.Timer(0.2, copies.go_on.set).start()
-    assert sleeping.settle_for_sleep("an-engine", 10) == 0
+    assert runner.settle_for_sleep("an-engine", 10) == 0
     assert copies.go_on.is_set()
     rig.kv[:] = 0  # nobody may touch it any more
     store.end_all()
@@ -117,13 +116,13 @@ def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest
 
 def test_sleep_is_told_of_copies_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    sleeping.register("slow", rig.worker)
+    runner.register("slow", rig.worker)
     copies = SlowCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)]), save(2, [move(4, 1, 40)])])
     assert copies.began.wait(10)
-    assert sleeping.settle_for_sleep("slow", 0.05) == 1, "the second has not begun and never will"
+    assert runner.settle_for_sleep("slow", 0.05) == 1, "the second has not begun and never will"
     copies.go_on.set()
     assert not rig.until_acked(1, Phase.COPIED).failed
     assert rig.until_acked(2, Phase.COPIED).failed
-    assert sleeping.settle_for_sleep("slow", 10) == 0
-    assert sleeping.settle_for_sleep("unknown", 10) == 0
+    assert runner.settle_for_sleep("slow", 10) == 0
+    assert runner.settle_for_sleep("unknown", 10) == 0

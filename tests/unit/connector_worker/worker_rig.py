@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from epochkv_connector.store import StoreOutcome, Ticket, Transfer
-from epochkv_connector.store.queues import resolve
+from epochkv_connector.store.queues import StoreOutcome, Ticket, Transfer, resolve
 from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.wire.steps import StepMetadata
-from epochkv_connector.worker.copying.layout import GroupSpec
-from epochkv_connector.worker.copying.slots import HEADER_BYTES, TRAILER_BYTES
-from epochkv_connector.worker.copying.staging import Staging
+from epochkv_connector.worker.layout import HEADER_BYTES, TRAILER_BYTES, GroupSpec
+from epochkv_connector.worker.rank import Report
 from epochkv_connector.worker.runner import JobRunner
-from epochkv_connector.worker.tasks import Report
+from epochkv_connector.worker.staging import Staging
 from hack.waiting import eventually
 
 NUM_BLOCKS, NUM_SLOTS, LAYERS = 16, 12, 3

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_fence.connection import (
     CLIENT_PUBLIC_ENV,
     CLIENT_SECRET_ENV,

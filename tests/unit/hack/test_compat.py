@@ -8,7 +8,7 @@ import pytest
 
 from hack.compat.__main__ import ROOT, VERSIONS, Version, entries, merged
 
-CONNECTOR = ROOT / "connector/epochkv_connector/engine/version.py"
+CONNECTOR = ROOT / "connector/epochkv_connector/engine/interface.py"
 
 
 def test_every_accepted_version_is_run() -> None:

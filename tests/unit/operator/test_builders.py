@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_operator.planning.connection import connection
 from epochkv_operator.planning.context import Context, Observed
 from epochkv_operator.planning.engine import desired_engine

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.planning.lookup import Lookups
 from epochkv_connector.scheduler.planning.planner import HitPlanner

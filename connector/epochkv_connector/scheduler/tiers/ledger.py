@@ -4,7 +4,7 @@ vLLM merges the ranks of one step only, so ranks are counted down here, across s
 itself: workers acknowledge it as dropped after its deadline, and until a rank says so nothing it might still touch is
 reused.
 Saves are aggregated over ranks by intersection (a block is saved if every rank saved it), failed loads by hull. After a load that
-failed on one rank, the request is recomputed (`worker.loading`).
+failed on one rank, the request is recomputed (`worker.jobs`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from epochkv_connector.config.connector_config import ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.planning.pause import LoadPause
 from epochkv_connector.scheduler.tiers.index import HostIndex, Key
@@ -19,7 +19,7 @@ from epochkv_connector.scheduler.tiers.views import CacheLayout
 from epochkv_connector.wire.jobs import BlockMove, Tier
 
 if TYPE_CHECKING:
-    from epochkv_connector.engine.events.host import HostEvents
+    from epochkv_connector.engine.events import HostEvents
 
 KNOWN_IN_STORE_CAPACITY = 100_000
 

@@ -1,4 +1,4 @@
-"""Reads the layout of vLLM's KV tensors and turns each KV cache group into views that are indexed by block id.
+"""Where the bytes of a block lie: in vLLM's KV tensors, and in a slot of the host region.
 
 vLLM hands over one tensor (or a list of tensors) per layer. Block dimension, dimension order, dtype, padding and
 sharing of storage differ between backends, so nothing is assumed: the block dimension is found from `num_blocks`, the
@@ -6,7 +6,8 @@ rest is read from shapes and strides, and what stays ambiguous is refused by nam
 (largest stride first), so a copy moves long contiguous runs whatever the logical order is; two engines share bytes
 only if their fingerprints and the digests of their ranks' layouts (`layout_digest`) are equal.
 
-Depends on torch only.
+A slot is `[128 B header][payload][128 B trailer]`: the very bytes that go to the store as one object (`store.envelope`). All slots of
+a region have the same stride. Depends on torch only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,24 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+HEADER_BYTES = 128
+TRAILER_BYTES = 128
+SLOT_ALIGNMENT_BYTES = 256
+
+
+def object_bytes(payload_bytes: int) -> int:
+    """Size of a block in the store: header, payload, trailer."""
+    return HEADER_BYTES + payload_bytes + TRAILER_BYTES
+
+
+def slot_stride(payload_bytes: Sequence[int]) -> int:
+    """Bytes from one slot to the next for groups with these payload sizes (the largest decides), aligned to 256."""
+    if not payload_bytes or max(payload_bytes) <= 0:
+        raise ValueError(f"payload_bytes is {list(payload_bytes)}; one KV cache group at least must have layers here")
+    needed = object_bytes(max(payload_bytes))
+    return -(-needed // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
 
 KVCache: TypeAlias = Tensor | Sequence[Tensor]
 

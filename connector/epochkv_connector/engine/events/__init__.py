@@ -1,1 +1,0 @@
-"""KV events, for routers that send a prompt to the engine that holds its blocks."""

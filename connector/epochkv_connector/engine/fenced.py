@@ -1,0 +1,386 @@
+"""Our fence in an engine that has vLLM's own connectors, or none: `EPOCHKV_FENCE=1`, and this package's plugin.
+
+`check` says whether an engine wants the fence and can have it, before its model loads. `KNOWN` are the connectors of vLLM that can
+stand behind it: most keep KV under vLLM's block hashes, so whoever names the hashes names the keys. Some copy hashes of a request,
+and have to copy them again when the request is named anew.
+
+`Fence` drives the scheduler role, without tiers, from vLLM's scheduler: what our connector is told, it finds out by wrapping.
+Requests are named where they enter the scheduler (`add_request`), and again before vLLM looks for them in its own cache. Its
+connectors are asked after that, so they look under the same names. The promise: a request that arrives after an adoption, or that
+waits then without blocks, finds nothing from before it. A request that holds blocks, or whose load is under way, ends on what it had.
+No exception of ours reaches vLLM: a request that cannot be named gets random names.
+
+Knows of vLLM 0.30 to 0.33: fields of its configurations, `OffloadingConnectorScheduler._req_status`,
+`MooncakeStoreScheduler.load_specs` and its lookup client, and the methods of `Scheduler`, `KVCacheManager` and connectors that
+`_join_*` wrap, on the objects of one engine alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from epochkv_connector.config import NAME, ConfigError, ConnectorConfig
+from epochkv_connector.engine import limits, patches
+from epochkv_connector.engine.interface import UnsupportedEngine, check_version
+from epochkv_connector.engine.limits import MULTI
+from epochkv_connector.guard import Guard
+from epochkv_connector.metrics.reporter import Reporter
+from epochkv_connector.naming.pins import brings_kv
+from epochkv_connector.scheduler.role import SchedulerRole
+from epochkv_fence.connection import CONFIG_ENV, FENCE_ENV
+
+logger = logging.getLogger("vllm.epochkv")
+
+_FROM_TOKENS = "it makes its keys from tokens alone, so no name of ours reaches them and KV of older weights would be found"
+_REMEDY = "use EpochKVConnector, MooncakeStoreConnector or OffloadingConnector in its place, or unset EPOCHKV_FENCE"
+
+REFUSED = {
+    "AIBrixOffloadingConnectorV1Type1": _FROM_TOKENS,
+    "DecodeBenchConnector": "it fills blocks with numbers that no model has computed",
+    "ExampleConnector": _FROM_TOKENS,
+    "FlexKVConnectorV1": _FROM_TOKENS,
+    "HF3FSKVConnector": _FROM_TOKENS,
+    "LMCacheConnectorV1": "it makes its keys from tokens, in a library that was not tested with names of ours",
+    "LMCacheMPConnector": "it makes its keys from tokens and the request's salt, in a library that was not tested with names of ours",
+}
+"""Connectors that were looked at, and why they cannot be fenced."""
+
+
+class Foreign(NamedTuple):
+    """A connector that names of ours can stand under.
+
+    Attributes:
+        prepare: once, with the scheduler's half; raises `UnsupportedEngine` where it is not as it was.
+        renamed: a request has other names; the number says how many of its hash blocks keep theirs.
+    """
+
+    prepare: Callable[[Any], None] = lambda connector: None
+    renamed: Callable[[Any, Any, int], None] = lambda connector, request, num_kept: None
+
+
+def why_refused(name: str, module: str) -> str | None:
+    """Why an engine with this connector cannot be fenced, and what to do; None: it can. `module`: its `kv_connector_module_path`."""
+    if module:
+        remedy = f"remove kv_connector_module_path for vLLM's own {name}, or unset EPOCHKV_FENCE" if name in KNOWN else _REMEDY
+        return f"kv_connector_module_path is {module}, and nobody has looked at what its keys are made of; {remedy}"
+    if name in (*KNOWN, MULTI):
+        return None
+    why = REFUSED.get(name, "nobody has looked at what its keys are made of")
+    return f"{why}; {_REMEDY}"
+
+
+def leaves(connector: Any | None) -> Iterator[Any]:
+    """The connector itself, or all that a MultiConnector holds."""
+    children = getattr(connector, "sub_connectors", None)
+    if children is not None:
+        for child in children:
+            yield from leaves(child)
+    elif connector is not None:
+        yield connector
+
+
+def prepare(connector: Any | None) -> None:
+    """Make the scheduler's half of a connector, and of those that it holds, ready for names that change.
+
+    Raises:
+        UnsupportedEngine: one is not as it was when it was looked at.
+    """
+    for one in leaves(connector):
+        KNOWN[type(one).__name__].prepare(one)
+
+
+def renamed(connector: Any | None, request: Any, num_kept: int) -> None:
+    """Have a connector, and those that it holds, forget what they remember of the names of a request."""
+    for one in leaves(connector):
+        KNOWN[type(one).__name__].renamed(one, request, num_kept)
+
+
+def _need(owner: Any, name: str, *attributes: str) -> None:
+    missing = [attribute for attribute in attributes if not hasattr(owner, attribute)]
+    if missing:
+        raise UnsupportedEngine(
+            f"EPOCHKV_FENCE is set and {name} of this vLLM has no {', '.join(missing)}, where it keeps names of requests; {_REMEDY}"
+        )
+
+
+def _prepare_offloading(connector: Any) -> None:
+    _need(connector.connector_scheduler, "OffloadingConnector", "_req_status", "config")
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
+
+    fields = {*scheduler.RequestGroupState.__dataclass_fields__, *scheduler.GroupOffloadConfig._fields}
+    wanted = {"offload_keys", "next_stored_chunk_idx", "hashes_per_chunk"}
+    if not wanted <= fields:
+        _need(scheduler.RequestGroupState, "OffloadingConnector", *sorted(wanted - fields))
+
+
+def _rename_offloaded(connector: Any, request: Any, num_kept: int) -> None:
+    """It copies a request's hashes, each once. It copies again what is not there, before it looks or stores."""
+    side = connector.connector_scheduler
+    status = side._req_status.get(request.request_id)
+    if status is None:
+        return
+    for group, state in zip(side.config.kv_group_configs, status.group_states, strict=True):
+        kept = num_kept // group.hashes_per_chunk
+        del state.offload_keys[kept:]
+        state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, kept)
+
+
+def _prepare_mooncake(connector: Any) -> None:
+    """Its reset empties the whole master, under every other engine. Names do what the reset is for."""
+    _need(connector.connector_scheduler, "MooncakeStoreConnector", "load_specs", "client")
+    _need(connector.connector_scheduler.client, "MooncakeStoreConnector's client", "discard")
+    connector.reset_cache = lambda: True
+
+
+def _rename_in_mooncake(connector: Any, request: Any, num_kept: int) -> None:
+    """Its look-up may be under way, or answered, under the names before. What it stores, it names when it stores."""
+    if num_kept == 0:
+        connector.connector_scheduler.client.discard(request.request_id)
+        connector.connector_scheduler.load_specs.pop(request.request_id, None)
+
+
+_BY_REQUEST = Foreign()
+"""Blocks of one request come from another engine (P/D). The tag of that engine says whether they may have our names (`naming.pins`)."""
+
+KNOWN = {
+    "MooncakeConnector": _BY_REQUEST,
+    "MooncakeStoreConnector": Foreign(_prepare_mooncake, _rename_in_mooncake),
+    "MoRIIOConnector": _BY_REQUEST,
+    "NixlConnector": _BY_REQUEST,
+    "NixlPullConnector": _BY_REQUEST,
+    "NixlPushConnector": _BY_REQUEST,
+    "OffloadingConnector": Foreign(_prepare_offloading, _rename_offloaded),
+    "SimpleCPUOffloadConnector": Foreign(),  # it looks up by a request's hashes of that moment, and stores under vLLM's name of the block
+}
+"""Connectors whose keys are vLLM's block hashes, or that bring blocks of one request."""
+
+
+def is_asked_for(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment asks for the fence, or says something that `check` refuses."""
+    return (os.environ if environ is None else environ).get(FENCE_ENV, "").strip() not in ("", "0")
+
+
+def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> ConnectorConfig | None:
+    """The pool that this engine is fenced for; None: nobody asks for the fence, or the engine has our connector, which brings it.
+
+    Raises:
+        ConfigError, UnsupportedEngine: it cannot be fenced; the message says what to change.
+    """
+    variables = os.environ if environ is None else environ
+    if not is_asked_for(variables):
+        return None
+    value = variables[FENCE_ENV].strip()
+    if value != "1":
+        raise ConfigError(f"{FENCE_ENV} is {value!r}; it must be 1 for the fence under the engine's own caches, or 0")
+    given = limits.connectors_of(vllm_config.kv_transfer_config)
+    if any(one.get("kv_connector") == NAME for one in given):
+        return None
+    if not variables.get(CONFIG_ENV, "").strip():
+        raise ConfigError(f"{FENCE_ENV} is set and {CONFIG_ENV} is not; set it to the pool's connection.json, or to its text")
+    config = ConnectorConfig.parse({}, variables)
+    check_version(config.allow_untested_vllm)
+    for one in given:
+        why = why_refused(str(one.get("kv_connector")), str(one.get("kv_connector_module_path") or ""))
+        if why is not None:
+            raise UnsupportedEngine(f"{FENCE_ENV} is set and the engine has {one.get('kv_connector')}: {why}")
+    _check_engine(vllm_config)
+    return msgspec.structs.replace(config, local=None, distributed=None, tracker=False)
+
+
+def _check_engine(vllm_config: Any) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    parallel = vllm_config.parallel_config
+    if limits.schedules_for_itself(parallel.distributed_executor_backend, int(parallel.world_size)):
+        raise UnsupportedEngine(
+            f"{FENCE_ENV} is set and distributed_executor_backend is external_launcher with {parallel.world_size} ranks: each process "
+            "schedules for its own rank, and an epoch that comes between two of them would make them schedule differently and hang; "
+            "use 'mp' or 'ray', or start one engine of one rank in each process"
+        )
+    try:
+        limits.check_encoder_transfer(vllm_config)
+    except UnsupportedEngine as error:
+        raise UnsupportedEngine(f"{FENCE_ENV} is set and {error}") from None
+    kind = vllm_config.scheduler_config.get_scheduler_cls()
+    if not (isinstance(kind, type) and issubclass(kind, Scheduler)):
+        raise UnsupportedEngine(
+            f"{FENCE_ENV} is set and scheduler_cls is {kind!r}, which is not derived from vLLM's Scheduler, where requests are named; "
+            "derive it, or leave it out"
+        )
+
+
+ATTRIBUTE = "epochkv_fence"
+"""Of a scheduler: its fence."""
+
+_NOTHING = (False, None)
+
+
+def install() -> None:
+    """Fence every scheduler that this process makes, if the environment asks for it."""
+    if is_asked_for():
+        patches.after_scheduler(fence)
+
+
+def fence(scheduler: Any) -> None:
+    """Put the fence under this scheduler, which has just been made: vLLM's global root is not set yet, and no request has come.
+
+    Raises:
+        ConfigError, UnsupportedEngine: it cannot be fenced; `check` said so before the model was loaded.
+    """
+    config = check(scheduler.vllm_config)
+    if config is not None:
+        patches.share_log_handlers()
+        prepare(scheduler.connector)
+        setattr(scheduler, ATTRIBUTE, Fence(scheduler, config))
+
+
+def _around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put what `make` makes of this method in its place, on this object alone."""
+    method = getattr(owner, name, None)
+    if method is None:
+        raise UnsupportedEngine(f"{FENCE_ENV} is set and {type(owner).__name__} of this vLLM has no {name}; unset the variable")
+    setattr(owner, name, functools.wraps(method)(make(method)))
+
+
+class Fence:
+    """One per scheduler; its thread only, but for what the agent's thread asks of `role`.
+
+    Attributes:
+        guard: counts our errors.
+        role: ours, without tiers.
+    """
+
+    def __init__(self, scheduler: Any, config: ConnectorConfig) -> None:
+        self._scheduler = scheduler
+        self.guard = Guard()
+        reporter = Reporter(self.guard.errors)
+        self.role = SchedulerRole(config, scheduler.vllm_config, scheduler.kv_cache_config, self.guard, reporter, lambda: None)
+        self.role.pins.on_rename = self._renamed
+        self.role.bind(scheduler.kv_cache_manager)
+        self._join_names(scheduler)
+        self._join_steps(scheduler)
+        if scheduler.connector is not None:
+            self._join_connector(scheduler.connector)
+        names = [type(one).__name__ for one in leaves(scheduler.connector)]
+        logger.info("EpochKV: the caches of this engine are fenced: %s", ", ".join(["vLLM's own", *names]))
+
+    def _join_names(self, scheduler: Any) -> None:
+        """Where requests are named: on their way in, and before vLLM looks for them."""
+        role, guard = self.role, self.guard
+
+        def adding(add: Callable[..., Any]) -> Callable[..., Any]:
+            def add_request(request: Any) -> Any:
+                if request.request_id not in scheduler.requests:  # else the next input of a session, which keeps its pin
+                    guard.run("on_new_request", lambda: role.on_new_request(request), lambda: self._isolate(request))
+                return add(request)
+
+            return add_request
+
+        def looking(look: Callable[..., Any]) -> Callable[..., Any]:
+            def get_computed_blocks(request: Any) -> Any:
+                guard.run("lookup", lambda: self._name(request), lambda: self._isolate(request))
+                return look(request)
+
+            return get_computed_blocks
+
+        _around(scheduler, "add_request", adding)
+        _around(scheduler.kv_cache_manager, "get_computed_blocks", looking)
+        if hasattr(scheduler.kv_cache_manager, "get_computed_blocks_for_connector"):
+            _around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", looking)
+
+    def _join_steps(self, scheduler: Any) -> None:
+        """What becomes of requests: steps, their end, resets, and the scheduler's own end."""
+        role, guard = self.role, self.guard
+
+        def scheduling(schedule: Callable[..., Any]) -> Callable[..., Any]:
+            def scheduled(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    output = schedule(*args, **kwargs)
+                    guard.run("schedule", lambda: self._admit(output), lambda: None)
+                    return output
+                finally:
+                    role.pins.leave_schedule()
+
+            return scheduled
+
+        def finishing(finish: Callable[..., Any]) -> Callable[..., Any]:
+            def connector_finished(request: Any) -> Any:
+                delay, params = finish(request)
+                _, ours = guard.run("request_finished", lambda: role.request_finished(request), lambda: _NOTHING)
+                return delay, {**params, **ours} if params and ours else params
+
+            return connector_finished
+
+        def resetting(reset: Callable[..., Any]) -> Callable[..., Any]:
+            def reset_connector_cache() -> Any:
+                return guard.run("reset_cache", role.reset_cache, lambda: False) and reset()
+
+            return reset_connector_cache
+
+        def stopping(stop: Callable[..., Any]) -> Callable[..., Any]:
+            def shutdown() -> None:
+                role.stop()
+                stop()
+
+            return shutdown
+
+        _around(scheduler, "schedule", scheduling)
+        _around(scheduler, "_connector_finished", finishing)
+        _around(scheduler, "reset_connector_cache", resetting)
+        _around(scheduler, "shutdown", stopping)
+
+    def _join_connector(self, connector: Any) -> None:
+        guard = self.guard
+
+        def allocating(allocated: Callable[..., Any]) -> Callable[..., Any]:
+            def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+                done = allocated(request, blocks, num_external_tokens)
+                guard.run("allocate", lambda: self.role.admission.allocate(request, blocks, 0), lambda: None)  # no hit of ours
+                return done
+
+            return update_state_after_alloc
+
+        def taking(take: Callable[..., Any]) -> Callable[..., Any]:
+            def update_connector_output(output: Any) -> Any:
+                guard.run("take", lambda: self._take(output), self.role.weights.break_off)
+                return take(output)
+
+            return update_connector_output
+
+        _around(connector, "update_state_after_alloc", allocating)
+        _around(connector, "update_connector_output", taking)
+
+    def _name(self, request: Any) -> None:
+        """vLLM is about to look for the request in its own cache, and goes on with it whatever we say: nothing may be deferred."""
+        self.role.admission.name(request, must=True)
+
+    def _isolate(self, request: Any) -> None:
+        self.guard.run("isolate", lambda: self.role.admission.isolate(request), lambda: False)
+
+    def _renamed(self, request: Any, num_kept: int) -> None:
+        """A connector that kept names would save KV under wrong ones, so an error here ends the names of this engine."""
+        self.guard.run("renamed", lambda: renamed(self._scheduler.connector, request, num_kept), self.role.weights.break_off)
+
+    def _admit(self, output: Any) -> None:
+        """Tokens of these requests are computed: they keep what they have over an adoption."""
+        role = self.role
+        role.requests.schedule(output.num_scheduled_tokens)
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        for request_id in (*(new.req_id for new in output.scheduled_new_reqs), *resumed):
+            request = role.requests.vllm(request_id)
+            if request is not None:
+                role.admission.admit(request)
+
+    def _take(self, output: Any) -> None:
+        """What another engine has handed over has our names only while its tag is good, when it arrives as well."""
+        failed = set(output.failed_recving or ())
+        for request_id in tuple(output.finished_recving or ()):
+            record = self.role.requests.report(request_id, failed=request_id in failed)
+            if record is not None and request_id not in failed and brings_kv(record.vllm):
+                self.role.steps.doubt(record.vllm)
