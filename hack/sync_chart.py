@@ -25,53 +25,24 @@ KEEP = """\
 """
 
 
-class BadCrd(ValueError):
-    """A CRD file has no place for the annotations; the message names it."""
-
-
 def template(name: str, text: str) -> str:
-    """The Helm template for one CRD; the CRD's own text is kept byte for byte, apart from added annotations."""
-    lines = text.replace("{{", '{{ "{{" }}').splitlines(keepends=True)
-    if lines and lines[0].strip() == "---":
-        lines = lines[1:]
-    if "metadata:\n" not in lines:
-        raise BadCrd(f"{name} has no top-level line 'metadata:'; generate it anew with 'make generate'")
-    place = lines.index("metadata:\n") + 1
-    if "  annotations:\n" in lines[place : place + 3]:
-        place = lines.index("  annotations:\n", place) + 1
-        block = KEEP
-    else:
-        block = "  annotations:\n" + KEEP
-    return HEADER % name + "".join(lines[:place]) + block + "".join(lines[place:]).rstrip("\n") + "\n{{- end }}\n"
-
-
-def expected() -> dict[str, str]:
-    """File name -> content for every CRD; empty when none was generated yet."""
-    return {path.name: template(path.name, path.read_text()) for path in sorted(SOURCE.glob("*.yaml"))}
+    """The Helm template for one CRD; the CRD's own text is kept, apart from added annotations."""
+    head, metadata, rest = text.replace("{{", '{{ "{{" }}').partition("\nmetadata:\n")
+    return HEADER % name + head + metadata + "  annotations:\n" + KEEP + rest + "{{- end }}\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hack.sync_chart", description="Copy the CRDs into the chart.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a copy differs")
     check = parser.parse_args().check
-    wanted = expected()
-    if not wanted:
-        print(f"no CRDs in {SOURCE.relative_to(ROOT)}: run 'make generate'", file=sys.stderr)
-        return 1
-    present = {path.name: path.read_text() for path in sorted(TARGET.glob("*.yaml"))}
-    stale = sorted(name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name))
-    if check:
-        for name in stale:
-            print(f"charts/epochkv/templates/crds/{name} differs from crds/{name}: run 'make generate'", file=sys.stderr)
-        return 1 if stale else 0
-    TARGET.mkdir(parents=True, exist_ok=True)
-    for name in stale:
-        if name in wanted:
-            (TARGET / name).write_text(wanted[name])
+    wanted = {TARGET / path.name: template(path.name, path.read_text()) for path in sorted(SOURCE.glob("*.yaml"))}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        if check:
+            print(f"{path.relative_to(ROOT)} differs from crds/{path.name}: run 'make generate'", file=sys.stderr)
         else:
-            (TARGET / name).unlink()
-        print(f"charts/epochkv/templates/crds/{name}: {'written' if name in wanted else 'removed'}")
-    return 0
+            path.write_text(wanted[path])
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":

@@ -10,19 +10,22 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
-from epochkv_operator.api.base import ADMISSION, ApiModel
+from epochkv_operator.api.base import ApiModel
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 
-__all__ = ["InferenceEngine", "InvalidObject", "KVCachePool", "admit", "parse_engine", "parse_pool"]
+__all__ = ["InferenceEngine", "InvalidObject", "KVCachePool", "parse_engine", "parse_pool"]
 
 _Object = TypeVar("_Object", bound=ApiModel)
+_KNOWN: Final = ("apiVersion", "kind", "metadata", "spec", "status")
+_SAID: Final = {"missing": "it is required", "extra_forbidden": "unknown field"}
+"""Where Kubernetes has other words than pydantic."""
 
 
 class InvalidObject(ValueError):
-    """An object that this operator cannot act on; the text names object, field, problem and fix.
+    """An object that does not fit the schema; the text names object, field and problem.
 
-    The CRDs of this version refuse such objects, so it was stored under another version of them.
+    Of a live object: the CRDs that are installed are not those of this version.
     """
 
 
@@ -36,76 +39,22 @@ def parse_engine(obj: Mapping[str, Any]) -> InferenceEngine:
     return _parse(InferenceEngine, obj)
 
 
-def admit(obj: Mapping[str, Any]) -> KVCachePool | InferenceEngine:
-    """An object that a user wants to apply, judged as the API server judges it, as far as that needs no cluster.
-
-    Raises:
-        InvalidObject: also for what `parse_pool` and `parse_engine` still take, because an older CRD took it.
-        KeyError: a kind that is not ours.
-    """
-    model: type[KVCachePool] | type[InferenceEngine] = {one.__name__: one for one in (KVCachePool, InferenceEngine)}[obj["kind"]]
-    unknown = [key for key in obj if key not in _KNOWN]
-    if unknown:
-        raise InvalidObject(f"{_where(model, obj)}: {unknown[0]}: unknown field")
-    return _parse(model, obj, ADMISSION)
-
-
-_KNOWN: Final = ("apiVersion", "kind", "metadata", "spec", "status")
-_SCALARS: Final = ("int", "str", "constrained-str")
-"""Steps that pydantic adds for the branches of a union."""
-_SHOWN: Final = ("literal_error", "greater_than_equal", "less_than_equal", "int_type", "bool_type")
-"""Errors of fields that hold no secrets, and are clearer with the value."""
-_OBJECT: Final = "must be an object, with fields of its own"
-_SAID: Final = {
-    "missing": "it is required",
-    "extra_forbidden": "unknown field",
-    "int_type": "must be a whole number",
-    "string_type": "must be text: put it in quotes",
-    "bool_type": "must be true or false",
-    "list_type": "must be a list",
-    "tuple_type": "must be a list",
-    "dict_type": _OBJECT,
-    "model_type": _OBJECT,
-    "model_attributes_type": _OBJECT,
-    "greater_than_equal": "must be at least {ge}",
-    "less_than_equal": "must be at most {le}",
-}
-
-
-def _where(model: type[ApiModel], obj: Mapping[str, Any]) -> str:
-    metadata = obj.get("metadata") or {}
-    return f"{model.__name__} {metadata.get('namespace', 'default')}/{metadata.get('name', '')}"
-
-
-def _parse(model: type[_Object], obj: Mapping[str, Any], context: Mapping[str, Any] | None = None) -> _Object:
-    known = {key: obj[key] for key in _KNOWN if key in obj}
+def _parse(model: type[_Object], obj: Mapping[str, Any]) -> _Object:
     try:
-        return model.model_validate(known, context=dict(context or {}))
+        return model.model_validate({key: obj[key] for key in _KNOWN if key in obj})
     except ValidationError as error:
-        raise InvalidObject(f"{_where(model, obj)}: {_sentence(error)}") from error
+        metadata = obj.get("metadata") or {}
+        where = f"{model.__name__} {metadata.get('namespace', 'default')}/{metadata.get('name', '')}"
+        raise InvalidObject(f"{where}: {_sentence(error)}") from error
 
 
 def _sentence(error: ValidationError) -> str:
-    problems = []
-    found = error.errors(include_url=False)
-    wrong_items = {_path(problem["loc"]).rpartition("[")[0] for problem in found}
-    for problem in found:
-        path = _path(problem["loc"])
-        if problem["type"] == "too_short" and path in wrong_items:
-            continue  # its items were given, and are wrong
-        text = _SAID.get(problem["type"], "").format(**problem.get("ctx", {})) or problem["msg"].removeprefix("Value error, ")
-        if problem["type"] in _SHOWN:
-            text += f", not {problem['input']!r}"
-        problems.append(f"{path}: {text}" if path and path not in text else text)
-    return "; ".join(dict.fromkeys(problems))
+    """Without the values: one may be a secret."""
+    found = [(_path(one["loc"]), _SAID.get(one["type"]) or one["msg"].removeprefix("Value error, ")) for one in error.errors()]
+    return "; ".join(dict.fromkeys(f"{path}: {text}" for path, text in found))
 
 
 def _path(steps: Sequence[int | str]) -> str:
-    """As the API server writes it: `spec.args[1]`."""
-    path = ""
-    for step in steps:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step not in _SCALARS and not step.startswith(("function-", "constrained-")):
-            path += f".{step}"
-    return path.removeprefix(".")
+    """As the API server writes it: `spec.args[1]`. Steps that pydantic adds for the branches of a union are left out."""
+    names = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps if step not in ("int", "str", "constrained-str")]
+    return "".join(names).removeprefix(".")

@@ -1,28 +1,15 @@
-"""What both custom resources share: the base model, CEL rules carried by models, quantities, pod overrides, conditions.
+"""What both custom resources share: the base model, rules in CEL, values with a rule of their own, pod overrides, conditions.
 
-The models are the single source of the API. `crd.py` turns them into CRDs, so a CEL rule stands next to the Python check
-that says the same. The API server refuses bad input with a sentence. The operator may meet objects that were stored under an
-older CRD, and refuses those for the same reason."""
+The models are the single source of the API: `generate.py` turns them into CRDs. The API server judges the rules in CEL, and nobody else:
+what the operator reads has passed them. The models check types, enums, bounds and what is required, as the schema does.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    ValidationInfo,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic.alias_generators import to_camel
-from pydantic_core import CoreSchema, core_schema
 
 from epochkv_fence import quantity
 
@@ -37,18 +24,8 @@ NAME_MAX_LENGTH = 40
 PROTECTED_ENV_NAMES = ("PYTHONHASHSEED", "POD_NAME", "POD_NAMESPACE", "POD_IP")
 PROTECTED_ENV_PREFIXES = ("MOONCAKE_", "MC_", "EPOCHKV_")
 PROTECTED_ENV_TEXT = "PYTHONHASHSEED, POD_NAME, POD_NAMESPACE, POD_IP, MOONCAKE_*, MC_* and EPOCHKV_* belong to the operator"
-OWNED_LABEL_PREFIXES = ("epochkv.io/", "app.kubernetes.io/")
 
 Json = dict[str, Any]
-
-ADMISSION: Final = {"admission": True}
-"""Validation context: judge as the API server judges what a user applies. Without it the models also take what an older CRD took: an
-upgrade must not stop an engine that runs."""
-
-
-def admitted(info: ValidationInfo) -> bool:
-    """Whether the object is judged as the API server judges new input."""
-    return bool(info.context and info.context.get("admission"))
 
 
 class ApiModel(BaseModel):
@@ -80,36 +57,23 @@ def rules(*entries: Json) -> Json:
     return {"x-kubernetes-validations": list(entries)}
 
 
-def int_or_string(max_length: int) -> WithJsonSchema:
-    return WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": max_length})
+def shown(message: str) -> str:
+    """A messageExpression: the value, then what is wrong. The API server itself shows the value of few types."""
+    return f"\"'%s' {message}\".format([self])"
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A field that this version does not have any more, for `Annotated`. The models read what was stored with it.
-
-    It stays declared, or the API server would drop it in silence for clients that do not ask for strict validation. An object
-    that was stored with it can still be updated: the API server does not judge again what an update leaves alone.
-    """
-
-    text: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.with_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
-        entry = rule("false", self.text, reason="FieldValueForbidden")
-        return {"x-kubernetes-int-or-string": True, "maxLength": 253} | rules(entry)
-
-    def _check(self, value: Any, info: ValidationInfo) -> Any:
-        if admitted(info) and value is not None:
-            raise ValueError(self.text)
-        return value
+def matching(pattern: str, message: str) -> Json:
+    """A rule: `pattern` (RE2, from `^` to `$`) matches. A `pattern` of the schema would refuse with the pattern alone."""
+    return rule(f"self.matches(r'{pattern}')", message, expression=shown(message))
 
 
-def refused(path: str, instead: str) -> Refused:
-    """The field at `path` is gone. `instead`: what to do now."""
-    return Refused(f"{path} is no longer supported: {instead}")
+def text(max_length: int, *entries: Json) -> Any:
+    """A string that is not empty, with its rules."""
+    return Field(min_length=1, max_length=max_length, json_schema_extra=rules(*entries) if entries else None)
+
+
+def int_or_string(max_length: int, *entries: Json) -> WithJsonSchema:
+    return WithJsonSchema({"x-kubernetes-int-or-string": True, "maxLength": max_length, **rules(*entries)})
 
 
 def list_field(max_length: int, *, key: str = "", kind: str = "", min_length: int | None = None, checks: Json | None = None) -> Any:
@@ -128,27 +92,73 @@ def is_protected_env(name: str) -> bool:
     return name in PROTECTED_ENV_NAMES or name.startswith(PROTECTED_ENV_PREFIXES)
 
 
-def require_unique(values: Iterable[str], what: str) -> None:
-    """Mirror of list types `set` and `map`, which the API server checks."""
-    seen: set[str] = set()
-    for value in values:
-        if value in seen:
-            raise ValueError(f"{what} {value!r} is given twice; keep one")
-        seen.add(value)
+def _parsed(value: int | str) -> int | str:
+    """Planning counts with it. Raises `ValueError`."""
+    quantity.parse(value)
+    return value
 
+
+def _amount(smallest: int, least: str, message: str) -> WithJsonSchema:
+    at_least = f"type(self) == int ? self >= {smallest} : (isQuantity(self) && quantity(self).compareTo(quantity('{least}')) >= 0)"
+    at_most = f"type(self) == int ? self <= {2**50} : (!isQuantity(self) || quantity(self).compareTo(quantity('1Pi')) <= 0)"
+    too_large = "is above 1Pi: check the unit; give a size such as 64Gi"
+    return int_or_string(32, rule(at_least, message, expression=shown(message)), rule(at_most, too_large, expression=shown(too_large)))
+
+
+_Quantity = Annotated[int | Annotated[str, Field(max_length=32)], AfterValidator(_parsed)]
+Size = Annotated[_Quantity, _amount(2**20, "1Mi", "must be a Kubernetes quantity of at least 1Mi, such as 64Gi")]
+"""Bytes, as an integer or a quantity."""
+Amount = Annotated[_Quantity, _amount(0, "0", "must be a Kubernetes quantity that is not negative, such as 2 or 16Gi")]
+"""An amount of a compute resource."""
+
+_HOST: Final = r"([a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9.])?|\[[0-9a-fA-F:.]+\])"
+_PORT: Final = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+_HOST_PORT: Final = f"{_HOST}:{_PORT}"
+HostPort = Annotated[str, text(253, matching(f"^{_HOST_PORT}$", "must be host:port without a scheme, such as etcd-0.example:2379"))]
+MasterAddress = Annotated[
+    str,
+    text(
+        1024,
+        matching(
+            f"^({_HOST_PORT}|etcd://{_HOST_PORT}(;{_HOST_PORT})*)$",
+            "must be host:port, such as mooncake.example:50051, or etcd://host:port;host:port",
+        ),
+    ),
+]
+MetadataServer = Annotated[
+    str,
+    text(
+        1024,
+        matching(
+            rf"^(P2PHANDSHAKE|([a-z]+://)?{_HOST_PORT}([;,]{_HOST_PORT})*(/\S*)?)$",
+            "must be P2PHANDSHAKE, or host:port with a scheme and a path where it has them, such as http://mooncake.example:8080/metadata",
+        ),
+    ),
+]
+Image = Annotated[str, text(512, matching(r"^\S+$", "has a blank: give one image, such as registry.example/engine:1"))]
+_WORD: Final = r"^[^\s-]\S*$"
+ModelName = Annotated[str, text(512, matching(_WORD, "must be one word that does not begin with '-', such as Qwen/Qwen3-8B"))]
+Revision = Annotated[str, text(128, matching(_WORD, "must be one word that does not begin with '-': a branch, a tag or a commit"))]
+ModelSource = Annotated[
+    str, text(1024, matching(_WORD, "must be one word that does not begin with '-': a path in the pod, or a repository"))
+]
+Device = Annotated[str, text(64, matching(r"^[^\s,]+$", "must be one device, such as mlx5_0: give each device as an item of its own"))]
+VariableName = Annotated[
+    str,
+    text(
+        256,
+        matching("^[-._a-zA-Z][-._a-zA-Z0-9]*$", "must be a variable's name: letters, digits, _, - and ., not beginning with a digit"),
+    ),
+]
+PoolName = Annotated[
+    str, text(NAME_MAX_LENGTH, matching(NAME_PATTERN, "must be the name of a KVCachePool: a-z, 0-9 and '-', starting with a letter"))
+]
 
 Epoch = Annotated[int, Field(ge=0, le=2**53 - 1, json_schema_extra={"format": "int64"})]
 Number = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
 Generation = Number
 Count = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "int32"})]
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-
-
-def _not_ours(values: dict[str, str] | None) -> dict[str, str] | None:
-    for key in values or ():
-        if key.startswith(OWNED_LABEL_PREFIXES):
-            raise ValueError(f"label {key} belongs to the operator; use a prefix of your own")
-    return values
 
 
 class TemplateMetadata(ApiModel):
@@ -166,7 +176,6 @@ class TemplateMetadata(ApiModel):
                 )
             ),
         ),
-        AfterValidator(_not_ours),
     ] = None
     """Labels added to the pods. Those under `epochkv.io/` and `app.kubernetes.io/` belong to the operator."""
     annotations: Annotated[dict[str, Annotated[str, Field(max_length=16384)]] | None, Field(max_length=64)] = None
@@ -203,20 +212,12 @@ class Condition(StatusModel):
 
 Conditions = Annotated[tuple[Condition, ...], list_field(16, key="type")]
 
-
-NAME_TEXT = (
-    f"metadata.name must be at most {NAME_MAX_LENGTH} characters of a-z, 0-9 and '-', starting with a letter:"
-    " Services and labels are named after it"
-)
 NAME_RULE = rule(
-    f"self.metadata.name.size() <= {NAME_MAX_LENGTH} && self.metadata.name.matches('{NAME_PATTERN}')", NAME_TEXT, path=".metadata.name"
+    f"self.metadata.name.size() <= {NAME_MAX_LENGTH} && self.metadata.name.matches('{NAME_PATTERN}')",
+    f"metadata.name must be at most {NAME_MAX_LENGTH} characters of a-z, 0-9 and '-', starting with a letter:"
+    " Services and labels are named after it",
+    path=".metadata.name",
 )
-
-
-def _named(name: str) -> str:
-    if len(name) > NAME_MAX_LENGTH or re.fullmatch(NAME_PATTERN, name) is None:
-        raise ValueError(NAME_TEXT)
-    return name
 
 
 class Metadata(BaseModel):
@@ -224,157 +225,8 @@ class Metadata(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, alias_generator=to_camel)
 
-    name: Annotated[str, AfterValidator(_named)]
+    name: str
     namespace: str = "default"
     uid: str = ""
     generation: int = 1
     deletion_timestamp: str | None = None
-
-
-@dataclass(frozen=True)
-class Checked:
-    """A rule on one value, for `Annotated`.
-
-    `holds` says the same as `cel`. `said` shows the value in the message, as `expression` does for the API server; without it the message
-    stands alone. `since_stored`: an older CRD did not have the rule, so only admission refuses.
-    """
-
-    cel: str
-    holds: Callable[[Any], bool]
-    message: str
-    expression: str | None = None
-    said: Callable[[Any], str] | None = None
-    reason: str = "FieldValueInvalid"
-    since_stored: bool = False
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.with_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
-        found = handler(schema)
-        entry = rule(self.cel, self.message, expression=self.expression, reason=self.reason)
-        return {**found, "x-kubernetes-validations": [*found.get("x-kubernetes-validations", ()), entry]}
-
-    def _check(self, value: Any, info: ValidationInfo) -> Any:
-        if (admitted(info) or not self.since_stored) and not self.holds(value):
-            raise ValueError(self.said(value) if self.said is not None else self.message)
-        return value
-
-
-def shown(message: str) -> str:
-    """A messageExpression: the value, then what is wrong. The API server itself shows the value of few types."""
-    return f"\"'%s' {message}\".format([self])"
-
-
-def matching(pattern: str, message: str, *, since_stored: bool = False) -> Checked:
-    """A string that `pattern` (RE2, from `^` to `$`) matches."""
-    known = re.compile(pattern, re.ASCII)
-    return Checked(
-        f"self.matches(r'{pattern}')",
-        lambda value: known.fullmatch(value) is not None,
-        message,
-        shown(message),
-        lambda value: f"'{value}' {message}",
-        since_stored=since_stored,
-    )
-
-
-_LARGEST: Final = 2**50
-_TOO_LARGE: Final = "is above 1Pi: check the unit; give a size such as 64Gi"
-
-
-def _quantity(smallest: int, text: str, message: str) -> tuple[Checked, Checked]:
-    """The lower bound, which every CRD has had, and the upper one."""
-
-    def said(value: Any) -> str:
-        return f"'{value}' {message}"
-
-    def at_least(value: int | str) -> bool:
-        try:
-            return quantity.parse(value) >= smallest
-        except ValueError:
-            return False
-
-    return (
-        Checked(
-            f"type(self) == int ? self >= {smallest} : (isQuantity(self) && quantity(self).compareTo(quantity('{text}')) >= 0)",
-            at_least,
-            message,
-            shown(message),
-            said,
-        ),
-        Checked(
-            f"type(self) == int ? self <= {_LARGEST} : (!isQuantity(self) || quantity(self).compareTo(quantity('1Pi')) <= 0)",
-            lambda value: quantity.parse(value) <= _LARGEST,
-            _TOO_LARGE,
-            shown(_TOO_LARGE),
-            lambda value: f"'{value}' {_TOO_LARGE}",
-            since_stored=True,
-        ),
-    )
-
-
-_SIZE: Final = _quantity(2**20, "1Mi", "must be a Kubernetes quantity of at least 1Mi, such as 64Gi")
-_AMOUNT: Final = _quantity(0, "0", "must be a Kubernetes quantity that is not negative, such as 2 or 16Gi")
-_Quantity = Annotated[int | Annotated[str, Field(max_length=32)], int_or_string(32)]
-Size = Annotated[_Quantity, _SIZE[0], _SIZE[1]]
-"""Bytes, as an integer or a quantity."""
-Amount = Annotated[_Quantity, _AMOUNT[0], _AMOUNT[1]]
-"""An amount of a compute resource."""
-
-_HOST: Final = r"([a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9.])?|\[[0-9a-fA-F:.]+\])"
-_PORT: Final = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
-_HOST_PORT: Final = f"{_HOST}:{_PORT}"
-HostPort = Annotated[
-    str,
-    Field(min_length=1, max_length=253),
-    matching(f"^{_HOST_PORT}$", "must be host:port without a scheme, such as etcd-0.example:2379", since_stored=True),
-]
-MasterAddress = Annotated[
-    str,
-    Field(min_length=1, max_length=1024),
-    matching(
-        f"^({_HOST_PORT}|etcd://{_HOST_PORT}(;{_HOST_PORT})*)$",
-        "must be host:port, such as mooncake.example:50051, or etcd://host:port;host:port",
-        since_stored=True,
-    ),
-]
-MetadataServer = Annotated[
-    str,
-    Field(min_length=1, max_length=1024),
-    matching(
-        rf"^(P2PHANDSHAKE|([a-z]+://)?{_HOST_PORT}([;,]{_HOST_PORT})*(/\S*)?)$",
-        "must be P2PHANDSHAKE, or host:port with a scheme and a path where it has them, such as http://mooncake.example:8080/metadata",
-        since_stored=True,
-    ),
-]
-Image = Annotated[
-    str, Field(min_length=1, max_length=512), matching(r"^\S+$", "has a blank: give one image, such as registry.example/engine:1")
-]
-_WORD: Final = r"^[^\s-]\S*$"
-ModelName = Annotated[
-    str, Field(min_length=1, max_length=512), matching(_WORD, "must be one word that does not begin with '-', such as Qwen/Qwen3-8B")
-]
-Revision = Annotated[
-    str, Field(min_length=1, max_length=128), matching(_WORD, "must be one word that does not begin with '-': a branch, a tag or a commit")
-]
-ModelSource = Annotated[
-    str,
-    Field(min_length=1, max_length=1024),
-    matching(_WORD, "must be one word that does not begin with '-': a path in the pod, or a repository"),
-]
-Device = Annotated[
-    str,
-    Field(min_length=1, max_length=64),
-    matching(r"^[^\s,]+$", "must be one device, such as mlx5_0: give each device as an item of its own"),
-]
-VariableName = Annotated[
-    str,
-    Field(min_length=1, max_length=256),
-    matching("^[-._a-zA-Z][-._a-zA-Z0-9]*$", "must be a variable's name: letters, digits, _, - and ., not beginning with a digit"),
-]
-PoolName = Annotated[
-    str,
-    Field(min_length=1, max_length=NAME_MAX_LENGTH),
-    matching(NAME_PATTERN, "must be the name of a KVCachePool: a-z, 0-9 and '-', starting with a letter"),
-]

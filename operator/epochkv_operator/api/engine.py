@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from epochkv_operator.api.base import (
     API_VERSION,
@@ -15,12 +14,12 @@ from epochkv_operator.api.base import (
     PROTECTED_ENV_TEXT,
     Amount,
     ApiModel,
-    Checked,
     Conditions,
     Count,
     Epoch,
     Generation,
     Image,
+    Json,
     Metadata,
     ModelName,
     ModelSource,
@@ -29,16 +28,13 @@ from epochkv_operator.api.base import (
     Revision,
     StatusModel,
     VariableName,
-    admitted,
-    is_protected_env,
     list_field,
     matching,
     own_defaults,
-    refused,
-    require_unique,
     rule,
     rules,
     shown,
+    text,
 )
 
 FORBIDDEN_ARG: Final = "^--(kv[-_](t|o)|config(=|$))"
@@ -69,32 +65,26 @@ BLANK_ARG_TEXT: Final = (
 EC_ARG_TEXT: Final = "spec.args has --ec-transfer-config: encoder outputs of other engines are not named by the weights; remove it"
 
 
-def _without(pattern: str, text: str, *, since_stored: bool = False) -> Checked:
+def _without(pattern: str, text: str) -> Json:
     """No argument that `pattern` finds. The message has the option's name and never its value, which may be a secret."""
-    found = re.compile(pattern, re.ASCII)
-    return Checked(
+    return rule(
         f"!self.matches(r'{pattern}')",
-        lambda argument: found.search(argument) is None,
         f"an option {text}",
-        f"'%s {text}'.format([self.split('=')[0]])",
-        lambda argument: f"{argument.split('=')[0]} {text}",
+        expression=f"'%s {text}'.format([self.split('=')[0]])",
         reason="FieldValueForbidden",  # with another reason, the API server would show the value
-        since_stored=since_stored,
     )
 
 
 Argument = Annotated[
     str,
-    Field(max_length=4096),
-    _without(FORBIDDEN_ARG, FORBIDDEN_ARG_TEXT),
-    _without(OWNED_ARG, OWNED_ARG_TEXT),
-    _without(SECRET_ARG, SECRET_ARG_TEXT, since_stored=True),
-    Checked(
-        f"!self.matches(r'{BLANK_ARG}')",
-        lambda argument: re.search(BLANK_ARG, argument, re.ASCII) is None,
-        BLANK_ARG_TEXT,
-        reason="FieldValueForbidden",
-        since_stored=True,
+    Field(
+        max_length=4096,
+        json_schema_extra=rules(
+            _without(FORBIDDEN_ARG, FORBIDDEN_ARG_TEXT),
+            _without(OWNED_ARG, OWNED_ARG_TEXT),
+            _without(SECRET_ARG, SECRET_ARG_TEXT),
+            rule(f"!self.matches(r'{BLANK_ARG}')", BLANK_ARG_TEXT, reason="FieldValueForbidden"),
+        ),
     ),
 ]
 """One argument."""
@@ -108,15 +98,8 @@ _TWO_SOURCES = "spec.model.volume holds the model's files: remove source, revisi
 _ONE_VOLUME = "spec.model.volume needs exactly one of claimName and image"
 
 
-def _count(value: int | str) -> int | str:
-    if not (value >= 0 if isinstance(value, int) else re.match(_PERCENT, value)):
-        raise ValueError(f"{value!r} {_COUNT_TEXT}")
-    return value
-
-
 IntOrPercent = Annotated[
     int | Annotated[str, Field(max_length=4)],
-    AfterValidator(_count),
     WithJsonSchema(
         {
             "anyOf": [{"type": "integer"}, {"type": "string"}],
@@ -148,12 +131,6 @@ class UpdateStrategy(ApiModel):
     max_surge: IntOrPercent = 0
     """Replicas that may be added meanwhile. None by default: there is rarely a free accelerator."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if is_zero(self.max_unavailable) and is_zero(self.max_surge):
-            raise ValueError(_BOTH_ZERO)
-        return self
-
 
 def _ranks(maximum: int) -> Any:
     return Field(ge=1, le=maximum, json_schema_extra={"format": "int32"})
@@ -177,12 +154,6 @@ class Parallelism(ApiModel):
         """Ranks that share a pod."""
         return self.tensor * self.pipeline // self.nodes
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.tensor * self.pipeline % self.nodes:
-            raise ValueError(_UNEVEN)
-        return self
-
 
 class ModelImage(ApiModel):
     """An OCI image or artifact whose files are the model's."""
@@ -195,20 +166,15 @@ class ModelImage(ApiModel):
 
 ClaimName = Annotated[
     str,
-    Field(min_length=1, max_length=253),
-    matching("^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be the name of a PersistentVolumeClaim: a-z, 0-9, '-' and '.'"),
+    text(253, matching("^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be the name of a PersistentVolumeClaim: a-z, 0-9, '-' and '.'")),
 ]
+_NO_PARENT: Final = "must be a folder in the volume, without '..', such as qwen3/8b"
 Folder = Annotated[
     str,
-    Field(min_length=1, max_length=1024),
-    matching(r"^[A-Za-z0-9_.]\S*$", "must be a folder in the volume without a leading slash, such as qwen3/8b"),
-    Checked(
-        "!('..' in self.split('/'))",
-        lambda folder: ".." not in folder.split("/"),
-        "must be a folder in the volume, without '..', such as qwen3/8b",
-        shown("must be a folder in the volume, without '..', such as qwen3/8b"),
-        lambda folder: f"'{folder}' must be a folder in the volume, without '..', such as qwen3/8b",
-        since_stored=True,
+    text(
+        1024,
+        matching(r"^[A-Za-z0-9_.]\S*$", "must be a folder in the volume without a leading slash, such as qwen3/8b"),
+        rule("!('..' in self.split('/'))", _NO_PARENT, expression=shown(_NO_PARENT)),
     ),
 ]
 
@@ -225,12 +191,6 @@ class ModelVolume(ApiModel):
     `ImageVolume` before."""
     path: Folder | None = None
     """Folder of the model in the volume. The whole volume when unset."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.claim_name is None) == (self.image is None):
-            raise ValueError(_ONE_VOLUME)
-        return self
 
 
 class ModelCache(ApiModel):
@@ -259,12 +219,6 @@ class Model(ApiModel):
     """A volume with the model's files, mounted read-only at `/models`. Nothing is downloaded then."""
     cache: ModelCache | None = None
     """A volume that keeps downloads, mounted at `/cache`, so that a new pod does not download the model again."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.volume is not None and not (self.source is None and self.revision is None and self.cache is None):
-            raise ValueError(_TWO_SOURCES)
-        return self
 
 
 class PoolReference(ApiModel):
@@ -340,13 +294,6 @@ class EnvVarSource(ApiModel):
     resource_field_ref: ResourceFieldSelector | None = None
     """A resource bound of the container."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        given = [self.config_map_key_ref, self.secret_key_ref, self.field_ref, self.resource_field_ref]
-        if sum(source is not None for source in given) != 1:
-            raise ValueError("env valueFrom needs exactly one of configMapKeyRef, secretKeyRef, fieldRef, resourceFieldRef")
-        return self
-
 
 class EnvVar(ApiModel):
     """One environment variable."""
@@ -369,14 +316,6 @@ class EnvVar(ApiModel):
     """Its value."""
     value_from: EnvVarSource | None = None
     """Where its value comes from."""
-
-    @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> Self:
-        if self.value is not None and self.value_from is not None:
-            raise ValueError("an env entry has both value and valueFrom: keep one")
-        if admitted(info) and self.value is not None and self.name in SECRET_ENV:
-            raise ValueError(f"{self.name} {SECRET_ENV_TEXT}")
-        return self
 
 
 _PROTECTED_CEL = " || ".join(
@@ -412,11 +351,6 @@ class InferenceEngineSpec(ApiModel):
     KV. Immutable."""
     model: Model
     """What to serve."""
-    weights_source: Annotated[
-        int | str | None,
-        refused("spec.weightsSource", "KV is named by the weights that an engine holds, pushed or not; remove it (docs/trainers.md)"),
-    ] = None
-    """Not a field any more: refused."""
     image: Image | None = None
     """Image with vLLM and the EpochKV connector. The operator's own default when unset."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
@@ -448,21 +382,6 @@ class InferenceEngineSpec(ApiModel):
     """Compute resources of the engine container. The pool's L1 capacity is added to the memory given here."""
     template: PodTemplate | None = None
     """Overrides of the engine pods; the operator's container is named `engine`."""
-
-    @field_validator("env")
-    @classmethod
-    def _check_env(cls, env: tuple[EnvVar, ...] | None) -> tuple[EnvVar, ...] | None:
-        require_unique((variable.name for variable in env or ()), "env")
-        for variable in env or ():
-            if is_protected_env(variable.name):
-                raise ValueError(f"spec.env has {variable.name}: {PROTECTED_ENV_TEXT}: remove them from spec.env")
-        return env
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.pool_ref is not None and any(re.search(EC_ARG, arg) for arg in self.args or ()):
-            raise ValueError(EC_ARG_TEXT)
-        return self
 
 
 class InferenceEngineStatus(StatusModel):

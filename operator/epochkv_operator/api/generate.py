@@ -248,8 +248,6 @@ def _markdown() -> str:
 def _rows(schema: Json, path: str) -> Iterator[str]:
     required = schema.get("required", ())
     for name, child in schema.get("properties", {}).items():
-        if any(entry["rule"] == "false" for entry in child.get("x-kubernetes-validations", ())):
-            continue  # it is gone, and among what is refused
         here = f"{path}.{name}"
         default = f"`{_plain(child['default'])}`" if "default" in child else ("required" if name in required else "")
         yield f"| `{here}` | {_type(child)} | {default} | {child.get('description', '').replace('|', chr(92) + '|')} |\n"

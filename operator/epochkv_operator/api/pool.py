@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
-from epochkv_fence import quantity
 from epochkv_fence.protocol.pool import margin_seconds
 from epochkv_operator.api.base import (
     API_VERSION,
@@ -29,11 +28,307 @@ from epochkv_operator.api.base import (
     Timestamp,
     list_field,
     own_defaults,
-    refused,
-    require_unique,
     rule,
     rules,
 )
+
+_SSD_TOO_SMALL = "store.ssd.capacity must be at least 4Gi: Mooncake leaves a part of the disk free; make it larger, or remove ssd"
+
+
+class Ssd(ApiModel):
+    """Disk of each store pod. Blocks are copied to it as they come, and found there when memory has no room for them any more."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "type(self.capacity) == int ? self.capacity >= 4294967296 : "
+                "(!isQuantity(self.capacity) || quantity(self.capacity).compareTo(quantity('4Gi')) >= 0)",
+                _SSD_TOO_SMALL,
+                path=".capacity",
+            )
+        )
+    )
+
+    capacity: Size
+    """Bytes of disk for each store pod: the size of a volume that is made for the pod and deleted with it. Mooncake fills nine tenths
+    of the volume's file system; then the oldest blocks go."""
+    storage_class_name: Annotated[str | None, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] = None
+    """Class of the volume; the cluster's default when unset. For another kind of volume, give `template` a volume named `ssd`: a file
+    system of its own, as Mooncake fills it."""
+
+
+MAX_EPOCH_STEP: Final = 10**13
+"""By which one edit may raise `spec.resetEpoch`: a timestamp in milliseconds fits, and a typing error leaves room for hundreds more."""
+
+
+class Reset(ApiModel):
+    """How a reset treats slow or dead engines, and old KV."""
+
+    lease_seconds: Annotated[int, Field(ge=1, le=3600, json_schema_extra={"format": "int32"})] = 30
+    """Seconds an engine may use an epoch without hearing from the hub again. A stalled or unreachable
+    engine delays the publication of a new epoch by at most this time and a margin for clock rates (10 %, at least 1 s). Engines send a
+    heartbeat every third of it. It never goes down: a new hub could not know that longer leases are still out."""
+    reclaim_policy: Literal["Delete", "RemoveAll", "Retain"] = "Delete"
+    """How the distributed store gets rid of old KV, which no engine can find any more. `Delete`: after publication, one engine removes
+    it; nothing waits for that. `RemoveAll`: after publication, the hub empties the whole store; the operator has to run the store.
+    `Retain`: the store's own eviction removes it. `Delete` and `RemoveAll` also remove KV of weights that no live engine has reported for
+    10 minutes."""
+
+    @property
+    def hold_seconds(self) -> float:
+        """How long after a grant nobody can still rely on it: a lease and its margin."""
+        return self.lease_seconds + margin_seconds(self.lease_seconds)
+
+
+class Keys(ApiModel):
+    """The key pair with which engines and trainers of the pool speak to the hub."""
+
+    generation: Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={"format": "int32"})] = 0
+    """Raise it to replace the client key pair in the pool's Secret. Engines read the new pair without a restart. The hub accepts the old
+    pair until no engine has used it for a lease and its margin. It never goes down."""
+
+
+class Local(ApiModel):
+    """L1: host memory inside each engine pod."""
+
+    capacity: Size
+    """Bytes per replica of an engine, split over its worker ranks. Added to the memory that its pods ask for."""
+
+
+class EtcdBackend(ApiModel):
+    """An etcd cluster that somebody else runs, without TLS or passwords, which Mooncake has none of."""
+
+    endpoints: Annotated[
+        tuple[HostPort, ...],
+        list_field(9, kind="set", min_length=1),
+    ]
+    """`host:port` of each member, without a scheme."""
+
+
+class HighAvailability(ApiModel):
+    """How several masters agree on a leader."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "(self.backend == 'Etcd') == has(self.etcd)",
+                "highAvailability.etcd is needed with backend: Etcd and only then: set etcd.endpoints, or backend: None",
+                path=".etcd",
+            )
+        )
+    )
+
+    backend: Literal["None", "Etcd"] = "None"
+    """`Etcd`: leader election and an operation log in etcd, so the index of stored blocks survives a master. Mooncake never shortens the
+    log: about 0.4 KB for each block. `None`: one master; when it restarts, the cache starts cold."""
+    etcd: EtcdBackend | None = None
+    """Where etcd is. Needed with `backend: Etcd`."""
+
+
+class Master(ApiModel):
+    """The Mooncake masters: the index of what is stored where."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.replicas == 1 || self.highAvailability.backend != 'None'",
+                "master.replicas is above 1 but highAvailability.backend is None: set backend: Etcd or replicas: 1",
+                expression="'spec.distributed.mooncake.master.replicas is %d but highAvailability.backend is None: "
+                "set backend: Etcd or replicas: 1'.format([self.replicas])",
+                path=".replicas",
+            )
+        )
+    )
+
+    replicas: Annotated[int, Field(ge=1, le=5, json_schema_extra={"format": "int32"})] = 1
+    """Masters. More than one needs `highAvailability.backend: Etcd`; one of them leads, the others stand by."""
+    high_availability: Annotated[HighAvailability, own_defaults(HighAvailability)]
+    """How several masters agree on a leader."""
+    template: PodTemplate | None = None
+    """Overrides of the master pods; the operator's container is named `master`."""
+
+
+class Store(ApiModel):
+    """The Mooncake stores: the memory that L2 is made of, and disk."""
+
+    replicas: Annotated[int, Field(ge=1, le=1000, json_schema_extra={"format": "int32"})] = 1
+    """Store pods. `kubectl scale kvp` changes it. A store that is removed takes its blocks with it, and engines recompute them."""
+    segment_size: Size
+    """Bytes each store pod gives. Its memory limit is this plus what the process itself needs."""
+    ssd: Ssd | None = None
+    """Disk of each store pod. Adding or removing it restarts master and stores, so the cache starts cold."""
+    template: PodTemplate | None = None
+    """Overrides of the store pods; the operator's container is named `store`."""
+
+
+_ONLY_RDMA = "transport.resourceName and gidIndex are only for RDMA: remove them, or set protocol: RDMA"
+
+
+class Transport(ApiModel):
+    """How blocks travel between engines and stores."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.protocol != 'RDMA' || (has(self.devices) && size(self.devices) > 0)",
+                "transport.protocol RDMA needs transport.devices: name at least one, such as mlx5_0, or set protocol: TCP",
+                path=".devices",
+                reason="FieldValueRequired",
+            ),
+            rule(
+                "self.protocol == 'RDMA' || !has(self.devices)",
+                "transport.devices is only for RDMA: remove devices, or set protocol: RDMA",
+                path=".devices",
+                reason="FieldValueForbidden",
+            ),
+            rule("self.protocol == 'RDMA' || (!has(self.resourceName) && !has(self.gidIndex))", _ONLY_RDMA, reason="FieldValueForbidden"),
+        )
+    )
+
+    protocol: Literal["TCP", "RDMA"] = "TCP"
+    """`TCP` runs under Pod Security `restricted`. `RDMA` needs a namespace at level `privileged`: store and engine pods run as root
+    with `IPC_LOCK` and `SYS_RESOURCE`. InfiniBand needs no more. With RoCE, pods need the network devices, too: `hostNetwork: true` and
+    `dnsPolicy: ClusterFirstWithHostNet` in the `template` of stores and engines, or networks that your CNI attaches by an annotation."""
+    devices: Annotated[
+        tuple[Device, ...] | None,
+        list_field(16, kind="set"),
+    ] = None
+    """RDMA devices, such as `mlx5_0`."""
+    resource_name: Annotated[str | None, Field(max_length=253, pattern=r"^[a-z0-9][-a-z0-9.]*/[A-Za-z0-9][-A-Za-z0-9_.]*$")] = None
+    """What your RDMA device plugin calls its devices, such as `rdma/hca_shared_devices_a`; each pod asks for one. Without it, pods mount
+    the host's `/dev/infiniband`, and the container runtime has to let them open what is there."""
+    gid_index: Annotated[int | None, Field(ge=0, le=255, json_schema_extra={"format": "int32"})] = None
+    """Index of the address that RoCE devices use (`MC_GID_INDEX`), where Mooncake finds none or a wrong one by itself."""
+
+
+class Mooncake(ApiModel):
+    """A Mooncake store that the operator runs."""
+
+    image: Image | None = None
+    """Image of master and stores; the engines' Mooncake client must have the same version. The operator's own default when unset."""
+    master: Annotated[Master, own_defaults(Master)]
+    """The masters."""
+    store: Store
+    """The stores."""
+    transport: Annotated[Transport, own_defaults(Transport)]
+    """How blocks travel between engines and stores."""
+
+
+class External(ApiModel):
+    """A Mooncake store that somebody else runs."""
+
+    master_address: MasterAddress
+    """`host:port` of the master, or `etcd://host:port;host:port` when it is highly available."""
+    metadata_server: MetadataServer = "P2PHANDSHAKE"
+    """Transfer Engine metadata server; `P2PHANDSHAKE` needs none."""
+    cluster_id: Annotated[str | None, Field(min_length=1, max_length=253, pattern=r"^\S+$")] = None
+    """The `--cluster_id` of highly available masters (`etcd://`); theirs and Mooncake's own default is `mooncake_cluster`. With another
+    one, no client finds the leader."""
+    transport: Annotated[Transport, own_defaults(Transport)]
+    """How blocks travel between engines and the store: as the store's own processes do."""
+
+
+class Distributed(ApiModel):
+    """L2: a store that all engines of the pool share."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "has(self.mooncake) != has(self.external)",
+                "set exactly one of distributed.mooncake and distributed.external",
+                expression="has(self.mooncake) ? "
+                "'spec.distributed has both mooncake and external: keep the one you mean' : "
+                "'spec.distributed has neither mooncake nor external: set one of them, or remove distributed'",
+            ),
+            rule(
+                "has(self.mooncake) == has(oldSelf.mooncake)",
+                "spec.distributed cannot change between mooncake and external in place: create a new pool, or remove distributed first",
+                reason="FieldValueForbidden",
+            ),
+        )
+    )
+
+    mooncake: Mooncake | None = None
+    """A Mooncake store that the operator runs."""
+    external: External | None = None
+    """A Mooncake store that somebody else runs."""
+
+
+class NetworkPolicy(ApiModel):
+    """Who may reach the pool's ports; Mooncake itself has no authentication."""
+
+    mode: Literal["Enabled", "Disabled"] = "Enabled"
+    """`Enabled`: master and store accept only pods of this namespace with the label `epochkv.io/pool: <pool>`. All engines have it; give
+    it to trainers that start engines. The master's admin port accepts only the operator and namespaces with the label
+    `epochkv.io/scrape: "true"`. The engines' transfer ports accept only pods of the pool."""
+
+
+_WIPE_NEEDS_OWN_STORE = rule(
+    "!has(self.reset) || !has(self.reset.reclaimPolicy) || self.reset.reclaimPolicy != 'RemoveAll'"
+    " || !has(self.distributed) || !has(self.distributed.external)",
+    "spec.reset.reclaimPolicy RemoveAll would wipe a store that others may share: use Delete or Retain with distributed.external",
+    path=".reset.reclaimPolicy",
+)
+
+
+class KVCachePoolSpec(ApiModel):
+    """What the pool should be."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(oldSelf.resetEpoch) || (has(self.resetEpoch) && self.resetEpoch >= oldSelf.resetEpoch)",
+                "spec.resetEpoch never goes down and cannot be removed: to reset, set it higher than it is",
+                expression="'spec.resetEpoch never goes down: it is %d; to reset, set %d or higher'"
+                ".format([oldSelf.resetEpoch, oldSelf.resetEpoch + 1])",
+                path=".resetEpoch",
+            ),
+            rule(
+                f"!has(self.resetEpoch) || self.resetEpoch <= (has(oldSelf.resetEpoch) ? oldSelf.resetEpoch : 0) + {MAX_EPOCH_STEP}",
+                f"spec.resetEpoch rises by at most {MAX_EPOCH_STEP} at a time, because it never goes down again:"
+                " set it to status.targetEpoch + 1",
+                path=".resetEpoch",
+            ),
+            rule(
+                "!has(self.reset.leaseSeconds) || !has(oldSelf.reset) || !has(oldSelf.reset.leaseSeconds)"
+                " || self.reset.leaseSeconds >= oldSelf.reset.leaseSeconds",
+                "spec.reset.leaseSeconds never goes down: a longer lease may still be out; keep it, or create a new pool",
+                expression="'spec.reset.leaseSeconds never goes down: it is %d, and a lease of that length may still be out; keep it, or "
+                "create a new pool'.format([oldSelf.reset.leaseSeconds])",
+                path=".reset.leaseSeconds",
+            ),
+            _WIPE_NEEDS_OWN_STORE,
+            rule(
+                "!has(self.keys) || !has(self.keys.generation) || !has(oldSelf.keys) || !has(oldSelf.keys.generation)"
+                " || self.keys.generation >= oldSelf.keys.generation",
+                "spec.keys.generation never goes down: to replace the key pair, set it higher than it is",
+                expression="'spec.keys.generation never goes down: it is %d; to replace the key pair, set %d or higher'"
+                ".format([oldSelf.keys.generation, oldSelf.keys.generation + 1])",
+                path=".keys.generation",
+            ),
+            rule(
+                "has(self.local) || has(self.distributed)",
+                "spec has neither local nor distributed: set local.capacity for L1, distributed for L2, or both",
+                reason="FieldValueRequired",
+            ),
+        )
+    )
+
+    reset_epoch: Epoch = 0
+    """Raise it above `status.targetEpoch` to make all KV of the pool unreachable. `status.epoch` reaches it when that is proved. At or
+    below the target, which engines and trainers raise, too, nothing is reset, and `EpochConverged` has the reason `EpochAhead`. It never
+    goes down. Leave it out of charts and GitOps manifests that do not own resets."""
+    reset: Annotated[Reset, own_defaults(Reset)]
+    """How a reset treats slow or dead engines, and old KV."""
+    keys: Annotated[Keys, own_defaults(Keys)]
+    """The key pair with which engines and trainers of the pool speak to the hub."""
+    local: Local | None = None
+    """L1: host memory inside each engine pod."""
+    distributed: Distributed | None = None
+    """L2: a store that all engines of the pool share. Adding or removing it restarts the engines one by one."""
+    network_policy: Annotated[NetworkPolicy, own_defaults(NetworkPolicy)]
+    """Who may reach the pool's ports."""
+
 
 WeightsId = Annotated[str, Field(pattern="^[0-9a-f]{32}$", max_length=32)]
 
@@ -221,377 +516,6 @@ class KVCachePoolStatus(StatusModel):
     """The stores that the operator runs."""
     endpoints: Endpoints | None = None
     """What an engine or trainer needs to join if the operator did not start it."""
-
-
-_SSD_TOO_SMALL = "store.ssd.capacity must be at least 4Gi: Mooncake leaves a part of the disk free; make it larger, or remove ssd"
-
-
-class Ssd(ApiModel):
-    """Disk of each store pod. Blocks are copied to it as they come, and found there when memory has no room for them any more."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "type(self.capacity) == int ? self.capacity >= 4294967296 : "
-                "(!isQuantity(self.capacity) || quantity(self.capacity).compareTo(quantity('4Gi')) >= 0)",
-                _SSD_TOO_SMALL,
-                path=".capacity",
-            )
-        )
-    )
-
-    capacity: Size
-    """Bytes of disk for each store pod: the size of a volume that is made for the pod and deleted with it. Mooncake fills nine tenths
-    of the volume's file system; then the oldest blocks go."""
-    storage_class_name: Annotated[str | None, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] = None
-    """Class of the volume; the cluster's default when unset. For another kind of volume, give `template` a volume named `ssd`: a file
-    system of its own, as Mooncake fills it."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if quantity.to_bytes(self.capacity) < 4 * 2**30:
-            raise ValueError(_SSD_TOO_SMALL)
-        return self
-
-
-MAX_EPOCH_STEP: Final = 10**13
-"""By which one edit may raise `spec.resetEpoch`: a timestamp in milliseconds fits, and a typing error leaves room for hundreds more."""
-
-
-class Reset(ApiModel):
-    """How a reset treats slow or dead engines, and old KV."""
-
-    lease_seconds: Annotated[int, Field(ge=1, le=3600, json_schema_extra={"format": "int32"})] = 30
-    """Seconds an engine may use an epoch without hearing from the hub again. A stalled or unreachable
-    engine delays the publication of a new epoch by at most this time and a margin for clock rates (10 %, at least 1 s). Engines send a
-    heartbeat every third of it. It never goes down: a new hub could not know that longer leases are still out."""
-    join_after_seconds: Annotated[
-        int | str | None,
-        refused("spec.reset.joinAfterSeconds", "weights name themselves, so engines of any age share; remove it (docs/trainers.md)"),
-    ] = None
-    """Not a field any more: refused."""
-    reclaim_policy: Literal["Delete", "RemoveAll", "Retain"] = "Delete"
-    """How the distributed store gets rid of old KV, which no engine can find any more. `Delete`: after publication, one engine removes
-    it; nothing waits for that. `RemoveAll`: after publication, the hub empties the whole store; the operator has to run the store.
-    `Retain`: the store's own eviction removes it. `Delete` and `RemoveAll` also remove KV of weights that no live engine has reported for
-    10 minutes."""
-    on_local_reset: Annotated[
-        int | str | None,
-        refused("spec.reset.onLocalReset", "an engine whose own caches are reset asks for the next epoch; remove it"),
-    ] = None
-    """Not a field any more: refused."""
-
-    @property
-    def hold_seconds(self) -> float:
-        """How long after a grant nobody can still rely on it: a lease and its margin."""
-        return self.lease_seconds + margin_seconds(self.lease_seconds)
-
-
-class Keys(ApiModel):
-    """The key pair with which engines and trainers of the pool speak to the hub."""
-
-    generation: Annotated[int, Field(ge=0, le=2**31 - 1, json_schema_extra={"format": "int32"})] = 0
-    """Raise it to replace the client key pair in the pool's Secret. Engines read the new pair without a restart. The hub accepts the old
-    pair until no engine has used it for a lease and its margin. It never goes down."""
-
-
-class Local(ApiModel):
-    """L1: host memory inside each engine pod."""
-
-    capacity: Size
-    """Bytes per replica of an engine, split over its worker ranks. Added to the memory that its pods ask for."""
-
-
-class EtcdBackend(ApiModel):
-    """An etcd cluster that somebody else runs, without TLS or passwords, which Mooncake has none of."""
-
-    endpoints: Annotated[
-        tuple[HostPort, ...],
-        list_field(9, kind="set", min_length=1),
-    ]
-    """`host:port` of each member, without a scheme."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        require_unique(self.endpoints, "endpoint")
-        return self
-
-
-class HighAvailability(ApiModel):
-    """How several masters agree on a leader."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "(self.backend == 'Etcd') == has(self.etcd)",
-                "highAvailability.etcd is needed with backend: Etcd and only then: set etcd.endpoints, or backend: None",
-                path=".etcd",
-            )
-        )
-    )
-
-    backend: Literal["None", "Etcd"] = "None"
-    """`Etcd`: leader election and an operation log in etcd, so the index of stored blocks survives a master. Mooncake never shortens the
-    log: about 0.4 KB for each block. `None`: one master; when it restarts, the cache starts cold."""
-    etcd: EtcdBackend | None = None
-    """Where etcd is. Needed with `backend: Etcd`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (self.backend == "Etcd") != (self.etcd is not None):
-            raise ValueError("highAvailability.etcd is needed with backend: Etcd and only then: set etcd.endpoints, or backend: None")
-        return self
-
-
-class Master(ApiModel):
-    """The Mooncake masters: the index of what is stored where."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "self.replicas == 1 || self.highAvailability.backend != 'None'",
-                "master.replicas is above 1 but highAvailability.backend is None: set backend: Etcd or replicas: 1",
-                expression="'spec.distributed.mooncake.master.replicas is %d but highAvailability.backend is None: "
-                "set backend: Etcd or replicas: 1'.format([self.replicas])",
-                path=".replicas",
-            )
-        )
-    )
-
-    replicas: Annotated[int, Field(ge=1, le=5, json_schema_extra={"format": "int32"})] = 1
-    """Masters. More than one needs `highAvailability.backend: Etcd`; one of them leads, the others stand by."""
-    high_availability: Annotated[HighAvailability, own_defaults(HighAvailability)]
-    """How several masters agree on a leader."""
-    template: PodTemplate | None = None
-    """Overrides of the master pods; the operator's container is named `master`."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.replicas > 1 and self.high_availability.backend == "None":
-            raise ValueError(
-                f"spec.distributed.mooncake.master.replicas is {self.replicas} but highAvailability.backend is None: "
-                "set backend: Etcd or replicas: 1"
-            )
-        return self
-
-
-class Store(ApiModel):
-    """The Mooncake stores: the memory that L2 is made of, and disk."""
-
-    replicas: Annotated[int, Field(ge=1, le=1000, json_schema_extra={"format": "int32"})] = 1
-    """Store pods. `kubectl scale kvp` changes it. A store that is removed takes its blocks with it, and engines recompute them."""
-    segment_size: Size
-    """Bytes each store pod gives. Its memory limit is this plus what the process itself needs."""
-    ssd: Ssd | None = None
-    """Disk of each store pod. Adding or removing it restarts master and stores, so the cache starts cold."""
-    template: PodTemplate | None = None
-    """Overrides of the store pods; the operator's container is named `store`."""
-
-
-_ONLY_RDMA = "transport.resourceName and gidIndex are only for RDMA: remove them, or set protocol: RDMA"
-
-
-class Transport(ApiModel):
-    """How blocks travel between engines and stores."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "self.protocol != 'RDMA' || (has(self.devices) && size(self.devices) > 0)",
-                "transport.protocol RDMA needs transport.devices: name at least one, such as mlx5_0, or set protocol: TCP",
-                path=".devices",
-                reason="FieldValueRequired",
-            ),
-            rule(
-                "self.protocol == 'RDMA' || !has(self.devices)",
-                "transport.devices is only for RDMA: remove devices, or set protocol: RDMA",
-                path=".devices",
-                reason="FieldValueForbidden",
-            ),
-            rule("self.protocol == 'RDMA' || (!has(self.resourceName) && !has(self.gidIndex))", _ONLY_RDMA, reason="FieldValueForbidden"),
-        )
-    )
-
-    protocol: Literal["TCP", "RDMA"] = "TCP"
-    """`TCP` runs under Pod Security `restricted`. `RDMA` needs a namespace at level `privileged`: store and engine pods run as root
-    with `IPC_LOCK` and `SYS_RESOURCE`. InfiniBand needs no more. With RoCE, pods need the network devices, too: `hostNetwork: true` and
-    `dnsPolicy: ClusterFirstWithHostNet` in the `template` of stores and engines, or networks that your CNI attaches by an annotation."""
-    devices: Annotated[
-        tuple[Device, ...] | None,
-        list_field(16, kind="set"),
-    ] = None
-    """RDMA devices, such as `mlx5_0`."""
-    resource_name: Annotated[str | None, Field(max_length=253, pattern=r"^[a-z0-9][-a-z0-9.]*/[A-Za-z0-9][-A-Za-z0-9_.]*$")] = None
-    """What your RDMA device plugin calls its devices, such as `rdma/hca_shared_devices_a`; each pod asks for one. Without it, pods mount
-    the host's `/dev/infiniband`, and the container runtime has to let them open what is there."""
-    gid_index: Annotated[int | None, Field(ge=0, le=255, json_schema_extra={"format": "int32"})] = None
-    """Index of the address that RoCE devices use (`MC_GID_INDEX`), where Mooncake finds none or a wrong one by itself."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.protocol == "RDMA" and not self.devices:
-            raise ValueError("transport.protocol RDMA needs transport.devices: name at least one, such as mlx5_0, or set protocol: TCP")
-        if self.protocol != "RDMA" and self.devices is not None:
-            raise ValueError("transport.devices is only for RDMA: remove devices, or set protocol: RDMA")
-        if self.protocol != "RDMA" and (self.resource_name is not None or self.gid_index is not None):
-            raise ValueError(_ONLY_RDMA)
-        require_unique(self.devices or (), "device")
-        return self
-
-
-class Mooncake(ApiModel):
-    """A Mooncake store that the operator runs."""
-
-    image: Image | None = None
-    """Image of master and stores; the engines' Mooncake client must have the same version. The operator's own default when unset."""
-    master: Annotated[Master, own_defaults(Master)]
-    """The masters."""
-    store: Store
-    """The stores."""
-    transport: Annotated[Transport, own_defaults(Transport)]
-    """How blocks travel between engines and stores."""
-
-
-class External(ApiModel):
-    """A Mooncake store that somebody else runs."""
-
-    master_address: MasterAddress
-    """`host:port` of the master, or `etcd://host:port;host:port` when it is highly available."""
-    metadata_server: MetadataServer = "P2PHANDSHAKE"
-    """Transfer Engine metadata server; `P2PHANDSHAKE` needs none."""
-    cluster_id: Annotated[str | None, Field(min_length=1, max_length=253, pattern=r"^\S+$")] = None
-    """The `--cluster_id` of highly available masters (`etcd://`); theirs and Mooncake's own default is `mooncake_cluster`. With another
-    one, no client finds the leader."""
-    transport: Annotated[Transport, own_defaults(Transport)]
-    """How blocks travel between engines and the store: as the store's own processes do."""
-
-
-class Distributed(ApiModel):
-    """L2: a store that all engines of the pool share."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "has(self.mooncake) != has(self.external)",
-                "set exactly one of distributed.mooncake and distributed.external",
-                expression="has(self.mooncake) ? "
-                "'spec.distributed has both mooncake and external: keep the one you mean' : "
-                "'spec.distributed has neither mooncake nor external: set one of them, or remove distributed'",
-            ),
-            rule(
-                "has(self.mooncake) == has(oldSelf.mooncake)",
-                "spec.distributed cannot change between mooncake and external in place: create a new pool, or remove distributed first",
-                reason="FieldValueForbidden",
-            ),
-        )
-    )
-
-    mooncake: Mooncake | None = None
-    """A Mooncake store that the operator runs."""
-    external: External | None = None
-    """A Mooncake store that somebody else runs."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.mooncake is not None and self.external is not None:
-            raise ValueError("spec.distributed has both mooncake and external: keep the one you mean")
-        if self.mooncake is None and self.external is None:
-            raise ValueError("spec.distributed has neither mooncake nor external: set one of them, or remove distributed")
-        return self
-
-
-class NetworkPolicy(ApiModel):
-    """Who may reach the pool's ports; Mooncake itself has no authentication."""
-
-    mode: Literal["Enabled", "Disabled"] = "Enabled"
-    """`Enabled`: master and store accept only pods of this namespace with the label `epochkv.io/pool: <pool>`. All engines have it; give
-    it to trainers that start engines. The master's admin port accepts only the operator and namespaces with the label
-    `epochkv.io/scrape: "true"`. The engines' transfer ports accept only pods of the pool."""
-
-
-_WIPE_NEEDS_OWN_STORE = rule(
-    "!has(self.reset) || !has(self.reset.reclaimPolicy) || self.reset.reclaimPolicy != 'RemoveAll'"
-    " || !has(self.distributed) || !has(self.distributed.external)",
-    "spec.reset.reclaimPolicy RemoveAll would wipe a store that others may share: use Delete or Retain with distributed.external",
-    path=".reset.reclaimPolicy",
-)
-
-
-class KVCachePoolSpec(ApiModel):
-    """What the pool should be."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "!has(oldSelf.resetEpoch) || (has(self.resetEpoch) && self.resetEpoch >= oldSelf.resetEpoch)",
-                "spec.resetEpoch never goes down and cannot be removed: to reset, set it higher than it is",
-                expression="'spec.resetEpoch never goes down: it is %d; to reset, set %d or higher'"
-                ".format([oldSelf.resetEpoch, oldSelf.resetEpoch + 1])",
-                path=".resetEpoch",
-            ),
-            rule(
-                f"!has(self.resetEpoch) || self.resetEpoch <= (has(oldSelf.resetEpoch) ? oldSelf.resetEpoch : 0) + {MAX_EPOCH_STEP}",
-                f"spec.resetEpoch rises by at most {MAX_EPOCH_STEP} at a time, because it never goes down again:"
-                " set it to status.targetEpoch + 1",
-                path=".resetEpoch",
-            ),
-            rule(
-                "!has(self.reset.leaseSeconds) || !has(oldSelf.reset) || !has(oldSelf.reset.leaseSeconds)"
-                " || self.reset.leaseSeconds >= oldSelf.reset.leaseSeconds",
-                "spec.reset.leaseSeconds never goes down: a longer lease may still be out; keep it, or create a new pool",
-                expression="'spec.reset.leaseSeconds never goes down: it is %d, and a lease of that length may still be out; keep it, or "
-                "create a new pool'.format([oldSelf.reset.leaseSeconds])",
-                path=".reset.leaseSeconds",
-            ),
-            _WIPE_NEEDS_OWN_STORE,
-            rule(
-                "!has(self.keys) || !has(self.keys.generation) || !has(oldSelf.keys) || !has(oldSelf.keys.generation)"
-                " || self.keys.generation >= oldSelf.keys.generation",
-                "spec.keys.generation never goes down: to replace the key pair, set it higher than it is",
-                expression="'spec.keys.generation never goes down: it is %d; to replace the key pair, set %d or higher'"
-                ".format([oldSelf.keys.generation, oldSelf.keys.generation + 1])",
-                path=".keys.generation",
-            ),
-            rule(
-                "has(self.local) || has(self.distributed)",
-                "spec has neither local nor distributed: set local.capacity for L1, distributed for L2, or both",
-                reason="FieldValueRequired",
-            ),
-        )
-    )
-
-    reset_epoch: Epoch = 0
-    """Raise it above `status.targetEpoch` to make all KV of the pool unreachable. `status.epoch` reaches it when that is proved. At or
-    below the target, which engines and trainers raise, too, nothing is reset, and `EpochConverged` has the reason `EpochAhead`. It never
-    goes down. Leave it out of charts and GitOps manifests that do not own resets."""
-    weights_version: Annotated[
-        int | str | None,
-        refused("spec.weightsVersion", "weights name themselves; remove it, or label them with the trainer client (docs/trainers.md)"),
-    ] = None
-    """Not a field any more: refused."""
-    weights_ready: Annotated[
-        int | str | None,
-        refused("spec.weightsReady", "weights name themselves; remove it, status.weights shows who holds which (docs/trainers.md)"),
-    ] = None
-    """Not a field any more: refused."""
-    reset: Annotated[Reset, own_defaults(Reset)]
-    """How a reset treats slow or dead engines, and old KV."""
-    keys: Annotated[Keys, own_defaults(Keys)]
-    """The key pair with which engines and trainers of the pool speak to the hub."""
-    local: Local | None = None
-    """L1: host memory inside each engine pod."""
-    distributed: Distributed | None = None
-    """L2: a store that all engines of the pool share. Adding or removing it restarts the engines one by one."""
-    network_policy: Annotated[NetworkPolicy, own_defaults(NetworkPolicy)]
-    """Who may reach the pool's ports."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.local is None and self.distributed is None:
-            raise ValueError("spec has neither local nor distributed: set local.capacity for L1, distributed for L2, or both")
-        if self.reset.reclaim_policy == "RemoveAll" and self.distributed is not None and self.distributed.external is not None:
-            raise ValueError(_WIPE_NEEDS_OWN_STORE["message"])
-        return self
 
 
 def _never_down(field: str) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any, Final, TextIO
 
 import yaml
 
-from epochkv_operator.api import InvalidObject, admit
+from epochkv_operator.api import InvalidObject, parse_engine, parse_pool
 from epochkv_operator.api.base import API_VERSION, GROUP
 
 Json = dict[str, Any]
@@ -110,7 +110,7 @@ def _manifest(document: Json, source: str, namespace: str | None, default_namesp
     obj = {**document, "metadata": metadata}
     obj.pop("status", None)
     try:
-        admit(obj)
+        (parse_pool if obj["kind"] == "KVCachePool" else parse_engine)(obj)
     except InvalidObject as error:
         raise FilesError(f"{source}: {error}") from error
     return Manifest(obj, source)

@@ -10,9 +10,8 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One create. `says`: fragments of the refusal, None when it must be accepted. `schema`: refused by the schema, not by a
-    rule of ours, so only the API server's wording is checked. `stored`: an earlier version took it, so the models read it where it is
-    stored."""
+    """One create. `says`: fragments of the refusal, None when it must be accepted. `schema`: refused by the schema, not by a rule of
+    ours, so the models refuse it, too."""
 
     id: str
     kind: str
@@ -20,7 +19,6 @@ class Case:
     says: tuple[str, ...] | None = None
     schema: bool = False
     name: str = "subject"
-    stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,12 @@ class Change:
     says: tuple[str, ...] | None = None
 
 
-def pool(id: str, spec: Json | None, *says: str, schema: bool = False, name: str = "subject", stored: bool = False) -> Case:
-    return Case(id, "KVCachePool", spec, says or None, schema, name, stored)
+def pool(id: str, spec: Json | None, *says: str, schema: bool = False, name: str = "subject") -> Case:
+    return Case(id, "KVCachePool", spec, says or None, schema, name)
 
 
-def engine(id: str, extra: Json, *says: str, schema: bool = False, name: str = "subject", stored: bool = False) -> Case:
-    return Case(id, "InferenceEngine", {"model": {"name": "tiny"}, **extra}, says or None, schema, name, stored)
+def engine(id: str, extra: Json, *says: str, schema: bool = False, name: str = "subject") -> Case:
+    return Case(id, "InferenceEngine", {"model": {"name": "tiny"}, **extra}, says or None, schema, name)
 
 
 STORE = {"segmentSize": "256Mi"}

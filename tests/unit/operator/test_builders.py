@@ -372,12 +372,3 @@ def test_network_policies_close_mooncake() -> None:
     assert (pool_only["from"], pool_only["ports"]) == (members, [{"protocol": "TCP", "port": 15000, "endPort": 15063}])
     pod_labels = one(desired_engine(engine(), pool(), CONTEXT), "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert pod_labels["epochkv.io/pool"] == "policy"
-
-
-def test_fields_of_an_earlier_version_change_nothing() -> None:
-    """Objects that were stored with them still have them; no engine restarts for one and nothing of it reaches a connector."""
-    reset = {"joinAfterSeconds": 5, "onLocalReset": "Propose"}
-    old_pool = pool({**POOL_SPECS["l1-l2"], "weightsVersion": "a", "weightsReady": "a", "reset": reset})
-    old_engine = engine({**ENGINE_SPECS["minimal"], "weightsSource": "Model"})
-    assert desired_pool(old_pool, CONTEXT) == desired_pool(pool("l1-l2"), CONTEXT)
-    assert desired_engine(old_engine, old_pool, CONTEXT) == desired_engine(engine("minimal"), pool("l1-l2"), CONTEXT)
