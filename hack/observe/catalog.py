@@ -14,8 +14,8 @@ from typing import Final, Literal
 from prometheus_client import Counter
 
 from epochkv_connector.metrics import families
+from epochkv_fence.metrics import exposition
 from epochkv_fence.protocol.pool import ENGINE_STATES, PoolSnapshot
-from epochkv_fence.standalone.metrics import exposition
 from epochkv_operator.metrics import REGISTRY
 
 Owner = Literal["engine", "operator", "hub", "vllm", "mooncake"]

@@ -14,11 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from epochkv_fence.mooncake_admin import StoreAdmin
 from epochkv_fence.protocol.pool import PoolSnapshot
 from epochkv_fence.standalone.credentials import retire_previous, rotate_keys
-from epochkv_fence.standalone.hub import StandaloneHub
-from epochkv_fence.standalone.options import HubOptions
-from epochkv_fence.stores.admin import StoreAdmin
+from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.waiting import eventually
 
 T = TypeVar("T")

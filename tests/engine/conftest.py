@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.stores.mooncake import MooncakeAdmin
+from epochkv_fence.mooncake_admin import MooncakeAdmin
 from hack import models
 from hack.engine_api import Answer
 from hack.standalone.engine import Engine

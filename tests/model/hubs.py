@@ -1,4 +1,4 @@
-"""Hub processes: the production `Hub` and what its driver (`net.serving.server.HubServer`) does around it.
+"""Hub processes: the production `Hub` and what its driver (`net.server.HubServer`) does around it.
 
 The actions of a step are done one by one; the process may freeze between any two.
 """

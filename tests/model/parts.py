@@ -219,7 +219,7 @@ class Engine:
 
 @dataclass(slots=True)
 class HubProcess:
-    """One hub process slot and what `net.serving.server.HubServer` keeps around the state machine."""
+    """One hub process slot and what `net.server.HubServer` keeps around the state machine."""
 
     index: int
     clock: Clock

@@ -30,7 +30,7 @@ from epochkv_fence import connection
 from epochkv_fence.connection import ConfigurationError, Connection
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.machine import Hub
-from epochkv_fence.net.gate.limits import Peers
+from epochkv_fence.net.gate import Peers
 from epochkv_fence.net.keys import CredentialsError, check_key
 from epochkv_fence.protocol.agent import Agent, Received, Started
 from epochkv_fence.protocol.agent import Send as AgentSend

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from epochkv_fence.hub.snapshot import STATUS_PAGE
+from epochkv_fence.hub.state import STATUS_PAGE
 from epochkv_fence.net import ClientKeys, HubServer
-from epochkv_fence.net.gate.limits import COST_BURST
+from epochkv_fence.net.gate import COST_BURST
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode
 from hack.waiting import eventually
 from tests.security.engines import engines

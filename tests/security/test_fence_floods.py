@@ -14,7 +14,7 @@ import time
 import pytest
 
 from epochkv_fence.net import HubServer
-from epochkv_fence.net.gate.limits import MAX_PEERS, Bucket, Peers
+from epochkv_fence.net.gate import MAX_PEERS, Bucket, Peers
 from hack.waiting import eventually
 from tests.security.flooder import flooding
 from tests.security.wire import failures

@@ -54,8 +54,8 @@ def test_another_hubs_key_is_not_spoken_to(world: FenceWorld, hub: HubServer, ca
     assert engine.adopted == []
     assert agent.view.epoch is None
     warnings = [record.name for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings.count("epochkv_fence.net.agent.thread") == 1
-    assert warnings.count("epochkv_fence.net.gate.router") == len(warnings) - 1 <= 1  # the hub says so, too, once
+    assert warnings.count("epochkv_fence.net.agent") == 1
+    assert warnings.count("epochkv_fence.net.gate") == len(warnings) - 1 <= 1  # the hub says so, too, once
 
 
 def test_a_client_speaks_for_its_own_pool_only(world: FenceWorld, hub: HubServer) -> None:

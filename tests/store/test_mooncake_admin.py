@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import Pool
-from epochkv_fence.stores.admin import Removed, StoreAdminError
-from epochkv_fence.stores.mooncake import MooncakeAdmin
+from epochkv_fence.mooncake_admin import MooncakeAdmin, Removed, StoreAdminError
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.support.hub import Agents, HubProcess

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_connector.naming.object_keys import object_key
-from epochkv_fence.stores.mooncake import MooncakeAdmin
+from epochkv_fence.mooncake_admin import MooncakeAdmin
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.waiting import eventually

@@ -22,8 +22,7 @@ from epochkv_fence.client import Pool
 from epochkv_fence.connection import Connection
 from epochkv_fence.net import AgentThread, EngineIdentity
 from epochkv_fence.protocol.pool import PoolSnapshot
-from epochkv_fence.standalone.hub import StandaloneHub
-from epochkv_fence.standalone.options import HubOptions
+from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.loopback import free_port
 from hack.waiting import eventually
 from tests.support.fence import FakeEngine, LoopThread

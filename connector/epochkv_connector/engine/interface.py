@@ -19,7 +19,7 @@ from typing import Final
 
 import vllm
 
-from epochkv_fence.version import VERSION
+from epochkv_fence import VERSION
 
 logger = logging.getLogger("vllm.epochkv.version")
 

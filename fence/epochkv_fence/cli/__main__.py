@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from epochkv_fence.cli.exits import Exit
+from epochkv_fence.cli import Exit
 
 
 def main() -> None:

@@ -1,7 +1,13 @@
-"""The commands and their exit statuses. Known failures are one clear message on stderr, never a traceback."""
+"""Commands that other packages add to `epochkv`, found by entry points: the fence imports none of those packages.
+
+An entry point of the group `epochkv.commands` has the command's name and names a `typer.Typer` app with that one command. Its module
+imports what the command line has anyway (typer, rich); the command imports the rest when it runs, so `epochkv reset` stays quick.
+The extra in brackets is what to install when that is missing: `plan = "epochkv_operator.cli.plan:app [operator]"`.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import sys
@@ -10,12 +16,53 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from epochkv_fence.cli import asking, doctor, hub, keys, plugins, update
-from epochkv_fence.cli.exits import Exit
+from epochkv_fence.cli import Exit, asking, doctor, hub
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
-from epochkv_fence.standalone.database import StateError
-from epochkv_fence.standalone.options import HubError
+from epochkv_fence.standalone.authority import StateError
+from epochkv_fence.standalone.hub import HubError
+
+GROUP: Final = "epochkv.commands"
+
+
+@functools.cache
+def _found() -> dict[str, importlib.metadata.EntryPoint]:
+    return {entry.name: entry for entry in sorted(importlib.metadata.entry_points(group=GROUP))}
+
+
+def plugin_names() -> list[str]:
+    """Names of the added commands."""
+    return list(_found())
+
+
+@functools.cache
+def load_plugin(name: str) -> Any:
+    """The command `name`; None when no package that is here adds it."""
+    entry = _found().get(name)
+    if entry is None:
+        return None
+    try:
+        command = typer.main.get_command(entry.load())
+    except ModuleNotFoundError:  # an image may leave packages out
+        return None
+    run = command.callback
+
+    def with_libraries(*arguments: Any, **options: Any) -> Any:
+        try:
+            return run(*arguments, **options) if run is not None else None
+        except ModuleNotFoundError as error:
+            extras = ",".join(entry.extras)
+            remedy = f"; install epochkv[{extras}]" if extras else ""
+            say_error(f"{error.name} is not installed, and `epochkv {name}` needs it{remedy}")
+            sys.exit(Exit.FAILED)
+
+    command.callback = with_libraries
+    return command
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The commands and their exit statuses. Known failures are one clear message on stderr, never a traceback.
+
 
 HELP: Final = """Reset KV-cache pools, and show what their engines hold.
 
@@ -44,10 +91,10 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
-        return [*own, *(name for name in plugins.names() if name not in own)]
+        return [*own, *(name for name in plugin_names() if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return super().get_command(ctx, cmd_name) or plugins.load(cmd_name)
+        return super().get_command(ctx, cmd_name) or load_plugin(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """With whole sentences: click cuts them off at the width of the terminal."""
@@ -97,9 +144,9 @@ app.command("wait", cls=asking.WaitCommand)(asking.wait)
 app.command("status")(asking.status)
 app.command("engines")(asking.engines)
 app.command("weights")(asking.weights)
-app.command("update", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})(update.update)
+app.command("update", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})(asking.update)
 app.command("doctor")(doctor.doctor)
-app.add_typer(keys.app, name="keys", help=keys.HELP)
+app.add_typer(hub.keys, name="keys", help=hub.KEYS_HELP)
 
 
 def run() -> None:

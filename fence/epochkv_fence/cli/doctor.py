@@ -18,14 +18,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from epochkv_fence.cli.exits import Exit
+from epochkv_fence.cli import Exit
 from epochkv_fence.cli.render import Output, show_json
 from epochkv_fence.connection import CONFIG_ENV, ConfigurationError
 from epochkv_fence.doctor.finding import Finding, Level, exit_status, folded, summary
 from epochkv_fence.doctor.pool import pool_checks
 from epochkv_fence.doctor.running import Examination, apart, run_checks
 from epochkv_fence.doctor.scope import ClusterScope
-from epochkv_fence.stores.mooncake import check_admin_url
+from epochkv_fence.mooncake_admin import check_admin_url
 
 GROUP: Final = "epochkv.doctor"
 STYLE: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.UNKNOWN: "magenta", Level.WRONG: "bold red"}

@@ -15,12 +15,12 @@ from typing import Annotated, Final, Literal
 
 import typer
 
+from epochkv_fence.cli import Exit
 from epochkv_fence.cli.asking import gone
-from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.protocol.pool import ReclaimPolicy
-from epochkv_fence.standalone.hub import StandaloneHub
-from epochkv_fence.standalone.options import HubOptions
+from epochkv_fence.standalone.credentials import CLIENT_FOLDER, KEEP_SECONDS, accepted_for, retire_previous, rotate_keys
+from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 
 NAMED: Final = "engines name KV by the weights that they hold"
 END_SECONDS: Final = 10.0
@@ -204,3 +204,49 @@ def transfer_config() -> str:
         "kv_connector_extra_config": {"local": {"capacity_bytes": 8 << 30}},
     }
     return json.dumps(config)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `epochkv keys rotate|retire`: replace the key that speaks for a pool, without an engine losing its lease.
+
+
+KEYS_HELP: Final = "Replace the key that speaks for a pool, without an engine losing its lease."
+
+keys = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+
+State = Annotated[Path, typer.Option("--state", metavar="DIR", help="The hub's state directory.")]
+
+
+@keys.command("rotate")
+def rotate(
+    state: State,
+    grace: Annotated[
+        float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the hub accepts the old key at most.")
+    ] = 86_400.0,
+) -> None:
+    """Make a new client key. The running hub accepts it within a second, and the one before as well.
+
+    Engines and trainers on this machine read the new key from STATE/client by themselves; elsewhere replace their copy of that
+    folder. The hub drops the old key when no engine uses it: after 10 minutes at the earliest, after --grace at the latest. Trainers do
+    not count. A trainer that has its key in its environment needs the new key by then.
+
+    \b
+      epochkv keys rotate --state /var/lib/epochkv/policy
+      epochkv keys rotate --state DIR --grace 0 && epochkv keys retire --state DIR   # it leaked: out with it now
+    """
+    rotate_keys(state, grace)
+    before = (
+        f"is accepted {accepted_for(grace, KEEP_SECONDS)}" if grace else "is not accepted any more: a running hub notices within a second"
+    )
+    print(f"new client key in {state / CLIENT_FOLDER}; the one before {before}")
+
+
+@keys.command("retire")
+def retire(state: State) -> None:
+    """Accept only the newest client key. The hub rejects the old one, and engines that still have it serve in bypass.
+
+    \b
+      epochkv keys retire --state /var/lib/epochkv/policy
+    """
+    retire_previous(state)
+    print("only the newest client key is accepted; a running hub notices within a second")

@@ -15,9 +15,9 @@ from rich.status import Status as Spinner
 from rich.table import Table
 
 from epochkv_fence.client import Engine, PoolStatus, Reset, Standing, WeightsReport, WeightsStanding
-from epochkv_fence.client.weights import SHOWN_DIGITS, called, listed, report
+from epochkv_fence.client.results import SHOWN_DIGITS, called, listed, report
+from epochkv_fence.common import duration
 from epochkv_fence.standalone.report import counted
-from epochkv_fence.text import duration
 
 ALONE: Final = "only its caches were reset; it has asked for the next epoch"
 FIRST_LINE_SECONDS: Final = 2.0

@@ -1,22 +1,26 @@
 """The trainer's client: prove that a push arrived, reset a pool's KV, see its engines. Needs the pool's key, not Kubernetes."""
 
 from epochkv_fence.client.arguments import ArgumentError
-from epochkv_fence.client.async_pool import AsyncPool
-from epochkv_fence.client.errors import (
+from epochkv_fence.client.pool import AsyncPool, Pool
+from epochkv_fence.client.pushes import Update
+from epochkv_fence.client.resets import Standing
+from epochkv_fence.client.results import (
+    Engine,
     HubUnreachable,
     KeyRefused,
     PoolClosed,
     PoolError,
+    PoolStatus,
+    Reset,
     ResetNotRecorded,
     ResetTimeout,
+    UnknownWeights,
     WeightsDiverged,
+    WeightsGroup,
+    WeightsReport,
+    WeightsStanding,
     WrongPool,
 )
-from epochkv_fence.client.pool import Pool
-from epochkv_fence.client.progress import Standing
-from epochkv_fence.client.results import Engine, PoolStatus, Reset
-from epochkv_fence.client.waiting import Update
-from epochkv_fence.client.weights import UnknownWeights, WeightsGroup, WeightsReport, WeightsStanding
 from epochkv_fence.connection import ConfigurationError, Connection
 
 __all__ = [

@@ -1,33 +1,123 @@
-"""The trainer's way to a pool: prove that a push arrived, forget all KV, look at the engines. Needs the pool's key only.
-
-with Pool.connect("policy/connection.json") as pool:
-    with pool.weight_update("step-42"):
-        push(weights)       # as you like: KV is named by the weights that computed it
-    # every engine holds the same, new weights, bit by bit
-
-    pool.reset()            # returns when no engine can find older KV
-"""
+"""The trainer's client: `Pool` for threads, `AsyncPool` for asyncio, over one connection on a thread of its own."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, Final, Never, NoReturn, Self
+from typing import Any, Final, Never, NoReturn, Self, TypeVar
 
 from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone_parameters
-from epochkv_fence.client.background import Background
-from epochkv_fence.client.errors import PoolError
-from epochkv_fence.client.looks import Looks
-from epochkv_fence.client.progress import Progress
-from epochkv_fence.client.resets import Resets
-from epochkv_fence.client.results import Engine, OnFailure, PoolStatus, Reset
-from epochkv_fence.client.session import Session
-from epochkv_fence.client.waiting import Pushes, Update, WeightsProgress
-from epochkv_fence.client.weights import WeightsReport
+from epochkv_fence.client.pushes import Pushes, Update, WeightsProgress
+from epochkv_fence.client.resets import Progress, Resets
+from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolClosed, PoolError, PoolStatus, Reset, WeightsReport
+from epochkv_fence.client.session import Looks, Session
 from epochkv_fence.connection import Connection
+
+T = TypeVar("T")
+
+GRACE_SECONDS: Final = 5.0
+"""Beyond a call's own deadline: only a loop that is stuck (a file system that hangs) gets that far."""
+STOP_SECONDS: Final = 2.0
+
+
+class Background:
+    """Runs coroutines until `stop`; ends by itself with the interpreter."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="epochkv-client", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._pid)
+
+    @property
+    def usable(self) -> bool:
+        """Neither stopped nor another process's."""
+        return self._finalizer.alive and os.getpid() == self._pid
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine there.
+
+        Raises:
+            PoolClosed: it was stopped, or this is a fork of the process that made it.
+        """
+        if os.getpid() != self._pid:
+            work.close()
+            raise PoolClosed(f"this pool was connected by process {self._pid}, which forked this one; connect again here")
+        if not self._finalizer.alive:
+            work.close()
+            raise PoolClosed("this pool is closed; connect again")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """Wait for a coroutine; one that is interrupted is cancelled there.
+
+        Raises:
+            PoolClosed: as `submit`.
+            HubUnreachable: the loop itself does not answer.
+        """
+        future = self.submit(work)
+        try:
+            return future.result(seconds + GRACE_SECONDS)
+        except CancelledError as error:
+            raise closed_meanwhile() from error
+        except TimeoutError as error:
+            if future.done():
+                raise
+            raise HubUnreachable(f"the client's own thread has not answered for {seconds + GRACE_SECONDS:g} s") from error
+        finally:
+            future.cancel()
+
+    def stop(self) -> None:
+        """End the thread; everything that still runs there is cancelled. Safe to call twice, and in a fork."""
+        self._finalizer()
+
+
+def closed_meanwhile() -> PoolClosed:
+    """Somebody closed the pool while a call was under way."""
+    return PoolClosed("this pool was closed while the call was under way; what was asked for may still happen")
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=STOP_SECONDS))
+    finally:
+        loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # the thread did not come along
+    with contextlib.suppress(RuntimeError):  # already closed
+        loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(STOP_SECONDS)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The trainer's way to a pool: prove that a push arrived, forget all KV, look at the engines. Needs the pool's key only.
+#
+# with Pool.connect("policy/connection.json") as pool:
+#     with pool.weight_update("step-42"):
+#         push(weights)       # as you like: KV is named by the weights that computed it
+#     # every engine holds the same, new weights, bit by bit
+#
+#     pool.reset()            # returns when no engine can find older KV
+
 
 logger = logging.getLogger(__name__)
 
@@ -268,3 +358,106 @@ class Pool(Face):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Pool` for programs on asyncio: the same calls, awaited. The connection lives on a thread of its own.
+
+
+class AsyncPool(Face):
+    """One pool, from asyncio. Any number of tasks, and loops, may call at once. See `Pool` for what each call means.
+
+    A call that is cancelled is given up; what it had asked for may still happen. `progress` is a plain function here, too, and
+    called on another thread: `loop.call_soon_threadsafe` brings what it is told to a loop. A coroutine function is refused.
+    """
+
+    @classmethod
+    async def connect(cls, config: Config = None, timeout_s: float = CONNECT_SECONDS) -> AsyncPool:
+        check_timeout(timeout_s)
+        connection = config if isinstance(config, Connection) else Connection.load(config)
+        background = Background()
+        try:
+            calls = await asyncio.wrap_future(background.submit(open_calls(connection, timeout_s)))
+        except BaseException:
+            background.stop()
+            raise
+        return cls(connection, background, calls)
+
+    async def status(self, timeout_s: float = LOOK_SECONDS) -> PoolStatus:
+        check_timeout(timeout_s)
+        return await self._do(self._calls.looks.status(timeout_s))
+
+    async def engines(self, timeout_s: float = LOOK_SECONDS) -> tuple[Engine, ...]:
+        return (await self.status(timeout_s)).engines
+
+    async def reset(
+        self,
+        epoch: int | None = None,
+        *,
+        wait: bool = True,
+        timeout_s: float = RESET_SECONDS,
+        on_failure: OnFailure = "bypass",
+        progress: Progress | None = None,
+        force: bool = False,
+        **gone: Never,
+    ) -> Reset:
+        refuse_gone_parameters("reset", gone)
+        check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
+        return await self._do(self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force))
+
+    async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
+        check_wait(epoch, timeout_s, progress)
+        return await self._do(self._calls.resets.wait(epoch, timeout_s, progress))
+
+    async def weights(self, timeout_s: float = LOOK_SECONDS) -> WeightsReport:
+        check_timeout(timeout_s)
+        return await self._do(self._calls.pushes.weights(timeout_s))
+
+    async def wait_weights(
+        self,
+        engines: Iterable[str] | None = None,
+        timeout_s: float = WEIGHTS_SECONDS,
+        label: str | None = None,
+        other_than: Iterable[str] = (),
+        progress: WeightsProgress | None = None,
+    ) -> WeightsReport:
+        names, digests = check_weights(engines, timeout_s, label, other_than, progress)
+        return await self._do(self._calls.pushes.wait_weights(names, timeout_s, label, digests, progress))
+
+    @asynccontextmanager
+    async def weight_update(
+        self,
+        label: str | None = None,
+        *,
+        engines: Iterable[str] | None = None,
+        timeout_s: float = WEIGHTS_SECONDS,
+        progress: WeightsProgress | None = None,
+        **gone: Never,
+    ) -> AsyncIterator[Update]:
+        refuse_gone_parameters("weight_update", gone)
+        names, _ = check_weights(engines, timeout_s, label, (), progress)
+        update = await self._do(self._calls.pushes.begin_update(label, names, timeout_s))
+        yield update
+        update.report = await self._do(self._calls.pushes.wait_weights(names, timeout_s, label, update.other_than, progress))
+
+    async def close(self) -> None:
+        """Hang up and end the thread. Safe to call twice."""
+        if self._background.usable:
+            await asyncio.wrap_future(self._background.submit(self._calls.session.close()))
+        await asyncio.to_thread(self._background.stop)
+
+    async def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._background.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and (task is None or not task.cancelling()):
+                raise closed_meanwhile() from None
+            raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()

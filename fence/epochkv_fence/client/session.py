@@ -1,14 +1,11 @@
-"""One client's connection to a pool's hub: dials, authenticates, redials, and hands answers to those who asked.
-
-Lives on one event loop. Nothing here waits without a deadline, and nothing is believed but well-formed answers to requests
-that were made: whatever else arrives is counted and dropped. Why an answer does not come is kept in words (`problem`).
-"""
+"""A client's connection to a hub that leads, and the questions that it asks there."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import socket
 import time
@@ -20,11 +17,12 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
+from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
-from epochkv_fence.net.daemon import on_daemon_thread
 from epochkv_fence.net.dealer import MONITORED, set_options
 from epochkv_fence.net.keys import ClientKeys
-from epochkv_fence.protocol.messages import BumpStatus, Error, Labelled, Message, Refusal, Status, WireError, decode, encode
+from epochkv_fence.protocol.messages import BumpStatus, EngineStatus, Error, Labelled, Message, Refusal, Status, WireError, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -286,3 +284,70 @@ async def _unresolved(endpoint: str) -> str:
 def _swallow(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A client's look at its pool: the pages of a hub's `Status`, asked again until they are answered.
+
+
+FIRST_RETRY_SECONDS: Final = 0.25
+MAX_RETRY_SECONDS: Final = 2.0
+REFUSED_SECONDS: Final = 2.0
+"""A starting hub refuses keys until it knows its pools; a key that it refuses for longer is wrong."""
+
+
+class Looks:
+    """Looks at the pool of one session."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    async def greet(self, timeout_s: float) -> None:
+        """Prove that a hub answers, takes our key and serves the right pool. It does not wait long for a hub that refuses the key."""
+        with self.session.conversation() as conversation:
+            await self.page(conversation, None, time.monotonic() + timeout_s, REFUSED_SECONDS)
+
+    async def status(self, timeout_s: float) -> PoolStatus:
+        """The pool and its live engines."""
+        page, engines = await self.engines(time.monotonic() + timeout_s)
+        pool = self.session.connection.pool
+        return PoolStatus.of(pool.name, pool.uid, page, engines)
+
+    async def engines(self, until: float) -> tuple[Status, list[EngineStatus]]:
+        found: dict[bytes, EngineStatus] = {}
+        with self.session.conversation() as conversation:
+            first = page = await self.page(conversation, None, until)
+            while page.engines:
+                found.update({engine.boot: engine for engine in page.engines})
+                if len(found) >= page.total:
+                    break
+                page = await self.page(conversation, page.engines[-1].boot, until)
+        return first, list(found.values())
+
+    async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> Status:
+        """The page of the pool's state that begins after this boot (None: the first page)."""
+        pause = FIRST_RETRY_SECONDS
+        while True:
+            conversation.ask(Status(conversation.request, after=after))
+            again = min(until, time.monotonic() + pause)
+            while (answer := await conversation.next(again - time.monotonic())) is not None:
+                if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
+                    self._check_pool(answer)
+                    return answer
+            if time.monotonic() >= until or self.session.refused_seconds > refused_seconds:
+                raise await self.unreachable()
+            pause = min(2 * pause, MAX_RETRY_SECONDS)
+
+    def _check_pool(self, page: Status) -> None:
+        pool = self.session.connection.pool
+        if page.pool and page.pool != pool.uid:
+            origin = self.session.connection.origin
+            raise WrongPool(
+                f"the key speaks for the pool with uid {page.pool}, and {origin} names {pool.name} with uid {pool.uid}; "
+                "take both from one pool"
+            )
+
+    async def unreachable(self) -> HubUnreachable:
+        """The error to raise, which says why no hub answered."""
+        kind = KeyRefused if self.session.refused_seconds > 0 else HubUnreachable
+        return kind(f"no answer from the hub at {self.session.connection.hub.endpoint}: {await self.session.explain()}")

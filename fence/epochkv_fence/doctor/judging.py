@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.client.results import Engine, PoolStatus
-from epochkv_fence.client.weights import called, listed, report
+from epochkv_fence.client.results import Engine, PoolStatus, called, listed, report
 from epochkv_fence.doctor.finding import Finding, Say
 from epochkv_fence.doctor.looking import HubLook
 from epochkv_fence.protocol.pool import margin_seconds

@@ -9,12 +9,10 @@ import time
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from epochkv_fence.client.errors import HubUnreachable, KeyRefused, WrongPool
-from epochkv_fence.client.looks import Looks
-from epochkv_fence.client.results import PoolStatus
-from epochkv_fence.client.session import NO_HANDSHAKE, Session
+from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
+from epochkv_fence.client.session import NO_HANDSHAKE, Looks, Session
+from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.connection import Connection, check_endpoint
-from epochkv_fence.net.daemon import on_daemon_thread
 
 DIAL_SECONDS: Final = 3.0
 HUB_SECONDS: Final = 8.0

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from epochkv_fence import VERSION
 from epochkv_fence.connection import CONFIG_ENV, ROOT_SECRET_FILE, ConfigurationError, Connection, read_document
 from epochkv_fence.doctor import judging
 from epochkv_fence.doctor.finding import CannotLook, Finding, Say
@@ -17,7 +18,6 @@ from epochkv_fence.doctor.plugins import VARIABLES, check_plugins
 from epochkv_fence.doctor.running import Check, Examination, Shared
 from epochkv_fence.doctor.store import look_at_admins, look_at_master
 from epochkv_fence.net.keys import CLIENT_SECRET_FILE
-from epochkv_fence.version import VERSION
 
 OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 NO_HUB: Final = "the hub was not reached"

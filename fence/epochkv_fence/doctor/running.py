@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.doctor.finding import CannotLook, Finding, Level
-from epochkv_fence.net.daemon import on_daemon_thread
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

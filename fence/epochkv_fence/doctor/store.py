@@ -11,9 +11,9 @@ from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
+from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.doctor.finding import Finding, Say
 from epochkv_fence.doctor.looking import dial, is_inside
-from epochkv_fence.net.daemon import on_daemon_thread
 
 ADMIN_SECONDS: Final = 3.0
 MAX_ANSWER_BYTES: Final = 1 << 20

@@ -1,6 +1,6 @@
 """The hub side of the fence as a pure state machine: one pool's target and published epoch, and its grants.
 
-No I/O, no clock: `step(event, now)` returns what the driver has to do. The driver (`net.serving.server`) runs the leadership reads
+No I/O, no clock: `step(event, now)` returns what the driver has to do. The driver (`net.server`) runs the leadership reads
 that serve all pools; the model tests run two of these against one authority under a virtual clock.
 `state` has what a hub knows, and `rules` has the rules of the design page "fence", section 4.
 """
@@ -11,12 +11,26 @@ import math
 from typing import Final
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub import hearing, removal, resets, snapshot
-from epochkv_fence.hub.rounds import Round
+from epochkv_fence.hub import state
+from epochkv_fence.hub.boots import MAX_BOOTS, NEVER, BootRecord
+from epochkv_fence.hub.record import Ask, Round
 from epochkv_fence.hub.rules import RULES, HubRules
 from epochkv_fence.hub.state import HubState
-from epochkv_fence.protocol.authority import Term
-from epochkv_fence.protocol.messages import Grant
+from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.messages import (
+    Bump,
+    Error,
+    Grant,
+    Heartbeat,
+    Label,
+    Leave,
+    Message,
+    Propose,
+    Reclaimed,
+    Refusal,
+    Source,
+    Status,
+)
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
 
 ROUND_SECONDS: Final = 1.0
@@ -45,7 +59,7 @@ class Hub:
         hub = self.state
         match event:
             case ev.Heard(peer, message, key_index):
-                return hearing.hear(hub, peer, message, key_index, now)
+                return hear(hub, peer, message, key_index, now)
             case ev.RoundBegan(number):
                 self._begin_round(number, now)
             case ev.RoundVerified(number):
@@ -55,17 +69,17 @@ class Hub:
             case ev.Tick():
                 return self._tick(now)
             case ev.Asked(epoch, origin):
-                return resets.ask(hub, epoch, origin, now)
+                return ask(hub, epoch, origin, now)
             case ev.Acquired(term, record):
-                return resets.acquire(hub, term, record, now)
+                return acquire(hub, term, record, now)
             case ev.SteppedDown():
-                return [*resets.abandon(hub), ev.Changed()]
+                return [*abandon(hub), ev.Changed()]
             case ev.Recorded(epoch):
-                return resets.recorded(hub, epoch, now)
+                return recorded(hub, epoch, now)
             case ev.RecordFailed():
                 hub.record.write_failed(now)
             case ev.Observed(record):
-                return resets.observe(hub, record, now)
+                return observe(hub, record, now)
             case ev.Noted():
                 hub.record.note_written()
             case ev.NoteFailed():
@@ -76,13 +90,13 @@ class Hub:
             case ev.LabelsNoteFailed(labels):
                 hub.labels.write_failed(labels)
             case ev.Published(epoch):
-                return resets.published(hub, epoch, now)
+                return published(hub, epoch, now)
             case ev.PublishFailed():
                 hub.record.publish_failed(now)
             case ev.Configured(config):
-                return resets.configure(hub, config, now)
+                return configure(hub, config, now)
             case ev.Wiped() | ev.WipeFailed() | ev.Swept() | ev.SweepFailed():
-                return removal.answered(hub, event, now)
+                return answered(hub, event, now)
         return []
 
     # ------------------------------------------------------------------ for the driver
@@ -102,7 +116,7 @@ class Hub:
 
     def snapshot(self, now: float) -> PoolSnapshot:
         """The pool at `now`; times are on this hub's clock (the driver turns them into Unix seconds)."""
-        return snapshot.pool_snapshot(self.state, now)
+        return state.pool_snapshot(self.state, now)
 
     # ------------------------------------------------------------------ rounds
 
@@ -124,7 +138,7 @@ class Hub:
         hub, rounds = self.state, self.state.rounds
         if not hub.leading or rounds.current is not None:
             return math.inf
-        due = resets.publish_at(hub)
+        due = publish_at(hub)
         if rounds.beats and hub.rules.may_grant(hub.record):
             pause = min(JOIN_SECONDS if rounds.joining else ROUND_SECONDS, hub.config.lease_seconds / ROUNDS_PER_LEASE)
             due = min(due, max(now, rounds.last_at + (0.0 if hub.open else pause)))
@@ -137,7 +151,7 @@ class Hub:
         if hub.lead.term is None:
             hub.rounds.current = None
             return
-        publish = record.target if now >= resets.publish_at(hub) else None
+        publish = record.target if now >= publish_at(hub) else None
         # Also when nobody waits: what is heard from now on must not get into this round.
         grant = hub.rules.may_grant(record)
         hub.rounds.begin(number, hub.lead.term, min(record.durable, record.target), publish, grant=grant, now=now)
@@ -156,8 +170,8 @@ class Hub:
         actions = self._grants(current, now)
         if current.target > record.proven:
             record.proven = current.target
-            actions += snapshot.answers(hub, [waiter for waiter in hub.waiters.all() if hub.rules.may_tell(record, waiter[2])])
-        actions += [ev.Send(peer, snapshot.status(hub, question, now)) for peer, question in current.questions]
+            actions += state.answers(hub, [waiter for waiter in hub.waiters.all() if hub.rules.may_tell(record, waiter[2])])
+        actions += [ev.Send(peer, state.status(hub, question, now)) for peer, question in current.questions]
         return actions + (record.publish(current.publish) if current.publish is not None else [])
 
     def _grants(self, current: Round, now: float) -> list[ev.Action]:
@@ -191,8 +205,8 @@ class Hub:
         if hub.open and hub.boots.behind and now >= hub.boots.nudge_at:
             actions += hub.boots.nudge(now)
         if now >= hub.record.retry_at:
-            actions += resets.write_target(hub, now) + resets.note_granting(hub)
-        return [*actions, *removal.tick(hub, now)]
+            actions += write_target(hub, now) + note_granting(hub)
+        return [*actions, *tick(hub, now)]
 
     def _forget(self, now: float) -> list[ev.Action]:
         hub = self.state
@@ -201,5 +215,333 @@ class Hub:
             hub.rounds.drop(boot)
         if not over:
             return []
-        removal.engines_changed(hub, now)
+        engines_changed(hub, now)
         return [ev.Changed()]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a hub does with the messages of engines and trainers.
+
+
+def hear(hub: HubState, peer: bytes, message: Message, key_index: int, now: float) -> list[ev.Action]:  # noqa: PLR0911 - one line per message
+    match message:
+        case Heartbeat():
+            return _heartbeat(hub, peer, message, key_index, now)
+        case Propose():
+            return _propose(hub, message.epoch, now)
+        case Bump():
+            return _bump(hub, peer, message, now)
+        case Status():
+            return _question(hub, peer, message, now)
+        case Reclaimed():
+            return [ev.Changed()] if hub.reclaimer.answered(message, hub.record.published) else []
+        case Label():
+            return _label(hub, peer, message)
+        case Leave():
+            return _leave(hub, message.boot, now)
+        case Error():
+            return []
+        case _:
+            return [ev.Send(peer, Error(Refusal.UNEXPECTED, f"a hub takes no {type(message).__name__}"))]
+
+
+# ------------------------------------------------------------------ engines
+
+
+def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now: float) -> list[ev.Action]:
+    boots, config = hub.boots, hub.config
+    if beat.boot in boots.departed:
+        return []
+    if beat.pool and beat.pool != config.uid:
+        # It was given the keys of a pool that took its pool's name. Its names are not found here, and its epoch counts other
+        text = (
+            f"this engine is of the pool with uid {beat.pool}, its keys are of {config.name} with uid {config.uid}: start it again, with"
+            " connection.json and keys of one pool"
+        )
+        return [ev.Send(peer, Error(Refusal.POOL, text))]
+    if beat.boot not in boots.known and len(boots.known) >= MAX_BOOTS:
+        text = f"pool {config.name} already has {MAX_BOOTS} engine boots; wait until some are forgotten"
+        return [ev.Send(peer, Error(Refusal.LIMIT, text))]
+    changed = boots.hear(peer, beat, key_index, target=hub.record.target, hold=config.hold_seconds, now=now)
+    boot = boots.known[beat.boot]
+    if beat.weights is not None:
+        hub.reported.hear(beat.weights, config.grace_seconds, now)
+    hub.rounds.wait(boot, peer, beat.seq, now)
+    if changed:
+        engines_changed(hub, now)
+    return [*([ev.Changed()] if changed else []), *heal(hub, boot.epoch or 0, now), *note_granting(hub)]
+
+
+def _leave(hub: HubState, boot: bytes, now: float) -> list[ev.Action]:
+    hub.rounds.drop(boot)
+    if not hub.boots.leave(boot, now):
+        return []
+    engines_changed(hub, now)
+    return [ev.Changed()]
+
+
+def _propose(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
+    if not hub.leading or not hub.rules.proposal_counts(hub.record, epoch):
+        return []
+    return ask(hub, hub.record.target + 1, Source.ENGINE, now)
+
+
+# ------------------------------------------------------------------ trainers
+
+
+def _bump(hub: HubState, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
+    """A hub that does not lead yet takes the ask, too, and answers it when it leads."""
+    actions = ask(hub, bump.epoch, Source.TRAINER, now)
+    if bump.epoch > hub.record.published:
+        hub.waiters.wait(peer, bump.request, bump.epoch)
+    if not hub.leading:
+        return [*actions, not_leading(hub, peer)]
+    told = hub.rules.may_tell(hub.record, bump.epoch)
+    return [*actions, *(state.answers(hub, [(peer, bump.request, bump.epoch)]) if told else [])]
+
+
+def _question(hub: HubState, peer: bytes, question: Status, now: float) -> list[ev.Action]:
+    if not hub.leading:
+        return [not_leading(hub, peer)]
+    if not hub.rules.needs_read(question):
+        return [ev.Send(peer, state.status(hub, question, now))]
+    hub.rounds.ask(peer, question)
+    return []
+
+
+def _label(hub: HubState, peer: bytes, asked: Label) -> list[ev.Action]:
+    if not hub.leading:
+        return [not_leading(hub, peer)]
+    answer = hub.labels.ask(peer, asked)
+    return [] if answer is None else [ev.Send(peer, answer)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How an epoch becomes durable, is told to engines and is published, and what a change of leadership does to it.
+
+
+# ------------------------------------------------------------------ leadership
+
+
+def acquire(hub: HubState, term: Term, found: PoolRecord, now: float) -> list[ev.Action]:
+    """This hub leads, and `found` is what it read after it won the term."""
+    abandon(hub)
+    hub.lead.term, hub.lead.since = term, now
+    # Nobody was ever granted anything: there is no older grant to wait for.
+    hub.lead.settled_at = now + hub.rules.hold_seconds(hub.config) if found.granting else NEVER
+    hub.record.lead(found)
+    hub.labels.lead(found.labels)
+    hub.boots.forget_at = now + hub.config.hold_seconds
+    older_epochs(hub, now + hub.config.reclaim_seconds)
+    unheld_weights(hub, now + hub.config.grace_seconds)
+    actions = raise_target(hub, found.target, found.origin, now) or [ev.Changed(), *hub.boots.nudge(now)]
+    return [*actions, *heal(hub, hub.boots.highest_epoch, now), *write_target(hub, now), *note_granting(hub)]
+
+
+def abandon(hub: HubState) -> list[ev.Action]:
+    """The term ends. The hub forgets what belongs to it, and tells those who wait for an answer."""
+    hub.lead.term = None
+    hub.lead.since = hub.lead.settled_at = math.inf
+    hub.record.abandon()
+    stop(hub)
+    return [not_leading(hub, peer) for peer in [*hub.rounds.abandon(), *hub.labels.forget()]]
+
+
+def not_leading(hub: HubState, peer: bytes) -> ev.Action:
+    """The answer of a hub that does not lead. It does not know the target, and an old target would mislead a trainer.
+
+    The trainer would ask for an epoch that is published already, and take its reset for done.
+    """
+    return ev.Send(peer, Error(Refusal.NOT_LEADING, f"this hub does not lead pool {hub.config.name} now; ask again"))
+
+
+def configure(hub: HubState, config: PoolConfig, now: float) -> list[ev.Action]:
+    """The pool's configuration changes. Grants of other hubs may be made under the longer lease, so the wait for them grows."""
+    if hub.leading and hub.lead.settled_at > now:
+        hub.lead.settled_at += max(0.0, config.hold_seconds - hub.config.hold_seconds)
+    before, hub.config = hub.config, config
+    if config.client_public_keys != before.client_public_keys:
+        for boot in hub.boots.known.values():
+            boot.keys_changed(before.client_public_keys, config.client_public_keys)
+    if config.reclaim != before.reclaim:
+        stop(hub)
+        older_epochs(hub, now)
+        unheld_weights(hub, now)
+    return [ev.Changed()]
+
+
+# ------------------------------------------------------------------ the target
+
+
+def ask(hub: HubState, epoch: int, source: Source, now: float) -> list[ev.Action]:
+    """Somebody asks for `epoch`. A hub that does not lead yet remembers it, too."""
+    return write_target(hub, now) if hub.record.ask(Ask(epoch, now, source)) else []
+
+
+def heal(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
+    """An engine reports `epoch`. If a restored record has lost it, the hub asks for it again."""
+    if not hub.leading or not hub.rules.above_record(hub.record, epoch):
+        return []
+    hub.lead.settled_at = max(hub.lead.settled_at, now + hub.rules.hold_seconds(hub.config))
+    return ask(hub, epoch, Source.ENGINE, now)
+
+
+def write_target(hub: HubState, now: float) -> list[ev.Action]:
+    """Make the highest ask durable, if that is due."""
+    return hub.record.write(now) if hub.leading else []
+
+
+def note_granting(hub: HubState) -> list[ev.Action]:
+    """Before its first grant, the hub notes durably that grants may be out, so that a later hub waits for them."""
+    return hub.record.note() if hub.leading and hub.rounds.beats else []
+
+
+def recorded(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
+    """`epoch` is durable, so the hub may grant it from now on."""
+    hub.record.written(epoch)
+    return [*raise_target(hub, epoch, None, now), *write_target(hub, now)]
+
+
+def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
+    """Somebody saw the record. A durable target above our own raises ours, so an old leader's late write is harmless."""
+    if not hub.leading:
+        return []
+    hub.record.noted = hub.record.noted or found.granting
+    hub.record.durable = max(hub.record.durable, found.target)
+    actions = raise_target(hub, found.target, found.origin, now)
+    if hub.labels.found(found.labels):
+        actions = [*actions, ev.Changed()]
+    return [*actions, *raise_published(hub, found.published, now)]
+
+
+def raise_target(hub: HubState, target: int, origin: Source | None, now: float) -> list[ev.Action]:
+    """`target` is durable. If it is new, the hub tells engines."""
+    if not hub.record.raise_target(target, origin, now):
+        return []
+    hub.boots.expect(target)
+    nudges = hub.boots.nudge(now)
+    return [ev.Changed(), *(nudges if hub.leading else [])]
+
+
+# ------------------------------------------------------------------ publication
+
+
+def publish_at(hub: HubState) -> float:
+    """When the hub may publish the target, because by then no grant of any hub lets an engine use a lower epoch.
+
+    Infinity: there is nothing to publish.
+    """
+    if not hub.record.unpublished:
+        return math.inf
+    behind = (hub.rules.fenced_at(hub.boots.known[boot]) for boot in hub.boots.behind)
+    return max(hub.rules.settled_at(hub.lead), hub.record.retry_at, max(behind, default=NEVER))
+
+
+def published(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
+    """The publication of `epoch` is durable."""
+    hub.record.publish_written(epoch)
+    return raise_published(hub, epoch, now)
+
+
+def raise_published(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
+    """This hub or another one published `epoch`. If that is new, the hub tells trainers and has old keys removed."""
+    if not hub.record.raise_published(epoch, now):
+        return []
+    after_publication(hub, now)
+    return [ev.Changed(), *state.answers(hub, hub.waiters.served(epoch))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# When the hub has keys removed from the store: after a publication, and when no engine holds certain weights any more.
+
+
+def after_publication(hub: HubState, now: float) -> None:
+    """An epoch is published. Where no hub ever granted anything, the store holds no keys to wipe."""
+    if hub.leading and hub.config.reclaim == "RemoveAll" and hub.record.noted:
+        hub.wiper.begin(hub.record.published, now)
+    else:
+        older_epochs(hub, now)
+
+
+def older_epochs(hub: HubState, at: float) -> None:
+    """The store may hold keys of epochs below the published one."""
+    if hub.leading and hub.rules.may_remove(hub.config):
+        hub.reclaimer.start(hub.record.published, at)
+
+
+def unheld_weights(hub: HubState, at: float) -> None:
+    """The store may hold keys of weights that no engine holds."""
+    if hub.leading and hub.rules.may_remove(hub.config):
+        hub.reclaimer.start_weights(at)
+
+
+def engines_changed(hub: HubState, now: float) -> None:
+    """Engines came, went, or reported other weights, so the hub may know more about which weights somebody holds."""
+    if hub.leading and hub.rules.may_remove(hub.config):
+        hub.reclaimer.look_again(max(now, hub.rules.engines_known_at(hub.lead, hub.config)))
+
+
+def stop(hub: HubState) -> None:
+    """Another hub leads, or the policy changes."""
+    hub.reclaimer.stop()
+    hub.wiper.stop()
+
+
+def tick(hub: HubState, now: float) -> list[ev.Action]:
+    actions: list[ev.Action] = []
+    if now >= hub.wiper.due_at():
+        actions += _wipe(hub, now)
+    if now >= hub.reported.look_at() and hub.reported.expire(hub.config.grace_seconds, now):
+        unheld_weights(hub, now)
+    if now >= hub.reclaimer.due_at:
+        actions += _ask_engine(hub, now)
+    return actions
+
+
+def _wipe(hub: HubState, now: float) -> list[ev.Action]:
+    if hub.wiper.give_up(now):
+        older_epochs(hub, now)
+        return [ev.Changed()]
+    epoch = hub.wiper.next(now)
+    return [] if epoch is None else [ev.Wipe(epoch)]
+
+
+def _ask_engine(hub: HubState, now: float) -> list[ev.Action]:
+    able = [boot for boot in _who_removes(hub) if hub.rules.can_reclaim(boot, hub.record, hub.config, now)]
+    known_at = hub.rules.engines_known_at(hub.lead, hub.config)
+    actions = hub.reclaimer.next(hub.record.published, _kept(hub, now), able, hub.config, now)
+    if now < known_at:
+        hub.reclaimer.look_again(known_at)
+    return actions
+
+
+def _who_removes(hub: HubState) -> list[BootRecord]:
+    """Engines with a client of the store. Where the hub knows none and cannot sweep, what any engine says is all there is."""
+    known = list(hub.boots.known.values())
+    removing = [boot for boot in known if boot.newest.removes]
+    return removing if removing or hub.config.store_admin else known
+
+
+def _kept(hub: HubState, now: float) -> list[bytes]:
+    """The weights that some engine may hold, so that their keys stay. Empty: the hub cannot tell now."""
+    held = hub.reported.within(hub.config.grace_seconds, now)
+    if held is None or now < hub.rules.engines_known_at(hub.lead, hub.config):
+        return []
+    return held if all(hub.rules.says_weights(boot) for boot in hub.boots.known.values() if boot.alive(hub.config, now)) else []
+
+
+def answered(hub: HubState, event: ev.Wiped | ev.WipeFailed | ev.Swept | ev.SweepFailed, now: float) -> list[ev.Action]:
+    match event:
+        case ev.Wiped(epoch, keys, num_bytes):
+            hub.reclaimer.count(keys, num_bytes)
+            if hub.wiper.answered(epoch):
+                older_epochs(hub, now + hub.config.reclaim_seconds)
+            return [ev.Changed()]
+        case ev.WipeFailed(epoch):
+            hub.wiper.missed(epoch, now)
+            return []
+        case ev.Swept(below, keys, num_bytes):
+            return [ev.Changed()] if hub.reclaimer.swept(below, keys, num_bytes, hub.record.published) else []
+        case ev.SweepFailed(below):
+            hub.reclaimer.sweep_failed(below)
+            return []

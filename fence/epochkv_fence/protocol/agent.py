@@ -1,7 +1,7 @@
 """The engine side of the fence as a pure state machine: what may this boot name its KV with, and until when.
 
 No I/O, no clock, no randomness: `step(event, now)` returns what the driver has to do, in order. The driver
-(`net.agent.thread`) runs it in a thread of the EngineCore process; the model tests run it under a virtual clock
+(`net.agent`) runs it in a thread of the EngineCore process; the model tests run it under a virtual clock
 with every fault there is. The rules are those of the design page "fence", section 3.
 """
 

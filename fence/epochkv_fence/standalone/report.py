@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from epochkv_fence.client.weights import called, listed
+from epochkv_fence.client.results import called, listed
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
 
 MAX_LINES: Final = 10

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from epochkv_fence.mooncake_admin import MooncakeAdmin
 from epochkv_fence.net import KeyPair
-from epochkv_fence.stores.mooncake import MooncakeAdmin
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.hub.service import AcceptedKeys, HubFailed, HubLook, HubService, master_urls

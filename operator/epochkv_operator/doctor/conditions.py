@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Final
 
+from epochkv_fence.common import duration
 from epochkv_fence.doctor.finding import Finding, Say
-from epochkv_fence.text import duration
 from epochkv_operator.doctor.cluster import Cluster, gathered, place
 from epochkv_operator.kube.client import Json
 from epochkv_operator.planning.names import component_name

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from epochkv_fence import VERSION
 from epochkv_fence.doctor.finding import CannotLook, Finding, Say
-from epochkv_fence.version import VERSION
 from epochkv_operator.api.generate import CRDS, Crd, manifest
 from epochkv_operator.doctor.cluster import Cluster
 from epochkv_operator.doctor.operators import find_operators

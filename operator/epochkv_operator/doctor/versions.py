@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from epochkv_fence import VERSION
 from epochkv_fence.doctor import judging
 from epochkv_fence.doctor.finding import CannotLook, Finding, Say
 from epochkv_fence.doctor.looking import HubLook
-from epochkv_fence.version import VERSION
 from epochkv_operator.doctor.cluster import PART_OF, Cluster, place
 from epochkv_operator.doctor.hubs import Hubs
 from epochkv_operator.doctor.operators import Operator, find_operators, image_tag

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from epochkv_fence.mooncake_admin import StoreAdmin
 from epochkv_fence.net import HubServer, KeyPair
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.pool import PoolConfig
-from epochkv_fence.stores.admin import StoreAdmin
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.api.base import POOL_LABEL

@@ -7,10 +7,10 @@ from dataclasses import replace
 import msgspec
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub import resets
+from epochkv_fence.hub import machine
 from epochkv_fence.hub.boots import NEVER
 from epochkv_fence.hub.machine import Hub
-from epochkv_fence.hub.rounds import Round
+from epochkv_fence.hub.record import Round
 from epochkv_fence.hub.state import HubState
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge
 from tests.model.mutants.kind import DUEL, Mutant, deaf, misreading, without
@@ -65,7 +65,7 @@ class _GrantBeforeRecord(Hub):
         actions = super().step(event, now)
         for action in actions:
             if isinstance(action, ev.RecordTarget):
-                actions = [*actions, *resets.raise_target(self.state, action.epoch, None, now)]
+                actions = [*actions, *machine.raise_target(self.state, action.epoch, None, now)]
         return actions
 
 

@@ -16,8 +16,7 @@ import pytest
 from epochkv_fence.connection import Connection
 from epochkv_fence.net import generate_keypair
 from epochkv_fence.standalone.credentials import exposed_files
-from epochkv_fence.standalone.hub import StandaloneHub
-from epochkv_fence.standalone.options import HubError, HubOptions, split_address, split_listen
+from epochkv_fence.standalone.hub import HubError, HubOptions, StandaloneHub, split_address, split_listen
 from hack.waiting import eventually
 from tests.support.fence import LoopThread
 from tests.support.hub import Agents, HubProcess, epochkv, using

@@ -12,7 +12,7 @@ import pytest
 
 from epochkv_fence.cli.render import Output, show_reset, show_wait
 from epochkv_fence.client import Reset, ResetTimeout
-from epochkv_fence.client.progress import Laggards
+from epochkv_fence.client.resets import Laggards
 from epochkv_fence.protocol.messages import EngineStatus, Status
 from hack.waiting import eventually
 from tests.support.hub import HubWorld, Switch, epochkv, hub_world, using

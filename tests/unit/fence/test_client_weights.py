@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from epochkv_fence.client import Engine, UnknownWeights, WeightsReport, WeightsStanding
-from epochkv_fence.client.weights import outliers, report
+from epochkv_fence.client.results import outliers, report
 from epochkv_fence.net import EngineIdentity
 from epochkv_fence.protocol.messages import MAX_LABELS
 from hack.waiting import eventually

@@ -15,8 +15,7 @@ import pytest
 
 from epochkv_fence.protocol.authority import AuthorityError, PoolRecord
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.standalone.authority import SqliteAuthority
-from epochkv_fence.standalone.database import StateError
+from epochkv_fence.standalone.authority import SqliteAuthority, StateError
 from tests.unit.fence.state_dirs import opened, record_of
 
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from epochkv_fence.hub.record import Record
+from epochkv_fence.metrics import exposition
 from epochkv_fence.protocol.authority import PoolRecord
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
-from epochkv_fence.standalone.metrics import exposition
-from epochkv_fence.standalone.options import HubError, advertised, split_listen
+from epochkv_fence.standalone.hub import HubError, advertised, split_listen
 from epochkv_fence.standalone.report import compare
 
 W, V = b"w" * 16, b"v" * 16

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from epochkv_fence.client import Connection, Pool
+from epochkv_fence.standalone.authority import StateError
 from epochkv_fence.standalone.credentials import Keys, ensure_keys, read_keys, retire_previous, rotate_keys, write_client
-from epochkv_fence.standalone.database import StateError
 from hack.waiting import eventually
 from tests.support.hub import hub_world, together, using
 

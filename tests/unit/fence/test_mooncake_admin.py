@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from epochkv_fence.stores.admin import Removed, StoreAdminError
-from epochkv_fence.stores.mooncake import MooncakeAdmin, _Call, check_admin_url
+from epochkv_fence.mooncake_admin import MooncakeAdmin, Removed, StoreAdminError, _Call, check_admin_url
 from hack.waiting import eventually
 
 Handler = Callable[[socket.socket, str], None]
@@ -230,7 +229,7 @@ def test_a_slow_look_up_of_the_name_does_not_make_a_removal_late(monkeypatch: py
         return found
 
     with server(handle) as url:
-        monkeypatch.setattr("epochkv_fence.stores.mooncake.socket.getaddrinfo", slow)
+        monkeypatch.setattr("epochkv_fence.mooncake_admin.socket.getaddrinfo", slow)
         admin = MooncakeAdmin(lambda uid: [url.replace("127.0.0.1", "master.example")], before - time.monotonic())
         started = time.monotonic()
         with pytest.raises(StoreAdminError, match=r"no answer within [\d.]+ s") as told:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epochkv_fence.net.gate.refusals import MAX_ADDRESSES, MAX_LINES, SAY_SECONDS, RefusalLog
+from epochkv_fence.net.gate import MAX_ADDRESSES, MAX_LINES, SAY_SECONDS, RefusalLog
 
 
 def test_one_line_a_minute_for_an_address_with_what_came_between() -> None:

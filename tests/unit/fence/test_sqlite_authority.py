@@ -18,8 +18,7 @@ import pytest
 
 from epochkv_fence.protocol.authority import Authority, AuthorityError, Term
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.standalone.authority import SqliteAuthority
-from epochkv_fence.standalone.database import StateHeld
+from epochkv_fence.standalone.authority import SqliteAuthority, StateHeld
 from tests.support.authority import Authorities, AuthorityConformance
 from tests.unit.fence.state_dirs import opened, record_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from epochkv_fence.client import Engine
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.rounds import MAX_QUESTIONS
+from epochkv_fence.hub.record import MAX_QUESTIONS
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import (
     MAX_LABELS,

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.hub import hearing, resets
+from epochkv_fence.hub import machine
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.state import HubState
 from epochkv_fence.net import ClientKeys, generate_keypair
-from epochkv_fence.net.gate.fairness import PoolQueue
-from epochkv_fence.net.gate.limits import Bucket
-from epochkv_fence.net.gate.router import Client, Receiver, Router
+from epochkv_fence.net.gate import Bucket, Client, PoolQueue, Receiver, Router
 from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message
 from hack.waiting import eventually
 from tests.security.wire import heartbeat, raw
@@ -38,9 +36,9 @@ STEPS = [
     (Hub, "_tick"),
     (Hub, "tick_at"),
     (Hub, "round_at"),
-    (hearing, "_heartbeat"),
-    (resets, "recorded"),
-    (resets, "acquire"),
+    (machine, "_heartbeat"),
+    (machine, "recorded"),
+    (machine, "acquire"),
 ]
 
 

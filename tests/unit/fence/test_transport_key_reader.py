@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from epochkv_fence.net import ClientKeys, CredentialsError, generate_keypair
-from epochkv_fence.net.key_reader import MAX_READS, KeyReader
+from epochkv_fence.net.keys import MAX_READS, KeyReader
 from hack.waiting import eventually
 from tests.support.fence import FenceWorld
 

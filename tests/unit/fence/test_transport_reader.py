@@ -12,8 +12,7 @@ import zmq
 from zmq.utils import z85
 
 from epochkv_fence.net import generate_keypair
-from epochkv_fence.net.gate.reader import BURST_MESSAGES, SocketReader
-from epochkv_fence.net.gate.zap import ADDRESS, ZapHandler
+from epochkv_fence.net.gate import ADDRESS, BURST_MESSAGES, SocketReader, ZapHandler
 
 SECONDS = 20
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from epochkv_fence.mooncake_admin import Removed, StoreAdminError
 from epochkv_fence.net import HubServer, PoolSnapshot
 from epochkv_fence.protocol.messages import Label, Labelled, encode
-from epochkv_fence.stores.admin import Removed, StoreAdminError
 from hack.waiting import eventually
 from tests.security.wire import raw
 from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from epochkv_fence.net.gate import fairness as turns_module
-from epochkv_fence.net.gate.fairness import MAX_WAITING, MAX_WAITING_BYTES, SLICE_SECONDS, PoolQueue, Turns, Waiting
+from epochkv_fence.net import gate as turns_module
+from epochkv_fence.net.gate import MAX_WAITING, MAX_WAITING_BYTES, SLICE_SECONDS, PoolQueue, Turns, Waiting
 
 
 def message(key: str, number: int = 0, size: int = 10) -> Waiting:

@@ -11,11 +11,19 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.client.errors import HubUnreachable, WeightsDiverged
-from epochkv_fence.client.looks import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Looks
-from epochkv_fence.client.progress import Teller
-from epochkv_fence.client.results import PoolStatus
-from epochkv_fence.client.weights import WeightsReport, WeightsStanding, chosen, outliers, report, why_not
+from epochkv_fence.client.resets import Teller
+from epochkv_fence.client.results import (
+    HubUnreachable,
+    PoolStatus,
+    WeightsDiverged,
+    WeightsReport,
+    WeightsStanding,
+    chosen,
+    outliers,
+    report,
+    why_not,
+)
+from epochkv_fence.client.session import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, Looks
 from epochkv_fence.protocol.messages import Label, Labelled
 
 SETTLE_SECONDS: Final = 0.25

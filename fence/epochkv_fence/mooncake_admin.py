@@ -1,8 +1,4 @@
-"""Mooncake's admin port as a `StoreAdmin`: one HTTP call empties the store, one before and one after say how many bytes.
-
-Keys that somebody reads stay. It needs only the standard library. Each request runs on a thread of its own with a deadline: a
-master that accepts connections and never answers costs a thread until then, and nothing else.
-"""
+"""A store's admin: empties the store of a pool in one call, over the HTTP port of Mooncake's masters."""
 
 from __future__ import annotations
 
@@ -16,11 +12,47 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 from urllib.parse import urlsplit
 
-from epochkv_fence.net.daemon import on_daemon_thread
-from epochkv_fence.stores.admin import Removed, StoreAdminError
+from epochkv_fence.common import on_daemon_thread
+
+
+class StoreAdminError(Exception):
+    """The store did not answer or refused. What was removed is then unknown; the hub tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What one call removed.
+
+    Attributes:
+        keys: as the store counted them; 0 means that there were none.
+        num_bytes: memory given back; None when the store does not say.
+    """
+
+    keys: int
+    num_bytes: int | None = None
+
+
+class StoreAdmin(Protocol):
+    """All calls are made with a deadline by the caller; a call that is cancelled may still take effect later."""
+
+    async def remove_all(self, pool_uid: str) -> Removed:
+        """Remove every key of this pool's store that nobody reads now.
+
+        Raises:
+            StoreAdminError: no answer, or a refusal; what was removed is then unknown.
+        """
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Mooncake's admin port as a `StoreAdmin`: one HTTP call empties the store, one before and one after say how many bytes.
+#
+# Keys that somebody reads stay. It needs only the standard library. Each request runs on a thread of its own with a deadline: a
+# master that accepts connections and never answers costs a thread until then, and nothing else.
+
 
 DEADLINE_SECONDS: Final = 10.0
 MAX_ANSWER_BYTES: Final = 1 << 20
@@ -30,7 +62,7 @@ ALLOCATED: Final = re.compile(rb"^master_allocated_bytes(?:\{[^}]*\})?\s+([0-9.e
 
 
 class MooncakeAdmin:
-    """`epochkv_fence.stores.admin.StoreAdmin` over the HTTP admin ports of Mooncake masters.
+    """`epochkv_fence.mooncake_admin.StoreAdmin` over the HTTP admin ports of Mooncake masters.
 
     Args:
         url_of: the admin URLs of a pool's masters, such as `http://master:9003`; the first that takes the request is used

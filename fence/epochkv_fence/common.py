@@ -1,0 +1,66 @@
+"""What every part needs and no part owns: threads that nobody waits for, lines of the log that come once, words for numbers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def on_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` on a daemon thread of its own; whoever cancels the future waits no longer, and the work goes on."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as error:  # handed to the caller
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Log lines that come once per change, so that a fault which lasts does not fill the log.
+
+
+class SayOnce:
+    """Logs what changes, by topic. Every topic begins in the state `first`."""
+
+    def __init__(self, logger: logging.Logger, first: str | None = None) -> None:
+        self._logger = logger
+        self._first = first
+        self._states: dict[str, str] = {}
+
+    def __call__(self, topic: str, state: str, level: int, text: str, *args: object) -> None:
+        """Log this, if it changes the topic's state."""
+        if self.state(topic) != state:
+            self._states[topic] = state
+            self._logger.log(level, text, *args)
+
+    def state(self, topic: str) -> str | None:
+        """What the log says of a topic."""
+        return self._states.get(topic, self._first)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Values as people read them.
+
+
+def duration(seconds: float) -> str:
+    """Short: 4s, 3m12s, 5h07m, 2d3h."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d{whole % 86_400 // 3600}h"

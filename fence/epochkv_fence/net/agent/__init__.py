@@ -1,1 +1,0 @@
-"""The thread in an engine that holds its lease."""
