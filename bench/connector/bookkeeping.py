@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from bench.report import Progress, Row, repeated
 from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.scheduler.planning import hits
-from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.wire.jobs import JobAck, Phase
+from epochkv_connector.tiers import layout as hits
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+from epochkv_connector.tiers.manager import Bookkeeping, StepJobs
+from epochkv_connector.wire import JobAck, Phase
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 4096

@@ -23,10 +23,10 @@ from bench.connector.bookkeeping import Blocks
 from bench.connector.trace import BLOCK_TOKENS, Trace
 from bench.report import Figure, Progress, Row
 from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.naming.object_keys import object_key
-from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.wire.jobs import JobAck, Phase, Tier
+from epochkv_connector.naming.identity import object_key
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+from epochkv_connector.tiers.manager import Bookkeeping, StepJobs
+from epochkv_connector.wire import JobAck, Phase, Tier
 
 LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS)
 ROOT, NAMESPACE = b"root", "bench/0123456789abcdef/e1"

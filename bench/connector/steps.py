@@ -19,8 +19,7 @@ from typing import Any
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from bench.report import Figure, Progress, Row, repeated
-from epochkv_connector.wire.jobs import JobAck, Phase
-from epochkv_connector.wire.steps import WorkerReport
+from epochkv_connector.wire import JobAck, Phase, WorkerReport
 from tests.support.scheduler import BLOCK, Rig, prompt
 
 RUNNING = (16, 64, 256)

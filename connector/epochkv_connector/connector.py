@@ -14,18 +14,26 @@ from typing import Any
 
 from epochkv_connector.config import ConfigError, ConnectorConfig, crowded, gib
 from epochkv_connector.engine import blocks, describe, interface, limits, patches
-from epochkv_connector.engine.interface import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
+from epochkv_connector.engine.interface import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
 from epochkv_connector.guard import Guard
-from epochkv_connector.metrics.reporter import Reporter
-from epochkv_connector.metrics.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.scheduler.role import SchedulerRole
+from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats, Reporter
 from epochkv_connector.weights.rank import held_by
-from epochkv_connector.wire.layout import RankLayout
-from epochkv_connector.wire.steps import StepMetadata, WorkerReport
+from epochkv_connector.wire import RankLayout, StepMetadata, WorkerReport
 from epochkv_connector.worker.role import WorkerRole
 from epochkv_connector.worker.runner import JobRunner, build_runner
 
 logger = logging.getLogger("vllm.epochkv")
+
+KVConnectorMetadata.register(StepMetadata)
+KVConnectorWorkerMetadata.register(WorkerReport)
 
 _local_workers: weakref.WeakValueDictionary[str, EpochKVConnector] = weakref.WeakValueDictionary()
 """Worker objects of this process by vLLM's engine id: an in-process scheduler object finds its worker here."""

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from prometheus_client import Counter
 
-from epochkv_connector.metrics import families
+from epochkv_connector import metrics as families
 from epochkv_fence.metrics import exposition
 from epochkv_fence.protocol.pool import ENGINE_STATES, PoolSnapshot
 from epochkv_operator.metrics import REGISTRY

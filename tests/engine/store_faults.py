@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from epochkv_connector.metrics import families as metrics
+from epochkv_connector import metrics
 from hack.engine_api import Answer
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake

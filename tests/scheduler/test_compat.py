@@ -221,8 +221,7 @@ def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pyt
 
 
 def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(make_rig: MakeRig) -> None:
-    from epochkv_connector.naming.identity import pool_prefix
-    from epochkv_connector.naming.object_keys import older_pattern, other_weights_pattern
+    from epochkv_connector.naming.identity import older_pattern, other_weights_pattern, pool_prefix
 
     class Store(SharedStore):
         asked_to_remove: list[str] = []  # noqa: RUF012
@@ -250,7 +249,7 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
 
 
 def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.scheduler import build
+    from epochkv_connector.scheduler import role as build
 
     def broken(*_: Any) -> None:
         raise OSError("no threads left")
@@ -304,8 +303,7 @@ def test_registration_by_name_may_be_repeated() -> None:
 
 
 def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
-    from epochkv_connector.wire.jobs import BlockMove, LoadJob, Phase, SaveJob
-    from epochkv_connector.wire.steps import StepMetadata
+    from epochkv_connector.wire import BlockMove, LoadJob, Phase, SaveJob, StepMetadata
     from epochkv_connector.worker.role import WorkerRole
 
     side = WorkerRole(1, None)
@@ -328,8 +326,7 @@ def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
 
 def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
     """An in-process engine drains between steps; a load that ended meanwhile must still be reported to vLLM, once."""
-    from epochkv_connector.wire.jobs import LoadJob
-    from epochkv_connector.wire.steps import StepMetadata
+    from epochkv_connector.wire import LoadJob, StepMetadata
     from epochkv_connector.worker.role import WorkerRole
 
     side = WorkerRole(0, None)
@@ -341,8 +338,7 @@ def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
 
 
 def test_after_a_step_that_raised_everything_is_refused() -> None:
-    from epochkv_connector.wire.jobs import LoadJob
-    from epochkv_connector.wire.steps import StepMetadata
+    from epochkv_connector.wire import LoadJob, StepMetadata
     from epochkv_connector.worker.role import WorkerRole
 
     side = WorkerRole(0, None)

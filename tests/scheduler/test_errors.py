@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.wire.jobs import Phase
+from epochkv_connector.wire import Phase
 from tests.scheduler.rigs import LENGTH, FailsOnce, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 

@@ -17,8 +17,8 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 
-from epochkv_connector.scheduler.planning import lookup, plans
-from epochkv_connector.scheduler.planning.plans import PLAN_TTL_STEPS
+from epochkv_connector.tiers import hits, lookup
+from epochkv_connector.tiers.hits import PLAN_TTL_STEPS
 from tests.scheduler.exits import EXITS, exits, traced
 from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
@@ -166,7 +166,7 @@ def test_dropped_after_our_answer(
 ) -> None:
     """Asked again, nothing is pinned or looked up twice; cancelled, all is given back at once; let go, the hit is used."""
     monkeypatch.setattr(lookup, "READ_LEASE_SECONDS", PATIENT_SECONDS)
-    monkeypatch.setattr(plans, "PLAN_TTL_SECONDS", PATIENT_SECONDS)
+    monkeypatch.setattr(hits, "PLAN_TTL_SECONDS", PATIENT_SECONDS)
     held = scenario(make_rig, monkeypatch)
     rig = held.rig
     others = held.held()

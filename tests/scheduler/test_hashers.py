@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.naming.hashers import PinnedHasher, plain_hasher
+from epochkv_connector.naming.pins import PinnedHasher, plain_hasher
 from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, RequestStatus, global_root, prompt
 

@@ -10,7 +10,7 @@ import torch
 from vllm.v1 import kv_cache_interface as specs
 
 from epochkv_connector.engine import describe
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind
 from tests.scheduler.rigs import MakeRig
 
 ATTENTION: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.scheduler.requests import TRANSITIONS, LoadEvent, LoadState
+from epochkv_connector.scheduler.state import TRANSITIONS, LoadEvent, LoadState
 from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 

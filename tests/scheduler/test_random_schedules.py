@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from epochkv_connector.wire.jobs import Tier
+from epochkv_connector.wire import Tier
 from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 from tests.support.scheduler_config import STATE

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from epochkv_connector.config import ConfigError, ConnectorConfig
-from epochkv_connector.scheduler.build import mean_object_bytes
+from epochkv_connector.scheduler.role import mean_object_bytes
 from epochkv_connector.weights import executor as joining
-from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.wire import RankLayout
 from epochkv_connector.worker import runner as runner_module
 from epochkv_connector.worker.runner import JobRunner
 from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig

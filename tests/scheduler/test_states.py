@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from epochkv_connector.engine import blocks
-from epochkv_connector.scheduler.planning.hits import longest_hit
-from epochkv_connector.scheduler.planning.prompt_blocks import PromptBlocks
+from epochkv_connector.tiers.hits import PromptBlocks
+from epochkv_connector.tiers.layout import longest_hit
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, found, on_layouts, release
 from tests.support.ahead import AsyncRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt

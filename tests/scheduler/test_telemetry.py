@@ -87,7 +87,7 @@ def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig) -> None:
 
 
 def test_everything_that_is_reported_has_a_series(make_rig: MakeRig) -> None:
-    from epochkv_connector.metrics import families as metrics
+    from epochkv_connector import metrics
 
     store = SharedStore()
     rig = quiet(make_rig(store=store))
@@ -133,7 +133,7 @@ def test_tiers_that_an_error_turned_off_are_told(make_rig: MakeRig, monkeypatch:
 
 
 def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.scheduler import build
+    from epochkv_connector.scheduler import role as build
 
     def fails(*_: Any) -> None:
         raise OSError("no threads left")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.wire.jobs import Tier
+from epochkv_connector.wire import Tier
 from tests.scheduler.rigs import MakeRig, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 

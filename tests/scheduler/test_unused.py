@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from epochkv_connector.weights import rank
-from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.wire import RankLayout
 from tests.scheduler.rigs import FailsOnce, MakeRig, filled, found
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import EngineOptions, kv_cache_config
@@ -104,7 +104,7 @@ def unbuilt(patch: Patch) -> dict[str, Any]:
     def fails(*_: Any) -> None:
         raise OSError("no threads left")
 
-    patch.setattr("epochkv_connector.scheduler.build.build_tiers", fails)
+    patch.setattr("epochkv_connector.scheduler.role.build_tiers", fails)
     return {}
 
 

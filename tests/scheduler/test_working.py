@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from epochkv_connector.store.queues import StoreOutcome
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
-from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, StepMetadata, Tier
 from epochkv_connector.worker.layout import GroupSpec
 from epochkv_connector.worker.role import WorkerRole
 from epochkv_connector.worker.runner import JobRunner

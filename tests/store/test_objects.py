@@ -6,9 +6,8 @@ import secrets
 
 import pytest
 
-from epochkv_connector.naming.identity import pool_prefix
-from epochkv_connector.naming.object_keys import object_key, older_pattern, other_weights_pattern, prefix_pattern
-from epochkv_connector.scheduler.build import Tiers
+from epochkv_connector.naming.identity import object_key, older_pattern, other_weights_pattern, pool_prefix, prefix_pattern
+from epochkv_connector.scheduler.role import Tiers
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.queues import StoreOutcome
 from hack.standalone.mooncake import Mooncake

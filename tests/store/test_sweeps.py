@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.naming.object_keys import object_key
+from epochkv_connector.naming.identity import object_key
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool

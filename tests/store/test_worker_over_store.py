@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from epochkv_connector.store.client import StoreClient
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
-from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, StepMetadata, Tier
 from epochkv_connector.worker.layout import GroupSpec, layout_digest
 from epochkv_connector.worker.runner import JobRunner
 from epochkv_connector.worker.staging import HostRegion, Staging

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.wire import RankLayout
 
 BLOCK = 16
 HEAD = 16

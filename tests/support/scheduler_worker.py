@@ -22,9 +22,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from epochkv_connector.weights import rank as rank_calls
 from epochkv_connector.weights.rank import HeldAdapters
-from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Tier
-from epochkv_connector.wire.layout import RankLayout
-from epochkv_connector.wire.steps import StepMetadata, WorkerReport
+from epochkv_connector.wire import JobAck, LoadJob, Phase, RankLayout, SaveJob, StepMetadata, Tier, WorkerReport
 
 if TYPE_CHECKING:
     from tests.support.scheduler import Rig

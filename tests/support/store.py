@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from epochkv_connector.naming.object_keys import KeyCodecError, object_key
+from epochkv_connector.naming.identity import KeyCodecError, object_key
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.store.queues import StoreOutcome, Transfer

@@ -2,7 +2,7 @@
 
 The latter, without weights, is plain values that a fingerprint digests. Equal configurations and equal shapes can hold unlike bytes:
 vLLM picks attention backends by itself, CPU kernels pack keys for the instructions that the machine has, some backends keep scales
-beside the blocks. How many bytes a block takes, only ranks know (`wire.layout`).
+beside the blocks. How many bytes a block takes, only ranks know (`wire.RankLayout`).
 
 Knows of vLLM 0.30 to 0.33: fields of its configurations (those it adds are described too), `VllmConfig.instance_id`, the classes of
 KV cache specs, `parallel_state.get_world_group`, `static_forward_context`, the variable for ROCm's shuffled layout; from 0.31 on
@@ -24,7 +24,7 @@ from typing import Any
 import vllm
 
 from epochkv_connector.engine.interface import kv_cache_interface, kv_cache_planning, kv_cache_utils
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout
 
 _KINDS = (
     (kv_cache_interface.FullAttentionSpec, GroupKind.FULL),

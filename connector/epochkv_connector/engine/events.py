@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 from epochkv_connector.engine import patches
 from epochkv_connector.engine.blocks import hash_block_size_of
 from epochkv_connector.engine.interface import kv_cache_utils
-from epochkv_connector.scheduler.tiers.index import Key
-from epochkv_connector.scheduler.tiers.views import GroupKind
-from epochkv_connector.wire.jobs import BlockMove, LoadJob, SaveJob, Tier
+from epochkv_connector.tiers.layout import GroupKind
+from epochkv_connector.tiers.state import Key
+from epochkv_connector.wire import BlockMove, LoadJob, SaveJob, Tier
 
 if TYPE_CHECKING:
-    from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
+    from epochkv_connector.tiers.manager import Bookkeeping
 
 Name = tuple[int, Any]
 """(KV cache group, name of a block as events have it)"""

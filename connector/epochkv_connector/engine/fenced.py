@@ -30,9 +30,9 @@ from epochkv_connector.engine import limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 from epochkv_connector.engine.limits import MULTI
 from epochkv_connector.guard import Guard
-from epochkv_connector.metrics.reporter import Reporter
 from epochkv_connector.naming.pins import brings_kv
 from epochkv_connector.scheduler.role import SchedulerRole
+from epochkv_connector.stats import Reporter
 from epochkv_fence.connection import CONFIG_ENV, FENCE_ENV
 
 logger = logging.getLogger("vllm.epochkv")

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from epochkv_connector.engine.interface import kv_cache_utils
-from epochkv_connector.naming.hashers import PIN_ATTRIBUTE
+from epochkv_connector.naming.pins import PIN_ATTRIBUTE
 
 PREFIX = "EpochKV"
 

@@ -3,8 +3,7 @@
 `role` puts the parts together that vLLM's calls go to: `admission` of a request, `steps`, and `weight_changes` at any time. They share
 one `state`, with one record for each request (`requests`).
 
-`tiers.bookkeeping` decides which block is where, who holds it and what is under way: `loads` and `saves` over one `state` of the tiers.
-`planning` finds hits. Both are pure: no randomness, no vLLM; time, ids and the block pool are arguments.
+`tiers` decides which block is where, who holds it and what is under way.
 
 All of it runs on vLLM's scheduler thread and takes no locks.
 """

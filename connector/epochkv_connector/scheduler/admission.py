@@ -11,11 +11,10 @@ from typing import Any
 from epochkv_connector.engine import blocks
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.pins import Repin, awaits_transfer
-from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request
-from epochkv_connector.scheduler.state import SharedState
-from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
-from epochkv_connector.scheduler.tiers.views import RequestView
-from epochkv_connector.wire.jobs import Tier
+from epochkv_connector.scheduler.state import LoadEvent, LoadState, Request, SharedState
+from epochkv_connector.tiers.layout import RequestView
+from epochkv_connector.tiers.manager import Bookkeeping
+from epochkv_connector.wire import Tier
 
 
 class Admission:

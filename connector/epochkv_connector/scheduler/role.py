@@ -1,7 +1,7 @@
-"""The scheduler role: one object per EngineCore, which puts the parts together and passes vLLM's calls to them.
+"""The scheduler role: one object per EngineCore, which builds the parts, puts them together and passes vLLM's calls to them.
 
 All of it runs on vLLM's scheduler thread, unless a method says otherwise. Every rule in the parts that looks odd is one of
-`fence.md` section 3, found by running vLLM. The order inside each call is the point: *first* bring the bookkeeping to what holds
+`fence.md` section 3, found by running vLLM. The order inside each call is the point: *first* bring the tiers to what holds
 now (`SharedState.apply`), then act. What an engine may not do is found out here, once, and logged with what to change.
 
 The lease is checked before a hit is answered: `Admission.answer` calls `Pins.repin`, and that calls `RootState.refresh`
@@ -10,31 +10,127 @@ The lease is checked before a hit is answered: `Admission.answer` calls `Pins.re
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from epochkv_connector import metrics
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.engine import blocks, describe, limits, patches
 from epochkv_connector.guard import Guard
 from epochkv_connector.hub_link import FenceHooks, HubLink
-from epochkv_connector.metrics.reporter import Reporter
-from epochkv_connector.metrics.stats import EpochKVStats
-from epochkv_connector.naming.identity import fingerprint
+from epochkv_connector.naming.identity import fingerprint, object_key, older_pattern, other_weights_pattern, pool_prefix
 from epochkv_connector.naming.pins import TAG_KEY, Pins
 from epochkv_connector.naming.root import PoolMembership, RootState
-from epochkv_connector.scheduler import build, unused
+from epochkv_connector.scheduler import unused
 from epochkv_connector.scheduler.admission import Admission
-from epochkv_connector.scheduler.candidates import SaveCandidates
 from epochkv_connector.scheduler.state import SharedState
-from epochkv_connector.scheduler.steps import FindWorker, Steps
+from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps
 from epochkv_connector.scheduler.weight_changes import WeightChanges
+from epochkv_connector.stats import EpochKVStats, Reporter
+from epochkv_connector.store.client import StoreClient
+from epochkv_connector.store.connection import StoreSettings
+from epochkv_connector.tiers.manager import Bookkeeping
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import Watch
-from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.wire import RankLayout, common_slots
+from epochkv_connector.worker.layout import object_bytes
 from epochkv_fence.protocol.messages import WEIGHTS_BYTES
+
+CLOSE_SECONDS = 2.0
+
+
+@dataclass
+class Tiers:
+    """The bookkeeping of the scheduler role, and its L2 client.
+
+    Attributes:
+        store: for existence and removal only; None: there is no L2.
+        object_bytes: size of an L2 object of this engine, by KV cache group, on average over its ranks.
+    """
+
+    books: Bookkeeping
+    store: StoreClient | None
+    object_bytes: tuple[int, ...] = ()
+
+    def reclaim(self, pool_uid: str, fingerprint: str, below: int, keep: Sequence[bytes] = ()) -> tuple[int, int]:
+        """Remove the pool's L2 keys of epochs below `below` and, unless `keep` is empty, of all weights that are not in it.
+
+        Keys of every layout go. Blocks: not for the scheduler thread. Keys that the store leases to a reader stay, and puts under
+        way land later, so ask again after the store's lease time.
+
+        Returns:
+            How many keys went, and the bytes of those of this engine's own layout: the size of others is not known.
+
+        Raises:
+            StoreUnavailable: the store gave no answer.
+        """
+        if self.store is None:
+            return 0, 0
+        pool, keys, num_bytes = pool_prefix(pool_uid), 0, 0
+        old = [partial(older_pattern, pool, below)] if below > 0 else []
+        for pattern in [*old, *([partial(other_weights_pattern, pool, keep)] if keep else [])]:
+            for group, size in enumerate(self.object_bytes):
+                removed = self.store.remove_matching(pattern(fingerprint=fingerprint, group=group))
+                keys, num_bytes = keys + removed, num_bytes + removed * size
+            # Not simply the rest: an own key that lands between these calls would go uncounted.
+            keys += self.store.remove_matching(pattern(fingerprint=fingerprint, others=True))
+        return keys, num_bytes
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close(CLOSE_SECONDS)
+
+
+def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, layouts: Sequence[RankLayout]) -> Tiers | None:
+    """None when no tier is configured: the fence works alone.
+
+    Args:
+        layouts: what the ranks have answered; without the answers of all of them, the tiers have no slots.
+    """
+    if not config.has_tiers:
+        return None
+    layout = describe.cache_layout(vllm_config, kv_cache_config)
+    settings = StoreSettings.of(config)
+    store = start_client(settings) if settings is not None else None
+    num_ranks = describe.num_worker_ranks(vllm_config)
+    shards = [range(num_ranks // replicas) for replicas in describe.group_replicas(vllm_config, kv_cache_config)]
+
+    def keys_of(namespace: str, group: int, block_hash: bytes) -> Sequence[str]:
+        return [object_key(namespace, group, shard, block_hash) for shard in shards[group]]
+
+    books = Bookkeeping(
+        config,
+        layout,
+        num_ranks=num_ranks,
+        num_slots=common_slots(layouts, num_ranks),
+        store=store,
+        ids=itertools.count(1),
+        clock=time.monotonic,
+        keys_of=keys_of if store is not None else None,
+    )
+    return Tiers(books, store, mean_object_bytes(layouts, len(layout.groups)))
+
+
+def mean_object_bytes(layouts: Sequence[RankLayout], num_groups: int) -> tuple[int, ...]:
+    """Size of an L2 object by KV cache group; ranks may hold unlike numbers of layers. 0 where no rank knows."""
+    known = [layout.payload_bytes for layout in layouts]
+    sizes = [[object_bytes(payloads[group]) for payloads in known if group in payloads] for group in range(num_groups)]
+    return tuple(round(sum(one) / len(one)) if one else 0 for one in sizes)
+
+
+def start_client(settings: StoreSettings) -> StoreClient:
+    """A client without memory of its own, on its own threads; it connects in the background."""
+    client = StoreClient(settings)
+    client.start()
+    return client
+
 
 logger = logging.getLogger("vllm.epochkv")
 P = ParamSpec("P")
@@ -100,8 +196,8 @@ class SchedulerRole:
         adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
         self.pins = self._build_pins(global_root, adapters, core)
-        self.tiers: build.Tiers | None = guard.run(
-            "tiers", lambda: build.build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: None
+        self.tiers: Tiers | None = guard.run(
+            "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: None
         )
         # vLLM's scheduler reads the policy of a MultiConnector, and that of none of its children.
         transfer = patches.parent_config() or vllm_config.kv_transfer_config
@@ -259,13 +355,40 @@ class SchedulerRole:
         return 0, 0
 
     def gauges(self) -> dict[str, float]:
-        """What holds now. Any thread (heartbeats carry it too)."""
+        """What holds now, for heartbeats and metrics. Any thread."""
+        root = self.pins.root
+        snapshot = root.refresh()  # an idle engine, too, notices (and logs) that its lease is over
         has_slots = self.books is not None and self.books.state.index.num_slots > 0
-        return self._reporter.gauges(self, self._link, broken=self.state.broken or (self._config.has_tiers and not has_slots))
+        gauges = {
+            "epoch": snapshot.epoch,
+            "root_shared": snapshot.shared,
+            "bypass": not snapshot.in_use,
+            "broken": self.state.broken or (self._config.has_tiers and not has_slots),
+            "tiers_off": self.tiers_told() != ("", ""),
+            "weights_known": root.weights is not None,
+            "carried": self.pins.carried(),
+            "carried_sessions": self.pins.carried(sessions=True),
+            "waiting_after_reset": root.waiting_after_reset,
+            "root_overwritten": root.overwritten,
+            "hub_unusable": self._link.problem is not None,
+            "lease_remaining_seconds": max(0.0, self._link.lease_until() - time.monotonic()),
+            "errors": sum(dict(self._guard.errors).values()),
+        }
+        if self.books is not None:
+            with contextlib.suppress(RuntimeError):  # a dictionary that the scheduler thread changes meanwhile
+                gauges.update(self.books.stats())
+        return {name: float(value) for name, value in gauges.items()}
 
     def stats(self) -> EpochKVStats:
         """Counters since the last report, and what holds now."""
-        return self._reporter.scheduler_stats(self, self.tiers, self.gauges())
+        # `dict` copies at once; the agent's thread counts there meanwhile.
+        totals: dict[str, float] = {**dict(self.counters), **dict(self.pins.counters)}
+        if self.weights.watch is not None:
+            totals |= {f"weights_{name}": count for name, count in dict(self.weights.watch.counters).items()}
+        store = None if self.tiers is None else self.tiers.store
+        counted, held = metrics.split(self.gauges())
+        of_store, client = metrics.split({} if store is None else {f"store_{name}": value for name, value in store.stats().items()})
+        return self._reporter.report({**totals, **counted, **of_store}, held, metrics.SCHEDULER_RANK, client)
 
     def leak_report(self) -> dict[str, int]:
         """What is still open; all zero when the engine is idle and every acknowledgement arrived."""

@@ -1,21 +1,205 @@
-"""What the parts of the scheduler role share, and what each of their operations begins with: `SharedState.apply`.
+"""What the parts of the scheduler role share: the names in use, and one record for each request.
 
 Epochs are adopted on another thread, leases end and weights change between two calls of vLLM. Nothing is pushed into the
-bookkeeping then: whoever is called next finds that the root shows something else than was last applied.
+tiers then: whoever is called next begins with `SharedState.apply`, and finds that the root shows something else than was last applied.
+
+vLLM counts the reports of a load: it dies of one that it does not wait for, and waits for ever for one that does not come.
+Whether bytes arrived is not all that decides what it may be told. Names may have changed on the way, no rank may know of the load,
+or the request may have ended. So each load has one state, and one table says what an event makes of it.
+
+Every operation looks at the requests it names, and at no other: hundreds run, and few of them load.
 """
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from epochkv_connector.engine import patches
 from epochkv_connector.engine.events import HostEvents, Outgoing
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.pins import Pins, is_private
-from epochkv_connector.scheduler.requests import Requests
-from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping
+from epochkv_connector.tiers.manager import Bookkeeping
+
+
+class LoadState(enum.Enum):
+    """What vLLM waits for on behalf of one request, and how it must end."""
+
+    NONE = "none"  # nothing
+    FOREIGN = "foreign"  # perhaps the load of another connector, beside this one: until the request is scheduled, nobody has said so
+    ACCEPTED = "accepted"  # a load that no rank was told of yet
+    OVERTAKEN = "overtaken"  # the same; names have changed since, so it must end as a failure
+    SENT = "sent"  # a load that ranks were told of
+    POISONED = "poisoned"  # the same; names have changed since, so its success must not reach vLLM
+    REPEATED = "repeated"  # its success was hidden from vLLM; every rank is asked to report once more, as failed
+    DOOMED = "doomed"  # a hit of which no rank was told, nor will be; every rank is asked to report it as failed
+    FAILED = "failed"  # nothing; the last load failed, and the request was not scheduled since
+
+
+class LoadEvent(enum.Enum):
+    PASS = "vLLM has allocated blocks, and not for a hit of ours"
+    ACCEPT = "vLLM has allocated blocks for the hit"
+    DOOM = "no rank will be told of the hit"
+    SEND = "ranks are told"
+    OVERTAKE = "names have changed"
+    SUCCEED = "all ranks have reported success"
+    FAIL = "all ranks have reported, and vLLM knows that it failed"
+    DISTRUST = "all ranks have reported success, and nobody knows whether that is true"
+    SCHEDULE = "vLLM computes tokens of the request"
+    FINISH = "the request has ended"
+
+
+_S, _E = LoadState, LoadEvent
+
+TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
+    _S.NONE: {_E.PASS: _S.FOREIGN, _E.ACCEPT: _S.ACCEPTED, _E.DOOM: _S.DOOMED, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
+    _S.FOREIGN: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
+    _S.ACCEPTED: {_E.SEND: _S.SENT, _E.OVERTAKE: _S.OVERTAKEN, _E.DOOM: _S.DOOMED},
+    # FINISH: nobody will use what it brings.
+    _S.OVERTAKEN: {_E.SEND: _S.POISONED, _E.DOOM: _S.DOOMED, _E.FINISH: _S.ACCEPTED},
+    _S.SENT: {_E.OVERTAKE: _S.POISONED, _E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
+    _S.POISONED: {_E.SUCCEED: _S.REPEATED, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.FINISH: _S.SENT},
+    _S.REPEATED: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED},
+    _S.DOOMED: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED},
+    _S.FAILED: {_E.ACCEPT: _S.ACCEPTED, _E.DOOM: _S.DOOMED, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
+}
+"""Every other event changes nothing: it comes twice, or too late."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        vllm: vLLM's own object; None: it has ended, and its load is not reported yet.
+        load: see `LoadState`; only `Requests` changes it.
+        steps_aside: its load has failed, and it was not asked about since.
+        num_offered: how many of its blocks were offered to the tiers, from the first on.
+    """
+
+    request_id: str
+    vllm: Any | None
+    load: LoadState = LoadState.NONE
+    steps_aside: bool = False
+    num_offered: int = 0
+
+
+class Requests:
+    """All requests that live, and those that ended before their load did. Iterates over the former.
+
+    Args:
+        counters: `poisoned_loads` are counted in it.
+    """
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+        self._live: dict[str, Request] = {}
+        self._ended: dict[str, Request] = {}
+        self._in: dict[LoadState, dict[str, Request]] = {state: {} for state in LoadState if state is not LoadState.NONE}
+        self._to_name: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._live.values())
+
+    def get(self, request_id: str) -> Request | None:
+        """The record of a request that lives."""
+        return self._live.get(request_id)
+
+    def vllm(self, request_id: str) -> Any | None:
+        """vLLM's own object, while the request lives."""
+        record = self._live.get(request_id)
+        return None if record is None else record.vllm
+
+    def see(self, request: Any) -> Request:
+        """The record of vLLM's request, made when it is first seen."""
+        request_id = request.request_id
+        record = self._live.get(request_id)
+        if record is None:
+            record = self._live[request_id] = self._ended.pop(request_id, Request(request_id, request))
+        record.vllm = request
+        return record
+
+    def finish(self, request_id: str) -> None:
+        """The request has ended; what vLLM waits for on its behalf still has to be reported."""
+        record = self._live.pop(request_id, None)
+        if record is None:
+            return
+        record.vllm = None
+        self.on(record, LoadEvent.FINISH)
+        if record.load is not LoadState.NONE:
+            self._ended[request_id] = record
+
+    def on(self, record: Request, event: LoadEvent) -> bool:
+        """Something happens to the request's load. Returns whether that changes anything."""
+        after = TRANSITIONS[record.load].get(event)
+        if after is None:
+            return False
+        self._move(record, after)
+        if after in (LoadState.REPEATED, LoadState.DOOMED):
+            self._to_name.add(record.request_id)
+        return True
+
+    def _move(self, record: Request, after: LoadState) -> None:
+        if record.load is not LoadState.NONE:
+            del self._in[record.load][record.request_id]
+        record.load = after
+        if after is not LoadState.NONE:
+            self._in[after][record.request_id] = record
+
+    def _of(self, *states: LoadState) -> list[Request]:
+        return [record for state in states for record in self._in[state].values()]
+
+    def overtake(self, *only: Request) -> None:
+        """Names have changed, of these requests or of all: no load that vLLM waits for may succeed."""
+        overtaken = only or self._of(LoadState.ACCEPTED, LoadState.SENT)
+        self._counters["poisoned_loads"] += sum(self.on(record, LoadEvent.OVERTAKE) for record in overtaken)
+
+    def send(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            record = self._live.get(request_id) or self._ended.get(request_id)
+            if record is not None:
+                self.on(record, LoadEvent.SEND)
+
+    def doom_unsent(self) -> None:
+        """No rank will be told of the loads that wait for it."""
+        for record in self._of(LoadState.ACCEPTED, LoadState.OVERTAKEN):
+            self.on(record, LoadEvent.DOOM)
+
+    def report(self, request_id: str, *, failed: bool) -> Request | None:
+        """All ranks have reported a load. Returns the record if the request lives."""
+        ended = self._ended.pop(request_id, None)
+        if ended is not None:
+            self._move(ended, LoadState.NONE)
+        record = self._live.get(request_id)
+        if record is not None:
+            self.on(record, LoadEvent.FAIL if failed else LoadEvent.SUCCEED)
+            record.steps_aside = record.steps_aside or failed
+        return record
+
+    def schedule(self, scheduled: Container[str]) -> None:
+        for record in self._of(LoadState.FAILED, LoadState.FOREIGN):
+            if record.request_id in scheduled:
+                self.on(record, LoadEvent.SCHEDULE)
+
+    def names(self) -> list[str]:
+        """Requests that every rank is to report as failed, each once."""
+        names, self._to_name = sorted(self._to_name), set()
+        return names
+
+    @property
+    def must_fail(self) -> bool:
+        """Whether vLLM waits for a load that must end as a failure."""
+        return bool(self._of(LoadState.OVERTAKEN, LoadState.POISONED, LoadState.REPEATED, LoadState.DOOMED))
+
+    def leak_report(self) -> dict[str, int]:
+        loads = {f"{state.value}_loads": len(records) for state, records in self._in.items()}
+        return {"requests": len(self._live), "ended_requests": len(self._ended), "to_name": len(self._to_name), **loads}
 
 
 class SharedState:

@@ -13,7 +13,7 @@ from epochkv_connector.scheduler.admission import Admission
 from epochkv_connector.scheduler.state import SharedState
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.watch import Watch
-from epochkv_connector.wire.steps import WorkerReport
+from epochkv_connector.wire import WorkerReport
 
 
 class WeightChanges:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from operator import methodcaller
 
-from epochkv_connector.naming.object_keys import key_digest
+from epochkv_connector.naming.identity import key_digest
 from epochkv_connector.store import envelope
 from epochkv_connector.store.connection import StoreConnection, StoreSettings, StoreState, outcome_of
 from epochkv_connector.store.queues import (
@@ -142,7 +142,7 @@ class StoreClient:
         return self._move(self._puts, "put", list(transfers), timeout, self._put_chunk)
 
     def remove_matching(self, pattern: str, timeout: float = 10.0) -> int:
-        """Remove the objects whose keys match (see `naming.object_keys`), except leased ones; blocks for at most `timeout` seconds.
+        """Remove the objects whose keys match (see `naming.identity`), except leased ones; blocks for at most `timeout` seconds.
 
         Returns how many were removed: repeat after the lease time until it is 0. Raises StoreUnavailable.
         """

@@ -13,7 +13,7 @@ from epochkv_connector.engine.patches import wake
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import ADAPTER_CALLS, Adapters
 from epochkv_connector.weights.watch import Wanted, Watch, is_harmless
-from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.wire import RankLayout
 
 logger = logging.getLogger("vllm.epochkv.weights")
 

@@ -24,7 +24,7 @@ from epochkv_connector.engine.describe import engine_id, layers_digest
 from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS
 from epochkv_connector.weights.digest import Sample, Unreadable, digest, homes, models, packed, parts, weights, why_unreadable
 from epochkv_connector.weights.watch import Wanted
-from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.wire import RankLayout
 from epochkv_connector.worker import runner
 
 KNOWN = "_epochkv_digest"

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from epochkv_connector.store.queues import StoreOutcome
-from epochkv_connector.wire.jobs import BlockMove, LoadJob, Phase, SaveJob, Tier
+from epochkv_connector.wire import BlockMove, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.worker.rank import JobFailed, LoadTask, Rank, SaveTask, Stage, remaining
 from epochkv_connector.worker.staging import Pair, StagingStream
 

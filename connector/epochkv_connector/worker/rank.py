@@ -19,10 +19,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from epochkv_connector.naming.object_keys import KeyCodecError, epoch_of, object_key, replica_owner
+from epochkv_connector.naming.identity import KeyCodecError, epoch_of, object_key, replica_owner
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.queues import Counters, Notices, Ticket, Transfer
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob
+from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob
 from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream, compute_event
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from epochkv_connector.weights.rank import HeldAdapters
-from epochkv_connector.wire.jobs import JobAck, LoadJob, Phase, SaveJob, Tier
-from epochkv_connector.wire.steps import StepMetadata, WorkerReport
+from epochkv_connector.wire import JobAck, LoadJob, Phase, SaveJob, StepMetadata, Tier, WorkerReport
 from epochkv_connector.worker.rank import Report
 from epochkv_connector.worker.runner import IDLE_WAIT_SECONDS, JobRunner
 

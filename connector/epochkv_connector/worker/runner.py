@@ -27,15 +27,14 @@ from epochkv_connector.engine import describe
 from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreSettings
-from epochkv_connector.wire.jobs import JobAck, Phase
-from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.wire import JobAck, Phase, RankLayout
 from epochkv_connector.worker.jobs import LoadTasks, SaveTasks
 from epochkv_connector.worker.layout import GroupSpec, group_view, layout_digest, slot_stride
 from epochkv_connector.worker.rank import LoadTask, OpenStore, Rank, Report, SaveTask, is_open, remaining
 from epochkv_connector.worker.staging import HostRegion, Staging
 
 if TYPE_CHECKING:
-    from epochkv_connector.wire.steps import StepMetadata
+    from epochkv_connector.wire import StepMetadata
 
 IDLE_WAIT_SECONDS = 0.001
 """How long `results` may wait for a completion on a step without scheduled tokens."""

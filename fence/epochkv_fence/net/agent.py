@@ -612,5 +612,5 @@ class AgentThread:
         if previous is None and state is ag.AgentState.UNASSIGNED:
             return
         what = "no live lease: sharing nothing" if state is ag.AgentState.UNASSIGNED else "lease held"
-        # The engine says what it makes of it, once (`epochkv_connector.naming.bypass`).
+        # The engine says what it makes of it, once (`epochkv_connector.naming.root`).
         self._say("state", state.value, logging.DEBUG, "%s (epoch %s)", what, self._agent.epoch)

@@ -18,7 +18,7 @@ from vllm.lora.request import LoRARequest
 from epochkv_connector.weights.adapters import LATER
 from epochkv_connector.weights.digest import Unreadable
 from epochkv_connector.weights.rank import HeldAdapters, digest_of
-from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.wire import StepMetadata
 from epochkv_connector.worker.role import WorkerRole
 from tests.support.scheduler_worker import RankAdapters
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epochkv_connector.naming import identity
-from epochkv_connector.naming import object_keys as keys
+from epochkv_connector.naming import identity as keys
 from epochkv_connector.naming.identity import IdentityError
 from tests.support.store import parse_key
 

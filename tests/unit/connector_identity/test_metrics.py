@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import epochkv_connector
-from epochkv_connector.metrics import families as metrics
-from epochkv_connector.scheduler.tiers.bookkeeping import COUNTERS
+from epochkv_connector import metrics
 from epochkv_connector.store import envelope
 from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.tiers.manager import COUNTERS
 
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 SOURCES = Path(epochkv_connector.__file__).parent

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from epochkv_connector.metrics.stats import EpochKVPromMetrics, EpochKVStats
+from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
 
 
 class Page:

@@ -15,7 +15,7 @@ from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import QUIET_SECONDS, Watch
-from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.wire import RankLayout
 
 LONG = 10.0
 LAYOUTS = [RankLayout(b"\x01\x02", 7, {0: 100}), RankLayout(b"\x03", 5, {0: 140})]

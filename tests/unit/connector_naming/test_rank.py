@@ -14,7 +14,7 @@ from torch import nn
 
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.rank import digest_weights, end_device_work, held_by, is_unchanged
-from epochkv_connector.wire.layout import RankLayout
+from epochkv_connector.wire import RankLayout
 
 ids = count()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from epochkv_connector.naming.hashers import StrandedHasher, is_stranded, plain_hasher, strand
+from epochkv_connector.naming.pins import StrandedHasher, is_stranded, plain_hasher, strand
 
 
 class Request:

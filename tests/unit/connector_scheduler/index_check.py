@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epochkv_connector.scheduler.tiers.index import HostIndex
+from epochkv_connector.tiers.state import HostIndex
 
 
 def check_index(index: HostIndex) -> None:

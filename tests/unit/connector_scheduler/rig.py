@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.requests import LoadEvent, Requests
-from epochkv_connector.scheduler.tiers.bookkeeping import Bookkeeping, StepJobs
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+from epochkv_connector.scheduler.state import LoadEvent, Requests
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
+from epochkv_connector.tiers.manager import Bookkeeping, StepJobs
 from tests.unit.connector_scheduler.index_check import check_index
 from tests.unit.connector_scheduler.machines import Pool, Store, Worker, keys_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from epochkv_connector.scheduler.candidates import Boundaries
+from epochkv_connector.scheduler.steps import Boundaries
 
 SIZE = 16
 

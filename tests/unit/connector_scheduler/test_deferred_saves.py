@@ -6,10 +6,10 @@ import itertools
 import time
 from typing import Any
 
-from epochkv_connector.scheduler.tiers.saves import SavePlanner
-from epochkv_connector.scheduler.tiers.state import TierState
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
-from epochkv_connector.wire.jobs import SaveJob
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
+from epochkv_connector.tiers.saves import SavePlanner
+from epochkv_connector.tiers.state import TierState
+from epochkv_connector.wire import SaveJob
 from tests.unit.connector_scheduler.machines import Pool
 from tests.unit.connector_scheduler.rig import config
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler.planning import prompt_blocks
-from epochkv_connector.scheduler.planning.hits import one_by_one
-from epochkv_connector.scheduler.planning.prompt_blocks import ABSENT, PromptBlocks
-from epochkv_connector.scheduler.tiers.index import HostIndex
-from epochkv_connector.scheduler.tiers.recent import RecentBlocks
+from epochkv_connector.tiers import hits as prompt_blocks
+from epochkv_connector.tiers.hits import ABSENT, PromptBlocks
+from epochkv_connector.tiers.layout import one_by_one
+from epochkv_connector.tiers.state import HostIndex, RecentBlocks
 
 HASHES = [b"hash %d" % number for number in range(41)]
 SCALES = (1, 2, 4)

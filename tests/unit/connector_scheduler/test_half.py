@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_connector.scheduler.planning.lookup import MAX_KEYS_PER_QUERY, READ_LEASE_SECONDS
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
-from epochkv_connector.wire.jobs import Tier
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.tiers.lookup import MAX_KEYS_PER_QUERY, READ_LEASE_SECONDS
+from epochkv_connector.wire import Tier
 from tests.unit.connector_scheduler.rig import FULL, HASH_BLOCK, LAYOUTS, World, chain, config, snap_of, view
 from tests.unit.connector_scheduler.tiers import BOTH, L1, L2, PROMPT, SNAP, stored
 
@@ -195,7 +195,7 @@ def test_all_lookups_of_a_step_share_one_wait(monkeypatch) -> None:
         world.clock.now += timeout
         return type("Done", (), {"not_done": set(futures)})()
 
-    monkeypatch.setattr("epochkv_connector.scheduler.planning.lookup.wait", wait)
+    monkeypatch.setattr("epochkv_connector.tiers.lookup.wait", wait)
     world = World(config(l2=True, lookup_wait_ms=2.0))
     world.store.answering = False
     for number in range(5):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_connector.scheduler.planning.plans import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
-from epochkv_connector.wire.jobs import Tier
+from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
+from epochkv_connector.wire import Tier
 from tests.unit.connector_scheduler.rig import SLIDING_FIRST, World, config, snap_of, view
 from tests.unit.connector_scheduler.tiers import L1, PROMPT, SNAP, commit, planned, stored
 

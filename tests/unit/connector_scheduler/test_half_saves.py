@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from epochkv_connector.wire.jobs import JobAck, Phase
+from epochkv_connector.wire import JobAck, Phase
 from tests.unit.connector_scheduler.rig import World, chain, config, scheduled, snap_of, view
 from tests.unit.connector_scheduler.tiers import BOTH, L1, PROMPT, SNAP, commit, planned, stored
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler.planning.hits import longest_hit, needed_range
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, longest_hit, needed_range
 
 KINDS = [GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.STATE, GroupKind.PRIVATE]
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epochkv_connector.scheduler.tiers.index import HostIndex, SlotError
+from epochkv_connector.tiers.state import HostIndex, SlotError
 from tests.unit.connector_scheduler.index_check import check_index
 
 

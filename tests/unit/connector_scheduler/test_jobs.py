@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Outcome, Released, Stored
-from epochkv_connector.scheduler.tiers.recent import RecentBlocks
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
+from epochkv_connector.tiers.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
+from epochkv_connector.tiers.state import RecentBlocks
+from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
 BLOCKS = 6
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.requests import LoadState
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, RequestView
-from epochkv_connector.wire.jobs import LoadJob, Phase, SaveJob, Tier
+from epochkv_connector.scheduler.state import LoadState
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, RequestView
+from epochkv_connector.wire import LoadJob, Phase, SaveJob, Tier
 from tests.unit.connector_scheduler.index_check import check_index
 from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, World, chain, config, scheduled, snap_of, view
 

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from epochkv_connector.scheduler.planning.pause import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES
-from epochkv_connector.wire.jobs import LoadJob
+from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES
+from epochkv_connector.wire import LoadJob
 from tests.unit.connector_scheduler.rig import World, chain, config, snap_of, view
 
 SNAP = snap_of(1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from epochkv_connector.scheduler.tiers.views import CacheLayout, GroupKind, GroupLayout
-from epochkv_connector.wire.jobs import SaveJob
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout
+from epochkv_connector.wire import SaveJob
 from tests.unit.connector_scheduler.rig import MIXED, SLIDING_FIRST, STATES, World, chain, config, scheduled, view
 from tests.unit.connector_scheduler.tiers import L1, PROMPT, SNAP
 

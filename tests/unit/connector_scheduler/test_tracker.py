@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epochkv_connector.config import ConfigError
-from epochkv_connector.scheduler.tiers.ledger import Copied, Ledger, Loaded, Outcome, Stored
-from epochkv_connector.scheduler.tiers.recent import RecentBlocks
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
-from epochkv_connector.wire.steps import WorkerReport
+from epochkv_connector.tiers.jobs import Copied, Ledger, Loaded, Outcome, Stored
+from epochkv_connector.tiers.state import RecentBlocks
+from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier, WorkerReport
 from tests.unit.connector_scheduler.rig import LAYOUTS, World, chain, config, scheduled, snap_of, view
 
 SNAP = snap_of(1)

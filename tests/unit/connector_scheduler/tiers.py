@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epochkv_connector.scheduler.tiers.views import CacheLayout
+from epochkv_connector.tiers.layout import CacheLayout
 from tests.unit.connector_scheduler.rig import FULL, HASH_BLOCK, World, chain, config, snap_of, view
 
 SNAP = snap_of(1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.store.queues import StoreOutcome, Ticket, Transfer
-from epochkv_connector.wire.jobs import Phase, Tier
+from epochkv_connector.wire import Phase, Tier
 from epochkv_connector.worker.staging import StagingStream
 from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, name_of, save
 

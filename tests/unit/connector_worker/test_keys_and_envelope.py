@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochkv_connector.naming import object_keys as keys
+from epochkv_connector.naming import identity as keys
 from epochkv_connector.store import envelope
 from epochkv_connector.store.envelope import Defect
 from tests.support.store import BlockKey, parse_key

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.naming.object_keys import object_key
+from epochkv_connector.naming.identity import object_key
 from epochkv_connector.store.queues import StoreOutcome, Transfer
-from epochkv_connector.wire.jobs import LoadJob, Phase, Tier
+from epochkv_connector.wire import LoadJob, Phase, Tier
 from epochkv_connector.worker.staging import StagingStream
 from hack.waiting import eventually
 from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.wire.jobs import Phase, Tier
-from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.wire import Phase, StepMetadata, Tier
 from epochkv_connector.worker import runner
 from epochkv_connector.worker.role import WorkerRole
 from epochkv_connector.worker.staging import StagingStream

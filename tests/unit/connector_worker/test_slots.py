@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from epochkv_connector.config import ConfigError
-from epochkv_connector.wire.jobs import BlockMove, Phase, Tier
-from epochkv_connector.wire.layout import RankLayout, common_slots
+from epochkv_connector.wire import BlockMove, Phase, RankLayout, Tier, common_slots
 from epochkv_connector.worker.runner import slot_count
 from tests.unit.connector_scheduler.rig import config
 from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_SLOTS, ObedientStore, Rig, load, move, save

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.naming.object_keys import object_key
+from epochkv_connector.naming.identity import object_key
 from epochkv_connector.store.queues import StoreOutcome
-from epochkv_connector.wire.jobs import BlockMove, Phase, Tier
-from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.wire import BlockMove, Phase, StepMetadata, Tier
 from epochkv_connector.worker.layout import GroupSpec, LayoutError
 from epochkv_connector.worker.staging import Staging, StagingStream
 from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_BLOCKS, NUM_SLOTS, ObedientStore, Rig, load, move, name_of, save

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from epochkv_connector.store.queues import StoreOutcome, Transfer
-from epochkv_connector.wire.jobs import Phase, Tier
+from epochkv_connector.wire import Phase, Tier
 from hack.waiting import eventually
 from tests.unit.connector_worker.worker_rig import NAMESPACE, NUM_SLOTS, ObedientStore, Rig, load, move, save
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from epochkv_connector.store.queues import StoreOutcome, Ticket, Transfer, resolve
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
-from epochkv_connector.wire.steps import StepMetadata
+from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, StepMetadata, Tier
 from epochkv_connector.worker.layout import HEADER_BYTES, TRAILER_BYTES, GroupSpec
 from epochkv_connector.worker.rank import Report
 from epochkv_connector.worker.runner import JobRunner

@@ -3,21 +3,242 @@
 The order is what keeps promises: the hit is computed over both tiers, cut to what can be held (referenced L1 blocks plus
 reserved slots), and only then answered; vLLM's allocation turns it into moves, and slots are allocated when the step is
 known. Nothing here waits except for the step's share of an L2 query.
+
+vLLM has no callback for a hit that it drops (vllm#42372): between the lookup and the allocation it may give the request
+up at a dozen places, or shrink the hit. So a plan holds what it promised until it is committed, aborted, too old, or
+the oldest while too much is held. A plan is also the memo of its lookup: asking again finds it, nothing is done twice.
+
+A hit of thousands of tokens is hundreds of blocks, and all of this runs on the scheduler thread: what is asked of every
+block is done by built-ins over slices of the prompt's hashes, some hundred at a time, and what was found is remembered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Final
 
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.planning import hits
-from epochkv_connector.scheduler.planning.lookup import READ_LEASE_SECONDS, Lookups, Query, QueryState
-from epochkv_connector.scheduler.planning.plans import HELD_FRACTION, PLAN_TTL_SECONDS, Plan, PlanTable
-from epochkv_connector.scheduler.planning.prompt_blocks import ABSENT, PromptBlocks
-from epochkv_connector.scheduler.tiers.index import Key
-from epochkv_connector.scheduler.tiers.state import TierState
-from epochkv_connector.scheduler.tiers.views import Hit, RequestView
-from epochkv_connector.wire.jobs import Tier
+from epochkv_connector.tiers.layout import Hit, RequestView, align_down, longest_hit, needed_range, tokens_by_tier
+from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS, LoadPause, Lookups, Query, QueryState
+from epochkv_connector.tiers.state import HostIndex, Key, RecentBlocks, TierState
+from epochkv_connector.wire import Tier
+
+ABSENT: Final = -1
+"""In a column of slots: not in L1."""
+
+FIRST_STRETCH: Final = 64
+LONGEST_STRETCH: Final = 1024
+"""Blocks that are looked up at a time, twice as many each time: most prompts end, or miss, early."""
+
+
+@dataclass(slots=True)
+class Span:
+    """Neighbouring blocks of one group, in chain order: `names[i]` and `slots[i]` belong to block `first + i`."""
+
+    group: int
+    first: int
+    names: list[bytes]
+    slots: list[int]  # or ABSENT
+    num_absent: int  # in `slots`
+
+    def held(self) -> list[int]:
+        return [slot for slot in self.slots if slot != ABSENT] if self.num_absent else self.slots
+
+    def part(self, blocks: range) -> Span | None:
+        """These blocks alone; None if they are not all in it."""
+        if blocks.start < self.first or blocks.stop > self.first + len(self.slots):
+            return None
+        inside = slice(blocks.start - self.first, blocks.stop - self.first)
+        slots = self.slots[inside]
+        return Span(self.group, blocks.start, self.names[inside], slots, slots.count(ABSENT) if self.num_absent else 0)
+
+
+@dataclass(slots=True)
+class PromptBlocks:
+    """See the module's docstring.
+
+    Attributes:
+        hashes: the prompt's, in units of the hash block size.
+        scales: hash blocks per block, by group.
+        remote: what L2 is known to hold; to be set before a hit is looked for.
+    """
+
+    index: HostIndex
+    tracker: RecentBlocks | None
+    hashes: Sequence[bytes]
+    scales: Sequence[int]
+    remote: frozenset[Key] = frozenset()
+    _runs: dict[int, Span] = field(default_factory=dict)  # of the last `first_absent` of each group
+
+    def blocks(self, group: int, first: int, end: int) -> Span:
+        """Blocks `first` to `end`, as far as they are whole and so have names."""
+        scale = self.scales[group]
+        names = list(self.hashes[(first + 1) * scale - 1 : end * scale : scale])
+        slots = list(map(self.index.finder(group), names, repeat(ABSENT)))
+        if self.tracker is not None:
+            confirmed = self.tracker
+            slots = [slot if (group, name) in confirmed else ABSENT for name, slot in zip(names, slots, strict=True)]
+        return Span(group, first, names, slots, slots.count(ABSENT))
+
+    def present(self, group: int, block: int) -> bool:
+        position = (block + 1) * self.scales[group] - 1
+        if position >= len(self.hashes):
+            return False
+        name = self.hashes[position]
+        if self.index.get(group, name) is not None and (self.tracker is None or (group, name) in self.tracker):
+            return True
+        return (group, name) in self.remote
+
+    def first_absent(self, group: int, first: int, end: int) -> int:
+        """The first of the blocks `first` to `end` that no tier holds; `end` if there is none."""
+        run: Span | None = None
+        block, stretch = first, FIRST_STRETCH
+        while block < end:
+            stop = min(end, block + stretch)
+            part = self.blocks(group, block, stop)
+            if part.num_absent:
+                part = self._up_to_absent(part)
+            if run is None:
+                run = self._runs[group] = part
+            else:
+                run.names += part.names
+                run.slots += part.slots
+                run.num_absent += part.num_absent
+            if block + len(part.slots) < stop:
+                return block + len(part.slots)
+            block, stretch = stop, min(2 * stretch, LONGEST_STRETCH)
+        return block
+
+    def _up_to_absent(self, span: Span) -> Span:
+        """Its first blocks, without those from the first one on that L2 does not hold either."""
+        for index, slot in enumerate(span.slots):
+            if slot == ABSENT and (span.group, span.names[index]) not in self.remote:
+                slots = span.slots[:index]
+                return Span(span.group, span.first, span.names[:index], slots, slots.count(ABSENT))
+        return span
+
+    def locate(self, group: int, blocks: range) -> Span:
+        """These blocks, all of which some tier holds."""
+        run = self._runs.get(group)
+        return (run and run.part(blocks)) or self.blocks(group, blocks.start, blocks.stop)
+
+
+PLAN_TTL_STEPS = 8
+PLAN_TTL_SECONDS = 2.0
+"""A plan that was not asked for in so many steps, or seconds, belongs to a request that vLLM dropped silently."""
+
+HELD_FRACTION = 0.5
+"""Share of the host region that plans together may hold; beyond it the oldest are aborted. One plan alone may hold more
+(a long prompt), up to what is there."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one lookup promised.
+
+    Attributes:
+        root, num_local_tokens: with the request id, what the answer is valid for.
+        hit: the answer; a plan with 0 tokens is a remembered miss and holds nothing.
+        spans: the blocks of each group that is restored, in the groups' order: those with a slot are referenced in L1 (`num_pinned`), the
+            others are to be fetched from L2 (`num_missing`).
+        reserved: slots promised for the latter; fewer where blocks only pass through (a staging ring).
+        valid_until: when the answer must be found anew (the store's read lease, or the life of a remembered miss).
+    """
+
+    request_id: str
+    root: bytes
+    num_local_tokens: int
+    hit: Hit
+    namespace: str | None
+    valid_until: float
+    spans: list[Span] = field(default_factory=list)
+    num_pinned: int = 0
+    num_missing: int = 0
+    reserved: int = 0
+    asked_step: int = 0
+    asked_at: float = 0.0
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pinned + self.reserved
+
+    def choose(self, spans: list[Span]) -> None:
+        """Promise these blocks; what is held of them, and slots for the others, is the caller's to take."""
+        self.spans = spans
+        self.num_pinned = self.num_missing = 0
+        for span in spans:
+            self.num_missing += span.num_absent
+            self.num_pinned += len(span.slots) - span.num_absent
+
+    def pinned(self) -> list[int]:
+        """Referenced slots, in chain order group by group."""
+        return self.spans[0].held() if len(self.spans) == 1 else [slot for span in self.spans for slot in span.held()]
+
+    def answers(self, num_local_tokens: int, root: bytes, namespace: str | None, now: float) -> bool:
+        """Whether the same question may be answered by this plan."""
+        return self.num_local_tokens == num_local_tokens and self.root == root and self.namespace == namespace and now < self.valid_until
+
+    def clear(self) -> None:
+        """Promise nothing (any more); what was held is the caller's to give back."""
+        self.spans, self.num_pinned, self.num_missing, self.reserved = [], 0, 0, 0
+
+
+class PlanTable:
+    """Open plans, one per request, least recently asked first."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[str, Plan] = OrderedDict()
+        self.num_held = 0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def get(self, request_id: str) -> Plan | None:
+        return self._plans.get(request_id)
+
+    def add(self, plan: Plan) -> None:
+        assert plan.request_id not in self._plans, f"request {plan.request_id} has a plan already"
+        self._plans[plan.request_id] = plan
+        self.num_held += plan.num_held
+
+    def refresh(self, plan: Plan, step: int, now: float) -> None:
+        plan.asked_step, plan.asked_at = step, now
+        self._plans.move_to_end(plan.request_id)
+
+    def pop(self, request_id: str) -> Plan | None:
+        """Take a plan out; what it holds is now the caller's to release."""
+        plan = self._plans.pop(request_id, None)
+        if plan is not None:
+            self.num_held -= plan.num_held
+        return plan
+
+    def pop_oldest_holder(self) -> Plan | None:
+        """Take out the least recently asked plan that holds anything."""
+        for plan in self._plans.values():
+            if plan.num_held:
+                return self.pop(plan.request_id)
+        return None
+
+    def pop_expired(self, step: int, now: float) -> list[Plan]:
+        """Take out every plan that nobody asked for lately."""
+        expired = []
+        for plan in self._plans.values():
+            if step - plan.asked_step < PLAN_TTL_STEPS and now - plan.asked_at < PLAN_TTL_SECONDS:
+                break
+            expired.append(plan)
+        for plan in expired:
+            self.pop(plan.request_id)
+        return expired
+
+    def pop_all(self) -> list[Plan]:
+        plans = list(self._plans.values())
+        self._plans.clear()
+        self.num_held = 0
+        return plans
+
 
 RING_SHARE = 8
 """A load through the staging ring gets at most this part of it: several go on at a time, and saves find slots, too."""
@@ -38,6 +259,7 @@ class HitPlanner:
 
     Attributes:
         plans: those that are open, remembered misses included.
+        pause: whether L2 may be asked.
     """
 
     def __init__(self, tiers: TierState, lookups: Lookups | None) -> None:
@@ -48,6 +270,7 @@ class HitPlanner:
         self._tracker = tiers.tracker
         self._count = tiers.counts
         self.plans = PlanTable()
+        self.pause = LoadPause(2 * tiers.config.job_deadline_seconds, tiers.clock)
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
         self._step = 0
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for _, g in layout.restored) or 1
@@ -96,7 +319,7 @@ class HitPlanner:
                 self._tiers.known.discard(key for key in query.blocks if key not in query.found)
                 found.remote = query.found
                 plan.valid_until = query.begun_at + READ_LEASE_SECONDS
-        whole = hits.longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
+        whole = longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
         self._fill(plan, whole, found)
         if num_local_tokens + (plan.hit.num_tokens or 0) < whole and self._await_slots(req.request_id):
             self._count["lookups_deferred"] += 1
@@ -110,7 +333,7 @@ class HitPlanner:
 
     def _max_tokens(self, req: RequestView) -> int:
         full = min(req.num_tokens - 1, len(req.block_hashes) * req.hash_block_size)
-        return hits.align_down(max(0, full), self._layout.alignment_tokens)
+        return align_down(max(0, full), self._layout.alignment_tokens)
 
     def find(self, req: RequestView) -> PromptBlocks:
         scales = [group.block_size // req.hash_block_size for group in self._layout.groups]
@@ -120,7 +343,7 @@ class HitPlanner:
         """The request's L2 query, begun if need be; None when L2 is not to be asked."""
         if self._lookups is None or namespace is None:
             return None
-        if not self._tiers.pause.allows():
+        if not self.pause.allows():
             self._count["lookups_paused"] += 1
             return None
         query = self._lookups.get(req.request_id, namespace, req.root)
@@ -151,7 +374,7 @@ class HitPlanner:
             if not self._index.indexed:
                 break  # not even one slot of the ring
             limit = total - max(1, excess // self._unit_blocks) * alignment
-            total = hits.longest_hit(self._layout, local, limit, found.present, found.first_absent) if limit > local else local
+            total = longest_hit(self._layout, local, limit, found.present, found.first_absent) if limit > local else local
         plan.hit = MISS
         plan.clear()
 
@@ -165,7 +388,7 @@ class HitPlanner:
     def _choose(self, plan: Plan, total: int, found: PromptBlocks) -> None:
         """The blocks of a hit of `total` tokens and where they come from."""
         local = plan.num_local_tokens
-        plan.choose([found.locate(group, hits.needed_range(spec, local, total)) for group, spec in self._layout.restored])
+        plan.choose([found.locate(group, needed_range(spec, local, total)) for group, spec in self._layout.restored])
         plan.reserved = self._slots_for(plan.num_missing)
         plan.hit = Hit(total - local, self._sources(plan, total - local))
 
@@ -174,7 +397,7 @@ class HitPlanner:
             return {Tier.STORE if plan.num_missing else Tier.HOST: num_tokens}
         store = {span.group: span.num_absent for span in plan.spans}
         host = {span.group: len(span.slots) - span.num_absent for span in plan.spans}
-        return hits.tokens_by_tier(self._layout, host, store, num_tokens)
+        return tokens_by_tier(self._layout, host, store, num_tokens)
 
     def _open(self, plan: Plan, now: float) -> None:
         num_tokens = plan.hit.num_tokens or 0

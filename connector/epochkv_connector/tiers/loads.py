@@ -2,7 +2,7 @@
 
 vLLM may accept fewer tokens than were planned, and with a sliding window a shorter hit ends with another window. So the plan is
 compared with the blocks that vLLM has allocated, and a hit that cannot fill every one of them is refused.
-Slots are allocated when the whole step is known (`scheduler.tiers.index`), so an accepted hit waits here as a draft until then.
+Slots are allocated when the whole step is known (`tiers.state`), so an accepted hit waits here as a draft until then.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ from itertools import repeat
 import msgspec
 
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.planning import hits
-from epochkv_connector.scheduler.planning.planner import HitPlanner
-from epochkv_connector.scheduler.planning.plans import Plan
-from epochkv_connector.scheduler.planning.prompt_blocks import ABSENT, Span
-from epochkv_connector.scheduler.tiers.ledger import Loaded
-from epochkv_connector.scheduler.tiers.state import TierState
-from epochkv_connector.scheduler.tiers.views import GroupKind, RequestView
-from epochkv_connector.wire.jobs import BlockMove, LoadJob, Tier
+from epochkv_connector.tiers.hits import ABSENT, HitPlanner, Plan, Span
+from epochkv_connector.tiers.jobs import Loaded
+from epochkv_connector.tiers.layout import GroupKind, RequestView, cdiv, tokens_by_tier
+from epochkv_connector.tiers.state import TierState
+from epochkv_connector.wire import BlockMove, LoadJob, Tier
 
 
 @dataclass(slots=True)
@@ -97,7 +94,7 @@ class LoadJobs:
         self._tiers.counts["plans_committed"] += 1
         self._drafts[req.request_id] = draft
         if draft.num_fetched:
-            self._tiers.pause.begin(req.request_id)
+            self._planner.pause.begin(req.request_id)
         return True
 
     def _bind(self, req: RequestView, plan: Plan, num_tokens: int, group_block_ids: Sequence[Sequence[int]]) -> LoadDraft | None:
@@ -111,7 +108,7 @@ class LoadJobs:
         late: list[int] = []
         for span in plan.spans:
             spec = self._tiers.layout.groups[span.group]
-            first, end = plan.num_local_tokens // spec.block_size, hits.cdiv(total, spec.block_size)
+            first, end = plan.num_local_tokens // spec.block_size, cdiv(total, spec.block_size)
             gpu_blocks = group_block_ids[span.group][first:end]
             has_null = self.null_block in gpu_blocks
             refused = len(gpu_blocks) < end - first or (spec.kind is GroupKind.FULL and has_null)
@@ -136,7 +133,7 @@ class LoadJobs:
         blocks: dict[Tier, Counter[int]] = {source: Counter() for source in Tier}
         for move in moves:
             blocks[move.source][move.group] += 1
-        return hits.tokens_by_tier(self._tiers.layout, blocks[Tier.HOST], blocks[Tier.STORE], num_tokens)
+        return tokens_by_tier(self._tiers.layout, blocks[Tier.HOST], blocks[Tier.STORE], num_tokens)
 
     def _bind_window(
         self,
@@ -199,6 +196,6 @@ class LoadJobs:
         fetched = sum(move.source is Tier.STORE for move in done.job.moves)
         if fetched:
             arrived = not done.failed or len(done.filled) == fetched
-            self._tiers.pause.end(done.job.request_id, None if done.abandoned else arrived)
+            self._planner.pause.end(done.job.request_id, None if done.abandoned else arrived)
         if not done.abandoned:
             self._tiers.loaded(done)

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 import msgspec
 
-from epochkv_connector.wire.jobs import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
+from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
 _SLOT = attrgetter("slot")
 

@@ -1,15 +1,47 @@
-"""Jobs and their acknowledgements, as plain values.
+"""What the two roles tell each other, once per scheduler step, and what each rank says of its memory at the start.
 
-`steps` imports vLLM's base classes. This module does not: property tests run thousands of schedules of the bookkeeping a second,
-without loading vLLM.
+The scheduler role decides (which block, which slot, which name), the worker role moves bytes and acknowledges.
+Job ids are never reused and never derived from request ids. Every rank acknowledges every phase of every job exactly once.
+vLLM merges ranks within one step only (`KVOutputAggregator.aggregate`), so `WorkerReport.aggregate` only concatenates, and the scheduler
+role counts ranks down *across* steps.
+
+Plain values without vLLM, whose import takes seconds: `connector` registers `StepMetadata` and `WorkerReport` with vLLM's base classes.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """One rank, as measured on the KV tensors that vLLM registered.
+
+    Attributes:
+        digest: of how they lie (`worker.layout.layout_digest`); empty: nobody has looked.
+        num_slots: of its host region; 0: it has none, and answers every job as failed.
+        payload_bytes: of one block, by KV cache group: of those that are saved.
+        refusal: why there are no slots; empty: there are, or nobody knows why.
+    """
+
+    digest: bytes = b""
+    num_slots: int = 0
+    payload_bytes: Mapping[int, int] = field(default_factory=dict)
+    refusal: str = ""
+
+    @property
+    def why_no_slots(self) -> str:
+        """Empty: it has some."""
+        return "" if self.num_slots else self.refusal or "it has no host memory for them"
+
+
+def common_slots(layouts: Sequence[RankLayout], num_ranks: int) -> int:
+    """Slots that every one of `num_ranks` ranks has: a job names the same slots on all of them. 0 unless all have answered."""
+    return min(layout.num_slots for layout in layouts) if len(layouts) == num_ranks > 0 else 0
 
 
 class Tier(enum.IntEnum):
@@ -112,3 +144,50 @@ class JobAck:
     filled_slots: tuple[int, ...] = ()
     failed_slots: tuple[int, ...] = ()
     busy_slots: tuple[int, ...] = ()
+
+
+@dataclass
+class StepMetadata:
+    """Scheduler role -> every worker rank, one object per step.
+
+    Attributes:
+        loads, saves: jobs born in this step.
+        poisoned: request ids whose load must be reported once more, finished *and* failed (fence.md, "Poison"). Also
+            names requests for which no load job was ever sent (a hit that could not be kept): reported the same way.
+        newest_epoch: highest epoch adopted; a put of an older namespace that has not begun is dropped and reported as failed.
+        settle: saves of earlier steps hold their GPU blocks no more: their copies must end before this step writes to any.
+        look: after the forward pass of this step each rank compares its weights with what it answered to the question of this number
+            (`weights.rank`); -1: nothing is named.
+        adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`rank.digest_adapters`) that they are
+            named after.
+        agreed, refused: saves of earlier steps that every rank has copied, or some rank has not. With several ranks a block's shards
+            go to L2 only when all are known to be of the same weights.
+    """
+
+    loads: tuple[LoadJob, ...] = ()
+    saves: tuple[SaveJob, ...] = ()
+    poisoned: tuple[str, ...] = ()
+    newest_epoch: int = -1
+    settle: bool = False
+    look: int = -1
+    adapters: tuple[tuple[int, int], ...] = ()
+    agreed: tuple[int, ...] = ()
+    refused: tuple[int, ...] = ()
+
+
+@dataclass
+class WorkerReport:
+    """Every worker rank -> scheduler role, every step (never None and never falsy: the aggregator skips those).
+
+    Attributes:
+        late: questions whose answer was not true any more when a step was over (`StepMetadata.look`).
+        replaced: adapters, and the questions, likewise.
+    """
+
+    acks: list[JobAck] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    replaced: list[tuple[int, int]] = field(default_factory=list)
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """Concatenate."""
+        return WorkerReport(acks=self.acks + other.acks, late=self.late + other.late, replaced=self.replaced + other.replaced)

@@ -1,20 +1,22 @@
-"""What the connector tells vLLM's logger and Prometheus: one class for both roles, because vLLM merges them.
+"""What the connector tells vLLM's logger and Prometheus, at most once a second: one class for both roles, because vLLM merges them.
 
 Counters travel as increments since the last report and are added; gauges travel as values and the latest wins, those of
-worker ranks apart for each rank. All are dictionaries of numbers, so that they survive the trip to the API process.
+worker ranks apart for each rank. All are dictionaries of numbers, so that they survive the trip to the API process. `metrics` names
+the series.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from epochkv_connector import metrics
 from epochkv_connector.engine.interface import KVConnectorPromMetrics, KVConnectorStats
-from epochkv_connector.metrics import families as metrics
-from epochkv_connector.metrics.families import PREFIX, Family
+from epochkv_connector.metrics import PREFIX, Family
 
 logger = logging.getLogger("vllm.epochkv.stats")
 
@@ -156,3 +158,45 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
 
 def _is_rank(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 5
+
+
+INTERVAL_SECONDS = 1.0
+
+
+class Reporter:
+    """One per connector object.
+
+    Args:
+        errors: exceptions that were turned into a miss, by place.
+    """
+
+    def __init__(self, errors: Mapping[str, int]) -> None:
+        self._errors = errors
+        self._sent: dict[str, float] = {}
+        self._at = float("-inf")
+
+    def due(self) -> bool:
+        """Whether the last report is at least a second old; if so, the next one begins now."""
+        now = time.monotonic()
+        due = now - self._at >= INTERVAL_SECONDS
+        if due:
+            self._at = now
+        return due
+
+    def worker_stats(self, totals: Mapping[str, float], rank: int, *, refusing: bool) -> EpochKVStats:
+        """What one rank tells.
+
+        Args:
+            totals: counters since the start and gauges of now.
+            refusing: it has tiers and answers every job as failed.
+        """
+        named = {name if name.startswith("store_") else f"worker_{name}": value for name, value in totals.items()}
+        counters, gauges = metrics.split({**named, "worker_refusing": float(refusing)})
+        return self.report(counters, {}, str(rank), gauges)
+
+    def report(self, totals: Mapping[str, float], gauges: Mapping[str, float], rank: str, of_rank: Mapping[str, float]) -> EpochKVStats:
+        """What these counters have grown by since the last report, with errors, and what holds now."""
+        totals = {**totals, **{f"error_{where}": float(count) for where, count in dict(self._errors).items()}}
+        increments = {name: value - self._sent.get(name, 0.0) for name, value in totals.items()}
+        self._sent.update(totals)  # a part that could not be asked this time is not forgotten: it would be told twice
+        return EpochKVStats.of(increments, gauges, {rank: of_rank})

@@ -15,12 +15,10 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.planning.hits import align_down
-from epochkv_connector.scheduler.tiers.index import Key
-from epochkv_connector.scheduler.tiers.ledger import Copied, Outcome, Released, Stored
-from epochkv_connector.scheduler.tiers.state import TierState
-from epochkv_connector.scheduler.tiers.views import GroupKind, ScheduledRequestView
-from epochkv_connector.wire.jobs import BlockMove, JobAck, SaveJob
+from epochkv_connector.tiers.jobs import Copied, Outcome, Released, Stored
+from epochkv_connector.tiers.layout import GroupKind, ScheduledRequestView, align_down
+from epochkv_connector.tiers.state import Key, TierState
+from epochkv_connector.wire import BlockMove, JobAck, SaveJob
 
 if TYPE_CHECKING:
     from epochkv_connector.engine.blocks import BlockPoolAdapter

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.planning.lookup import Lookups
-from epochkv_connector.scheduler.planning.planner import HitPlanner
-from epochkv_connector.scheduler.tiers.ledger import Loaded
-from epochkv_connector.scheduler.tiers.loads import LoadJobs
-from epochkv_connector.scheduler.tiers.saves import SaveJobs
-from epochkv_connector.scheduler.tiers.state import TierState
-from epochkv_connector.scheduler.tiers.views import CacheLayout, KeysOf
-from epochkv_connector.wire.jobs import JobAck, LoadJob, SaveJob
+from epochkv_connector.tiers.hits import HitPlanner
+from epochkv_connector.tiers.jobs import Loaded
+from epochkv_connector.tiers.layout import CacheLayout, KeysOf
+from epochkv_connector.tiers.loads import LoadJobs
+from epochkv_connector.tiers.lookup import Lookups
+from epochkv_connector.tiers.saves import SaveJobs
+from epochkv_connector.tiers.state import TierState
+from epochkv_connector.wire import JobAck, LoadJob, SaveJob
 
 if TYPE_CHECKING:
     from epochkv_connector.engine.blocks import BlockPoolAdapter
@@ -38,7 +38,7 @@ COUNTERS = (
 
 
 class StepJobs(NamedTuple):
-    """What ranks are told of one step: fields of `wire.steps.StepMetadata`, without vLLM's base class."""
+    """What ranks are told of one step: fields of `wire.StepMetadata`."""
 
     loads: tuple[LoadJob, ...]
     saves: tuple[SaveJob, ...]
@@ -136,7 +136,7 @@ class Bookkeeping:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges of now. The one method that may be called on another thread."""
-        index, ledger, tracker, pause = self.state.index, self.state.ledger, self.state.tracker, self.state.pause
+        index, ledger, tracker, pause = self.state.index, self.state.ledger, self.state.tracker, self.hits.pause
         values: dict[str, float] = {name: self.state.counts.get(name, 0) for name in COUNTERS}
         values |= {
             "slots": index.num_slots,

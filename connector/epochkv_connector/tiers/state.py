@@ -1,19 +1,19 @@
-"""Who has which host slot, and which block is in it.
+"""Which block is in which host slot, who holds it, and what L2 and the tracker are known to hold.
 
-The only owner of these facts: workers copy and acknowledge, so eviction never needs reporting and rank skew cannot make
-indices differ. A slot is free, *anonymous* (held by a job that fills it), or *indexed* under (group, block hash);
-indexed slots without references wait in an LRU. Block hashes of another root can never be asked for, so its slots go
-first; they keep their names until then, because an engine that lost its lease for a moment returns to the same root.
-
-Taking happens in two phases, as in vLLM's own coordinator (vllm#33775): hits are referenced when they are planned, and
-what a hit still has to fetch is only *reserved*; slots are allocated, and others' blocks evicted for them, when the
-whole step is known. A reservation is a promise that the later allocation succeeds.
+What L1 holds, what L2 is known to hold and what the tracker confirms change together, here (`TierState`), or not at all.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.naming.identity import Snapshot
+from epochkv_connector.tiers.jobs import Copied, Ledger, Loaded, Stored
+from epochkv_connector.tiers.layout import CacheLayout
+from epochkv_connector.wire import BlockMove, Tier
 
 Key = tuple[int, bytes]
 """(KV cache group, block hash)"""
@@ -199,3 +199,142 @@ class HostIndex:
         self._free.extend([*self._dead, *self._idle])
         self._dead.clear()
         self._idle.clear()
+
+
+class RecentBlocks:
+    """LRU set of (group, block hash), at most `capacity` entries. Give keys in chain order: the head is forgotten last."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._keys: OrderedDict[Key, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._keys
+
+    def add(self, keys: Iterable[Key]) -> None:
+        for key in reversed(list(keys)):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self.capacity:
+            self._keys.popitem(last=False)
+
+    def use(self, keys: Iterable[Key]) -> None:
+        """Blocks of a hit: as `add`, for those that are in it."""
+        for key in reversed(list(keys)):
+            if key in self._keys:
+                self._keys.move_to_end(key)
+
+    def discard(self, keys: Iterable[Key]) -> None:
+        """These are not, or no longer, where they were."""
+        for key in keys:
+            self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+
+KNOWN_IN_STORE_CAPACITY = 100_000
+
+
+class Listener(Protocol):
+    """Told which blocks L1 holds (`engine.events.HostEvents`)."""
+
+    def arrived(self, keys: Iterable[Key]) -> None: ...
+    def left(self, key: Key) -> None: ...
+    def found_again(self, keys: Iterable[Key]) -> None: ...
+
+
+class TierState:
+    """See the module's docstring, and `Bookkeeping` for the arguments.
+
+    Attributes:
+        is_usable: blocks of this layout can be saved and loaded, and there are slots for them.
+        known: what L2 is known to hold.
+        tracker: what all ranks have confirmed; None: L1's index answers alone.
+        listener: told which blocks L1 holds; None: nobody listens.
+    """
+
+    def __init__(
+        self, config: ConnectorConfig, layout: CacheLayout, num_ranks: int, num_slots: int, ids: Iterator[int], clock: Callable[[], float]
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.ids = ids
+        self.clock = clock
+        self.is_usable = layout.problem() is None and num_slots > 0
+        self.counts: Counter[str] = Counter()
+        self.index = HostIndex(num_slots, max(1, len(layout.groups)), config.local is not None, self._left)
+        self.known = RecentBlocks(KNOWN_IN_STORE_CAPACITY)
+        self.tracker = RecentBlocks(config.tracker_capacity) if config.tracker and config.local else None
+        self.ledger = Ledger(num_ranks)
+        self.listener: Listener | None = None
+        self._root: bytes | None = None
+
+    def namespace(self, snap: Snapshot) -> str | None:
+        """Prefix of the L2 keys of what holds now; None: nothing is looked for in L2, nor put there."""
+        return snap.namespace if snap.shared and self.config.distributed is not None else None
+
+    def copied(self, done: Copied) -> None:
+        keys = self._insert(done.saved)
+        if self.tracker is not None:
+            self.tracker.add(keys)
+
+    def stored(self, done: Stored) -> None:
+        self.known.add(_keys(done.stored))
+
+    def loaded(self, done: Loaded) -> None:
+        """Verified L2 bytes in a slot are good on every rank, even when the copy to the GPU came too late."""
+        self._insert(done.filled)
+        self.known.add(_keys(done.filled))
+        filled = {move.slot for move in done.filled}
+        for move in done.doubted:
+            if move.source is Tier.HOST:
+                self.index.forget(move.group, move.block_hash)
+            elif move.slot not in filled:
+                self.known.discard(_keys((move,)))
+        if self.tracker is not None:
+            self.tracker.discard(_keys(done.hull))
+
+    def _insert(self, moves: Iterable[BlockMove]) -> list[Key]:
+        keys = _keys(move for move in moves if self.index.insert(move.slot, move.group, move.block_hash))
+        if self.listener is not None:
+            self.listener.arrived(keys)
+        return keys
+
+    def _left(self, key: Key) -> None:
+        if self.tracker is not None:
+            self.tracker.discard((key,))
+        if self.listener is not None:
+            self.listener.left(key)
+
+    def rename(self, root: bytes) -> bool:
+        """Names are made of this root from now on. Returns whether it is another one: then only L1's blocks of this very root, which
+        may have been current before, count."""
+        if root == self._root:
+            return False
+        self._root = root
+        self._forget_names()
+        found_again = self.index.renew(root)
+        if self.tracker is not None:
+            self.tracker.add(found_again)
+        if self.listener is not None:
+            self.listener.found_again(found_again)
+        return True
+
+    def clear(self) -> None:
+        """Clear means clear: L1 is empty at once."""
+        self._forget_names()
+        self.index.clear()
+
+    def _forget_names(self) -> None:
+        self.ledger.abandon_all()
+        self.known.clear()
+        if self.tracker is not None:
+            self.tracker.clear()
+
+
+def _keys(moves: Iterable[BlockMove]) -> list[Key]:
+    return [(move.group, move.block_hash) for move in moves]

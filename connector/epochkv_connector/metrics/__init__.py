@@ -1,1 +1,0 @@
-"""What the connector counts, and how vLLM and Prometheus get it."""

@@ -1,1 +1,0 @@
-"""What the scheduler role and the worker role send each other."""
