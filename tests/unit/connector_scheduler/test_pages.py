@@ -52,7 +52,8 @@ def test_every_rule_names_code_that_exists() -> None:
     for row in rows(RULES):
         match = SYMBOL.search(row)
         assert match, f"no symbol: {row}"
-        path = (ROOT / "connector/epochkv_connector" / match[1].replace(".", "/")).with_suffix(".py")
+        module = ROOT / "connector/epochkv_connector" / match[1].replace(".", "/")
+        path = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
         assert match[2] in names(path), f"{match[0]} does not exist"
 
 
