@@ -64,12 +64,6 @@ KNOWN_KEYS: Final = (
     "allow_untested_vllm",
 )
 """Of the JSON: ours, and those of the connector, which refuses any other."""
-GONE_KEYS: Final[Mapping[str, str]] = {
-    "weights_source": "weights name themselves, pushed or not",
-    "on_local_reset": "an engine whose own caches are reset always asks for the pool's next epoch",
-    "encoder": "an engine looks at its encoder by itself, as at its other weights",
-}
-"""Removed keys, and what replaced them."""
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_UID: Final = 253
 RELOAD_TRIES: Final = 4
@@ -168,7 +162,6 @@ class Connection:
         """
         variables = os.environ if environ is None else environ
         document = read_document(source, variables, what)
-        refuse_gone(document.content, document.origin)
         needed = convert(document.content, _Needed, document.origin)
         check_pool(needed.pool, document.origin)
         check_endpoint(needed.hub.endpoint, f"{document.origin}: hub.endpoint")
@@ -273,13 +266,6 @@ def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
         raise ConfigurationError(
             f'{origin}: {error}; it must have {{"pool": {{"name", "uid"}}, "hub": {{"endpoint", "credentials_dir"}}}}'
         ) from error
-
-
-def refuse_gone(content: Mapping[str, Any], origin: str) -> None:
-    """Raise `ConfigurationError` for a removed key, with what replaced it."""
-    for key, instead in GONE_KEYS.items():
-        if key in content:
-            raise ConfigurationError(f"{origin}: the key {key} is no longer supported: {instead}; remove it, see docs/trainers.md")
 
 
 def warn_of_unknown(content: Mapping[str, Any], origin: str) -> None:

@@ -171,18 +171,11 @@ class Authority:
             case "load":
                 if process.term == call.term and call.term is not None:
                     side.loaded(process, ev.Acquired(call.term, call.result))
-            case "record":
-                side.step(process, ev.Recorded(call.value))
-            case "publish":
-                side.step(process, ev.Published(call.value))
-            case "note":
-                side.step(process, ev.Noted())
-            case "label":
-                side.step(process, ev.LabelsNoted(call.origin))
-            case "wipe":
-                side.step(process, ev.Wiped(call.value, call.result[0], call.result[0] * 100))
-            case "sweep":
-                side.step(process, ev.Swept(call.value, call.result[0], None))
+            case "wipe" | "sweep":
+                keys = call.result[0]
+                side.step(process, ev.Done(_asked(call), ok=True, removed=(keys, keys * 100 if call.kind == "wipe" else None)))
+            case _:
+                side.step(process, ev.Done(_asked(call), ok=True))
 
     def _fail(self, call: Call) -> None:
         """No answer in time, or a refusal."""
@@ -195,18 +188,8 @@ class Authority:
                 if process.term == call.term:
                     process.round_running = False
                     side.step(process, ev.RoundDropped(call.value))
-            case "record":
-                side.step(process, ev.RecordFailed(call.value))
-            case "publish":
-                side.step(process, ev.PublishFailed(call.value))
-            case "note":
-                side.step(process, ev.NoteFailed())
-            case "label":
-                side.step(process, ev.LabelsNoteFailed(call.origin))
-            case "wipe":
-                side.step(process, ev.WipeFailed(call.value))
-            case "sweep":
-                side.step(process, ev.SweepFailed(call.value))
+            case "record" | "publish" | "note" | "label" | "wipe" | "sweep":
+                side.step(process, ev.Done(_asked(call), ok=False))
 
     # ------------------------------------------------------------------ leadership and restores
 
@@ -226,3 +209,18 @@ class Authority:
             self.world.count("restores")
             self.world.note(f"authority: restored to {self.record}")
             self.world.checks.restored()
+
+
+def _asked(call: Call) -> ev.Call:
+    """What the hub asked for, as it did."""
+    match call.kind:
+        case "record":
+            return ev.RecordTarget(call.value, call.origin)
+        case "publish":
+            return ev.Publish(call.value)
+        case "note":
+            return ev.NoteGranting()
+        case "label":
+            return ev.NoteLabels(call.origin)
+        case _:
+            return ev.RemoveAll(call.value, call.kind == "sweep")

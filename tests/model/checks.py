@@ -93,7 +93,7 @@ class Checks:
         if new_weights and not any(isinstance(action, ev.Changed) for action in actions):
             raise Violation(f"V: {who} hears of other weights and does not say that something has changed")
         for action in actions:
-            if isinstance(action, ev.Wipe) and action.epoch > self.published:
+            if isinstance(action, ev.RemoveAll) and not action.sweep and action.epoch > self.published:
                 raise Violation(f"R: {who} has the store wiped for {action.epoch}; published is {self.published}")
             if not isinstance(action, ev.Send):
                 continue

@@ -91,10 +91,8 @@ class HubSide:
                 world.authority.call(process, "note", 0)
             case ev.NoteLabels(labels):
                 world.authority.call(process, "label", 0, dict(labels))
-            case ev.Wipe(epoch):
-                world.authority.call(process, "wipe", epoch)
-            case ev.Sweep(below):
-                world.authority.call(process, "sweep", below)
+            case ev.RemoveAll(epoch, sweep):
+                world.authority.call(process, "sweep" if sweep else "wipe", epoch)
             case ev.Changed():
                 world.count("changes")
 

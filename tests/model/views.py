@@ -198,10 +198,6 @@ class Told:
             boot = live.get(engine.boot)
             if boot is None or (engine.weights, engine.weights_note) != (boot.weights, boot.note):
                 return f"boot {engine.boot.hex()[-4:]} is told with {engine.weights!r} {engine.weights_note!r}"
-        if (
-            page.first == 0
-            and page.after is None
-            and page.labels != {weights.hex(): label for weights, label in hub.snapshot(now).labels.items()}
-        ):
+        if page.after is None and page.labels != {weights.hex(): label for weights, label in hub.snapshot(now).labels.items()}:
             return f"labels are told as {page.labels}"
         return ""

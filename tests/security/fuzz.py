@@ -103,18 +103,10 @@ def _perform(hub: Hub, action: ev.Action, rng: Random, now: float) -> None:
     match action:
         case ev.Send(_, message):
             encode(message)
-        case ev.RecordTarget(epoch):
-            hub.step(ev.Recorded(epoch) if worked else ev.RecordFailed(epoch), now)
-        case ev.Publish(epoch):
-            hub.step(ev.Published(epoch) if worked else ev.PublishFailed(epoch), now)
-        case ev.NoteGranting():
-            hub.step(ev.Noted() if worked else ev.NoteFailed(), now)
-        case ev.NoteLabels(labels):
-            hub.step(ev.LabelsNoted(labels) if worked else ev.LabelsNoteFailed(labels), now)
-        case ev.Wipe(epoch):
-            hub.step(ev.Wiped(epoch, rng.randrange(2)) if worked else ev.WipeFailed(epoch), now)
-        case ev.Sweep(below):
-            hub.step(ev.Swept(below, rng.randrange(2)) if worked else ev.SweepFailed(below), now)
+        case ev.Changed():
+            pass
+        case call:
+            hub.step(ev.Done(call, worked, (rng.randrange(2), None)), now)
 
 
 def keys(rng: Random) -> None:

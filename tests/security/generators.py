@@ -40,7 +40,7 @@ from epochkv_fence.protocol.messages import (
 BOOTS = [bytes([65 + n]) * 16 for n in range(4)]
 WEIGHTS = [bytes([97 + n]) * 16 for n in range(4)]
 CORPUS: list[Message] = [
-    Heartbeat(BOOTS[0], 7, 3, 2, 12.5, "engine", "pod-0", 1, "f" * 64, {"hits": 0.5, "l1_bytes": 1e9}, True, WEIGHTS[0]),
+    Heartbeat(BOOTS[0], 7, 3, 12.5, {"hits": 0.5, "l1_bytes": 1e9}, engine="engine", pod="pod-0", fingerprint="f" * 64, weights=WEIGHTS[0]),
     Heartbeat(BOOTS[1], 0),
     Heartbeat(BOOTS[0], 8, 3, weights=WEIGHTS[1]),
     Heartbeat(BOOTS[2], 9, 3, weights_note="rank 1: no answer"),
@@ -54,7 +54,7 @@ CORPUS: list[Message] = [
     BumpStatus(1, 4, 4, 3, 2, 1, 0, 30.0),
     Status(3),
     Status(4, after=BOOTS[0]),
-    Status(3, 0, 4, 4, 1, [EngineStatus(BOOTS[0], "engine", "pod-0", 0, 4, 0, weights=WEIGHTS[0])], 30.0, labels={"61" * 16: "step-42"}),
+    Status(3, 4, 4, 1, [EngineStatus(BOOTS[0], 4, engine="engine", pod="pod-0", weights=WEIGHTS[0])], 30.0, labels={"61" * 16: "step-42"}),
     Label(5, WEIGHTS[0], "step-42"),
     Labelled(5, WEIGHTS[0], "step-42"),
     Reclaim(BOOTS[0], 4),

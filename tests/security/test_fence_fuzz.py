@@ -118,7 +118,7 @@ def test_any_fields_reach_both_state_machines_or_none(bodies: list[dict[str, Any
 @FUZZ
 @given(st.binary(min_size=1, max_size=60), st.integers(0, 10**6), st.integers(0, 255))
 def test_a_flipped_byte(noise: bytes, where: int, value: int) -> None:
-    frames = encode(Heartbeat(BOOT, 7, 3, 2, 12.5, "e", "p", 1, "f", {"hits": 0.5}, weights=BOOT))
+    frames = encode(Heartbeat(BOOT, 7, 3, 12.5, {"hits": 0.5}, engine="e", pod="p", rank=1, carried=2, fingerprint="f", weights=BOOT))
     payload = bytearray(frames[1])
     payload[where % len(payload)] = value
     taken(bytes(payload))

@@ -36,7 +36,6 @@ from epochkv_fence.connection import (
     PoolRef,
     check_pool,
     read_document,
-    refuse_gone,
 )
 
 MAX_SHOWN = 80
@@ -413,11 +412,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         variables = os.environ if environ is None else environ
         document, origin = _document(inline.pop("config_file", None), variables)
         merged = {**document, **inline}
-        try:
-            refuse_gone(inline, EXTRA)
-            refuse_gone(document, origin)
-        except ConfigurationError as error:
-            raise ConfigError(str(error)) from None
         found = first_problem(merged, KEYS)
         if found is not None:
             key, sentence = found

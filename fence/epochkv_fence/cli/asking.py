@@ -71,20 +71,6 @@ OnFailure = Annotated[
 ]
 
 
-def gone(option: str, instead: str) -> Any:
-    """A removed option: hidden from help, and rejected with what replaced it.
-
-    Args:
-        instead: what to do now, after "is no longer supported: ".
-    """
-
-    def refuse(ctx: typer.Context, value: str | None) -> None:
-        if value is not None:
-            raise typer.BadParameter(f"it is no longer supported: {instead}", ctx, param_hint=option)
-
-    return typer.Option(option, hidden=True, callback=refuse, metavar="GONE")
-
-
 CONNECT_SECONDS: Final = 30.0
 """Longer than a standby operator takes to become the hub."""
 NO_EPOCH: Final = f"{{!r}} is no epoch; give an integer from 0 to {MAX_EPOCH}."
@@ -146,9 +132,6 @@ def reset(
         bool, typer.Option("--force", help="Accept an epoch that is more than a million above the target. It never goes down again.")
     ] = False,
     output: Out = Output.TABLE,
-    weights_version: Annotated[
-        str | None, gone("--weights-version", "weights name themselves. Leave it out; `epochkv update` says what they are called")
-    ] = None,
 ) -> None:
     """Make all KV of the pool unreachable, and wait until that is proved.
 
@@ -287,9 +270,6 @@ def update(
         float, typer.Option("--timeout", metavar="SECONDS", help="For the steps before COMMAND, and again for those after it.")
     ] = WEIGHTS_SECONDS,
     output: Out = Output.TABLE,
-    order: Annotated[
-        str | None, gone("--order", "weights name themselves, so no order is wrong, and engines may serve during the push. Leave it out")
-    ] = None,
 ) -> None:
     """Run COMMAND, which pushes new weights, and wait until every engine of the pool holds them, bit by bit.
 

@@ -16,13 +16,11 @@ from typing import Annotated, Final, Literal
 import typer
 
 from epochkv_fence.cli import Exit
-from epochkv_fence.cli.asking import gone
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.protocol.pool import ReclaimPolicy
 from epochkv_fence.standalone.credentials import CLIENT_FOLDER, KEEP_SECONDS, accepted_for, retire_previous, rotate_keys
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 
-NAMED: Final = "engines name KV by the weights that they hold"
 END_SECONDS: Final = 10.0
 """Longer than an orderly end takes: each of its steps has a shorter deadline."""
 
@@ -82,8 +80,6 @@ def hub(
     advertise: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="Address that clients dial. Default: from --listen.")] = "",
     metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="Serve /metrics and /healthz there. Default: no.")] = "",
     log_format: Annotated[LogFormat, typer.Option(help="text for people, json for collectors.")] = "text",
-    weights_source: Annotated[str | None, gone("--weights-source", f"{NAMED}, pushed or not. Leave it out")] = None,
-    join_after_seconds: Annotated[str | None, gone("--join-after-seconds", f"{NAMED}, so no engine has to wait. Leave it out")] = None,
 ) -> None:
     """Serve a pool without Kubernetes. One process; its record and keys are in --state.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
 from epochkv_fence.protocol.messages import CONTROL, MAX_EPOCH
@@ -13,21 +13,6 @@ MAX_LABEL: Final = 253
 MAX_JUMP: Final = 1_000_000
 """How far above the target an epoch may be asked for without force: ten years of a reset every five minutes."""
 DIGEST: Final = re.compile("[0-9a-f]{32}")
-NAMED: Final = "weights name themselves"
-GONE: Final[Mapping[str, Mapping[str, str]]] = {
-    "reset": {
-        "weights_version": f"is no longer supported: {NAMED}. Leave it out; weight_update(label) or wait_weights(label=...) "
-        "says what they are called",
-    },
-    "weight_update": {
-        "version": "is now called label",
-        "order": f"is no longer supported: {NAMED}, so no order of push and reset is wrong, and "
-        "engines may serve during the push. Leave it out",
-        "on_failure": "is no longer supported: WeightsDiverged is raised when engines do not hold the same, new weights in "
-        "time. Leave it out",
-    },
-}
-"""Removed parameters, and what replaced them."""
 
 
 class ArgumentError(ValueError):
@@ -45,14 +30,6 @@ class ArgumentError(ValueError):
 
 class ArgumentTypeError(ArgumentError, TypeError):
     """An argument is of another type."""
-
-
-def refuse_gone_parameters(call: str, given: Mapping[str, object]) -> None:
-    """Raise for keywords that `call` does not take, with what replaced those that it once took."""
-    for parameter in given:
-        if (problem := GONE[call].get(parameter)) is not None:
-            raise ArgumentTypeError(parameter, problem)
-        raise TypeError(f"{call}() got an unexpected keyword argument {parameter!r}")
 
 
 def check_reset(epoch: int | None, timeout_s: float, on_failure: str, progress: object, **flags: object) -> None:

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mappin
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, Final, Never, NoReturn, Self, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
 
-from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights, refuse_gone_parameters
+from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights
 from epochkv_fence.client.pushes import Pushes, Update, WeightsProgress
 from epochkv_fence.client.resets import Progress, Resets
 from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolClosed, PoolError, PoolStatus, Reset, WeightsReport
@@ -234,7 +234,6 @@ class Pool(Face):
         on_failure: OnFailure = "bypass",
         progress: Progress | None = None,
         force: bool = False,
-        **gone: Never,
     ) -> Reset:
         """Make all KV of the pool unreachable. Repeating it with the same epoch changes nothing.
 
@@ -255,7 +254,6 @@ class Pool(Face):
             ResetTimeout: with `on_failure="crash"`.
             ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
         """
-        refuse_gone_parameters("reset", gone)
         check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
         work = self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force)
         return self._background.run(work, timeout_s + EXTRA_SECONDS)
@@ -321,7 +319,6 @@ class Pool(Face):
         engines: Iterable[str] | None = None,
         timeout_s: float = WEIGHTS_SECONDS,
         progress: WeightsProgress | None = None,
-        **gone: Never,
     ) -> Iterator[Update]:
         """Push new weights inside this block, in any order, and have it proved at the end that every engine holds them.
 
@@ -337,7 +334,6 @@ class Pool(Face):
             HubUnreachable: no hub answered; on entry the block does not run.
             WeightsDiverged: on exit, as in `wait_weights`; also when a push changed nothing.
         """
-        refuse_gone_parameters("weight_update", gone)
         names, _ = check_weights(engines, timeout_s, label, (), progress)
         update = self._background.run(self._calls.pushes.begin_update(label, names, timeout_s), timeout_s)
         yield update
@@ -399,9 +395,7 @@ class AsyncPool(Face):
         on_failure: OnFailure = "bypass",
         progress: Progress | None = None,
         force: bool = False,
-        **gone: Never,
     ) -> Reset:
-        refuse_gone_parameters("reset", gone)
         check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
         return await self._do(self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force))
 
@@ -432,9 +426,7 @@ class AsyncPool(Face):
         engines: Iterable[str] | None = None,
         timeout_s: float = WEIGHTS_SECONDS,
         progress: WeightsProgress | None = None,
-        **gone: Never,
     ) -> AsyncIterator[Update]:
-        refuse_gone_parameters("weight_update", gone)
         names, _ = check_weights(engines, timeout_s, label, (), progress)
         update = await self._do(self._calls.pushes.begin_update(label, names, timeout_s))
         yield update

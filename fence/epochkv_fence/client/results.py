@@ -54,10 +54,9 @@ class Engine:
 
     @classmethod
     def of(cls, status: EngineStatus, target: int) -> Engine:
-        name = status.pod or status.engine or status.boot.hex()[:8]
         return cls(
             boot=status.boot.hex(),
-            name=f"{name}/{status.rank}" if status.rank else name,
+            name=status.name(status.boot),
             engine=status.engine,
             pod=status.pod,
             rank=status.rank,

@@ -92,27 +92,17 @@ class BootRecord:
 
     def view(self, target: int, config: PoolConfig, now: float) -> EngineView:
         """This boot as status shows it; `diverged_seconds` is left for who knows the others."""
-        beat = self.newest
         return EngineView(
             boot=self.boot,
-            engine=beat.engine,
-            pod=beat.pod,
-            rank=beat.rank,
             epoch=self.epoch,
             converged=self.at_least(target),
             alive=self.alive(config, now),
-            carried=beat.carried,
-            age_seconds=beat.boot_age_seconds,
+            age_seconds=self.newest.boot_age_seconds,
             silent_seconds=max(0.0, now - self.heard_at),
-            fingerprint=beat.fingerprint,
-            stats=dict(beat.stats),
+            stats=dict(self.newest.stats),
             key_index=self.key_index,
-            private=beat.private,
-            weights=beat.weights,
-            weights_note=beat.weights_note,
             weights_since=max(0.0, now - self.weights_at),
-            tiers_off=beat.tiers_off,
-            tiers_note=beat.tiers_note,
+            **self.newest.report(),
         )
 
 

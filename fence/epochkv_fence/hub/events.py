@@ -14,7 +14,72 @@ from epochkv_fence.protocol.pool import PoolConfig
 RETRY_SECONDS: Final = 0.25
 """After a write that failed, before the next one."""
 
+# --------------------------------------------------------------------------------------------------------------- actions
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send this message to `peer`; it may be lost."""
+
+    peer: bytes
+    message: Message
+
+
+class RecordTarget(msgspec.Struct, frozen=True):
+    """Durably raise the target to `epoch`, which `origin` asked for."""
+
+    epoch: int
+    origin: Source | None = None
+
+
+class NoteGranting(msgspec.Struct, frozen=True):
+    """Durably note that grants may be out."""
+
+
+class NoteLabels(msgspec.Struct, frozen=True):
+    """Durably add these labels."""
+
+    labels: Mapping[bytes, str]
+
+
+class Publish(msgspec.Struct, frozen=True):
+    """Durably raise the published epoch to `epoch`."""
+
+    epoch: int
+
+
+class RemoveAll(msgspec.Struct, frozen=True):
+    """`epoch` is published: remove everything that nobody reads from the pool's store.
+
+    Attributes:
+        sweep: because no engine can remove the keys of older epochs; else to give their memory back at once.
+    """
+
+    epoch: int
+    sweep: bool = False
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """What a snapshot shows has changed."""
+
+
+Call = RecordTarget | NoteGranting | NoteLabels | Publish | RemoveAll
+"""What a hub asks of the authority or of a store; each is answered by one `Done`."""
+Action = Send | Call | Changed
+
 # ---------------------------------------------------------------------------------------------------------------- events
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A call has ended.
+
+    Attributes:
+        ok: what was asked for is durable, or done. Else there was no answer, or it was refused; it may still land.
+        removed: by `RemoveAll`: how many keys, and how many bytes when that is known.
+    """
+
+    call: Call
+    ok: bool
+    removed: tuple[int, int | None] = (0, None)
 
 
 class Acquired(msgspec.Struct, frozen=True):
@@ -54,42 +119,10 @@ class Asked(msgspec.Struct, frozen=True):
     origin: Source = Source.SPEC
 
 
-class Recorded(msgspec.Struct, frozen=True):
-    """The `RecordTarget` asked for is durable."""
-
-    epoch: int
-
-
-class RecordFailed(msgspec.Struct, frozen=True):
-    """The `RecordTarget` asked for did not answer or was refused; it may still land."""
-
-    epoch: int
-
-
 class Observed(msgspec.Struct, frozen=True):
     """The pool's durable record was seen, however late; it never decreases anything."""
 
     record: PoolRecord
-
-
-class Noted(msgspec.Struct, frozen=True):
-    """The `NoteGranting` asked for is durable."""
-
-
-class NoteFailed(msgspec.Struct, frozen=True):
-    """The `NoteGranting` asked for did not answer or was refused."""
-
-
-class LabelsNoted(msgspec.Struct, frozen=True):
-    """The `NoteLabels` asked for is durable."""
-
-    labels: Mapping[bytes, str]
-
-
-class LabelsNoteFailed(msgspec.Struct, frozen=True):
-    """The `NoteLabels` asked for did not answer or was refused; it may still land."""
-
-    labels: Mapping[bytes, str]
 
 
 class RoundBegan(msgspec.Struct, frozen=True):
@@ -110,122 +143,8 @@ class RoundDropped(msgspec.Struct, frozen=True):
     round: int
 
 
-class Published(msgspec.Struct, frozen=True):
-    """The `Publish` asked for is durable."""
-
-    epoch: int
-
-
-class PublishFailed(msgspec.Struct, frozen=True):
-    """The `Publish` asked for did not answer or was refused; it may still land, which is harmless."""
-
-    epoch: int
-
-
-class Wiped(msgspec.Struct, frozen=True):
-    """The `Wipe` asked for is done: the store removed so many keys, and `num_bytes` of them when that is known."""
-
-    epoch: int
-    keys: int
-    num_bytes: int | None = None
-
-
-class WipeFailed(msgspec.Struct, frozen=True):
-    """The `Wipe` asked for did not answer or was refused; it may still land."""
-
-    epoch: int
-
-
-class Swept(msgspec.Struct, frozen=True):
-    """The `Sweep` asked for is done: the store removed so many keys that nobody read."""
-
-    below: int
-    keys: int
-    num_bytes: int | None = None
-
-
-class SweepFailed(msgspec.Struct, frozen=True):
-    """The `Sweep` asked for did not answer or was refused."""
-
-    below: int
-
-
 class Tick(msgspec.Struct, frozen=True):
     """`Hub.tick_at` has come, or time has passed."""
 
 
-Event = (
-    Acquired
-    | SteppedDown
-    | Configured
-    | Heard
-    | Asked
-    | Recorded
-    | RecordFailed
-    | Observed
-    | Noted
-    | NoteFailed
-    | LabelsNoted
-    | LabelsNoteFailed
-    | RoundBegan
-    | RoundVerified
-    | RoundDropped
-    | Published
-    | PublishFailed
-    | Wiped
-    | WipeFailed
-    | Swept
-    | SweepFailed
-    | Tick
-)
-
-# --------------------------------------------------------------------------------------------------------------- actions
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send this message to `peer`; it may be lost."""
-
-    peer: bytes
-    message: Message
-
-
-class RecordTarget(msgspec.Struct, frozen=True):
-    """Durably raise the target to `epoch`, which `origin` asked for, then say `Recorded` or `RecordFailed`."""
-
-    epoch: int
-    origin: Source | None = None
-
-
-class NoteGranting(msgspec.Struct, frozen=True):
-    """Durably note that grants may be out, then say `Noted` or `NoteFailed`."""
-
-
-class NoteLabels(msgspec.Struct, frozen=True):
-    """Durably add these labels, then say `LabelsNoted` or `LabelsNoteFailed`."""
-
-    labels: Mapping[bytes, str]
-
-
-class Publish(msgspec.Struct, frozen=True):
-    """Durably raise the published epoch to `epoch`, then say `Published` or `PublishFailed`."""
-
-    epoch: int
-
-
-class Wipe(msgspec.Struct, frozen=True):
-    """`epoch` is published: remove everything that nobody reads from the pool's store, then say `Wiped` or `WipeFailed`, once."""
-
-    epoch: int
-
-
-class Sweep(msgspec.Struct, frozen=True):
-    """Remove everything that nobody reads from the pool's store, then say `Swept` or `SweepFailed`."""
-
-    below: int
-
-
-class Changed(msgspec.Struct, frozen=True):
-    """What a snapshot shows has changed."""
-
-
-Action = Send | RecordTarget | NoteGranting | NoteLabels | Publish | Wipe | Sweep | Changed
+Event = Acquired | SteppedDown | Configured | Heard | Asked | Done | Observed | RoundBegan | RoundVerified | RoundDropped | Tick

@@ -55,7 +55,7 @@ class Hub:
         labels = self.state.labels
         return [*actions, ev.NoteLabels(labels.write())] if self.state.leading and labels.unwritten else actions
 
-    def _take(self, event: ev.Event, now: float) -> list[ev.Action]:  # noqa: PLR0911, PLR0912 - one line per event
+    def _take(self, event: ev.Event, now: float) -> list[ev.Action]:  # noqa: PLR0911 - one line per event
         hub = self.state
         match event:
             case ev.Heard(peer, message, key_index):
@@ -74,29 +74,38 @@ class Hub:
                 return acquire(hub, term, record, now)
             case ev.SteppedDown():
                 return [*abandon(hub), ev.Changed()]
-            case ev.Recorded(epoch):
-                return recorded(hub, epoch, now)
-            case ev.RecordFailed():
-                hub.record.write_failed(now)
             case ev.Observed(record):
                 return observe(hub, record, now)
-            case ev.Noted():
-                hub.record.note_written()
-            case ev.NoteFailed():
-                hub.record.note_failed(now)
-            case ev.LabelsNoted(labels):
-                answers = hub.labels.written(labels)
-                return [ev.Changed(), *(ev.Send(peer, answer) for peer, answer in answers)] if answers else []
-            case ev.LabelsNoteFailed(labels):
-                hub.labels.write_failed(labels)
-            case ev.Published(epoch):
-                return published(hub, epoch, now)
-            case ev.PublishFailed():
-                hub.record.publish_failed(now)
+            case ev.Done(call, ok, removed):
+                return self._done(call, ok, removed, now)
             case ev.Configured(config):
                 return configure(hub, config, now)
-            case ev.Wiped() | ev.WipeFailed() | ev.Swept() | ev.SweepFailed():
-                return answered(hub, event, now)
+        return []
+
+    def _done(self, call: ev.Call, ok: bool, removed: tuple[int, int | None], now: float) -> list[ev.Action]:
+        hub, record = self.state, self.state.record
+        match call:
+            case ev.RecordTarget(epoch) if ok:
+                return recorded(hub, epoch, now)
+            case ev.RecordTarget():
+                record.write_failed(now)
+            case ev.NoteGranting() if ok:
+                record.note_written()
+            case ev.NoteGranting():
+                record.note_failed(now)
+            case ev.NoteLabels(labels) if ok:
+                answers = hub.labels.written(labels)
+                return [ev.Changed(), *(ev.Send(peer, answer) for peer, answer in answers)] if answers else []
+            case ev.NoteLabels(labels):
+                hub.labels.write_failed(labels)
+            case ev.Publish(epoch) if ok:
+                return published(hub, epoch, now)
+            case ev.Publish():
+                record.publish_failed(now)
+            case ev.RemoveAll() if ok:
+                return emptied(hub, call, *removed, now)
+            case ev.RemoveAll(epoch, sweep):
+                hub.reclaimer.sweep_failed(epoch) if sweep else hub.wiper.missed(epoch, now)
         return []
 
     # ------------------------------------------------------------------ for the driver
@@ -503,7 +512,7 @@ def _wipe(hub: HubState, now: float) -> list[ev.Action]:
         older_epochs(hub, now)
         return [ev.Changed()]
     epoch = hub.wiper.next(now)
-    return [] if epoch is None else [ev.Wipe(epoch)]
+    return [] if epoch is None else [ev.RemoveAll(epoch)]
 
 
 def _ask_engine(hub: HubState, now: float) -> list[ev.Action]:
@@ -530,18 +539,11 @@ def _kept(hub: HubState, now: float) -> list[bytes]:
     return held if all(hub.rules.says_weights(boot) for boot in hub.boots.known.values() if boot.alive(hub.config, now)) else []
 
 
-def answered(hub: HubState, event: ev.Wiped | ev.WipeFailed | ev.Swept | ev.SweepFailed, now: float) -> list[ev.Action]:
-    match event:
-        case ev.Wiped(epoch, keys, num_bytes):
-            hub.reclaimer.count(keys, num_bytes)
-            if hub.wiper.answered(epoch):
-                older_epochs(hub, now + hub.config.reclaim_seconds)
-            return [ev.Changed()]
-        case ev.WipeFailed(epoch):
-            hub.wiper.missed(epoch, now)
-            return []
-        case ev.Swept(below, keys, num_bytes):
-            return [ev.Changed()] if hub.reclaimer.swept(below, keys, num_bytes, hub.record.published) else []
-        case ev.SweepFailed(below):
-            hub.reclaimer.sweep_failed(below)
-            return []
+def emptied(hub: HubState, call: ev.RemoveAll, keys: int, num_bytes: int | None, now: float) -> list[ev.Action]:
+    """The store removed everything that nobody read."""
+    if call.sweep:
+        return [ev.Changed()] if hub.reclaimer.swept(call.epoch, keys, num_bytes, hub.record.published) else []
+    hub.reclaimer.count(keys, num_bytes)
+    if hub.wiper.answered(call.epoch):
+        older_epochs(hub, now + hub.config.reclaim_seconds)
+    return [ev.Changed()]

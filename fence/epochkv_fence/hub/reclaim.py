@@ -209,7 +209,7 @@ class Reclaimer:
         # No engine could answer for a lease and margin, and the store is not busy with the sweep before.
         if epochs and config.store_admin and self._sweeping is None and now >= self._idle_since + config.hold_seconds:
             self._sweeping = published
-            return [ev.Sweep(published)]
+            return [ev.RemoveAll(published, sweep=True)]
         return []
 
     def _choose(self, able: Sequence[BootRecord]) -> BootRecord:

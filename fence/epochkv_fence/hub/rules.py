@@ -63,7 +63,7 @@ def may_tell(record: Record, epoch: int) -> bool:
 
 def needs_read(question: Status) -> bool:
     """The first page waits for a leadership read, because a hub that does not know it was deposed tells an old target."""
-    return question.first == 0 and question.after is None
+    return question.after is None
 
 
 # ------------------------------------------------------------------ publication

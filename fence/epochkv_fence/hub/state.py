@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -128,7 +127,7 @@ def _diverging(engine: EngineView, majority: bytes | None, holdings: Holdings, n
     if not differs(engine, majority):
         return engine
     seconds = min(engine.weights_since, holdings.unequal_seconds(engine.fingerprint, now))
-    return replace(engine, diverged_seconds=seconds)
+    return msgspec.structs.replace(engine, diverged_seconds=seconds)
 
 
 def _by_weights(engines: Iterable[EngineView]) -> dict[bytes, list[EngineView]]:
@@ -164,17 +163,15 @@ def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev
 
 
 def status(hub: HubState, question: Status, now: float) -> Status:
-    first_page = question.first == 0 and question.after is None
     page = Status(
         question.request,
-        question.first,
         hub.record.target,
         hub.record.published,
         lease_seconds=hub.config.lease_seconds,
         origin=hub.record.origin if hub.record.origin is not None else Source.SPEC,
         pool=hub.config.uid[:253],
         after=question.after,
-        labels={weights.hex(): label for weights, label in hub.labels.known.items()} if first_page else {},
+        labels={weights.hex(): label for weights, label in hub.labels.known.items()} if question.after is None else {},
         settling_seconds=max(0.0, hub.lead.settled_at - now),
         version=VERSION,
     )
@@ -182,9 +179,9 @@ def status(hub: HubState, question: Status, now: float) -> Status:
 
 
 def _status_page(page: Status, records: Sequence[BootRecord], config: PoolConfig, now: float) -> Status:
-    """`page` with the live boots after `page.after`, or from `page.first` on, by boot; fewer where their names are long."""
+    """`page` with the live boots after `page.after`, by boot; fewer where their names are long."""
     alive = sorted((record for record in records if record.alive(config, now)), key=_boot)
-    start = page.first if page.after is None else bisect_right(alive, page.after, key=_boot)
+    start = 0 if page.after is None else bisect_right(alive, page.after, key=_boot)
     engines: list[EngineStatus] = []
     room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in page.labels.values())
     for record in alive[start : start + STATUS_PAGE]:
@@ -203,22 +200,11 @@ def _boot(record: BootRecord) -> bytes:
 
 
 def _engine_status(record: BootRecord, now: float) -> EngineStatus:
-    beat = record.newest
     return EngineStatus(
         boot=record.boot,
-        engine=beat.engine,
-        pod=beat.pod,
-        rank=beat.rank,
         epoch=record.epoch,
-        carried=beat.carried,
-        age_seconds=beat.boot_age_seconds,
+        age_seconds=record.newest.boot_age_seconds,
         silent_seconds=max(0.0, now - record.heard_at),
-        fingerprint=beat.fingerprint,
-        private=beat.private,
-        weights=beat.weights,
-        weights_note=beat.weights_note,
         since_seconds=max(0.0, now - record.weights_at),
-        tiers_off=beat.tiers_off,
-        tiers_note=beat.tiers_note,
-        versions=beat.versions,
+        **record.newest.report(),
     )

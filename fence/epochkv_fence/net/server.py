@@ -17,7 +17,7 @@ import zmq
 from epochkv_fence.common import SayOnce
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.machine import Hub
-from epochkv_fence.mooncake_admin import Removed, StoreAdmin, StoreAdminError
+from epochkv_fence.mooncake_admin import StoreAdmin, StoreAdminError
 from epochkv_fence.net.gate import BOOTS_PER_COST, COST_BURST, COST_RATE, POOL_BURST, POOL_RATE, Bucket, Client, PoolQueue, Receiver, Router
 from epochkv_fence.net.keys import KeyPair, check_key
 from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolRecord, Term
@@ -284,6 +284,13 @@ class Pools:
 T = TypeVar("T")
 
 STOP_SECONDS: Final = 2.0
+WRITES: Final[dict[type[ev.Call], str]] = {
+    ev.RecordTarget: "record",
+    ev.Publish: "publish",
+    ev.NoteGranting: "note",
+    ev.NoteLabels: "note labels",
+}
+"""What counters and the log call them."""
 
 
 class Effects:
@@ -312,22 +319,36 @@ class Effects:
         self._said: dict[str, SayOnce] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def do(self, pool: ServedPool, action: ev.Action) -> None:
-        uid, authority = pool.config.uid, self._authority
-        match action:
+    def do(self, pool: ServedPool, call: ev.Call) -> None:
+        """Make this call; its `Done` goes to the pool's state machine."""
+        self.spawn(self._do(pool, call))
+
+    async def _do(self, pool: ServedPool, call: ev.Call) -> None:
+        if isinstance(call, ev.RemoveAll):
+            what, seconds = "sweep" if call.sweep else "wipe", self._store_deadline
+        else:
+            what, seconds = WRITES[type(call)], self._deadline
+        removed = await self._call(pool.config.name, what, seconds, lambda: self._made(pool.config.uid, call))
+        if removed is None or not self._answer(pool, ev.Done(call, True, removed)):
+            self._answer(pool, ev.Done(call, False))
+
+    async def _made(self, uid: str, call: ev.Call) -> tuple[int, int | None]:
+        """Make the call; returns how many keys and bytes it removed."""
+        match call:
             case ev.RecordTarget(epoch, origin):
-                self._write(pool, "record", partial(authority.record, uid, epoch, origin), ev.Recorded(epoch), ev.RecordFailed(epoch))
+                await self._authority.record(uid, epoch, origin)
             case ev.Publish(epoch):
-                self._write(pool, "publish", partial(authority.publish, uid, epoch), ev.Published(epoch), ev.PublishFailed(epoch))
+                await self._authority.publish(uid, epoch)
             case ev.NoteGranting():
-                self._write(pool, "note", partial(authority.note_granting, uid), ev.Noted(), ev.NoteFailed())
+                await self._authority.note_granting(uid)
             case ev.NoteLabels(labels):
-                write = partial(authority.note_labels, uid, labels)
-                self._write(pool, "note labels", write, ev.LabelsNoted(labels), ev.LabelsNoteFailed(labels))
-            case ev.Wipe(epoch):
-                self.spawn(self._empty(pool, "wipe", partial(ev.Wiped, epoch), ev.WipeFailed(epoch)))
-            case ev.Sweep(below):
-                self.spawn(self._empty(pool, "sweep", partial(ev.Swept, below), ev.SweepFailed(below)))
+                await self._authority.note_labels(uid, labels)
+            case ev.RemoveAll():
+                if self._stores is None:
+                    raise StoreAdminError("this hub was started without access to any store's admin endpoint")
+                found = await self._stores.remove_all(uid)
+                return found.keys, found.num_bytes
+        return 0, None
 
     async def load(self, pool: ServedPool) -> PoolRecord | None:
         """The pool's record; None: no answer."""
@@ -336,30 +357,6 @@ class Effects:
     async def verify(self, term: Term) -> bool | None:
         """The leadership read; None: no answer."""
         return await self._call("leadership", "verify", self._deadline, partial(self._authority.verify, term))
-
-    def _write(self, pool: ServedPool, what: str, write: Callable[[], Awaitable[None]], done: ev.Event, failed: ev.Event) -> None:
-        async def call() -> bool:
-            await write()
-            return True
-
-        async def work() -> None:
-            written = await self._call(pool.config.name, what, self._deadline, call)
-            if not (written and self._answer(pool, done)):
-                self._answer(pool, failed)
-
-        self.spawn(work())
-
-    async def _empty(self, pool: ServedPool, what: str, done: Callable[[int, int | None], ev.Event], failed: ev.Event) -> None:
-        """Have the store's admin remove everything that nobody reads."""
-
-        async def remove() -> Removed:
-            if self._stores is None:
-                raise StoreAdminError("this hub was started without access to any store's admin endpoint")
-            return await self._stores.remove_all(pool.config.uid)
-
-        removed = await self._call(pool.config.name, what, self._store_deadline, remove)
-        if removed is None or not self._answer(pool, done(removed.keys, removed.num_bytes)):
-            self._answer(pool, failed)
 
     def forget(self, pool: ServedPool) -> None:
         self._said.pop(pool.config.name, None)
@@ -641,9 +638,9 @@ class HubServer:
         """Step one pool and do what it asks for; never raises. Returns whether all of that worked."""
         try:
             for action in pool.hub.step(event, time.monotonic()):
-                if type(action) is ev.Send:
+                if isinstance(action, ev.Send):
                     self._router.send(action.peer, action.message)
-                elif type(action) is ev.Changed:
+                elif isinstance(action, ev.Changed):
                     self._changes.add(pool.config.uid)
                 else:
                     self._effects.do(pool, action)

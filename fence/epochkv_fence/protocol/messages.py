@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -87,44 +87,60 @@ class WireError(ValueError):
         self.text = text
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of itself. Heartbeats carry it, and status and the hub's view show it.
+
+    Attributes:
+        engine, pod, rank: who this is; `pod` is empty for engines nobody provisioned.
+        carried: requests admitted under a root that is no longer current.
+        private: this boot's caches were reset alone: it shares nothing before the next epoch.
+        weights: that its ranks hold; None: not known, and `weights_note` says why.
+        tiers_off: why it cannot use its tiers, or not all of them, one of `TIER_REASONS`; a newer engine may have others. Empty: it can.
+        tiers_note: the same in a sentence, with what to change.
+        versions: of what it runs: `epochkv`, `vllm`, `mooncake`.
+    """
+
+    engine: Name = ""
+    pod: Name = ""
+    rank: Count = 0
+    carried: EngineCount = 0
+    fingerprint: Name = ""
+    private: bool = False
+    weights: Weights | None = None
+    weights_note: Text = ""
+    tiers_off: Name = ""
+    tiers_note: Text = ""
+    versions: Versions = {}
+
+    def report(self) -> dict[str, Any]:
+        """The fields of the report alone, to be shown elsewhere."""
+        return {name: getattr(self, name) for name in EngineReport.__struct_fields__}
+
+    def name(self, boot: bytes) -> str:
+        """What people call it: its pod, or its engine's name, with `/rank` above rank 0."""
+        name = self.pod or self.engine or boot.hex()[:8]
+        return f"{name}/{self.rank}" if self.rank else name
+
+
+class Heartbeat(EngineReport, frozen=True, tag=True, tag_field="type"):
     """Agent -> hub, every third of a lease and at once on change.
 
     Attributes:
         seq: grows with every heartbeat of this boot; a grant names the one it answers.
         epoch: highest epoch adopted and acknowledged in this boot; None before the first.
-        carried: requests admitted under a root that is no longer current.
         boot_age_seconds: age of the process on its own monotonic clock.
-        engine, pod, rank: who this is, for status; `pod` is empty for engines nobody provisioned.
         stats: counters of the connector, for status and metrics.
-        private: this boot's caches were reset alone: it shares nothing before the next epoch. For status only.
-        weights: that its ranks hold; None: not known, and `weights_note` says why.
-        weights_age_seconds: for how long this boot has reported so: hubs come and go. For status only.
-        tiers_off: why it cannot use its tiers, or not all of them, one of `TIER_REASONS`; a newer engine may have others. Empty:
-            it can, or it is older than this field. For status only.
-        tiers_note: the same in a sentence, with what to change.
-        versions: of what it runs: `epochkv`, `vllm`, `mooncake`. Empty: it is older than this field. For status only.
-        pool: uid of the pool that it was set up for, which its names carry. Empty: it is older than this field.
+        weights_age_seconds: for how long this boot has reported its `weights`: hubs come and go. For status only.
+        pool: uid of the pool that it was set up for, which its names carry. Empty: whichever its keys are of.
         removes: it can remove old keys from the pool's store. One without a client of the store finds none there.
     """
 
     boot: Boot
     seq: Count
     epoch: Epoch | None = None
-    carried: EngineCount = 0
     boot_age_seconds: Seconds = 0.0
-    engine: Name = ""
-    pod: Name = ""
-    rank: Count = 0
-    fingerprint: Name = ""
     stats: Annotated[dict[StatName, float], msgspec.Meta(max_length=MAX_STATS)] = {}
-    private: bool = False
-    weights: Weights | None = None
-    weights_note: Text = ""
     weights_age_seconds: Seconds = 0.0
-    tiers_off: Name = ""
-    tiers_note: Text = ""
-    versions: Versions = {}
     pool: Name = ""
     removes: bool = True
 
@@ -181,30 +197,20 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     lease_seconds: Seconds = 0.0
 
 
-class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine boot in a `Status`; the fields are those of its newest `Heartbeat`.
+class EngineStatus(EngineReport, frozen=True):
+    """One engine boot in a `Status`: the report of its newest `Heartbeat`, and what the hub knows beside it.
 
     Attributes:
+        epoch: highest epoch that the hub has heard from it.
         silent_seconds: since the hub last heard from it.
         since_seconds: for how long it has reported these `weights`, as far as this hub knows.
     """
 
     boot: Boot
-    engine: Name
-    pod: Name
-    rank: Count
-    epoch: Epoch | None
-    carried: Count
+    epoch: Epoch | None = None
     age_seconds: Seconds = 0.0
     silent_seconds: Seconds = 0.0
-    fingerprint: Name = ""
-    private: bool = False
-    weights: Weights | None = None
-    weights_note: Text = ""
     since_seconds: Seconds = 0.0
-    tiers_off: Name = ""
-    tiers_note: Text = ""
-    versions: Versions = {}
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -212,21 +218,19 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 
     A pool with more boots than fit in one message is answered in pages, in the order of boots. Ask again with `after`, the
     last boot of the page before, until a page is empty. No boot that stays is missed, whoever comes and goes meanwhile.
-    With `first`, the number of boots before, places move when others leave.
 
     Attributes:
-        after: only boots above this one; `first` does not count then.
+        after: only boots above this one. None: the first page.
         total: live boots, of all pages.
         pool: uid of the pool that the asker's key speaks for.
         origin: of the target.
         lease_seconds: the pool's, from its configuration.
         labels: what weights were called, by their 32 hex digits, newest last; on the first page only.
         settling_seconds: until every grant of an older hub is over; before that boots may live that this hub has not heard.
-        version: of EpochKV, as the hub runs it. Empty: it is older than this field.
+        version: of EpochKV, as the hub runs it. Empty: it runs from its source.
     """
 
     request: Count
-    first: Count = 0
     target: Epoch = 0
     published: Epoch = 0
     total: Count = 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
-from epochkv_fence.protocol.messages import Source
+import msgspec
+
+from epochkv_fence.protocol.messages import EngineReport, Source
 
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
@@ -72,46 +74,31 @@ class PoolConfig:
         return max(self.weights_grace_seconds, self.hold_seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """One engine boot as the hub knows it.
+class EngineView(EngineReport, frozen=True):
+    """One engine boot as the hub knows it: the report of its newest heartbeat, and what the hub adds.
 
     Attributes:
         epoch: highest epoch it acknowledged; None before the first.
         converged: `epoch` is the target or above.
         alive: heard from within the last lease.
-        carried: requests it still runs under an older root.
         age_seconds: age of its process when it sent its newest heartbeat.
         silent_seconds: since it was last heard from.
         key_index: which of the pool's accepted keys it used last, 0 the newest; their number: one that is not accepted any more.
-        private: its caches were reset alone, and it shares nothing before the next epoch.
-        weights: that its ranks hold, as it said last; None: not known, and `weights_note` says why.
-        weights_since: seconds for which it has reported these.
+        weights_since: seconds for which it has reported its weights.
         diverged_seconds: for so long it has held these while others of its fingerprint hold other ones. None: it is not live,
             its weights are not known, or they are those of most of its fingerprint.
-        tiers_off, tiers_note: why it cannot use its tiers, or not all of them, as a word and as a sentence; empty: it can.
     """
 
     boot: bytes
-    engine: str
-    pod: str
-    rank: int
     epoch: int | None
     converged: bool
     alive: bool
-    carried: int
-    age_seconds: float
-    silent_seconds: float
-    fingerprint: str
-    stats: dict[str, float] = field(default_factory=dict)
+    age_seconds: float = 0.0
+    silent_seconds: float = 0.0
+    stats: dict[str, float] = msgspec.field(default_factory=dict)
     key_index: int = 0
-    private: bool = False
-    weights: bytes | None = None
-    weights_note: str = ""
     weights_since: float = 0.0
     diverged_seconds: float | None = None
-    tiers_off: str = ""
-    tiers_note: str = ""
 
     @property
     def state(self) -> EngineState:

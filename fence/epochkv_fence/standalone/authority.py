@@ -45,7 +45,6 @@ CREATE TABLE pools (
     published INTEGER NOT NULL DEFAULT 0,
     granting INTEGER NOT NULL DEFAULT 0,
     source TEXT,
-    weights_version TEXT NOT NULL DEFAULT '',
     lease_seconds REAL NOT NULL DEFAULT 0,
     CHECK (published <= target)
 );
@@ -58,31 +57,6 @@ BEGIN SELECT RAISE(ABORT, 'the record of a pool is never removed'); END;
 CREATE TRIGGER leadership_never_decreases BEFORE UPDATE ON leadership WHEN NEW.transitions <= OLD.transitions
 BEGIN SELECT RAISE(ABORT, 'transitions only grow'); END;
 INSERT INTO leadership VALUES (1, '', 0);
-"""
-_SCHEMA_2: Final = """
-CREATE TABLE updates (
-    uid TEXT PRIMARY KEY REFERENCES pools,
-    serial INTEGER NOT NULL,
-    number BLOB NOT NULL,
-    holder TEXT NOT NULL,
-    version TEXT NOT NULL,
-    open INTEGER NOT NULL
-);
-CREATE TRIGGER updates_never_go_back BEFORE UPDATE ON updates
-WHEN NEW.serial < OLD.serial OR (NEW.serial = OLD.serial AND NEW.open >= OLD.open) OR NEW.uid <> OLD.uid
-BEGIN SELECT RAISE(ABORT, 'the record of updates never goes back'); END;
-CREATE TRIGGER updates_never_go BEFORE DELETE ON updates
-BEGIN SELECT RAISE(ABORT, 'the record of updates is never removed'); END;
-"""
-_SCHEMA_3: Final = """
-ALTER TABLE pools ADD COLUMN listed INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE pools ADD COLUMN inherited INTEGER NOT NULL DEFAULT 0;
-"""
-_SCHEMA_4: Final = """
-DROP TABLE updates;
-ALTER TABLE pools DROP COLUMN weights_version;
-ALTER TABLE pools DROP COLUMN listed;
-ALTER TABLE pools DROP COLUMN inherited;
 CREATE TABLE labels (
     uid TEXT NOT NULL REFERENCES pools,
     place INTEGER NOT NULL,
@@ -91,9 +65,7 @@ CREATE TABLE labels (
     PRIMARY KEY (uid, place)
 );
 """
-SCHEMAS: Final = (_SCHEMA, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4)
-"""What each version of the state adds to the one before."""
-SCHEMA_VERSION: Final = len(SCHEMAS)
+SCHEMA_VERSION: Final = 4
 
 
 class StateError(AuthorityError):
@@ -155,7 +127,7 @@ class Database:
         """The connection that makes all reads and writes.
 
         Raises:
-            AuthorityError: the directory was given back.
+            AuthorityError: the directory was released.
         """
         if self._connection is None:
             raise self.given_back()
@@ -199,40 +171,37 @@ class Database:
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
             connection.execute(f"PRAGMA {pragma}")
         with self.transaction():  # also takes SQLite's lock, for the life of the process
-            application, version = self._upgrade(connection)
+            application, version = self._made(connection)
         if application != APPLICATION_ID:
             raise StateError(f"{self.path} is not the state of an EpochKV hub; give another --state")
-        if version > SCHEMA_VERSION:
+        if version != SCHEMA_VERSION:
             raise StateError(
-                f"{self.path} was written by a newer EpochKV (state version {version}, this one reads {SCHEMA_VERSION}); "
-                "run that version again"
+                f"{self.path} has state version {version}, and this EpochKV reads version {SCHEMA_VERSION}; "
+                "run the EpochKV that wrote it, or give another --state, which makes a new pool"
             )
         problems = [row[0] for row in connection.execute("PRAGMA quick_check(3)")]
         if problems != ["ok"]:
             raise self._corrupt("; ".join(str(problem) for problem in problems))
         self._inode = _inode(self.path)
 
-    def _upgrade(self, connection: sqlite3.Connection) -> tuple[int, int]:
-        """Bring a new file, or one of an older version, to the present version. Returns the application id and the version."""
+    def _made(self, connection: sqlite3.Connection) -> tuple[int, int]:
+        """Make what an empty file lacks. Returns the application id and the version."""
         (application,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-        if (application, version, num_tables) == (0, 0, 0):
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            application = APPLICATION_ID
-        if application != APPLICATION_ID or version >= SCHEMA_VERSION:
+        if (application, version, num_tables) != (0, 0, 0):
             return application, version
-        for schema in SCHEMAS[version:]:
-            for statement in _statements(schema):
-                connection.execute(statement)
+        for statement in _statements(_SCHEMA):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        return application, SCHEMA_VERSION
+        return APPLICATION_ID, SCHEMA_VERSION
 
     # ------------------------------------------------------------------ errors
 
     def given_back(self) -> AuthorityError:
         """The error of whoever still asks after `close`."""
-        return AuthorityError(f"{self.directory} was given back: this hub does not lead any more")
+        return AuthorityError(f"{self.directory} released; this hub is no longer the leader")
 
     def unusable(self, error: sqlite3.Error) -> StateError:
         """What an error of SQLite means for whoever runs the hub."""

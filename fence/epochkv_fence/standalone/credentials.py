@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import msgspec
 
-from epochkv_fence.connection import CONFIG_FILE, GONE_KEYS, ROOT_SECRET_BYTES, ROOT_SECRET_FILE, warn_of_unknown
+from epochkv_fence.connection import CONFIG_FILE, ROOT_SECRET_BYTES, ROOT_SECRET_FILE, warn_of_unknown
 from epochkv_fence.net import HubServer
 from epochkv_fence.net.keys import (
     CLIENT_PUBLIC_FILE,
@@ -236,14 +236,6 @@ def write_client(directory: Path, keys: Keys, pool: str, endpoint: str) -> Path:
                 logger.warning("%s did not have the pool's keys; they are written again", folder)
             _write_credentials(folder, keys)
             content = _existing_json(path)
-            for key in GONE_KEYS.keys() & content.keys():
-                del content[key]
-                logger.info(
-                    "%s: the key %s is no longer supported: %s; it is removed. Copies of this file need that, too",
-                    path,
-                    key,
-                    GONE_KEYS[key],
-                )
             warn_of_unknown(content, str(path))
             content["pool"] = {"name": pool, "uid": keys.pool_uid}
             content["hub"] = {"endpoint": endpoint, "credentials_dir": "."}

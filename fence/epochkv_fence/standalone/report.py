@@ -32,8 +32,7 @@ def counted(number: int, noun: str) -> str:
 
 def engine_name(view: EngineView) -> str:
     """As the client names it."""
-    name = view.pod or view.engine or view.boot.hex()[:8]
-    return f"{name}/{view.rank}" if view.rank else name
+    return view.name(view.boot)
 
 
 def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[LogLine]:

@@ -13,7 +13,7 @@ from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.record import Round
 from epochkv_fence.hub.state import HubState
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge
-from tests.model.mutants.kind import DUEL, Mutant, deaf, misreading, without
+from tests.model.mutants.kind import DUEL, Mutant, deaf, deaf_to_failures_of, misreading, without
 from tests.model.parts import Rules
 
 
@@ -176,8 +176,8 @@ HUB_MUTANTS = {
     "after a restore a hub believes its memory": Mutant(
         Rules(hub=misreading(ev.Acquired, _lead_with_own_published)), "4", {"restores": True}
     ),
-    "a failed Record is not tried again": Mutant(Rules(hub=deaf(ev.RecordFailed)), "4"),
-    "a failed Publish is not tried again": Mutant(Rules(hub=deaf(ev.PublishFailed)), "4"),
+    "a failed Record is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.RecordTarget)), "4"),
+    "a failed Publish is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.Publish)), "4"),
     "a round without an answer never ends": Mutant(Rules(hub=deaf(ev.RoundDropped)), "4"),
     "a proposal from an older epoch counts": Mutant(
         Rules(hub=without(proposal_counts=lambda record, epoch: True)), "4", {"orders": ("engines reset together",), "engines": 3}

@@ -84,6 +84,11 @@ def misreading(kind: type[ev.Event], read: Callable[[HubState, Any], ev.Event | 
     return partial(_Misreading, kind=kind, read=read)
 
 
+def deaf_to_failures_of(kind: type[ev.Call]) -> MakeHub:
+    """A hub that does not hear that such a call has failed."""
+    return misreading(ev.Done, lambda _, done: None if isinstance(done.call, kind) and not done.ok else done)
+
+
 def deaf(kind: type[ev.Event]) -> MakeHub:
     """A hub that takes no such event."""
     return misreading(kind, lambda *_: None)

@@ -49,7 +49,8 @@ class _WipesAgain(Hub):
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().step(event, now)
-        if isinstance(event, ev.Wiped) and self.term is not None:
+        wiped = isinstance(event, ev.Done) and event.ok and isinstance(event.call, ev.RemoveAll) and not event.call.sweep
+        if wiped and self.term is not None:
             self.state.wiper.begin(self.published, now)
         return actions
 

@@ -69,10 +69,10 @@ class _Misjudging(Hub):
     def snapshot(self, now: float) -> PoolSnapshot:
         shown = super().snapshot(now)
         wrong = with_divergence(
-            [replace(self._seen(engine), diverged_seconds=None) for engine in shown.engines], self.state.boots.holdings, now
+            [msgspec.structs.replace(self._seen(engine), diverged_seconds=None) for engine in shown.engines], self.state.boots.holdings, now
         )
         engines = [
-            replace(engine, diverged_seconds=None if other.diverged_seconds is None else self._seconds(engine, now))
+            msgspec.structs.replace(engine, diverged_seconds=None if other.diverged_seconds is None else self._seconds(engine, now))
             for engine, other in zip(shown.engines, wrong, strict=True)
         ]
         return replace(shown, engines=engines, diverged=[engine for engine in engines if engine.diverged_seconds is not None])
@@ -83,17 +83,17 @@ class _Misjudging(Hub):
 
 def _of_one_fingerprint(engine: EngineView) -> EngineView:
     """Engines that cannot share are compared."""
-    return replace(engine, fingerprint="")
+    return msgspec.structs.replace(engine, fingerprint="")
 
 
 def _holding_something(engine: EngineView) -> EngineView:
     """An engine that cannot say what it holds counts as holding something of its own."""
-    return replace(engine, weights=engine.weights or bytes(16))
+    return msgspec.structs.replace(engine, weights=engine.weights or bytes(16))
 
 
 def _oldest_first(engine: EngineView) -> EngineView:
     """Of as many engines those count that have held theirs for longest."""
-    return replace(engine, weights_since=-engine.weights_since)
+    return msgspec.structs.replace(engine, weights_since=-engine.weights_since)
 
 
 class _CountsTheSilent(Hub):
@@ -101,7 +101,7 @@ class _CountsTheSilent(Hub):
 
     def snapshot(self, now: float) -> PoolSnapshot:
         shown = super().snapshot(now)
-        return replace(shown, weights=groups([replace(engine, alive=True) for engine in shown.engines], shown.labels))
+        return replace(shown, weights=groups([msgspec.structs.replace(engine, alive=True) for engine in shown.engines], shown.labels))
 
 
 class _Counting(Holdings):

@@ -30,7 +30,7 @@ class Driver:
     def __init__(self, **keys: Any) -> None:
         self.hub = Hub(config(**keys))
         self.now = 1000.0
-        self.stores: list[ev.Wipe | ev.Sweep] = []
+        self.stores: list[ev.RemoveAll] = []
         self.sent: list[tuple[bytes, Message]] = []
         self.writes: list[ev.Action] = []
         self.hold_writes = False
@@ -43,24 +43,15 @@ class Driver:
             match action:
                 case ev.Send(peer, message):
                     self.sent.append((peer, message))
-                case ev.RecordTarget(epoch):
-                    self._write(action, ev.Recorded(epoch))
-                case ev.Publish(epoch):
-                    self._write(action, ev.Published(epoch))
-                case ev.NoteGranting():
-                    self._write(action, ev.Noted())
-                case ev.NoteLabels(labels):
-                    self._write(action, ev.LabelsNoted(labels))
-                case ev.Wipe() | ev.Sweep():
+                case ev.RemoveAll():
                     self.stores.append(action)
+                case ev.RecordTarget() | ev.Publish() | ev.NoteGranting() | ev.NoteLabels():
+                    self.writes.append(action)
+                    if not self.hold_writes:
+                        self.step(ev.Done(action, ok=True))
                 case ev.Changed():
                     pass
         return actions
-
-    def _write(self, action: ev.Action, answer: ev.Event) -> None:
-        self.writes.append(action)
-        if not self.hold_writes:
-            self.step(answer)
 
     def lead(self, target: int = 0, published: int = 0, granting: bool = False, term: Term = TERM, **more: Any) -> None:
         self.step(ev.Acquired(term, PoolRecord(target, published, granting, **more)))

@@ -38,7 +38,7 @@ def test_of_many_proposals_the_first_one_counts() -> None:
     hub.hear(Propose(boot(1), 1))
     hub.hear(Bump(1, 1))
     hub.hear(Propose(boot(2), 1))
-    hub.step(ev.Recorded(1))
+    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
     hub.hear(Propose(boot(2), 1))
     assert hub.kinds() == [("RecordTarget", 1)]
     assert hub.hub.snapshot(hub.now).origin == Source.ENGINE
@@ -70,8 +70,8 @@ def test_a_record_written_again_keeps_its_origin() -> None:
     hub = pool()
     hub.hold_writes = True
     hub.hear(Bump(1, 1))
-    hub.step(ev.Recorded(1))
-    hub.step(ev.PublishFailed(1))
+    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
+    hub.step(ev.Done(ev.Publish(1), ok=False))
     hub.now += 1.0
     hub.step(ev.Tick())
     assert hub.writes[-1] == ev.RecordTarget(1, Source.TRAINER)
@@ -164,7 +164,7 @@ def test_a_target_is_told_only_when_a_later_read_shows_that_we_lead() -> None:
     before_the_record = hub.begin()
     hub.hear(Bump(7, 1))
     assert [answer.target for answer in hub.of(BumpStatus)] == [0]
-    hub.step(ev.Recorded(1))
+    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
     hub.hear(Bump(7, 1))
     assert len(hub.of(BumpStatus)) == 1, "whether another hub leads meanwhile, and never heard of it, nobody knows"
     hub.step(ev.RoundVerified(before_the_record))
@@ -189,5 +189,5 @@ def test_nobody_who_waits_and_no_read_for_a_target() -> None:
     hub.round()
     assert hub.hub.published == 1
     hub.ask(2)
-    hub.step(ev.Published(2))
+    hub.step(ev.Done(ev.Publish(2), ok=True))
     assert hub.hub.round_at(hub.now) == float("inf")

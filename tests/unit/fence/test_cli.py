@@ -143,15 +143,7 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("wait",), "EPOCH"),
         (("update", "--version", "v"), "COMMAND"),
         (("update", "--", "true"), "--version"),
-        (
-            ("update", "--version", "v", "--order", "fence_first", "--", "true"),
-            "--order: it is no longer supported: weights name themselves, so no order",
-        ),
         (("update", "--version", "step-\udcff", "--", "touch", "/nowhere"), "no Unicode text"),
-        (
-            ("reset", "--weights-version", "step-7"),
-            "--weights-version: it is no longer supported: weights name themselves. Leave it out; `epochkv update`",
-        ),
         (("status", "--config", "/nowhere"), "/nowhere"),
         (("frobnicate",), "frobnicate"),
         (("hub", "--pool", "p", "--listen", "7700", "--state", "/nowhere/x"), "--listen is '7700'"),
@@ -162,15 +154,6 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--advertise", "h"), "--advertise"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--metrics", "9090"), "0.0.0.0:9090"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--lease-seconds", "0"), "--lease-seconds"),
-        (
-            ("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--weights-source", "Model"),
-            "--weights-source: it is no longer supported: engines name KV by the weights that they hold, pushed or not. Leave it out",
-        ),
-        (
-            ("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--join-after-seconds", "0"),
-            "--join-after-seconds: it is no longer supported: engines name KV by the weights that they hold, so no engine has to wait. "
-            "Leave it out",
-        ),
     ],
 )
 def test_wrong_usage_is_status_2_and_named(

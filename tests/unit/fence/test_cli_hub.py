@@ -49,16 +49,13 @@ def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_fil
         assert epochkv("reset", config=hub.folder).returncode == 0
         path = hub.folder / "connection.json"
         content = json.loads(path.read_text())
-        path.write_text(json.dumps({**content, "weights_source": "Pushed", "local": {"capacity_bytes": 1 << 30}}))
+        path.write_text(json.dumps({**content, "local": {"capacity_bytes": 1 << 30}}))
         secret = (hub.folder / "root.secret").read_text()
         assert hub.end() == 0
         assert "ended by a signal" in hub.text()
         hub.start()
         again = json.loads(path.read_text())
         assert again == {**content, "local": {"capacity_bytes": 1 << 30}}
-        assert (
-            f"{path}: the key weights_source is no longer supported: weights name themselves, pushed or not; it is removed." in hub.text()
-        )
         assert (hub.folder / "root.secret").read_text() == secret
         eventually(lambda: using(agent, 1), "the engine goes on", 30)
         assert "leading: epoch 1, published 1" in hub.text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -89,37 +88,6 @@ def test_a_progress_that_nobody_would_await(world: HubWorld, call: str, first: t
             "progress",
             f"is {progress!r}, and nobody would await it; give a plain function that takes a {standing}",
         )
-
-
-@pytest.mark.parametrize(
-    ("call", "keys", "problem"),
-    [
-        (
-            "reset",
-            {"weights_version": "step-1"},
-            "is no longer supported: weights name themselves. Leave it out; weight_update(label) or wait_weights(",
-        ),
-        (
-            "weight_update",
-            {"order": "fence_first"},
-            "is no longer supported: weights name themselves, so no order of push and reset is wrong, and",
-        ),
-        ("weight_update", {"version": "step-1"}, "is now called label"),
-        ("weight_update", {"on_failure": "crash"}, "is no longer supported: WeightsDiverged is raised"),
-    ],
-)
-def test_an_argument_of_before_says_what_replaced_it(world: HubWorld, call: str, keys: dict[str, object], problem: str) -> None:
-    for error in refusals(world, call, **keys):
-        assert isinstance(error, TypeError)
-        assert error.parameter in keys
-        assert error.problem.startswith(problem)
-
-
-@pytest.mark.parametrize("call", ["reset", "weight_update"])
-def test_an_argument_that_never_was_is_told_as_python_tells_it(world: HubWorld, call: str) -> None:
-    made: Any = getattr(world.connect(), call)
-    with pytest.raises(TypeError, match=rf"^{call}\(\) got an unexpected keyword argument 'ordre'$"), ExitStack() as stack:
-        stack.enter_context(made(ordre="x"))
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def honest(message: Question, say: Say) -> None:
     """What a hub says that publishes at once, of a pool with one engine."""
     match message:
         case Status(request, after=after):
-            engines = [EngineStatus(b"e" * 16, "a", "", 0, 0, 0, weights=NEW)] if after is None else []
+            engines = [EngineStatus(b"e" * 16, 0, engine="a", weights=NEW)] if after is None else []
             say(encode(Status(request, total=1, engines=engines, lease_seconds=30.0, pool="u", after=after)))
         case Bump(request, epoch):
             say(encode(BumpStatus(request, epoch, epoch, epoch)))
@@ -104,7 +104,7 @@ GARBAGE: list[list[bytes]] = [
     encode(Grant(b"b" * 16, 1, 5, 30.0)),
     encode(Heartbeat(b"b" * 16, 1)),
     encode(Error(Refusal.LIMIT, "slow down")),
-    encode(Status(424242, 0, 99, 99, lease_seconds=30.0)),
+    encode(Status(424242, 99, 99, lease_seconds=30.0)),
     encode(BumpStatus(424242, 1, 99, 99)),
     encode(Labelled(424242, NEW, "step-1")),
 ]
@@ -116,14 +116,14 @@ def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() 
             say(frames)
         request = message.request  # of the wrong kind, about another epoch, page, weights or label, and no hub's answer at all
         if not isinstance(message, Status):
-            say(encode(Status(request, 0, 99, 99, lease_seconds=30.0)))
+            say(encode(Status(request, 99, 99, lease_seconds=30.0)))
         if not isinstance(message, Bump):
             say(encode(BumpStatus(request, 1, 99, 99)))
         if not isinstance(message, Label):
             say(encode(Labelled(request, NEW, "step-1")))
         say(encode(BumpStatus(request, 8, 99, 99)))
-        say(encode(Status(request, 0, 99, 99, lease_seconds=30.0, after=b"z" * 16)))
-        say(encode(Status(request, 0, 99, 99)))
+        say(encode(Status(request, 99, 99, lease_seconds=30.0, after=b"z" * 16)))
+        say(encode(Status(request, 99, 99)))
         say(encode(Labelled(request, OTHER, "step-1")))
         say(encode(Labelled(request, NEW, "step-2")))
         for _ in range(3):
@@ -189,7 +189,7 @@ def test_a_label_that_nobody_notes() -> None:
 def test_a_hub_that_never_settles_proves_nothing() -> None:
     def answer(message: Question, say: Say) -> None:
         if isinstance(message, Status):
-            engines = [EngineStatus(b"e" * 16, "a", "", 0, 0, 0, weights=NEW)]
+            engines = [EngineStatus(b"e" * 16, 0, engine="a", weights=NEW)]
             say(encode(Status(message.request, total=1, engines=engines, lease_seconds=30.0, settling_seconds=20.0)))
 
     with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:

@@ -89,12 +89,12 @@ def test_an_engine_that_says_goodbye_while_it_is_waited_for_was_not_fenced(tmp_p
 
 
 def page(*engines: EngineStatus, published: int = 0, settling: float = 0.0) -> tuple[Status, list[EngineStatus]]:
-    status = Status(1, 0, 1, published, lease_seconds=10.0, settling_seconds=settling, engines=list(engines), total=len(engines))
+    status = Status(1, 1, published, lease_seconds=10.0, settling_seconds=settling, engines=list(engines), total=len(engines))
     return status, list(engines)
 
 
 def engine(number: int, epoch: int | None, silent_seconds: float = 0.1) -> EngineStatus:
-    return EngineStatus(bytes([number]) * 16, f"e{number}", "", 0, epoch, 0, silent_seconds=silent_seconds)
+    return EngineStatus(bytes([number]) * 16, epoch, engine=f"e{number}", silent_seconds=silent_seconds)
 
 
 def test_whom_a_new_hub_has_not_heard_has_not_left() -> None:

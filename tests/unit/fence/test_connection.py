@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import threading
 import time
 from pathlib import Path
@@ -18,7 +17,6 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_fence.connection import (
     CLIENT_PUBLIC_ENV,
     CLIENT_SECRET_ENV,
-    GONE_KEYS,
     HUB_PUBLIC_ENV,
     KNOWN_KEYS,
     ROOT_SECRET_ENV,
@@ -230,19 +228,8 @@ def test_a_key_that_nobody_knows_is_told(folder: Path, caplog: pytest.LogCapture
     assert done.stderr.count("trackr") == 1
 
 
-@pytest.mark.parametrize("key", sorted(GONE_KEYS))
-def test_a_key_of_before_says_what_replaced_it(folder: Path, key: str) -> None:
-    path = folder / "connection.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: "Model"}))
-    said = f"{path}: the key {key} is no longer supported: {GONE_KEYS[key]}; remove it, see docs/trainers.md"
-    with pytest.raises(ConfigurationError, match=f"^{re.escape(said)}$"):
-        Connection.load(folder, {})
-    done = epochkv("status", "--timeout", "0.2", config=folder)
-    assert (done.returncode, done.stderr) == (2, f"epochkv: {said}\n")
-
-
 def test_the_keys_that_are_known_are_those_of_the_connector() -> None:
-    assert tuple(key for key in ConnectorConfig.__struct_fields__ if key not in (*GONE_KEYS, "config_file")) == KNOWN_KEYS
+    assert tuple(key for key in ConnectorConfig.__struct_fields__ if key != "config_file") == KNOWN_KEYS
 
 
 JSON = st.recursive(

@@ -90,11 +90,11 @@ def test_the_note_is_durable_before_a_round_collects() -> None:
     hub.beat(1)
     assert hub.writes == [ev.NoteGranting()]
     assert hub.round() == []
-    hub.step(ev.NoteFailed())
+    hub.step(ev.Done(ev.NoteGranting(), ok=False))
     hub.now += 1.0
     hub.step(ev.Tick())
     assert hub.writes == [ev.NoteGranting()] * 2
-    hub.step(ev.Noted())
+    hub.step(ev.Done(ev.NoteGranting(), ok=True))
     assert len(hub.round()) == 1
 
 
@@ -232,15 +232,15 @@ def test_a_publish_that_fails_is_tried_again_after_the_target_is_recorded_again(
     hub = led()
     hub.hold_writes = True
     hub.ask(1)
-    hub.step(ev.Recorded(1))
+    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
     hub.beat(1, epoch=1)
     hub.beat(2, epoch=1)
     hub.round()
-    hub.step(ev.PublishFailed(1))
+    hub.step(ev.Done(ev.Publish(1), ok=False))
     hub.now += 1.0
     hub.step(ev.Tick())
     assert hub.kinds() == [("RecordTarget", 1), ("Publish", 1), ("RecordTarget", 1)]
-    hub.step(ev.Recorded(1))
+    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
     hub.round()
     assert hub.writes[-1] == ev.Publish(1)
 
@@ -266,7 +266,7 @@ def test_the_target_is_raised_only_once_it_is_durable_and_newer_asks_supersede()
     hub.ask(3)
     assert hub.kinds() == [("RecordTarget", 1)]
     assert hub.hub.target == 0
-    hub.step(ev.Recorded(1))
+    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
     assert hub.hub.target == 1
     assert hub.kinds() == [("RecordTarget", 1), ("RecordTarget", 3)]
 
@@ -276,7 +276,7 @@ def test_a_record_that_fails_is_tried_again() -> None:
     hub.hold_writes = True
     hub.lead()
     hub.ask(1)
-    hub.step(ev.RecordFailed(1))
+    hub.step(ev.Done(ev.RecordTarget(1), ok=False))
     due = hub.hub.tick_at()
     assert hub.now < due <= hub.now + 1.0
     hub.now = due

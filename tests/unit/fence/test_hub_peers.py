@@ -142,8 +142,9 @@ def test_status_lists_live_boots_in_pages() -> None:
         hub.beat(number, pod=f"pod-{number:03}", engine="e")
     hub.hear(Status(request=1))
     hub.round()
-    hub.hear(Status(request=2, first=64))
-    first, second = hub.of(Status)
+    (first,) = hub.of(Status)
+    hub.hear(Status(request=2, after=first.engines[-1].boot))
+    _, second = hub.of(Status)
     assert (first.request, first.total, second.total) == (1, 100, 100)
     assert [engine.pod for engine in first.engines + second.engines] == [f"pod-{n:03}" for n in range(100)]
 

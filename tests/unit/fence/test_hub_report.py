@@ -22,8 +22,8 @@ W, V = b"w" * 16, b"v" * 16
 def engine(
     number: int, epoch: int | None = 0, alive: bool = True, converged: bool = True, weights: bytes | None = W, **extra: object
 ) -> EngineView:
-    made = EngineView(number.to_bytes(16, "big"), "rollout", f"rollout-{number}", 0, epoch, converged, alive, 0, 9.0, 0.0, "fp")
-    return replace(made, weights=weights, **extra)  # type: ignore[arg-type]
+    known = {"engine": "rollout", "pod": f"rollout-{number}", "fingerprint": "fp", "weights": weights, **extra}
+    return EngineView(number.to_bytes(16, "big"), epoch, converged, alive, **known)  # type: ignore[arg-type]
 
 
 def pool(*engines: EngineView, leading: bool = True, target: int = 0, published: int = 0, **extra: object) -> PoolSnapshot:
@@ -152,7 +152,7 @@ def test_newer_epochs_do_not_hide_that_a_reset_is_late() -> None:
 
 
 def test_metrics_are_prometheus_text() -> None:
-    engines = engine(1), engine(2, weights=None), engine(3, converged=False), engine(4, alive=False), replace(engine(5), private=True)
+    engines = engine(1), engine(2, weights=None), engine(3, converged=False), engine(4, alive=False), engine(5, private=True)
     snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, behind_since=900.5, reclaimed_keys=12)
     lines = exposition('po"l\\\n', snapshot, {"received": 5}, 30.0, 1000.0).splitlines()
     labels = 'namespace="",pool="po\\"l\\\\\\n"'

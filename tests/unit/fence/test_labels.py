@@ -41,7 +41,7 @@ def test_a_label_is_answered_when_it_is_durable() -> None:
     assert notes(hub) == [{A: "step-1"}]
     assert hub.of(Labelled) == []
     assert labels(hub) == {}
-    hub.step(ev.LabelsNoted({A: "step-1"}))
+    hub.step(ev.Done(ev.NoteLabels({A: "step-1"}), ok=True))
     assert hub.sent[-1] == (b"trainer", Labelled(7, A, "step-1"))
     assert labels(hub) == {A: "step-1"}
     assert [group.label for group in hub.hub.snapshot(hub.now).weights] == ["step-1"]
@@ -58,10 +58,10 @@ def test_labels_that_come_during_a_write_are_written_together_after_it() -> None
     hub.hear(Label(3, B, "b"))
     hub.hear(Label(4, A, "one"))
     assert notes(hub) == [{A: "one"}]
-    hub.step(ev.LabelsNoted({A: "one"}))
+    hub.step(ev.Done(ev.NoteLabels({A: "one"}), ok=True))
     assert [answer.request for answer in hub.of(Labelled)] == [1]
     assert notes(hub)[1:] == [{B: "b", A: "one"}]
-    hub.step(ev.LabelsNoted({B: "b", A: "one"}))
+    hub.step(ev.Done(ev.NoteLabels({B: "b", A: "one"}), ok=True))
     assert [answer.request for answer in hub.of(Labelled)] == [1, 2, 3, 4]
     assert labels(hub) == {B: "b", A: "one"}
 
@@ -73,8 +73,8 @@ def test_a_label_that_is_about_to_be_replaced_is_no_answer() -> None:
     hub.hear(Label(2, A, "two"), peer=b"other")
     hub.hear(Label(3, A, "one"))
     assert [answer.request for answer in hub.of(Labelled)] == [1]
-    hub.step(ev.LabelsNoted({A: "two"}))
-    hub.step(ev.LabelsNoted({A: "one"}))
+    hub.step(ev.Done(ev.NoteLabels({A: "two"}), ok=True))
+    hub.step(ev.Done(ev.NoteLabels({A: "one"}), ok=True))
     assert [answer.request for answer in hub.of(Labelled)] == [1, 2, 3]
     assert labels(hub) == {A: "one"}
 
@@ -86,9 +86,9 @@ def test_a_write_of_an_earlier_term_answers_nothing() -> None:
     hub.step(ev.SteppedDown())
     hub.lead(granting=True, term=Term("hub-a", 2))
     hub.hear(Label(2, B, "b"))
-    hub.step(ev.LabelsNoted({A: "one"}))
+    hub.step(ev.Done(ev.NoteLabels({A: "one"}), ok=True))
     assert hub.of(Labelled) == []
-    hub.step(ev.LabelsNoted({B: "b"}))
+    hub.step(ev.Done(ev.NoteLabels({B: "b"}), ok=True))
     assert [answer.request for answer in hub.of(Labelled)] == [2]
 
 
@@ -96,13 +96,13 @@ def test_a_write_that_fails_is_made_again_when_its_trainer_asks_again() -> None:
     hub = pool()
     hub.hold_writes = True
     hub.hear(Label(1, A, "one"))
-    hub.step(ev.LabelsNoteFailed({A: "one"}))
+    hub.step(ev.Done(ev.NoteLabels({A: "one"}), ok=False))
     hub.step(ev.Tick())
     assert len(notes(hub)) == 1
     assert hub.hub.tick_at() > hub.now
     hub.hear(Label(1, A, "one"))
     assert notes(hub) == [{A: "one"}] * 2
-    hub.step(ev.LabelsNoted({A: "one"}))
+    hub.step(ev.Done(ev.NoteLabels({A: "one"}), ok=True))
     assert [answer.request for answer in hub.of(Labelled)] == [1]
 
 
@@ -111,9 +111,9 @@ def test_a_write_that_fails_holds_no_publication_up() -> None:
     hub.hold_writes = True
     hub.lead()
     hub.ask(1)
-    hub.step(ev.Recorded(1))
+    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
     hub.hear(Label(1, A, "one"))
-    hub.step(ev.LabelsNoteFailed({A: "one"}))
+    hub.step(ev.Done(ev.NoteLabels({A: "one"}), ok=False))
     hub.round()
     assert hub.published == [1]
 
@@ -126,7 +126,7 @@ def test_a_hub_that_does_not_lead_labels_nothing(when: str) -> None:
         hub.lead(granting=True)
         hub.hear(Label(1, A, "one"))
         hub.step(ev.SteppedDown())
-        hub.step(ev.LabelsNoted({A: "one"}))
+        hub.step(ev.Done(ev.NoteLabels({A: "one"}), ok=True))
     else:
         hub.hear(Label(1, A, "one"))
     assert [error.code for error in hub.of(Error)] == [Refusal.NOT_LEADING]
@@ -157,8 +157,8 @@ def test_what_waits_is_bounded() -> None:
     hub.hold_writes = True
     for number in range(MAX_LABELLING + 50):
         hub.hear(Label(number, number.to_bytes(16, "big"), "x"))
-    hub.step(ev.LabelsNoted(notes(hub)[0]))
+    hub.step(ev.Done(ev.NoteLabels(notes(hub)[0]), ok=True))
     assert len(notes(hub)[1]) == MAX_LABELS
-    hub.step(ev.LabelsNoted(notes(hub)[1]))
+    hub.step(ev.Done(ev.NoteLabels(notes(hub)[1]), ok=True))
     assert len(hub.of(Labelled)) == 1 + MAX_LABELLING
     assert len(labels(hub)) == MAX_LABELS

@@ -38,7 +38,7 @@ from epochkv_fence.protocol.pool import PoolConfig
 BOOT = bytes(range(16))
 WEIGHTS = bytes(range(16, 32))
 MESSAGES: list[Message] = [
-    Heartbeat(BOOT, 7, 3, 2, 12.5, "rollout", "rollout-0", 1, "abc", {"hits": 0.5}, True, WEIGHTS),
+    Heartbeat(BOOT, 7, 3, 12.5, {"hits": 0.5}, engine="rollout", pod="rollout-0", rank=1, carried=2, private=True, weights=WEIGHTS),
     Heartbeat(BOOT, 0),
     Heartbeat(BOOT, 0, weights_note="rank 1: no digest"),
     Heartbeat(BOOT, 0, weights=WEIGHTS, tiers_off="SavesOnly", tiers_note="loads are off: because"),
@@ -50,13 +50,13 @@ MESSAGES: list[Message] = [
     BumpStatus(1, 4, 4, 3, 2, 1, 0, 30.0),
     BumpStatus(1, 4, 4, 3),
     Status(
-        *(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, 3, 0, 12.5, 0.25, "abc", True, WEIGHTS, "", 7.5)]),
+        *(1, 4, 3, 1, [EngineStatus(BOOT, 3, 12.5, 0.25, 7.5, pod="rollout-0", fingerprint="abc", private=True, weights=WEIGHTS)]),
         *(30.0, Source.TRAINER, "uid-1", BOOT, {WEIGHTS.hex(): "step-12"}),
     ),
     Status(1),
-    Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "", 0, 3, 0, versions={"mooncake": "0.3.13"})], version="0.2.0"),
-    Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "rollout-0", 0, None, 0, weights_note="asleep")]),
-    Status(1, 0, 4, 3, 1, [EngineStatus(BOOT, "rollout", "", 0, 3, 0, tiers_off="Later", tiers_note="what a newer engine says")]),
+    Status(1, 4, 3, 1, [EngineStatus(BOOT, 3, engine="rollout", versions={"mooncake": "0.3.13"})], version="0.2.0"),
+    Status(1, 4, 3, 1, [EngineStatus(BOOT, pod="rollout-0", weights_note="asleep")]),
+    Status(1, 4, 3, 1, [EngineStatus(BOOT, 3, tiers_off="Later", tiers_note="what a newer engine says")]),
     Label(1, WEIGHTS, "step-12"),
     Labelled(1, WEIGHTS, "step-12"),
     Reclaim(BOOT, 4),

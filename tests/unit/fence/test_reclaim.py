@@ -127,21 +127,21 @@ def test_without_engines_the_store_is_swept_until_it_is_empty_and_once_more() ->
     assert hub.stores == []
     hub.now += HOLD
     hub.step(ev.Tick())
-    assert hub.stores == [ev.Sweep(1)]
+    assert hub.stores == [ev.RemoveAll(1, sweep=True)]
     hub.now += 60.0
     hub.step(ev.Tick())
-    assert hub.stores == [ev.Sweep(1)]  # until it answers
-    hub.step(ev.Swept(1, 40, 4000))
+    assert hub.stores == [ev.RemoveAll(1, sweep=True)]  # until it answers
+    hub.step(ev.Done(ev.RemoveAll(1, sweep=True), ok=True, removed=(40, 4000)))
     assert hub.hub.snapshot(hub.now).reclaimed == 0
     for keys in (0, 0):
         hub.now += 10.0
         hub.step(ev.Tick())
-        hub.step(ev.Swept(1, keys, None))
+        hub.step(ev.Done(ev.RemoveAll(1, sweep=True), ok=True, removed=(keys, None)))
     snapshot = hub.hub.snapshot(hub.now)
     assert (snapshot.reclaimed, snapshot.reclaimed_keys, snapshot.reclaimed_bytes) == (1, 40, 4000)
     hub.now += 60.0
     hub.step(ev.Tick())
-    assert hub.stores == [ev.Sweep(1)] * 3
+    assert hub.stores == [ev.RemoveAll(1, sweep=True)] * 3
 
 
 def test_a_sweep_that_fails_is_asked_for_again() -> None:
@@ -149,10 +149,10 @@ def test_a_sweep_that_fails_is_asked_for_again() -> None:
     left(hub)
     hub.now += HOLD
     hub.step(ev.Tick())
-    hub.step(ev.SweepFailed(1))
+    hub.step(ev.Done(ev.RemoveAll(1, sweep=True), ok=False))
     hub.now += 10.0
     hub.step(ev.Tick())
-    assert hub.stores == [ev.Sweep(1)] * 2
+    assert hub.stores == [ev.RemoveAll(1, sweep=True)] * 2
 
 
 @pytest.mark.parametrize("keys", [{"store_admin": False}, {"store_admin": True, "reclaim": "Retain"}])
@@ -224,5 +224,5 @@ def test_where_no_engine_has_a_client_of_the_store_the_hub_sweeps_it_or_takes_th
             hub.beat(number, epoch=1, removes=False)
         hub.step(ev.Tick())
         hub.now += 10.0
-    assert hub.stores[:1] == ([ev.Sweep(1)] if admin else [])
+    assert hub.stores[:1] == ([ev.RemoveAll(1, sweep=True)] if admin else [])
     assert bool(hub.of(Reclaim)) == (not admin)

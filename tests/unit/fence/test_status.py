@@ -57,7 +57,7 @@ def test_a_status_tells_all_about_the_pool() -> None:
     hub.hear(Label(7, b"w" * 16, "step-5"))
     hub.hear(Bump(1, 5))
     (page,) = pages(hub)
-    assert (page.request, page.first, page.target, page.published, page.total) == (1, 0, 5, 0, 2)
+    assert (page.request, page.target, page.published, page.total) == (1, 5, 0, 2)
     assert (page.origin, page.lease_seconds, page.pool) == (Source.TRAINER, LEASE, "uid")
     assert page.labels == {(b"w" * 16).hex(): "step-5"}
     engine, other = page.engines
@@ -198,15 +198,15 @@ def test_everyone_who_waits_is_told_of_the_publication_once() -> None:
     hub.hold_writes = True
     for request, epoch in ((1, 1), (2, 2), (3, 2), (4, 9)):
         hub.hear(Bump(request, epoch), b"t%d" % request)
-    hub.step(ev.Recorded(1))
+    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
     hub.step(ev.Observed(PoolRecord(target=2)))
     hub.beat(1, epoch=2)
     before = len(hub.sent)
-    hub.step(ev.Published(2))
+    hub.step(ev.Done(ev.Publish(2), ok=True))
     told = [(peer, m.request, m.epoch, m.published) for peer, m in hub.sent[before:] if isinstance(m, BumpStatus)]
     assert told == [(b"t1", 1, 1, 2), (b"t2", 2, 2, 2), (b"t3", 3, 2, 2)]
     before = len(hub.sent)
-    hub.step(ev.Published(2))
+    hub.step(ev.Done(ev.Publish(2), ok=True))
     assert hub.sent[before:] == []
 
 
@@ -275,7 +275,7 @@ def test_an_engine_that_was_reset_alone_is_shown_so_and_decides_nothing() -> Non
 )
 def test_the_state_of_an_engine(epoch: int, weights: bytes | None, private: bool, state: str) -> None:
     """What keeps it from sharing first is what is told: an epoch, then weights, then its own reset."""
-    status = EngineStatus(boot(1), "e", "p", 0, epoch, 0, private=private, weights=weights)
+    status = EngineStatus(boot(1), epoch, engine="e", pod="p", private=private, weights=weights)
     assert Engine.of(status, 2).state == state
     hub = Driver()
     hub.step(ev.Acquired(Term("h", 1), PoolRecord(2, 2, True)))

@@ -57,7 +57,11 @@ def test_thousands_of_boots_that_are_behind_are_nudged_no_faster_than_they_can_a
         hub.step(ev.Heard(b"%d" % number, Heartbeat(boot(number), 0)), 101.0)
     assert len(grant(hub, 1, 101.0)) == 5000
     hub.step(ev.Asked(1), 101.0)
-    nudges = [action for action in hub.step(ev.Recorded(1), 101.0) if isinstance(action, ev.Send) and isinstance(action.message, Nudge)]
+    nudges = [
+        action
+        for action in hub.step(ev.Done(ev.RecordTarget(1), ok=True), 101.0)
+        if isinstance(action, ev.Send) and isinstance(action.message, Nudge)
+    ]
     assert len(nudges) == 5000
     again = next(now for now in (101.0 + step * 0.01 for step in range(1000)) if hub.tick_at() <= now and hub.step(ev.Tick(), now))
     assert again - 101.0 >= 5000 / NUDGES_PER_SECOND - 0.01 > NUDGE_SECONDS

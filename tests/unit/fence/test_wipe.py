@@ -47,11 +47,11 @@ def later(hub: Driver, seconds: float) -> None:
 def test_published_first_then_wiped_once_then_engines_remove_what_was_being_read() -> None:
     hub = led()
     publish(hub, 1)
-    assert hub.stores == [ev.Wipe(1)]
+    assert hub.stores == [ev.RemoveAll(1)]
     assert hub.of(Reclaim) == []
-    hub.step(ev.Wiped(1, 7, 700))
+    hub.step(ev.Done(ev.RemoveAll(1), ok=True, removed=(7, 700)))
     later(hub, 20.0)
-    assert hub.stores == [ev.Wipe(1)], "what was made since the publication is there by now"
+    assert hub.stores == [ev.RemoveAll(1)], "what was made since the publication is there by now"
     assert hub.of(Reclaim)[0].below == 1
     snapshot = hub.hub.snapshot(hub.now)
     assert (snapshot.reclaimed_keys, snapshot.reclaimed_bytes, snapshot.wipe_failed) == (7, 700, False)
@@ -63,11 +63,11 @@ def test_an_epoch_is_published_and_granted_whatever_becomes_of_the_wipe_before()
     publish(hub, 2)
     alive(hub, 2)
     assert [grant.epoch for grant in hub.round()] == [2, 2]
-    assert hub.stores == [ev.Wipe(1)]  # one at a time
-    hub.step(ev.Wiped(1, 3, 300))
+    assert hub.stores == [ev.RemoveAll(1)]  # one at a time
+    hub.step(ev.Done(ev.RemoveAll(1), ok=True, removed=(3, 300)))
     hub.step(ev.Tick())
-    assert hub.stores == [ev.Wipe(1), ev.Wipe(2)]
-    hub.step(ev.Wiped(2, 0, 0))
+    assert hub.stores == [ev.RemoveAll(1), ev.RemoveAll(2)]
+    hub.step(ev.Done(ev.RemoveAll(2), ok=True, removed=(0, 0)))
     later(hub, 100.0)
     assert len(hub.stores) == 2
 
@@ -76,15 +76,15 @@ def test_a_wipe_that_fails_is_tried_again_until_it_works() -> None:
     hub = led()
     publish(hub, 1)
     for number in (1, 2, 3):
-        hub.step(ev.WipeFailed(1))
+        hub.step(ev.Done(ev.RemoveAll(1), ok=False))
         hub.step(ev.Tick())
         assert len(hub.stores) == number, "after a pause"
         assert hub.hub.tick_at() <= hub.now + WIPE_RETRY_SECONDS
         later(hub, WIPE_RETRY_SECONDS)
-    assert hub.stores == [ev.Wipe(1)] * 4
-    hub.step(ev.Wiped(1, 5, None))
+    assert hub.stores == [ev.RemoveAll(1)] * 4
+    hub.step(ev.Done(ev.RemoveAll(1), ok=True, removed=(5, None)))
     later(hub, 2 * WIPE_SECONDS)
-    assert hub.stores == [ev.Wipe(1)] * 4
+    assert hub.stores == [ev.RemoveAll(1)] * 4
     assert not hub.hub.snapshot(hub.now).wipe_failed
 
 
@@ -95,19 +95,19 @@ def test_a_wipe_is_given_up_and_engines_remove_the_keys(how: str) -> None:
     began = hub.now
     while hub.now < began + WIPE_SECONDS:
         if how == "fails":
-            hub.step(ev.WipeFailed(1))
+            hub.step(ev.Done(ev.RemoveAll(1), ok=False))
         assert not hub.hub.snapshot(hub.now).wipe_failed
         assert hub.of(Reclaim) == []
         later(hub, 1.0)
     assert hub.hub.snapshot(hub.now).wipe_failed
     assert hub.of(Reclaim)[-1].below == 1
     asked = len(hub.stores)
-    hub.step(ev.WipeFailed(1))
+    hub.step(ev.Done(ev.RemoveAll(1), ok=False))
     later(hub, 2 * WIPE_SECONDS)
     assert len(hub.stores) == asked
     publish(hub, 2)
     assert not hub.hub.snapshot(hub.now).wipe_failed, "the next one is tried anew"
-    assert hub.stores[-1] == ev.Wipe(2)
+    assert hub.stores[-1] == ev.RemoveAll(2)
 
 
 def test_a_pool_that_was_never_granted_for_has_nothing_to_wipe() -> None:
@@ -125,28 +125,28 @@ def test_a_new_leader_wipes_only_what_it_sees_published() -> None:
     hub = led()
     publish(hub, 1)
     hub.step(ev.SteppedDown())
-    hub.step(ev.WipeFailed(1))
+    hub.step(ev.Done(ev.RemoveAll(1), ok=False))
     later(hub, 5.0)
     hub.lead(target=1, published=1, granting=True, term=Term("hub-a", 2))
     later(hub, 20.0)
-    assert hub.stores == [ev.Wipe(1)]
+    assert hub.stores == [ev.RemoveAll(1)]
     assert hub.of(Reclaim)[-1].below == 1
     hub.step(ev.Observed(PoolRecord(2, 2, True)))
     hub.step(ev.Tick())
-    assert hub.stores == [ev.Wipe(1), ev.Wipe(2)]
+    assert hub.stores == [ev.RemoveAll(1), ev.RemoveAll(2)]
 
 
 def test_another_policy_ends_it() -> None:
     hub = led()
     publish(hub, 1)
-    hub.step(ev.WipeFailed(1))
+    hub.step(ev.Done(ev.RemoveAll(1), ok=False))
     hub.step(ev.Configured(config(reclaim="Delete")))
     later(hub, 10.0)
-    assert hub.stores == [ev.Wipe(1)]
+    assert hub.stores == [ev.RemoveAll(1)]
     assert hub.of(Reclaim)[-1].below == 1
     hub.step(ev.Configured(config(reclaim="Retain")))
     hub.sent.clear()
     publish(hub, 2)
     later(hub, 2 * LEASE)
-    assert hub.stores == [ev.Wipe(1)]
+    assert hub.stores == [ev.RemoveAll(1)]
     assert hub.of(Reclaim) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, WeightsView
 from epochkv_operator.hub.view import Told, export, key_view, view_of
@@ -14,8 +16,8 @@ EMPTY = PoolSnapshot("u", True, 0, 0, 0, [], [], 0, None, None, None, 0)
 
 
 def engine(name: str, epoch: int | None = 1, **changes: object) -> EngineView:
-    view = EngineView(name.encode().ljust(16), name, "", 0, epoch, True, True, 0, 9.0, 0.0, "", weights=A)
-    return replace(view, **changes)  # type: ignore[arg-type]
+    view = EngineView(name.encode().ljust(16), epoch, True, True, engine=name, weights=A)
+    return msgspec.structs.replace(view, **changes)
 
 
 def test_what_was_removed_is_counted_per_reset() -> None:
@@ -38,7 +40,7 @@ def test_what_was_removed_is_counted_per_reset() -> None:
 
 def test_origin_weights_and_outliers() -> None:
     late, asleep = engine("late", weights=B), engine("asleep", weights=None, weights_note="asleep\nsince noon")
-    late = replace(late, tiers_off="SavesOnly", tiers_note="loads are off:\nbecause")
+    late = msgspec.structs.replace(late, tiers_off="SavesOnly", tiers_note="loads are off:\nbecause")
     gone = engine("gone", weights=B, alive=False, converged=False)
     snapshot = replace(
         EMPTY,
