@@ -111,7 +111,7 @@ def in_memory(lab: Lab, name: str, seed: int) -> None:
     lab.a.post("/collective_rpc", {"method": "take_adapter", "args": [lab.loaded.index(name) + 1, str(path)]})
 
 
-@pytest.mark.parametrize("replace", [in_place, in_memory])
+@pytest.mark.parametrize("replace", [in_place, pytest.param(in_memory, marks=pytest.mark.slow)])
 def test_a_new_version_in_the_place_of_another_is_named_by_its_tensors(
     lab: Lab, prompts: Prompts, replace: Callable[[Lab, str, int], None]
 ) -> None:
@@ -142,6 +142,7 @@ def test_a_new_version_in_the_place_of_another_is_named_by_its_tensors(
     check(lab.b.complete(queued, adapter=old[0]), 0, lab.expected(ONE, queued))
 
 
+@pytest.mark.slow
 def test_files_that_were_overwritten_and_read_again_without_a_word_mislead_nobody(lab: Lab, prompts: Prompts) -> None:
     """A has no room for two adapters, so vLLM reads the first one's files again, which are others by now."""
     prompt = prompts()

@@ -24,11 +24,14 @@ LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
 @pytest.mark.parametrize(
     ("arguments", "environ"),
     [
-        ({}, {}),
-        # as TRL has its engine in the trainer's process
-        ({"distributed_executor_backend": "external_launcher"}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **LAUNCHED}),
+        pytest.param({}, {}, id="own-process"),
+        pytest.param(  # as TRL has its engine in the trainer's process
+            {"distributed_executor_backend": "external_launcher"},
+            {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **LAUNCHED},
+            marks=pytest.mark.slow,
+            id="colocated",
+        ),
     ],
-    ids=["own-process", "colocated"],
 )
 def test_an_engine_joins_by_the_environment_alone(
     arguments: dict[str, Any], environ: dict[str, str], weights: Weights, tmp_path: Path, prompts: Prompts, reference: Reference

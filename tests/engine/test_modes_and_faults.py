@@ -1,6 +1,6 @@
-"""One tier alone, several ranks, in one process, and everything that may be missing or wrong when an engine starts.
+"""L2 alone, an engine in one process, and everything that may be missing or wrong when an engine starts.
 
-`test_l1_only`, `test_engine_core_in_process` and the one with a mistyped key start vLLM as a user does; the others fork it.
+`test_engine_core_in_process` and the one with a mistyped key start vLLM as a user does; the others fork it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,6 @@ def pool(folder: Path) -> Iterator[Pool]:
         yield pool
 
 
-def test_l1_only(weights: Weights, folder: Path, pool: Pool, prompts: Prompts, reference: Reference) -> None:
-    prompt, other = prompts(), prompts()
-    with Engine("l1", weights.base, folder, pool.connector(local_bytes=64 << 20)) as engine:
-        pool.wait_engines(1)
-        assert engine.complete(prompt).cached == 0
-        assert engine.reset_prefix_cache(external=False)
-        assert engine.complete(other).cached == 0
-        answer = engine.complete(prompt)
-        check(answer, CACHED, reference(prompt, weights.base))
-        pool.bump()
-        answer = engine.complete(prompt)
-        check(answer, 0, reference(prompt, weights.base))
-
-
 def test_l2_only_and_a_master_that_comes_later(
     weights: Weights, folder: Path, pool: Pool, servers: ServerNursery, prompts: Prompts, reference: Reference
 ) -> None:
@@ -68,30 +54,13 @@ def test_l2_only_and_a_master_that_comes_later(
             assert not mooncake.master.alive()
             assert engine.reset_prefix_cache(external=False)
             assert engine.complete(prompt).tokens == reference(prompt, weights.base), "a dead master changed an answer"
+        assert [view.alive for view in pool.snapshot().engines] == [True]
+    assert pool.snapshot().engines == [], "an engine that ends says so: nobody waits for its lease"
 
 
 def _stored(engine: Engine, mooncake: Mooncake, prompt: list[int]) -> bool:
     engine.complete(prompt, 1)
     return bool(mooncake.keys())
-
-
-def test_two_tensor_parallel_ranks(
-    weights: Weights, folder: Path, pool: Pool, mooncake: Mooncake, servers: ServerNursery, prompts: Prompts, reference: Reference
-) -> None:
-    prompt = prompts()
-    connector = pool.connector(master_address=mooncake.address, **PATIENT)
-    args = ("--tensor-parallel-size", "2")
-    environ = {**PATIENT_ENVIRON, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with Engine("tp2", weights.base, folder, connector, args=args, environ=environ, popen=servers.popen) as engine:
-        pool.wait_engines(1)
-        before = settled_keys(mooncake)
-        assert engine.complete(prompt).tokens == reference(prompt, weights.base)
-        eventually(lambda: len(set(mooncake.keys()) - before) == 2 * BLOCKS, "both shards of every block in the store")
-        assert engine.reset_prefix_cache(external=False)
-        answer = engine.complete(prompt)
-        check(answer, CACHED, reference(prompt, weights.base))
-        assert [view.alive for view in pool.snapshot().engines] == [True]
-    assert pool.snapshot().engines == [], "an engine that ends says so: nobody waits for its lease"
 
 
 def test_broken_hub_address_and_key(
@@ -116,6 +85,7 @@ def test_broken_hub_address_and_key(
         assert len([line for line in complaints if "EngineCore" in line or "Worker" not in line]) == 1, complaints
 
 
+@pytest.mark.slow
 def test_unknown_configuration_key_is_one_clear_error(weights: Weights, folder: Path, pool: Pool) -> None:
     connector = pool.connector(local_bytes=64 << 20, capasity=1)
     engine = Engine("typo", weights.base, folder, connector)
@@ -146,6 +116,7 @@ IN_PROCESS = """
 """
 
 
+@pytest.mark.slow
 def test_engine_core_in_process(weights: Weights, folder: Path, mooncake: Mooncake, prompts: Prompts, reference: Reference) -> None:
     prompt = prompts()
     job, go, script = folder / "job.json", folder / "go", folder / "in_process.py"

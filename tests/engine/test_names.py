@@ -106,6 +106,7 @@ def test_staggered_pushes_under_traffic(lab: Lab, weights: Weights, prompts: Pro
     lab.share(weights.third)
 
 
+@pytest.mark.slow
 def test_a_push_in_the_middle_of_requests(lab: Lab, weights: Weights, prompts: Prompts) -> None:
     lab.have(weights.base)
     for engine, other, others in ((lab.a, lab.b, weights.base), (lab.b, lab.a, weights.new)):
@@ -143,6 +144,7 @@ def test_half_a_push(lab: Lab, weights: Weights, half: Path) -> None:
     lab.share(weights.new)
 
 
+@pytest.mark.slow
 def test_half_a_push_in_the_middle_of_requests(lab: Lab, weights: Weights, half: Path, prompts: Prompts) -> None:
     lab.have(weights.base)
     with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)]) as streams:
@@ -155,6 +157,7 @@ def test_half_a_push_in_the_middle_of_requests(lab: Lab, weights: Weights, half:
     lab.share(weights.base)
 
 
+@pytest.mark.slow
 def test_weights_that_return_while_requests_run(lab: Lab, weights: Weights, prompts: Prompts) -> None:
     """Base, new, base: requests that began with base complete blocks with new, and others when base has returned."""
     lab.have(weights.base)
@@ -214,7 +217,14 @@ def test_a_parameter_is_written_by_a_call_that_nobody_knows(lab: Lab, weights: W
     lab.share(weights.base)
 
 
-@pytest.mark.parametrize(("name", "index"), [(EMBEDDING, 12345), ("model.layers.1.self_attn.q_norm.weight", 31), ("model.norm.weight", 0)])
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        (EMBEDDING, 12345),
+        pytest.param("model.layers.1.self_attn.q_norm.weight", 31, marks=pytest.mark.slow),
+        pytest.param("model.norm.weight", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_one_bit_of_one_element(lab: Lab, weights: Weights, name: str, index: int) -> None:
     """It changes no answer here, so names must tell."""
     lab.have(weights.base)
@@ -231,6 +241,7 @@ def test_one_bit_of_one_element(lab: Lab, weights: Weights, name: str, index: in
     lab.share(weights.base)
 
 
+@pytest.mark.slow
 def test_an_engine_that_refuses_to_sleep_goes_on_sharing(lab: Lab, weights: Weights) -> None:
     """vLLM's CPU workers say that they cannot, its engine says that it does. It clears its caches, so the pool leaves its epoch."""
     lab.have(weights.base)
@@ -246,6 +257,7 @@ def test_an_engine_that_refuses_to_sleep_goes_on_sharing(lab: Lab, weights: Weig
 # ---------------------------------------------------------------------- past vLLM
 
 
+@pytest.mark.slow
 def test_weights_written_past_vllm_in_the_middle_of_requests(
     lab: Lab, orders: Orders, weights: Weights, flipped: Path, prompts: Prompts
 ) -> None:
@@ -291,6 +303,7 @@ def test_weights_written_past_vllm_and_back_within_one_block(lab: Lab, orders: O
     lab.share(weights.base)
 
 
+@pytest.mark.slow
 def test_weights_written_past_vllm_while_every_prompt_is_in_the_cache(lab: Lab, orders: Orders, weights: Weights, flipped: Path) -> None:
     """Nothing is saved then, and the engine is never idle."""
     lab.have(weights.base)
@@ -306,6 +319,7 @@ def test_weights_written_past_vllm_while_every_prompt_is_in_the_cache(lab: Lab, 
     lab.share(weights.base)
 
 
+@pytest.mark.slow
 def test_an_idle_engine_is_written_to_past_vllm(lab: Lab, orders: Orders, weights: Weights, flipped: Path) -> None:
     lab.have(weights.base)
     old = lab.share(weights.base)
@@ -338,6 +352,7 @@ def test_an_engine_restarts_with_base_weights_in_the_middle(lab: Lab, weights: W
     lab.share(weights.new)
 
 
+@pytest.mark.slow
 def test_a_fresh_engine_and_one_that_was_pushed_share(lab: Lab, weights: Weights) -> None:
     lab.have(weights.new)
     known = lab.share(weights.new)
@@ -369,6 +384,7 @@ def test_without_the_plugin_weights_are_unknown(lab: Lab, weights: Weights) -> N
     lab.share(weights.base)
 
 
+@pytest.mark.slow
 def test_load_weights_of_the_model_is_called_in_process(lab: Lab, weights: Weights, half: Path, prompts: Prompts) -> None:
     """As trainers do that have their engine in their own process; also while requests run, there and back."""
     lab.have(weights.base)

@@ -14,6 +14,7 @@ from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check
 from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Streams, derive, open_pool, rpc
 from tests.engine.server_nursery import ServerNursery
 
+pytestmark = pytest.mark.slow
 NUM_RANKS = 2
 GPU_BLOCKS = 64
 """So few that an engine soon forgets what it has computed, and reads it from the store: there is no L1 here."""

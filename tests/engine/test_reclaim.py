@@ -98,6 +98,7 @@ def test_a_wipe_waits_for_nobody_and_leaves_nothing_old(pair: Pair, trainer: cli
         pair.check_sharing(prompt, reference(prompt, pair.model))
 
 
+@pytest.mark.slow
 def test_old_names_are_removed_and_so_are_puts_that_land_behind_the_sweep(
     pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference
 ) -> None:
@@ -122,6 +123,7 @@ def test_old_names_are_removed_and_so_are_puts_that_land_behind_the_sweep(
     assert pair.b.complete(prompt).cached == CACHED
 
 
+@pytest.mark.slow
 def test_names_of_weights_that_nobody_holds_any_more_are_removed(
     pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights
 ) -> None:

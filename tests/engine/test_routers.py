@@ -140,7 +140,7 @@ def settle(pair: Pair, fleet: Fleet) -> None:
     fleet.missed = len(fleet.dropped)
 
 
-@pytest.mark.parametrize("change", ["epoch", "weights"])
+@pytest.mark.parametrize("change", ["epoch", pytest.param("weights", marks=pytest.mark.slow)])
 def test_routers_follow_engines_over_a_change_of_names(
     pair: Pair, prompts: Prompts, reference: Reference, weights: Weights, fleet: Fleet, change: str
 ) -> None:
@@ -161,6 +161,7 @@ def test_routers_follow_engines_over_a_change_of_names(
     fleet.could_follow()
 
 
+@pytest.mark.slow
 def test_routers_hear_of_a_lost_lease_from_an_engine_that_idles(pair: Pair, prompts: Prompts, reference: Reference, fleet: Fleet) -> None:
     prompt = prompts()
     pair.check_sharing(prompt, reference(prompt, pair.model))

@@ -79,6 +79,7 @@ def test_without_a_hub_the_lease_runs_out_and_nothing_is_reused(pair: Pair, prom
     eventually(lambda: "in use" in fence_lines(pair.b)[-1], "B uses the epoch")
 
 
+@pytest.mark.slow
 def test_a_rotated_key_costs_neither_lease_nor_cache(pair: Pair, prompts: Prompts, reference: Reference) -> None:
     prompt = prompts()
     begin = len(fence_lines(pair.a)), len(fence_lines(pair.b))
@@ -91,6 +92,7 @@ def test_a_rotated_key_costs_neither_lease_nor_cache(pair: Pair, prompts: Prompt
     assert (len(fence_lines(pair.a)), len(fence_lines(pair.b))) == begin, "an engine was in bypass meanwhile"
 
 
+@pytest.mark.slow
 def test_vllms_own_reset_succeeds_while_requests_run_and_saves_copy(pair: Pair, prompts: Prompts, reference: Reference) -> None:
     """`reset_running_requests`: it is an error if anybody holds a block then. (So it is while a load is under way: vLLM says
     that it does not support that. These prompts are new, and each is met by one reset.)"""
@@ -124,7 +126,7 @@ def pause_everywhere(pair: Pair) -> None:
         engine.resume()
 
 
-@pytest.mark.parametrize("clear", [reset_one, reset_everywhere, pause_everywhere])
+@pytest.mark.parametrize("clear", [reset_one, pytest.param(reset_everywhere, marks=pytest.mark.slow), pause_everywhere])
 def test_engines_that_clear_their_caches_move_the_pool_on_once(
     pair: Pair, prompts: Prompts, reference: Reference, clear: Callable[[Pair], None]
 ) -> None:

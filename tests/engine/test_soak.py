@@ -14,6 +14,7 @@ from tests.engine.server_nursery import ServerNursery
 MINUTES, SEED = 1.0, 20
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_minute_of_random_faults_leave_nothing_wrong(
     weights: Weights, reference: Reference, servers: ServerNursery, tmp_path: Path

@@ -79,6 +79,7 @@ def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) 
     assert pair.total(pair.b, "loads_paused") == 0
 
 
+@pytest.mark.slow
 def test_a_frozen_master_opens_the_breakers(pair: FaultyPair) -> None:
     prompt, _ = pair.saved()
     before = pair.total(pair.a, "store_breaker_opened")
@@ -108,6 +109,7 @@ def test_a_killed_master_comes_back_empty(pair: FaultyPair) -> None:
     pair.shares()
 
 
+@pytest.mark.slow
 def test_a_full_store_takes_no_puts(pair: FaultyPair) -> None:
     before = pair.total(pair.a, "save_put_dropped_full")
     with full_store(pair):
@@ -190,6 +192,7 @@ def test_a_key_that_goes_between_lookup_and_load_is_a_miss(pair: FaultyPair) -> 
     pair.shares()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_wiped_under_a_read_yields_no_wrong_answer(pair: FaultyPair) -> None:
     """The wipe comes by force a moment after the read has begun, and other bytes fill the memory that it frees."""
     delays, junk = random.Random(3), random.Random(4).randbytes(OBJECT_BYTES)
@@ -222,6 +225,7 @@ def test_a_store_that_is_wiped_under_a_read_yields_no_wrong_answer(pair: FaultyP
     pair.shares()
 
 
+@pytest.mark.slow
 def test_thirty_percent_of_loads_are_lost_and_every_answer_is_the_same(pair: FaultyPair) -> None:
     saved = [pair.saved()[0] for _ in range(20)]
     failed, done = pair.total(pair.b, "loads_failed"), pair.seen(pair.b, "loads_done")
@@ -241,6 +245,7 @@ def test_thirty_percent_of_loads_are_lost_and_every_answer_is_the_same(pair: Fau
     pair.shares()
 
 
+@pytest.mark.slow
 def test_a_slow_master_is_used_until_it_is_too_slow(pair: FaultyPair) -> None:
     other, _ = pair.saved()
     pair.relay.delay_seconds = 0.2
@@ -296,7 +301,7 @@ def back_in_use(pair: FaultyPair) -> None:
     pair.shares()
 
 
-@pytest.mark.parametrize("call", CONTROL)
+@pytest.mark.parametrize("call", ["reset", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CONTROL)[1:])])
 def test_control_calls_end_while_a_load_hangs(pair: FaultyPair, call: str) -> None:
     pair.nodes_are_forgotten_after(REMEMBERED_SECONDS)
     prompt, _ = pair.saved()

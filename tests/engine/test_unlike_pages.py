@@ -63,6 +63,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
         yield nursery
 
 
+@pytest.mark.slow
 def test_an_l1_of_unlike_pages_evicts_and_finds_the_newest(nursery: Nursery) -> None:
     """L1 has room for 6 of 20 prompts. Counted with the first layer's pages, it would have room for 10."""
     assert SLOTS * SLOT_BYTES // SEEN_BYTES == 41

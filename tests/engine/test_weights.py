@@ -103,7 +103,7 @@ def idle(pair: Pair, prompt: list[int]) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-@pytest.mark.parametrize("way", [idle, serving, paused])
+@pytest.mark.parametrize("way", [serving, *(pytest.param(way, marks=pytest.mark.slow) for way in (idle, paused))])
 def test_engines_look_by_themselves_and_soon_whatever_they_do(
     pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights,
     way: Callable[[Pair, list[int]], AbstractContextManager[None]],
@@ -122,6 +122,7 @@ def test_engines_look_by_themselves_and_soon_whatever_they_do(
     pair.check_sharing(other, reference(other, pair.model))
 
 
+@pytest.mark.slow
 def test_an_engine_that_restarts_with_base_weights_is_reported_until_the_next_push(
     pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights
 ) -> None:
