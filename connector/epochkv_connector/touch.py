@@ -12,7 +12,6 @@ import errno
 import logging
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,15 +23,13 @@ TOUCH_SECONDS = 300.0
 MAX_THREADS = 8
 """More do not make it faster: they clear memory."""
 CHUNK_BYTES = 64 << 20
-"""Touched in one call; between two of them the time is looked at and progress is said."""
+"""Touched in one call; between two of them the time is looked at."""
 LARGE_BYTES = 8 << 30
-SAY_SECONDS = 5.0
+"""From here on the log says when it begins and ends."""
 
 _MADV_HUGEPAGE, _MADV_DONTFORK, _MADV_POPULATE_WRITE = 14, 10, 23
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run, `mmap.madvise` does not
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-Say = Callable[[str], None]
 
 
 class Touch:
@@ -43,7 +40,7 @@ class Touch:
         what: names the memory in messages.
         seconds: at most; the rest is left as it is.
         threads: None: as many as this process may use, at most `MAX_THREADS`.
-        say: gets the progress of what is larger than `LARGE_BYTES`.
+        say: gets a line before and after what is larger than `LARGE_BYTES`.
     """
 
     def __init__(
@@ -54,15 +51,12 @@ class Touch:
         *,
         seconds: float = TOUCH_SECONDS,
         threads: int | None = None,
-        say: Say = logger.info,
+        say: Callable[[str], None] = logger.info,
     ) -> None:
         self._address, self._num_bytes, self._what, self._say = address, num_bytes, what, say
         self._began = time.monotonic()
         self._deadline = self._began + seconds
         self._threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._lock = threading.Lock()  # guards the two below
-        self._touched = 0
-        self._next_word = self._began + SAY_SECONDS
 
     def run(self) -> int:
         """Touch. Returns how many bytes have pages now: all, or fewer after `seconds`.
@@ -74,37 +68,29 @@ class Touch:
         if self._num_bytes >= LARGE_BYTES:
             self._say(f"{self._what}: touching {_gib(self._num_bytes)} on {self._threads} threads")
         with ThreadPoolExecutor(self._threads, "epochkv-touch") as pool:
-            for done in [pool.submit(self._chunk, start) for start in starts]:
-                done.result()
-        if self._touched < self._num_bytes:
+            touched = sum(pool.map(self._chunk, starts))
+        if touched < self._num_bytes:
             logger.warning(
                 "%s: %s of %s have pages after %.0f s; the rest gets its own when it is first used",
                 self._what,
-                _gib(self._touched),
+                _gib(touched),
                 _gib(self._num_bytes),
                 time.monotonic() - self._began,
             )
         elif self._num_bytes >= LARGE_BYTES:
             self._say(f"{self._what}: {_gib(self._num_bytes)} touched in {time.monotonic() - self._began:.1f} s")
-        return self._touched
+        return touched
 
     def stop(self) -> None:
         """Have `run` end after the chunks under way. Any thread."""
         self._deadline = self._began
 
-    def _chunk(self, start: int) -> None:
+    def _chunk(self, start: int) -> int:
         if time.monotonic() >= self._deadline:
-            return
+            return 0
         size = min(CHUNK_BYTES, self._num_bytes - start)
         populate(self._address + start, size)
-        with self._lock:
-            self._touched += size
-            now, word = time.monotonic(), None
-            if self._num_bytes >= LARGE_BYTES and now >= self._next_word:
-                self._next_word = now + SAY_SECONDS
-                word = f"{self._what}: {_gib(self._touched)} of {_gib(self._num_bytes)} touched after {now - self._began:.0f} s"
-        if word:
-            self._say(word)
+        return size
 
 
 def populate(address: int, num_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 An engine of the tests uses 23 s of CPU before it answers, 20 of them to import the same modules twice, in the server and in its
 core (measured). What is forked is the same server with the same command line in a session of its own, so that it is ended,
-frozen and killed like any other. Half of `test_modes_and_faults`, and `tests/e2e`, start theirs as a user does.
+frozen and killed like any other. `test_attach`, `test_fenced` and `tests/e2e` start theirs as a user does.
 
     python -m tests.engine.server_nursery SOCKET
 """

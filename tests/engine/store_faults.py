@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import struct
 import threading
@@ -196,26 +195,18 @@ class Ambush:
     key passes the relay is the load. `strike` is called with the keys of that call before the master hears of it.
     """
 
-    def __init__(self, strike: Callable[[list[str]], None], seed: int = 0, probability: float = 1.0) -> None:
-        self._strike, self._probability = strike, probability
-        self._random = random.Random(seed)
-        self._fate: dict[str, bool] = {}
-        self._met: set[str] = set()
+    def __init__(self, strike: Callable[[list[str]], None]) -> None:
+        self._strike = strike
+        self._named: dict[str, int] = {}
         self._lock = threading.Lock()
-        self.num_lookups = self.num_strikes = 0
 
     def __call__(self, chunk: bytes) -> None:
         """`Relay.watch`."""
-        keys = [match.decode() for match in KEY.findall(chunk)]
+        keys = dict.fromkeys(match.decode() for match in KEY.findall(chunk))
         with self._lock:
-            new = [key for key in keys if key not in self._fate]
-            again = [key for key in keys if key not in new and key not in self._met]
-            if new:
-                self.num_lookups += 1
-                self._fate.update(dict.fromkeys(new, self._random.random() < self._probability))
-            self._met.update(again)
-            doomed = [key for key in again if self._fate[key]]
-            self.num_strikes += bool(doomed)
+            for key in keys:
+                self._named[key] = self._named.get(key, 0) + 1
+            doomed = [key for key in keys if self._named[key] == 2]
         if doomed:
             self._strike(doomed)
 

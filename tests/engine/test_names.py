@@ -145,19 +145,6 @@ def test_half_a_push(lab: Lab, weights: Weights, half: Path) -> None:
 
 
 @pytest.mark.slow
-def test_half_a_push_in_the_middle_of_requests(lab: Lab, weights: Weights, half: Path, prompts: Prompts) -> None:
-    lab.have(weights.base)
-    with Streams(lab.a, [prompts(OPENING) for _ in range(NUM_RUNNING)]) as streams:
-        streams.arrive(20)
-        lab.half_a_push(lab.a, weights.new)
-        streams.move_on(BLOCK_TOKENS + 10)
-    lab.all_right(streams.prefixes(), (lab.a, half), (lab.b, weights.base))
-    lab.push(lab.a, weights.base)
-    lab.all_right(streams.prefixes(), (lab.a, weights.base), (lab.b, weights.base))
-    lab.share(weights.base)
-
-
-@pytest.mark.slow
 def test_weights_that_return_while_requests_run(lab: Lab, weights: Weights, prompts: Prompts) -> None:
     """Base, new, base: requests that began with base complete blocks with new, and others when base has returned."""
     lab.have(weights.base)
@@ -350,20 +337,6 @@ def test_an_engine_restarts_with_base_weights_in_the_middle(lab: Lab, weights: W
     lab.apart(lab.a, weights.new, lab.b, weights.base)
     lab.push(lab.b, weights.new)
     lab.share(weights.new)
-
-
-@pytest.mark.slow
-def test_a_fresh_engine_and_one_that_was_pushed_share(lab: Lab, weights: Weights) -> None:
-    lab.have(weights.new)
-    known = lab.share(weights.new)
-    with lab.start("fresh", weights.new) as fresh:
-        lab.pool.wait_engines(3)
-        check(fresh.complete(known), CACHED, lab.reference(known, weights.new))
-        lab.share(weights.new, fresh, lab.b)
-        lab.push(fresh, weights.third)
-        lab.push(lab.a, weights.third)
-        lab.apart(fresh, weights.third, lab.b, weights.new)
-        lab.share(weights.third, fresh, lab.a)
 
 
 def test_without_the_plugin_weights_are_unknown(lab: Lab, weights: Weights) -> None:

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import random
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from epochkv_connector.naming.identity import CODEC_VERSION
 from hack.engine_api import EngineError
 from hack.models import Shape
 from hack.waiting import eventually
-from tests.engine.conftest import BLOCKS, CACHED, Prompts, Reference, Weights
+from tests.engine.conftest import CACHED, Prompts, Reference, Weights
 from tests.engine.server_nursery import ServerNursery
 from tests.engine.store_faults import HUNG_SECONDS, Ambush, FaultyPair, of_another_codec
 
@@ -109,43 +106,6 @@ def test_a_killed_master_comes_back_empty(pair: FaultyPair) -> None:
     pair.shares()
 
 
-@pytest.mark.slow
-def test_a_full_store_takes_no_puts(pair: FaultyPair) -> None:
-    before = pair.total(pair.a, "save_put_dropped_full")
-    with full_store(pair):
-        prompt = pair.prompts()
-        assert len(pair.save(prompt)) < BLOCKS
-        pair.grows(pair.a, before, "save_put_dropped_full")
-        assert pair.ask(pair.b, prompt).cached < CACHED
-    pair.shares()
-
-
-@contextmanager
-def full_store(pair: FaultyPair) -> Iterator[None]:
-    """Somebody fills the store to its last block with objects that are in use, so that none can be evicted."""
-    held: list[str] = []
-    over = threading.Event()
-    for size in (1 << 20, OBJECT_BYTES):
-        junk, deadline = bytes(size), time.monotonic() + 60.0
-        while pair.raw.offer(f"held/{len(held)}", junk):
-            held.append(f"held/{len(held)}")
-            pair.raw.lease(held)
-            assert time.monotonic() < deadline, "the store never filled up"
-
-    def hold() -> None:
-        while not over.wait(0.5):
-            pair.raw.lease(held)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    try:
-        yield
-    finally:
-        over.set()
-        holder.join(30.0)
-        pair.rob(held)
-
-
 def test_foreign_bytes_under_our_keys_are_never_used(pair: FaultyPair) -> None:
     def junk(value: bytes) -> bytes:
         return random.Random(1).randbytes(len(value))
@@ -189,59 +149,6 @@ def test_a_key_that_goes_between_lookup_and_load_is_a_miss(pair: FaultyPair) -> 
     assert stolen
     assert set(stolen) <= keys
     pair.grows(pair.b, before, "load_failed_store_absent")
-    pair.shares()
-
-
-@pytest.mark.slow
-def test_a_store_that_is_wiped_under_a_read_yields_no_wrong_answer(pair: FaultyPair) -> None:
-    """The wipe comes by force a moment after the read has begun, and other bytes fill the memory that it frees."""
-    delays, junk = random.Random(3), random.Random(4).randbytes(OBJECT_BYTES)
-    wipes: list[threading.Thread] = []
-    names = [f"load_failed_store_{outcome}" for outcome in ("absent", "foreign", "expired", "transfer", "pending")]
-    before = pair.total(pair.b, *names)
-
-    def wipe(delay: float) -> None:
-        time.sleep(delay)
-        pair.mooncake.flush()
-        pair.raw.put_all({f"junk/{len(wipes)}/{number}": junk for number in range(3 * BLOCKS)})
-
-    def strike(_: list[str]) -> None:
-        wipes.append(threading.Thread(target=wipe, args=(delays.uniform(0, 0.005),)))
-        wipes[-1].start()
-
-    pair.relay.watch = Ambush(strike)
-    try:
-        for number in range(48):  # a read takes a few milliseconds: some wipes come too late
-            pair.ask(pair.b, pair.saved()[0])
-            for wipe_thread in wipes:
-                wipe_thread.join(30.0)
-            if number >= 12 and pair.seen(pair.b, *names) > before:
-                break
-    finally:
-        pair.relay.watch = None
-    assert len(wipes) >= 3
-    pair.grows(pair.b, before, *names)
-    pair.mooncake.flush()
-    pair.shares()
-
-
-@pytest.mark.slow
-def test_thirty_percent_of_loads_are_lost_and_every_answer_is_the_same(pair: FaultyPair) -> None:
-    saved = [pair.saved()[0] for _ in range(20)]
-    failed, done = pair.total(pair.b, "loads_failed"), pair.seen(pair.b, "loads_done")
-    stolen: list[int] = []
-    thief = Ambush(lambda doomed: stolen.append(len(pair.rob(doomed))), seed=7, probability=0.3)
-    pair.relay.watch = thief
-    try:
-        with ThreadPoolExecutor(3) as threads:
-            cached = [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved)]
-    finally:
-        pair.relay.watch = None
-    assert thief.num_lookups >= len(saved) // 2
-    assert sum(count > 0 for count in stolen) >= 2
-    lost = pair.total(pair.b, "loads_failed") - failed
-    assert lost >= 2
-    assert pair.seen(pair.b, "loads_done") - done - lost == cached.count(CACHED) >= 5
     pair.shares()
 
 

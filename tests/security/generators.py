@@ -144,7 +144,7 @@ def document(rng: Random, folder: str) -> dict[str, Any]:
     whole: dict[str, Any] = {
         "pool": {"name": "policy", "namespace": "default", "uid": "u-1"},
         "hub": {"endpoint": "tcp://127.0.0.1:7700", "credentials_dir": folder},
-        "local": {"capacity_bytes": 1},
+        "local": {"capacity_bytes": 4096},
     }
     for _ in range(rng.choice([0, 1, 1, 2])):
         part = rng.choice([whole, whole["pool"], whole["hub"]])

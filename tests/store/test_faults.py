@@ -204,17 +204,6 @@ def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Mooncake, c
     assert [bytes(memory.payload(slot)) for slot in range(4)] == values
 
 
-def test_without_any_store_puts_are_dropped_and_the_client_stays_ready(stores: Mooncake, connect: ConnectTo) -> None:
-    memory = Memory(1, 1000)
-    stores.start_master()
-    client = connect(stores.address, memory)
-    keys = block_keys(1)
-    assert put(client, memory, keys) == [StoreOutcome.FULL]
-    assert get(client, memory, keys) == [StoreOutcome.ABSENT]
-    assert client.exists(keys).result(5) == [False]
-    assert client.state is StoreState.READY
-
-
 def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(16, 1 << 20)
     # Leases of an hour: nothing can be evicted, so full means full.

@@ -232,6 +232,8 @@ def every(keys: Mapping[str, Key], path: str = "") -> Iterator[tuple[str, Key]]:
 NAME: Final = "EpochKVConnector"
 """What `kv_connector` is in vLLM's configuration."""
 EXTRA: Final = "kv_connector_extra_config"
+MIN_BYTES: Final = 512
+"""Of L1: a block of any model takes at least this (`worker.layout.slot_stride`)."""
 MAX_BYTES: Final = 1 << 50
 MAX_COUNT: Final = 1 << 31
 
@@ -255,7 +257,7 @@ class LocalTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capacity_bytes: Annotated[
         int,
         Meta(
-            ge=1,
+            ge=MIN_BYTES,
             le=MAX_BYTES,
             description="Size of L1 of one engine, split evenly over its worker ranks; no rank takes more than its share. The rank whose "
             "blocks are largest decides how many blocks L1 holds. It must hold one block on each rank, and fit into the memory of this "
@@ -481,8 +483,6 @@ ROOT = Path("/")
 DEVICES = "sys/class/infiniband"
 UNLIMITED_V1 = 1 << 60
 """cgroup v1 says "no limit" as the largest multiple of a page below 2**63."""
-SMALLEST_SLOT_BYTES = 512
-"""A block of any model takes at least this: header, trailer, and their alignment (`worker.layout`, which needs torch)."""
 CROWDED_FRACTION = 0.8
 """Of the limit: an engine has weights, or copies of them while it loads, and some GB of its own besides L1."""
 
@@ -524,16 +524,6 @@ def crowded(num_bytes: int, root: Path = ROOT) -> Limit | None:
     """The limit that `num_bytes` of host memory nearly use up; None: there is room, or no limit is known."""
     limit = memory_limit(root)
     return limit if limit is not None and num_bytes > CROWDED_FRACTION * limit.num_bytes else None
-
-
-def check_holds_something(config: ConnectorConfig) -> None:
-    """Raise `ConfigError` if no block of any model fits into L1: the number was probably not meant as bytes."""
-    if config.local is not None and config.local.capacity_bytes < SMALLEST_SLOT_BYTES:
-        num_bytes = config.local.capacity_bytes
-        raise ConfigError(
-            f"{EXTRA}: local.capacity_bytes is {num_bytes}; it must be at least {SMALLEST_SLOT_BYTES}, as no block takes less; "
-            f"{num_bytes} GiB would be {num_bytes << 30}; or leave local out for no L1"
-        )
 
 
 def check_devices(config: ConnectorConfig, root: Path = ROOT) -> None:

@@ -2,39 +2,21 @@
 
 Base classes of connectors and the module of block hashes are imported from here, so that a vLLM without them is refused with a
 sentence. A renamed global of vLLM would make every name in this project a lie, so other versions are refused at start, too (unless
-`allow_untested_vllm`). A framework cannot do that: whatever it calls, weights name themselves. So another version of one is worth a
-warning, once. Knows of vLLM 0.30 to 0.33: `__version__`, and the modules that define the names.
+`allow_untested_vllm`). Knows of vLLM 0.30 to 0.33: `__version__`, and the modules that define the names.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import importlib.util
-import logging
 import re
-import sys
 from pathlib import Path
-from typing import Final
 
 import vllm
 
 from epochkv_fence import VERSION
 
-logger = logging.getLogger("vllm.epochkv.version")
-
 TESTED_VERSIONS = ((0, 30), (0, 33))
 """First and last minor version accepted."""
-
-FRAMEWORKS: Final = {
-    "openrlhf": ("openrlhf", "0.11"),
-    "ray.llm": ("ray", "2.60"),
-    "skyrl": ("skyrl", "0.3"),
-    "trl": ("trl", "1.16"),
-    "verl": ("verl", "0.9"),
-}
-"""Of each framework that tests run (`hack/requirements/trainers`): a module that is loaded where it makes engines, its distribution, and
-the minor version. `docs/trainers.md` shows the same."""
 
 
 class UnsupportedEngine(RuntimeError):
@@ -76,27 +58,6 @@ def check_version(allow_untested: bool, version: str | None = None) -> None:
     if first <= minor <= last or allow_untested:
         return
     raise UnsupportedEngine(f"{unsupported(found)}, or set allow_untested_vllm to true in kv_connector_extra_config at your own risk")
-
-
-@functools.cache
-def warn_of_frameworks() -> None:
-    """Say once in this process which framework that makes its engines was not tried in this version."""
-    for module, (distribution, tested) in FRAMEWORKS.items():
-        if module in sys.modules and (found := _installed(distribution)) and not f"{found}.".startswith(f"{tested}."):
-            logger.warning(
-                "EpochKV was tested with %s %s, and this is %s. Nothing is switched off. Compare `epochkv weights` after the first push.",
-                distribution,
-                tested,
-                found,
-            )
-
-
-def _installed(distribution: str) -> str:
-    """Its version; empty: it runs from a folder of sources."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 try:

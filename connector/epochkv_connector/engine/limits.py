@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from epochkv_connector.config import NAME, ConnectorConfig, check_devices, check_fits, check_holds_something
+from epochkv_connector.config import NAME, ConnectorConfig, check_devices, check_fits
 from epochkv_connector.engine import describe
 from epochkv_connector.engine.describe import has_ranks_here, l1_share
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
@@ -72,7 +72,6 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     check_siblings(siblings)
     check_launcher(vllm_config.parallel_config.distributed_executor_backend, int(vllm_config.parallel_config.world_size))
     check_encoder_transfer(vllm_config)
-    check_holds_something(config)
     if here:
         check_devices(config)
         if config.local is not None:
@@ -80,8 +79,8 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     return config
 
 
-def check_before_load(vllm_config: Any) -> bool:
-    """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector; False: there is none.
+def check_before_load(vllm_config: Any) -> None:
+    """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector.
 
     Raises:
         ConfigError, UnsupportedEngine: as there.
@@ -93,7 +92,6 @@ def check_before_load(vllm_config: Any) -> bool:
     ours = [extra] if name == NAME else ours
     for given in ours:
         check_start(vllm_config, given, children, here=has_ranks_here(vllm_config))
-    return bool(ours)
 
 
 def check_siblings(children: Sequence[Mapping[str, Any]]) -> None:

@@ -26,11 +26,11 @@ from typing import Any
 from epochkv_connector.config import (
     EXTRA,
     MAX_BYTES,
+    MIN_BYTES,
     MOONCAKE,
     MOONCAKE_ENV,
     MOONCAKE_KEY,
     NAME,
-    SMALLEST_SLOT_BYTES,
     ConfigError,
     ConnectorConfig,
     gib,
@@ -38,7 +38,7 @@ from epochkv_connector.config import (
     transfer_config,
 )
 from epochkv_connector.engine import fenced, limits, patches
-from epochkv_connector.engine.interface import UnsupportedEngine, warn_of_frameworks
+from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.patches import share_log_handlers
 from epochkv_fence import quantity
 from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, ConfigurationError, Connection
@@ -146,9 +146,9 @@ def capacity(text: str) -> int:
         size = quantity.parse(text)
     except (ValueError, ArithmeticError):
         size = Decimal(0)
-    if not SMALLEST_SLOT_BYTES <= size <= MAX_BYTES:
+    if not MIN_BYTES <= size <= MAX_BYTES:
         raise ConfigError(
-            f"{CAPACITY_ENV} is {shown(text)}; it must be a size such as 64Gi, or a number of bytes, from {SMALLEST_SLOT_BYTES} to "
+            f"{CAPACITY_ENV} is {shown(text)}; it must be a size such as 64Gi, or a number of bytes, from {MIN_BYTES} to "
             f"{quantity.from_bytes(MAX_BYTES)}; or unset it for the L1 of the connection document"
         )
     return quantity.to_bytes(text)
@@ -211,12 +211,9 @@ def check(vllm_config: Any) -> None:
     with _one_line(
         f"; or unset {ATTACH_ENV}, which joined this engine to the pool" if attached else "", in_their_words if attached else str
     ):
-        ours = limits.check_before_load(vllm_config)
-        is_fenced = fenced.check(vllm_config) is not None
-        if is_fenced:
+        limits.check_before_load(vllm_config)
+        if fenced.check(vllm_config) is not None:
             refuse_other_pool(os.environ)
-        if is_fenced or ours:
-            warn_of_frameworks()
 
 
 @contextmanager

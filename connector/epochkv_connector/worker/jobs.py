@@ -35,14 +35,12 @@ class LoadTasks:
     def take(self, job: LoadJob) -> None:
         """A step brought this load: begin at once. Model-runner thread."""
         rank = self._rank
-        if job.job_id in self.open:
-            rank.counters.add("duplicate_jobs")
-            return
+        assert job.job_id not in self.open
         load = LoadTask(job, time.monotonic() + job.deadline_seconds, rank.event(), pieces=_cut(job.moves))
         with rank.changed:
             self.open[job.job_id] = load
         rank.counters.add("load_jobs")
-        self._guard(load, partial(self._begin, load))
+        self._guard(load, partial(self._begin_piece, load))
 
     def poison(self, request_id: str) -> bool:
         """Fail the load of this request. False: there is none under way."""
@@ -77,10 +75,6 @@ class LoadTasks:
             ticket.cancel()
         self._mark_failed(load, reason, detail)
         self._end(load)
-
-    def _begin(self, load: LoadTask) -> None:
-        self._rank.check_slots(load.job.moves)
-        self._begin_piece(load)
 
     def _begin_piece(self, load: LoadTask) -> None:
         rank = self._rank
@@ -206,9 +200,7 @@ class SaveTasks:
         """A step brought this save: it begins with `submit`. Model-runner thread."""
         rank = self._rank
         with rank.changed:
-            if job.job_id in self.copies or job.job_id in self.puts:
-                rank.counters.add("duplicate_jobs")
-                return
+            assert job.job_id not in self.copies
             save = SaveTask(job, time.monotonic() + job.deadline_seconds)
             self.copies[job.job_id] = save
             self._unsubmitted.append(save)
@@ -278,7 +270,7 @@ class SaveTasks:
 
     def _begin(self, save: SaveTask) -> None:
         rank = self._rank
-        rank.check_slots(save.job.moves)
+        rank.check_running()
         rank.slots.check_free(move for move in save.job.moves if move.copy)
         rank.copy_threads["save"].submit(partial(self._gather, save))
 

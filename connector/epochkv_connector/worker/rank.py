@@ -300,12 +300,6 @@ class Rank:
         """End of the work issued so far on the model's stream (None on CPU). Model-runner thread only."""
         return compute_event(self.staging.device)
 
-    def check_slots(self, moves: Iterable[BlockMove]) -> None:
-        self.check_running()
-        for move in moves:
-            if not (0 <= move.slot < self.staging.region.num_slots and move.group in self.staging.groups):
-                raise JobFailed("bad_move", f"slot {move.slot} of group {move.group} does not exist")
-
     def transfer(self, namespace: str, move: BlockMove) -> Transfer:
         key = object_key(namespace, move.group, self.number // self._replicas(move.group), move.block_hash)
         return Transfer(key, self.staging.region.slot_address(move.slot), self.staging.object_view(move.group, move.slot))

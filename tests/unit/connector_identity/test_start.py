@@ -110,9 +110,9 @@ def test_everything_else_is_left_to_vllm(start: Start, transfer: dict[str, Any] 
     start(transfer)
 
 
-@pytest.mark.parametrize(("given", "named"), [(5, "5 GiB would be 5368709120"), (511, "at least 512")])
-def test_an_l1_that_holds_no_block_of_any_model_is_refused_before_one_is_loaded(start: Start, given: int, named: str) -> None:
-    with pytest.raises(ConfigError, match=rf"local\.capacity_bytes is {given}; .*{named}"):
+@pytest.mark.parametrize("given", [5, 511])
+def test_an_l1_that_holds_no_block_of_any_model_is_refused_before_one_is_loaded(start: Start, given: int) -> None:
+    with pytest.raises(ConfigError, match=rf"local\.capacity_bytes is {given}; it must be a whole number of bytes from 512 to"):
         start(child(local={"capacity_bytes": given}))
 
 

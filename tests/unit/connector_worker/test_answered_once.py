@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.store.queues import StoreOutcome, Ticket, Transfer
+from epochkv_connector.store.queues import Ticket, Transfer
 from epochkv_connector.wire import Phase, Tier
 from epochkv_connector.worker.staging import StagingStream
-from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, name_of, save
+from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, save
 
 
 class BrokenStore(ObedientStore):
@@ -142,20 +142,3 @@ def test_a_shutdown_in_mid_copy_answers_what_is_copied_behind_the_copy_and_the_r
     loads = {(2, Phase.LOADED), (4, Phase.LOADED)} if direction == "load" else {(4, Phase.LOADED)}
     saves = {(job, phase) for job in (3, 5) for phase in (Phase.COPIED, Phase.STORED)}
     assert told == {(1, Phase.COPIED), *loads, *saves}
-
-
-def test_a_job_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ObedientStore(policy=lambda kind, transfers: None)
-    rig = Rig(store)
-    store.objects[f"{NAMESPACE}/g0/r0/{name_of(30).hex()}"] = b"x" * 192
-    job, other = load(1, [move(8, 5, 30, Tier.STORE)], NAMESPACE), save(2, [move(3, 0, 31)], NAMESPACE)
-    rig.step(loads=[job], saves=[other])
-    rig.until(lambda: len(store.open) == 2, "both are under way")
-    rig.step(loads=[job], saves=[other])
-    for request in store.open:
-        store.answer(request, StoreOutcome.OK)
-        store.release(request)
-    rig.until(lambda: {(1, Phase.LOADED), (2, Phase.STORED)} <= rig.acks.keys(), "both over")
-    assert rig.finished == {"r1": 1}
-    assert rig.worker.stats()["duplicate_jobs"] == 2
-    assert len(store.seen) == 2

@@ -82,13 +82,11 @@ def test_the_time_is_bounded_and_what_is_left_is_said(caplog: pytest.LogCaptureF
 
 def test_large_memory_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(touch, "LARGE_BYTES", 128 * MIB)
-    monkeypatch.setattr(touch, "SAY_SECONDS", 0.0)
     memory, address = fresh(192 * MIB)
     said: list[str] = []
     assert Touch(address, len(memory), "test", threads=2, say=said.append).run() == len(memory)
     assert said[0] == "test: touching 0.2 GiB on 2 threads"
-    assert "of 0.2 GiB touched after" in said[1]
-    assert "touched in" in said[-1]
+    assert "touched in" in said[1]
 
 
 def test_memory_that_cannot_be_had_is_an_error() -> None:

@@ -1,24 +1,16 @@
-"""L2 alone, an engine in one process, and everything that may be missing or wrong when an engine starts.
-
-`test_engine_core_in_process` and the one with a mistyped key start vLLM as a user does; the others fork it.
-"""
+"""L2 alone, whose master comes later, and a hub that cannot be used."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hack.loopback import free_port
-from hack.standalone.engine import CPU_ENVIRONMENT, Engine
+from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
-from hack.standalone.process import Process, ProcessError
 from hack.waiting import eventually
 from tests.engine.conftest import BLOCKS, CACHED, PATIENT, PATIENT_ENVIRON, Prompts, Reference, Weights, check, settled_keys
 from tests.engine.server_nursery import ServerNursery
@@ -83,59 +75,3 @@ def test_broken_hub_address_and_key(
         complaints = [line for line in log.splitlines() if "client.key" in line]
         assert complaints, log[-3000:]
         assert len([line for line in complaints if "EngineCore" in line or "Worker" not in line]) == 1, complaints
-
-
-@pytest.mark.slow
-def test_unknown_configuration_key_is_one_clear_error(weights: Weights, folder: Path, pool: Pool) -> None:
-    connector = pool.connector(local_bytes=64 << 20, capasity=1)
-    engine = Engine("typo", weights.base, folder, connector)
-    try:
-        with pytest.raises(ProcessError, match="ended with status"):
-            engine.wait_ready()
-        assert "capasity" in engine.process.log.read_text()
-    finally:
-        engine.end()
-
-
-IN_PROCESS = """
-    import json, os, sys, time
-    from vllm import LLM, SamplingParams
-    model, connector, prompt = json.load(open(sys.argv[1]))
-    llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=2048, enable_prefix_caching=True,
-              kv_transfer_config=connector)
-    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-    def ask():
-        output = llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0]
-        return [output.num_cached_tokens, list(output.outputs[0].token_ids)]
-    while not os.path.exists(sys.argv[2]):
-        time.sleep(0.1)
-    first = ask()
-    time.sleep(1)
-    reset = llm.reset_prefix_cache()
-    print("RESULT " + json.dumps([first, reset, ask()]), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_engine_core_in_process(weights: Weights, folder: Path, mooncake: Mooncake, prompts: Prompts, reference: Reference) -> None:
-    prompt = prompts()
-    job, go, script = folder / "job.json", folder / "go", folder / "in_process.py"
-    script.write_text(textwrap.dedent(IN_PROCESS))
-    environ = {**CPU_ENVIRONMENT, **PATIENT_ENVIRON, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with Pool(folder / "in-process") as pool:
-        connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address, **PATIENT)
-        job.write_text(json.dumps([str(weights.base), connector, prompt]))
-        with Process("in-process engine", [sys.executable, str(script), str(job), str(go)], folder / "in_process.log", environ) as process:
-            pool.wait_engines(1, 240)
-            go.touch()
-            try:
-                process.popen.wait(60)
-            except subprocess.TimeoutExpired:
-                pytest.fail(f"the in-process engine hangs:\n{process.tail(60)}")
-    results = [line for line in process.log.read_text().splitlines() if line.startswith("RESULT ")]
-    assert results, process.tail(60)
-    (cold, reset, warm) = json.loads(results[0].removeprefix("RESULT "))
-    expected = list(reference(prompt, weights.base))
-    assert cold == [0, expected]
-    assert reset is True, "a pinned save kept the GPU prefix cache from being reset"
-    assert warm == [CACHED, expected]
