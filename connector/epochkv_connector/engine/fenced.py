@@ -196,14 +196,8 @@ def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> Connect
 def _check_engine(vllm_config: Any) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    parallel = vllm_config.parallel_config
-    if limits.schedules_for_itself(parallel.distributed_executor_backend, int(parallel.world_size)):
-        raise UnsupportedEngine(
-            f"{FENCE_ENV} is set and distributed_executor_backend is external_launcher with {parallel.world_size} ranks: each process "
-            "schedules for its own rank, and an epoch that comes between two of them would make them schedule differently and hang; "
-            "use 'mp' or 'ray', or start one engine of one rank in each process"
-        )
     try:
+        limits.check_launcher(vllm_config.parallel_config)
         limits.check_encoder_transfer(vllm_config)
     except UnsupportedEngine as error:
         raise UnsupportedEngine(f"{FENCE_ENV} is set and {error}") from None

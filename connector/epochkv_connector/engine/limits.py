@@ -70,7 +70,7 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     config = ConnectorConfig.parse(extra)
     check_version(config.allow_untested_vllm)
     check_siblings(siblings)
-    check_launcher(vllm_config.parallel_config.distributed_executor_backend, int(vllm_config.parallel_config.world_size))
+    check_launcher(vllm_config.parallel_config)
     check_encoder_transfer(vllm_config)
     if here:
         check_devices(config)
@@ -114,17 +114,18 @@ def check_siblings(children: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def check_launcher(backend: object, num_ranks: int) -> None:
-    """Whether ranks that are started like this (`distributed_executor_backend`) can have tiers.
+def check_launcher(parallel_config: Any) -> None:
+    """Raise `UnsupportedEngine` where every process of an engine of several ranks has a scheduler of its own.
 
-    Raises:
-        UnsupportedEngine: every process has a scheduler and one worker, so nobody brings their acknowledgements together.
+    Nobody would bring the ranks together: one would wait for ever for the other's word that a saved block was copied, and an epoch
+    that comes between two of them would make them schedule differently.
     """
-    if schedules_for_itself(backend, num_ranks):
+    backend, num_ranks = parallel_config.distributed_executor_backend, int(parallel_config.world_size)
+    kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}
+    if num_ranks > 1 and kinds & {"external_launcher", "ExecutorWithExternalLauncher"}:
         raise UnsupportedEngine(
-            f"distributed_executor_backend is external_launcher with {num_ranks} ranks: each process schedules for its own rank only "
-            "and would wait for ever for the other ranks to say that a saved block was copied, until no KV block is left; "
-            "use 'mp' or 'ray', or start one engine of one rank in each process"
+            f"distributed_executor_backend is external_launcher with {num_ranks} ranks: each process schedules for its own rank only, "
+            "and ranks that nobody brings together would hang; use 'mp' or 'ray', or start one engine of one rank in each process"
         )
 
 
@@ -135,12 +136,6 @@ def check_encoder_transfer(vllm_config: Any) -> None:
             "ec_transfer_config is set: encoder outputs of other engines are keyed by content only, whatever weights made them, and "
             "KV that is computed from them would be under a wrong name; remove ec_transfer_config"
         )
-
-
-def schedules_for_itself(backend: object, num_ranks: int) -> bool:
-    """Whether every process of an engine of several ranks has a scheduler of its own."""
-    kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}
-    return num_ranks > 1 and bool(kinds & {"external_launcher", "ExecutorWithExternalLauncher"})
 
 
 def why_no_tiers(vllm_config: Any) -> str | None:
