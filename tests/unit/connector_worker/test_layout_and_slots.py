@@ -1,7 +1,8 @@
-"""Every layout that can be cut into blocks is copied byte for byte; every other one is refused by name."""
+"""Every layout that can be cut into blocks is copied byte for byte, every other one is refused by name; and how many slots a rank has."""
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from epochkv_connector.config import ConfigError
+from epochkv_connector.wire.layout import RankLayout, common_slots
 from epochkv_connector.worker.layout import (
     GroupSpec,
     KVCache,
@@ -20,7 +23,10 @@ from epochkv_connector.worker.layout import (
     object_bytes,
     slot_stride,
 )
+from epochkv_connector.worker.runner import slot_count
 from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream
+from tests.unit.connector_scheduler.rig import config
+from tests.unit.connector_worker.worker_rig import LAYERS, NUM_SLOTS, Rig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
 
@@ -321,3 +327,31 @@ def test_slots_are_disjoint_and_objects_are_contiguous() -> None:
         assert bytes(region.object_view(slot, 1000)) == bytes([slot + 1]) * 1256
         assert region.payload(slot, 1000).tolist() == [slot + 1] * 1000
         assert region.payload(slot, 1000).data_ptr() == region.slot_address(slot) + 128
+
+
+def test_capacity_is_split_over_ranks() -> None:
+    assert slot_count(config(l1_slots=10, ranks=4), 100, 4) == 10
+    assert slot_count(config(l1_slots=10), 100, 4) == 2
+    assert slot_count(config(l1_slots=10), 101, 4) == 2
+    assert slot_count(config(l1_slots=10), 126, 4) == 1
+    assert slot_count(config(staging_slots=7), 100, 4) == 7
+
+
+def test_an_l1_smaller_than_a_block_says_what_to_give() -> None:
+    with pytest.raises(ConfigError, match=r"local.capacity_bytes is 100.*at least 400"):
+        slot_count(config(l1_slots=1), 100, 4)
+
+
+def test_the_slots_of_an_engine_are_those_that_every_rank_has() -> None:
+    one, other = RankLayout(b"1", 7, {0: 100, 1: 300}), RankLayout(b"2", 5, {0: 100, 1: 500})
+    assert common_slots([one, other], 2) == 5
+    assert common_slots([other, one], 2) == 5
+    assert common_slots([one, RankLayout(), other], 3) == 0, "one rank has none"
+    assert common_slots([one], 2) == 0, "a rank has not answered"
+    assert common_slots([], 0) == 0
+
+
+def test_a_rank_says_what_it_laid_out() -> None:
+    rig = Rig(digest=b"how its tensors lie")
+    layout = pickle.loads(pickle.dumps(rig.worker.layout))  # it travels to another process
+    assert layout == RankLayout(b"how its tensors lie", NUM_SLOTS, {0: LAYERS * 64})
