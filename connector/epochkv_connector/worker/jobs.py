@@ -25,26 +25,24 @@ from epochkv_connector.worker.staging import Pair, StagingStream
 
 
 class LoadTasks:
-    """Open loads by job id, and those that ended and were not told yet (`over`); both guarded by `Rank.changed`."""
+    """The loads among `Rank.jobs`."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self.open: dict[int, LoadTask] = {}
-        self.over: list[LoadTask] = []
 
     def take(self, job: LoadJob) -> None:
         """A step brought this load: begin at once. Model-runner thread."""
-        rank = self._rank
-        assert job.job_id not in self.open
-        load = LoadTask(job, time.monotonic() + job.deadline_seconds, rank.event(), pieces=_cut(job.moves))
-        with rank.changed:
-            self.open[job.job_id] = load
-        rank.counters.add("load_jobs")
+        load = LoadTask(job, time.monotonic() + job.deadline_seconds, self._rank.event(), pieces=_cut(job.moves))
+        self._rank.add(load)
+        self._rank.counters.add("load_jobs")
         self._guard(load, partial(self._begin_piece, load))
+
+    def open(self) -> list[LoadTask]:
+        return self._rank.tasks(LoadTask, Stage.QUEUED, Stage.COPYING)
 
     def poison(self, request_id: str) -> bool:
         """Fail the load of this request. False: there is none under way."""
-        for load in list(self.open.values()):
+        for load in self.open():
             if load.job.request_id == request_id:
                 load.failed = True
                 self.fail(load, "poisoned", "poisoned while under way")
@@ -53,26 +51,20 @@ class LoadTasks:
 
     def expire(self, now: float) -> None:
         """Fail what is past its deadline and not being copied."""
-        for load in [load for load in list(self.open.values()) if load.deadline <= now]:
-            self.fail(load, "deadline", f"load job {load.job.job_id} missed its deadline")
+        for load in self._rank.tasks(LoadTask, Stage.QUEUED):
+            if load.deadline <= now:
+                self.fail(load, "deadline", f"load job {load.job.job_id} missed its deadline")
 
     def fail_waiting(self, reason: str, detail: str) -> None:
-        for load in list(self.open.values()):
+        for load in self._rank.tasks(LoadTask, Stage.QUEUED):
             self.fail(load, reason, f"load job {load.job.job_id}: {detail}")
-
-    def num_copying(self) -> int:
-        with self._rank.changed:
-            return sum(load.stage is Stage.COPYING for load in self.open.values())
 
     def fail(self, load: LoadTask, reason: str, detail: str) -> None:
         """End a load that is not being copied; one that is ends with that copy."""
-        with self._rank.changed:
-            if load.stage is not Stage.QUEUED:
-                return
-            load.stage = Stage.COPYING  # ours to end now
-            ticket = load.ticket
-        if ticket is not None:
-            ticket.cancel()
+        if not self._rank.claim(load):
+            return
+        if load.ticket is not None:
+            load.ticket.cancel()
         self._mark_failed(load, reason, detail)
         self._end(load)
 
@@ -123,10 +115,8 @@ class LoadTasks:
 
     def _scatter(self, load: LoadTask, stream: StagingStream) -> None:
         rank = self._rank
-        with rank.changed:
-            if load.stage is not Stage.QUEUED:
-                return
-            load.stage = Stage.COPYING
+        if not rank.claim(load):
+            return
         rank.guard(partial(self._copy, load, stream), partial(self._mark_failed, load))
         with rank.changed:
             goes_on = not load.failed and not load.is_last_piece
@@ -157,11 +147,7 @@ class LoadTasks:
         self._rank.tell("load", reason, detail)
 
     def _end(self, load: LoadTask) -> None:
-        with self._rank.changed:
-            load.stage = Stage.OVER
-            self.open.pop(load.job.job_id, None)
-            self.over.append(load)
-            self._rank.changed.notify_all()
+        self._rank.end_phase(load, Phase.LOADED, load.failed)
 
 
 def _cut(moves: Sequence[BlockMove]) -> tuple[tuple[BlockMove, ...], ...]:
@@ -179,32 +165,22 @@ def _cut(moves: Sequence[BlockMove]) -> tuple[tuple[BlockMove, ...], ...]:
 
 
 class SaveTasks:
-    """Saves under way, guarded by `Rank.changed`.
-
-    Attributes:
-        copies: saves that may still read GPU blocks, by job id.
-        puts: saves that are copied and not yet stored or given up, by job id.
-        waiting: those of them that other ranks have yet to agree to, by job id.
-        acks: (save, phase, failed) that were not told yet.
-    """
+    """The saves among `Rank.jobs`."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self.copies: dict[int, SaveTask] = {}
-        self.puts: dict[int, SaveTask] = {}
-        self.waiting: dict[int, SaveTask] = {}
-        self.acks: list[tuple[SaveTask, Phase, bool]] = []
         self._unsubmitted: list[SaveTask] = []
 
     def take(self, job: SaveJob) -> None:
         """A step brought this save: it begins with `submit`. Model-runner thread."""
-        rank = self._rank
-        with rank.changed:
-            assert job.job_id not in self.copies
-            save = SaveTask(job, time.monotonic() + job.deadline_seconds)
-            self.copies[job.job_id] = save
-            self._unsubmitted.append(save)
-        rank.counters.add("save_jobs")
+        save = SaveTask(job, time.monotonic() + job.deadline_seconds)
+        self._rank.add(save)
+        self._unsubmitted.append(save)
+        self._rank.counters.add("save_jobs")
+
+    def holding(self) -> list[SaveTask]:
+        """Those that may still read GPU blocks."""
+        return self._rank.tasks(SaveTask, Stage.QUEUED, Stage.COPYING)
 
     def submit(self, as_named: Callable[[], bool] = lambda: True) -> None:
         """The forward pass was issued: begin behind it. Model-runner thread.
@@ -213,8 +189,7 @@ class SaveTasks:
             as_named: asked when the device is past it: whether it was computed with the weights that names say.
         """
         rank = self._rank
-        with rank.changed:
-            saves, self._unsubmitted = self._unsubmitted, []
+        saves, self._unsubmitted = self._unsubmitted, []
         if not saves:
             return
         after = rank.event()
@@ -226,14 +201,14 @@ class SaveTasks:
         """Wait until no save reads GPU blocks; False after `timeout` seconds. Model-runner thread."""
         self.submit()
         with self._rank.changed:
-            return self._rank.changed.wait_for(lambda: not self.copies, timeout)
+            return self._rank.changed.wait_for(lambda: not self.holding(), timeout)
 
     def settle(self, timeout: float) -> None:
         """Return when no copy reads GPU blocks; after `timeout` seconds those that do have failed. Model-runner thread."""
         if self.wait_copied(timeout):
             return
         with self._rank.changed:
-            late = list(self.copies.values())
+            late = self.holding()
             for save in late:
                 save.overtaken = True
         for save in late:
@@ -241,32 +216,27 @@ class SaveTasks:
 
     def fail_waiting(self, reason: str, detail: str) -> None:
         """End every save that is not being copied and has no copy behind it."""
-        for save in list(self.copies.values()):
+        for save in self._rank.tasks(SaveTask, Stage.QUEUED):
             self.fail_copy(save, reason, f"save job {save.job.job_id}: {detail}")
 
     def drop_unsubmitted(self, reason: str) -> None:
-        with self._rank.changed:
-            saves, self._unsubmitted = self._unsubmitted, []
+        saves, self._unsubmitted = self._unsubmitted, []
         for save in saves:
             self.fail_copy(save, reason, "the engine shuts down")
 
     def expire(self, now: float) -> None:
         """Fail copies that have not begun in time; puts have deadlines of their own in the store client."""
-        for save in [save for save in list(self.copies.values()) if save.deadline <= now]:
+        for save in self._rank.tasks(SaveTask, Stage.QUEUED, Stage.COPIED):
+            if save.deadline > now:
+                continue
             self.fail_copy(save, "deadline", f"save job {save.job.job_id} missed its deadline")
-        for save in [save for save in list(self.waiting.values()) if save.deadline <= now]:
             self.refuse(save.job.job_id, "deadline", f"other ranks did not agree to save job {save.job.job_id} in time")
 
     def fail_copy(self, save: SaveTask, reason: str, detail: str) -> None:
         """End a save that has not begun to copy."""
-        with self._rank.changed:
-            if save.stage is not Stage.QUEUED:
-                return
-            save.stage = Stage.COPYING
-        self._mark_copy_failed(save, reason, detail)
-        self._end_copy(save)
-        if save.job.namespace is not None:
-            self._acknowledge(save, Phase.STORED, failed=True)
+        if self._rank.claim(save):
+            self._mark_copy_failed(save, reason, detail)
+            self._end_copy(save)
 
     def _begin(self, save: SaveTask) -> None:
         rank = self._rank
@@ -275,19 +245,9 @@ class SaveTasks:
         rank.copy_threads["save"].submit(partial(self._gather, save))
 
     def _gather(self, save: SaveTask, stream: StagingStream) -> None:
-        rank = self._rank
-        with rank.changed:
-            if save.stage is not Stage.QUEUED:
-                return
-            save.stage = Stage.COPYING
-        rank.guard(partial(self._copy, save, stream), partial(self._mark_copy_failed, save))
-        self._end_copy(save)
-        if save.job.namespace is None:
-            return
-        if save.failed:
-            self._acknowledge(save, Phase.STORED, failed=True)
-        elif rank.alone:
-            rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
+        if self._rank.claim(save):
+            self._rank.guard(partial(self._copy, save, stream), partial(self._mark_copy_failed, save))
+            self._end_copy(save)
 
     def _copy(self, save: SaveTask, stream: StagingStream) -> None:
         rank = self._rank
@@ -311,29 +271,39 @@ class SaveTasks:
         self._rank.tell("save", reason, detail)
 
     def _end_copy(self, save: SaveTask) -> None:
-        with self._rank.changed:
-            save.stage = Stage.OVER
-            self.copies.pop(save.job.job_id, None)
-            if save.job.namespace is not None:
-                self.puts[save.job.job_id] = save
-                if not save.failed and not self._rank.alone:
-                    self.waiting[save.job.job_id] = save
-            self.acks.append((save, Phase.COPIED, save.failed))
-            self._rank.changed.notify_all()
+        rank = self._rank
+        if save.job.namespace is None:
+            rank.end_phase(save, Phase.COPIED, save.failed)
+        elif save.failed:
+            rank.end_phase(save, Phase.COPIED, True, Stage.PUTTING)
+            rank.end_phase(save, Phase.STORED, True)
+        elif rank.alone:
+            rank.end_phase(save, Phase.COPIED, False, Stage.PUTTING)
+            self._put(save)
+        else:
+            rank.end_phase(save, Phase.COPIED, False, Stage.COPIED)
 
     def agree(self, job_id: int) -> None:
         """Every rank has copied this save, with the weights that its names say: its shards may be stored."""
-        with self._rank.changed:
-            save = self.waiting.pop(job_id, None)
-        if save is not None:
-            self._rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
+        if (save := self._copied(job_id)) is not None:
+            self._put(save)
 
     def refuse(self, job_id: int, reason: str = "other_rank", detail: str = "another rank has not copied it") -> None:
         """Some rank has not copied this save: a lone shard is useless, and beside a shard of other weights it would be wrong."""
-        with self._rank.changed:
-            save = self.waiting.pop(job_id, None)
-        if save is not None:
+        if (save := self._copied(job_id)) is not None:
             self._fail_put(save, reason, detail)
+
+    def _copied(self, job_id: int) -> SaveTask | None:
+        """The save of this id, if other ranks have yet to agree to its put; it is the caller's to end now."""
+        with self._rank.changed:
+            save = self._rank.jobs.get(job_id)
+            if not isinstance(save, SaveTask) or save.stage is not Stage.COPIED:
+                return None
+            save.stage = Stage.PUTTING
+            return save
+
+    def _put(self, save: SaveTask) -> None:
+        self._rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
 
     def _begin_put(self, save: SaveTask) -> None:
         rank, store, namespace = self._rank, self._rank.store, save.job.namespace
@@ -343,7 +313,7 @@ class SaveTasks:
             raise JobFailed("no_store", f"save job {save.job.job_id} names L2, but there is none")
         ours = [move for move in save.job.moves if move.put and rank.is_ours(move)]
         if not ours:
-            self._acknowledge(save, Phase.STORED, failed=False)
+            rank.end_phase(save, Phase.STORED, False)
             return
         transfers = [rank.transfer(namespace, move) for move in ours]
         with rank.changed:  # no newer epoch may be told between the look at it and the put
@@ -357,14 +327,8 @@ class SaveTasks:
         bad = next((outcome for outcome in done.result() if outcome is not StoreOutcome.OK), None)
         if bad is not None:
             raise JobFailed(f"{bad}", f"save job {save.job.job_id} was not stored completely ({bad})")
-        self._acknowledge(save, Phase.STORED, failed=False)
+        self._rank.end_phase(save, Phase.STORED, False)
 
     def _fail_put(self, save: SaveTask, reason: str, detail: str) -> None:
         self._rank.tell("save_put", reason, detail, word="dropped")
-        self._acknowledge(save, Phase.STORED, failed=True)
-
-    def _acknowledge(self, save: SaveTask, phase: Phase, *, failed: bool) -> None:
-        with self._rank.changed:
-            self.puts.pop(save.job.job_id, None)
-            self.acks.append((save, phase, failed))
-            self._rank.changed.notify_all()
+        self._rank.end_phase(save, Phase.STORED, True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from epochkv_connector.naming.identity import KeyCodecError, epoch_of, object_key, replica_owner
 from epochkv_connector.store.client import StoreClient
@@ -40,11 +40,18 @@ class JobFailed(Exception):
 
 
 class Stage(enum.IntEnum):
-    """How far a load or the copying part of a save is. Only QUEUED work may be failed by a deadline: a copy runs to its end."""
+    """How far a job is. Only QUEUED work may be failed by a deadline: a copy runs to its end.
 
-    QUEUED = 0  # fetching from L2, or waiting for the copy thread
+    A load: QUEUED -> COPYING -> (QUEUED -> COPYING, for each further piece) -> OVER.
+    A save: QUEUED -> COPYING -> OVER, or with a namespace -> COPIED (several ranks only) -> PUTTING -> OVER.
+    Whoever makes QUEUED into COPYING (`Rank.claim`), or COPIED into PUTTING, owns the task and ends that stage.
+    """
+
+    QUEUED = 0  # fetching from L2, or waiting for the forward pass or the copy thread
     COPYING = 1
-    OVER = 2
+    COPIED = 2  # other ranks have yet to agree to its put
+    PUTTING = 3
+    OVER = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -69,21 +76,21 @@ class LoadTask:
     def is_last_piece(self) -> bool:
         return self.at + 1 == len(self.pieces)
 
-    def ack(self, rank: int) -> JobAck:
+    def ack(self, rank: int, phase: Phase, failed: bool) -> JobAck:
         """The LOADED acknowledgement; slots whose transfer still runs are named busy.
 
         A failed load in several pieces blames no slot: a slot stands for several of its blocks.
         """
-        vague = self.failed and len(self.pieces) > 1
+        vague = failed and len(self.pieces) > 1
         return JobAck(
             job_id=self.job.job_id,
             rank=rank,
-            phase=Phase.LOADED,
+            phase=phase,
             start_block=0,
-            num_blocks=0 if self.failed else len(self.job.moves),
-            failed=self.failed,
+            num_blocks=0 if failed else len(self.job.moves),
+            failed=failed,
             filled_slots=() if vague else tuple(dict.fromkeys(self.filled)),
-            failed_slots=self.bad if self.failed and not vague else (),
+            failed_slots=self.bad if failed and not vague else (),
             busy_slots=self.busy if is_open(self.ticket) else (),
         )
 
@@ -100,7 +107,7 @@ class SaveTask:
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 
-    def ack(self, rank: int, phase: Phase, *, failed: bool) -> JobAck:
+    def ack(self, rank: int, phase: Phase, failed: bool) -> JobAck:
         """The COPIED or STORED acknowledgement: the whole range or nothing of it."""
         return JobAck(
             job_id=self.job.job_id,
@@ -111,6 +118,9 @@ class SaveTask:
             failed=failed,
             busy_slots=self.busy if phase is Phase.STORED and is_open(self.ticket) else (),
         )
+
+
+Task = TypeVar("Task", LoadTask, SaveTask)
 
 
 def is_open(ticket: Ticket | None) -> bool:
@@ -249,6 +259,8 @@ class Rank:
         replicas: how many consecutive ranks hold the same KV, by KV cache group; groups beyond: 1.
         alone: no other rank holds a part of this engine's weights.
         newest_epoch: highest epoch this rank was told of.
+        jobs: every job that is not over, by its id; guarded by `changed`.
+        ended: (job, phase, failed) of acknowledgements that were not told yet; guarded by `changed`.
     """
 
     def __init__(self, staging: Staging, number: int, world_size: int, replicas: Sequence[int], open_store: OpenStore | None) -> None:
@@ -265,6 +277,8 @@ class Rank:
         self.notices = Notices(logger)
         self.changed = threading.Condition()  # re-entrant: a store may answer inside the call that asks it
         self.slots = Slots(self.changed)
+        self.jobs: dict[int, LoadTask | SaveTask] = {}
+        self.ended: list[tuple[LoadTask | SaveTask, Phase, bool]] = []
         try:
             for name in ("load", "save"):
                 self.copy_threads[name] = CopyThread(name, staging)
@@ -290,6 +304,33 @@ class Rank:
         """The engine has adopted this epoch, or a later one before."""
         with self.changed:
             self.newest_epoch = max(self.newest_epoch, epoch)
+
+    def add(self, task: LoadTask | SaveTask) -> None:
+        with self.changed:
+            assert task.job.job_id not in self.jobs
+            self.jobs[task.job.job_id] = task
+
+    def tasks(self, kind: type[Task], *stages: Stage) -> list[Task]:
+        """Jobs of this kind that are in one of these stages."""
+        with self.changed:
+            return [task for task in self.jobs.values() if isinstance(task, kind) and task.stage in stages]
+
+    def claim(self, task: LoadTask | SaveTask) -> bool:
+        """Make a QUEUED task the caller's own, to copy or to fail. False: somebody was faster."""
+        with self.changed:
+            if task.stage is not Stage.QUEUED:
+                return False
+            task.stage = Stage.COPYING
+            return True
+
+    def end_phase(self, task: LoadTask | SaveTask, phase: Phase, failed: bool, stage: Stage = Stage.OVER) -> None:
+        """A phase has ended: the task goes on in `stage`."""
+        with self.changed:
+            task.stage = stage
+            if stage is Stage.OVER:
+                self.jobs.pop(task.job.job_id, None)
+            self.ended.append((task, phase, failed))
+            self.changed.notify_all()
 
     def check_running(self) -> None:
         """Refuse jobs from `shutdown` on."""

@@ -30,7 +30,7 @@ from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.wire import JobAck, Phase, RankLayout
 from epochkv_connector.worker.jobs import LoadTasks, SaveTasks
 from epochkv_connector.worker.layout import GroupSpec, group_view, layout_digest, slot_stride
-from epochkv_connector.worker.rank import LoadTask, OpenStore, Rank, Report, SaveTask, is_open, remaining
+from epochkv_connector.worker.rank import LoadTask, OpenStore, Rank, Report, SaveTask, Stage, is_open, remaining
 from epochkv_connector.worker.staging import HostRegion, Staging
 
 if TYPE_CHECKING:
@@ -90,11 +90,10 @@ class JobRunner:
             return True
         rank.stopped = True
         deadline = time.monotonic() + timeout
-        for load in list(self._loads.open.values()):
-            self._loads.fail(load, "shutdown", "the engine shuts down")
+        self._loads.fail_waiting("shutdown", "the engine shuts down")
         self._saves.drop_unsubmitted("shutdown")
-        for job_id in list(self._saves.waiting):
-            self._saves.refuse(job_id, "shutdown", "the engine shuts down")
+        for save in rank.tasks(SaveTask, Stage.COPIED):
+            self._saves.refuse(save.job.job_id, "shutdown", "the engine shuts down")
         return rank.close(deadline)
 
     def stats(self) -> dict[str, float]:
@@ -102,8 +101,8 @@ class JobRunner:
         `save_put_dropped_<reason>`; gauges `held_slots`, `open_loads`, `open_copies`; the store's own as `store_*`."""
         values = self._rank.counters.snapshot()
         values["held_slots"] = self._rank.slots.num_held
-        values["open_loads"] = len(self._loads.open)
-        values["open_copies"] = len(self._saves.copies)
+        values["open_loads"] = len(self._loads.open())
+        values["open_copies"] = len(self._saves.holding())
         if self._rank.store is not None:
             values |= {f"store_{name}": value for name, value in self._rank.store.stats().items()}
         return values
@@ -138,37 +137,32 @@ class JobRunner:
             wait_seconds: with loads or copies open and nothing to report, wait this long for one to end
                 (`IDLE_WAIT_SECONDS` on a step without scheduled tokens, otherwise 0).
         """
-        loads, saves, changed = self._loads, self._saves, self._rank.changed
-        now = time.monotonic()
-        loads.expire(now)
-        saves.expire(now)
+        rank, now = self._rank, time.monotonic()
+        self._loads.expire(now)
+        self._saves.expire(now)
         report = Report(set(), set(), [])
-        with changed:
-            if wait_seconds > 0 and (loads.open or saves.copies):
-                changed.wait_for(lambda: loads.over or saves.acks or self._poisoned, wait_seconds)
-            over, loads.over = loads.over, []
-            acks, saves.acks = saves.acks, []
+        with rank.changed:
+            if wait_seconds > 0 and (self._loads.open() or self._saves.holding()):
+                rank.changed.wait_for(lambda: rank.ended or self._poisoned, wait_seconds)
+            ended, rank.ended = rank.ended, []
             poisoned, self._poisoned = self._poisoned, []
             released = [task for task in self._unreleased if not is_open(task.ticket)]
             self._unreleased = [task for task in self._unreleased if is_open(task.ticket)]
         for task in released:
-            report.acks.append(JobAck(task.job.job_id, self._rank.number, Phase.RELEASED, 0, 0))
-        for load in over:
-            self._report(report, load, load.ack(self._rank.number))
-            report.finished_recving.add(load.job.request_id)
-            if load.failed:
-                report.failed_recving.add(load.job.request_id)
-        for save, phase, failed in acks:
-            self._report(report, save, save.ack(self._rank.number, phase, failed=failed))
+            report.acks.append(JobAck(task.job.job_id, rank.number, Phase.RELEASED, 0, 0))
+        for task, phase, failed in ended:
+            ack = task.ack(rank.number, phase, failed)
+            report.acks.append(ack)
+            if ack.busy_slots:
+                with rank.changed:
+                    self._unreleased.append(task)
+            if phase is Phase.LOADED:
+                report.finished_recving.add(task.job.request_id)
+                if failed:
+                    report.failed_recving.add(task.job.request_id)
         report.finished_recving.update(poisoned)
         report.failed_recving.update(poisoned)
         return report
-
-    def _report(self, report: Report, task: LoadTask | SaveTask, ack: JobAck) -> None:
-        report.acks.append(ack)
-        if ack.busy_slots:
-            with self._rank.changed:
-                self._unreleased.append(task)
 
     def _poison(self, request_id: str) -> None:
         """Report once more, finished and failed; a load of it that is still under way makes that report itself."""
@@ -182,8 +176,7 @@ class JobRunner:
     def open_jobs(self) -> set[int]:
         """Jobs with something left to be acknowledged, save for RELEASED, by a later `results`."""
         with self._rank.changed:
-            ended = [load.job.job_id for load in self._loads.over] + [save.job.job_id for save, _, _ in self._saves.acks]
-            return {*self._loads.open, *self._saves.copies, *self._saves.puts, *ended}
+            return {*self._rank.jobs, *(task.job.job_id for task, _, _ in self._rank.ended)}
 
     def wait_copied(self, timeout: float) -> bool:
         """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
@@ -203,7 +196,7 @@ class JobRunner:
             self._saves.fail_waiting("sleep", "the engine goes to sleep before it was copied")
 
         def left() -> int:
-            return self._loads.num_copying() + len(self._saves.copies)
+            return len(self._rank.tasks(LoadTask, Stage.COPYING)) + len(self._saves.holding())
 
         with self._rank.changed:
             self._rank.changed.wait_for(lambda: not left(), remaining(deadline))

@@ -338,8 +338,8 @@ def test_capacity_is_split_over_ranks() -> None:
 
 
 def test_an_l1_smaller_than_a_block_says_what_to_give() -> None:
-    with pytest.raises(ConfigError, match=r"local.capacity_bytes is 100.*at least 400"):
-        slot_count(config(l1_slots=1), 100, 4)
+    with pytest.raises(ConfigError, match=r"local.capacity_bytes is 600.*at least 2800"):
+        slot_count(config(l1_slots=6), 700, 4)
 
 
 def test_the_slots_of_an_engine_are_those_that_every_rank_has() -> None:

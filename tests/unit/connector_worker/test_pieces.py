@@ -149,7 +149,7 @@ def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
     elif end == "shutdown":
         assert not rig.worker.shutdown(0.1), "a copy is under way"
     else:
-        eventually(lambda: next(iter(rig.worker._loads.open.values())).deadline < time.monotonic(), "past the deadline", 5)
+        eventually(lambda: rig.worker._loads.open()[0].deadline < time.monotonic(), "past the deadline", 5)
     rig.collect()
     assert rig.finished == {}, "its blocks are being written"
     go_on.set()
