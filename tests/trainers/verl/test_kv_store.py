@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from hack.loopback import free_port
 from tests.support.hub import HubWorld, hub_world
 from tests.trainers.verl.command_line import BLOCK, REST, checked, configured, run
 from tests.trainers.verl.command_line import enabled as enabled_with
@@ -76,16 +75,6 @@ def test_a_block_that_is_off_and_none_at_all_leave_verl_as_it_is() -> None:
     for overrides in ((), (f"{BLOCK}.enable=false",)):
         for rollout in (checked(*overrides), configured(*overrides).actor_rollout_ref.rollout):
             assert to_vllm(rollout) == []
-
-
-def test_what_does_not_answer(world: HubWorld, caplog: pytest.LogCaptureFixture) -> None:
-    from epochkv_connector.verl.kv_store import StoreUnreachable
-
-    lost = f"extra_config.distributed.master_address=127.0.0.1:{free_port()}"
-    assert to_vllm(checked(*enabled(world, lost))) == []
-    assert "rollout engines run without the connector" in caplog.text
-    with pytest.raises(StoreUnreachable, match=r"Mooncake master .* on_failure is crash"):
-        checked(*enabled(world, lost, "on_failure=crash"))
 
 
 @pytest.mark.parametrize(

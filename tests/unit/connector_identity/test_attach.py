@@ -226,25 +226,6 @@ def test_every_engine_of_a_real_vllm_is_joined(model: str) -> None:
     assert "EPOCHKV_ATTACH is 1, but this engine has a kv_transfer_config of its own" in done.stdout + done.stderr
 
 
-@configures_engines
-def test_without_the_plugin_nothing_is_joined(model: str) -> None:
-    """What `epochkv doctor` is for: the process itself runs none of our code."""
-    code = f"from vllm import EngineArgs\nprint(EngineArgs({model!r}, skip_tokenizer_init=True).create_engine_config().kv_transfer_config)"
-    done = run("-c", code, VLLM_PLUGINS="none")
-    assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["None"]), done.stderr
-
-
-@configures_engines
-def test_a_command_of_vllm_ends_in_one_line(model: str, tmp_path: Path) -> None:
-    command = ("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--skip-tokenizer-init", "--enforce-eager")
-    done = run(*command, EPOCHKV_CONFIG=str(tmp_path))
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("EpochKV cannot start: EPOCHKV_CONFIG: ")
-    assert "is a directory without a connection.json" in last
-    assert "Traceback" not in done.stderr
-
-
 def test_what_does_not_fit_is_told_by_the_variable_that_was_set() -> None:
     text = f"kv_connector_extra_config: local.capacity_bytes is {64 << 30}, which takes more; lower local.capacity_bytes, or raise it"
     told = plugin.in_their_words(text, {"EPOCHKV_LOCAL_CAPACITY": "64Gi"})
