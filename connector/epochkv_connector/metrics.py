@@ -21,7 +21,7 @@ _OUTCOMES = (
     "timeout", "dropped", "cancelled", "down", "closed", "error",
 )  # fmt: skip
 _JOB = (
-    "bad_move", "deadline", "error", "no_store", "other_rank", "poisoned", "shutdown", "slot_busy", "slot_mismatch",
+    "deadline", "error", "no_store", "other_rank", "poisoned", "shutdown", "slot_busy", "slot_mismatch",
     "weights",
 )  # fmt: skip
 _SAVE = (*_JOB, "overtaken")
@@ -132,8 +132,8 @@ COUNTERS: tuple[Family, ...] = (
     _family("save_failures", "jobs", "Saves that failed on a rank before they were in host memory.", label="reason",
         prefix="worker_save_failed_", values=_SAVE),
     _family("put_drops", "jobs", "Saves that did not reach L2, by reason.", label="reason", prefix="worker_save_put_dropped_", values=_PUT),
-    _family("worker_events", "orders", "Jobs that reached a rank poisoned or twice.", label="event", worker_poisoned="poisoned",
-        worker_poisoned_under_way="poisoned_under_way", worker_duplicate_jobs="duplicate"),
+    _family("worker_events", "orders", "Orders to fail a load that reached a rank.", label="event", worker_poisoned="poisoned",
+        worker_poisoned_under_way="poisoned_under_way"),
     # the store client, workers and scheduler role together
     Family("store_calls", "calls", "Calls to Mooncake.", labels=("call",),
         sources={f"store_{call}_calls": (call,) for call in ("exists", "get", "put", "remove", "canary")}),

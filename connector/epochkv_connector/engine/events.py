@@ -285,7 +285,7 @@ def host_block_stored(name: bytes, group: int, block_size: int, described: Descr
 
 
 class HostEvents:
-    """Told which blocks L1 holds (`scheduler.tiers.state`); tells routers. Scheduler thread only.
+    """Told which blocks L1 holds (`tiers.state`); tells routers. Scheduler thread only.
 
     Args:
         on_error: called with the error that ended the events.

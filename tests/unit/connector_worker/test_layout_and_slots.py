@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.config import ConfigError
-from epochkv_connector.wire.layout import RankLayout, common_slots
+from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import (
     GroupSpec,
     KVCache,
