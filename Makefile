@@ -50,7 +50,7 @@ test-all: setup-cluster setup-checks setup-trainers lint ## Every test: whole ma
 	@$(TESTS) --all
 	@$(MAKE) --no-print-directory test-transfers
 
-test-fast: setup ## Pure layer for the inner loop: operator, tools, the fence's rules (under a minute, no vLLM)
+test-fast: setup ## Pure layer for the inner loop: operator and tools (under a minute, no vLLM)
 	@$(TESTS) fast
 
 test-unit: setup-engine ## Units, the fence over real sockets, its model (no root, minutes)
@@ -87,7 +87,7 @@ simulate: setup ## Fence: random schedules with every fault, any number (SCHEDUL
 simulate-mutants: setup ## Fence: each rule of the protocol taken away must be noticed
 	@$(DEV) -m hack.simulate mutants
 
-lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to date, census
+lint: setup-engine ## ruff, mypy --strict, import walls and circles, generated files up to date
 	@$(DEV) -m ruff check .
 	@$(DEV) -m ruff format --check .
 	@$(ENGINE) -m mypy
@@ -99,10 +99,10 @@ lint: setup-engine ## ruff, mypy --strict, import walls, generated files up to d
 	@$(DEV) -m hack.observe --check
 	@$(DEV) -m hack.census
 
-census: setup ## Lines, and what is over the bounds of CONTRIBUTING.md (ARGS=-v lists it); fails on import circles
-	@$(DEV) -m hack.census $(ARGS)
+census: setup ## Lines by package; fails on import circles
+	@$(DEV) -m hack.census
 
-generate: setup ## Write the CRDs, the references of API, configuration, models and metrics, the boards of Grafana, the chart's copies
+generate: setup ## Write the CRDs, the references of API, configuration, models and metrics, the chart's copies
 	@$(DEV) -m epochkv_operator.api.generate
 	@$(DEV) -m epochkv_connector.config.reference
 	@$(DEV) -m hack.model_support

@@ -1,4 +1,4 @@
-"""Full local clusters: pods from a locally built image, DNS, Services, two side by side, repair, and nothing left afterwards."""
+"""Full local clusters: repaired by the next `up`, two side by side, and nothing left afterwards."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
 from hack.cluster.binaries import build
 from hack.cluster.local import COMPONENTS, LocalCluster
-from hack.cluster.provider import ClusterError
 from hack.cluster.state import run_root
 from hack.images.builder import Builder
 from hack.images.recipe import image
@@ -23,6 +20,7 @@ from hack.waiting import poll
 from tests.cluster import audit
 
 pytestmark = [
+    pytest.mark.slow,  # `make demo` and the e2e layer start one
     pytest.mark.timeout(900),  # the first image build fetches packages
     pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of a local cluster need root"),
 ]
@@ -139,38 +137,6 @@ def other() -> Iterator[Cluster]:
         found.down(print)
 
 
-def test_pods_find_each_other_by_name_through_a_service(cluster: Cluster) -> None:
-    pods = cluster.pods()
-    assert len(pods) == 2
-    service = json.loads(cluster.kubectl("-n", "probe", "get", "service", "web", "-o", "json").stdout)
-    for pod in pods:  # each also reaches itself through the Service
-        address, *answers = cluster.answers(pod)
-        assert address == service["spec"]["clusterIP"]
-        assert len(answers) == 40
-        assert set(answers) == set(pods)
-
-
-def test_pods_run_restricted_and_see_only_cluster_names(cluster: Cluster) -> None:
-    pod = cluster.pods()[0]
-    assert cluster.kubectl("-n", "probe", "exec", pod, "--", "id", "-u").stdout.strip() == "65532"
-    lookup = "import socket; socket.gethostbyname('www.example.com')"
-    refused = cluster.kubectl("-n", "probe", "exec", pod, "--", "python3", "-c", lookup, check=False)
-    assert refused.returncode != 0
-    assert "gaierror" in refused.stderr
-    root = cluster.kubectl("-n", "probe", "run", "root", f"--image={image('store').reference}", check=False)
-    assert root.returncode != 0
-    assert "violates PodSecurity" in root.stderr
-
-
-def test_this_machine_reaches_services_and_pods(cluster: Cluster) -> None:
-    service = json.loads(cluster.kubectl("-n", "probe", "get", "service", "web", "-o", "json").stdout)
-    with urllib.request.urlopen(f"http://{service['spec']['clusterIP']}", timeout=10) as answer:
-        assert answer.read().decode() in cluster.pods()
-    item = json.loads(cluster.kubectl("-n", "probe", "get", "pod", cluster.pods()[0], "-o", "json").stdout)
-    with urllib.request.urlopen(f"http://{item['status']['podIP']}:8000", timeout=10) as answer:
-        assert answer.read().decode() == cluster.pods()[0]
-
-
 def test_up_again_changes_nothing_and_repairs_what_died(cluster: Cluster) -> None:
     before = cluster.pids()
     cluster.up(print)
@@ -186,21 +152,6 @@ def test_up_again_changes_nothing_and_repairs_what_died(cluster: Cluster) -> Non
     assert {name for name in after if after[name] != before[name]} == {"kube-proxy"}
     assert all(line.alive for line in cluster.status())
     assert set(cluster.answers(cluster.pods()[0])[1:]) == set(cluster.pods())
-
-
-def test_a_node_that_died_comes_back_with_its_objects_and_pods(cluster: Cluster) -> None:
-    killed = cluster.pids()
-    cluster.signal("init", signal.SIGKILL)
-    assert poll(lambda: not any(line.alive for line in cluster.status()), 20)
-    cluster.up(print)
-    assert set(cluster.pids().values()).isdisjoint(killed.values())
-
-    def serving() -> bool:
-        pods = cluster.pods()
-        done = cluster.kubectl("-n", "probe", "exec", pods[0], "--", "python3", "-c", CLIENT, "web.probe.svc.cluster.local", check=False)
-        return done.returncode == 0 and set(done.stdout.split()[1:]) == set(pods)
-
-    assert poll(serving, 90, 1)
 
 
 def test_two_clusters_side_by_side_and_nothing_is_left_of_one(cluster: Cluster, other: Cluster) -> None:
@@ -262,26 +213,3 @@ def test_down_works_after_an_up_that_was_killed_and_on_nothing(other: Cluster) -
     other.down(print)  # nothing there: success
     done = subprocess.run([sys.executable, "-m", "hack.cluster", "down", "--name", other.name], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_component_that_cannot_run_is_reported_with_its_log(other: Cluster) -> None:
-    other.up(print)
-    # A kubelet that cannot read its root folder ends at once.
-    other.signal("kubelet", signal.SIGKILL)
-    folder = other.node.state.data / "kubelet"
-    os.rename(folder, f"{folder}.away")
-    folder.write_text("in the way")
-    started = time.monotonic()
-    with pytest.raises(ClusterError, match=r"kubelet of cluster \S+ ended; its last log lines:\n.*kubelet"):
-        other.up(print)
-    assert time.monotonic() - started < 100  # said when it happened, not when patience ended
-
-
-def test_commands_on_an_absent_cluster_say_what_to_do() -> None:
-    for command in ("kubeconfig", "env"):
-        done = subprocess.run(
-            [sys.executable, "-m", "hack.cluster", command, "--name", "absent"], check=False, capture_output=True, text=True
-        )
-        assert done.returncode == 1
-        assert "up --name absent" in done.stderr
-        assert "Traceback" not in done.stderr

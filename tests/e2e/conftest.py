@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from hack.demo.journey import NAMESPACE, POOL
-from hack.demo.kube import DemoError, Kube, condition
+from hack.demo.kube import Kube, condition
 from hack.demo.setup import MANIFESTS, ROOT, SYSTEM, Setup
 from hack.waiting import eventually
 
@@ -100,15 +100,6 @@ def wait_condition(kube: Kube, plural: str, name: str, kind: str, status: str, s
 
     eventually(there, lambda: f"{plural}/{name}: condition {kind} is {found or 'absent'}, wanted {status}", seconds, 0.5)
     return dict(found)
-
-
-def refused(kube: Kube, *args: str, stdin: str | None = None) -> str:
-    """kubectl's words; fails the test when the call is accepted."""
-    try:
-        out = kube.kubectl(*args, stdin=stdin)
-    except DemoError as error:
-        return str(error)
-    pytest.fail(f"accepted: kubectl {' '.join(args)}: {out}")
 
 
 @contextmanager

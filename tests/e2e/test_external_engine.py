@@ -19,7 +19,7 @@ from hack.standalone.engine import Engine
 from hack.waiting import eventually
 from tests.e2e.conftest import connection_folder, forwarded_hub
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NAME = "trainer-0"
 TRANSFER = {
     "kv_connector": "EpochKVConnector",

@@ -9,7 +9,7 @@ from hack.demo.kube import Kube
 from hack.waiting import eventually
 from tests.e2e.conftest import apply, engine_manifest, pool_manifest, wait_condition
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def stored(kube: Kube, namespace: str, pool: str) -> int:

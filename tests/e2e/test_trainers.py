@@ -29,12 +29,12 @@ from hack.demo.journey import (
     Prompt,
     make_prompts,
 )
-from hack.demo.kube import Json, Kube, condition
+from hack.demo.kube import Json, Kube
 from hack.engine_api import Answer, EngineApi
 from hack.waiting import eventually
 from tests.e2e.conftest import connection_folder, forwarded_hub, wait_condition
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SECONDS = 120.0
 
 
@@ -218,21 +218,3 @@ def test_a_push_around_the_client_is_proved_and_labelled(fleet: Fleet, tmp_path:
             fleet.engines[0].reload_weights(fleet.other_weights())
         fleet.engines[0].reload_weights(fleet.weights)
         assert pool.wait_weights(timeout_s=60).groups[0].label == label
-
-
-def test_kubectl_below_the_clients_epoch_is_reported_and_not_applied(fleet: Fleet, tmp_path: Path) -> None:
-    with forwarded_hub(fleet.kube) as port, Pool.connect(connection_folder(fleet.kube, tmp_path, port)) as pool:
-        done = pool.reset(fleet.next_epoch() + 5, timeout_s=60)
-        assert done.published
-        again = pool.reset(done.epoch, timeout_s=60)
-        assert again.noop
-    fleet.patch(resetEpoch=done.epoch - 2)
-    eventually(
-        lambda: condition(fleet.pool(), "EpochConverged").get("reason") == "EpochAhead",
-        lambda: f"not reported: {condition(fleet.pool(), 'EpochConverged')}",
-        SECONDS,
-    )
-    assert str(done.epoch + 1) in condition(fleet.pool(), "EpochConverged")["message"]  # the number to set
-    assert fleet.pool()["status"]["epoch"] == done.epoch
-    fleet.patch(resetEpoch=done.epoch + 1)
-    fleet.wait_epoch(done.epoch + 1)

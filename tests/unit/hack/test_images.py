@@ -50,19 +50,3 @@ def test_key_follows_what_is_copied_and_nothing_else(tree: Path) -> None:
     recipe_changed = recipe.image_key(image, "x86_64", tree)
     target = recipe.image_key(recipe.Image("x", "docker/x.Dockerfile", "t", 1), "x86_64", tree)
     assert len({before, changed, added, recipe_changed, target, recipe.image_key(image, "aarch64", tree)}) == 6
-
-
-def test_pip_conf_carries_settings_and_names_host_paths(tmp_path: Path) -> None:
-    certificate = tmp_path / "ca.crt"
-    certificate.touch()
-    text, paths = recipe.pip_conf(
-        {
-            "PIP_CERT": str(certificate),
-            "PIP_DEFAULT_TIMEOUT": "180",
-            "PIP_FIND_LINKS": "/absent/wheels",
-            "PIP_REQUIRE_VIRTUALENV": "1",
-            "HOME": "/root",
-        }
-    )
-    assert text == f"[global]\ncert = {certificate}\ndefault-timeout = 180\n"
-    assert paths == [certificate]

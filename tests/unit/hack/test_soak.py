@@ -13,8 +13,7 @@ import pytest
 from hack.engine_api import EngineError
 from hack.soak import checks
 from hack.soak.answers import Prompt, certain_answer
-from hack.soak.checks import Growth, Memory
-from hack.soak.faults import Actor
+from hack.soak.checks import Memory
 from hack.soak.run import _verdict
 from hack.soak.tally import Tally
 from hack.soak.traffic import ask
@@ -122,25 +121,6 @@ def test_what_an_idle_engine_holds_is_a_leak(tally: Tally, monkeypatch: pytest.M
     assert checks.leaks(World(), tally, 0.2) == 1, "an engine without metrics of the connector"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("minutes", "grown_mb", "flat"), [(10, 10, True), (10, 39, True), (10, 60, False), (1, 30, False), (30, 49, True)])
-def test_what_counts_as_flat(minutes: float, grown_mb: float, flat: bool) -> None:
-    assert Growth("A1", minutes, 800e6, 800e6 + grown_mb * 1e6).flat is flat
-
-
-def test_a_broken_actor_is_a_problem(tally: Tally) -> None:
-    class Broken(Actor):
-        name, calm = "broken", (0.0, 0.001)
-
-        def act(self) -> None:
-            raise RuntimeError("no such thing")
-
-    actor = Broken(None, tally, 1, threading.Event())  # type: ignore[arg-type]
-    actor.start()
-    assert actor.join(10.0)
-    assert tally["broken actor"] == 1
-    assert "no such thing" in tally.problems[0]
-
-
 def test_an_answer_that_hangs_on_rounding_is_none() -> None:
     server = Server()
     choice = server.reply["choices"][0]
@@ -160,7 +140,3 @@ def test_the_verdict_names_every_problem_and_ends_with_the_figures(tally: Tally)
     assert any("master kill 3" in line for line in verdict.lines)
     (problem,) = verdict.problems
     assert problem.startswith("memory grows: what=A1 1000 -> 1200 MB")
-
-
-def test_a_soak_in_which_nothing_was_reused_shows_nothing(tally: Tally) -> None:
-    assert _verdict(tally, Memory(None, threading.Event()), 60.0, 0).problems == ("nothing was ever reused: ",)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from hack.standalone.engine import Engine
-from hack.standalone.mooncake import Mooncake
 from hack.standalone.process import Process, ProcessError
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, {handler}); print('child', flush=True); time.sleep(60)"
@@ -77,20 +76,6 @@ def test_an_engine_that_never_becomes_ready_is_ended(tmp_path: Path) -> None:
         raise AssertionError("it is not ready")
     assert gone(engine.process)
     assert not Path(f"/proc/{engine.process.tail().strip()}").exists(), "what it left behind"
-
-
-def test_a_master_ends_when_a_store_node_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    master = "import socket, sys, time\nport = next(arg for arg in sys.argv if arg.startswith('--rpc_port')).split('=')[1]\n"
-    master += "server = socket.create_server(('127.0.0.1', int(port)))\ntime.sleep(60)\n"
-    script(tmp_path / "mooncake_master", f"#!{sys.executable}\n{master}")
-    script(tmp_path / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    (tmp_path / "mooncake.py").write_text("raise SystemExit(3)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    mooncake = Mooncake(tmp_path / "logs", python=tmp_path / "python")
-    with pytest.raises(ProcessError, match="mooncake store 0 ended with status 3 before mounted"), mooncake:
-        raise AssertionError("it has no node")
-    assert mooncake.master is not None
-    assert [gone(process) for process in (mooncake.master, *mooncake.stores)] == [True, True]
 
 
 # -- programs that end ----------------------------------------------------------------------------------------------------
