@@ -1,4 +1,4 @@
-"""What a hit costs the scheduler thread: the production `Bookkeeping` with a full L1, no engine and no store.
+"""What a hit costs the scheduler thread: the production `TierManager` with a full L1, no engine and no store.
 
 A request's way is measured in two parts. Lookup is the walk over its block hashes; plan, commit and making the load job
 hold and accept the hit.
@@ -17,7 +17,7 @@ from bench.report import Progress, Row, repeated
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.tiers import layout as hits
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.tiers.manager import Bookkeeping, StepJobs
+from epochkv_connector.tiers.manager import StepJobs, TierManager
 from epochkv_connector.wire import JobAck, Phase
 
 BLOCK_TOKENS = 16
@@ -59,27 +59,27 @@ def chain(text: str, num_blocks: int) -> list[bytes]:
     return [hashlib.sha256(f"{text} {index}".encode()).digest() for index in range(num_blocks)]
 
 
-def acknowledge(books: Bookkeeping, jobs: StepJobs) -> None:
+def acknowledge(tiers: TierManager, jobs: StepJobs) -> None:
     """One rank that does everything at once."""
     for save in jobs.saves:
-        books.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
+        tiers.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
     for load in jobs.loads:
-        books.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves))])
+        tiers.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves))])
 
 
-def filled_books(prompts: Sequence[Sequence[bytes]], names: Names) -> Bookkeeping:
+def filled_books(prompts: Sequence[Sequence[bytes]], names: Names) -> TierManager:
     """An L1 twice as large as the prompts, which are saved in it."""
     num_slots = 2 * sum(len(hashes) for hashes in prompts)
     config = ConnectorConfig.parse({"pool": {"name": "p", "namespace": "n", "uid": "u"}, "local": {"capacity_bytes": num_slots}}, {})
-    books = Bookkeeping(config, LAYOUT, num_ranks=1, num_slots=num_slots, store=None, ids=itertools.count(), clock=time.monotonic)
-    books.bind_block_pool(Blocks())
-    books.adopt(names)
+    tiers = TierManager(config, LAYOUT, num_ranks=1, num_slots=num_slots, store=None, ids=itertools.count(), clock=time.monotonic)
+    tiers.bind_block_pool(Blocks())
+    tiers.adopt(names)
     for index, hashes in enumerate(prompts):
         blocks = [list(range(1, len(hashes) + 1))]
-        books.saves.collect([ScheduledRequestView(f"s{index}", len(hashes) * BLOCK_TOKENS, hashes, BLOCK_TOKENS, ROOT, blocks)], names)
-        acknowledge(books, books.end_step())
-        books.finish(f"s{index}")
-    return books
+        tiers.saves.collect([ScheduledRequestView(f"s{index}", len(hashes) * BLOCK_TOKENS, hashes, BLOCK_TOKENS, ROOT, blocks)], names)
+        acknowledge(tiers, tiers.end_step())
+        tiers.finish(f"s{index}")
+    return tiers
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def measure(num_tokens: int, repeats: int) -> Cost:
     num_blocks = num_tokens // BLOCK_TOKENS
     prompts = [chain(f"prompt {index}", num_blocks) for index in range(NUM_PROMPTS)]
     names = Names()
-    books = filled_books(prompts, names)
+    tiers = filled_books(prompts, names)
     group_blocks = [list(range(1, num_blocks + 1))]
     cost = Cost([], [], [], [])
     serial = itertools.count()
@@ -109,17 +109,17 @@ def measure(num_tokens: int, repeats: int) -> Cost:
             hashes = prompts[number % NUM_PROMPTS]
             view = RequestView(f"r{number}", num_tokens, hashes, BLOCK_TOKENS, ROOT)
             began = clock()
-            found = books.hits.find(view)
+            found = tiers.hits.find(view)
             walked = hits.longest_hit(LAYOUT, 0, num_tokens - BLOCK_TOKENS, found.present, found.first_absent)
             a = clock()
-            hit = books.hits.answer(view, 0, names)
+            hit = tiers.hits.answer(view, 0, names)
             b = clock()
-            books.loads.commit(view, group_blocks, hit.num_tokens or 0, names)
+            tiers.loads.commit(view, group_blocks, hit.num_tokens or 0, names)
             c = clock()
-            jobs = books.end_step()
+            jobs = tiers.end_step()
             d = clock()
-            acknowledge(books, jobs)
-            books.finish(view.request_id)
+            acknowledge(tiers, jobs)
+            tiers.finish(view.request_id)
             if hit.num_tokens != walked or walked != num_tokens - BLOCK_TOKENS or len(jobs.loads) != 1:
                 raise RuntimeError(f"a prompt in L1 was answered with {hit.num_tokens} of {num_tokens} tokens")
             walk, lookup, commit, step = walk + a - began, lookup + b - a, commit + c - b, step + d - c

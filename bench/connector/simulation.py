@@ -1,4 +1,4 @@
-"""The chat trace on simulated engines: production bookkeeping (`Bookkeeping`), no model.
+"""The chat trace on simulated engines: production bookkeeping (`TierManager`), no model.
 
 Each engine has a scheduler role of its own; copies and puts succeed at once, and the shared L2 is a set of names that
 answers existence queries as the store client does. Requests go to the engines in turn, one at a time. The GPU holds
@@ -25,7 +25,7 @@ from bench.report import Figure, Progress, Row
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import object_key
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.tiers.manager import Bookkeeping, StepJobs
+from epochkv_connector.tiers.manager import StepJobs, TierManager
 from epochkv_connector.wire import JobAck, Phase, Tier
 
 LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS)
@@ -80,7 +80,7 @@ class Engine:
         if store is not None:
             extra["distributed"] = {"master_address": "none:1"}
         self._store, self._names = store, Names()
-        self._books = Bookkeeping(
+        self._tiers = TierManager(
             ConnectorConfig.parse(extra, {}),
             LAYOUT,
             num_ranks=1,
@@ -90,39 +90,39 @@ class Engine:
             clock=time.monotonic,
             keys_of=None if store is None else keys_of,
         )
-        self._books.bind_block_pool(Blocks())
-        self._books.adopt(self._names)
+        self._tiers.bind_block_pool(Blocks())
+        self._tiers.adopt(self._names)
 
     def serve(self, request_id: str, hashes: Sequence[bytes]) -> int:
         """Look the prompt up, load what was found, save the rest; blocks that were found."""
-        names, books = self._names, self._books
+        names, tiers = self._names, self._tiers
         view = RequestView(request_id, len(hashes) * BLOCK_TOKENS + 1, hashes, BLOCK_TOKENS, ROOT)
         gpu_blocks = [list(range(1, len(hashes) + 1))]
-        books.hits.begin(view, names)
-        hit = books.hits.answer(view, 0, names).num_tokens or 0
-        if hit and not books.loads.commit(view, gpu_blocks, hit, names):
+        tiers.hits.begin(view, names)
+        hit = tiers.hits.answer(view, 0, names).num_tokens or 0
+        if hit and not tiers.loads.commit(view, gpu_blocks, hit, names):
             raise RuntimeError(f"{request_id}: a hit of {hit} tokens was not kept")
-        self._work(books.end_step())
-        books.saves.collect([ScheduledRequestView(request_id, view.num_tokens, hashes, BLOCK_TOKENS, ROOT, gpu_blocks)], names)
-        self._work(books.end_step())
-        books.finish(request_id)
+        self._work(tiers.end_step())
+        tiers.saves.collect([ScheduledRequestView(request_id, view.num_tokens, hashes, BLOCK_TOKENS, ROOT, gpu_blocks)], names)
+        self._work(tiers.end_step())
+        tiers.finish(request_id)
         return hit // BLOCK_TOKENS
 
     def leaks(self) -> dict[str, int]:
         """What is still held; must be empty when no request lives."""
-        return {name: count for name, count in self._books.leak_report().items() if count}
+        return {name: count for name, count in self._tiers.leak_report().items() if count}
 
     def _work(self, jobs: StepJobs) -> None:
         for load in jobs.loads:
             filled = tuple(move.slot for move in load.moves if move.source is Tier.STORE)
-            self._books.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves), filled_slots=filled)])
+            self._tiers.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves), filled_slots=filled)])
         for save in jobs.saves:
-            self._books.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
+            self._tiers.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
             if save.namespace is not None and self._store is not None:
                 for move in save.moves:
                     if move.put:
                         self._store.keys.update(keys_of(save.namespace, move.group, move.block_hash))
-                self._books.on_acks([JobAck(save.job_id, 0, Phase.STORED, save.start_block, save.num_blocks)])
+                self._tiers.on_acks([JobAck(save.job_id, 0, Phase.STORED, save.start_block, save.num_blocks)])
 
 
 def hit_rate(trace: Trace, num_engines: int, num_slots: int, shared: bool) -> float:

@@ -134,7 +134,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard.run(
             "update_state_after_alloc",
             lambda: self.scheduler.admission.allocate(request, blocks, num_external_tokens),
-            lambda: self.scheduler.admission.doom(request) if num_external_tokens else self.scheduler.admission.admit(request),
+            lambda: self.scheduler.admission.fail_unsent(request) if num_external_tokens else self.scheduler.admission.admit(request),
         )
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -166,14 +166,14 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run("request_finished", lambda: self.scheduler.request_finished(request), lambda: (False, None))
 
     def has_pending_push_work(self) -> bool:
-        """Keep stepping while a save holds GPU blocks or a poisoned load is open; both have deadlines."""
+        """Keep stepping while a save holds GPU blocks or an invalidated load is open; both have deadlines."""
         return self._guard.run("has_pending_push_work", lambda: self.scheduler.has_pending_work, lambda: False)
 
     def has_pending_block_frees(self) -> bool:
         """Whether waiting for a save would release blocks instead of a preemption."""
         return self._guard.run(
             "has_pending_block_frees",
-            lambda: self.scheduler.books is not None and self.scheduler.books.saves.would_free_gpu_blocks(),
+            lambda: self.scheduler.tiers is not None and self.scheduler.tiers.saves.would_free_gpu_blocks(),
             lambda: False,
         )
 

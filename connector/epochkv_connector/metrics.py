@@ -105,8 +105,8 @@ COUNTERS: tuple[Family, ...] = (
     # loads and saves, as the scheduler role sees them
     _family("loads", "loads", "Loads that every rank has reported.", "loads_done"),
     _family("loads_failed", "loads", "Loads that missed at least one block; the request is recomputed."),
-    _family("loads_doomed", "hits", "Accepted hits that could not be loaded and were reported as failed without a transfer."),
-    _family("loads_poisoned", "loads", "Loads that an epoch change or a reset overtook.", "poisoned_loads"),
+    _family("loads_failed_before_send", "hits", "Accepted hits that could not be loaded and were reported as failed without a transfer."),
+    _family("loads_invalidated", "loads", "Loads that an epoch change or a reset overtook.", "invalidated_loads"),
     _family("load_pauses", "pauses", "Times that loads from L2 were paused after failures in a row."),
     _family("saves", "jobs", "Save jobs sent to the workers.", "saves_emitted"),
     _family("saves_deferred", "units", "Saves put off for lack of host slots."),

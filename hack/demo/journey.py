@@ -29,7 +29,7 @@ ANSWER_TOKENS = 16
 MAX_REPEATS = 2
 MISSES: Final[Mapping[str, tuple[Sequence[str], Mapping[str, str]]]] = {
     "a late answer of the store": (("vllm:epochkv_store_queries_total",), {"event": "late"}),
-    "a failed transfer": (("vllm:epochkv_loads_failed_total", "vllm:epochkv_loads_doomed_total"), {}),
+    "a failed transfer": (("vllm:epochkv_loads_failed_total", "vllm:epochkv_loads_failed_before_send_total"), {}),
 }
 """The connector's own counts, by what each means."""
 

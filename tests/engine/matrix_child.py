@@ -221,8 +221,8 @@ class Served:
         if isinstance(connector, EpochKVConnector):
             facts["leaks"] = {name: count for name, count in connector.scheduler.leak_report().items() if count}
             facts["errors"] = dict(connector._guard.errors)
-            if connector.scheduler.books is not None:
-                facts["half"] = connector.scheduler.books.stats()
+            if connector.scheduler.tiers is not None:
+                facts["half"] = connector.scheduler.tiers.stats()
         return facts
 
     def _blocks_in_use(self) -> int:

@@ -207,8 +207,8 @@ class Names:
         assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
         assert not rig.connector._guard.errors, dict(rig.connector._guard.errors)
         reached.update({f"watch_{name}": count for name, count in rig.watch.counters.items()})
-        reached.update({name: int(value) for name, value in rig.books.stats().items() if name in ("loads_done", "blocks_stored")})
-        reached["poisoned"] += rig.side.counters["poisoned_loads"]
+        reached.update({name: int(value) for name, value in rig.tiers.stats().items() if name in ("loads_done", "blocks_stored")})
+        reached["poisoned"] += rig.side.counters["invalidated_loads"]
 
     def finish(self) -> None:
         """Everything ends; then all get the same weights, each in its way, and the epoch that was asked for, and share."""

@@ -101,7 +101,7 @@ class Router:
 
 def findable(rig: Any, group: int = 0) -> set[int]:
     """Names that L1 holds and can be asked for under the present root, as its index says."""
-    index = rig.books.state.index
+    index = rig.tiers.state.index
     names = [name for name in index._names if name is not None]
     current = {name for of_group, name in names if of_group == group and index._roots[index._maps[group][name]] == index._root}
     return {int.from_bytes(name, "big") % (1 << 64) for name in current}  # vLLM publishes the last 64 bits

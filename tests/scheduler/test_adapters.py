@@ -265,7 +265,7 @@ def test_what_is_being_loaded_for_the_version_before_fails(make: MakeRig, replac
     load(rig, adapter(), "one")
     rig.workers[0].hold_loads = True
     loading = run_a_little(rig, adapter(), tokens)
-    assert rig.books.loads.is_open(loading.request_id)
+    assert rig.tiers.loads.is_open(loading.request_id)
     replace(rig, "two")
     rig.workers[0].hold_loads = False
     rig.run()

@@ -162,7 +162,7 @@ def test_a_preempted_request_is_repinned_and_recomputes(make_rig: MakeRig) -> No
 
 
 @every_layout
-def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_doomed(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_not_sent(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the answer and the allocation: the acknowledgement waits for the step, and the load never runs."""
     rig = make_rig(num_blocks=12, epoch=0)
     tokens = prompt(1, LENGTH)

@@ -131,7 +131,7 @@ def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig, l
     rig.run()
     assert len(store.objects) == num_saved(layout)
     assert all("/e0/" in key for key in store.objects), "garbage at worst, never a wrong name"
-    assert rig.books.stats()["slots_indexed"] == 0, "and not indexed in L1"
+    assert rig.tiers.stats()["slots_indexed"] == 0, "and not indexed in L1"
     assert rig.cached[rig.serve(prompt(1, LENGTH))] == 0
     rig.check_clean()
 
@@ -141,9 +141,9 @@ def test_l1_of_older_roots_goes_first(make_rig: MakeRig) -> None:
     rig.serve(prompt(1, LENGTH))
     rig.adopt(1, weights="w1")
     rig.serve(prompt(2, LENGTH))
-    assert rig.books.stats()["slots_other_roots"] == 8
+    assert rig.tiers.stats()["slots_other_roots"] == 8
     rig.serve(prompt(3, LENGTH))
-    assert rig.books.stats()["slots_other_roots"] == 4
+    assert rig.tiers.stats()["slots_other_roots"] == 4
     rig.scheduler.reset_prefix_cache()
     assert rig.cached[rig.serve(prompt(2, LENGTH))] == 8 * BLOCK, "a block of the current root was evicted before old ones"
     rig.check_clean()
@@ -197,7 +197,7 @@ def test_kv_of_another_engine_without_a_tag_is_private_under_a_private_root_too(
     tokens = prompt(1, LENGTH)
     rig.serve(tokens, params={"do_remote_prefill": True, "remote_engine_id": "x"})
     assert rig.pins.counters["foreign_kv_requests"] == 1
-    assert rig.books.stats()["saves_emitted"] == 0
+    assert rig.tiers.stats()["saves_emitted"] == 0
     assert rig.cached[rig.serve(tokens)] == 0
     assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
     rig.check_clean()

@@ -107,7 +107,7 @@ class PinnedRig(Rig):
         for block in self.block_pool.blocks:
             if block.block_hash is not None:
                 self._compare("GPU", block.block_id, kv_cache_utils.get_block_hash(block.block_hash), self.gpu.get(block.block_id))
-        for (name, slot), worker in ((item, worker) for worker in self.workers for item in self.books.state.index._maps[0].items()):
+        for (name, slot), worker in ((item, worker) for worker in self.workers for item in self.tiers.state.index._maps[0].items()):
             self._compare("L1", slot, name, worker.slots.get(slot))
 
     def _compare(self, tier: str, place: Any, name: bytes, content: Content | None) -> None:
@@ -193,7 +193,7 @@ def many_switches() -> Iterator[None]:
 
 def reached(rig: PinnedRig, agent: Agent, count: Counter[str]) -> dict[str, tuple[float, float]]:
     """What happened so far, and how much of it there has to be."""
-    stats = rig.books.stats()
+    stats = rig.tiers.stats()
     return {
         "adoptions": (agent.count["adoptions"], ADOPTIONS),
         "adoptions inside schedule()": (agent.count["adoptions inside schedule()"], 50),
@@ -201,7 +201,7 @@ def reached(rig: PinnedRig, agent: Agent, count: Counter[str]) -> dict[str, tupl
         "steps with carried requests": (count["carried"], 100),
         "requests re-hashed": (rig.pins.counters["rehashed_requests"], 100),
         "loads": (stats["loads_done"], 20),
-        "loads poisoned": (rig.side.counters["poisoned_loads"], 3),
+        "loads poisoned": (rig.side.counters["invalidated_loads"], 3),
         "blocks put": (len(rig.store.objects), 50),
     }
 

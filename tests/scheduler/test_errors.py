@@ -30,7 +30,7 @@ def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monk
     rig.serve(tokens)
     request = rig.add(tokens)
     rig.adopt(1, weights="w1")
-    failure = FailsOnce(rig.books.hits, failing, monkeypatch)
+    failure = FailsOnce(rig.tiers.hits, failing, monkeypatch)
     rig.run()
     assert failure.raised
     assert rig.cached[request.request_id] == 0
@@ -74,14 +74,14 @@ def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(make_rig: Mak
     for seed in (1, 2):
         rig.add(prompt(seed, LENGTH))
     rig.step()
-    failure = FailsOnce(rig.books.state.index, "insert", monkeypatch)
+    failure = FailsOnce(rig.tiers.state.index, "insert", monkeypatch)
     release(rig)
     rig.run()
     assert failure.raised
     check_unharmed(rig)
 
 
-@pytest.mark.parametrize(("owner", "failing"), [("books", "end_step"), ("books.hits", "end_step"), ("books.saves.planner", "draft")])
+@pytest.mark.parametrize(("owner", "failing"), [("tiers", "end_step"), ("tiers.hits", "end_step"), ("tiers.saves.planner", "draft")])
 def test_saves_that_were_never_sent_give_their_blocks_back(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, owner: str, failing: str
 ) -> None:
@@ -97,12 +97,12 @@ def test_saves_that_were_never_sent_give_their_blocks_back(
     check_unharmed(rig)
 
 
-@pytest.mark.parametrize("doomed", [True, False])
-def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, doomed: bool) -> None:
+@pytest.mark.parametrize("unsent", [True, False])
+def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, unsent: bool) -> None:
     rig, tokens = filled(make_rig)
-    if doomed:
-        monkeypatch.setattr(rig.books.loads, "_bind", lambda *_: None)
-    failure = FailsOnce(rig.books, "end_step", monkeypatch)
+    if unsent:
+        monkeypatch.setattr(rig.tiers.loads, "_bind", lambda *_: None)
+    failure = FailsOnce(rig.tiers, "end_step", monkeypatch)
     request = rig.serve(tokens)
     assert failure.raised
     assert rig.cached[request] == 0
@@ -112,7 +112,7 @@ def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monke
 def test_a_report_that_was_not_counted_is_not_asked_for_again(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM dies of a finished load that it does not wait for."""
     rig, tokens = filled(make_rig)
-    failure = FailsOnce(rig.books, "on_acks", monkeypatch)
+    failure = FailsOnce(rig.tiers, "on_acks", monkeypatch)
     request = rig.serve(tokens, max_tokens=4)
     assert failure.raised
     assert rig.cached[request] == 8 * BLOCK
@@ -122,7 +122,7 @@ def test_a_report_that_was_not_counted_is_not_asked_for_again(make_rig: MakeRig,
 def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a reset with requests running would keep the root, and KV of the old weights under it."""
     rig = make_rig(epoch=0)
-    failure = FailsOnce(rig.books.hits, "forget_request", monkeypatch)
+    failure = FailsOnce(rig.tiers.hits, "forget_request", monkeypatch)
     rig.add(prompt(1, LENGTH), max_tokens=3)
     rig.step()
     assert failure.raised
@@ -136,11 +136,11 @@ def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monke
 
 def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig(epoch=0)
-    failure = FailsOnce(rig.books, "finish", monkeypatch)
+    failure = FailsOnce(rig.tiers, "finish", monkeypatch)
     rig.serve(prompt(1, LENGTH))
     rig.adopt(1, weights="w1")
     assert failure.raised
-    assert {name: count for name, count in rig.leaks().items() if not name.startswith("books.")} == {}
+    assert {name: count for name, count in rig.leaks().items() if not name.startswith("tiers.")} == {}
     check_unharmed(rig)
 
 
@@ -163,7 +163,7 @@ def test_a_reset_that_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest
     rig.serve(tokens)
     FailsOnce(rig.pins.root, "reset", monkeypatch)
     assert not rig.scheduler.reset_prefix_cache(reset_connector=True)
-    FailsOnce(rig.books, "reset", monkeypatch)
+    FailsOnce(rig.tiers, "reset", monkeypatch)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)  # the names changed, which makes it true
     request = rig.serve(tokens)
     assert rig.cached[request] == 0
@@ -175,7 +175,7 @@ def test_blocks_that_requests_hold_anyhow_do_not_put_preemption_off(make_rig: Ma
     rig.workers[0].hold_saves = True
     request = rig.add(prompt(1, LENGTH), max_tokens=4)
     rig.step()
-    assert rig.books.state.ledger.num_gpu_blocks
+    assert rig.tiers.state.jobs.num_gpu_blocks
     assert not rig.connector.has_pending_block_frees()  # the end of the save would free nothing
     while request.request_id not in rig.finished:
         rig.step()
@@ -195,7 +195,7 @@ def test_a_lost_acknowledgement_of_a_load_costs_hits_and_no_request(make_rig: Ma
     rig.workers[0].acks = [ack for ack in rig.workers[0].acks if ack not in lost]
     while not rig.scheduler.running:
         rig.step()
-    assert rig.books.loads.is_open(request.request_id)
+    assert rig.tiers.loads.is_open(request.request_id)
     rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
     assert rig.block_pool.reset_prefix_cache()  # L1 still has them
     rig.run()
@@ -216,4 +216,4 @@ def test_loads_that_failed_while_our_code_failed_are_over(make_rig: MakeRig, mon
     rig.adopt(2, weights="w2")
     rig.serve(prompt(2, LENGTH))
     check_unharmed(rig)
-    assert rig.side.state.counters["poisoned_loads"] == 0
+    assert rig.side.state.counters["invalidated_loads"] == 0

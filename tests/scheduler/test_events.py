@@ -35,7 +35,7 @@ def test_a_router_learns_what_is_in_l1(listened: Callable[..., Any]) -> None:
 def test_an_eviction_is_told(listened: Callable[..., Any]) -> None:
     rig, router = listened(l1_bytes=10 * 2304)  # ten blocks
     rig.adopt(0)
-    assert rig.books.state.index.num_slots == 10
+    assert rig.tiers.state.index.num_slots == 10
     rig.serve(prompt(1, LENGTH))
     rig.serve(prompt(2, LENGTH))
     router.listen()

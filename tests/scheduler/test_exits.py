@@ -46,7 +46,7 @@ class Held:
 
     def held(self) -> dict[str, int]:
         """What the bookkeeping holds."""
-        return {name: count for name, count in self.rig.books.leak_report().items() if count}
+        return {name: count for name, count in self.rig.tiers.leak_report().items() if count}
 
 
 def blocked_by_a_runner(make_rig: MakeRig, **kwargs: Any) -> tuple[Any, Any, list[int]]:
@@ -172,12 +172,12 @@ def test_dropped_after_our_answer(
     others = held.held()
     assert AFTER[scenario] in held.step()
     first, asked = held.held(), len(rig.store.asked) if rig.store is not None else 0
-    opened = rig.books.stats()["plans_opened"]
+    opened = rig.tiers.stats()["plans_opened"]
     for _ in range(2 * PLAN_TTL_STEPS):
         assert scenario is load_begun or AFTER[scenario] in held.step()
         assert held.held() == first
     assert asked == (len(rig.store.asked) if rig.store is not None else 0)
-    assert opened == rig.books.stats()["plans_opened"]
+    assert opened == rig.tiers.stats()["plans_opened"]
     if not cancelled:
         held.lift()
         rig.run()
@@ -201,7 +201,7 @@ def planned(make_rig: MakeRig, **kwargs: Any) -> tuple[Any, Any, Any]:
     with traced() as taken:
         rig.step()
     assert "no blocks" in taken
-    assert rig.books.leak_report()["plan_slots"] == 8
+    assert rig.tiers.leak_report()["plan_slots"] == 8
     return rig, runner, request
 
 
@@ -263,18 +263,18 @@ def test_not_asked_again(make_rig: MakeRig, condition: Callable[..., Callable[[]
     """A plan that nobody asks for is given back after a few steps, or at once with its request."""
     rig, runner, request = planned(make_rig)
     lift = condition(rig, runner, request)
-    lookups = rig.books.stats()["lookups"]
+    lookups = rig.tiers.stats()["lookups"]
     for step in range(1 if cancelled else PLAN_TTL_STEPS + 1):
         with traced() as taken:
             rig.step()
         assert BEFORE[condition] in taken if BEFORE[condition] else taken == set(), f"step {step}"
-    assert rig.books.stats()["lookups"] == lookups, "it was asked for"
-    assert rig.books.leak_report()["plan_slots"] == (8 if cancelled else 0)
-    assert rig.books.stats()["plans_expired"] == (0 if cancelled else 1)
+    assert rig.tiers.stats()["lookups"] == lookups, "it was asked for"
+    assert rig.tiers.leak_report()["plan_slots"] == (8 if cancelled else 0)
+    assert rig.tiers.stats()["plans_expired"] == (0 if cancelled else 1)
     if cancelled:
         rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-        assert rig.books.leak_report()["plan_slots"] == rig.books.leak_report()["plans"] == 0
-        assert rig.books.stats()["plans_aborted"] == 1
+        assert rig.tiers.leak_report()["plan_slots"] == rig.tiers.leak_report()["plans"] == 0
+        assert rig.tiers.stats()["plans_aborted"] == 1
     lift()
     end(rig, runner)()
     rig.run()
@@ -319,15 +319,15 @@ def test_a_blocked_request_is_not_asked_and_gives_back_what_was_begun_for_it(mak
     else:
         store.answer_exists = False
         request = rig.add(tokens, structured_outputs=StructuredOutputsParams(regex="a+"))
-        assert rig.books.leak_report()["queries"] == 1, "the lookup began with the request"
-    lookups = rig.books.stats()["lookups"]
+        assert rig.tiers.leak_report()["queries"] == 1, "the lookup began with the request"
+    lookups = rig.tiers.stats()["lookups"]
     for _ in range(3):
         with traced() as taken:
             rig.step()
         assert taken - {"no queue or no room for drafts"} == {"blocked"}
-    assert rig.books.stats()["lookups"] == lookups
+    assert rig.tiers.stats()["lookups"] == lookups
     rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    assert rig.books.leak_report()["queries"] == 0
+    assert rig.tiers.leak_report()["queries"] == 0
     release(rig)
     rig.run()
     rig.check_clean()
@@ -342,7 +342,7 @@ def test_a_hit_that_vllm_replays(make_rig: MakeRig, monkeypatch: pytest.MonkeyPa
     rig, tokens = filled(make_rig)
     monkeypatch.setattr(rig.scheduler, "prefix_replay_tokens", replay)
     request = rig.serve(tokens)
-    stats = rig.books.stats()
+    stats = rig.tiers.stats()
     assert (stats["plans_opened"], stats["plans_committed"], stats["plans_aborted"]) == (1, bool(loaded), not loaded)
     assert rig.cached[request] == max(0, loaded - replay)
     rig.check_clean()

@@ -76,7 +76,7 @@ def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig) -> Non
     assert rig.outputs[first] == rig.outputs[second]
     assert store.objects == {}
     assert store.asked == []
-    assert rig.books.stats()["slots_indexed"] == 0
+    assert rig.tiers.stats()["slots_indexed"] == 0
     rig.check_clean()
 
 
@@ -303,7 +303,7 @@ def test_an_exception_of_ours_never_reaches_vllm(
         raised.append(method)
         raise RuntimeError(f"{method} is broken")
 
-    monkeypatch.setattr(operator.attrgetter(method)(rig.books).__self__, method.rpartition(".")[2], broken)
+    monkeypatch.setattr(operator.attrgetter(method)(rig.tiers).__self__, method.rpartition(".")[2], broken)
     request = rig.add(tokens)
     if method == "adopt":
         rig.adopt(1, weights="w1")
@@ -329,7 +329,7 @@ def test_bookkeeping_that_fails_during_an_adoption_still_poisons_what_is_under_w
     def broken(snapshot: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(rig.books, "adopt", broken)
+    monkeypatch.setattr(rig.tiers, "adopt", broken)
     rig.adopt(1, weights="w1")
     worker.hold_loads = False
     worker.work()

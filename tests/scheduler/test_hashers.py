@@ -61,14 +61,14 @@ def test_another_hasher_may_be_put_before_vllms_until_the_request_is_pinned_agai
     rig.add(prompt(2, 5), max_tokens=4)
     request = rig.add(prompt(1, 3 * BLOCK))
 
-    class Stranded:
+    class Detached:
         def __init__(self) -> None:
             self.inner = rig.hasher
 
         def __call__(self, request: Any) -> list[bytes]:
             return [] if strange is None else strange(request)
 
-    request._block_hasher = Stranded()
+    request._block_hasher = Detached()
     rig.adopt(1, weights="w1")
     rig.run()
     assert request._block_hasher is rig.hasher

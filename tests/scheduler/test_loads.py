@@ -107,7 +107,7 @@ def test_a_failed_load_does_not_stand_in_the_way_of_others_that_hold_blocks(make
     release(rig)
     rig.run(60)
     assert {request.request_id for request in requests} <= rig.finished
-    assert rig.books.stats()["loads_failed"] == failing
+    assert rig.tiers.stats()["loads_failed"] == failing
     rig.check_clean()
 
 
@@ -115,7 +115,7 @@ def test_without_the_cooldown_the_same_load_is_tried_again_and_hangs(make_rig: M
     """The fault that the rule excludes: vLLM 0.32 never schedules the second load."""
     rig, tokens = filled(make_rig, num_blocks=10)
     rig.workers[0].fail_loads = lambda job: True
-    monkeypatch.setattr(rig.books.loads, "loaded", lambda done: None)  # keep the failed blocks in the index: hit again
+    monkeypatch.setattr(rig.tiers.loads, "loaded", lambda done: None)  # keep the failed blocks in the index: hit again
     monkeypatch.setitem(TRANSITIONS[LoadState.SENT], LoadEvent.FAIL, LoadState.NONE)
     request = rig.add(tokens)
     with pytest.raises(AssertionError, match="not idle"):
@@ -183,7 +183,7 @@ def test_aborted_with_a_plan_open(make_rig: MakeRig) -> None:
     waiting = rig.add(tokens)
     rig.step()
     assert waiting.status is RequestStatus.WAITING
-    assert rig.books.leak_report()["plans"] >= 1
+    assert rig.tiers.leak_report()["plans"] >= 1
     rig.scheduler.finish_requests(waiting.request_id, RequestStatus.FINISHED_ABORTED)
     rig.run()
     assert blocker.request_id in rig.finished
@@ -271,7 +271,7 @@ def test_loads_are_off_unless_failed_ones_are_recomputed(make_rig: MakeRig, capl
     rig, tokens = filled(make_rig, transfer={"kv_load_failure_policy": "fail"})
     request = rig.serve(tokens)
     assert rig.cached[request] == 0
-    assert rig.books.stats()["slots_indexed"] > 0  # it was there to be loaded
+    assert rig.tiers.stats()["slots_indexed"] > 0  # it was there to be loaded
     rig.check_clean()
 
 

@@ -101,7 +101,7 @@ def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: i
     rig.step()
     assert finished.request_id in rig.finished
     assert running.status is RequestStatus.RUNNING
-    assert rig.books.state.ledger.num_gpu_blocks
+    assert rig.tiers.state.jobs.num_gpu_blocks
     assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
     assert rig.scheduler.has_requests(), "steps go on until the copies are acknowledged"
@@ -135,7 +135,7 @@ def test_an_engine_without_requests_is_stepped_until_saves_that_let_go_are_ackno
 def test_what_fails_while_saves_let_go_is_no_error_of_vllms(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig(epoch=0)
     rig.serve(prompt(1, LENGTH))
-    monkeypatch.setattr(rig.books.saves, "let_go", lambda: 1 // 0)
+    monkeypatch.setattr(rig.tiers.saves, "let_go", lambda: 1 // 0)
     assert rig.scheduler.reset_prefix_cache()
     assert rig.connector._guard.errors["let_go"] == 1
     assert rig.scheduler.schedule().kv_connector_metadata.settle

@@ -76,24 +76,24 @@ def hook_after_delegating(patch: pytest.MonkeyPatch, rig: Any) -> None:
 
 
 def no_strand(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    rig.pins.strand = lambda request, num_named: None
+    rig.pins.detach = lambda request, num_named: None
 
 
-def strand_only_running_requests(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    strand = rig.pins.strand
-    rig.pins.strand = lambda request, num: strand(request, num) if request.status is RequestStatus.RUNNING else None
+def detach_only_running_requests(patch: pytest.MonkeyPatch, rig: Any) -> None:
+    detach = rig.pins.detach
+    rig.pins.detach = lambda request, num: detach(request, num) if request.status is RequestStatus.RUNNING else None
 
 
-def strand_whole_requests_late(patch: pytest.MonkeyPatch, rig: Any) -> None:
+def detach_whole_requests_late(patch: pytest.MonkeyPatch, rig: Any) -> None:
     """One block too many keeps the name that its tokens give it."""
-    strand = rig.pins.strand
-    rig.pins.strand = lambda request, num: strand(request, num + 1)
+    detach = rig.pins.detach
+    rig.pins.detach = lambda request, num: detach(request, num + 1)
 
 
 def a_generation_that_returns(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    """With requests that keep what their pins allow: what a stranded one computes is offered again when the weights return."""
+    """With requests that keep what their pins allow: what a detached one computes is offered again when the weights return."""
     known: dict[tuple[int, bytes | None], int] = {}
-    swap, strand = rig.pins.root._swap, rig.pins.strand
+    swap, detach = rig.pins.root._swap, rig.pins.detach
 
     def swapping(state: Any) -> None:
         swap(state)
@@ -101,14 +101,14 @@ def a_generation_that_returns(patch: pytest.MonkeyPatch, rig: Any) -> None:
         if shown.shared:
             rig.pins.root.snapshot = replace(shown, generation=known.setdefault((shown.epoch, shown.weights), shown.generation))
 
-    def stranding(request: Any, num_named: int) -> None:
+    def detaching(request: Any, num_named: int) -> None:
         """Its names, without the mark at its pin."""
         saveable = rig.pins.pin_of(request).saveable
-        strand(request, len(request.block_hashes))
+        detach(request, len(request.block_hashes))
         request._block_hasher = request._block_hasher.inner
         rig.pins.pin_of(request).saveable = saveable
 
-    rig.pins.root._swap, rig.pins.strand = swapping, stranding
+    rig.pins.root._swap, rig.pins.detach = swapping, detaching
 
 
 def an_ended_digest_used_again(patch: pytest.MonkeyPatch, rig: Any) -> None:
@@ -182,8 +182,8 @@ MUTANTS = [
     digest_after_the_step,
     hook_after_delegating,
     no_strand,
-    strand_only_running_requests,
-    strand_whole_requests_late,
+    detach_only_running_requests,
+    detach_whole_requests_late,
     a_generation_that_returns,
     an_ended_digest_used_again,
     a_late_hit_that_proposes_nothing,

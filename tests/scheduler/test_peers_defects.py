@@ -24,7 +24,7 @@ def test_a_request_that_a_reset_preempted_is_loaded_although_the_same_step_names
     release(rig)
     rig.run()
     assert request.request_id in rig.finished
-    assert rig.books.stats()["loads_done"] == 1
+    assert rig.tiers.stats()["loads_done"] == 1
     rig.check_clean()
 
 
@@ -121,7 +121,7 @@ def test_a_failed_load_of_a_hybrid_model_names_requests_and_no_blocks(make_rig: 
     rig.scheduler.reset_prefix_cache()
     rig.workers[0].fail_loads = lambda job: True
     again = rig.serve(tokens, max_tokens=3)
-    assert rig.books.stats()["loads_failed"] == 1
+    assert rig.tiers.stats()["loads_failed"] == 1
     assert rig.cached[again] == 0
     assert rig.outputs[again] == rig.outputs[first]
     assert rig.connector.get_block_ids_with_load_errors() == set()
@@ -136,6 +136,6 @@ def test_a_lost_key_is_asked_for_once_by_each_request(make_rig: MakeRig) -> None
     for count in (1, 2):
         request = rig.serve(tokens, max_tokens=2)
         assert rig.cached[request] == 0
-        assert rig.books.stats()["loads_failed"] == count
+        assert rig.tiers.stats()["loads_failed"] == count
         rig.scheduler.reset_prefix_cache()
     rig.check_clean()

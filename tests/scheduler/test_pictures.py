@@ -51,9 +51,9 @@ def test_pictures_tell_prompts_apart(make_rig: MakeRig, tier: str, groups: tuple
     flood(rig)
     assert serve(rig, "one", before) == WHOLE
     flood(rig)
-    loads = rig.books.stats()["loads_done"]
+    loads = rig.tiers.stats()["loads_done"]
     assert serve(rig, "two", before) == before
-    assert rig.books.stats()["loads_done"] - loads == (before > 0)
+    assert rig.tiers.stats()["loads_done"] - loads == (before > 0)
     flood(rig)
     assert serve(rig, "two", before) == WHOLE
     rig.check_clean()

@@ -69,7 +69,7 @@ class Chaos:
         held = [job for worker in self.rig.workers for job in worker.loads if any(m.source is Tier.STORE for m in job.moves)]
         if held:
             self.num_held += 1
-        if self.rig.pins.root.refresh().in_use or self.rig.books.stats()["reads_open"]:
+        if self.rig.pins.root.refresh().in_use or self.rig.tiers.stats()["reads_open"]:
             self.fetched_in_bypass = None
         elif self.store is not None:
             fetched = len(self.store.fetched)
@@ -206,7 +206,7 @@ def test_random_schedules(make_rig: MakeRig, kind: str, tiers: str, seed: int) -
         assert not any(rig.foreign_tokens.values()), f"KV of other tokens: {rig.foreign_tokens}"
         assert not any(rig.stale_tokens.values()), f"KV of other weights: {rig.stale_tokens}"
     chaos.finish()
-    reached[kind].update({name: int(value) for name, value in (*rig.books.stats().items(), *rig.side.counters.items())})
+    reached[kind].update({name: int(value) for name, value in (*rig.tiers.stats().items(), *rig.side.counters.items())})
     reached[kind].update(held_reads=chaos.num_held, states_loaded=chaos.num_states_loaded)
     rig.check_clean()
     assert chaos.happened["adopt"] > 0
@@ -221,6 +221,6 @@ def test_the_schedules_reached_what_they_are_for(kind: str) -> None:
     assert reached[kind]["loads_done"] > 20
     assert reached[kind]["held_reads"] > 20
     assert reached[kind]["loads_failed"] > 0
-    assert reached[kind]["poisoned_loads"] > 0
+    assert reached[kind]["invalidated_loads"] > 0
     assert reached[kind]["plans_committed"] > 20
     assert reached[kind]["states_loaded"] > (20 if kind == "hybrid" else -1)

@@ -115,7 +115,7 @@ def test_blocks_that_are_found_again_are_told_parents_first(listened: Listened) 
     for seed in (1, 2, 3):  # the third takes the slots of the first, as they were given up: children first
         rig.serve(prompt(seed, LENGTH))
     router.listen()
-    held = {rig.books.state.index._names[slot]: slot for slot in range(rig.books.state.index.num_slots)}
+    held = {rig.tiers.state.index._names[slot]: slot for slot in range(rig.tiers.state.index.num_slots)}
     chain = [held[0, name] for name in rig.request(prompt(3, LENGTH)).block_hashes if (0, name) in held]
     assert chain != sorted(chain), "slots lie in the order of the chain, so this shows nothing"
     rig.lease_until = 0.0

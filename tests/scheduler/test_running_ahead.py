@@ -47,11 +47,11 @@ def test_the_last_block_is_not_saved_for_a_request_whose_load_never_ended(make_r
     rig.step()
     assert loading.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert loading.num_computed_tokens > 0, "vLLM counts as computed what is promised"
-    saves = rig.books.stats()["saves_emitted"]
+    saves = rig.tiers.stats()["saves_emitted"]
     rig.scheduler.finish_requests(loading.request_id, RequestStatus.FINISHED_ABORTED)
     release(rig)
     rig.run()
-    assert rig.books.stats()["saves_emitted"] == saves
+    assert rig.tiers.stats()["saves_emitted"] == saves
     rig.check_clean()
 
 
@@ -60,7 +60,7 @@ def test_a_last_block_whose_save_was_not_sent_is_given_up_when_caches_are_reset(
     request = rig.add(prompt(1, BLOCK + 3), max_tokens=BLOCK - 2)
     while request.request_id not in rig.finished:
         rig.step()
-    assert rig.leaks().get("books.unsent_saves") == 1
+    assert rig.leaks().get("tiers.unsent_saves") == 1
     assert rig.scheduler.reset_prefix_cache(), "the block is held by nobody that vLLM has to wait for"
     rig.run()
     rig.check_clean()

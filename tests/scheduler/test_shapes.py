@@ -26,7 +26,7 @@ def test_hybrid_groups_come_back_whole(make_rig: MakeRig, groups: tuple[str, ...
     for seed in range(100, 108):
         rig.serve(prompt(seed, LENGTH))
     again = rig.serve(tokens, max_tokens=4)
-    assert rig.books.stats()["loads_done"] >= 1
+    assert rig.tiers.stats()["loads_done"] >= 1
     assert rig.cached[again] == 8 * BLOCK
     assert rig.outputs[again] == rig.outputs[first]
     rig.adopt(1, weights="w1")

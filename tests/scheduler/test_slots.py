@@ -38,14 +38,14 @@ def check_fills_and_evicts(rig: Any, num_slots: int) -> None:
     num_prompts = 4 * num_slots // BLOCKS
     for seed in range(num_prompts):
         rig.serve(prompt(seed, LENGTH))
-    stats = rig.books.stats()
+    stats = rig.tiers.stats()
     assert (stats["slots"], stats["slots_indexed"]) == (num_slots, num_slots)
     assert stats["evictions"] >= BLOCKS * num_prompts - num_slots
     newest = range(num_prompts - num_slots // BLOCKS, num_prompts)
     assert [serve_again(rig, seed) for seed in reversed(newest)] == [WHOLE] * len(newest)
     assert serve_again(rig, 0) == 0
     assert [worker.bad_jobs for worker in rig.workers] == [[]] * len(rig.workers)
-    assert rig.books.stats()["loads_failed"] == 0
+    assert rig.tiers.stats()["loads_failed"] == 0
     rig.check_clean()
 
 
@@ -69,7 +69,7 @@ def test_the_rank_with_the_fewest_slots_decides(make_rig: MakeRig, num_layers: t
 
 def test_a_staging_ring_of_unlike_pages_has_the_slots_that_were_asked_for(make_rig: MakeRig) -> None:
     rig = make_rig(groups=("unlike",), num_blocks=12, store=SharedStore(), l1_bytes=None, extra={"staging_slots": 16}, epoch=0)
-    assert rig.books.stats()["slots"] == 16
+    assert rig.tiers.stats()["slots"] == 16
     for seed in range(6):
         rig.serve(prompt(seed, LENGTH))
     assert [serve_again(rig, seed) for seed in range(6)] == [WHOLE] * 6
@@ -101,7 +101,7 @@ def test_without_slots_on_every_rank_an_engine_serves_without_tiers_and_says_so(
     rig.serve(prompt(1, LENGTH))
     assert serve_again(rig, 1) == 0
     assert (store.asked, store.objects, rig.leaks()) == ([], {}, {})
-    assert len(rig.side.tiers.object_bytes) == 1, "keys of this group are still removed when the pool wants it"
+    assert len(rig.side.store_keys.object_bytes) == 1, "keys of this group are still removed when the pool wants it"
 
 
 def test_objects_count_with_the_mean_of_what_ranks_put() -> None:
@@ -144,7 +144,7 @@ def test_a_rank_measures_its_tensors_and_stays_within_its_share(
     runner = lay_out(rig, runners)
     slot = max(payloads.values()) + 256
     assert runner.layout.payload_bytes == payloads
-    assert runner.layout.num_slots == 1_000_000 // slot == rig.books.stats()["slots"]
+    assert runner.layout.num_slots == 1_000_000 // slot == rig.tiers.stats()["slots"]
     region = runner._rank.staging.region
     assert (region.num_slots, region.stride) == (runner.layout.num_slots, slot)
     assert region.num_bytes <= 1_000_000

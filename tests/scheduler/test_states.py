@@ -37,7 +37,7 @@ def forget(rig: Any) -> None:
 
 def states(rig: Any) -> int:
     """How many states L1 holds."""
-    return sum(len(rig.books.state.index._maps[group]) for group, kind in enumerate(rig.options.groups) if kind == STATE)
+    return sum(len(rig.tiers.state.index._maps[group]) for group, kind in enumerate(rig.options.groups) if kind == STATE)
 
 
 # ---------------------------------------------------------------------------------------------- saved and found
@@ -98,7 +98,7 @@ def test_the_state_where_two_prompts_part_is_found_by_a_third(make_rig: MakeRig)
 
 def evict_all(rig: Any) -> None:
     """L1 forgets all; the GPU does not."""
-    index = rig.books.state.index
+    index = rig.tiers.state.index
     for group in range(len(rig.options.groups)):
         for name in list(index._maps[group]):
             index.forget(group, name)
@@ -119,7 +119,7 @@ def kept_and_saved(rig: Any, tokens: list[int]) -> tuple[int, int]:
     """How many tokens vLLM's own cache gives, and how many L1 alone."""
     request = rig.request(tokens)
     kept = int(rig.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
-    state = rig.books.state
+    state = rig.tiers.state
     held = PromptBlocks(state.index, None, request.block_hashes, [1] * len(rig.options.groups))
     return kept, longest_hit(state.layout, 0, len(tokens) - 1, held.present)
 
@@ -176,7 +176,7 @@ def test_a_state_offered_before_an_adoption_and_not_saved_by_then_is_nobodys(
     rig.weights = "w1"
     rig.run()
     assert store.objects == {}
-    assert rig.books.state.index.num_indexed == 0
+    assert rig.tiers.state.index.num_indexed == 0
     assert found(rig) == 0
     assert found(rig) == WHOLE
     rig.check_clean()
@@ -230,12 +230,12 @@ def test_results_of_an_older_epoch_or_of_no_job_change_nothing_while_vllm_runs_a
     acks = list(worker.acks)
     assert {ack.job_id for ack in acks} == {job.job_id}
     rig.run()
-    assert rig.books.state.index.num_indexed == 0, "copied under the names of epoch 0"
-    assert rig.books.state.ledger.ignored_acks == 0
+    assert rig.tiers.state.index.num_indexed == 0, "copied under the names of epoch 0"
+    assert rig.tiers.state.jobs.ignored_acks == 0
     worker.acks += [*acks, *(dataclasses.replace(ack, job_id=ack.job_id + 1000) for ack in acks)]
     rig.executor.late[0].append(10**6)
     assert found(rig) == 0
-    assert rig.books.state.ledger.ignored_acks == 2 * len(acks)
+    assert rig.tiers.state.jobs.ignored_acks == 2 * len(acks)
     assert rig.watch.counters["late"] == old, "nobody has asked that"
     assert states(rig) == layout.count(STATE)
     forget(rig)

@@ -111,7 +111,7 @@ def test_counters_that_could_not_be_asked_once_are_not_told_twice(make_rig: Make
     rig.serve(prompt(1, 4 * BLOCK))
     assert report(rig)["counters"]["saves_emitted"] >= 1
     with monkeypatch.context() as patch:
-        patch.setattr(rig.books, "stats", lambda: (_ for _ in ()).throw(RuntimeError("dictionary changed size during iteration")))
+        patch.setattr(rig.tiers, "stats", lambda: (_ for _ in ()).throw(RuntimeError("dictionary changed size during iteration")))
         assert "saves_emitted" not in report(rig)["counters"]
     assert "saves_emitted" not in report(rig)["counters"]
 
@@ -122,7 +122,7 @@ def test_tiers_that_an_error_turned_off_are_told(make_rig: MakeRig, monkeypatch:
     rig.adopt(0)
     rig.serve(prompt(1, 4 * BLOCK))
     assert report(rig)["gauges"]["broken"] == 0.0
-    failure = FailsOnce(rig.books, failing, monkeypatch, after=failing == "on_acks")
+    failure = FailsOnce(rig.tiers, failing, monkeypatch, after=failing == "on_acks")
     rig.adopt(1, weights="w1")
     rig.serve(prompt(2, 4 * BLOCK))
     rig.serve(prompt(3, 4 * BLOCK))

@@ -200,7 +200,7 @@ def test_a_request_that_ends_during_its_transfer_saves_nothing(make_rig: MakeRig
     consumer.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     consumer.steps(2)
     assert consumer.store.objects == {}
-    assert consumer.books.stats()["slots_indexed"] == 0
+    assert consumer.tiers.stats()["slots_indexed"] == 0
     end(producer, consumer)
 
 

@@ -46,7 +46,7 @@ def watched(rig: Any) -> list[Any]:
         metadata = build(output)
         moves = [move for job in metadata.loads for move in job.moves]
         assert len({move.gpu_block for move in moves}) == len(moves), "a GPU block has two owners"
-        indexed = rig.books.state.index.indexed  # a staging ring is used in turns within a load
+        indexed = rig.tiers.state.index.indexed  # a staging ring is used in turns within a load
         fetched = [move.slot for move in moves if move.source is Tier.STORE]
         held = {move.slot for move in moves if move.source is Tier.HOST}
         assert not indexed or len(set(fetched)) == len(fetched), "a slot is filled twice"
@@ -67,7 +67,7 @@ def test_slots_of_a_hit_stay_while_its_other_groups_get_theirs(make_rig: MakeRig
     store.objects.clear()
     rig = make_rig(groups=groups, num_blocks=14 * len(groups), store=store, l1_bytes=8 * len(groups) * SLOT_BYTES, epoch=0)
     rig.serve(tokens)
-    index = rig.books.state.index
+    index = rig.tiers.state.index
     for group in range(len(groups) - 1):
         for name in list(index._maps[group]):
             index.forget(group, name)
@@ -78,7 +78,7 @@ def test_slots_of_a_hit_stay_while_its_other_groups_get_theirs(make_rig: MakeRig
     assert rig.scheduler.reset_prefix_cache()
     store.objects.clear()
     store.objects.update(elsewhere)
-    rig.books.state.known.clear()
+    rig.tiers.state.known.clear()
     jobs, evicted = watched(rig), index.evictions
     again = rig.serve(tokens)
     assert rig.cached[again] == 8 * BLOCK

@@ -181,7 +181,7 @@ def test_all_reasons_are_told_at_once_and_the_worst_first(make_rig: MakeRig, mon
 def test_tiers_that_break_while_the_engine_runs_are_told(make_rig: MakeRig, monkeypatch: Patch) -> None:
     rig, tokens = filled(make_rig)
     assert rig.connector.scheduler.hooks().tiers() == ("", "")
-    failure = FailsOnce(rig.books, "adopt", monkeypatch)
+    failure = FailsOnce(rig.tiers, "adopt", monkeypatch)
     rig.adopt(1, weights="w1")
     rig.serve(tokens)
     assert failure.raised

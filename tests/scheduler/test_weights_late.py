@@ -109,7 +109,7 @@ def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig
 
 def test_an_engine_without_tiers_sees_a_change_behind_a_step_too(make_rig: MakeRig) -> None:
     rig = make_rig(l1_bytes=None, epoch=0)
-    assert rig.books is None
+    assert rig.tiers is None
     found(rig)
     asked = late_hit(rig)
     assert asked == [1]

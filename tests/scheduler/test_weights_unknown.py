@@ -199,7 +199,7 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "watch._set": lambda rig: (rig.watch, "_set"),
     "weights.hold": lambda rig: (rig.side.weights, "hold"),
     "root.hold": lambda rig: (rig.pins.root, "hold"),
-    "pins.strand": lambda rig: (rig.pins, "strand"),
+    "pins.detach": lambda rig: (rig.pins, "detach"),
     "blocks.num_named_blocks": lambda rig: (blocks, "num_named_blocks"),
     "blocks.holds_blocks": lambda rig: (blocks, "holds_blocks"),
     "state.apply": lambda rig: (rig.side.state, "apply"),

@@ -7,7 +7,7 @@ import secrets
 import pytest
 
 from epochkv_connector.naming.identity import object_key, older_pattern, other_weights_pattern, pool_prefix, prefix_pattern
-from epochkv_connector.scheduler.role import Tiers
+from epochkv_connector.scheduler.role import StoreKeys
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.queues import StoreOutcome
 from hack.standalone.mooncake import Mooncake
@@ -110,14 +110,14 @@ def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Moonc
     current = {object_key(f"{pool}/{fp}/e10/w{kept}", 0, 0, b"x") for fp in (own, other)}
     for name in sorted(old | foreign | current):
         assert put(client, memory, [name]) == [StoreOutcome.OK]
-    tiers = Tiers(books=None, store=client, object_bytes=(1000, 3))  # type: ignore[arg-type]  # which reclaims nothing
-    assert tiers.reclaim(uid, own, 10) == (4 + 6 + 2, 4 * 1000 + 6 * 3)
+    keys = StoreKeys(client, (1000, 3))
+    assert keys.reclaim(uid, own, 10) == (4 + 6 + 2, 4 * 1000 + 6 * 3)
     assert current <= set(shared.keys())
     assert not (old | foreign) & set(shared.keys())
     late = object_key(f"{pool}/{own}/e3/w{kept}", 1, 0, b"late")  # a put that was under way during the sweep
     assert put(client, memory, [late]) == [StoreOutcome.OK]
-    assert tiers.reclaim(uid, own, 10) == (1, 3)
-    assert tiers.reclaim(uid, own, 10) == (0, 0)
+    assert keys.reclaim(uid, own, 10) == (1, 3)
+    assert keys.reclaim(uid, own, 10) == (0, 0)
 
 
 def test_leased_objects_survive_a_removal(shared: Mooncake, connect: ConnectTo) -> None:

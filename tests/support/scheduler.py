@@ -38,13 +38,13 @@ from tests.support.scheduler_worker import EngineCore, FakeExecutor, FakeWorker,
 
 
 class Rig:
-    """One engine: scheduler, connector, fake worker ranks, and the oracle, whose books it shows.
+    """One engine: scheduler, connector, fake worker ranks, and the oracle, whose tiers it shows.
 
     Attributes:
         cached: request id -> tokens that its first scheduling found computed.
         handed: request id -> `kv_transfer_params` of its answer.
         connector: ours, also where it is a MultiConnector's child.
-        side, pins, books: of our connector.
+        side, pins, tiers: of our connector.
         watch: its look at the weights.
     """
 
@@ -91,7 +91,7 @@ class Rig:
         fence = getattr(self.scheduler, "epochkv_fence", None)
         if fence is not None or hasattr(self.connector, "_guard"):
             self.guard, self.side = (fence.guard, fence.role) if fence is not None else (self.connector._guard, self.connector.scheduler)
-            self.pins, self.books, self.watch = self.side.pins, self.side.books, self.side.weights.watch
+            self.pins, self.tiers, self.watch = self.side.pins, self.side.tiers, self.side.weights.watch
             self.pins.root._lease_until = lambda: self.lease_until
 
     def _make_scheduler(self) -> Scheduler:

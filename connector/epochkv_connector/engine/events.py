@@ -29,7 +29,7 @@ from epochkv_connector.tiers.state import Key
 from epochkv_connector.wire import BlockMove, LoadJob, SaveJob, Tier
 
 if TYPE_CHECKING:
-    from epochkv_connector.tiers.manager import Bookkeeping
+    from epochkv_connector.tiers.manager import TierManager
 
 Name = tuple[int, Any]
 """(KV cache group, name of a block as events have it)"""
@@ -202,7 +202,7 @@ class Outgoing:
         self._on_error = on_error
         self._stream: EventStream | None = None
 
-    def bind(self, block_pool: Any, books: Bookkeeping | None) -> None:
+    def bind(self, block_pool: Any, books: TierManager | None) -> None:
         """vLLM's pool, and the bookkeeping whose L1 is told of, if there is one."""
         self.pool = block_pool
         self.enabled = bool(getattr(block_pool, "enable_kv_cache_events", False))
@@ -306,7 +306,7 @@ class HostEvents:
     def __len__(self) -> int:
         return len(self._announced)
 
-    def bind(self, outgoing: Outgoing, books: Bookkeeping | None) -> None:
+    def bind(self, outgoing: Outgoing, books: TierManager | None) -> None:
         """The queue that events go into, and the bookkeeping whose L1 is told of, if it has one."""
         self._outgoing = outgoing
         if not outgoing.enabled or books is None or not books.state.index.indexed:

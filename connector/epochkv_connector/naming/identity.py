@@ -57,7 +57,7 @@ class Pin:
     Attributes:
         root: 32 bytes; equals `Snapshot.root`, is derived from it (adapters), or random.
         generation: of the snapshot it was made under.
-        saveable: False when blocks under this pin must never be offered to a tier (a random root, a stranded request).
+        saveable: False when blocks under this pin must never be offered to a tier (a random root, a detached request).
         alone: the root is random: no other request has these names, or will.
         admitted: the request holds, or was answered, KV under this pin: it is carried when the pin is not current.
         loading: an asynchronous load of ours is in flight.

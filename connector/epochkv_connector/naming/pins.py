@@ -81,7 +81,7 @@ class PinnedHasher:
             del request.block_hashes[request.num_computed_tokens // size :]
 
 
-class StrandedHasher:
+class DetachedHasher:
     """Names blocks of one request at random, as many as its own hasher would."""
 
     __slots__ = ("_random", "inner")
@@ -94,20 +94,20 @@ class StrandedHasher:
         return [self._random(len(name)) for name in self.inner(request)]
 
 
-def strand(request: Any, num_named: int, random: Callable[[int], bytes] = os.urandom) -> None:
+def detach(request: Any, num_named: int, random: Callable[[int], bytes] = os.urandom) -> None:
     """Give every block of the request but its first `num_named` (hash blocks) a random name, now and later."""
     hashes = request.block_hashes
     if len(hashes) > num_named:  # a new list, never in place: the old one may sit in metadata already sent
         request.block_hashes = [*hashes[:num_named], *(random(len(name)) for name in hashes[num_named:])]
     plain = plain_hasher(request)
     if plain is not None:
-        request._block_hasher = StrandedHasher(plain, random)
+        request._block_hasher = DetachedHasher(plain, random)
 
 
-def is_stranded(request: Any) -> bool:
+def is_detached(request: Any) -> bool:
     """Whether the request's further blocks get random names. Once it holds no block it is named anew, also where its first name is
     right again: others of its names may not be."""
-    return isinstance(getattr(request, "_block_hasher", None), StrandedHasher)
+    return isinstance(getattr(request, "_block_hasher", None), DetachedHasher)
 
 
 REHASH_BUDGET_SECONDS = 0.005
@@ -283,7 +283,7 @@ class Pins:
                 unwatched = not self.root.snapshot.in_use and pin.alone and pin.admitted
                 if self.is_current(pin) and not unwatched:
                     return Repin.CURRENT
-                if pin.session and pin.admitted and not is_stranded(request):
+                if pin.session and pin.admitted and not is_detached(request):
                     return Repin.CARRIED
                 if self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
                     self.counters["rehash_deferred"] += 1
@@ -299,23 +299,23 @@ class Pins:
             self.release(request)
             self._name(request, self.maker.make_alone(getattr(request, "lora_request", None)))
 
-    def strand(self, request: Any, num_named: int) -> None:
+    def detach(self, request: Any, num_named: int) -> None:
         """The request holds blocks, of which `num_named` (in hash blocks) have names, and goes on with other weights."""
         with self._lock:
             pin = self.pin_of(request)
             if pin is not None:
                 pin.saveable = False
-            strand(request, num_named)
+            detach(request, num_named)
             self.on_rename(request, num_named)
 
     def _name(self, request: Any, pin: Pin) -> None:
         """Store the pin, and hash the request's blocks again unless the pin names them already. If the first block comes later, our
         hasher gives it the pin as its parent. vLLM's own hasher names all later blocks."""
-        stranded, inner = is_stranded(request), plain_hasher(request)
+        detached, inner = is_detached(request), plain_hasher(request)
         setattr(request, PIN_ATTRIBUTE, pin)
         if inner is None:  # prefix hashing is off for this request
             return
-        if request.block_hashes and (stranded or request.block_hashes[0] != self._hashing.first(request, pin.root)):
+        if request.block_hashes and (detached or request.block_hashes[0] != self._hashing.first(request, pin.root)):
             started = time.perf_counter()
             # A new list, never in place: the old list object may sit in metadata already sent.
             request.block_hashes = self._hashing.chain(request, pin.root, inner)
@@ -346,7 +346,7 @@ class Pins:
                 self.root.note_use()
 
     def begin_load(self, request: Any) -> None:
-        """A load of ours was committed for the request; it is not carried: an adoption poisons it."""
+        """A load of ours was committed for the request; it is not carried: an adoption invalidates it."""
         with self._lock:
             pin = self.pin_of(request)
             if pin is not None:
@@ -383,7 +383,7 @@ class Pins:
 def is_private(pins: Pins, request: Any) -> bool:
     """Whether no other request will ask for blocks that this one names now."""
     pin = pins.pin_of(request)
-    return pin is None or pin.alone or is_stranded(request) or not pins.is_current(pin)
+    return pin is None or pin.alone or is_detached(request) or not pins.is_current(pin)
 
 
 def awaits_transfer(request: Any) -> bool:

@@ -248,7 +248,7 @@ class RootState:
     # ------------------------------------------------------------------ weights
 
     def hold(self, weights: bytes | None) -> bool:
-        """The ranks hold these weights from now on (None: unknown). The caller strands requests that hold blocks.
+        """The ranks hold these weights from now on (None: unknown). The caller detaches requests that hold blocks.
 
         Returns:
             True if the weights changed. Requests then never reuse their old names, even if these weights return.

@@ -1,7 +1,7 @@
-"""The scheduler role: vLLM's questions, and the bookkeeping that answers them.
+"""The scheduler role: vLLM's questions, and what answers them.
 
 `role` puts the parts together that vLLM's calls go to: `admission` of a request, `steps`, and `weight_changes` at any time. They share
-one `state`, with one record for each request (`requests`).
+one `state`, with one record for each request.
 
 `tiers` decides which block is where, who holds it and what is under way.
 

@@ -13,7 +13,7 @@ from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.pins import Repin, awaits_transfer
 from epochkv_connector.scheduler.state import LoadEvent, LoadState, Request, SharedState
 from epochkv_connector.tiers.layout import RequestView
-from epochkv_connector.tiers.manager import Bookkeeping
+from epochkv_connector.tiers.manager import TierManager
 from epochkv_connector.wire import Tier
 
 
@@ -21,7 +21,7 @@ class Admission:
     """Answers vLLM's questions about waiting requests. `loads_off`: why loads are never answered, or None."""
 
     def __init__(self, state: SharedState, loads_off: str | None) -> None:
-        self._state, self._pins, self._requests, self._books = state, state.pins, state.requests, state.books
+        self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
         self._loads_off = loads_off
 
     def arrive(self, request: Any) -> None:
@@ -29,8 +29,8 @@ class Admission:
         self._pins.pin(request)
         self._begin_lookup(request, self._state.apply())
 
-    def _usable(self, request: Any, snapshot: Snapshot) -> Bookkeeping | None:
-        """The bookkeeping, if the tiers may serve this request now."""
+    def _usable(self, request: Any, snapshot: Snapshot) -> TierManager | None:
+        """The tiers, if they may serve this request now."""
         pin = self._pins.pin_of(request)
         usable = (
             not self._state.broken
@@ -42,12 +42,12 @@ class Admission:
             and not (pin.session and pin.admitted)
             and not awaits_transfer(request)
         )
-        return self._books if usable else None
+        return self._tiers if usable else None
 
     def _begin_lookup(self, request: Any, snapshot: Snapshot) -> None:
-        books = self._usable(request, snapshot)
-        if books is not None:
-            books.hits.begin(self._view(request, snapshot), snapshot)
+        tiers = self._usable(request, snapshot)
+        if tiers is not None:
+            tiers.hits.begin(self._view(request, snapshot), snapshot)
 
     def _view(self, request: Any, snapshot: Snapshot) -> RequestView:
         # A current pin is told as the snapshot's root: pins of adapters derive from it and are as current.
@@ -69,14 +69,14 @@ class Admission:
         stale_hit = outcome is Repin.DONE and num_local > 0
         if stale_hit or outcome is Repin.DEFERRED or self._steps_aside_once(record):
             return None, False
-        books = self._usable(request, snapshot)
-        if books is None or record.load is not LoadState.NONE or books.loads.is_open(record.request_id):
+        tiers = self._usable(request, snapshot)
+        if tiers is None or record.load is not LoadState.NONE or tiers.loads.is_open(record.request_id):
             return 0, False  # open: a rank's acknowledgement of the load before was lost, and no second job would go out
-        hit = books.hits.answer(self._view(request, snapshot), num_local, snapshot)
+        hit = tiers.hits.answer(self._view(request, snapshot), num_local, snapshot)
         return hit.num_tokens, bool(hit.num_tokens)
 
     def name(self, request: Any, *, must: bool) -> tuple[Request, Repin, Snapshot]:
-        """Bring the names of a request that vLLM considers to what holds now, and the bookkeeping with them. `must`: see `Pins.repin`."""
+        """Bring the names of a request that vLLM considers to what holds now, and the tiers with them. `must`: see `Pins.repin`."""
         self._pins.enter_schedule()
         record = self._requests.see(request)
         outcome = Repin.CARRIED if blocks.holds_blocks(request) else self._pins.repin(request, must=must)
@@ -93,8 +93,8 @@ class Admission:
         self._begin_lookup(record.vllm, snapshot)
 
     def _abort(self, request_id: str) -> None:
-        if self._books is not None:
-            self._books.hits.forget_request(request_id)
+        if self._tiers is not None:
+            self._tiers.hits.forget_request(request_id)
 
     @staticmethod
     def _steps_aside_once(record: Request) -> bool:
@@ -116,11 +116,11 @@ class Admission:
             self._abort(request.request_id)
             return
         record, loading = self._requests.see(request), False
-        if self._books is not None:
-            loading = self._books.loads.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
+        if self._tiers is not None:
+            loading = self._tiers.loads.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
         self._pins.begin_load(request)
         if not loading:
-            self._requests.on(record, LoadEvent.DOOM)
+            self._requests.on(record, LoadEvent.FAIL_UNSENT)
         elif self._requests.on(record, LoadEvent.ACCEPT):
             host, store = self._tokens_by_tier(request.request_id, num_external)
             self._state.counters.update(tokens_hit_host=host, tokens_hit_store=store)
@@ -131,22 +131,22 @@ class Admission:
         if pin is not None and not pin.loading:
             self._pins.admit(request)
 
-    def doom(self, request: Any) -> None:
+    def fail_unsent(self, request: Any) -> None:
         """An error of ours met an accepted hit: vLLM waits for it, so it must be reported as failed, exactly once."""
         self._pins.begin_load(request)
         record = self._requests.see(request)
-        if self._books is not None and self._books.loads.is_open(request.request_id):
+        if self._tiers is not None and self._tiers.loads.is_open(request.request_id):
             self._requests.on(record, LoadEvent.ACCEPT)
             self._requests.on(record, LoadEvent.OVERTAKE)
         else:
-            self._requests.on(record, LoadEvent.DOOM)
+            self._requests.on(record, LoadEvent.FAIL_UNSENT)
 
     def hit_sources(self, request: Any, num_external: int) -> dict[Any, int]:
         """Which tier supplies how many of the external tokens."""
         return blocks.hit_sources(*self._tokens_by_tier(request.request_id, num_external))
 
     def _tokens_by_tier(self, request_id: str, num_external: int) -> tuple[int, int]:
-        sources = self._books.loads.sources(request_id) if self._books is not None else {}
+        sources = self._tiers.loads.sources(request_id) if self._tiers is not None else {}
         host = min(sources.get(Tier.HOST, 0), num_external)
         return host, num_external - host
 

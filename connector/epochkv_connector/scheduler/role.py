@@ -35,7 +35,7 @@ from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.stats import EpochKVStats, Reporter
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreSettings
-from epochkv_connector.tiers.manager import Bookkeeping
+from epochkv_connector.tiers.manager import TierManager
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
 from epochkv_connector.weights.watch import Watch
@@ -47,17 +47,15 @@ CLOSE_SECONDS = 2.0
 
 
 @dataclass
-class Tiers:
-    """The bookkeeping of the scheduler role, and its L2 client.
+class StoreKeys:
+    """The L2 client of the scheduler role: for existence, and for the removal of keys that nobody asks for any more.
 
     Attributes:
-        store: for existence and removal only; None: there is no L2.
         object_bytes: size of an L2 object of this engine, by KV cache group, on average over its ranks.
     """
 
-    books: Bookkeeping
-    store: StoreClient | None
-    object_bytes: tuple[int, ...] = ()
+    client: StoreClient
+    object_bytes: tuple[int, ...]
 
     def reclaim(self, pool_uid: str, fingerprint: str, below: int, keep: Sequence[bytes] = ()) -> tuple[int, int]:
         """Remove the pool's L2 keys of epochs below `below` and, unless `keep` is empty, of all weights that are not in it.
@@ -71,31 +69,27 @@ class Tiers:
         Raises:
             StoreUnavailable: the store gave no answer.
         """
-        if self.store is None:
-            return 0, 0
         pool, keys, num_bytes = pool_prefix(pool_uid), 0, 0
         old = [partial(older_pattern, pool, below)] if below > 0 else []
         for pattern in [*old, *([partial(other_weights_pattern, pool, keep)] if keep else [])]:
             for group, size in enumerate(self.object_bytes):
-                removed = self.store.remove_matching(pattern(fingerprint=fingerprint, group=group))
+                removed = self.client.remove_matching(pattern(fingerprint=fingerprint, group=group))
                 keys, num_bytes = keys + removed, num_bytes + removed * size
             # Not simply the rest: an own key that lands between these calls would go uncounted.
-            keys += self.store.remove_matching(pattern(fingerprint=fingerprint, others=True))
+            keys += self.client.remove_matching(pattern(fingerprint=fingerprint, others=True))
         return keys, num_bytes
 
-    def close(self) -> None:
-        if self.store is not None:
-            self.store.close(CLOSE_SECONDS)
 
-
-def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, layouts: Sequence[RankLayout]) -> Tiers | None:
-    """None when no tier is configured: the fence works alone.
+def build_tiers(
+    config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, layouts: Sequence[RankLayout]
+) -> tuple[TierManager | None, StoreKeys | None]:
+    """Nothing where no tier is configured: the fence works alone.
 
     Args:
         layouts: what the ranks have answered; without the answers of all of them, the tiers have no slots.
     """
     if not config.has_tiers:
-        return None
+        return None, None
     layout = describe.cache_layout(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
     store = start_client(settings) if settings is not None else None
@@ -105,7 +99,7 @@ def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any,
     def keys_of(namespace: str, group: int, block_hash: bytes) -> Sequence[str]:
         return [object_key(namespace, group, shard, block_hash) for shard in shards[group]]
 
-    books = Bookkeeping(
+    tiers = TierManager(
         config,
         layout,
         num_ranks=num_ranks,
@@ -115,7 +109,7 @@ def build_tiers(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any,
         clock=time.monotonic,
         keys_of=keys_of if store is not None else None,
     )
-    return Tiers(books, store, mean_object_bytes(layouts, len(layout.groups)))
+    return tiers, None if store is None else StoreKeys(store, mean_object_bytes(layouts, len(layout.groups)))
 
 
 def mean_object_bytes(layouts: Sequence[RankLayout], num_groups: int) -> tuple[int, ...]:
@@ -174,7 +168,8 @@ class SchedulerRole:
         local_worker: finds the worker role when it lives in this process.
 
     Attributes:
-        tiers: None when none is configured, or they could not be built; then `books` is None, too, and the fence works alone.
+        tiers: None when none is configured, or they could not be built: the fence works alone.
+        store_keys: None when there is no L2.
         fingerprint: of everything that decides what a byte of a block is (64 hex digits).
         hashing: vLLM's block hashing.
         state: what the parts share.
@@ -196,15 +191,14 @@ class SchedulerRole:
         adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
         self.pins = self._build_pins(global_root, adapters, core)
-        self.tiers: Tiers | None = guard.run(
-            "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: None
+        self.tiers, self.store_keys = guard.run(
+            "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: (None, None)
         )
         # vLLM's scheduler reads the policy of a MultiConnector, and that of none of its children.
         transfer = patches.parent_config() or vllm_config.kv_transfer_config
         policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))  # without a connector nobody loads
-        self.books = None if self.tiers is None else self.tiers.books
         self._unused = self._find_unused(layouts or [], policy)
-        self.state = state = SharedState(self.pins, self.books, guard.note, core)
+        self.state = state = SharedState(self.pins, self.tiers, guard.note, core)
         self.requests, self.counters = state.requests, state.counters
         self.admission = Admission(state, unused.why_no_loads(vllm_config, policy))
         self.weights = WeightChanges(state, self.admission, self._link)
@@ -232,7 +226,7 @@ class SchedulerRole:
         silent = describe.num_worker_ranks(self._vllm_config) - len(layouts)
         built = unused.Built(
             error=self._guard.first.get("tiers", ""),
-            layout_problem=self.books.state.layout.problem() if self.books is not None else None,
+            layout_problem=self.tiers.state.layout.problem() if self.tiers is not None else None,
             refusals=[*(layout.why_no_slots for layout in layouts), *["it did not answer"] * silent],
             hash_algorithm=self.hashing.algorithm if blocks.hash_seed_is_random(self.hashing.algorithm) else None,
         )
@@ -271,9 +265,9 @@ class SchedulerRole:
         state.manager, state.pool, state.hash_block_size = manager, block_pool, blocks.hash_block_size_of(block_pool)
         self.hashing.hash_block_size = state.hash_block_size
         patches.before_reset(manager, self.steps.let_go)
-        if self.books is not None:
-            self.books.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
-        state.outgoing.bind(block_pool, self.books)
+        if self.tiers is not None:
+            self.tiers.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
+        state.outgoing.bind(block_pool, self.tiers)
 
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
@@ -288,8 +282,8 @@ class SchedulerRole:
         self.pins.release(request)
         self.requests.finish(request.request_id)
         self.steps.candidates.forget(request.request_id)
-        if self.books is not None:
-            self.books.finish(request.request_id)
+        if self.tiers is not None:
+            self.tiers.finish(request.request_id)
         return False, ({TAG_KEY: tag} if tag is not None else None)
 
     def _may_hand_off(self, request: Any) -> bool:
@@ -313,7 +307,7 @@ class SchedulerRole:
     def has_pending_work(self) -> bool:
         """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, a load that must fail is not finally
         reported, or routers wait for events. All have deadlines; the last takes one step."""
-        return self.requests.must_fail or (self.books is not None and self.books.saves.is_pending()) or self.state.must_tell
+        return self.requests.must_fail or (self.tiers is not None and self.tiers.saves.is_pending()) or self.state.must_tell
 
     def hooks(self) -> FenceHooks:
         """What the agent's thread may ask of this engine."""
@@ -342,14 +336,14 @@ class SchedulerRole:
         return unused.told([*self._unused, *([unused.BROKEN] if self.state.broken else [])])
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
-        """See `Tiers.reclaim`. Not for the scheduler thread.
+        """See `StoreKeys.reclaim`. Not for the scheduler thread.
 
         Raises:
             RuntimeError: the tiers could not be built; 0 would say that nothing is left.
             StoreUnavailable: the store gave no answer.
         """
-        if self.tiers is not None:
-            return self.tiers.reclaim(self._config.pool.uid, self.fingerprint, below, keep)
+        if self.store_keys is not None:
+            return self.store_keys.reclaim(self._config.pool.uid, self.fingerprint, below, keep)
         if self._config.distributed is not None:
             raise RuntimeError("this engine has no store client: its tiers could not be built")
         return 0, 0
@@ -358,7 +352,7 @@ class SchedulerRole:
         """What holds now, for heartbeats and metrics. Any thread."""
         root = self.pins.root
         snapshot = root.refresh()  # an idle engine, too, notices (and logs) that its lease is over
-        has_slots = self.books is not None and self.books.state.index.num_slots > 0
+        has_slots = self.tiers is not None and self.tiers.state.index.num_slots > 0
         gauges = {
             "epoch": snapshot.epoch,
             "root_shared": snapshot.shared,
@@ -374,9 +368,9 @@ class SchedulerRole:
             "lease_remaining_seconds": max(0.0, self._link.lease_until() - time.monotonic()),
             "errors": sum(dict(self._guard.errors).values()),
         }
-        if self.books is not None:
+        if self.tiers is not None:
             with contextlib.suppress(RuntimeError):  # a dictionary that the scheduler thread changes meanwhile
-                gauges.update(self.books.stats())
+                gauges.update(self.tiers.stats())
         return {name: float(value) for name, value in gauges.items()}
 
     def stats(self) -> EpochKVStats:
@@ -385,9 +379,9 @@ class SchedulerRole:
         totals: dict[str, float] = {**dict(self.counters), **dict(self.pins.counters)}
         if self.weights.watch is not None:
             totals |= {f"weights_{name}": count for name, count in dict(self.weights.watch.counters).items()}
-        store = None if self.tiers is None else self.tiers.store
+        store = {} if self.store_keys is None else self.store_keys.client.stats()
         counted, held = metrics.split(self.gauges())
-        of_store, client = metrics.split({} if store is None else {f"store_{name}": value for name, value in store.stats().items()})
+        of_store, client = metrics.split({f"store_{name}": value for name, value in store.items()})
         return self._reporter.report({**totals, **counted, **of_store}, held, metrics.SCHEDULER_RANK, client)
 
     def leak_report(self) -> dict[str, int]:
@@ -397,13 +391,13 @@ class SchedulerRole:
             **self.steps.candidates.leak_report(),
             "carried": self.pins.carried() + self.pins.carried(sessions=True),
         }
-        if self.books is not None:
-            report.update({f"books.{name}": count for name, count in self.books.leak_report().items()})
+        if self.tiers is not None:
+            report.update({f"tiers.{name}": count for name, count in self.tiers.leak_report().items()})
         return report
 
     def stop(self) -> None:
         """Stop the agent, then the tiers; each within its own deadline."""
         self.pins.root.leave()
         self._guard.run("link.stop", self._link.stop, lambda: None)
-        if self.tiers is not None:
-            self._guard.run("tiers.close", self.tiers.close, lambda: None)
+        if (keys := self.store_keys) is not None:
+            self._guard.run("tiers.close", lambda: keys.client.close(CLOSE_SECONDS), lambda: None)

@@ -22,7 +22,7 @@ from epochkv_connector.engine import patches
 from epochkv_connector.engine.events import HostEvents, Outgoing
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.pins import Pins, is_private
-from epochkv_connector.tiers.manager import Bookkeeping
+from epochkv_connector.tiers.manager import TierManager
 
 
 class LoadState(enum.Enum):
@@ -33,16 +33,16 @@ class LoadState(enum.Enum):
     ACCEPTED = "accepted"  # a load that no rank was told of yet
     OVERTAKEN = "overtaken"  # the same; names have changed since, so it must end as a failure
     SENT = "sent"  # a load that ranks were told of
-    POISONED = "poisoned"  # the same; names have changed since, so its success must not reach vLLM
+    INVALIDATED = "invalidated"  # the same; names have changed since, so its success must not reach vLLM
     REPEATED = "repeated"  # its success was hidden from vLLM; every rank is asked to report once more, as failed
-    DOOMED = "doomed"  # a hit of which no rank was told, nor will be; every rank is asked to report it as failed
+    UNSENT = "unsent"  # a hit of which no rank was told, nor will be; every rank is asked to report it as failed
     FAILED = "failed"  # nothing; the last load failed, and the request was not scheduled since
 
 
 class LoadEvent(enum.Enum):
     PASS = "vLLM has allocated blocks, and not for a hit of ours"
     ACCEPT = "vLLM has allocated blocks for the hit"
-    DOOM = "no rank will be told of the hit"
+    FAIL_UNSENT = "no rank will be told of the hit"
     SEND = "ranks are told"
     OVERTAKE = "names have changed"
     SUCCEED = "all ranks have reported success"
@@ -55,16 +55,22 @@ class LoadEvent(enum.Enum):
 _S, _E = LoadState, LoadEvent
 
 TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
-    _S.NONE: {_E.PASS: _S.FOREIGN, _E.ACCEPT: _S.ACCEPTED, _E.DOOM: _S.DOOMED, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
+    _S.NONE: {
+        _E.PASS: _S.FOREIGN,
+        _E.ACCEPT: _S.ACCEPTED,
+        _E.FAIL_UNSENT: _S.UNSENT,
+        _E.FAIL: _S.FAILED,
+        _E.DISTRUST: _S.REPEATED,
+    },
     _S.FOREIGN: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
-    _S.ACCEPTED: {_E.SEND: _S.SENT, _E.OVERTAKE: _S.OVERTAKEN, _E.DOOM: _S.DOOMED},
+    _S.ACCEPTED: {_E.SEND: _S.SENT, _E.OVERTAKE: _S.OVERTAKEN, _E.FAIL_UNSENT: _S.UNSENT},
     # FINISH: nobody will use what it brings.
-    _S.OVERTAKEN: {_E.SEND: _S.POISONED, _E.DOOM: _S.DOOMED, _E.FINISH: _S.ACCEPTED},
-    _S.SENT: {_E.OVERTAKE: _S.POISONED, _E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
-    _S.POISONED: {_E.SUCCEED: _S.REPEATED, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.FINISH: _S.SENT},
+    _S.OVERTAKEN: {_E.SEND: _S.INVALIDATED, _E.FAIL_UNSENT: _S.UNSENT, _E.FINISH: _S.ACCEPTED},
+    _S.SENT: {_E.OVERTAKE: _S.INVALIDATED, _E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
+    _S.INVALIDATED: {_E.SUCCEED: _S.REPEATED, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.FINISH: _S.SENT},
     _S.REPEATED: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED},
-    _S.DOOMED: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED},
-    _S.FAILED: {_E.ACCEPT: _S.ACCEPTED, _E.DOOM: _S.DOOMED, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
+    _S.UNSENT: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED},
+    _S.FAILED: {_E.ACCEPT: _S.ACCEPTED, _E.FAIL_UNSENT: _S.UNSENT, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
 }
 """Every other event changes nothing: it comes twice, or too late."""
 
@@ -91,7 +97,7 @@ class Requests:
     """All requests that live, and those that ended before their load did. Iterates over the former.
 
     Args:
-        counters: `poisoned_loads` are counted in it.
+        counters: `invalidated_loads` are counted in it.
     """
 
     def __init__(self, counters: Counter[str]) -> None:
@@ -141,7 +147,7 @@ class Requests:
         if after is None:
             return False
         self._move(record, after)
-        if after in (LoadState.REPEATED, LoadState.DOOMED):
+        if after in (LoadState.REPEATED, LoadState.UNSENT):
             self._to_name.add(record.request_id)
         return True
 
@@ -158,7 +164,7 @@ class Requests:
     def overtake(self, *only: Request) -> None:
         """Names have changed, of these requests or of all: no load that vLLM waits for may succeed."""
         overtaken = only or self._of(LoadState.ACCEPTED, LoadState.SENT)
-        self._counters["poisoned_loads"] += sum(self.on(record, LoadEvent.OVERTAKE) for record in overtaken)
+        self._counters["invalidated_loads"] += sum(self.on(record, LoadEvent.OVERTAKE) for record in overtaken)
 
     def send(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -166,10 +172,10 @@ class Requests:
             if record is not None:
                 self.on(record, LoadEvent.SEND)
 
-    def doom_unsent(self) -> None:
+    def fail_unsent(self) -> None:
         """No rank will be told of the loads that wait for it."""
         for record in self._of(LoadState.ACCEPTED, LoadState.OVERTAKEN):
-            self.on(record, LoadEvent.DOOM)
+            self.on(record, LoadEvent.FAIL_UNSENT)
 
     def report(self, request_id: str, *, failed: bool) -> Request | None:
         """All ranks have reported a load. Returns the record if the request lives."""
@@ -195,7 +201,7 @@ class Requests:
     @property
     def must_fail(self) -> bool:
         """Whether vLLM waits for a load that must end as a failure."""
-        return bool(self._of(LoadState.OVERTAKEN, LoadState.POISONED, LoadState.REPEATED, LoadState.DOOMED))
+        return bool(self._of(LoadState.OVERTAKEN, LoadState.INVALIDATED, LoadState.REPEATED, LoadState.UNSENT))
 
     def leak_report(self) -> dict[str, int]:
         loads = {f"{state.value}_loads": len(records) for state, records in self._in.items()}
@@ -207,17 +213,17 @@ class SharedState:
 
     Attributes:
         events, outgoing: what routers are told of L1; what they are told at all.
-        books: bookkeeping of the tiers; None when no tier is configured (the fence still works).
+        tiers: None when no tier is configured (the fence still works).
         on_error: told of errors that were dealt with here.
-        applied: the names that the bookkeeping works with.
+        applied: the names that the tiers work with.
         manager, pool, hash_block_size: vLLM's cache manager, its GPU block pool, tokens of a hash block; known before the first request.
-        broken: an error left the books in doubt: the tiers stay off until this engine restarts.
+        broken: an error left the tiers in doubt: the tiers stay off until this engine restarts.
     """
 
-    def __init__(self, pins: Pins, books: Bookkeeping | None, on_error: Callable[[str, Exception], None], core: Any | None = None) -> None:
+    def __init__(self, pins: Pins, tiers: TierManager | None, on_error: Callable[[str, Exception], None], core: Any | None = None) -> None:
         self.pins = pins
         self._core = core
-        self.books = books
+        self.tiers = tiers
         self.on_error = on_error
         self.counters: Counter[str] = Counter()
         self.requests = Requests(self.counters)
@@ -230,28 +236,28 @@ class SharedState:
         self.hash_block_size = 0
 
     def apply(self) -> Snapshot:
-        """Bring the bookkeeping to what holds now: poison what an adoption overtook. Returns what holds now."""
+        """Bring the tiers to what holds now: invalidate the loads that an adoption overtook. Returns what holds now."""
         snapshot = self.pins.root.refresh()
         if snapshot is self.applied:
             return snapshot
         changed_root = snapshot.root != self.applied.root
-        self._rename("adopt", lambda books: books.adopt(snapshot))
-        self.applied = snapshot  # from here on an error cannot leave a load unpoisoned
+        self._rename("adopt", lambda tiers: tiers.adopt(snapshot))
+        self.applied = snapshot  # from here on an error cannot leave such a load valid
         if changed_root:
             self.events.cleared(drop_pending=False)
         return snapshot
 
     def clear(self) -> None:
         """Every tier forgets what it holds, under whatever name."""
-        self._rename("reset", lambda books: books.reset())
+        self._rename("reset", lambda tiers: tiers.reset())
         self.events.cleared(drop_pending=True)
 
-    def _rename(self, where: str, change: Callable[[Bookkeeping], None]) -> None:
-        """What is being loaded must fail, also where the bookkeeping cannot follow."""
+    def _rename(self, where: str, change: Callable[[TierManager], None]) -> None:
+        """What is being loaded must fail, also where the tiers cannot follow."""
         self.requests.overtake()
-        if self.books is not None:
+        if self.tiers is not None:
             try:
-                change(self.books)
+                change(self.tiers)
             except Exception as error:
                 self.fail(where, error)
 
@@ -266,6 +272,6 @@ class SharedState:
             patches.wake(self._core)
 
     def fail(self, where: str, error: Exception) -> None:
-        """An error left the books in doubt: they are used no more."""
+        """An error left the tiers in doubt: they are used no more."""
         self.broken = True
         self.on_error(where, error)

@@ -19,7 +19,7 @@ from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.state import LoadEvent, LoadState, Request, SharedState
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.tiers.layout import ScheduledRequestView
-from epochkv_connector.tiers.manager import Bookkeeping
+from epochkv_connector.tiers.manager import TierManager
 from epochkv_connector.tiers.saves import SavePlanner
 from epochkv_connector.wire import StepMetadata, WorkerReport
 
@@ -176,7 +176,7 @@ class Steps:
     def __init__(
         self, state: SharedState, weights: WeightChanges, candidates: SaveCandidates, saves_off: str | None, local_worker: FindWorker
     ) -> None:
-        self._state, self._pins, self._requests, self._books = state, state.pins, state.requests, state.books
+        self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
         self._weights = weights
         self.candidates = candidates
         self._saves_off = saves_off
@@ -196,27 +196,27 @@ class Steps:
                 metadata = self.emergency()
                 metadata.look = look
                 return metadata
-            if self._books is None:
+            if self._tiers is None:
                 return StepMetadata(newest_epoch=snapshot.epoch, look=look)
             if snapshot.in_use and scheduled and self._saves_off is None:
-                views = list(self.candidates.of_step(self._books.saves.planner, scheduler_output, snapshot))
+                views = list(self.candidates.of_step(self._tiers.saves.planner, scheduler_output, snapshot))
                 if views:
-                    self._collect(self._books, views, snapshot)
-            return self._told(self._books, snapshot, look)
+                    self._collect(self._tiers, views, snapshot)
+            return self._told(self._tiers, snapshot, look)
         finally:
             self._pins.leave_schedule()
 
-    def _collect(self, books: Bookkeeping, views: Iterable[ScheduledRequestView], snapshot: Snapshot) -> None:
+    def _collect(self, tiers: TierManager, views: Iterable[ScheduledRequestView], snapshot: Snapshot) -> None:
         """Save what these requests offer. Ranks compare the adapters that the names speak of before they save."""
         for view in views:
             pin = self._pins.pin_of(self._requests.vllm(view.request_id))
             if pin is not None and pin.adapter and self._weights.adapters is not None:
                 self._used_adapters.add((pin.adapter, self._weights.adapters.number(pin.adapter)))
         # Events of L1 tell the tokens of a block, which are known while its request lives.
-        self._state.events.offer(self._requests.vllm, books.saves.collect(views, snapshot))
+        self._state.events.offer(self._requests.vllm, tiers.saves.collect(views, snapshot))
 
-    def _told(self, books: Bookkeeping, snapshot: Snapshot, look: int) -> StepMetadata:
-        jobs = books.end_step()
+    def _told(self, tiers: TierManager, snapshot: Snapshot, look: int) -> StepMetadata:
+        jobs = tiers.end_step()
         if look < 0 and jobs.saves:
             look = self._weights.look_number()
         adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
@@ -231,31 +231,31 @@ class Steps:
         return metadata
 
     def emergency(self) -> StepMetadata:
-        """The bookkeeping has failed: answer what vLLM waits for and no rank was told of, and use the tiers no more."""
+        """The tiers have failed: answer what vLLM waits for and no rank was told of, and use the tiers no more."""
         self._state.broken = True
-        if self._books is not None:
-            self._books.saves.drop_unsent()
-        self._requests.doom_unsent()
+        if self._tiers is not None:
+            self._tiers.saves.drop_unsent()
+        self._requests.fail_unsent()
         return self._with_names(StepMetadata(newest_epoch=self._state.applied.epoch))
 
     def save_last_blocks(self, request: Any) -> None:
         """Save what is complete only now that the request has ended; its blocks are its own until we return."""
-        if self._books is None or self._state.broken or self._saves_off is not None:
+        if self._tiers is None or self._state.broken or self._saves_off is not None:
             return
         try:
             snapshot = self._state.apply()
             view = self.candidates.at_end(request, snapshot) if snapshot.in_use else None
             if view is not None:
-                self._collect(self._books, (view,), snapshot)
+                self._collect(self._tiers, (view,), snapshot)
         except Exception as error:
             self._state.fail("request_finished", error)
 
     def let_go(self) -> None:
         """vLLM is about to clear its own cache, which it refuses while anybody holds a block of it."""
         try:
-            if self._books is not None:
-                self._books.saves.drop_unsent()  # of requests that have ended since the last step
-                self._settle = self._books.saves.let_go() or self._settle
+            if self._tiers is not None:
+                self._tiers.saves.drop_unsent()  # of requests that have ended since the last step
+                self._settle = self._tiers.saves.let_go() or self._settle
         except Exception as error:
             self._settle = True
             self._state.on_error("let_go", error)
@@ -299,10 +299,10 @@ class Steps:
         if pin is None or pin.loading or pin.alone or self._pins.maker.vouches(request):
             return
         self._pins.counters["foreign_kv_requests"] += 1
-        self._weights.strand(request)
+        self._weights.detach(request)
 
     def _distrust_loads(self, output: Any) -> None:
-        """The bookkeeping has failed: take every success back, as if it was poisoned. All other loads end as they were reported."""
+        """The tiers have failed: take every success back, as if names had changed. All other loads end as they were reported."""
         failed = set(output.failed_recving or ())
         for request_id in tuple(output.finished_recving or ()):
             record = self._requests.get(request_id)
@@ -319,14 +319,14 @@ class Steps:
         """One by one: what one acknowledgement breaks must not keep the blocks of others."""
         for ack in report.acks:
             try:
-                if self._books is not None:
-                    self._books.on_acks((ack,))
+                if self._tiers is not None:
+                    self._tiers.on_acks((ack,))
             except Exception as error:
                 self._state.fail("acknowledgement", error)
 
     def _drain_when_idle(self) -> None:
         """An in-process engine never steps after its last request: collect device-to-host acknowledgements here."""
-        if len(self._requests) or self._books is None or not self._books.state.ledger.num_gpu_blocks:
+        if len(self._requests) or self._tiers is None or not self._tiers.state.jobs.num_gpu_blocks:
             return
         worker = self._local_worker()
         if worker is not None:

@@ -28,7 +28,7 @@ class WeightChanges:
     def __init__(self, state: SharedState, admission: Admission, link: HubLink) -> None:
         self.watch: Watch | None = None
         self.adapters: Adapters | None = None
-        self._state, self._pins, self._requests, self._books = state, state.pins, state.requests, state.books
+        self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
         self._admission = admission
         self.link = link
 
@@ -37,17 +37,17 @@ class WeightChanges:
         if not self._pins.root.hold(weights):
             self.tell()
             return
-        if self._books is not None:
-            self._books.saves.drop_unsent()  # of requests that have ended: no step compares what they were computed with any more
+        if self._tiers is not None:
+            self._tiers.saves.drop_unsent()  # of requests that have ended: no step compares what they were computed with any more
         for record in self._requests:
             if blocks.holds_blocks(record.vllm):
-                self.strand(record.vllm)
+                self.detach(record.vllm)
         self._state.apply()
         self.tell()
 
-    def strand(self, request: Any) -> None:
+    def detach(self, request: Any) -> None:
         """Blocks of the request that have no name yet get random ones, now and later."""
-        self._pins.strand(request, blocks.num_named_blocks(self._state.manager, request, self._state.pool))
+        self._pins.detach(request, blocks.num_named_blocks(self._state.manager, request, self._state.pool))
 
     def end(self, weights: bytes) -> None:
         """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch."""
@@ -101,7 +101,7 @@ class WeightChanges:
             if pin is None or pin.adapter not in numbers or self._pins.is_current(pin):
                 continue
             if blocks.holds_blocks(request):
-                self.strand(request)
+                self.detach(request)
                 self._requests.overtake(record)
             else:
                 self._admission.renamed(record, self._pins.repin(request, must=False), self._state.apply())

@@ -262,15 +262,15 @@ class HitPlanner:
         pause: whether L2 may be asked.
     """
 
-    def __init__(self, tiers: TierState, lookups: Lookups | None) -> None:
-        self._tiers = tiers
+    def __init__(self, state: TierState, lookups: Lookups | None) -> None:
+        self._state = state
         self._lookups = lookups
-        self._layout = layout = tiers.layout
-        self._index = tiers.index
-        self._tracker = tiers.tracker
-        self._count = tiers.counts
+        self._layout = layout = state.layout
+        self._index = state.index
+        self._tracker = state.tracker
+        self._count = state.counts
         self.plans = PlanTable()
-        self.pause = LoadPause(2 * tiers.config.job_deadline_seconds, tiers.clock)
+        self.pause = LoadPause(2 * state.config.job_deadline_seconds, state.clock)
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
         self._step = 0
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for _, g in layout.restored) or 1
@@ -283,8 +283,8 @@ class HitPlanner:
     def begin(self, req: RequestView, snap: Snapshot) -> None:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
-        if self._tiers.is_usable and req.root == snap.root and max_tokens >= max(1, self._tiers.config.min_load_tokens):
-            self._query(req, self.find(req), 0, max_tokens, self._tiers.namespace(snap))
+        if self._state.is_usable and req.root == snap.root and max_tokens >= max(1, self._state.config.min_load_tokens):
+            self._query(req, self.find(req), 0, max_tokens, self._state.namespace(snap))
 
     def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> Hit:
         """How many tokens beyond the local ones the tiers give, held by a plan; the same question again finds the same plan.
@@ -293,9 +293,9 @@ class HitPlanner:
         prompt would leave out a block that this token attends to.
         """
         self._count["lookups"] += 1
-        if not self._tiers.is_usable or req.root != snap.root:
+        if not self._state.is_usable or req.root != snap.root:
             return MISS
-        now, namespace = self._tiers.clock(), self._tiers.namespace(snap)
+        now, namespace = self._state.clock(), self._state.namespace(snap)
         plan = self.plans.get(req.request_id)
         if plan is not None:
             if plan.answers(num_local_tokens, req.root, namespace, now):
@@ -304,7 +304,7 @@ class HitPlanner:
             self.plans.pop(req.request_id)
             self.release(plan)
         max_tokens = self._max_tokens(req)
-        if max_tokens - num_local_tokens < max(1, self._tiers.config.min_load_tokens):
+        if max_tokens - num_local_tokens < max(1, self._state.config.min_load_tokens):
             return MISS
         found = self.find(req)
         query = self._query(req, found, num_local_tokens, max_tokens, namespace)
@@ -315,8 +315,8 @@ class HitPlanner:
                 self._count["lookups_deferred"] += 1
                 return ASK_AGAIN
             if state is QueryState.READY and query.found is not None:
-                self._tiers.known.add(query.found)
-                self._tiers.known.discard(key for key in query.blocks if key not in query.found)
+                self._state.known.add(query.found)
+                self._state.known.discard(key for key in query.blocks if key not in query.found)
                 found.remote = query.found
                 plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
@@ -329,7 +329,7 @@ class HitPlanner:
 
     def _await_slots(self, request_id: str) -> bool:
         """Whether a hit that lacks slots is worth asking for again: saves are open, and it has not waited for them yet."""
-        return self._tiers.ledger.num_saves > 0 and self._step < self._lacking.setdefault(request_id, self._step) + SLOT_WAIT_STEPS
+        return self._state.jobs.num_saves > 0 and self._step < self._lacking.setdefault(request_id, self._step) + SLOT_WAIT_STEPS
 
     def _max_tokens(self, req: RequestView) -> int:
         full = min(req.num_tokens - 1, len(req.block_hashes) * req.hash_block_size)
@@ -401,7 +401,7 @@ class HitPlanner:
 
     def _open(self, plan: Plan, now: float) -> None:
         num_tokens = plan.hit.num_tokens or 0
-        if num_tokens < max(1, self._tiers.config.min_load_tokens):
+        if num_tokens < max(1, self._state.config.min_load_tokens):
             self._count["lookups_below_min" if num_tokens else "lookups_missed"] += 1
             plan.hit = MISS
             plan.clear()
@@ -450,7 +450,7 @@ class HitPlanner:
     def end_step(self) -> None:
         """Age the plans; the next step has its own share of waiting."""
         self._step += 1
-        for plan in self.plans.pop_expired(self._step, self._tiers.clock()):
+        for plan in self.plans.pop_expired(self._step, self._state.clock()):
             self._count["plans_expired"] += plan.num_held > 0
             self.release(plan)
         if self._lookups is not None:

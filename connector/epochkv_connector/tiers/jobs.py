@@ -1,4 +1,4 @@
-"""The ledger of transfers under way: who still owes an acknowledgement, and what may be released when.
+"""The jobs in flight: who still owes an acknowledgement, and what may be released when.
 
 vLLM merges the ranks of one step only, so ranks are counted down here, across steps, by job id. A job never ends by
 itself: workers acknowledge it as dropped after its deadline, and until a rank says so nothing it might still touch is
@@ -82,7 +82,7 @@ class _Open(msgspec.Struct):
     abandoned: bool = False
 
 
-class Ledger:
+class Jobs:
     """Open jobs by id. `acknowledge` turns acknowledgements into outcomes; applying them is the caller's.
 
     Args:

@@ -60,9 +60,9 @@ class LoadJobs:
         null_block: vLLM's GPU block that holds nothing.
     """
 
-    def __init__(self, tiers: TierState, planner: HitPlanner) -> None:
-        self._tiers = tiers
-        self._index = tiers.index
+    def __init__(self, state: TierState, planner: HitPlanner) -> None:
+        self._state = state
+        self._index = state.index
         self._planner = planner
         self._drafts: dict[str, LoadDraft] = {}
         self.null_block = 0
@@ -72,7 +72,7 @@ class LoadJobs:
 
     def is_open(self, request_id: str) -> bool:
         """Whether some rank has not reported a load of this request, those accepted in this step included."""
-        return request_id in self._drafts or self._tiers.ledger.is_loading(request_id)
+        return request_id in self._drafts or self._state.jobs.is_loading(request_id)
 
     def commit(self, req: RequestView, group_block_ids: Sequence[Sequence[int]], num_tokens: int, snap: Snapshot) -> bool:
         """vLLM has allocated blocks for a hit, or a part of it. A second call does nothing.
@@ -89,9 +89,9 @@ class LoadJobs:
                 draft = self._bind(req, plan, num_tokens, group_block_ids)
             self._planner.release(plan)  # what the draft did not take
         if draft is None:
-            self._tiers.counts["loads_doomed"] += 1
+            self._state.counts["loads_failed_before_send"] += 1
             return False
-        self._tiers.counts["plans_committed"] += 1
+        self._state.counts["plans_committed"] += 1
         self._drafts[req.request_id] = draft
         if draft.num_fetched:
             self._planner.pause.begin(req.request_id)
@@ -107,7 +107,7 @@ class LoadJobs:
         dropped: list[int] = []  # slots of the plan that the load does not use
         late: list[int] = []
         for span in plan.spans:
-            spec = self._tiers.layout.groups[span.group]
+            spec = self._state.layout.groups[span.group]
             first, end = plan.num_local_tokens // spec.block_size, cdiv(total, spec.block_size)
             gpu_blocks = group_block_ids[span.group][first:end]
             has_null = self.null_block in gpu_blocks
@@ -133,7 +133,7 @@ class LoadJobs:
         blocks: dict[Tier, Counter[int]] = {source: Counter() for source in Tier}
         for move in moves:
             blocks[move.source][move.group] += 1
-        return tokens_by_tier(self._tiers.layout, blocks[Tier.HOST], blocks[Tier.STORE], num_tokens)
+        return tokens_by_tier(self._state.layout, blocks[Tier.HOST], blocks[Tier.STORE], num_tokens)
 
     def _bind_window(
         self,
@@ -170,7 +170,7 @@ class LoadJobs:
         return {} if draft is None else draft.sources
 
     def end_step(self) -> tuple[LoadJob, ...]:
-        now = self._tiers.clock()
+        now = self._state.clock()
         jobs = tuple(self._open(draft, now) for draft in self._drafts.values())
         self._drafts = {}
         return jobs
@@ -180,8 +180,8 @@ class LoadJobs:
         if draft.num_fetched:
             fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
             moves = tuple(m if m.source is Tier.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
-        job = LoadJob(next(self._tiers.ids), draft.request_id, draft.namespace, moves, self._tiers.config.job_deadline_seconds)
-        self._tiers.ledger.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
+        job = LoadJob(next(self._state.ids), draft.request_id, draft.namespace, moves, self._state.config.job_deadline_seconds)
+        self._state.jobs.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
         return job
 
     def abandon(self) -> None:
@@ -190,12 +190,12 @@ class LoadJobs:
             draft.abandoned = True
 
     def loaded(self, done: Loaded) -> None:
-        self._tiers.counts["loads_done"] += 1
-        self._tiers.counts["loads_failed"] += done.failed
-        self._tiers.counts["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
+        self._state.counts["loads_done"] += 1
+        self._state.counts["loads_failed"] += done.failed
+        self._state.counts["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
         fetched = sum(move.source is Tier.STORE for move in done.job.moves)
         if fetched:
             arrived = not done.failed or len(done.filled) == fetched
             self._planner.pause.end(done.job.request_id, None if done.abandoned else arrived)
         if not done.abandoned:
-            self._tiers.loaded(done)
+            self._state.loaded(done)

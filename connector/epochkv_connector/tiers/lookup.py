@@ -216,7 +216,7 @@ class LoadPause:
             self._trial, self._trial_until = request_id, self._clock() + self._trial_seconds
 
     def end(self, request_id: str, arrived: bool | None) -> None:
-        """A load from L2 has ended on all ranks; `arrived` is None when its end says nothing about the path (it was poisoned)."""
+        """A load from L2 has ended on all ranks; `arrived` is None when its end says nothing about the path (names have changed)."""
         was_trial = self._trial == request_id
         if was_trial:
             self._trial = None

@@ -1,4 +1,4 @@
-"""The bookkeeping of the tiers: hits, loads and saves over one index and one ledger.
+"""The tier manager: hits, loads and saves over one index of blocks and one table of jobs in flight.
 
 It decides and never moves bytes. It loads every hit that it answered, or refuses it at once. What it holds (host slots, GPU
 references, plans, queries) it gives back on every way a request can take.
@@ -31,7 +31,7 @@ COUNTERS = (
     *("lookups", "lookups_deferred", "lookups_missed", "lookups_below_min", "lookups_paused", "hits_shrunk"),
     *("tokens_planned_host", "tokens_planned_store"),
     *("plans_opened", "plans_committed", "plans_aborted", "plans_expired", "plans_over_cap", "plans_dropped"),
-    *("loads_doomed", "loads_done", "loads_failed", "blocks_loaded"),
+    *("loads_failed_before_send", "loads_done", "loads_failed", "blocks_loaded"),
     *("saves_emitted", "blocks_saved", "blocks_stored"),
 )
 """Counters in `stats()`, always present."""
@@ -46,7 +46,7 @@ class StepJobs(NamedTuple):
     refused: tuple[int, ...]
 
 
-class Bookkeeping:
+class TierManager:
     """See the module's docstring.
 
     Args:
@@ -97,7 +97,7 @@ class Bookkeeping:
 
     def on_acks(self, acks: Iterable[JobAck]) -> None:
         for ack in acks:
-            for outcome in self.state.ledger.acknowledge(ack):
+            for outcome in self.state.jobs.acknowledge(ack):
                 if isinstance(outcome, Loaded):
                     self.loads.loaded(outcome)
                 else:
@@ -125,10 +125,10 @@ class Bookkeeping:
         return {
             "held_slots": self.state.index.num_held,
             "reserved_slots": self.state.index.num_reserved,
-            "busy_slots": self.state.ledger.num_busy_slots,
-            "jobs": len(self.state.ledger),
-            "loads": self.state.ledger.num_loads,
-            "gpu_blocks": self.state.ledger.num_gpu_blocks,
+            "busy_slots": self.state.jobs.num_busy_slots,
+            "jobs": len(self.state.jobs),
+            "loads": self.state.jobs.num_loads,
+            "gpu_blocks": self.state.jobs.num_gpu_blocks,
             **self.hits.leak_report(),
             **self.loads.leak_report(),
             **self.saves.leak_report(),
@@ -136,7 +136,7 @@ class Bookkeeping:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges of now. The one method that may be called on another thread."""
-        index, ledger, tracker, pause = self.state.index, self.state.ledger, self.state.tracker, self.hits.pause
+        index, jobs, tracker, pause = self.state.index, self.state.jobs, self.state.tracker, self.hits.pause
         values: dict[str, float] = {name: self.state.counts.get(name, 0) for name in COUNTERS}
         values |= {
             "slots": index.num_slots,
@@ -144,14 +144,14 @@ class Bookkeeping:
             "slots_other_roots": index.num_dead,
             "slots_held": index.num_held,
             "slots_reserved": index.num_reserved,
-            "slots_busy": ledger.num_busy_slots,
+            "slots_busy": jobs.num_busy_slots,
             "evictions": index.evictions,
             "saves_deferred": self.saves.planner.num_deferred,
             "states_lost": self.saves.planner.num_states_lost,
-            "jobs_open": len(ledger),
-            "reads_open": ledger.num_reads,
-            "jobs_overdue": ledger.num_overdue(self.state.clock()),
-            "acks_ignored": ledger.ignored_acks,
+            "jobs_open": len(jobs),
+            "reads_open": jobs.num_reads,
+            "jobs_overdue": jobs.num_overdue(self.state.clock()),
+            "acks_ignored": jobs.ignored_acks,
             "plans_open": len(self.hits.plans),
             "tracker_entries": 0 if tracker is None else len(tracker),
             "known_in_store": len(self.state.known),

@@ -48,12 +48,12 @@ class SavePlanner:
         num_states_lost: recurrent states that found no slots.
     """
 
-    def __init__(self, tiers: TierState) -> None:
-        self._tiers = tiers
-        self._layout = tiers.layout
-        self._index = tiers.index
-        self._known = tiers.known
-        self._tracker = tiers.tracker
+    def __init__(self, state: TierState) -> None:
+        self._state = state
+        self._layout = state.layout
+        self._index = state.index
+        self._known = state.known
+        self._tracker = state.tracker
         self._cursors: dict[str, tuple[bytes, str | None, int]] = {}  # root, namespace, tokens that were looked at
         self._saving: set[Key] = set()
         self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
@@ -124,7 +124,7 @@ class SavePlanner:
             start, token = min(start, max(0, last - unit)), max(token, last)
         if not moves:
             return None
-        job_id, deadline = next(self._tiers.ids), self._tiers.config.job_deadline_seconds
+        job_id, deadline = next(self._state.ids), self._state.config.job_deadline_seconds
         return SaveJob(job_id, view.request_id, namespace, start // size, (token - start) // size, tuple(moves), deadline)
 
     def _num_needed(self, wanted: Sequence[Wanted]) -> int:
@@ -208,10 +208,10 @@ class SaveJobs:
         pool: vLLM's GPU blocks; None: not bound yet, so nothing is saved.
     """
 
-    def __init__(self, tiers: TierState) -> None:
-        self.planner = SavePlanner(tiers)
+    def __init__(self, state: TierState) -> None:
+        self.planner = SavePlanner(state)
         self.pool: BlockPoolAdapter | None = None
-        self._tiers = tiers
+        self._state = state
         self._jobs: list[SaveJob] = []
         self._scale: dict[int, int] = {}  # hash blocks per block, by group; an engine has one hash block size
         self._agreed: list[int] = []  # saves that ranks wait to hear of
@@ -225,8 +225,8 @@ class SaveJobs:
         Returns:
             The jobs that go out with the next metadata for it.
         """
-        first, namespace = len(self._jobs), self._tiers.namespace(snap)
-        if not self._tiers.is_usable or self.pool is None or (self._tiers.config.local is None and namespace is None):
+        first, namespace = len(self._jobs), self._state.namespace(snap)
+        if not self._state.is_usable or self.pool is None or (self._state.config.local is None and namespace is None):
             return ()
         for view in views:
             if view.root == snap.root:
@@ -239,10 +239,10 @@ class SaveJobs:
         gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
         pool.touch(gpu_blocks)
         if not self._scale:
-            self._scale = {index: group.block_size // hash_block_size for index, group in enumerate(self._tiers.layout.groups)}
-        self._tiers.ledger.open_save(job, gpu_blocks, self._scale, self._tiers.clock())
+            self._scale = {index: group.block_size // hash_block_size for index, group in enumerate(self._state.layout.groups)}
+        self._state.jobs.open_save(job, gpu_blocks, self._scale, self._state.clock())
         self._jobs.append(job)
-        self._tiers.counts["saves_emitted"] += 1
+        self._state.counts["saves_emitted"] += 1
 
     def end_step(self) -> tuple[tuple[SaveJob, ...], tuple[int, ...], tuple[int, ...]]:
         """The step's jobs, and earlier saves that every rank has copied, or some rank has not."""
@@ -254,9 +254,9 @@ class SaveJobs:
         """The step's jobs reach no worker: end them, so that their GPU blocks and slots come back."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
-            for rank in range(self._tiers.ledger.num_ranks):
+            for rank in range(self._state.jobs.num_ranks):
                 for phase in job.phases:
-                    for outcome in self._tiers.ledger.acknowledge(JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)):
+                    for outcome in self._state.jobs.acknowledge(JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)):
                         self.apply(outcome)
 
     def let_go(self) -> bool:
@@ -264,7 +264,7 @@ class SaveJobs:
 
         The caller has every rank end them before it writes to a block again (`StepMetadata.settle`).
         """
-        blocks = self._tiers.ledger.let_go()
+        blocks = self._state.jobs.let_go()
         if blocks and self.pool is not None:
             self.pool.free(blocks)
         return bool(blocks)
@@ -275,30 +275,30 @@ class SaveJobs:
             case Copied():
                 self._copied(outcome)
             case Stored():
-                self._tiers.counts["blocks_stored"] += len(outcome.stored)
+                self._state.counts["blocks_stored"] += len(outcome.stored)
                 if not outcome.abandoned:
-                    self._tiers.stored(outcome)
+                    self._state.stored(outcome)
             case Released():
-                self._tiers.index.unpin(outcome.slots)
+                self._state.index.unpin(outcome.slots)
 
     def _copied(self, done: Copied) -> None:
         if done.gpu_blocks and self.pool is not None:
             self.pool.free(tuple(reversed(done.gpu_blocks)))
         self.planner.over(done.job.moves)
-        if done.job.namespace is not None and self._tiers.ledger.num_ranks > 1:
+        if done.job.namespace is not None and self._state.jobs.num_ranks > 1:
             (self._agreed if done.complete else self._refused).append(done.job.job_id)
-        self._tiers.counts["blocks_saved"] += len(done.saved)
+        self._state.counts["blocks_saved"] += len(done.saved)
         if not done.abandoned:
-            self._tiers.copied(done)
+            self._state.copied(done)
 
     def is_pending(self) -> bool:
         """Whether a save may still read GPU blocks, or ranks wait to hear that one may be stored, or may not."""
-        return self._tiers.ledger.num_gpu_blocks > 0 or bool(self._agreed or self._refused)
+        return self._state.jobs.num_gpu_blocks > 0 or bool(self._agreed or self._refused)
 
     def would_free_gpu_blocks(self) -> bool:
         """Whether the end of a save would free a GPU block: one that nobody but the save holds."""
         pool = self.pool
-        return pool is not None and any(pool.num_references(block) <= 1 for block in self._tiers.ledger.gpu_blocks())
+        return pool is not None and any(pool.num_references(block) <= 1 for block in self._state.jobs.gpu_blocks())
 
     def leak_report(self) -> dict[str, int]:
         return {"unsent_saves": len(self._jobs), "unsent_agreements": len(self._agreed) + len(self._refused), **self.planner.leak_report()}

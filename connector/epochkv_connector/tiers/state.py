@@ -11,7 +11,7 @@ from typing import Protocol
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.tiers.jobs import Copied, Ledger, Loaded, Stored
+from epochkv_connector.tiers.jobs import Copied, Jobs, Loaded, Stored
 from epochkv_connector.tiers.layout import CacheLayout
 from epochkv_connector.wire import BlockMove, Tier
 
@@ -20,7 +20,7 @@ Key = tuple[int, bytes]
 
 
 class SlotError(RuntimeError):
-    """The bookkeeping contradicts itself; names the slot."""
+    """The index contradicts itself; names the slot."""
 
 
 class HostIndex:
@@ -248,7 +248,7 @@ class Listener(Protocol):
 
 
 class TierState:
-    """See the module's docstring, and `Bookkeeping` for the arguments.
+    """See the module's docstring, and `TierManager` for the arguments.
 
     Attributes:
         is_usable: blocks of this layout can be saved and loaded, and there are slots for them.
@@ -269,7 +269,7 @@ class TierState:
         self.index = HostIndex(num_slots, max(1, len(layout.groups)), config.local is not None, self._left)
         self.known = RecentBlocks(KNOWN_IN_STORE_CAPACITY)
         self.tracker = RecentBlocks(config.tracker_capacity) if config.tracker and config.local else None
-        self.ledger = Ledger(num_ranks)
+        self.jobs = Jobs(num_ranks)
         self.listener: Listener | None = None
         self._root: bytes | None = None
 
@@ -330,7 +330,7 @@ class TierState:
         self.index.clear()
 
     def _forget_names(self) -> None:
-        self.ledger.abandon_all()
+        self.jobs.abandon_all()
         self.known.clear()
         if self.tracker is not None:
             self.tracker.clear()

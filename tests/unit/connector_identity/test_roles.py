@@ -26,7 +26,7 @@ def serve_again(rig: Rig) -> int:
     """Tokens found in L1 by a second request, after the GPU's own cache is gone."""
     rig.adopt(0)
     rig.serve(TOKENS)
-    assert rig.books.stats()["slots_indexed"] == 4  # there to be loaded
+    assert rig.tiers.stats()["slots_indexed"] == 4  # there to be loaded
     assert rig.block_pool.reset_prefix_cache()
     found = rig.cached[rig.serve(TOKENS)]
     rig.check_clean()
@@ -66,7 +66,7 @@ def test_a_consumer_loads_what_others_saved_and_saves_nothing(
             rigs[-1].serve([token + 1 for token in TOKENS])  # computed by both
     writer, consumer = rigs
     assert len(store.objects) == 8
-    assert (writer.books.stats()["saves_emitted"], consumer.books.stats()["saves_emitted"]) == (2, 0)
+    assert (writer.tiers.stats()["saves_emitted"], consumer.tiers.stats()["saves_emitted"]) == (2, 0)
     for rig in rigs:
         rig.check_clean()
         rig.close()

@@ -121,7 +121,7 @@ def test_what_cannot_be_read_is_unknown_with_a_note_and_nothing_is_raised(
     assert says in answer["note"]
     assert (answer["number"], answer["rank"]) == (2, 3)
     assert not is_unchanged(worker, 2)
-    assert not is_unchanged(worker, 1) or worker.held.number == 1  # a rank that is not ours any more keeps its books elsewhere
+    assert not is_unchanged(worker, 1) or worker.held.number == 1  # a rank that is not ours any more keeps its tiers elsewhere
     assert end_device_work(worker) in (True, False)
 
 

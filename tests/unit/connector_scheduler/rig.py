@@ -16,7 +16,7 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.state import LoadEvent, Requests
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.tiers.manager import Bookkeeping, StepJobs
+from epochkv_connector.tiers.manager import StepJobs, TierManager
 from tests.unit.connector_scheduler.index_check import check_index
 from tests.unit.connector_scheduler.machines import Pool, Store, Worker, keys_of
 
@@ -110,7 +110,7 @@ class World:
         self.counters: Counter[str] = Counter()
         self.requests = Requests(self.counters)
         self.named: list[str] = []  # whom ranks were asked to report as failed, in the last step
-        self.books = Bookkeeping(
+        self.tiers = TierManager(
             cfg,
             layout,
             num_ranks=ranks,
@@ -120,11 +120,11 @@ class World:
             clock=self.clock,
             keys_of=keys_of,
         )
-        self.books.bind_block_pool(self.pool)  # type: ignore[arg-type]  # a double
+        self.tiers.bind_block_pool(self.pool)  # type: ignore[arg-type]  # a double
 
     def step(self) -> StepJobs:
         """End a step and hand its jobs to the ranks."""
-        jobs = self.books.end_step()
+        jobs = self.tiers.end_step()
         self.requests.send(load.request_id for load in jobs.loads)
         self.named = self.requests.names()
         for worker in self.workers:
@@ -134,29 +134,29 @@ class World:
     def commit(self, request: RequestView, blocks: list[list[int]], num_external: int, snap: Snapshot) -> bool | None:
         """vLLM takes so much of a hit. Returns whether it is loaded; None: it took nothing."""
         if num_external == 0:
-            self.books.hits.forget_request(request.request_id)
+            self.tiers.hits.forget_request(request.request_id)
             return None
-        loading = self.books.loads.commit(request, blocks, num_external, snap)
-        self.requests.on(self.requests.see(request), LoadEvent.ACCEPT if loading else LoadEvent.DOOM)
+        loading = self.tiers.loads.commit(request, blocks, num_external, snap)
+        self.requests.on(self.requests.see(request), LoadEvent.ACCEPT if loading else LoadEvent.FAIL_UNSENT)
         return loading
 
     def rename(self, snap: Snapshot | None) -> int:
         """New names hold, or (None) everything is cleared. Returns how many loads that overtook."""
-        self.books.reset() if snap is None else self.books.adopt(snap)
-        before = self.counters["poisoned_loads"]
+        self.tiers.reset() if snap is None else self.tiers.adopt(snap)
+        before = self.counters["invalidated_loads"]
         self.requests.overtake()
-        return self.counters["poisoned_loads"] - before
+        return self.counters["invalidated_loads"] - before
 
     def finish(self, request_id: str) -> None:
         """The request is over."""
-        self.books.finish(request_id)
+        self.tiers.finish(request_id)
         self.requests.finish(request_id)
 
     def work(self, how: str = "ok") -> None:
         """Every rank does everything."""
         for worker in self.workers:
             while acks := worker.work(how):
-                self.books.on_acks(acks)
+                self.tiers.on_acks(acks)
 
     def allocate(self, num_local: int, num_total: int) -> list[list[int]]:
         """GPU blocks as vLLM would give them: null below what the next token needs, new ones otherwise."""
@@ -229,21 +229,21 @@ class World:
         blocks = [[] for _ in self.layout.groups]
         end = len(hashes) * HASH_BLOCK // self.layout.alignment_tokens * self.layout.alignment_tokens
         states = self.compute(blocks, hashes, 0, end)
-        self.books.saves.collect([scheduled(request_id, tokens, snap.root, blocks, end, states)], snap)
+        self.tiers.saves.collect([scheduled(request_id, tokens, snap.root, blocks, end, states)], snap)
         self.step()
         return blocks
 
     def load(self, request_id: str, tokens: Sequence[int], snap: Snapshot, local: int = 0) -> tuple[int, bool | None]:
         """Look up and accept everything. Returns the tokens answered and what became of them."""
-        hit = self.books.hits.answer(view(request_id, tokens, snap.root), local, snap)
+        hit = self.tiers.hits.answer(view(request_id, tokens, snap.root), local, snap)
         assert hit.num_tokens is not None
         blocks = self.allocate(local, local + hit.num_tokens)
         return hit.num_tokens, self.commit(view(request_id, tokens, snap.root), blocks, hit.num_tokens, snap)
 
     def assert_idle(self) -> None:
         """Nothing is held by anybody."""
-        assert {name: count for name, count in self.books.leak_report().items() if count} == {}
-        check_index(self.books.state.index)
+        assert {name: count for name, count in self.tiers.leak_report().items() if count} == {}
+        check_index(self.tiers.state.index)
 
 
 def scheduled(

@@ -18,14 +18,14 @@ from tests.unit.connector_scheduler.tiers import BOTH, L1, L2, PROMPT, SNAP, sto
 def test_what_was_saved_is_found_in_l1(cfg, layout) -> None:
     world = World(cfg, layout)
     world.free(world.save("a", PROMPT, SNAP))
-    world.books.finish("a")
+    world.tiers.finish("a")
     assert world.load("b", PROMPT, SNAP) == (40, True)
     (job,) = world.step().loads
     assert {move.source for move in job.moves} == {Tier.HOST}
-    assert world.books.loads.sources("b") == {}
+    assert world.tiers.loads.sources("b") == {}
     world.work()
     assert world.workers[0].reports == [("b", False)]
-    world.books.finish("b")
+    world.tiers.finish("b")
     world.assert_idle()
 
 
@@ -34,23 +34,23 @@ def test_what_was_saved_is_found_in_l1(cfg, layout) -> None:
 def test_what_another_engine_saved_is_found_in_l2(cfg, layout) -> None:
     world = World(cfg, layout)
     stored(world, PROMPT, layout)
-    world.books.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
+    world.tiers.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
     assert world.load("b", PROMPT, SNAP) == (40, True)
-    assert world.books.loads.sources("b") == {Tier.STORE: 40}
+    assert world.tiers.loads.sources("b") == {Tier.STORE: 40}
     (job,) = world.step().loads
     assert {move.source for move in job.moves} == {Tier.STORE}
     num_slots = len({move.slot for move in job.moves})
     assert num_slots == len(job.moves) if cfg.local else num_slots == 8, "an eighth of a ring of 64"
     world.work()
     assert world.workers[0].reports == [("b", False)]
-    world.books.finish("b")
+    world.tiers.finish("b")
     queries = len(world.store.queries)
-    hit = world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP)
+    hit = world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP)
     assert hit.num_tokens == 40
     if cfg is BOTH and layout is FULL:
         assert hit.sources == {Tier.HOST: 40}
         assert len(world.store.queries) == queries, "L1 holds everything: nothing to ask"
-    world.books.finish("c")
+    world.tiers.finish("c")
     world.assert_idle()
 
 
@@ -59,16 +59,16 @@ def test_l2_alone_keeps_no_index_and_saves_by_name() -> None:
     world.free(world.save("a", PROMPT, SNAP))
     assert SNAP.namespace
     assert all(world.store.holds(SNAP.namespace, 0, name) for name in chain(SNAP.root, PROMPT))
-    world.books.finish("a")
+    world.tiers.finish("a")
     world.assert_idle()
-    assert world.books.stats()["slots_indexed"] == 0
+    assert world.tiers.stats()["slots_indexed"] == 0
 
 
 def test_a_prefix_in_l1_and_the_rest_in_l2() -> None:
     world = World(BOTH)
     world.free(world.save("a", PROMPT[:20], SNAP))
     stored(world, PROMPT)
-    hit = world.books.hits.answer(view("b", PROMPT, SNAP.root), 4, SNAP)
+    hit = world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 4, SNAP)
     assert hit.num_tokens == 36
     assert hit.sources == {Tier.HOST: 16, Tier.STORE: 20}
 
@@ -76,8 +76,8 @@ def test_a_prefix_in_l1_and_the_rest_in_l2() -> None:
 def test_without_any_tier_nothing_is_answered_or_saved() -> None:
     world = World(config())
     world.save("a", PROMPT, SNAP)
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
-    assert world.books.stats()["saves_emitted"] == 0
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
+    assert world.tiers.stats()["saves_emitted"] == 0
 
 
 def test_a_private_root_uses_l1_and_never_l2() -> None:
@@ -85,7 +85,7 @@ def test_a_private_root_uses_l1_and_never_l2() -> None:
     world = World(BOTH)
     world.free(world.save("a", PROMPT, private))
     assert world.store.objects == {}
-    assert world.books.hits.answer(view("b", PROMPT, private.root), 0, private).num_tokens == 40
+    assert world.tiers.hits.answer(view("b", PROMPT, private.root), 0, private).num_tokens == 40
     assert world.store.queries == []
 
 
@@ -96,7 +96,7 @@ def test_a_private_root_uses_l1_and_never_l2() -> None:
 def test_at_least_one_token_is_left_to_compute(num_tokens: int, local: int, expected: int) -> None:
     world = World(L1)
     world.save("a", list(range(48)), SNAP)
-    hit = world.books.hits.answer(view("b", list(range(num_tokens)), SNAP.root), local, SNAP)
+    hit = world.tiers.hits.answer(view("b", list(range(num_tokens)), SNAP.root), local, SNAP)
     assert hit.num_tokens == expected
 
 
@@ -106,34 +106,34 @@ def test_a_block_that_one_shard_misses_is_not_there() -> None:
     stored(world, PROMPT)
     name = chain(SNAP.root, PROMPT)[5]
     del world.store.objects[f"{SNAP.namespace}/g0/r1/{name.hex()}"]
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20
 
 
 def test_too_small_a_hit_is_not_worth_a_load() -> None:
     world = World(config(l1_slots=50, min_load_tokens=24))
     world.save("a", PROMPT[:21], SNAP)
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
     world.save("c", list(range(100, 125)), SNAP)
-    assert world.books.hits.answer(view("d", list(range(100, 141)), SNAP.root), 0, SNAP).num_tokens == 24
+    assert world.tiers.hits.answer(view("d", list(range(100, 141)), SNAP.root), 0, SNAP).num_tokens == 24
 
 
 def test_an_unsupported_layout_answers_nothing() -> None:
     mamba = CacheLayout((GroupLayout(GroupKind.UNSUPPORTED, 4, name="MambaSpec"),), 4)
     world = World(BOTH, mamba)
     for number in range(3):
-        world.books.hits.begin(view(f"r{number}", PROMPT, SNAP.root), SNAP)
-        assert world.books.hits.answer(view(f"r{number}", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
+        world.tiers.hits.begin(view(f"r{number}", PROMPT, SNAP.root), SNAP)
+        assert world.tiers.hits.answer(view(f"r{number}", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
 
 
 def test_asking_again_pins_nothing_and_looks_nothing_up() -> None:
     world = World(BOTH)
     world.free(world.save("a", PROMPT[:20], SNAP))
-    world.books.finish("a")
+    world.tiers.finish("a")
     stored(world, PROMPT)
-    first = world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
-    before, queries = world.books.leak_report(), len(world.store.queries)
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) is first
-    assert world.books.leak_report() == before
+    first = world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
+    before, queries = world.tiers.leak_report(), len(world.store.queries)
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) is first
+    assert world.tiers.leak_report() == before
     assert len(world.store.queries) == queries
     assert before["held_slots"] == before["reserved_slots"] == 5
 
@@ -141,15 +141,15 @@ def test_asking_again_pins_nothing_and_looks_nothing_up() -> None:
 def test_other_local_tokens_make_another_plan() -> None:
     world = World(L1)
     world.free(world.save("a", PROMPT, SNAP))
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 32, SNAP).num_tokens == 8
-    assert world.books.leak_report()["held_slots"] == 2
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 32, SNAP).num_tokens == 8
+    assert world.tiers.leak_report()["held_slots"] == 2
 
 
 def test_a_request_of_another_root_gets_nothing() -> None:
     world = World(BOTH)
     world.save("a", PROMPT, SNAP)
-    assert world.books.hits.answer(view("b", PROMPT, b"other"), 0, SNAP).num_tokens == 0
+    assert world.tiers.hits.answer(view("b", PROMPT, b"other"), 0, SNAP).num_tokens == 0
 
 
 # -- a slow or dead store --------------------------------------------------------------------------------------------
@@ -159,12 +159,12 @@ def test_a_slow_store_defers_until_the_deadline_then_l1_answers() -> None:
     world = World(config(l1_slots=200, l2=True, lookup_deadline_ms=20.0))
     world.free(world.save("a", PROMPT[:20], SNAP))
     world.store.answering = False
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
-    assert world.books.leak_report()["plans"] == 0
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
+    assert world.tiers.leak_report()["plans"] == 0
     world.clock.now += 0.0201
-    hit = world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
+    hit = world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
     assert (hit.num_tokens, hit.sources) == (20, {Tier.HOST: 20})
-    assert world.books.stats()["queries_late"] == 1
+    assert world.tiers.stats()["queries_late"] == 1
     assert len(world.store.queries) == 1
 
 
@@ -172,7 +172,7 @@ def test_a_slow_store_defers_until_the_deadline_then_l1_answers() -> None:
 def test_the_store_may_take_as_long_as_the_deadline_says(milliseconds: float) -> None:
     """The client has no limit of its own: one of a second made misses of lookups that were given five."""
     world = World(config(l2=True, lookup_deadline_ms=milliseconds))
-    world.books.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
+    world.tiers.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
     assert world.store.timeouts == [milliseconds / 1e3]
 
 
@@ -180,11 +180,11 @@ def test_an_answer_that_arrives_in_time_is_used() -> None:
     world = World(L2)
     stored(world, PROMPT)
     world.store.answering = False
-    world.books.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
+    world.tiers.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
     world.step()
     world.store.answer()
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
 
 
 def test_all_lookups_of_a_step_share_one_wait(monkeypatch) -> None:
@@ -199,31 +199,31 @@ def test_all_lookups_of_a_step_share_one_wait(monkeypatch) -> None:
     world = World(config(l2=True, lookup_wait_ms=2.0))
     world.store.answering = False
     for number in range(5):
-        world.books.hits.answer(view(f"r{number}", PROMPT, SNAP.root), 0, SNAP)
+        world.tiers.hits.answer(view(f"r{number}", PROMPT, SNAP.root), 0, SNAP)
     assert waits == [0.002]
     world.step()
-    world.books.hits.answer(view("r0", PROMPT, SNAP.root), 0, SNAP)
+    world.tiers.hits.answer(view("r0", PROMPT, SNAP.root), 0, SNAP)
     assert waits == [0.002, 0.002]
 
 
 def test_an_error_of_the_store_is_a_miss() -> None:
     world = World(L2)
     world.store.failing = True
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
-    assert world.books.stats()["queries_failed"] == 1
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
+    assert world.tiers.stats()["queries_failed"] == 1
 
 
 def test_large_queries_are_split() -> None:
     world = World(L2)
     tokens = list(range(HASH_BLOCK * 1200 + 1))
-    world.books.hits.begin(view("b", tokens, SNAP.root), SNAP)
+    world.tiers.hits.begin(view("b", tokens, SNAP.root), SNAP)
     assert [len(query) for query in world.store.queries] == [MAX_KEYS_PER_QUERY, MAX_KEYS_PER_QUERY, 352]
 
 
 def test_an_answer_older_than_the_read_lease_is_not_believed() -> None:
     world = World(L2)
     stored(world, PROMPT)
-    world.books.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
+    world.tiers.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
     world.clock.now += READ_LEASE_SECONDS
     world.store.objects.clear()
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0

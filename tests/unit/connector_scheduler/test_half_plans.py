@@ -1,4 +1,4 @@
-"""From a hit to its load: what is committed, doomed, given back or cut."""
+"""From a hit to its load: what is committed, refused, given back or cut."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ def test_a_shrunk_hit_loads_what_was_accepted_and_frees_the_rest(num: int) -> No
     world = planned()
     assert commit(world, num) is True
     host = min(num, 20)
-    assert world.books.loads.sources("b") == {s: n for s, n in {Tier.HOST: host, Tier.STORE: num - host}.items() if n}
-    report = world.books.leak_report()
+    assert world.tiers.loads.sources("b") == {s: n for s, n in {Tier.HOST: host, Tier.STORE: num - host}.items() if n}
+    report = world.tiers.leak_report()
     assert (report["held_slots"], report["reserved_slots"]) == (host // 4, (num - host) // 4)
     (job,) = world.step().loads
     assert [move.block for move in job.moves] == list(range(num // 4))
     world.work()
-    world.books.finish("b")
+    world.tiers.finish("b")
     world.assert_idle()
 
 
 def test_a_second_commit_changes_nothing() -> None:
     world = planned()
     assert commit(world, 40) is True
-    before = world.books.leak_report()
+    before = world.tiers.leak_report()
     assert commit(world, 40) is True
-    assert world.books.leak_report() == before
+    assert world.tiers.leak_report() == before
     assert len(world.step().loads) == 1
     assert commit(world, 40) is True
     assert world.step().loads == ()
     assert commit(world, 0) is None
-    assert world.books.loads.is_open("b")
+    assert world.tiers.loads.is_open("b")
     world.work()
     world.assert_idle()
 
@@ -43,9 +43,9 @@ def test_a_second_commit_changes_nothing() -> None:
 def test_zero_tokens_abort_also_with_real_blocks() -> None:
     world = planned()
     assert commit(world, 0, blocks=[[1, 2, 3]]) is None
-    assert world.books.stats()["plans_aborted"] == 1
+    assert world.tiers.stats()["plans_aborted"] == 1
     assert world.step().loads == ()
-    world.books.finish("b")
+    world.tiers.finish("b")
     world.assert_idle()
 
 
@@ -58,40 +58,40 @@ def test_zero_tokens_abort_also_with_real_blocks() -> None:
         (40, SNAP, [[0, *range(1, 10)]], "null block in full attention"),
     ],
 )
-def test_a_promise_that_cannot_be_kept_dooms_the_request(num: int, snap, blocks, why: str) -> None:
+def test_a_promise_that_cannot_be_kept_fails_before_it_is_sent(num: int, snap, blocks, why: str) -> None:
     world = planned()
     assert commit(world, num, snap, blocks) is False, why
     assert commit(world, num, snap, blocks) is False
     step = world.step()
     assert (step.loads, world.named) == ((), ["b"])
-    world.books.finish("b")
+    world.tiers.finish("b")
     world.assert_idle()
 
 
-def test_a_hit_without_a_plan_is_doomed() -> None:
+def test_a_hit_without_a_plan_fails_before_it_is_sent() -> None:
     world = World(L1)
     assert commit(world, 8) is False
     world.step()
     assert world.named == ["b"]
 
 
-def test_a_shrunk_window_is_taken_from_l1_or_doomed() -> None:
+def test_a_shrunk_window_is_taken_from_l1_or_refused() -> None:
     # 24 tokens end with the window of blocks 4 and 5 (5 tokens before the next); the plan for 40 holds blocks 8 and 9.
     world = planned(layout=SLIDING_FIRST, l1_tokens=24)
     assert commit(world, 24) is True
     (job,) = world.step().loads
     assert [move.block for move in job.moves if move.group == 0] == [4, 5]
     world.work()
-    world.books.finish("b")
+    world.tiers.finish("b")
     world.assert_idle()
     world = planned(layout=SLIDING_FIRST, l1_tokens=24)
     assert commit(world, 32) is False
     world.step()
-    world.books.finish("b")
+    world.tiers.finish("b")
     world.assert_idle()
 
 
-def test_a_block_that_vllm_would_cache_unfilled_dooms_the_request() -> None:
+def test_a_block_that_vllm_would_cache_unfilled_fails_before_it_is_sent() -> None:
     world = planned(layout=SLIDING_FIRST)
     blocks = world.allocate(0, 40)
     blocks[0][6] = world.pool.new()  # below the window, yet allocated: vLLM would cache it under its name
@@ -100,7 +100,7 @@ def test_a_block_that_vllm_would_cache_unfilled_dooms_the_request() -> None:
 
 def test_a_finished_request_gives_its_plan_back() -> None:
     world = planned()
-    world.books.finish("b")
+    world.tiers.finish("b")
     world.assert_idle()
 
 
@@ -108,16 +108,16 @@ def test_plans_that_nobody_asks_for_expire_by_steps_and_by_time() -> None:
     world = planned()
     for _ in range(PLAN_TTL_STEPS - 1):
         world.step()
-    assert world.books.leak_report()["plans"] == 1
-    world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
+    assert world.tiers.leak_report()["plans"] == 1
+    world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
     for _ in range(PLAN_TTL_STEPS):
         world.step()
-    assert world.books.leak_report()["held_slots"] == 0
+    assert world.tiers.leak_report()["held_slots"] == 0
     world = planned()
     world.clock.now += PLAN_TTL_SECONDS
     world.step()
-    assert world.books.leak_report()["held_slots"] == 0
-    assert world.books.stats()["plans_expired"] == 1
+    assert world.tiers.leak_report()["held_slots"] == 0
+    assert world.tiers.stats()["plans_expired"] == 1
 
 
 def test_the_oldest_plan_goes_when_plans_hold_too_much() -> None:
@@ -125,11 +125,11 @@ def test_the_oldest_plan_goes_when_plans_hold_too_much() -> None:
     prompts = {f"r{n}": [100 * n + token for token in range(21)] for n in range(3)}
     for request_id, tokens in prompts.items():
         world.free(world.save(f"save {request_id}", tokens, SNAP))
-        world.books.finish(f"save {request_id}")
+        world.tiers.finish(f"save {request_id}")
     for request_id, tokens in prompts.items():
-        assert world.books.hits.answer(view(request_id, tokens, SNAP.root), 0, SNAP).num_tokens == 20
-    assert world.books.leak_report()["plan_slots"] == 10
-    assert world.books.stats()["plans_over_cap"] == 1
+        assert world.tiers.hits.answer(view(request_id, tokens, SNAP.root), 0, SNAP).num_tokens == 20
+    assert world.tiers.leak_report()["plan_slots"] == 10
+    assert world.tiers.stats()["plans_over_cap"] == 1
     for request_id, tokens in list(prompts.items())[1:]:
         blocks = world.allocate(0, 20)
         assert world.commit(view(request_id, tokens, SNAP.root), blocks, 20, SNAP) is True
@@ -138,16 +138,16 @@ def test_the_oldest_plan_goes_when_plans_hold_too_much() -> None:
 def test_a_hit_is_cut_to_the_slots_that_can_be_had() -> None:
     world = World(config(l1_slots=8, l2=True))
     stored(world, PROMPT)
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 32
-    assert world.books.stats()["hits_shrunk"] >= 1
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 32
+    assert world.tiers.stats()["hits_shrunk"] >= 1
     assert commit(world, 20) is True
-    assert world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 12
-    assert world.books.hits.answer(view("d", PROMPT, SNAP.root), 0, SNAP).num_tokens == 12, "c's older plan made room"
+    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 12
+    assert world.tiers.hits.answer(view("d", PROMPT, SNAP.root), 0, SNAP).num_tokens == 12, "c's older plan made room"
     assert commit(world, 20) is True
     world.step()
     world.work()
     for request_id in "bcd":
-        world.books.finish(request_id)
+        world.tiers.finish(request_id)
     world.assert_idle()
 
 
@@ -159,27 +159,27 @@ def test_a_hit_that_lacks_slots_waits_two_steps_for_saves_that_give_theirs_back(
         world = World(config(l1_slots=16, l2=True))
         stored(world, PROMPT)
         world.begin_save("a", other, SNAP)
-        assert world.books.leak_report()["held_slots"] == 10
-        assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
+        assert world.tiers.leak_report()["held_slots"] == 10
+        assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
         return world
 
     world = saving()
     world.step()
     world.work()
-    world.books.finish("a")
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
-    assert world.books.stats()["hits_shrunk"] == 1
-    world.books.finish("b")
+    world.tiers.finish("a")
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    assert world.tiers.stats()["hits_shrunk"] == 1
+    world.tiers.finish("b")
     world.assert_idle()
 
     world = saving()
     world.step()
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens is None
     world.step()
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 24, "not acknowledged: what can be had"
-    world.books.finish("b")
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 24, "not acknowledged: what can be had"
+    world.tiers.finish("b")
     world.work()
-    world.books.finish("a")
+    world.tiers.finish("a")
     world.assert_idle()
 
 
@@ -191,11 +191,11 @@ def test_a_load_longer_than_the_ring_uses_its_slots_in_turns() -> None:
     assert [move.block for move in job.moves] == list(range(10))
     assert [move.slot == job.moves[turn % 2].slot for turn, move in enumerate(job.moves)] == [True] * 10
     assert job.moves[0].slot != job.moves[1].slot
-    assert world.books.leak_report()["held_slots"] == 2
+    assert world.tiers.leak_report()["held_slots"] == 2
     world.work()
     assert world.workers[0].reports == [("b", False)]
     assert [world.workers[0].gpu[move.gpu_block] for move in job.moves] == [(0, move.block_hash) for move in job.moves]
-    world.books.finish("b")
+    world.tiers.finish("b")
     world.assert_idle()
 
 
@@ -205,27 +205,27 @@ def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_i
     requests = [f"r{number}" for number in range(9)]
     answers = [world.load(request, PROMPT, SNAP) for request in requests]
     assert answers == [(40, True)] * 8 + [(0, None)]
-    assert world.books.leak_report()["reserved_slots"] == 8
+    assert world.tiers.leak_report()["reserved_slots"] == 8
     world.step()
     world.work()
     assert [failed for _, failed in world.workers[0].reports] == [False] * 8
     for request in requests:
-        world.books.finish(request)
+        world.tiers.finish(request)
     world.assert_idle()
     world = World(config(l2=True, staging_slots=17))
     stored(world, PROMPT)
     for request in requests:
         assert world.load(request, PROMPT, SNAP) == (40, True), "the last one gets the only slot that is left"
-    assert world.books.leak_report()["reserved_slots"] == 17
+    assert world.tiers.leak_report()["reserved_slots"] == 17
     world = World(config(l2=True, staging_slots=40))
     stored(world, PROMPT)
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
-    assert world.books.leak_report()["reserved_slots"] == 5
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    assert world.tiers.leak_report()["reserved_slots"] == 5
     assert world.commit(view("b", PROMPT, SNAP.root), world.allocate(0, 8), 8, SNAP) is True
-    assert world.books.leak_report()["reserved_slots"] == 2, "two blocks need no five slots"
+    assert world.tiers.leak_report()["reserved_slots"] == 2, "two blocks need no five slots"
     world.step()
     world.work()
-    world.books.finish("b")
+    world.tiers.finish("b")
     world.assert_idle()
 
 
@@ -235,9 +235,9 @@ def test_a_load_in_turns_that_loses_a_block_is_not_believed_at_all() -> None:
     assert world.load("b", PROMPT, SNAP) == (40, True)
     world.step()
     world.work("partial")  # the last block; its slot was filled for four others before
-    assert world.books.stats()["known_in_store"] == 0
-    assert world.books.stats()["loads_failed"] == 1
-    world.books.finish("b")
+    assert world.tiers.stats()["known_in_store"] == 0
+    assert world.tiers.stats()["loads_failed"] == 1
+    world.tiers.finish("b")
     world.assert_idle()
 
 
@@ -246,9 +246,9 @@ def test_allocation_for_one_hit_never_takes_blocks_of_another_hit_of_the_step() 
     world = World(config(l1_slots=10, l2=True))
     x, y = [1000 + token for token in range(21)], PROMPT[:21]
     world.free(world.save("sx", x, SNAP))
-    world.books.finish("sx")
+    world.tiers.finish("sx")
     world.free(world.save("other", [2000 + token for token in range(21)], SNAP))
-    world.books.finish("other")
+    world.tiers.finish("other")
     stored(world, y)
     assert world.load("y", y, SNAP) == (20, True)
     assert world.load("x", x, SNAP) == (20, True)

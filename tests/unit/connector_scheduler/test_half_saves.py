@@ -18,9 +18,9 @@ def test_only_complete_confirmed_blocks_are_saved_and_only_once() -> None:
     hashes, blocks = chain(SNAP.root, PROMPT), [[]]
     world.compute(blocks, hashes, 0, 40)
     for confirmed, expected in ((3, []), (11, [0, 1]), (11, []), (24, [2, 3, 4, 5])):
-        world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, confirmed)], SNAP)
+        world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, confirmed)], SNAP)
         assert [move.block for job in world.step().saves for move in job.moves] == expected
-    world.books.saves.collect([scheduled("twin", PROMPT, SNAP.root, blocks, 24)], SNAP)
+    world.tiers.saves.collect([scheduled("twin", PROMPT, SNAP.root, blocks, 24)], SNAP)
     assert world.step().saves == (), "another request's save of the same names is under way"
 
 
@@ -28,16 +28,16 @@ def test_gpu_blocks_stay_referenced_until_every_rank_has_copied() -> None:
     world = World(config(l1_slots=50, ranks=2), ranks=2)
     blocks = [[]]
     world.compute(blocks, chain(SNAP.root, PROMPT), 0, 40)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
     world.step()
     world.free(blocks)
-    world.books.finish("a")
-    world.books.on_acks(world.workers[0].work())
-    assert world.books.state.ledger.num_gpu_blocks
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0, "one rank has not confirmed"
-    world.books.finish("b")
-    world.books.on_acks(world.workers[1].work())
-    assert not world.books.state.ledger.num_gpu_blocks
+    world.tiers.finish("a")
+    world.tiers.on_acks(world.workers[0].work())
+    assert world.tiers.state.jobs.num_gpu_blocks
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0, "one rank has not confirmed"
+    world.tiers.finish("b")
+    world.tiers.on_acks(world.workers[1].work())
+    assert not world.tiers.state.jobs.num_gpu_blocks
     assert sum(world.pool.refs.values()) == 0
     world.assert_idle()
 
@@ -45,10 +45,10 @@ def test_gpu_blocks_stay_referenced_until_every_rank_has_copied() -> None:
 def test_carried_requests_are_not_saved() -> None:
     world = World(BOTH)
     world.save("a", PROMPT, SNAP)
-    world.books.adopt(snap_of(2))
+    world.tiers.adopt(snap_of(2))
     blocks = [[]]
     world.compute(blocks, chain(SNAP.root, PROMPT), 0, 40)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], snap_of(2))
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], snap_of(2))
     assert world.step().saves == ()
 
 
@@ -59,8 +59,8 @@ def test_what_l1_holds_and_l2_lacks_is_put_without_copying() -> None:
     # The same names, now allowed to leave the engine.
     same_root = replace(shared, root=snap_of(1, shared=False).root)
     blocks = world.save("b", PROMPT, same_root)
-    assert world.books.stats()["blocks_saved"] == 10
-    assert world.books.stats()["blocks_stored"] == 10
+    assert world.tiers.stats()["blocks_saved"] == 10
+    assert world.tiers.stats()["blocks_stored"] == 10
     world.free(blocks)
     assert all(world.store.holds(shared.namespace or "", 0, name) for name in chain(same_root.root, PROMPT))
 
@@ -71,7 +71,7 @@ def test_what_l2_is_known_to_hold_is_not_put_again() -> None:
     world.free(world.save("b", [1000 + token for token in range(41)], SNAP))  # evicts a's blocks from L1
     hashes, blocks = chain(SNAP.root, PROMPT), [[]]
     world.compute(blocks, hashes, 0, 40)
-    world.books.saves.collect([scheduled("c", PROMPT, SNAP.root, blocks, 40)], SNAP)
+    world.tiers.saves.collect([scheduled("c", PROMPT, SNAP.root, blocks, 40)], SNAP)
     (job,) = world.step().saves
     assert {(move.copy, move.put) for move in job.moves} == {(True, False)}
 
@@ -82,22 +82,22 @@ def test_saves_without_slots_are_tried_again() -> None:
     world.compute(blocks, chain(SNAP.root, PROMPT), 0, 40)
     saved = []
     for _ in range(4):
-        world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
+        world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
         saved.append([move.block for job in world.step().saves for move in job.moves])
         world.work()
     assert saved == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], []]
-    assert world.books.stats()["saves_deferred"] == 2
+    assert world.tiers.stats()["saves_deferred"] == 2
 
 
 def test_a_partly_failed_save_indexes_what_every_rank_managed() -> None:
     world = World(config(l1_slots=50, ranks=2), ranks=2)
     blocks = [[]]
     world.compute(blocks, chain(SNAP.root, PROMPT), 0, 40)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
     world.step()
-    world.books.on_acks(world.workers[0].work("ok"))
-    world.books.on_acks(world.workers[1].work("partial"))
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20
+    world.tiers.on_acks(world.workers[0].work("ok"))
+    world.tiers.on_acks(world.workers[1].work("partial"))
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20
 
 
 # -- failed and late loads -------------------------------------------------------------------------------------------
@@ -110,9 +110,9 @@ def test_a_block_that_was_gone_is_not_believed_any_more() -> None:
     world.step()
     world.work()
     assert world.workers[0].reports == [("b", True)]
-    world.books.finish("b")
-    assert world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20, "L1's own blocks are sound"
-    world.books.finish("c")
+    world.tiers.finish("b")
+    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20, "L1's own blocks are sound"
+    world.tiers.finish("c")
     world.assert_idle()
 
 
@@ -122,16 +122,16 @@ def test_slots_of_a_timed_out_load_are_nobodys_until_the_rank_says_so() -> None:
     assert world.load("b", PROMPT, SNAP) == (40, True)
     (job,) = world.step().loads
     world.work("late")
-    world.books.finish("b")
-    assert not world.books.loads.is_open("b")
-    assert world.books.leak_report()["busy_slots"] == 2, "an eighth of the ring"
+    world.tiers.finish("b")
+    assert not world.tiers.loads.is_open("b")
+    assert world.tiers.leak_report()["busy_slots"] == 2, "an eighth of the ring"
     stored(world, [1000 + token for token in range(41)])
     assert world.load("c", [1000 + token for token in range(41)], SNAP) == (40, True)
     (other,) = world.step().loads
     assert not {move.slot for move in other.moves} & {move.slot for move in job.moves}
-    world.books.on_acks(world.workers[0].release())
+    world.tiers.on_acks(world.workers[0].release())
     world.work()
-    world.books.finish("c")
+    world.tiers.finish("c")
     world.assert_idle()
 
 
@@ -140,13 +140,13 @@ def test_a_load_that_some_rank_lacks_is_not_indexed() -> None:
     stored(world, PROMPT)
     assert world.load("b", PROMPT, SNAP) == (40, True)
     world.step()
-    world.books.on_acks(world.workers[0].work("ok"))
-    assert world.books.loads.is_open("b")
-    world.books.on_acks(world.workers[1].work("partial"))
-    assert not world.books.loads.is_open("b")
-    world.books.finish("b")
+    world.tiers.on_acks(world.workers[0].work("ok"))
+    assert world.tiers.loads.is_open("b")
+    world.tiers.on_acks(world.workers[1].work("partial"))
+    assert not world.tiers.loads.is_open("b")
+    world.tiers.finish("b")
     world.store.objects.clear()
-    assert world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 36
+    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 36
 
 
 # -- new names -------------------------------------------------------------------------------------------------------
@@ -156,21 +156,21 @@ def test_a_load_that_some_rank_lacks_is_not_indexed() -> None:
 def test_after_a_change_nothing_old_is_found_and_loads_are_named(change: str) -> None:
     world = planned()
     assert commit(world, 40) is True
-    world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP)
+    world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP)
     now = snap_of(2) if change == "adopt" else SNAP
     assert world.rename(now if change == "adopt" else None) == 1
-    report = world.books.leak_report()
+    report = world.tiers.leak_report()
     assert (report["plans"], report["queries"]) == (0, 0)
     world.step()
     world.work()
     world.requests.report("b", failed=False)
     world.step()
     assert world.named == ["b"]
-    assert world.books.stats()["slots_indexed"] == (5 if change == "adopt" else 0), "the load was not indexed"
+    assert world.tiers.stats()["slots_indexed"] == (5 if change == "adopt" else 0), "the load was not indexed"
     world.store.objects.clear()
-    assert world.books.hits.answer(view("d", PROMPT, now.root), 0, now).num_tokens == 0
+    assert world.tiers.hits.answer(view("d", PROMPT, now.root), 0, now).num_tokens == 0
     for request_id in ("b", "c", "d"):
-        world.books.finish(request_id)
+        world.tiers.finish(request_id)
     world.assert_idle()
 
 
@@ -178,33 +178,33 @@ def test_a_save_under_way_when_names_change_is_not_indexed() -> None:
     world = World(L1)
     blocks = [[]]
     world.compute(blocks, chain(SNAP.root, PROMPT), 0, 40)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
     world.step()
-    world.books.adopt(snap_of(2))
+    world.tiers.adopt(snap_of(2))
     world.work()
-    world.books.finish("a")
-    assert world.books.stats()["slots_indexed"] == 0
+    world.tiers.finish("a")
+    assert world.tiers.stats()["slots_indexed"] == 0
     world.assert_idle()
 
 
 def test_returning_to_a_root_finds_its_l1_again() -> None:
     world = World(config(l1_slots=50, tracker=True))
-    world.books.adopt(SNAP)
+    world.tiers.adopt(SNAP)
     world.free(world.save("a", PROMPT, SNAP))
-    world.books.adopt(snap_of(1, shared=False))
-    assert world.books.hits.answer(view("b", PROMPT, snap_of(1, shared=False).root), 0, snap_of(1, shared=False)).num_tokens == 0
-    world.books.adopt(SNAP)
-    assert world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    world.tiers.adopt(snap_of(1, shared=False))
+    assert world.tiers.hits.answer(view("b", PROMPT, snap_of(1, shared=False).root), 0, snap_of(1, shared=False)).num_tokens == 0
+    world.tiers.adopt(SNAP)
+    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
 
 
 def test_adopting_the_same_root_keeps_l1_and_drops_plans() -> None:
     world = World(L1)
-    world.books.adopt(SNAP)
+    world.tiers.adopt(SNAP)
     world.free(world.save("a", PROMPT, SNAP))
-    world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
-    world.books.adopt(SNAP)
-    assert world.books.leak_report()["held_slots"] == 0
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
+    world.tiers.adopt(SNAP)
+    assert world.tiers.leak_report()["held_slots"] == 0
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
 
 
 # -- the tracker -----------------------------------------------------------------------------------------------------
@@ -213,18 +213,18 @@ def test_adopting_the_same_root_keeps_l1_and_drops_plans() -> None:
 def test_the_tracker_answers_misses_and_never_exceeds_l1() -> None:
     world = World(config(l1_slots=10, tracker=True))
     world.free(world.save("a", PROMPT, SNAP))
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
-    world.books.finish("b")
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    world.tiers.finish("b")
     world.free(world.save("c", [1000 + token for token in range(21)], SNAP))
-    stats = world.books.stats()
+    stats = world.tiers.stats()
     assert stats["tracker_entries"] == stats["slots_indexed"] == 10
-    assert world.books.hits.answer(view("d", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20
+    assert world.tiers.hits.answer(view("d", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20
 
 
 def test_a_small_tracker_is_the_bound() -> None:
     world = World(config(l1_slots=50, tracker=True, tracker_capacity=6))
     world.free(world.save("a", PROMPT, SNAP))
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 24
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 24
 
 
 def test_a_failed_load_leaves_the_tracker() -> None:
@@ -233,7 +233,7 @@ def test_a_failed_load_leaves_the_tracker() -> None:
     assert world.load("b", PROMPT, SNAP) == (40, True)
     (job,) = world.step().loads
     failed = (job.moves[3].slot, job.moves[5].slot)
-    world.books.on_acks([JobAck(job.job_id, 0, Phase.LOADED, 0, 8, True, (), failed)])
-    world.books.finish("b")
-    assert world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 12
-    assert world.books.stats()["tracker_entries"] == 7, "blocks 3 to 5 are the hull"
+    world.tiers.on_acks([JobAck(job.job_id, 0, Phase.LOADED, 0, 8, True, (), failed)])
+    world.tiers.finish("b")
+    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 12
+    assert world.tiers.stats()["tracker_entries"] == 7, "blocks 3 to 5 are the hull"

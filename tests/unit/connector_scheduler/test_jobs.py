@@ -1,4 +1,4 @@
-"""The ledger: ranks counted across steps, intersection and hull, nothing released that a rank may touch."""
+"""The table: ranks counted across steps, intersection and hull, nothing released that a rank may touch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.tiers.jobs import Copied, Ledger, Loaded, Outcome, Released, Stored
+from epochkv_connector.tiers.jobs import Copied, Jobs, Loaded, Outcome, Released, Stored
 from epochkv_connector.tiers.state import RecentBlocks
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
@@ -26,73 +26,73 @@ def load_job() -> LoadJob:
     return LoadJob(2, "r", "ns", moves, 10.0)
 
 
-def opened(ranks: int, *, namespace: str | None = "ns") -> Ledger:
-    ledger = Ledger(ranks)
-    ledger.open_save(save_job(namespace), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
-    ledger.open_load(load_job(), 0.0, reads=True)
-    return ledger
+def opened(ranks: int, *, namespace: str | None = "ns") -> Jobs:
+    table = Jobs(ranks)
+    table.open_save(save_job(namespace), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
+    table.open_load(load_job(), 0.0, reads=True)
+    return table
 
 
-def feed(ledger: Ledger, acks: list[JobAck]) -> list[Outcome]:
-    return [outcome for ack in acks for outcome in ledger.acknowledge(ack)]
+def feed(table: Jobs, acks: list[JobAck]) -> list[Outcome]:
+    return [outcome for ack in acks for outcome in table.acknowledge(ack)]
 
 
 def test_gpu_blocks_are_given_back_by_the_last_rank_only() -> None:
-    ledger = opened(2)
-    assert feed(ledger, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)]) == []
-    assert ledger.num_gpu_blocks == BLOCKS
-    (copied,) = feed(ledger, [JobAck(1, 1, Phase.COPIED, 0, BLOCKS)])
+    table = opened(2)
+    assert feed(table, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)]) == []
+    assert table.num_gpu_blocks == BLOCKS
+    (copied,) = feed(table, [JobAck(1, 1, Phase.COPIED, 0, BLOCKS)])
     assert isinstance(copied, Copied)
     assert copied.gpu_blocks == tuple(range(10, 16))
-    assert ledger.num_gpu_blocks == 0
+    assert table.num_gpu_blocks == 0
 
 
 def test_a_read_is_open_until_every_rank_has_reported_it_and_let_go() -> None:
-    ledger = opened(2)
-    assert ledger.num_reads == 1
-    feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, BLOCKS)])
-    assert ledger.num_reads == 1
-    feed(ledger, [JobAck(2, 1, Phase.LOADED, 0, 0, failed=True, busy_slots=(24,))])
-    assert ledger.num_reads == 1
-    feed(ledger, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
-    assert ledger.num_reads == 0
+    table = opened(2)
+    assert table.num_reads == 1
+    feed(table, [JobAck(2, 0, Phase.LOADED, 0, BLOCKS)])
+    assert table.num_reads == 1
+    feed(table, [JobAck(2, 1, Phase.LOADED, 0, 0, failed=True, busy_slots=(24,))])
+    assert table.num_reads == 1
+    feed(table, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
+    assert table.num_reads == 0
 
 
 def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
-    ledger = Ledger(1)
+    table = Jobs(1)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block % 2, bytes([block]), Tier.STORE) for block in range(BLOCKS))
-    ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=True)
-    loaded, released = feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, 0, failed=True, filled_slots=(20, 21), failed_slots=(21,))])
+    table.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=True)
+    loaded, released = feed(table, [JobAck(2, 0, Phase.LOADED, 0, 0, failed=True, filled_slots=(20, 21), failed_slots=(21,))])
     assert isinstance(loaded, Loaded)
     assert (loaded.filled, loaded.doubted) == ((), moves)
     assert released == Released((21, 20)), "each slot once"
-    assert len(ledger) == 0
+    assert len(table) == 0
 
 
 def test_a_load_from_host_memory_and_a_save_read_nothing() -> None:
-    ledger = Ledger(1)
+    table = Jobs(1)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block])) for block in range(BLOCKS))
-    ledger.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=False)
-    ledger.open_save(save_job(), [], {0: 1}, 0.0)
-    assert ledger.num_reads == 0
+    table.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=False)
+    table.open_save(save_job(), [], {0: 1}, 0.0)
+    assert table.num_reads == 0
 
 
 def test_without_a_namespace_a_save_ends_with_the_copy() -> None:
-    ledger = opened(1, namespace=None)
-    copied, released = feed(ledger, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)])
+    table = opened(1, namespace=None)
+    copied, released = feed(table, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)])
     assert isinstance(copied, Copied)
     assert isinstance(released, Released)
     assert released.slots == tuple(range(25, 19, -1)), "the tail of a chain is to be evicted first"
-    assert ledger.num_saves == 0
+    assert table.num_saves == 0
 
 
 def test_a_rank_counts_once() -> None:
-    ledger = opened(2)
+    table = opened(2)
     ack = JobAck(1, 0, Phase.COPIED, 0, BLOCKS)
-    assert feed(ledger, [ack, ack, ack]) == []
-    assert ledger.ignored_acks == 2
-    assert feed(ledger, [JobAck(99, 0, Phase.COPIED, 0, 1), JobAck(1, 0, Phase.LOADED, 0, 1)]) == []
-    assert ledger.ignored_acks == 4
+    assert feed(table, [ack, ack, ack]) == []
+    assert table.ignored_acks == 2
+    assert feed(table, [JobAck(99, 0, Phase.COPIED, 0, 1), JobAck(1, 0, Phase.LOADED, 0, 1)]) == []
+    assert table.ignored_acks == 4
 
 
 @given(
@@ -101,9 +101,9 @@ def test_a_rank_counts_once() -> None:
 )
 @settings(max_examples=200, deadline=None)
 def test_saves_are_intersected_in_any_order(ranges: list[tuple[int, int]], data: st.DataObject) -> None:
-    ledger = opened(len(ranges))
+    table = opened(len(ranges))
     acks = [JobAck(1, rank, Phase.COPIED, start, max(0, end - start)) for rank, (start, end) in enumerate(ranges)]
-    outcomes = feed(ledger, data.draw(st.permutations(acks)))
+    outcomes = feed(table, data.draw(st.permutations(acks)))
     (copied,) = [outcome for outcome in outcomes if isinstance(outcome, Copied)]
     expected = set(range(BLOCKS))
     for start, end in ranges:
@@ -117,13 +117,13 @@ def test_saves_are_intersected_in_any_order(ranges: list[tuple[int, int]], data:
 )
 @settings(max_examples=200, deadline=None)
 def test_failed_loads_are_hulled_in_any_order(missing: list[set[int]], data: st.DataObject) -> None:
-    ledger = opened(len(missing))
+    table = opened(len(missing))
     acks = []
     for rank, gone in enumerate(missing):
         filled = tuple(20 + block for block in range(2, BLOCKS) if block not in gone)
         failed = tuple(20 + block for block in sorted(gone))
         acks.append(JobAck(2, rank, Phase.LOADED, 0, BLOCKS - len(gone), bool(gone), filled, failed))
-    outcomes = feed(ledger, data.draw(st.permutations(acks)))
+    outcomes = feed(table, data.draw(st.permutations(acks)))
     (loaded,) = [outcome for outcome in outcomes if isinstance(outcome, Loaded)]
     all_missing = set().union(*missing)
     assert loaded.failed == bool(all_missing)
@@ -134,36 +134,36 @@ def test_failed_loads_are_hulled_in_any_order(missing: list[set[int]], data: st.
 
 
 def test_a_rank_that_names_no_block_blames_what_was_not_fetched() -> None:
-    ledger = opened(1)
-    (loaded, _) = feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, 0, True, (22, 23))])
+    table = opened(1)
+    (loaded, _) = feed(table, [JobAck(2, 0, Phase.LOADED, 0, 0, True, (22, 23))])
     assert isinstance(loaded, Loaded)
     assert {move.block for move in loaded.doubted} == {4, 5}
-    ledger = opened(1)
-    (loaded, _) = feed(ledger, [JobAck(2, 0, Phase.LOADED, 0, 0, True, (22, 23, 24, 25))])
+    table = opened(1)
+    (loaded, _) = feed(table, [JobAck(2, 0, Phase.LOADED, 0, 0, True, (22, 23, 24, 25))])
     assert isinstance(loaded, Loaded)
     assert {move.block for move in loaded.doubted} == set(range(BLOCKS))
 
 
 def test_busy_slots_wait_for_every_rank_that_named_them() -> None:
-    ledger = opened(2)
+    table = opened(2)
     busy = [JobAck(2, rank, Phase.LOADED, 0, 0, True, (), (), (24, 25)) for rank in (0, 1)]
-    loaded, released = feed(ledger, busy)
+    loaded, released = feed(table, busy)
     assert isinstance(loaded, Loaded)
     assert isinstance(released, Released)
     assert released.slots == (23, 22, 21, 20)
-    assert not ledger.is_loading("r"), "the request need not wait for the slots"
-    assert ledger.num_busy_slots == 2
-    assert feed(ledger, [JobAck(2, 0, Phase.RELEASED, 0, 0)]) == []
-    (released,) = feed(ledger, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
+    assert not table.is_loading("r"), "the request need not wait for the slots"
+    assert table.num_busy_slots == 2
+    assert feed(table, [JobAck(2, 0, Phase.RELEASED, 0, 0)]) == []
+    (released,) = feed(table, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
     assert released == Released((25, 24))
-    assert ledger.num_busy_slots == 0
+    assert table.num_busy_slots == 0
 
 
 def test_slots_of_a_save_wait_for_the_puts() -> None:
-    ledger = opened(1)
-    (copied,) = feed(ledger, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)])
+    table = opened(1)
+    (copied,) = feed(table, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)])
     assert isinstance(copied, Copied)
-    stored, released = feed(ledger, [JobAck(1, 0, Phase.STORED, 0, 3)])
+    stored, released = feed(table, [JobAck(1, 0, Phase.STORED, 0, 3)])
     assert isinstance(stored, Stored)
     assert [move.block for move in stored.stored] == [0, 1, 2]
     assert isinstance(released, Released)
@@ -171,16 +171,16 @@ def test_slots_of_a_save_wait_for_the_puts() -> None:
 
 
 def test_overdue_jobs_are_counted_and_kept() -> None:
-    ledger = opened(1)
-    assert ledger.num_overdue(20.0) == 0
-    assert ledger.num_overdue(20.1) == 2
-    assert len(ledger) == 2
+    table = opened(1)
+    assert table.num_overdue(20.0) == 0
+    assert table.num_overdue(20.1) == 2
+    assert len(table) == 2
 
 
 @given(st.permutations(range(4)), st.integers(1, 4))
 @settings(max_examples=50, deadline=None)
 def test_every_interleaving_of_ranks_and_phases_ends_empty(order: list[int], ranks: int) -> None:
-    ledger = opened(ranks)
+    table = opened(ranks)
     per_rank = [
         [JobAck(1, r, Phase.COPIED, 0, BLOCKS), JobAck(2, r, Phase.LOADED, 0, BLOCKS), JobAck(1, r, Phase.STORED, 0, 1)]
         for r in range(ranks)
@@ -190,9 +190,9 @@ def test_every_interleaving_of_ranks_and_phases_ends_empty(order: list[int], ran
     while any(per_rank):
         queue = per_rank[next(turn)]
         if queue:
-            outcomes += ledger.acknowledge(queue.pop(0))
+            outcomes += table.acknowledge(queue.pop(0))
     assert sorted(type(outcome).__name__ for outcome in outcomes) == sorted(["Copied", "Stored", "Loaded", "Released", "Released"])
-    assert len(ledger) == 0
+    assert len(table) == 0
 
 
 def test_the_tracker_keeps_the_newest_chains_and_their_heads() -> None:

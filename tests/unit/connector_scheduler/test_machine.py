@@ -81,7 +81,7 @@ class Schedule:
         self.l2 = l2
         self.l1 = l1
         self.snap = snap_of(0)
-        self.world.books.adopt(self.snap)
+        self.world.tiers.adopt(self.snap)
         self.epoch = 0
         self.live: dict[str, Live] = {}
         self.loads: list[LoadJob] = []
@@ -107,7 +107,7 @@ class Schedule:
             self._elsewhere(tokens, self.snap.namespace)
         self.live[live.request_id] = live
         if self.random.random() < 0.7:
-            self.world.books.hits.begin(view(live.request_id, tokens, live.root), self.snap)
+            self.world.tiers.hits.begin(view(live.request_id, tokens, live.root), self.snap)
 
     def _elsewhere(self, tokens: list[int], namespace: str) -> None:
         """Another engine has stored this prompt."""
@@ -119,7 +119,7 @@ class Schedule:
 
     def schedule(self) -> None:
         """One `schedule()` and its step."""
-        books, snap = self.world.books, self.snap
+        tiers, snap = self.world.tiers, self.snap
         for live in list(self.live.values()):
             live.asleep -= live.asleep > 0
             if live.state == "waiting" and not live.finished and not live.asleep:
@@ -134,13 +134,13 @@ class Schedule:
             for live in self.live.values()
             if live.state == "running" and not live.finished
         ]
-        books.saves.collect(views, snap)
+        tiers.saves.collect(views, snap)
         jobs = self.world.step()
         self.saves.update((job.job_id, job) for job in jobs.saves)
         self.loads.extend(jobs.loads)
 
     def _admit(self, live: Live, snap: Snapshot) -> None:
-        books, request = self.world.books, view(live.request_id, live.tokens, snap.root)
+        tiers, request = self.world.tiers, view(live.request_id, live.tokens, snap.root)
         live.root = snap.root  # a waiting request holds no blocks and is re-pinned
         local = 0
         if self.random.random() < 0.3:  # the GPU's own prefix cache has something
@@ -150,13 +150,13 @@ class Schedule:
             hit_tokens = 0
         else:
             if self.ample:
-                books.hits.forget_request(live.request_id)  # judge what is there now, not what was remembered
-            hit = books.hits.answer(request, local, snap)
-            held, queries = books.leak_report(), len(self.world.store.queries)
-            again = books.hits.answer(request, local, snap)
+                tiers.hits.forget_request(live.request_id)  # judge what is there now, not what was remembered
+            hit = tiers.hits.answer(request, local, snap)
+            held, queries = tiers.leak_report(), len(self.world.store.queries)
+            again = tiers.hits.answer(request, local, snap)
             assert again == hit or hit.num_tokens is None
             if hit.num_tokens is not None:
-                assert books.leak_report() == held, "asking again pinned something"
+                assert tiers.leak_report() == held, "asking again pinned something"
             assert len(self.world.store.queries) == queries, "asking again looked up again"
             if again.num_tokens is None:
                 return
@@ -188,7 +188,7 @@ class Schedule:
             return
         live.state, live.loaded_to = "loading", local + num_external
         live.poisoned = outcome is False
-        assert self.world.books.loads.is_open(live.request_id) == (outcome is True)
+        assert self.world.tiers.loads.is_open(live.request_id) == (outcome is True)
         if outcome is True and self.random.random() < 0.2:
             assert self.world.commit(request, live.blocks, num_external, self.snap) is True
 
@@ -199,7 +199,7 @@ class Schedule:
             if not live.finished:
                 live.finished = True
                 self.world.finish(live.request_id)
-                planner = self.world.books.hits
+                planner = self.world.tiers.hits
                 assert planner.plans.get(live.request_id) is None, "a cancelled request keeps its plan"
                 assert planner._lookups is None or live.request_id not in planner._lookups._queries
             if live.state != "loading":
@@ -222,7 +222,7 @@ class Schedule:
         worker = self.random.choice(self.world.workers)
         how = how or self.random.choice(OUTCOMES)
         acks = worker.release() if self.random.random() < 0.2 else worker.work(how)
-        self.world.books.on_acks(acks)
+        self.world.tiers.on_acks(acks)
         for ack in acks:
             if ack.phase is Phase.COPIED:
                 self.copied[ack.job_id] = self.copied.get(ack.job_id, 0) + 1
@@ -246,7 +246,7 @@ class Schedule:
     def _load_over(self, live: Live) -> None:
         failed = live.request_id in self.failed
         self.failed.discard(live.request_id)
-        assert not self.world.books.loads.is_open(live.request_id)
+        assert not self.world.tiers.loads.is_open(live.request_id)
         record = self.world.requests.report(live.request_id, failed=failed)
         if record is not None and record.load is LoadState.REPEATED:
             assert live.poisoned, "a success was held back for nothing"
@@ -335,7 +335,7 @@ class Schedule:
             elif action != self.change_names or self.random.random() < 0.2:
                 action()
             if number % 5 == 0:
-                check_index(self.world.books.state.index)
+                check_index(self.world.tiers.state.index)
         self.end()
 
     def end(self) -> None:
@@ -349,7 +349,7 @@ class Schedule:
             self.world.step()
             for worker in self.world.workers:
                 while acks := worker.work() + worker.release():
-                    self.world.books.on_acks(acks)
+                    self.world.tiers.on_acks(acks)
             self._reports()
         assert self.live == {}, "a load was never reported"
         assert sum(self.world.pool.refs.values()) == 0, "GPU blocks leaked"
@@ -384,13 +384,13 @@ def test_the_reference_judges_real_hits(layout: CacheLayout) -> None:
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_the_schedules_exercise_what_they_claim(mode: tuple[bool, bool]) -> None:
-    """Hits, loads from both tiers, evictions, dooms, failures and expiries all happen in a handful of seeds."""
+    """Hits, loads from both tiers, evictions, refusals, failures and expiries all happen in a handful of seeds."""
     seen: dict[str, float] = {}
     sources: set[Tier] = set()
     for seed in range(80):
         schedule = Schedule(seed, LAYOUTS["sliding first"], l1=mode[0], l2=mode[1], ranks=2, ample=False)
         schedule.run(200)
-        for name, value in schedule.world.books.stats().items():
+        for name, value in schedule.world.tiers.stats().items():
             seen[name] = seen.get(name, 0) + value
         sources |= {move.source for job in schedule.loads for move in job.moves}
     assert sources == {source for source, on in zip((Tier.HOST, Tier.STORE), mode, strict=True) if on}

@@ -29,9 +29,9 @@ def stored(world: World, number: int) -> None:
 
 def hit(world: World, number: int) -> int:
     """What a new request with this prompt is promised; nothing is accepted."""
-    tokens = world.books.hits.answer(view(f"asks {number}", prompt(number), SNAP.root), 0, SNAP).num_tokens
+    tokens = world.tiers.hits.answer(view(f"asks {number}", prompt(number), SNAP.root), 0, SNAP).num_tokens
     assert tokens is not None
-    world.books.finish(f"asks {number}")
+    world.tiers.finish(f"asks {number}")
     return tokens
 
 
@@ -46,14 +46,14 @@ def begin(world: World, number: int) -> LoadJob:
 def load(world: World, number: int, how: str = "ok") -> None:
     begin(world, number)
     world.work(how)
-    world.books.finish(f"r{number}")
+    world.tiers.finish(f"r{number}")
 
 
 def fail_until_paused(world: World) -> None:
     for number in range(MAX_FAILURES):
-        assert not world.books.stats()["loads_paused"]
+        assert not world.tiers.stats()["loads_paused"]
         load(world, number, "drop")
-    assert world.books.stats()["loads_paused"]
+    assert world.tiers.stats()["loads_paused"]
 
 
 @pytest.fixture
@@ -68,17 +68,17 @@ def test_after_failures_in_a_row_l2_is_not_asked(world: World, caplog: pytest.Lo
         fail_until_paused(world)
     assert len([r for r in caplog.records if "failed in a row" in r.message]) == 1
     queries = len(world.store.queries)
-    world.books.hits.begin(view("asks 99", prompt(99), SNAP.root), SNAP)
+    world.tiers.hits.begin(view("asks 99", prompt(99), SNAP.root), SNAP)
     assert hit(world, 99) == 0
     assert len(world.store.queries) == queries
-    assert world.books.stats()["load_pauses"] == 1
+    assert world.tiers.stats()["load_pauses"] == 1
     world.assert_idle()
 
 
 def test_a_success_in_between_starts_the_count_anew(world: World) -> None:
     for number in range(4 * MAX_FAILURES):
         load(world, number, "ok" if number % MAX_FAILURES == MAX_FAILURES - 1 else "drop")
-    assert not world.books.stats()["loads_paused"]
+    assert not world.tiers.stats()["loads_paused"]
     assert hit(world, 99) == 40
 
 
@@ -93,7 +93,7 @@ def test_after_the_pause_one_load_is_tried_and_its_success_opens_the_path(world:
     with caplog.at_level(logging.INFO):
         world.work("ok")
     assert "succeed again" in caplog.text
-    assert not world.books.stats()["loads_paused"]
+    assert not world.tiers.stats()["loads_paused"]
     assert hit(world, 99) == 40
     load(world, 51, "drop")
     assert hit(world, 99) == 40, "one failure after the recovery paused loads"
@@ -110,7 +110,7 @@ def test_pauses_double_up_to_a_bound_while_trials_fail(world: World) -> None:
         number += 1
         pause = min(2 * pause, LAST_PAUSE_SECONDS)
     assert pause == LAST_PAUSE_SECONDS
-    assert world.books.stats()["load_pauses"] == 9
+    assert world.tiers.stats()["load_pauses"] == 9
 
 
 def test_loads_that_were_under_way_lengthen_no_pause(world: World) -> None:
@@ -118,7 +118,7 @@ def test_loads_that_were_under_way_lengthen_no_pause(world: World) -> None:
     for number in numbers:
         begin(world, number)
     world.work("drop")
-    assert world.books.stats()["load_pauses"] == 1
+    assert world.tiers.stats()["load_pauses"] == 1
     world.clock.now += FIRST_PAUSE_SECONDS + 0.01
     assert hit(world, 99) == 40
 
@@ -137,10 +137,10 @@ def test_a_trial_that_was_poisoned_is_no_trial(world: World) -> None:
     fail_until_paused(world)
     world.clock.now += FIRST_PAUSE_SECONDS + 0.01
     begin(world, 50)
-    world.books.reset()
+    world.tiers.reset()
     world.work("drop")
-    world.books.finish("r50")
-    assert world.books.stats()["load_pauses"] == 1
+    world.tiers.finish("r50")
+    assert world.tiers.stats()["load_pauses"] == 1
     assert hit(world, 99) == 40
 
 
@@ -158,7 +158,7 @@ def test_l1_answers_and_saves_go_on_while_l2_is_paused() -> None:
     stored(world, 99)
     assert hit(world, 99) == 0
     world.free(world.save("a", prompt(60), SNAP))
-    world.books.finish("a")
+    world.tiers.finish("a")
     assert hit(world, 60) == 40
     for name in chain(SNAP.root, prompt(60)):
         assert world.store.holds(str(SNAP.namespace), 0, name)

@@ -31,7 +31,7 @@ class Load:
 
     def step(self) -> None:
         if self.source.random() < 0.2:
-            self.requests.doom_unsent()
+            self.requests.fail_unsent()
         elif self.record.load in (LoadState.ACCEPTED, LoadState.OVERTAKEN):
             self.requests.send(["r"])
             self.told = True
@@ -41,10 +41,10 @@ class Load:
         assert not (self.asked and self.told), "asked for a report of what is still under way"
 
     def overtake(self) -> None:
-        before = self.counters["poisoned_loads"]
+        before = self.counters["invalidated_loads"]
         self.requests.overtake()
-        assert self.record.vllm is None or self.counters["poisoned_loads"] - before == (
-            self.record.load in (LoadState.OVERTAKEN, LoadState.POISONED) and not self.overtaken
+        assert self.record.vllm is None or self.counters["invalidated_loads"] - before == (
+            self.record.load in (LoadState.OVERTAKEN, LoadState.INVALIDATED) and not self.overtaken
         )
         self.overtaken = True
 
@@ -83,7 +83,7 @@ def test_vllm_hears_of_a_load_once_and_of_no_success_whose_names_have_changed(se
 
 
 def test_a_poisoned_success_is_only_ever_hidden() -> None:
-    for state in (LoadState.POISONED, LoadState.OVERTAKEN):
+    for state in (LoadState.INVALIDATED, LoadState.OVERTAKEN):
         assert TRANSITIONS[state].get(LoadEvent.SUCCEED, LoadState.REPEATED) is LoadState.REPEATED
 
 
@@ -99,7 +99,7 @@ def test_an_event_that_means_nothing_changes_nothing() -> None:
 def test_a_request_that_ends_keeps_what_vllm_waits_for() -> None:
     requests = Requests(Counter())
     record = requests.see(SimpleNamespace(request_id="r"))
-    requests.on(record, LoadEvent.DOOM)
+    requests.on(record, LoadEvent.FAIL_UNSENT)
     requests.finish("r")
     assert (len(requests), requests.must_fail, requests.names()) == (0, True, ["r"])
     again = SimpleNamespace(request_id="r")
@@ -125,7 +125,7 @@ def test_the_load_of_another_connector_may_be_under_way_until_somebody_says_more
     record = requests.see(SimpleNamespace(request_id="r"))
     requests.on(record, LoadEvent.PASS)
     requests.overtake()
-    requests.doom_unsent()
+    requests.fail_unsent()
     requests.schedule({"other"})
     assert (record.load, requests.must_fail, requests.names()) == (LoadState.FOREIGN, False, [])
     end(requests)

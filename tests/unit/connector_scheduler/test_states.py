@@ -35,21 +35,21 @@ def not_held(world: World, blocks: list[list[int]]) -> list[list[int]]:
 def test_a_state_is_saved_when_it_is_offered_and_its_prefix_comes_back() -> None:
     world = World(L1, STATES)
     blocks, states = compute(world, 24)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 24, states)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 24, states)], SNAP)
     assert moves(world.step().saves) == {(0, block) for block in range(6)} | {(1, 2), (2, 5)}
     world.work()
     world.free(blocks)
     assert world.load("b", PROMPT, SNAP) == (24, True)
     world.step()
     world.work()
-    world.books.finish("a")
-    world.books.finish("b")
+    world.tiers.finish("a")
+    world.tiers.finish("b")
 
 
 def test_a_state_that_is_offered_twice_is_saved_once() -> None:
     world = World(L1, FULL_AND_STATE)
     blocks, states = compute(world, 16)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states * 2)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states * 2)], SNAP)
     (job,) = world.step().saves
     assert len(job.moves) == len(moves((job,))) == 3
 
@@ -57,40 +57,40 @@ def test_a_state_that_is_offered_twice_is_saved_once() -> None:
 def test_without_its_state_a_prefix_is_no_hit() -> None:
     world = World(L1, STATES)
     blocks, _ = compute(world, 24)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 24)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 24)], SNAP)
     world.step()
     world.work()
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
 
 
 def test_an_offer_alone_is_a_reason_to_save() -> None:
     world = World(L1, FULL_AND_STATE)
     blocks, states = compute(world, 16)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 16)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 16)], SNAP)
     assert moves(world.step().saves) == {(0, 0), (0, 1)}
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 16, states)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 16, states)], SNAP)
     (job,) = world.step().saves
     assert moves((job,)) == {(1, 1)}
     assert (job.start_block, job.start_block + job.num_blocks) == (2, 4), "ranks acknowledge by ranges: the state's must be in"
     world.work()
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 16
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 16
 
 
 def test_a_state_without_a_slot_is_lost_and_blocks_are_tried_again() -> None:
     world = World(config(l1_slots=4), FULL_AND_STATE)
     blocks, states = compute(world, 32)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 32, states)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 32, states)], SNAP)
     assert moves(world.step().saves) == {(0, block) for block in range(4)}
-    assert world.books.stats()["states_lost"] == 1
-    assert world.books.saves.planner.leak_report()["saves_lacking_slots"] == 0, "nobody waits for a state that may be gone"
+    assert world.tiers.stats()["states_lost"] == 1
+    assert world.tiers.saves.planner.leak_report()["saves_lacking_slots"] == 0, "nobody waits for a state that may be gone"
 
 
 def test_of_one_boundary_all_states_are_saved_or_none() -> None:
     world = World(config(l1_slots=5), STATES)
     blocks, states = compute(world, 16)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states)], SNAP)
     assert moves(world.step().saves) == {(0, block) for block in range(4)}, "one slot is left, and two states are offered"
-    assert world.books.stats()["states_lost"] == 2
+    assert world.tiers.stats()["states_lost"] == 2
 
 
 def test_only_the_very_block_under_the_very_name_is_a_state() -> None:
@@ -102,7 +102,7 @@ def test_only_the_very_block_under_the_very_name_is_a_state() -> None:
     beyond = [(group, block, 8000) for group, block, _ in states]
     swapped = [(states[0][0], states[1][1], 24), (states[1][0], states[0][1], 24)]
     wrong = null + inside + earlier + beyond + swapped
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 24, wrong)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 24, wrong)], SNAP)
     assert moves(world.step().saves) == {(0, block) for block in range(6)}
 
 
@@ -113,7 +113,7 @@ def test_of_a_window_what_vllm_keeps_is_saved_and_all_of_it_where_drafts_are_mad
         keep = iter([False, False, True, True])
         world.keeps = lambda keep=keep: next(keep)
         blocks, _ = compute(world, 16)
-        world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16)], SNAP)
+        world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16)], SNAP)
         windows = range(4) if eagle else (2, 3)
         assert moves(world.step().saves) == {(0, block) for block in windows} | {(1, block) for block in range(4)}
 
@@ -122,13 +122,13 @@ def test_private_groups_are_in_no_move() -> None:
     world = World(config(l1_slots=50, l2=True), MIXED)
     blocks, states = compute(world, 40)
     blocks[1].append(world.pool.new())
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40, states)], SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40, states)], SNAP)
     assert {group for group, _ in moves(world.step().saves)} == {0, 2, 3}
     world.work()
-    hit = world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
+    hit = world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
     assert hit.num_tokens == 40
     assert sum(hit.sources.values()) == 40
-    assert world.books.loads.commit(view("b", PROMPT, SNAP.root), world.allocate(0, 40), 40, SNAP)
+    assert world.tiers.loads.commit(view("b", PROMPT, SNAP.root), world.allocate(0, 40), 40, SNAP)
     assert {move.group for job in world.step().loads for move in job.moves} == {0, 2, 3}
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epochkv_connector.config import ConfigError
-from epochkv_connector.tiers.jobs import Copied, Ledger, Loaded, Outcome, Stored
+from epochkv_connector.tiers.jobs import Copied, Jobs, Loaded, Outcome, Stored
 from epochkv_connector.tiers.state import RecentBlocks
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier, WorkerReport
 from tests.unit.connector_scheduler.rig import LAYOUTS, World, chain, config, scheduled, snap_of, view
@@ -28,13 +28,13 @@ Range = tuple[int, int]
 ranges = st.tuples(st.integers(0, BLOCKS), st.integers(0, BLOCKS))
 
 
-def ledger_of(num_ranks: int) -> Ledger:
+def table_of(num_ranks: int) -> Jobs:
     """A save to both tiers and a load of blocks 0..7, slots 20..27."""
-    ledger = Ledger(num_ranks)
+    table = Jobs(num_ranks)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block]), Tier.STORE) for block in range(BLOCKS))
-    ledger.open_save(SaveJob(SAVE, "s", "ns", 0, BLOCKS, moves, 10.0), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
-    ledger.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0, reads=True)
-    return ledger
+    table.open_save(SaveJob(SAVE, "s", "ns", 0, BLOCKS, moves, 10.0), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
+    table.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0, reads=True)
+    return table
 
 
 def acks_of(rank: int, copied: Range, stored: Range, missing: frozenset[int]) -> list[JobAck]:
@@ -85,11 +85,11 @@ def test_any_grouping_order_and_skew_of_ranks_gives_intersection_and_hull_after_
     case: tuple[list[list[JobAck]], list[WorkerReport], list[int]],
 ) -> None:
     said, merged, last = case
-    ledger = ledger_of(len(said))
+    table = table_of(len(said))
     seen: dict[str, tuple[int, tuple[object, ...]]] = {}
     for step, report in enumerate(merged):
         for ack in report.acks:
-            for outcome in ledger.acknowledge(ack):
+            for outcome in table.acknowledge(ack):
                 if isinstance(outcome, Copied | Stored | Loaded):
                     what = essence(outcome)
                     assert what[0] not in seen
@@ -105,8 +105,8 @@ def test_any_grouping_order_and_skew_of_ranks_gives_intersection_and_hull_after_
     hull = set(range(min(missing), max(missing) + 1)) if missing else set()
     expected["loaded"] = (last[1], ("loaded", bool(missing), everything - missing, missing, hull))
     assert seen == expected
-    assert len(ledger) == 0
-    assert ledger.ignored_acks == 0
+    assert len(table) == 0
+    assert table.ignored_acks == 0
 
 
 @given(st.lists(st.lists(st.integers(0, 99), max_size=3), min_size=3, max_size=3))
@@ -125,23 +125,23 @@ def test_a_save_is_found_after_the_last_rank_and_as_far_as_all_ranks_got(tracker
     world = World(config(l1_slots=50, ranks=len(managed), tracker=tracker), ranks=len(managed))
     blocks: list[list[int]] = [[]]
     world.compute(blocks, chain(SNAP.root, PROMPT), 0, 4 * BLOCKS)
-    world.books.adopt(SNAP)
-    world.books.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 4 * BLOCKS)], SNAP)
+    world.tiers.adopt(SNAP)
+    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 4 * BLOCKS)], SNAP)
     (job,) = world.step().saves
 
     def found() -> int | None:
-        world.books.finish("asks")
-        return world.books.hits.answer(view("asks", PROMPT, SNAP.root), 0, SNAP).num_tokens
+        world.tiers.finish("asks")
+        return world.tiers.hits.answer(view("asks", PROMPT, SNAP.root), 0, SNAP).num_tokens
 
     for rank in data.draw(st.permutations(range(len(managed)))):
         assert found() == 0, "a rank has not spoken"
         start, end = managed[rank]
-        world.books.on_acks([JobAck(job.job_id, rank, Phase.COPIED, start, max(0, end - start))])
+        world.tiers.on_acks([JobAck(job.job_id, rank, Phase.COPIED, start, max(0, end - start))])
         world.step()
     reach = min(end for _, end in managed) if all(start == 0 for start, _ in managed) else 0
     assert found() == 4 * reach
-    world.books.finish("asks")
-    world.books.finish("a")
+    world.tiers.finish("asks")
+    world.tiers.finish("a")
     world.assert_idle()
 
 
@@ -149,20 +149,20 @@ def test_a_save_is_found_after_the_last_rank_and_as_far_as_all_ranks_got(tracker
 @settings(max_examples=100, deadline=None)
 def test_the_hull_of_a_failed_load_leaves_the_tracker(missing: list[frozenset[int]]) -> None:
     world = World(config(l1_slots=50, ranks=len(missing), tracker=True), ranks=len(missing))
-    world.books.adopt(SNAP)
+    world.tiers.adopt(SNAP)
     world.free(world.save("a", PROMPT, SNAP))
-    world.books.finish("a")
+    world.tiers.finish("a")
     assert world.load("b", PROMPT, SNAP) == (4 * BLOCKS, True)
     (job,) = world.step().loads
     for rank, gone in enumerate(missing):
         slots = tuple(job.moves[block].slot for block in sorted(gone))
-        world.books.on_acks([JobAck(job.job_id, rank, Phase.LOADED, 0, BLOCKS - len(gone), bool(gone), (), slots)])
-    world.books.finish("b")
+        world.tiers.on_acks([JobAck(job.job_id, rank, Phase.LOADED, 0, BLOCKS - len(gone), bool(gone), (), slots)])
+    world.tiers.finish("b")
     lost = frozenset().union(*missing)
     hull = range(min(lost), max(lost) + 1) if lost else range(0)
-    assert world.books.stats()["tracker_entries"] == BLOCKS - len(hull)
-    assert world.books.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * (min(lost) if lost else BLOCKS)
-    world.books.finish("c")
+    assert world.tiers.stats()["tracker_entries"] == BLOCKS - len(hull)
+    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * (min(lost) if lost else BLOCKS)
+    world.tiers.finish("c")
     world.assert_idle()
 
 
@@ -177,14 +177,14 @@ def test_with_an_l2_there_is_no_tracker_and_others_blocks_are_found(layout) -> N
     for group, spec in enumerate(layout.groups):
         for block in range(4 * BLOCKS // spec.block_size):
             world.store.put(SNAP.namespace, group, hashes[(block + 1) * spec.block_size // 4 - 1])
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * BLOCKS
-    assert world.books.stats()["tracker_entries"] == 0
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * BLOCKS
+    assert world.tiers.stats()["tracker_entries"] == 0
 
 
 def test_in_l2_mode_alone_the_tracker_is_not_made() -> None:
     world = World(config(tracker=True))
     world.save("a", PROMPT, SNAP)
-    assert world.books.stats()["tracker_entries"] == 0
+    assert world.tiers.stats()["tracker_entries"] == 0
 
 
 class TrackerMachine(RuleBasedStateMachine):

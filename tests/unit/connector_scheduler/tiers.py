@@ -27,9 +27,9 @@ def planned(cfg=BOTH, layout: CacheLayout = FULL, l1_tokens: int = 20) -> World:
     world = World(cfg, layout)
     if cfg.local:
         world.free(world.save("a", PROMPT[:l1_tokens], SNAP))
-        world.books.finish("a")
+        world.tiers.finish("a")
     stored(world, PROMPT, layout)
-    assert world.books.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
     return world
 
 
