@@ -269,3 +269,28 @@ def test_ranks_that_swapped_their_weights_are_told_apart(make_rig: MakeRig) -> N
     rig.executor.collective_rpc("update_weights")
     assert found(rig) == 0
     assert rig.watch.value != first
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "no tier": {"l1_bytes": None},
+    "loads alone": {"store": SharedStore(), "transfer": {"kv_role": "kv_consumer"}},
+    "its bookkeeping has failed": {},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_write_past_vllm_is_noticed_behind_the_next_step(make_rig: MakeRig, kind: str) -> None:
+    rig = make_rig(**KINDS[kind])
+    rig.adopt(1)
+    rig.side.state.broken = kind == "its bookkeeping has failed"
+    tokens = prompt(1, 3 * BLOCK)
+    rig.serve(tokens)
+    before = rig.serve(tokens)
+    assert rig.cached[before] == 2 * BLOCK
+    rig.write_past("w1")
+    rig.serve(prompt(2, 3 * BLOCK))
+    after = rig.serve(tokens)
+    assert rig.cached[after] == 0
+    assert rig.watch.counters["late"] == 1
+    rig.serve(tokens)
+    rig.check_clean()

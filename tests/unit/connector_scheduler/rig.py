@@ -17,7 +17,7 @@ from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.state import LoadEvent, Requests
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.tiers.manager import StepJobs, TierManager
-from tests.unit.connector_scheduler.index_check import check_index
+from epochkv_connector.tiers.state import HostIndex
 from tests.unit.connector_scheduler.machines import Pool, Store, Worker, keys_of
 
 HASH_BLOCK = 4
@@ -256,3 +256,49 @@ def scheduled(
 ) -> ScheduledRequestView:
     """What the facade would show of a request that computes."""
     return ScheduledRequestView(request_id, confirmed, chain(root, tokens), HASH_BLOCK, root, blocks, states)
+
+
+def check_index(index: HostIndex) -> None:
+    """Every slot has exactly one owner, and the index's maps and counts say so."""
+    held = [slot for slot, refs in enumerate(index._refs) if refs]
+    assert sorted([*index._free, *index._dead, *index._idle, *held]) == list(range(index.num_slots)), "a slot has two owners, or none"
+    assert index.num_available >= 0, "more slots are promised than exist"
+    named = {slot: (group, name) for group, names in enumerate(index._maps) for name, slot in names.items()}
+    assert named == {slot: name for slot, name in enumerate(index._names) if name is not None}
+    for slot in named:
+        kept = index._idle if index._roots[slot] == index._root else index._dead
+        assert index._refs[slot] or slot in kept, f"slot {slot} is found but not kept"
+    assert index.num_held == len(held)
+
+
+SNAP = snap_of(1)
+PROMPT = list(range(41))  # 10 full hash blocks and one token more
+L1 = config(l1_slots=200)
+L2 = config(l2=True)
+BOTH = config(l1_slots=200, l2=True)
+
+
+def stored(world: World, tokens: list[int], layout: CacheLayout = FULL) -> None:
+    """Another engine has put this prompt to L2."""
+    assert SNAP.namespace
+    hashes = chain(SNAP.root, tokens)
+    for group, spec in enumerate(layout.groups):
+        scale = spec.block_size // HASH_BLOCK
+        for block in range(len(hashes) // scale):
+            world.store.put(SNAP.namespace, group, hashes[(block + 1) * scale - 1])
+
+
+def planned(cfg=BOTH, layout: CacheLayout = FULL, l1_tokens: int = 20) -> World:
+    """A world in which request b has a plan of 40 tokens: some in L1, the rest in L2."""
+    world = World(cfg, layout)
+    if cfg.local:
+        world.free(world.save("a", PROMPT[:l1_tokens], SNAP))
+        world.tiers.finish("a")
+    stored(world, PROMPT, layout)
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    return world
+
+
+def commit(world: World, num: int, snap=SNAP, blocks=None) -> bool | None:
+    blocks = world.allocate(0, max(num, 0)) if blocks is None else blocks
+    return world.commit(view("b", PROMPT, SNAP.root), blocks, num, snap)

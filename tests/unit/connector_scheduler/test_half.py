@@ -7,8 +7,22 @@ import pytest
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.tiers.lookup import MAX_KEYS_PER_QUERY, READ_LEASE_SECONDS
 from epochkv_connector.wire import Tier
-from tests.unit.connector_scheduler.rig import FULL, HASH_BLOCK, LAYOUTS, World, chain, config, snap_of, view
-from tests.unit.connector_scheduler.tiers import BOTH, L1, L2, PROMPT, SNAP, stored
+from tests.unit.connector_scheduler.rig import (
+    BOTH,
+    FULL,
+    HASH_BLOCK,
+    L1,
+    L2,
+    LAYOUTS,
+    PROMPT,
+    SNAP,
+    World,
+    chain,
+    config,
+    snap_of,
+    stored,
+    view,
+)
 
 # -- the three modes -------------------------------------------------------------------------------------------------
 

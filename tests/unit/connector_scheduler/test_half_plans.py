@@ -6,8 +6,7 @@ import pytest
 
 from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
 from epochkv_connector.wire import Tier
-from tests.unit.connector_scheduler.rig import SLIDING_FIRST, World, config, snap_of, view
-from tests.unit.connector_scheduler.tiers import L1, PROMPT, SNAP, commit, planned, stored
+from tests.unit.connector_scheduler.rig import L1, PROMPT, SLIDING_FIRST, SNAP, World, commit, config, planned, snap_of, stored, view
 
 
 @pytest.mark.parametrize("num", [4, 16, 20, 24, 40])

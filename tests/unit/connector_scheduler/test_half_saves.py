@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from epochkv_connector.wire import JobAck, Phase
-from tests.unit.connector_scheduler.rig import World, chain, config, scheduled, snap_of, view
-from tests.unit.connector_scheduler.tiers import BOTH, L1, PROMPT, SNAP, commit, planned, stored
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
+from epochkv_connector.tiers.saves import SavePlanner
+from epochkv_connector.tiers.state import TierState
+from epochkv_connector.wire import SaveJob
+from tests.unit.connector_scheduler.machines import Pool
+from tests.unit.connector_scheduler.rig import (
+    BOTH,
+    L1,
+    PROMPT,
+    SNAP,
+    World,
+    chain,
+    commit,
+    config,
+    planned,
+    scheduled,
+    snap_of,
+    stored,
+    view,
+)
 
 # -- saves -----------------------------------------------------------------------------------------------------------
 
@@ -87,17 +107,6 @@ def test_saves_without_slots_are_tried_again() -> None:
         world.work()
     assert saved == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], []]
     assert world.tiers.stats()["saves_deferred"] == 2
-
-
-def test_a_partly_failed_save_indexes_what_every_rank_managed() -> None:
-    world = World(config(l1_slots=50, ranks=2), ranks=2)
-    blocks = [[]]
-    world.compute(blocks, chain(SNAP.root, PROMPT), 0, 40)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
-    world.step()
-    world.tiers.on_acks(world.workers[0].work("ok"))
-    world.tiers.on_acks(world.workers[1].work("partial"))
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20
 
 
 # -- failed and late loads -------------------------------------------------------------------------------------------
@@ -227,13 +236,71 @@ def test_a_small_tracker_is_the_bound() -> None:
     assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 24
 
 
-def test_a_failed_load_leaves_the_tracker() -> None:
-    world = World(config(l1_slots=50, tracker=True))
-    world.free(world.save("a", PROMPT, SNAP))
-    assert world.load("b", PROMPT, SNAP) == (40, True)
-    (job,) = world.step().loads
-    failed = (job.moves[3].slot, job.moves[5].slot)
-    world.tiers.on_acks([JobAck(job.job_id, 0, Phase.LOADED, 0, 8, True, (), failed)])
-    world.tiers.finish("b")
-    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 12
-    assert world.tiers.stats()["tracker_entries"] == 7, "blocks 3 to 5 are the hull"
+ROOT = b"root"
+
+
+class Saves:
+    """A planner over few slots."""
+
+    def __init__(self, num_slots: int, num_groups: int = 1) -> None:
+        layout = CacheLayout(tuple(GroupLayout(GroupKind.FULL, 4) for _ in range(num_groups)), 4)
+        self.num_groups = num_groups
+        self.pool: Any = Pool()
+        state = TierState(config(l1_slots=num_slots), layout, 1, num_slots, itertools.count(), time.monotonic)
+        self.index, self.planner = state.index, SavePlanner(state)
+
+    def draft(self, request_id: str, num_blocks: int = 1) -> SaveJob | None:
+        """Offer this many blocks of the request."""
+        hashes = [f"{request_id} {index}".encode() for index in range(num_blocks)]
+        blocks = [list(range(1, num_blocks + 1)) for _ in range(self.num_groups)]
+        return self.planner.draft(ScheduledRequestView(request_id, 4 * num_blocks, hashes, 4, ROOT, blocks), None, self.pool)
+
+    def end(self, draft: SaveJob | None) -> None:
+        """The save was copied and nothing of it is kept."""
+        assert draft is not None
+        self.planner.over(draft.moves)
+        self.index.unpin([move.slot for move in draft.moves])
+
+
+def test_as_many_are_asked_for_as_there_are_slots_and_the_oldest_first() -> None:
+    saves = Saves(2)
+    done = [saves.draft("a"), saves.draft("b")]
+    everybody = ["c", "d", "e"]
+    assert [saves.draft(name) for name in everybody] == [None] * 3
+    assert saves.planner.continuable(everybody) == []
+    saves.end(done[0])
+    assert saves.planner.continuable(everybody) == ["c"]
+    assert saves.planner.continuable(["e", "d"]) == ["d"], "who is not scheduled keeps nobody waiting"
+    saves.end(done[1])
+    assert saves.planner.continuable(everybody) == ["c", "d"]
+    assert saves.draft("c") is not None
+    assert saves.planner.continuable(everybody) == ["d"]
+
+
+def test_one_that_needs_more_slots_than_there_are_waits_behind_those_that_need_fewer() -> None:
+    saves = Saves(2, num_groups=2)
+    first = saves.draft("a")
+    assert saves.draft("b") is None
+    assert saves.planner.leak_report()["saves_lacking_slots"] == 1
+    assert first is not None
+    saves.planner.over(first.moves)
+    saves.index.unpin([first.moves[0].slot])
+    assert saves.index.num_available == 1
+    assert saves.planner.continuable(["b"]) == []
+    saves.index.unpin([first.moves[1].slot])
+    assert saves.planner.continuable(["b"]) == ["b"]
+
+
+def test_who_gave_up_or_ended_is_not_asked_for() -> None:
+    saves = Saves(1)
+    first = saves.draft("a")
+    for name in "bcd":
+        saves.draft(name)
+    saves.end(first)
+    saves.planner.give_up("b")
+    saves.planner.forget_request("c")
+    assert saves.planner.continuable(["b", "c", "d"]) == ["d"]
+    assert saves.planner.leak_report()["saves_lacking_slots"] == 1
+    saves.planner.clear()
+    assert saves.planner.continuable(["d"]) == []
+    assert saves.planner.leak_report()["saves_lacking_slots"] == 0

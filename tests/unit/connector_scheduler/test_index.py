@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epochkv_connector.tiers.state import HostIndex, SlotError
-from tests.unit.connector_scheduler.index_check import check_index
+from tests.unit.connector_scheduler.rig import check_index
 
 
 def name(number: int) -> bytes:

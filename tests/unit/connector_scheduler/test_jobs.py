@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.tiers.jobs import Copied, Jobs, Loaded, Outcome, Released, Stored
-from epochkv_connector.tiers.state import RecentBlocks
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
 BLOCKS = 6
@@ -95,44 +94,6 @@ def test_a_rank_counts_once() -> None:
     assert table.ignored_acks == 4
 
 
-@given(
-    ranges=st.lists(st.tuples(st.integers(0, BLOCKS), st.integers(0, BLOCKS)), min_size=2, max_size=4),
-    data=st.data(),
-)
-@settings(max_examples=200, deadline=None)
-def test_saves_are_intersected_in_any_order(ranges: list[tuple[int, int]], data: st.DataObject) -> None:
-    table = opened(len(ranges))
-    acks = [JobAck(1, rank, Phase.COPIED, start, max(0, end - start)) for rank, (start, end) in enumerate(ranges)]
-    outcomes = feed(table, data.draw(st.permutations(acks)))
-    (copied,) = [outcome for outcome in outcomes if isinstance(outcome, Copied)]
-    expected = set(range(BLOCKS))
-    for start, end in ranges:
-        expected &= set(range(start, end))
-    assert {move.block for move in copied.saved} == expected
-
-
-@given(
-    missing=st.lists(st.sets(st.integers(0, BLOCKS - 1)), min_size=1, max_size=3),
-    data=st.data(),
-)
-@settings(max_examples=200, deadline=None)
-def test_failed_loads_are_hulled_in_any_order(missing: list[set[int]], data: st.DataObject) -> None:
-    table = opened(len(missing))
-    acks = []
-    for rank, gone in enumerate(missing):
-        filled = tuple(20 + block for block in range(2, BLOCKS) if block not in gone)
-        failed = tuple(20 + block for block in sorted(gone))
-        acks.append(JobAck(2, rank, Phase.LOADED, 0, BLOCKS - len(gone), bool(gone), filled, failed))
-    outcomes = feed(table, data.draw(st.permutations(acks)))
-    (loaded,) = [outcome for outcome in outcomes if isinstance(outcome, Loaded)]
-    all_missing = set().union(*missing)
-    assert loaded.failed == bool(all_missing)
-    assert {move.block for move in loaded.doubted} == all_missing
-    assert {move.block for move in loaded.filled} == set(range(2, BLOCKS)) - all_missing
-    hull = set(range(min(all_missing), max(all_missing) + 1)) if all_missing else set()
-    assert {move.block for move in loaded.hull} == hull
-
-
 def test_a_rank_that_names_no_block_blames_what_was_not_fetched() -> None:
     table = opened(1)
     (loaded, _) = feed(table, [JobAck(2, 0, Phase.LOADED, 0, 0, True, (22, 23))])
@@ -193,17 +154,3 @@ def test_every_interleaving_of_ranks_and_phases_ends_empty(order: list[int], ran
             outcomes += table.acknowledge(queue.pop(0))
     assert sorted(type(outcome).__name__ for outcome in outcomes) == sorted(["Copied", "Stored", "Loaded", "Released", "Released"])
     assert len(table) == 0
-
-
-def test_the_tracker_keeps_the_newest_chains_and_their_heads() -> None:
-    tracker = RecentBlocks(3)
-    tracker.add([(0, b"a0"), (0, b"a1")])
-    tracker.add([(0, b"b0"), (0, b"b1")])
-    assert [(0, name) in tracker for name in (b"a0", b"a1", b"b0", b"b1")] == [True, False, True, True]
-    tracker.use([(0, b"a0")])
-    tracker.add([(0, b"c0")])
-    assert [(0, name) in tracker for name in (b"a0", b"b0", b"b1", b"c0")] == [True, True, False, True]
-    tracker.discard([(0, b"a0")])
-    assert (0, b"a0") not in tracker
-    tracker.clear()
-    assert len(tracker) == 0

@@ -19,8 +19,7 @@ from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.state import LoadState
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, RequestView
 from epochkv_connector.wire import LoadJob, Phase, SaveJob, Tier
-from tests.unit.connector_scheduler.index_check import check_index
-from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, World, chain, config, scheduled, snap_of, view
+from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, World, chain, check_index, config, scheduled, snap_of, view
 
 NUM_SCHEDULES = int(os.environ.get("EPOCHKV_SCHEDULES", "5010"))
 """Of all random schedules here: nine tenths over modes and layouts, one tenth against the reference."""

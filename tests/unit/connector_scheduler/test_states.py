@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.wire import SaveJob
-from tests.unit.connector_scheduler.rig import MIXED, SLIDING_FIRST, STATES, World, chain, config, scheduled, view
-from tests.unit.connector_scheduler.tiers import L1, PROMPT, SNAP
+from tests.unit.connector_scheduler.rig import L1, MIXED, PROMPT, SLIDING_FIRST, SNAP, STATES, World, chain, config, scheduled, view
 
 FULL_AND_STATE = CacheLayout((GroupLayout(GroupKind.FULL, 8), GroupLayout(GroupKind.STATE, 8)), 8)
 PROMPT_BLOCKS = chain(SNAP.root, PROMPT)
