@@ -22,7 +22,7 @@ from tests.unit.connector_scheduler.machines import Pool, Store, Worker, keys_of
 
 HASH_BLOCK = 4
 
-SLOT_BYTES = 100
+SLOT_BYTES = 512
 
 FULL = CacheLayout((GroupLayout(GroupKind.FULL, 4),), 4)
 SLIDING_FIRST = CacheLayout((GroupLayout(GroupKind.SLIDING, 4, window_tokens=6), GroupLayout(GroupKind.FULL, 4)), 4)
