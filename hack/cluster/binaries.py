@@ -1,14 +1,16 @@
 """Go binaries of the local cluster: built from the pinned modules in `tools/`, cached by the hash of what they are built from.
 
-Kubernetes publishes no binaries in any package registry, but the Go module proxy serves its source. So everything is
-built here once, in about ten minutes on two cores, and kept under the cache folder of the user.
+Kubernetes publishes no binaries in any package registry, but the Go module proxy serves its source. So everything is built here once and
+kept under the cache folder of the user. Components, kubectl and Helm are one module, as most of their packages are the same.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -18,64 +20,74 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hack.cluster.provider import ClusterError
+from hack.durations import clock
 
 TOOLS = Path(__file__).parent / "tools"
-KUBERNETES_VERSION = "v1.34.4"
-_VERSION_PACKAGE = "k8s.io/component-base/version"
-_KUBERNETES_LDFLAGS = "-s -w " + " ".join(
-    f"-X {_VERSION_PACKAGE}.{key}={value}"
-    for key, value in {
-        "gitVersion": KUBERNETES_VERSION,
-        "gitMajor": KUBERNETES_VERSION.lstrip("v").split(".")[0],
-        "gitMinor": KUBERNETES_VERSION.split(".")[1],
-        "gitTreeState": "clean",
-        "gitCommit": "unknown",
-        "buildDate": "1970-01-01T00:00:00Z",
-    }.items()
-)
+KUBERNETES_VERSION = "v1.37.2"
+
+
+def _versions(kubernetes: str) -> str:
+    """Flags of the linker that tell the programs which version they are."""
+    major, minor, _ = kubernetes.lstrip("v").split(".")
+    values = {
+        "k8s.io/component-base/version.gitVersion": kubernetes,
+        "k8s.io/component-base/version.gitMajor": major,
+        "k8s.io/component-base/version.gitMinor": minor,
+        "k8s.io/component-base/version.gitTreeState": "clean",
+        # Which cluster `helm template` renders for.
+        "helm.sh/helm/v3/pkg/chartutil.k8sVersionMajor": major,
+        "helm.sh/helm/v3/pkg/chartutil.k8sVersionMinor": minor,
+    }
+    return " ".join(f"-X {key}={value}" for key, value in values.items())
+
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Module:
-    """One Go module under `tools/`: which packages it builds into which binaries, how, and about how long a cold build takes.
+    """One Go module under `tools/`: which packages make which programs, by which other names these are called, and how long it takes.
 
     `checks`: no part of a cluster; tests check the alerts and the workflows with it.
     """
 
     name: str
-    packages: dict[str, str]  # binary name -> Go package
-    ldflags: str
-    expected_seconds: int
+    packages: tuple[str, ...]  # each makes a program that is called as the package is
+    expected_seconds: int  # on two cores, with nothing cached
+    ldflags: str = ""
     tags: str = ""
+    names: tuple[str, ...] = ()  # of the module's own program: it is the component that it is called by
     checks: bool = False
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """What is in the module's folder once it is built."""
+        return (*(self.name if package == "." else package.rpartition("/")[2] for package in self.packages), *self.names)
 
 
 MODULES = (
-    Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}, "-s -w", 30),
     Module(
-        "kubernetes",
-        {
-            name: f"k8s.io/kubernetes/cmd/{name}"
-            for name in (
-                "kube-apiserver",
-                "kube-controller-manager",
-                "kube-scheduler",
-                "kubelet",
-                "kube-proxy",
-                "kubectl",
-            )
-        },
-        _KUBERNETES_LDFLAGS,
-        330,
+        "cluster",
+        (".", "./pause", "helm.sh/helm/v3/cmd/helm"),
+        360,
+        _versions(KUBERNETES_VERSION),
+        names=(
+            "coredns", "etcd", "kube-apiserver", "kube-controller-manager", "kube-proxy", "kube-scheduler", "kubectl", "kubelet",
+        ),
     ),
-    Module("helm", {"helm": "helm.sh/helm/v3/cmd/helm"}, "-s -w", 80),
-    Module("coredns", {"coredns": "github.com/coredns/coredns"}, "-s -w", 100),
     # The tag leaves out what finds targets in two dozen clouds.
-    Module("prometheus", {"promtool": "github.com/prometheus/prometheus/cmd/promtool"}, "-s -w", 200, tags="remove_all_sd", checks=True),
-    Module("actionlint", {"actionlint": "github.com/rhysd/actionlint/cmd/actionlint"}, "-s -w", 10, checks=True),
-)
+    Module("prometheus", ("github.com/prometheus/prometheus/cmd/promtool",), 200, tags="remove_all_sd", checks=True),
+    Module("actionlint", ("github.com/rhysd/actionlint/cmd/actionlint",), 10, checks=True),
+)  # fmt: skip
+
+
+def _modules() -> tuple[Module, ...]:
+    """All of them; `$EPOCHKV_KUBERNETES`, such as v1.35.4, puts the API server and the controller manager of that version first."""
+    version = os.environ.get("EPOCHKV_KUBERNETES")
+    if not version:
+        return MODULES
+    packages = ("k8s.io/kubernetes/cmd/kube-apiserver", "k8s.io/kubernetes/cmd/kube-controller-manager")
+    return (Module(f"kubernetes-{version}", packages, 300, _versions(version)), *MODULES)
 
 
 def cache_root() -> Path:
@@ -87,21 +99,19 @@ def cache_root() -> Path:
 
 
 def go_version() -> str:
-    """The version of the Go toolchain on PATH, such as `go1.24.4`."""
+    """The version of the Go toolchain on PATH, such as `go1.26.4`."""
     try:
         return subprocess.run(["go", "env", "GOVERSION"], check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
         raise ClusterError(f"cannot run 'go env GOVERSION' ({error}): install Go 1.26 or newer to build the cluster's binaries") from error
 
 
-def module_hash(name: str, version: str, tools: Path = TOOLS) -> str:
-    """Twelve hex digits over go.mod, go.sum, tools.go of a module, its build flags and tags, and the Go version."""
-    digest = hashlib.sha256()
-    for part in ("go.mod", "go.sum", "tools.go"):
-        data = (tools / name / part).read_bytes()
-        digest.update(len(data).to_bytes(8, "big") + data)
-    module = next(module for module in MODULES if module.name == name)
-    digest.update(module.ldflags.encode() + b"\0" + version.encode() + module.tags.encode())
+def module_hash(module: Module, version: str, tools: Path = TOOLS) -> str:
+    """Twelve hex digits over the files of a module, how it is built, and the Go version."""
+    digest = hashlib.sha256(f"{module}\0{version}".encode())
+    for path in sorted((tools / module.name).rglob("*")):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
 
 
@@ -118,18 +128,12 @@ class Binaries:
                 return folder / name
         raise ClusterError(f"{name} is not built: run 'python -m hack.cluster build'")
 
-    def missing(self) -> list[Module]:
-        """Modules of which some binary is not there."""
-        return [
-            module for module in MODULES if any(not any((folder / name).is_file() for folder in self.folders) for name in module.packages)
-        ]
-
 
 def locate(cache: Path | None = None) -> Binaries:
     """The cache folders for the modules as they are now, whether built or not."""
     version = go_version()
     root = (cache or cache_root()) / "bin"
-    return Binaries(tuple(root / f"{module.name}-{module_hash(module.name, version)}" for module in MODULES))
+    return Binaries(tuple(root / f"{module.name}-{module_hash(module, version)}" for module in _modules()))
 
 
 @contextmanager
@@ -143,59 +147,83 @@ def _locked(path: Path) -> Iterator[None]:
 def build(report: Report = print, cache: Path | None = None, *, checks: bool = False) -> Binaries:
     """Build what is missing, one module after the other, those for checks on request; safe to call from several processes at once."""
     binaries = locate(cache)
-    missing = [module for module in binaries.missing() if checks or not module.checks]
-    if not missing:
-        return binaries
-    expected = sum(module.expected_seconds for module in missing)
-    report(f"building {', '.join(module.name for module in missing)} (about {expected} s on 2 cores, once)")
-    started = time.monotonic()
-    for module, folder in zip(MODULES, binaries.folders, strict=True):
-        if module not in missing:
+    for module, folder in zip(_modules(), binaries.folders, strict=True):
+        if folder.is_dir() or (module.checks and not checks):
             continue
         with _locked(folder.with_suffix(".lock")):
-            if module in binaries.missing():
-                _build_module(module, folder, report, started, expected)
+            if not folder.is_dir():
+                _build_module(module, folder, report)
     return binaries
 
 
-def _build_module(module: Module, folder: Path, report: Report, started: float, expected: int) -> None:
+def _build_module(module: Module, folder: Path, report: Report) -> None:
     staging = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    log = staging / "build.log"
     try:
-        for name, package in _build_steps(module):
-            command = ["go", "build", "-trimpath", "-tags", module.tags, "-ldflags", module.ldflags, "-o", f"{staging}/{name}", *package]
-            _run_with_progress(command, TOOLS / module.name, log, module, report, started, expected)
-        if folder.exists():
-            shutil.rmtree(folder)
+        report(f"building {', '.join(module.programs)} (about {clock(module.expected_seconds)} on two cores, once)")
+        _go_build(module, staging, report)
+        for name in module.names:
+            (staging / name).symlink_to(module.name)
         staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _build_steps(module: Module) -> list[tuple[str, list[str]]]:
-    """One `go build` for all packages of a module where the binaries are named after them, else one for each."""
-    if all(package.endswith("/" + name) for name, package in module.packages.items()):
-        return [("", list(module.packages.values()))]
-    return [(name, [package]) for name, package in module.packages.items()]
-
-
-def _run_with_progress(command: list[str], cwd: Path, log: Path, module: Module, report: Report, started: float, expected: int) -> None:
-    env = {**os.environ, "GOFLAGS": "-buildvcs=false -mod=readonly", "GOTOOLCHAIN": "local"}
-    with log.open("ab") as output:
-        process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, env=env)
+def _go_build(module: Module, staging: Path, report: Report) -> None:
+    """Download, compile and link. What is left is told by the packages that are left."""
+    cwd, started = TOOLS / module.name, time.monotonic()
+    # Without cgo no C compiler is needed, and the programs are static.
+    env = {**os.environ, "GOFLAGS": "-buildvcs=false -mod=readonly", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
+    if not cwd.is_dir():
+        cwd = _unpinned(module.name.removeprefix("kubernetes-"), staging / "module", env)
+        env["GOFLAGS"] = "-buildvcs=false -mod=mod"
+    listed = subprocess.run(
+        ["go", "list", "-deps", "-tags", module.tags, *module.packages], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+    if listed.returncode != 0:
+        raise ClusterError(f"the Go modules of {module.name} cannot be read or downloaded in {cwd}:\n{_tail(listed.stderr)}")
+    total, compiling = len(listed.stdout.split()), time.monotonic()
+    report(f"{module.name}: modules are there after {clock(compiling - started)}")
+    flags = ["-v", "-trimpath", "-tags", module.tags, "-ldflags", f"-s -w {module.ldflags}", "-o", f"{staging}/"]
+    log = staging / "build.log"  # a line for each package
+    with log.open("wb") as output:
+        process = subprocess.Popen(["go", "build", *flags, *module.packages], cwd=cwd, stdout=output, stderr=subprocess.STDOUT, env=env)
         while True:
             try:
                 code = process.wait(timeout=15)
                 break
             except subprocess.TimeoutExpired:
-                report(f"  {module.name}: {time.monotonic() - started:.0f} s of about {expected} s")
+                report(f"{module.name}: {_left(len(log.read_bytes().splitlines()), total, time.monotonic() - compiling)}")
             except BaseException:
                 process.terminate()
                 process.wait()
                 raise
     if code != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise ClusterError(f"building {module.name} failed (exit {code}) in {cwd}:\n{tail}")
-    report(f"  {module.name}: built after {time.monotonic() - started:.0f} s of about {expected} s")
+        raise ClusterError(f"building {module.name} failed (exit {code}) in {cwd}:\n{_tail(log.read_text(errors='replace'))}")
+    report(f"{module.name}: built after {clock(time.monotonic() - started)}")
+
+
+def _unpinned(version: str, folder: Path, env: dict[str, str]) -> Path:
+    """A module of this version of Kubernetes, whose libraries are of the same version; Go itself writes the checksums."""
+    command = ["go", "mod", "download", "-json", f"k8s.io/kubernetes@{version}"]
+    answer = subprocess.run(command, cwd=TOOLS / "cluster", env=env, capture_output=True, text=True, check=False).stdout
+    if not (file := json.loads(answer or "{}").get("GoMod")):
+        raise ClusterError(f"Kubernetes {version} cannot be downloaded: {answer.strip()}")
+    libraries = re.findall(r"^\t?(\S+) => \./staging/", Path(file).read_text(), re.MULTILINE)
+    lines = [f"replace {name} => {name} v0.{version.partition('.')[2]}" for name in libraries]
+    folder.mkdir()
+    (folder / "go.mod").write_text("\n".join(["module older", "go 1.26.0", f"require k8s.io/kubernetes {version}", *lines, ""]))
+    return folder
+
+
+def _left(done: int, total: int, seconds: float) -> str:
+    """How far `total` packages are after `seconds` of compiling."""
+    if done >= total:
+        return "linking"
+    left = f", about {clock(seconds * (total - done) / done)} left" if done > total // 20 else ""
+    return f"{done} of {total} packages{left}"
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-15:])

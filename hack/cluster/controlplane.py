@@ -18,7 +18,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from hack.cluster.binaries import Binaries, locate
-from hack.cluster.components import Layout, apiserver_args, audit_args, controller_manager_args, etcd_args, write_credentials
+from hack.cluster.config import Layout, apiserver_args, audit_args, controller_manager_args, etcd_args, write_credentials
 from hack.cluster.process import Component, ProcessTable
 from hack.cluster.provider import ClusterError
 from hack.loopback import free_ports

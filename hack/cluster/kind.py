@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from hack.cluster.config import check_name, run_root
 from hack.cluster.provider import ClusterError, ComponentStatus, Report
-from hack.cluster.state import check_name, run_root
 
 
 def kind_config(mounts: Sequence[Path]) -> dict[str, object]:
@@ -57,15 +57,6 @@ class KindCluster:
         for path in archives:
             self._run("load", "image-archive", str(path), "--name", self.name)
             report(f"loaded {path.name}")
-
-    def logs(self, component: str) -> str:
-        """Journal of a unit (kubelet, containerd) or log of a static pod of the first node."""
-        node = f"{self.name}-control-plane"
-        if component in ("kubelet", "containerd"):
-            command = ["docker", "exec", node, "journalctl", "--no-pager", "-u", component]
-        else:
-            command = ["docker", "exec", node, "sh", "-c", f"cat /var/log/containers/{component}-*.log"]
-        return _output(command)
 
     def _clusters(self) -> list[str]:
         return self._run("get", "clusters").split()

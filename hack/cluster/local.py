@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from hack.cluster import nodeconfig, state
+from hack.cluster import config
 from hack.cluster.binaries import Binaries, build
-from hack.cluster.components import apiserver_args, controller_manager_args, etcd_args, write_credentials
+from hack.cluster.config import ClusterState
 from hack.cluster.controlplane import Api
 from hack.cluster.node import Node, host
 from hack.cluster.process import log_tail
 from hack.cluster.provider import ClusterError, ComponentStatus, Report
-from hack.cluster.state import ClusterState
 from hack.waiting import poll
 
 COMPONENTS = (
@@ -61,7 +60,7 @@ class LocalCluster:
     """One local cluster. Needs root, Debian's containerd, runc, iptables and containernetworking-plugins."""
 
     def __init__(self, name: str) -> None:
-        self.name = state.check_name(name)
+        self.name = config.check_name(name)
 
     # -- Provider ----------------------------------------------------------------------------------------------------
 
@@ -71,7 +70,7 @@ class LocalCluster:
         binaries = build(report)
         from hack.images import pause  # late: images depend on this package
 
-        pause_archive = pause.ensure()
+        pause_archive = pause.ensure(binaries)
         started = time.monotonic()
 
         def step(text: str) -> None:
@@ -82,6 +81,8 @@ class LocalCluster:
             node = Node(cluster)
             if not node.alive():
                 self._forget_processes(node)
+            elif (server := node.table.get("kube-apiserver")) and server.argv[0] != str(binaries.path("kube-apiserver")):
+                raise ClusterError(f"cluster {self.name} runs another Kubernetes ({server.argv[0]}): 'make down' removes it")
             if node.ensure():
                 step(f"node {cluster.node_name}: own namespaces, {cluster.network.node} on {cluster.network.device}")
             self._write_configuration(node)
@@ -91,11 +92,11 @@ class LocalCluster:
     def down(self, report: Report) -> None:
         """Kill the node's init and remove what lies outside it."""
         with self._locked():
-            cluster = state.load(self.name)
+            cluster = config.load(self.name)
             if cluster is None:
                 # No record: at most folders of an `up` that died before it wrote one.
-                shutil.rmtree(state.run_root() / self.name, ignore_errors=True)
-                shutil.rmtree(state.data_root() / self.name, ignore_errors=True)
+                shutil.rmtree(config.run_root() / self.name, ignore_errors=True)
+                shutil.rmtree(config.data_root() / self.name, ignore_errors=True)
                 report(f"cluster {self.name}: nothing to remove")
             else:
                 node = Node(cluster)
@@ -105,17 +106,17 @@ class LocalCluster:
                 # The record goes last: a `down` that is interrupted can be repeated.
                 _remove(cluster.data)
                 _remove(cluster.run, last="cluster.json")
-                if not state.known():
+                if not config.known():
                     node.remove_mount_point()
                 report(f"cluster {self.name} is removed")
-            (state.run_root() / f".{self.name}.lock").unlink(missing_ok=True)
-        for root in (state.run_root(), state.data_root()):
+            (config.run_root() / f".{self.name}.lock").unlink(missing_ok=True)
+        for root in (config.run_root(), config.data_root()):
             with contextlib.suppress(OSError):  # other clusters are in it, or it is gone
                 root.rmdir()
 
     def status(self) -> list[ComponentStatus]:
         """Processes, then what the API says of itself and the node."""
-        cluster = state.load(self.name)
+        cluster = config.load(self.name)
         if cluster is None:
             return []
         node, lines = Node(cluster), []
@@ -149,14 +150,6 @@ class LocalCluster:
             record.write_text(json.dumps(loaded))
             report(f"loaded {path.name} in {time.monotonic() - started:.1f} s")
 
-    def logs(self, component: str) -> str:
-        folder = Node(self._state()).table.logs
-        path = folder / f"{component}.log"
-        if not path.is_file():
-            names = ", ".join(sorted(file.stem for file in folder.glob("*.log")))
-            raise ClusterError(f"no component {component!r} in cluster {self.name}: one of {names}")
-        return path.read_text(errors="replace")
-
     # -- beyond Provider: what fault tests use --------------------------------------------------------------------------
 
     @property
@@ -165,7 +158,7 @@ class LocalCluster:
         return Node(self._state())
 
     @property
-    def network(self) -> state.Network:
+    def network(self) -> config.Network:
         return self._state().network
 
     def signal(self, component: str, number: int) -> None:
@@ -181,27 +174,27 @@ class LocalCluster:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """One `up` or `down` of a name at a time; network indexes are handed out under the shared lock in `_state_or_new`."""
-        handle = _lock(state.run_root() / f".{self.name}.lock")
+        handle = _lock(config.run_root() / f".{self.name}.lock")
         try:
             yield
         finally:
             os.close(handle)
 
     def _state(self) -> ClusterState:
-        found = state.load(self.name)
+        found = config.load(self.name)
         if found is None:
             raise ClusterError(f"there is no cluster {self.name!r}: 'python -m hack.cluster up --name {self.name}' makes it")
         return found
 
     def _state_or_new(self) -> ClusterState:
-        lock = os.open(state.run_root(), os.O_RDONLY)
+        lock = os.open(config.run_root(), os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if found := state.load(self.name):
+            if found := config.load(self.name):
                 return found
             routes = host("ip", "-4", "route").stdout
-            made = state.make(self.name, state.free_index(set(state.known().values()), routes))
-            state.save(made)
+            made = config.make(self.name, config.free_index(set(config.known().values()), routes))
+            config.save(made)
             return made
         finally:
             os.close(lock)
@@ -219,7 +212,7 @@ class LocalCluster:
         cluster = node.state
         layout, run = cluster.layout, cluster.run
         (run / "cni").mkdir(exist_ok=True)
-        write_credentials(layout)
+        config.write_credentials(layout)
         clients = {
             "scheduler": ("system:kube-scheduler", []),
             "kube-proxy": ("system:kube-proxy", []),
@@ -232,11 +225,11 @@ class LocalCluster:
             if not layout.kubeconfig(name).exists():
                 layout.pki.kubeconfig(layout.kubeconfig(name), name, layout.server)
         files = {
-            "containerd.toml": nodeconfig.containerd_toml(cluster),
-            "cni/10-epochkv.conflist": json.dumps(nodeconfig.cni_conflist(cluster), indent=1),
-            "kubelet.json": json.dumps(nodeconfig.kubelet_config(cluster), indent=1),
-            "kube-proxy.json": json.dumps(nodeconfig.proxy_config(cluster), indent=1),
-            "Corefile": nodeconfig.corefile(cluster),
+            "containerd.toml": config.containerd_toml(cluster),
+            "cni/10-epochkv.conflist": json.dumps(config.cni_conflist(cluster), indent=1),
+            "kubelet.json": json.dumps(config.kubelet_config(cluster), indent=1),
+            "kube-proxy.json": json.dumps(config.proxy_config(cluster), indent=1),
+            "Corefile": config.corefile(cluster),
             "resolv.conf": f"nameserver {cluster.network.node}\n",
         }
         for name, text in files.items():
@@ -267,7 +260,7 @@ class LocalCluster:
         step("API server is ready")
         since = time.time() if "kubelet" in dead else 0.0  # after a crash, the node's old status still says Ready
         start("kube-controller-manager", "kube-scheduler", "kubelet")
-        for path, obj in nodeconfig.dns_objects(cluster).items():
+        for path, obj in config.dns_objects(cluster).items():
             self._wait(node, lambda path=path, obj=obj: _applied(api, path, obj), f"applying {path}")  # type: ignore[misc]
         start("coredns")
         self._wait(node, lambda: _node_ready(api, cluster, since), f"node {cluster.node_name}")
@@ -281,11 +274,11 @@ class LocalCluster:
     def _command(cluster: ClusterState, binaries: Binaries, name: str) -> list[str]:
         layout, run = cluster.layout, cluster.run
         args: dict[str, Callable[[], list[str]]] = {
-            "etcd": lambda: etcd_args(layout),
-            "kube-apiserver": lambda: apiserver_args(layout),
-            "kube-controller-manager": lambda: controller_manager_args(layout),
-            "kube-scheduler": lambda: nodeconfig.scheduler_args(cluster),
-            "kubelet": lambda: nodeconfig.kubelet_args(cluster),
+            "etcd": lambda: config.etcd_args(layout),
+            "kube-apiserver": lambda: config.apiserver_args(layout),
+            "kube-controller-manager": lambda: config.controller_manager_args(layout),
+            "kube-scheduler": lambda: config.scheduler_args(cluster),
+            "kubelet": lambda: config.kubelet_args(cluster),
             "kube-proxy": lambda: [f"--config={run}/kube-proxy.json"],
             "coredns": lambda: ["-conf", f"{run}/Corefile"],
             "containerd": lambda: ["--config", f"{run}/containerd.toml"],

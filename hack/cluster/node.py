@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hack.cluster.config import ClusterState
 from hack.cluster.process import Component, ProcessTable
 from hack.cluster.provider import ClusterError
-from hack.cluster.state import ClusterState
 from hack.waiting import poll
 
 CGROUPS = Path("/sys/fs/cgroup")

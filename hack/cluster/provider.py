@@ -58,7 +58,3 @@ class Provider(Protocol):
     def load_images(self, archives: Sequence[Path], report: Report) -> None:
         """Make docker-archive files available to pods with imagePullPolicy IfNotPresent or Never."""
         ...
-
-    def logs(self, component: str) -> str:
-        """Log text of a component."""
-        ...

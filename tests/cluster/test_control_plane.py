@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+from hack.cluster.binaries import KUBERNETES_VERSION
 from hack.cluster.controlplane import COMPONENTS, ControlPlane
 from hack.cluster.process import start_time
 from hack.waiting import poll
@@ -18,8 +19,8 @@ def kubectl(plane: ControlPlane, *args: str, kubeconfig: Path | None = None) -> 
 
 def test_serves_the_pinned_version_and_runs_controllers(control_plane: ControlPlane) -> None:
     version = json.loads(kubectl(control_plane, "version", "-o", "json").stdout)
-    assert version["serverVersion"]["gitVersion"] == "v1.34.4"
-    assert version["clientVersion"]["gitVersion"] == "v1.34.4"
+    assert version["serverVersion"]["gitVersion"] == KUBERNETES_VERSION
+    assert version["clientVersion"]["gitVersion"] == KUBERNETES_VERSION
     assert kubectl(control_plane, "create", "namespace", "controllers").returncode == 0
     # The root CA ConfigMap is made by a controller, not by the API server.
     assert poll(lambda: kubectl(control_plane, "-n", "controllers", "get", "cm", "kube-root-ca.crt").returncode == 0, 30)

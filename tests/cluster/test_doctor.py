@@ -52,7 +52,7 @@ class World:
 
     def _install(self, directory: Path) -> None:
         chart, values = str(ROOT / "charts" / "epochkv"), f"crds.install=false,watchNamespaces={{{HOME}}}"
-        command = [str(self.plane.helm), "template", "epochkv", chart, "-n", HOME, "--kube-version", "1.34.4", "--set", values]
+        command = [str(self.plane.helm), "template", "epochkv", chart, "-n", HOME, "--set", values]
         rendered = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
         (directory / "chart.yaml").write_text(rendered)
         self.chart = directory / "chart.yaml"

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from hack.cluster.binaries import build
+from hack.cluster.config import run_root
 from hack.cluster.local import COMPONENTS, LocalCluster
-from hack.cluster.state import run_root
 from hack.images.builder import Builder
 from hack.images.recipe import image
 from hack.waiting import poll

@@ -56,7 +56,7 @@ def audited(tmp_path: Path) -> Iterator[ControlPlane]:
 def chart_rights(plane: ControlPlane) -> set[Right]:
     """What the chart grants an operator that serves one namespace beside its own. Left out: what `helm test` is granted, and kinds of other
     projects, which this API server does not serve, so that nothing but a list of them is ever asked."""
-    command = [str(plane.helm), "template", "epochkv", str(ROOT / "charts" / "epochkv"), "-n", HOME, "--kube-version", "1.34.4"]
+    command = [str(plane.helm), "template", "epochkv", str(ROOT / "charts" / "epochkv"), "-n", HOME]
     flags = ["--set", "crds.install=false", "--set", f"watchNamespaces={{{TEAM}}}"]
     rendered = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, check=True).stdout
     objects = [obj for obj in yaml.safe_load_all(rendered) if obj and "helm.sh/hook" not in (obj["metadata"].get("annotations") or {})]

@@ -58,7 +58,7 @@ def promtool() -> str:
 @pytest.fixture(scope="session")
 def render(helm: str) -> Callable[..., Rendered]:
     def run(*arguments: str, namespace: str = "epochkv-system") -> Rendered:
-        command = [helm, "template", "demo", str(CHART), "--namespace", namespace, "--kube-version", "1.34.4", *arguments]
+        command = [helm, "template", "demo", str(CHART), "--namespace", namespace, *arguments]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         objects = tuple(obj for obj in yaml.safe_load_all(result.stdout) if obj) if result.returncode == 0 else ()
         return Rendered(result.returncode, objects, result.stderr)

@@ -1,9 +1,8 @@
-"""The cache key of the Go binaries covers everything that they are built from."""
+"""The cache key of the Go binaries covers everything that they are built from, and a demo builds nothing that only tests need."""
 
 from __future__ import annotations
 
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
@@ -11,47 +10,40 @@ import pytest
 from hack.cluster import binaries
 from hack.cluster.provider import ClusterError
 
-REST = ["kubernetes", "helm", "coredns", "prometheus", "actionlint"]
+CLUSTER = binaries.MODULES[0]
 
 
-@pytest.fixture
-def tools(tmp_path: Path) -> Path:
+@pytest.mark.parametrize("file", ["go.mod", "go.sum", "main.go", "pause/main.go"])
+def test_key_changes_with_each_file(tmp_path: Path, file: str) -> None:
     shutil.copytree(binaries.TOOLS, tmp_path / "tools")
-    return tmp_path / "tools"
-
-
-@pytest.mark.parametrize("file", ["go.mod", "go.sum", "tools.go"])
-def test_key_changes_with_each_file(tools: Path, file: str) -> None:
-    before = binaries.module_hash("etcd", "go1.24.0", tools)
-    assert binaries.module_hash("etcd", "go1.24.0", tools) == before
-    with (tools / "etcd" / file).open("a") as handle:
+    before = binaries.module_hash(CLUSTER, "go1.26.0", tmp_path / "tools")
+    assert binaries.module_hash(CLUSTER, "go1.26.0", tmp_path / "tools") == before
+    with (tmp_path / "tools/cluster" / file).open("a") as handle:
         handle.write("\n")
-    assert binaries.module_hash("etcd", "go1.24.0", tools) != before
+    assert binaries.module_hash(CLUSTER, "go1.26.0", tmp_path / "tools") != before
 
 
-def test_every_module_pins_its_packages() -> None:
-    for module in binaries.MODULES:
-        imports = (binaries.TOOLS / module.name / "tools.go").read_text()
-        for package in module.packages.values():
-            assert f'_ "{package}"' in imports
-    assert f"k8s.io/kubernetes {binaries.KUBERNETES_VERSION}" in (binaries.TOOLS / "kubernetes/go.mod").read_text()
-
-
-def test_missing_binary_says_how_to_build_it(tmp_path: Path) -> None:
-    found = binaries.Binaries((tmp_path,))
-    assert [module.name for module in found.missing()] == ["etcd", *REST]
-    with pytest.raises(ClusterError, match=r"python -m hack\.cluster build"):
-        found.path("etcd")
-    (tmp_path / "etcd").touch(mode=stat.S_IRWXU)
-    assert found.path("etcd") == tmp_path / "etcd"
-    assert [module.name for module in found.missing()] == REST
+def test_the_program_knows_every_name_that_it_is_called_by() -> None:
+    source = (binaries.TOOLS / "cluster/main.go").read_text()
+    assert [name for name in CLUSTER.names if f'case "{name}":' not in source] == []
+    assert f"k8s.io/kubernetes {binaries.KUBERNETES_VERSION}\n" in (binaries.TOOLS / "cluster/go.mod").read_text()
 
 
 def test_a_demo_does_not_wait_for_what_only_tests_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[str] = []
-    monkeypatch.setattr(binaries, "_build_module", lambda module, *rest: built.append(module.name))
-    binaries.build(lambda line: None, tmp_path)
-    assert built == ["etcd", "kubernetes", "helm", "coredns"]
-    built.clear()
-    binaries.build(lambda line: None, tmp_path, checks=True)
-    assert built[-2:] == ["prometheus", "actionlint"]
+    def build(module: binaries.Module, folder: Path, report: object) -> None:
+        folder.mkdir(parents=True)
+        for name in module.programs:
+            (folder / name).touch()
+
+    monkeypatch.setattr(binaries, "_build_module", build)
+    found = binaries.build(lambda line: None, tmp_path)
+    assert found.path("kubectl").name == "kubectl"
+    with pytest.raises(ClusterError, match=r"promtool is not built: run 'python -m hack\.cluster build"):
+        found.path("promtool")
+    assert binaries.build(lambda line: None, tmp_path, checks=True).path("promtool").name == "promtool"
+
+
+def test_what_is_left_is_told_by_the_packages_that_are_left() -> None:
+    assert binaries._left(100, 3000, 10.0) == "100 of 3000 packages"
+    assert binaries._left(1000, 3000, 60.0) == "1000 of 3000 packages, about 2:00 left"
+    assert binaries._left(3000, 3000, 200.0) == "linking"

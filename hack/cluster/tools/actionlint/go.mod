@@ -2,6 +2,8 @@ module epochkv.io/hack/cluster/tools/actionlint
 
 go 1.26.0
 
+tool github.com/rhysd/actionlint/cmd/actionlint
+
 require github.com/rhysd/actionlint v1.7.12
 
 require (

@@ -2,6 +2,8 @@ module epochkv.io/hack/cluster/tools/prometheus
 
 go 1.26.7
 
+tool github.com/prometheus/prometheus/cmd/promtool
+
 require github.com/prometheus/prometheus v0.316.0
 
 require (
