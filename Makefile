@@ -25,10 +25,12 @@ setup-trainers: setup ## Environments of trainers, each beside the vLLM on CPU t
 	@$(SETUP) $(TRAINERS)
 
 setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, environments
-	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev engine dynamo
-	@$(if $(filter kind,$(CLUSTER)),true,$(DEV) -m hack.cluster build)
+	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev
+	@$(if $(filter kind,$(CLUSTER)),true,$(DEV) -m hack.cluster build) & building=$$!; \
+	  $(SETUP) engine dynamo || { kill $$building; exit 1; }; wait $$building
 
-demo: setup-cluster ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)
+demo: ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)
+	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev
 	@$(DEV) -m hack.demo run
 
 demo-stock: setup-engine ## No cluster: vLLM's own Mooncake connector reuses stale KV; ours does not, nor does vLLM's with our fence

@@ -16,45 +16,62 @@ from hack.demo.progress import Progress
 from hack.demo.setup import Setup
 from hack.durations import Durations, clock
 
-STEPS = 14
+TOGETHER = "binaries, images and vLLM, side by side"
+
+
+def plan(bumps: int) -> dict[str, float]:
+    """Every step, and about how many seconds it takes on two cores with empty caches."""
+    return {
+        TOGETHER: 480,
+        "models": 5,
+        "cluster": 25,
+        "load images": 15,
+        "helm install": 10,
+        "kubectl apply": 5,
+        "pool and engines become Ready": 85,
+        "look at the engines": 2,
+        "prompts to replica A, then to replica B": 10,
+        "push new weights, look at them": 3,
+        "the same prompts again": 10,
+        "raise resetEpoch, the same prompts once more": 10,
+        f"{bumps} more bumps": 10,
+    }
 
 
 def demo(console: Console, seed: int | None, bumps: int) -> int:
     """Run everything; the exit status is 0 only when every claim held."""
     setup = Setup()
     seed = random.SystemRandom().randrange(1_000_000) if seed is None else seed
-    durations = Durations(cache_root() / "demo-durations.json")
-    progress = Progress(console, durations, STEPS)
+    steps = plan(bumps)
+    progress = Progress(console, Durations(cache_root() / "demo-durations.json"), len(steps), steps)
     note = progress.note
-    with progress.step("Kubernetes binaries", 420):
-        setup.build_tools(note)
-    with progress.step("images", 180):
-        archives = setup.build_images(note)
-    with progress.step("models", 60):
+    with progress.step(TOGETHER):
+        archives = setup.prepare(note)
+    with progress.step("models"):
         setup.make_models(note)
-    with progress.step("cluster", 30):
+    with progress.step("cluster"):
         setup.bring_up(note)
-    with progress.step("load images", 20):
+    with progress.step("load images"):
         setup.load_images(archives, note)
-    with progress.step("helm install", 15):
+    with progress.step("helm install"):
         setup.install(note)
-    with progress.step("kubectl apply", 5):
+    with progress.step("kubectl apply"):
         setup.apply(note)
-    with progress.step("pool and engines become Ready", 120):
+    with progress.step("pool and engines become Ready"):
         setup.wait_ready(note)
     journey = Journey(setup.kube(), note, seed)
     console.print(f"        prompts are drawn with --seed {seed}", highlight=False)
-    with progress.step("look at the engines", 2):
+    with progress.step("look at the engines"):
         journey.prepare()
-    with progress.step("prompts to replica A, then to replica B", 15):
+    with progress.step("prompts to replica A, then to replica B"):
         journey.share()
-    with progress.step("push new weights, look at them", 3):
+    with progress.step("push new weights, look at them"):
         journey.push()
-    with progress.step("the same prompts again", 15):
+    with progress.step("the same prompts again"):
         journey.after()
-    with progress.step("raise resetEpoch, the same prompts once more", 15):
+    with progress.step("raise resetEpoch, the same prompts once more"):
         bump = journey.reset()
-    with progress.step(f"{bumps} more bumps", 15):
+    with progress.step(f"{bumps} more bumps"):
         samples = measure(setup, bumps)
     journey.claims.show(console, "What was promised, and what was seen")
     show_numbers(console, bump.milliseconds, samples, progress.elapsed)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from hack import models
 from hack.cluster import binaries, choose_provider
-from hack.cluster.provider import Provider
+from hack.cluster.provider import ClusterError, Provider
 from hack.demo.journey import ENGINE, NAMESPACE, POOL, REFERENCE
 from hack.demo.kube import DemoError, Json, Kube, condition
 from hack.demo.volumes import ENV_CLAIM, provide_folder
@@ -25,7 +29,8 @@ MANIFESTS = ROOT / "config/demo"
 SYSTEM = "epochkv-system"
 LOADED = "epochkv.io/loaded-images"
 
-Note = Callable[[str], None]
+Note = Callable[..., None]
+"""Takes a text, and which part of a step says it where several run at once."""
 
 
 @dataclass
@@ -55,18 +60,19 @@ class Setup:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def build_tools(self, note: Note) -> None:
-        """Kubernetes, Helm and etcd; with kind only kubectl and Helm are needed, and PATH may have them."""
-        if os.environ.get("CLUSTER") == "kind" and shutil.which("kubectl") and shutil.which("helm"):
-            note("kubectl and helm are on PATH")
-        else:
-            binaries.build(note)
+    def prepare(self, note: Note) -> list[Path]:
+        """What takes minutes from empty caches, side by side: Go compiles while packages and images are downloaded. Archives of the images.
 
-    def build_images(self, note: Note) -> list[Path]:
-        """Operator, store and engine images; only what has changed. With kind, the Docker daemon that runs it builds them."""
-        if os.environ.get("CLUSTER") != "kind":
-            return Builder(note).ensure(IMAGES)
-        return [self._docker_build(image, note) for image in IMAGES]
+        With kind, PATH may have kubectl and Helm, and the Docker daemon that runs it builds the images.
+        """
+        python, kind = sys.executable, os.environ.get("CLUSTER") == "kind"
+        commands = {} if "EPOCHKV_ENGINE_VENV" in os.environ else {"vLLM": [str(ROOT / "hack/setup.sh"), "engine"]}
+        if not (kind and shutil.which("kubectl") and shutil.which("helm")):
+            commands["binaries"] = [python, "-m", "hack.cluster", "build"]
+        if not kind:
+            commands["images"] = [python, "-m", "hack.images", "build"]
+        side_by_side(commands, note)
+        return [self._docker_build(image, note) for image in IMAGES] if kind else Builder(note).ensure(IMAGES)
 
     def _docker_build(self, image: Image, note: Note) -> Path:
         note(f"docker build {image.reference}")
@@ -82,8 +88,6 @@ class Setup:
     def make_models(self, note: Note) -> None:
         for name, seed in (("base", 1), ("new", 2)):
             models.make(self.models / name, seed)
-        if not (self.engine_venv / "bin/python").exists():
-            raise DemoError(f"{self.engine_venv} is no environment with vLLM: run 'make setup-engine'")
 
     def bring_up(self, note: Note) -> None:
         self.provider.up(note, [self.models, self.engine_venv])
@@ -190,14 +194,43 @@ def _observed(obj: Json) -> bool:
     return bool((obj.get("status") or {}).get("observedGeneration", 0) >= obj["metadata"]["generation"])
 
 
+def side_by_side(commands: Mapping[str, Sequence[str]], note: Note) -> None:
+    """Run commands at once; what they say on stderr are notes. When one fails, the others are ended, and its last lines are the error."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    processes = {
+        name: subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes) for name, command in commands.items()
+    }
+
+    def follow(name: str) -> None:
+        process, lines = processes[name], []
+        for line in process.stderr or ():
+            lines.append(line.rstrip())
+            note(line.removeprefix("==> "), name)
+        if code := process.wait():
+            raise DemoError(f"{name}: '{shlex.join(commands[name])}' failed (exit {code}):\n" + "\n".join(lines[-15:]))
+
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(follow, name) for name in commands]
+        try:
+            for done in as_completed(running):
+                done.result()
+        finally:
+            for process in processes.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGINT)  # so that it cleans up
+                    try:
+                        process.wait(20.0)
+                    except subprocess.TimeoutExpired:
+                        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _tool(name: str) -> Path:
-    found = binaries.locate()
-    if any(module for module in found.missing() if name in module.packages):
-        system = shutil.which(name)
-        if system is None:
-            raise DemoError(f"{name} is not built: run 'python -m hack.cluster build'")
+    try:
+        return binaries.locate().path(name)
+    except ClusterError:
+        if (system := shutil.which(name)) is None:
+            raise
         return Path(system)
-    return found.path(name)
 
 
 def _docker(*args: str) -> str:

@@ -35,10 +35,9 @@ def setup() -> Iterator[Setup]:
     given = os.environ.get("EPOCHKV_CLUSTER")
     made = Setup(cluster=given or OWN_CLUSTER)
     try:
-        made.build_tools(print)
         if given is None:
             made.remove(print)
-        archives = made.build_images(print)
+        archives = made.prepare(lambda text, part="": print(f"{part}: {text}"))
         made.make_models(print)
         made.bring_up(print)
         made.load_images(archives, print)
