@@ -6,16 +6,10 @@ No node runs the pods; the tests write what a kubelet would.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
-from epochkv_operator.api import parse_engine
-from epochkv_operator.planning.engine import desired_engine
-from hack.cluster.binaries import build
-from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition
-from tests.support.planning import CONTEXT, one
 
 Json = dict[str, Any]
 PODS = "/api/v1/namespaces/{}/pods"
@@ -148,7 +142,7 @@ IN_AN_IMAGE: Json = {"name": "tiny", "volume": {"image": {"reference": "registry
 
 
 def test_models_in_volumes(namespace: Namespace, operator: OperatorProcess) -> None:
-    """Claims are admitted under `restricted`. Kubernetes 1.34 drops image volumes in silence: pods would look for a model in vain."""
+    """Claims and images are admitted under `restricted`."""
     namespace.patch("/api/v1/namespaces", namespace.name, RESTRICTED)
     models = {"volume": {"claimName": "claim", "path": "qwen"}, "cache": {"claimName": "claim"}}
     for kind, source in models.items():
@@ -161,26 +155,10 @@ def test_models_in_volumes(namespace: Namespace, operator: OperatorProcess) -> N
         assert volume["persistentVolumeClaim"]["claimName"] == "claim"
         mounts = {mount["name"]: mount["mountPath"] for mount in found[kind]["containers"][0]["volumeMounts"]}
         assert mounts[volume["name"]] == path
-    said = eventually(
-        lambda: (ready := condition(namespace.engine_status("image"), "Ready")).get("reason") == "ImageVolumesOff" and ready["message"],
-        f"a condition; log:\n{operator.tail()}",
-    )
-    assert "dropped spec.model.volume.image: turn on the feature gate ImageVolume" in said
-
-
-def test_a_cluster_with_image_volumes_admits_them(tmp_path: Path) -> None:
-    """The whole pod, past Pod Security `restricted`."""
-    engine = parse_engine({"kind": "InferenceEngine", "metadata": {"name": "rollout"}, "spec": {"model": IN_AN_IMAGE}})
-    template = one(desired_engine(engine, None, CONTEXT), "Deployment")["spec"]["template"]
-    with ControlPlane(tmp_path / "cp", binaries=build(), api_server_flags=("--feature-gates=ImageVolume=true",)) as plane:
-        space = Namespace(plane, "default")
-        space.patch("/api/v1/namespaces", "default", RESTRICTED)
-        space.create("/api/v1/namespaces/{}/serviceaccounts", {"metadata": {"name": "rollout"}})
-        made = space.create(PODS, {"metadata": {"name": "rollout", **template["metadata"]}, "spec": template["spec"]})
-        [volume] = [item for item in made["spec"]["volumes"] if "image" in item]
-        assert volume["image"] == {"reference": "registry.example/qwen:1", "pullPolicy": "Never"}
-        mount = next(item for item in made["spec"]["containers"][0]["volumeMounts"] if item["name"] == volume["name"])
-        assert (mount["mountPath"], mount["readOnly"]) == ("/models", True)
+    [volume] = [item for item in found["image"]["volumes"] if "image" in item]
+    assert volume["image"] == {"reference": "registry.example/qwen:1", "pullPolicy": "Never"}
+    mount = next(item for item in found["image"]["containers"][0]["volumeMounts"] if item["name"] == volume["name"])
+    assert (mount["mountPath"], mount["readOnly"]) == ("/models", True)
 
 
 def test_what_a_memory_limit_refuses_is_explained(namespace: Namespace, operator: OperatorProcess) -> None:

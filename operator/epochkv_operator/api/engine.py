@@ -187,8 +187,7 @@ class ModelVolume(ApiModel):
     claim_name: ClaimName | None = None
     """A PersistentVolumeClaim in the same namespace."""
     image: ModelImage | None = None
-    """An image. Nodes keep it like any other image. The cluster must allow image volumes: Kubernetes 1.35, or the feature gate
-    `ImageVolume` before."""
+    """An image. Nodes keep it like any other image."""
     path: Folder | None = None
     """Folder of the model in the volume. The whole volume when unset."""
 

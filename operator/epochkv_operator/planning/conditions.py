@@ -31,7 +31,7 @@ from epochkv_operator.planning.context import (
     listed,
     short_id,
 )
-from epochkv_operator.planning.engine import MODEL_VOLUME, leader_selector, local_bytes, workload_of
+from epochkv_operator.planning.engine import leader_selector, local_bytes, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
 from epochkv_operator.planning.workload import Health, find, health, rollout, select
@@ -71,28 +71,12 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         parts.append(_epoch_current(engine, bound, observed, state))
     if engine.spec.pool_ref is not None and living(pool) is not None:
         notes.append(_engine_tiers(engine, observed))
-    problem = observed.problem or _dropped_volume(engine, observed)
+    problem = observed.problem
     if state.reason == "ScaledToZero" and problem is None:
         found = [_ready_without_pods(parts, state), *parts, *notes]
     else:
         found = [*_with_ready(parts, problem, Condition("Ready", "True", "Ready", "the engine serves")), *notes]
     return [_with_local_memory(condition, engine, living(pool)) for condition in found]
-
-
-def _dropped_volume(engine: InferenceEngine, observed: Observed) -> Problem | None:
-    """An API server without image volumes drops them in silence, and the pods look for a model that is not there."""
-    volume, workload = engine.spec.model.volume, _workload(engine, observed)
-    if volume is None or volume.image is None or workload is None:
-        return None
-    spec = workload["spec"]
-    template = spec.get("template") or (spec.get("leaderWorkerTemplate") or {}).get("leaderTemplate") or {}
-    volumes = (template.get("spec") or {}).get("volumes") or []
-    if any(item.get("name") == MODEL_VOLUME and "image" in item for item in volumes):
-        return None
-    remedy = (
-        "turn on the feature gate ImageVolume of the API server and the kubelets (on by default from Kubernetes 1.35), or use claimName"
-    )
-    return Problem("ImageVolumesOff", f"this cluster does not allow image volumes and dropped spec.model.volume.image: {remedy}")
 
 
 def _progressing(engine: InferenceEngine, observed: Observed, state: Health) -> Condition:

@@ -241,6 +241,17 @@ def test_wrong_values_are_refused_by_name(render: Render, arguments: tuple[str, 
     assert named_in_error in rendered.error
 
 
+@pytest.mark.parametrize("version", ["1.35.0", "1.36.3", "1.37.2-gke.100"])
+def test_every_supported_kubernetes_gets_the_same(render: Render, version: str) -> None:
+    rendered = render("--kube-version", version)
+    assert rendered.status == 0, rendered.error
+    assert rendered.objects == render().objects
+
+
+def test_an_older_kubernetes_is_refused(render: Render) -> None:
+    assert "kubeVersion: >=1.35.0-0" in render("--kube-version", "1.34.9").error
+
+
 def test_notes_tell_how_to_reset(helm: str, tmp_path: Path) -> None:
     # `helm template` does not print notes, so a copy of the chart renders them into a ConfigMap.
     chart = shutil.copytree(CHART, tmp_path / "epochkv")
@@ -248,7 +259,7 @@ def test_notes_tell_how_to_reset(helm: str, tmp_path: Path) -> None:
     (chart / "templates/notes.yaml").write_text(
         'kind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: {{ include (print $.Template.BasePath "/_notes.tpl") . | quote }}\n'
     )
-    command = [helm, "template", "demo", str(chart), "--namespace", "ml", "--kube-version", "1.34.4", "--show-only", "templates/notes.yaml"]
+    command = [helm, "template", "demo", str(chart), "--namespace", "ml", "--show-only", "templates/notes.yaml"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     notes = yaml.safe_load(result.stdout)["data"]["notes"]
