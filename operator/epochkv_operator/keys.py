@@ -1,21 +1,21 @@
 """The Secret of each pool, with its client key pair and root secret, and the Secret with the hub's key pair.
 
-Two operators that race end up with one content: the second create fails and reads, and every change is a
-compare-and-swap. A pool's Secret is bound to the pool's uid by its owner reference; a namesake's leftover is deleted, by
-uid, before a new one is made, so that a recreated pool never inherits names or keys. A Secret that was deleted or edited comes back
-as this process remembers it: running engines hold these keys.
+A Secret is whole or it is not: `check` covers a pool's keys and its uid. While an operator leads, what it has read or made counts, and a
+Secret that was deleted or edited is put back whole: running engines hold these keys. An operator that has just started takes a whole
+Secret over, and replaces any other one by new keys. That costs misses and a restart of the engines, and never stale KV: epoch and weights
+are part of each name. Two operators that race end up with one content: the second create fails and reads, and every change is a
+compare-and-swap. A namesake's leftover is deleted, by uid, so that a recreated pool never inherits names or keys.
 
-A pool's Secret is not `immutable`: the kubelet neither refreshes immutable Secrets in mounted volumes nor would a rotated
-key reach running engines. Rotation is three writes, and each of them alone leaves every engine with a key that works:
+A pool's Secret is not `immutable`: the kubelet would not refresh it in mounted volumes. Rotation is three writes, and each of them alone
+leaves every engine with a key that works:
 
 1. The hub accepts the new pair, too (in memory), *before* anybody can have it.
 2. One write puts the new pair into the Secret, and the public key of the older one beside it as `previous.pub`, so that
-   whoever leads next accepts both.
-3. When no live boot has used the older key for a while, one write removes `previous.pub`; then the hub forgets the key.
+   whoever leads next accepts both. Whoever wants the older key rejected at once removes that field.
+3. When no live engine has used the older key for a while, one write removes `previous.pub`; then the hub forgets the key.
 
-Every engine was given the hub's public key, so another pair restarts all of them. While an operator leads, the pair that it read or made
-counts. When none runs, the Secret is all there is. So a new pair is given by stopping the operator, deleting the Secret, and starting it
-again.
+Every engine was given the hub's public key, so another pair restarts all of them. A new one is given by stopping the operator, deleting
+the Secret, and starting it again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ import base64
 import binascii
 import hashlib
 import hmac
-import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -42,23 +41,30 @@ from epochkv_operator.kube.resources import POOLS, SECRETS
 from epochkv_operator.kube.status import EventRecorder
 from epochkv_operator.planning.names import component_name
 
+log = structlog.get_logger(__name__)
 Fields = Mapping[str, str]
 """Decoded fields of a Secret. A field that is no text is empty here."""
 
 HUB: Final = "hub.pub"
+HUB_KEY: Final = "hub.key"
 PUBLIC: Final = "client.pub"
 KEY: Final = "client.key"
 ROOT: Final = "root.secret"
-CHECK: Final = "root.check"
 GENERATION: Final = "generation"
-FIRST: Final = "first.pub"
 PREVIOUS: Final = "previous.pub"
-_ROOT: Final = re.compile(r"[0-9a-f]{64}")
+CHECK: Final = "check"
+FIELDS: Final = (HUB, PUBLIC, KEY, ROOT, GENERATION, PREVIOUS, CHECK)
+_OURS: Final = {"app.kubernetes.io/managed-by": MANAGED_BY, "app.kubernetes.io/part-of": "epochkv"}
+LOOK_SECONDS: Final = 10.0
+RETRY_SECONDS: Final = 2.0
+
+
+# ---- what a pool's Secret holds ----
 
 
 @dataclass(frozen=True)
 class FenceKeys:
-    """What the Secret `<pool>-fence` holds. `root_secret` is hex text of 32 bytes."""
+    """Keys of a pool. `root_secret` is hex text of 32 bytes."""
 
     hub_public: str
     client: KeyPair
@@ -66,13 +72,24 @@ class FenceKeys:
     generation: int = 0
     previous: str | None = None
     """Public key of the pair before, while it is accepted."""
-    first: str = ""
-    """A public key that was new when the root secret was made. It tells whether engines have the Secret's root secret."""
 
     @property
     def accepted(self) -> tuple[str, ...]:
         """Public keys, the newest first."""
         return (self.client.public,) if self.previous is None else (self.client.public, self.previous)
+
+    @property
+    def revision(self) -> str:
+        """Changes when engines must restart: another hub, or another root secret. A rotated client key is read again by running engines.
+        It stands in pod templates, and tells nothing of the secret.
+        """
+        mac = hmac.new(self.root_secret.encode(), self.hub_public.encode(), hashlib.sha256)
+        return mac.hexdigest()[:12]
+
+
+def made(hub_public: str, generation: int) -> FenceKeys:
+    """New keys."""
+    return FenceKeys(hub_public, generate_keypair(), secrets.token_hex(32), generation)
 
 
 def content(keys: FenceKeys, pool_uid: str) -> dict[str, str]:
@@ -82,24 +99,43 @@ def content(keys: FenceKeys, pool_uid: str) -> dict[str, str]:
         PUBLIC: keys.client.public,
         KEY: keys.client.secret,
         ROOT: keys.root_secret,
-        CHECK: root_check(keys.root_secret, keys.first, pool_uid),
         GENERATION: str(keys.generation),
-        FIRST: keys.first,
     }
+    fields[CHECK] = _check(fields, pool_uid)
     return fields if keys.previous is None else {**fields, PREVIOUS: keys.previous}
 
 
-def root_check(root_secret: str, first: str, pool_uid: str) -> str:
-    """Shows an operator that remembers nothing whether a root secret is the one that was made for this pool. It tells nothing about
-    the secret.
+def whole(found: Fields, pool_uid: str) -> FenceKeys | None:
+    """The keys in a Secret that is as some operator wrote it for this pool; else None. `previous.pub` may be missing."""
+    if not hmac.compare_digest(found.get(CHECK, "").encode(), _check(found, pool_uid).encode()):
+        return None
+    try:
+        previous = found.get(PREVIOUS)
+        if previous is not None:
+            check_key(PREVIOUS, previous)
+        return FenceKeys(found[HUB], KeyPair(found[PUBLIC], found[KEY]), found[ROOT], int(found[GENERATION]), previous)
+    except (CredentialsError, KeyError, ValueError):
+        return None
+
+
+def follows(known: FenceKeys, found: FenceKeys, drawn: KeyPair | None) -> bool:
+    """Whether a whole Secret is what this process knows, or what its operators make of it: without the older key, or with a newer one.
+    `drawn`: the pair of our own rotation, whose write may have had no answer.
     """
-    said = f"epochkv root check|{pool_uid}|{first}".encode()
-    return hmac.new(bytes.fromhex(root_secret), said, hashlib.sha256).hexdigest()[:32]
+    same = (found.hub_public, found.root_secret) == (known.hub_public, known.root_secret)
+    if (found.client, found.generation) == (known.client, known.generation):
+        return same and found.previous in (None, known.previous)
+    rotated = found.previous == known.client.public or (found.previous is None and found.client == drawn)
+    return same and rotated and found.generation > known.generation
 
 
-def is_root(text: str) -> bool:
-    """32 bytes in hex."""
-    return _ROOT.fullmatch(text) is not None
+def _check(fields: Fields, pool_uid: str) -> str:
+    """Of everything but `hub.pub`, which may be the hub's new one, and `previous.pub`, which may be removed."""
+    said = "|".join((pool_uid, *(fields.get(name, "") for name in (PUBLIC, KEY, GENERATION))))
+    return hmac.new(fields.get(ROOT, "").encode(), said.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+# ---- Secrets as API objects ----
 
 
 def encoded(fields: Fields) -> dict[str, str]:
@@ -119,9 +155,6 @@ def _text(value: str | None) -> str:
         return ""
 
 
-_OURS = {"app.kubernetes.io/managed-by": MANAGED_BY, "app.kubernetes.io/part-of": "epochkv"}
-
-
 def manifest(namespace: str, name: str, fields: Fields, labels: Mapping[str, str], owners: list[Json], *, immutable: bool = False) -> Json:
     """A Secret to create."""
     return {
@@ -132,16 +165,6 @@ def manifest(namespace: str, name: str, fields: Fields, labels: Mapping[str, str
         "immutable": immutable,
         "data": encoded(fields),
     }
-
-
-def labels_of(pool: str) -> dict[str, str]:
-    """Labels of a pool's Secret."""
-    return {**_OURS, POOL_LABEL: pool}
-
-
-def is_labelled(found: Json, pool: str) -> bool:
-    """The labels are those of the Secret of a pool of this name."""
-    return labels_of(pool).items() <= (found["metadata"].get("labels") or {}).items()
 
 
 def owner_reference(pool: Json) -> Json:
@@ -157,159 +180,22 @@ def owner_reference(pool: Json) -> Json:
     }
 
 
-def count(operation: str) -> None:
-    """A write to a Secret."""
+def _owner(found: Json, pool: str) -> Json | None:
+    """The owner reference to a pool of this name."""
+    owners: list[Json] = found["metadata"].get("ownerReferences") or []
+    return next((owner for owner in owners if (owner.get("kind"), owner.get("name")) == (POOLS.kind, pool)), None)
+
+
+def _place(pool: Json) -> tuple[str, str]:
+    """Namespace and name of a pool's Secret."""
+    return pool["metadata"]["namespace"], component_name(pool["metadata"]["name"], "fence")
+
+
+def _count(operation: str) -> None:
     metrics.API_WRITES.labels(kind="Secret", operation=operation).inc()
 
 
-FIELDS: Final = (HUB, PUBLIC, KEY, ROOT, CHECK, GENERATION, FIRST, PREVIOUS)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """What the Secret should hold, and for each field that somebody else has changed a sentence. Other differences are our own work."""
-
-    keys: FenceKeys
-    changes: tuple[str, ...] = ()
-
-
-def made(hub_public: str, generation: int) -> FenceKeys:
-    """Keys of a pool that never had any."""
-    pair = generate_keypair()
-    return FenceKeys(hub_public, pair, secrets.token_hex(32), generation, first=pair.public)
-
-
-def remembered(known: FenceKeys, found: Fields, pool_uid: str, asked: int, drawn: KeyPair | None) -> Judged:
-    """Judge the Secret against what this process knows. `asked`: the generation in the spec; `drawn`: the pair of our own rotation."""
-    wanted = content(known, pool_uid)
-    if all(found.get(name) == value for name, value in wanted.items() if name != PREVIOUS):
-        if PREVIOUS not in found:
-            return Judged(replace(known, previous=None))
-        if found[PREVIOUS] == known.previous:
-            return Judged(known)
-    if (rotated := _rotated(known, found, pool_uid, asked, drawn)) is not None:
-        return Judged(rotated)
-    wrong = [name for name in (*wanted, *([PREVIOUS] if known.previous is None else [])) if found.get(name) != wanted.get(name)]
-    return Judged(known, tuple(f"{name} was {_what(name, found, wanted)}" for name in wrong))
-
-
-def _what(name: str, found: Fields, wanted: Fields) -> str:
-    return "removed" if name not in found else "changed" if name in wanted else "added"
-
-
-def _rotated(known: FenceKeys, found: Fields, pool_uid: str, asked: int, drawn: KeyPair | None) -> FenceKeys | None:
-    """The keys after a rotation of `known`; None: the Secret shows none."""
-    pair, generation = _pair(found), _number(found.get(GENERATION, ""))
-    if pair is None or generation is None or not known.generation < generation <= asked:
-        return None
-    previous = found.get(PREVIOUS)
-    if previous != known.client.public and not (previous is None and pair == drawn):
-        return None
-    keys = replace(known, client=pair, generation=generation, previous=previous)
-    return keys if all(found.get(name) == value for name, value in content(keys, pool_uid).items()) else None
-
-
-def judged(found: Fields, hub_public: str, pool_uid: str, asked: int) -> Judged:
-    """Judge the Secret field by field, with nothing remembered."""
-    changes: list[str] = []
-    changes += _hub(found, hub_public)
-    client, previous, more = _client(found)
-    changes += more
-    generation, more = _generation(found, asked)
-    changes += more
-    if client.secret != found.get(KEY):
-        generation = asked  # the pair is new
-    root_secret, first, more = _root(found, client, pool_uid)
-    changes += more
-    return Judged(FenceKeys(hub_public, client, root_secret, generation, previous, first), tuple(changes))
-
-
-def made_for(found: Fields, pool_uid: str) -> bool:
-    """The root secret is the one that was made for this pool. Secrets of older operators do not tell."""
-    root_secret, check = found.get(ROOT, ""), found.get(CHECK, "")
-    return is_root(root_secret) and hmac.compare_digest(check.encode(), root_check(root_secret, found.get(FIRST, ""), pool_uid).encode())
-
-
-def _hub(found: Fields, hub_public: str) -> Iterator[str]:
-    if found.get(HUB) == hub_public:
-        return
-    try:
-        check_key(HUB, found.get(HUB, ""))
-    except CredentialsError:
-        yield f"{HUB} was no key and is the hub's again"
-    else:
-        why = "the hub has a new key pair, or somebody changed the field"
-        yield f"{HUB} was another key than the hub's: {why}. Engines that were given another one restart"
-
-
-def _client(found: Fields) -> tuple[KeyPair, str | None, list[str]]:
-    """The client key pair, and the older public key. A pair without its secret key is replaced as in a rotation."""
-    changes = []
-    previous = found.get(PREVIOUS)
-    if previous is not None and not _is_key(previous):
-        changes.append(f"{PREVIOUS} was no key and is gone; engines that still use the older key pair read the Secret again by themselves")
-        previous = None
-    if _is_key(found.get(KEY, "")):
-        pair = KeyPair(public_of(found[KEY]), found[KEY])
-        if pair.public != found.get(PUBLIC):
-            changes.append(f"{PUBLIC} did not belong to {KEY} and is derived from it again")
-        return pair, previous, changes
-    public = found.get(PUBLIC, "")
-    if _is_key(public):
-        previous = public
-    text = "there is a new key pair. Engines and trainers that read the Secret while they run take it by themselves"
-    kept = "; until then the old one is accepted" if previous is not None else ""
-    changes.append(f"{KEY} {'was no key' if KEY in found else 'was missing'}: {text}{kept}")
-    return generate_keypair(), previous, changes
-
-
-def _generation(found: Fields, asked: int) -> tuple[int, list[str]]:
-    """One that nobody asked for says nothing about the pair. Below what is asked for, the pair is rotated."""
-    if GENERATION not in found:
-        return 0, []  # of an operator from before rotations
-    number = _number(found[GENERATION])
-    if number is not None and number <= asked:
-        return number, []
-    shown = "no number" if number is None else f"{number}, and spec.keys.generation is {asked}"
-    return 0, [f"{GENERATION} was {shown}" + (": the key pair is replaced" if asked else "")]
-
-
-def _root(found: Fields, client: KeyPair, pool_uid: str) -> tuple[str, str, list[str]]:
-    """The root secret and what it is known by. Another `first.pub` restarts the engines, so that all of them have the same one."""
-    root_secret, first = found.get(ROOT, ""), found.get(FIRST) or client.public
-    if not is_root(root_secret):
-        what = "is no secret" if ROOT in found else "is missing"
-        text = f"{ROOT} {what}: it is new, engines restart with it, and KV that is stored is not found any more (misses)"
-        return secrets.token_hex(32), generate_keypair().public, [text]
-    if CHECK not in found or made_for(found, pool_uid):
-        return root_secret, first, []
-    text = f"{ROOT}, {FIRST} or {CHECK} was changed while no operator ran: engines restart, so that all of them share names again"
-    return root_secret, generate_keypair().public, [text]
-
-
-def _pair(found: Fields) -> KeyPair | None:
-    try:
-        return KeyPair(found.get(PUBLIC, ""), found.get(KEY, ""))
-    except CredentialsError:
-        return None
-
-
-def _is_key(text: str) -> bool:
-    try:
-        check_key("it", text)
-    except CredentialsError:
-        return False
-    return True
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 10 else None
-
-
-log = structlog.get_logger(__name__)
-_YOUNG: Final = (CHECK, FIRST, GENERATION)
-"""Fields that Secrets of older operators lack."""
-_ALONE: Final = "an engine that started in between shares KV with no other: delete its pod"
+# ---- the pools' Secrets ----
 
 
 class SecretConflict(Exception):
@@ -363,7 +249,7 @@ class FenceSecrets:
         return pool is not None and (pool.keys is not None or pool.conflict)
 
     def refusal(self, pool_uid: str) -> str | None:
-        """Why the pool has no keys, in words; None when it has some or was not looked at yet."""
+        """Why the pool has no keys, in words; None when it has some, or was not reconciled yet."""
         pool = self._pools.get(pool_uid)
         return pool.refusal if pool is not None and pool.keys is None else None
 
@@ -397,37 +283,46 @@ class FenceSecrets:
         return ensured
 
     async def _ensure(self, pool: Json, known: _Pool) -> Ensured:
-        metadata = pool["metadata"]
-        namespace, name = _place(pool)
+        (namespace, name), uid = _place(pool), pool["metadata"]["uid"]
         try:
             found = await self._client.get(SECRETS, namespace, name)
         except NotFound:
             return await self._make(pool, known)
-        owner = _owner(found, metadata["name"])
-        if owner is None and not _adoptable(found, metadata["name"], known):
+        owner = _owner(found, pool["metadata"]["name"])
+        if owner is None and not self._labels(pool).items() <= (found["metadata"].get("labels") or {}).items():
             raise SecretConflict(f"Secret {namespace}/{name} exists and is not this operator's; delete it, the pool needs that name")
-        orphan = owner is None and known.keys is None and not made_for(decoded(found), metadata["uid"])
-        if orphan or (owner is not None and owner["uid"] != metadata["uid"]):
+        fields = decoded(found)
+        ours = known.keys is not None or whole(fields, uid) is not None
+        if owner["uid"] != uid if owner is not None else not ours:
             await self._delete(found, "it belonged to a deleted pool of the same name")
             return await self._make(pool, known)
-        verdict = self._judge(pool, known, found)
-        wanted = content(verdict.keys, metadata["uid"])
-        fields = decoded(found)
-        if found.get("immutable"):
-            fields = {**{field: wanted[field] for field in _YOUNG}, **fields}
-        if owner is not None and all(fields.get(field) == value for field, value in wanted.items()) and not verdict.changes:
-            return Ensured(verdict.keys)
-        await self._bring(pool, found, verdict.keys, "; ".join(verdict.changes) or "fields or owner were missing")
-        return Ensured(verdict.keys, _told(f"Secret {namespace}/{name}", verdict, restored=known.keys is not None))
+        keys, note = self._judge(pool, known, fields)
+        wanted = content(keys, uid)
+        if owner is None or note or any(fields.get(field) != wanted.get(field) for field in FIELDS):
+            await self._put(pool, found, keys, note or "its owner was missing")
+        return Ensured(keys, note)
 
-    def _judge(self, pool: Json, known: _Pool, found: Json) -> Judged:
-        uid, asked, fields = pool["metadata"]["uid"], _asked(pool), decoded(found)
-        if known.keys is None:
-            return judged(fields, self._hub_public, uid, asked)
-        if found.get("immutable"):  # perhaps of an older operator, and nobody has changed it since
+    def _judge(self, pool: Json, known: _Pool, fields: Fields) -> tuple[FenceKeys, str]:
+        """What the Secret should hold, and what to tell the user if somebody else has changed it."""
+        uid, name = pool["metadata"]["uid"], f"Secret {'/'.join(_place(pool))}"
+        found = whole(fields, uid)
+        if known.keys is not None:
+            if found is not None and follows(known.keys, found, known.drawn):
+                return found, ""
             wanted = content(known.keys, uid)
-            fields = {**{field: wanted[field] for field in _YOUNG}, **fields}
-        return remembered(known.keys, fields, uid, asked, known.drawn)
+            wrong = [field for field in FIELDS if fields.get(field) != wanted.get(field)]
+            note = f"{name} was changed by somebody else ({', '.join(wrong)}) and is as it was again"
+            if ROOT in wrong:
+                note += ". An engine that started in between shares KV with no other: delete its pod"
+            return known.keys, f"{note}. To replace the client key, raise spec.keys.generation"
+        if found is None:
+            lost = "its keys are new, engines restart with them, and KV that is stored is not found any more (misses)"
+            return made(self._hub_public, _asked(pool)), f"{name} was changed while no operator ran: {lost}"
+        if found.hub_public != self._hub_public:
+            why = "the hub has a new key pair, or somebody changed the field"
+            note = f"{name} had another {HUB} than the hub's: {why}. Engines that were given another one restart"
+            return replace(found, hub_public=self._hub_public), note
+        return found, ""
 
     async def _make(self, pool: Json, known: _Pool) -> Ensured:
         """There is no Secret: make it as it was, or a new one."""
@@ -442,6 +337,8 @@ class FenceSecrets:
         await self._create(pool, keys, "it was deleted while no operator ran" if served else "the pool is new")
         lost = "was deleted while no operator ran: its keys are new, engines restart with them, and KV that is stored is not found any more"
         return Ensured(keys, f"Secret {place} {lost} (misses)" if served else "")
+
+    # ---- rotation ----
 
     def draw(self, pool_uid: str) -> None:
         """Draw the pair that the next rotation brings, unless there is one."""
@@ -458,23 +355,17 @@ class FenceSecrets:
         """Put the drawn pair into the Secret, with the older public key beside it. The hub must accept both already.
 
         Raises:
-            SecretConflict: the Secret cannot be changed; the text says what to do.
             ApiError: also when somebody else has changed it meanwhile.
         """
-        known, (namespace, name) = self._pools[pool["metadata"]["uid"]], _place(pool)
-        found = await self._client.get(SECRETS, namespace, name)
-        keys = self._judge(pool, known, found).keys
+        known = self._pools[pool["metadata"]["uid"]]
+        found = await self._client.get(SECRETS, *_place(pool))
+        keys, _ = self._judge(pool, known, decoded(found))
         if keys.generation >= generation or keys.previous is not None:
             known.drawn, known.keys = None, keys
             return keys  # done, perhaps by a write of ours whose answer was lost; or one rotation is still under way
-        if found.get("immutable"):
-            raise SecretConflict(
-                f"Secret {namespace}/{name} was made by an older operator and cannot be changed: delete it, the operator makes it again"
-                " with the same keys while it runs, and rotates them then; pods that mounted the deleted one see new keys after a restart"
-            )
         assert known.drawn is not None  # by `draw`, before the hub accepted it
         rotated = replace(keys, client=known.drawn, generation=generation, previous=keys.client.public)
-        await self._replace(pool, found, rotated, f"key generation {generation}")
+        await self._put(pool, found, rotated, f"key generation {generation}")
         return self._remember(known, rotated)
 
     async def retire(self, pool: Json) -> FenceKeys:
@@ -485,10 +376,10 @@ class FenceSecrets:
         """
         known = self._pools[pool["metadata"]["uid"]]
         found = await self._client.get(SECRETS, *_place(pool))
-        keys = self._judge(pool, known, found).keys
+        keys, _ = self._judge(pool, known, decoded(found))
         if keys.previous is not None:
             keys = replace(keys, previous=None)
-            await self._replace(pool, found, keys, "nobody uses the older key any more")
+            await self._put(pool, found, keys, "nobody uses the older key any more")
         return self._remember(known, keys)
 
     @staticmethod
@@ -498,59 +389,47 @@ class FenceSecrets:
             pool.drawn = None
         return keys
 
-    async def _bring(self, pool: Json, found: Json, keys: FenceKeys, why: str) -> None:
-        if found.get("immutable"):
-            await self._delete(found, why)
-            await self._create(pool, keys, why)
-        else:
-            await self._replace(pool, found, keys, why)
+    # ---- writes ----
 
-    async def _replace(self, pool: Json, found: Json, keys: FenceKeys, why: str) -> None:
-        """Compare-and-swap of all our fields: `found` carries its resourceVersion."""
+    async def _put(self, pool: Json, found: Json, keys: FenceKeys, why: str) -> None:
+        """All our fields at once, by compare-and-swap: `found` carries its resourceVersion. One that somebody has made immutable is made
+        again.
+        """
         metadata, ours = found["metadata"], encoded(content(keys, pool["metadata"]["uid"]))
         foreign = {name: value for name, value in (found.get("data") or {}).items() if name not in FIELDS}
         others = [owner for owner in metadata.get("ownerReferences") or [] if owner.get("kind") != POOLS.kind]
         owned = {
             **metadata,
-            "labels": {**(metadata.get("labels") or {}), **labels_of(pool["metadata"]["name"])},
+            "labels": {**(metadata.get("labels") or {}), **self._labels(pool)},
             "ownerReferences": [*others, owner_reference(pool)],
         }
         body = {**found, "kind": "Secret", "apiVersion": "v1", "metadata": owned, "data": {**foreign, **ours}}
-        await self._client.replace(SECRETS, metadata["namespace"], body)
-        count("replace")
+        try:
+            await self._client.replace(SECRETS, metadata["namespace"], body)
+        except Invalid:
+            await self._delete(found, why)
+            await self._create(pool, keys, why)
+            return
+        _count("replace")
         log.info("fence secret changed", secret=f"{metadata['namespace']}/{metadata['name']}", reason=why, generation=keys.generation)
 
     async def _create(self, pool: Json, keys: FenceKeys, why: str) -> None:
-        metadata, (namespace, name) = pool["metadata"], _place(pool)
-        fields = content(replace(keys, hub_public=self._hub_public), metadata["uid"])
+        uid, (namespace, name) = pool["metadata"]["uid"], _place(pool)
         await self._client.create(
-            SECRETS, namespace, manifest(namespace, name, fields, {POOL_LABEL: metadata["name"]}, [owner_reference(pool)])
+            SECRETS, namespace, manifest(namespace, name, content(keys, uid), self._labels(pool), [owner_reference(pool)])
         )
-        count("create")
-        log.info("fence secret created", secret=f"{namespace}/{name}", pool_uid=metadata["uid"], reason=why)
+        _count("create")
+        log.info("fence secret created", secret=f"{namespace}/{name}", pool_uid=uid, reason=why)
 
     async def _delete(self, found: Json, why: str) -> None:
         metadata = found["metadata"]
         await self._client.delete(SECRETS, metadata["namespace"], metadata["name"], metadata["uid"])
-        count("delete")
+        _count("delete")
         log.info("fence secret deleted", secret=f"{metadata['namespace']}/{metadata['name']}", reason=why)
 
-
-def _told(name: str, verdict: Judged, *, restored: bool) -> str:
-    """What to tell the user about the changes of others; empty without any."""
-    if not verdict.changes:
-        return ""
-    changes = "; ".join(verdict.changes)
-    if not restored:
-        return f"{name} was changed while no operator ran: {changes}"
-    remedy = "To replace the client key, raise spec.keys.generation"
-    alone = f". If root.secret was read meanwhile: {_ALONE}" if ROOT in changes else ""
-    return f"{name} was changed by somebody else and is as it was again: {changes}. {remedy}{alone}"
-
-
-def _place(pool: Json) -> tuple[str, str]:
-    """Namespace and name of a pool's Secret."""
-    return pool["metadata"]["namespace"], component_name(pool["metadata"]["name"], "fence")
+    @staticmethod
+    def _labels(pool: Json) -> dict[str, str]:
+        return {**_OURS, POOL_LABEL: pool["metadata"]["name"]}
 
 
 def _asked(pool: Json) -> int:
@@ -558,20 +437,7 @@ def _asked(pool: Json) -> int:
     return int((pool["spec"].get("keys") or {}).get("generation") or 0)
 
 
-def _owner(found: Json, pool: str) -> Json | None:
-    """The owner reference to a pool of this name."""
-    owners: list[Json] = found["metadata"].get("ownerReferences") or []
-    return next((owner for owner in owners if (owner.get("kind"), owner.get("name")) == (POOLS.kind, pool)), None)
-
-
-def _adoptable(found: Json, pool: str, known: _Pool) -> bool:
-    """A Secret without an owner was made here for a pool of this name: its labels say so, and it can show for which one."""
-    return is_labelled(found, pool) and (known.keys is not None or CHECK in decoded(found))
-
-
-HUB_KEY: Final = "hub.key"
-LOOK_SECONDS: Final = 10.0
-RETRY_SECONDS: Final = 2.0
+# ---- the hub's Secret ----
 
 
 class _Unusable(Exception):
@@ -579,7 +445,7 @@ class _Unusable(Exception):
 
 
 class HubSecret:
-    """The hub's key pair, in a Secret of the operator's own namespace."""
+    """The hub's key pair, in an immutable Secret of the operator's own namespace."""
 
     def __init__(self, client: KubeClient, events: EventRecorder, namespace: str, name: str) -> None:
         self._client = client
@@ -594,18 +460,17 @@ class HubSecret:
             try:
                 return await self._obtain()
             except (ApiError, _Unusable) as error:
-                self._tell(f"cannot read or create the hub's key pair, trying again: {error}", unusable=isinstance(error, _Unusable))
+                self._report(f"cannot read or create the hub's key pair, trying again: {error}", unusable=isinstance(error, _Unusable))
             await asyncio.sleep(RETRY_SECONDS)
 
     async def guard(self, pair: KeyPair) -> None:
         """Put the Secret back as it was whenever somebody has deleted or changed it. Never returns."""
-        self._problem = ""
         while True:
             try:
-                await self._put_right(pair)
+                await self._put_back(pair)
                 self._problem = ""
             except ApiError as error:
-                self._tell(f"cannot look after the hub's key pair, trying again: {error}", unusable=False)
+                self._report(f"cannot check the Secret with the hub's key pair, trying again: {error}", unusable=False)
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _obtain(self) -> KeyPair:
@@ -628,42 +493,39 @@ class HubSecret:
             raise _Unusable(f"Secret {self._namespace}/{self._name}: {error}; {remedy}") from error
         return KeyPair(public_of(secret), secret)
 
-    async def _put_right(self, pair: KeyPair) -> None:
+    async def _put_back(self, pair: KeyPair) -> None:
         try:
             found = await self._client.get(SECRETS, self._namespace, self._name)
         except NotFound:
-            about = await self._create(pair)
-            self._say(about, "was deleted")
-            return
-        fields = decoded(found)
-        wrong = [name for name, value in ((HUB, pair.public), (HUB_KEY, pair.secret)) if fields.get(name) != value]
-        if wrong:  # immutable, so somebody has made it again; it is not changed, but replaced
+            what = "was deleted"
+        else:
+            fields = decoded(found)
+            wrong = [name for name, value in ((HUB, pair.public), (HUB_KEY, pair.secret)) if fields.get(name) != value]
+            if not wrong:
+                return
             await self._client.delete(SECRETS, self._namespace, self._name, found["metadata"]["uid"])
-            count("delete")
-            about = await self._create(pair)
-            self._say(about, f"was changed by somebody else ({', '.join(wrong)})")
+            _count("delete")
+            what = f"was changed by somebody else ({', '.join(wrong)})"
+        note = f"Secret {self._namespace}/{self._name} {what}: it is back with the hub's keys"
+        remedy = "To give the hub other keys: stop the operator, delete the Secret, start the operator. All engines restart then"
+        about = await self._create(pair)
+        log.warning("hub secret restored", secret=f"{self._namespace}/{self._name}", note=note)
+        self._emit(about["metadata"], "SecretRestored", f"{note}. {remedy}")
 
     async def _create(self, pair: KeyPair) -> Json:
         body = manifest(self._namespace, self._name, {HUB: pair.public, HUB_KEY: pair.secret}, {}, [], immutable=True)
-        made = await self._client.create(SECRETS, self._namespace, body)
-        count("create")
-        return made
+        created = await self._client.create(SECRETS, self._namespace, body)
+        _count("create")
+        return created
 
-    def _say(self, about: Json, what: str) -> None:
-        note = f"Secret {self._namespace}/{self._name} {what}: it is back with the hub's keys"
-        remedy = "To give the hub other keys: stop the operator, delete the Secret, start the operator. All engines restart then"
-        log.warning("hub secret restored", secret=f"{self._namespace}/{self._name}", note=note)
-        self._events.emit(_named(about), warning=True, reason="SecretRestored", action="Secret", note=f"{note}. {remedy}")
-
-    def _tell(self, problem: str, *, unusable: bool) -> None:
+    def _report(self, problem: str, *, unusable: bool) -> None:
         if problem == self._problem:
             return
         self._problem = problem
         log.warning("hub secret", problem=problem)
         if unusable:
-            about = {"metadata": {"namespace": self._namespace, "name": self._name, "uid": ""}}
-            self._events.emit(_named(about), warning=True, reason="SecretUnusable", action="Secret", note=problem)
+            self._emit({"namespace": self._namespace, "name": self._name, "uid": ""}, "SecretUnusable", problem)
 
-
-def _named(secret: Json) -> Json:
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": secret["metadata"]}
+    def _emit(self, metadata: Json, reason: str, note: str) -> None:
+        about = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
+        self._events.emit(about, warning=True, reason=reason, action="Secret", note=note)

@@ -21,9 +21,10 @@ LOG_LINES = 60
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """A failed test shows how the logs of its operators end. (What a wait is told to say was put together when it began.)"""
     report = yield
-    directory = getattr(item, "funcargs", {}).get("tmp_path")
-    if report.failed and isinstance(directory, Path):
-        for log in sorted(directory.glob("operator-*.log")):
+    given = getattr(item, "funcargs", {})
+    logs = sorted(given["tmp_path"].glob("operator-*.log")) if "tmp_path" in given else []
+    if report.failed:
+        for log in [*([given["operator"].log_file] if "operator" in given else []), *logs]:
             lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             report.sections.append((f"end of {log.name}", "\n".join(lines)))
     return report
@@ -51,17 +52,33 @@ def fresh_control_plane(tmp_path: Path) -> Iterator[ControlPlane]:
         yield plane
 
 
+def _topic(request: pytest.FixtureRequest) -> str:
+    return request.path.stem.removeprefix("test_").removeprefix("operator_").replace("_", "-")
+
+
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest) -> list[str]:
+    """Names of namespaces for the tests of a module that use its operator."""
+    tests = [item for item in request.session.items if item.path == request.path and "operator" in getattr(item, "fixturenames", ())]
+    return [f"{_topic(request)}-{next(_numbers)}" for _ in tests]
+
+
 @pytest.fixture
 def namespace(plane: ControlPlane, request: pytest.FixtureRequest) -> Namespace:
-    """A namespace of the test's own, named after its file."""
-    topic = request.path.stem.removeprefix("test_").replace("_", "-")
-    return Namespace.create_in(plane, f"{topic}-{next(_numbers)}")
+    """A namespace of the test's own, named after its file; one that the operator of the module serves, if the test uses it."""
+    if "operator" in request.fixturenames:
+        names: list[str] = request.getfixturevalue("served")
+        return Namespace.create_in(plane, names.pop())
+    return Namespace.create_in(plane, f"{_topic(request)}-{next(_numbers)}")
 
 
-@pytest.fixture
-def operator(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> Iterator[OperatorProcess]:
-    """An operator that leads the test's namespace."""
-    with OperatorProcess(plane, namespace.name, tmp_path) as process:
+@pytest.fixture(scope="module")
+def operator(
+    plane: ControlPlane, served: list[str], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OperatorProcess]:
+    """The module's operator. A test that breaks or restarts one takes one of its own."""
+    home = Namespace.create_in(plane, f"{_topic(request)}-home-{next(_numbers)}")
+    with OperatorProcess(plane, home.name, tmp_path_factory.mktemp("operator"), watch_namespace=tuple(served)) as process:
         yield process.wait_ready()
 
 

@@ -134,7 +134,8 @@ def install_crds(plane: ControlPlane) -> None:
 
 
 class OperatorProcess:
-    """`python -m epochkv_operator run` with ports of its own. A flag that is None is left out. Ended by pid."""
+    """`python -m epochkv_operator run` with ports of its own. A flag that is None is left out, one that is a tuple is
+    repeated. Ended by pid."""
 
     def __init__(
         self,
@@ -147,6 +148,8 @@ class OperatorProcess:
         popen: Popen = subprocess.Popen,
         **flags: Any,
     ) -> None:
+        self.home = Namespace(plane, namespace)
+        """Where its Lease and the hub's Secret are."""
         self._popen = popen
         ports = free_ports(3)
         self.hub_port = hub_port or ports[0]
@@ -162,7 +165,8 @@ class OperatorProcess:
             "lease-duration-seconds": LEASE_SECONDS,
             **{name.replace("_", "-"): value for name, value in flags.items()},
         }
-        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        lists = {name: value if isinstance(value, tuple) else (value,) for name, value in options.items()}
+        given = [f"--{name}={value}" for name, values in lists.items() for value in values if value is not None]
         self.command = [sys.executable, "-m", "epochkv_operator", "run", *given]
         python_path = os.pathsep.join(str(ROOT / part) for part in ("fence", "operator"))
         self.env = {"KUBECONFIG": str(kubeconfig or plane.kubeconfig), "PYTHONPATH": python_path}

@@ -120,56 +120,50 @@ def test_a_raised_epoch_is_published_when_both_engines_have_adopted_it(plane: Co
             assert [event["reason"] for event in events].count("EpochPublished") <= 1
 
 
-def test_an_engine_that_holds_back_delays_publication_and_is_named(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **{**POOL, "reset": {"leaseSeconds": 60}})
-        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as (first, second):
-            second.hold.set()
-            namespace.bump("policy", 1)
-            eventually(lambda: first.epoch == 1, f"the first adopts; log:\n{operator.tail()}")
+def test_an_engine_that_holds_back_delays_publication_and_is_named(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **{**POOL, "reset": {"leaseSeconds": 60}})
+    with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as (first, second):
+        second.hold.set()
+        namespace.bump("policy", 1)
+        eventually(lambda: first.epoch == 1, f"the first adopts; log:\n{operator.tail()}")
 
-            def named() -> dict[str, Any] | None:
-                """The status once it names the one that holds back; the other one's answer may come after a first status."""
-                status = namespace.status("policy")
-                laggards = [laggard["name"] for laggard in status.get("reset", {}).get("laggards") or []]
-                return status if laggards == ["engine-1"] else None
+        def named() -> dict[str, Any] | None:
+            """The status once it names the one that holds back; the other one's answer may come after a first status."""
+            status = namespace.status("policy")
+            laggards = [laggard["name"] for laggard in status.get("reset", {}).get("laggards") or []]
+            return status if laggards == ["engine-1"] else None
 
-            status = eventually(named, "a laggard named")
-            assert (status["targetEpoch"], status["epoch"]) == (1, 0)
-            assert condition(status, "EpochConverged")["status"] == "False"
-            second.hold.clear()
-            status = eventually(lambda: published(namespace, 1), "published")
-            assert "laggards" not in status["reset"]
+        status = eventually(named, "a laggard named")
+        assert (status["targetEpoch"], status["epoch"]) == (1, 0)
+        assert condition(status, "EpochConverged")["status"] == "False"
+        second.hold.clear()
+        status = eventually(lambda: published(namespace, 1), "published")
+        assert "laggards" not in status["reset"]
 
 
-def test_a_steady_pool_with_heartbeating_engines_sees_no_writes(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace):
-            namespace.bump("policy", 1)
-            eventually(lambda: published(namespace, 1), f"published; log:\n{operator.tail()}")
-            time.sleep(3)
-            before, writes = namespace.versions(), operator.metric("epochkv_operator_api_writes_total")
-            time.sleep(10)  # fifteen heartbeats of each engine
-            assert namespace.versions() == before
-            assert operator.metric("epochkv_operator_api_writes_total") == writes
+def test_a_steady_pool_with_heartbeating_engines_sees_no_writes(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **POOL)
+    with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace):
+        namespace.bump("policy", 1)
+        eventually(lambda: published(namespace, 1), f"published; log:\n{operator.tail()}")
+        time.sleep(3)
+        before, writes = namespace.versions(), operator.metric("epochkv_operator_api_writes_total")
+        time.sleep(10)  # fifteen heartbeats of each engine
+        assert namespace.versions() == before
+        assert operator.metric("epochkv_operator_api_writes_total") == writes
 
 
-def test_three_bumps_within_a_second_end_at_the_last(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as found, History(namespace) as history:
-            for epoch in (1, 2, 7):
-                namespace.bump("policy", epoch)
-            eventually(lambda: published(namespace, 7), f"published; log:\n{operator.tail()}")
-            assert [engine.epoch for engine in found] == [7, 7]
-            for engine in found:
-                assert engine.adopted == sorted(engine.adopted)
-            eventually(lambda: history.epochs and history.epochs[-1] == (7, 7), "seen by the watch")
-        history.assert_monotone()
+def test_three_bumps_within_a_second_end_at_the_last(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **POOL)
+    with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as found, History(namespace) as history:
+        for epoch in (1, 2, 7):
+            namespace.bump("policy", epoch)
+        eventually(lambda: published(namespace, 7), f"published; log:\n{operator.tail()}")
+        assert [engine.epoch for engine in found] == [7, 7]
+        for engine in found:
+            assert engine.adopted == sorted(engine.adopted)
+        eventually(lambda: history.epochs and history.epochs[-1] == (7, 7), "seen by the watch")
+    history.assert_monotone()
 
 
 def test_an_operator_killed_after_recording_leaves_a_reset_that_the_next_one_finishes(
@@ -243,33 +237,29 @@ def test_a_frozen_leader_that_wakes_up_after_a_reset_changes_nothing(plane: Cont
             assert engine.adopted == sorted(engine.adopted)
 
 
-def test_a_storm_of_conflicting_writes_does_not_keep_an_epoch_from_publication(
-    plane: ControlPlane, namespace: Namespace, tmp_path: Path
-) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        stop = threading.Event()
+def test_a_storm_of_conflicting_writes_does_not_keep_an_epoch_from_publication(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **POOL)
+    stop = threading.Event()
 
-        def storm(number: int) -> None:
-            while not stop.is_set():
-                namespace.patch(POOLS, "policy", {"metadata": {"annotations": {f"storm-{number}": str(time.monotonic())}}})
+    def storm(number: int) -> None:
+        while not stop.is_set():
+            namespace.patch(POOLS, "policy", {"metadata": {"annotations": {f"storm-{number}": str(time.monotonic())}}})
 
-        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace):
-            threads = [threading.Thread(target=storm, args=(number,)) for number in range(3)]
+    with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace):
+        threads = [threading.Thread(target=storm, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for epoch in range(1, 11):
+                namespace.bump("policy", epoch)
+                eventually(lambda e=epoch: namespace.status("policy").get("epoch") == e, f"epoch {epoch}\n{operator.tail()}")
+        finally:
+            stop.set()
             for thread in threads:
-                thread.start()
-            try:
-                for epoch in range(1, 11):
-                    namespace.bump("policy", epoch)
-                    eventually(lambda e=epoch: namespace.status("policy").get("epoch") == e, f"epoch {epoch}\n{operator.tail()}")
-            finally:
-                stop.set()
-                for thread in threads:
-                    thread.join(20)
-            conflicts = 'epochkv_operator_api_requests_total{code="409",verb="PATCH"}'
-            text = operator.http("/metrics")[1]
-            assert conflicts in text, "the storm never hit a write"
+                thread.join(20)
+        conflicts = 'epochkv_operator_api_requests_total{code="409",verb="PATCH"}'
+        text = operator.http("/metrics")[1]
+        assert conflicts in text, "the storm never hit a write"
 
 
 def test_sigterm_releases_the_lease_and_the_standby_takes_over_with_the_engines(
@@ -312,23 +302,19 @@ def test_a_restarted_api_server_costs_nothing_but_time(fresh_control_plane: Cont
             assert operator.process.alive()
 
 
-def test_a_lower_status_is_refused_by_the_server_itself(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+def test_a_lower_status_is_refused_by_the_server_itself(namespace: Namespace, operator: OperatorProcess) -> None:
     """The last line of defence: whoever writes, published epochs do not go down."""
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", resetEpoch=4, **POOL)
-        eventually(lambda: namespace.status("policy").get("epoch") == 4, f"published; log:\n{operator.tail()}")
-        for status in ({"epoch": 3}, {"targetEpoch": 3}, {"epoch": None}, None):
-            with pytest.raises(AssertionError, match="never goes down"):
-                namespace.patch(POOLS, "policy", {"status": status}, "/status")
-        assert namespace.status("policy")["epoch"] == 4
+    namespace.create_pool("policy", resetEpoch=4, **POOL)
+    eventually(lambda: namespace.status("policy").get("epoch") == 4, f"published; log:\n{operator.tail()}")
+    for status in ({"epoch": 3}, {"targetEpoch": 3}, {"epoch": None}, None):
+        with pytest.raises(AssertionError, match="never goes down"):
+            namespace.patch(POOLS, "policy", {"status": status}, "/status")
+    assert namespace.status("policy")["epoch"] == 4
 
 
-def test_a_wrong_key_gets_nowhere(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        namespace.create_pool("other", **POOL)
-        with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace, 1, "other"):
-            eventually(lambda: (namespace.status("other").get("engines") or {}).get("total") == 1, "joined its own pool")
-            assert (namespace.status("policy").get("engines") or {}).get("total", 0) == 0
+def test_a_wrong_key_gets_nowhere(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **POOL)
+    namespace.create_pool("other", **POOL)
+    with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace, 1, "other"):
+        eventually(lambda: (namespace.status("other").get("engines") or {}).get("total") == 1, "joined its own pool")
+        assert (namespace.status("policy").get("engines") or {}).get("total", 0) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -88,7 +89,7 @@ def check_key(what: str, key: str) -> None:
     """Raise `CredentialsError` unless `key` is a z85-encoded CURVE key."""
     try:
         valid = len(key) == KEY_LENGTH and len(z85.decode(key.encode("ascii"))) == 32
-    except (ValueError, KeyError, UnicodeError):
+    except (ValueError, KeyError, UnicodeError, struct.error):
         valid = False
     if not valid:
         raise CredentialsError(f"{what} is not a CURVE key; give {KEY_LENGTH} characters of z85")

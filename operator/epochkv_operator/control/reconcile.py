@@ -7,7 +7,6 @@ and follows it until it is published (`epochkv_fence/hub/resets.py`).
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,19 +51,12 @@ def context_for(settings: Settings, keys: FenceKeys | None, served: frozenset[st
         engine_image=settings.engine_image,
         served=served,
         monitor_labels=settings.monitor_labels,
-        credentials_revision=_revision(keys) if keys is not None else "",
+        credentials_revision=keys.revision if keys is not None else "",
     )
 
 
 def now() -> datetime:
     return datetime.now(UTC)
-
-
-def _revision(keys: FenceKeys) -> str:
-    """Changes when engines must restart: another hub, or a Secret that was made anew, with another root secret. A rotated client
-    key is read again by running engines. Of public keys only: it is shown in pod templates.
-    """
-    return hashlib.sha256(f"{keys.hub_public} {keys.first}".encode()).hexdigest()[:12]
 
 
 log = structlog.get_logger(__name__)

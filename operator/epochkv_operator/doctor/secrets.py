@@ -18,7 +18,7 @@ from epochkv_operator.kube.resources import CONFIGMAPS
 from epochkv_operator.planning.names import component_name
 from epochkv_operator.settings import Settings
 
-FIELDS: Final = ("hub.pub", "client.pub", "client.key", "root.secret", "generation", "first.pub")
+FIELDS: Final = ("hub.pub", "client.pub", "client.key", "root.secret", "generation", "check")
 
 
 async def look_at_secrets(cluster: Cluster) -> list[Finding]:
@@ -123,7 +123,7 @@ def _disagreements(pool: Json, content: dict[str, str], hub_publics: set[str]) -
         KeyPair(content["client.pub"], content["client.key"])
     except CredentialsError as error:
         yield f"client.pub and client.key do not fit: {error}"
-    for field in ("hub.pub", "previous.pub", "first.pub"):
+    for field in ("hub.pub", "previous.pub"):
         try:
             if field in content:
                 check_key(field, content[field])

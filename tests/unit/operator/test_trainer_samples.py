@@ -60,7 +60,7 @@ def test_mounts_are_what_the_operator_makes(name: str, pool: Any) -> None:
 
 def test_what_is_mounted_is_all_that_an_engine_reads(pool: Any, tmp_path: Path) -> None:
     """The ConfigMap and the Secret as files, at other paths than in a pod."""
-    keys = FenceKeys(generate_keypair().public, generate_keypair(), 32 * "ab", first=generate_keypair().public)
+    keys = FenceKeys(generate_keypair().public, generate_keypair(), 32 * "ab")
     for name, text in content(keys, "u-1").items():
         (tmp_path / name).write_text(text)
     document = json.loads(one(desired_pool(pool, CONTEXT), "ConfigMap")["data"]["connection.json"])

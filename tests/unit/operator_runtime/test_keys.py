@@ -1,0 +1,104 @@
+"""What a pool's Secret holds, and when it is as some operator wrote it: whole, or with what operators make of it, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.keys import CredentialsError, check_key
+from epochkv_operator.keys import (
+    CHECK,
+    FIELDS,
+    GENERATION,
+    HUB,
+    KEY,
+    PREVIOUS,
+    PUBLIC,
+    ROOT,
+    FenceKeys,
+    content,
+    decoded,
+    encoded,
+    follows,
+    made,
+    whole,
+)
+
+POOL, HUB_PUBLIC = "uid-1", generate_keypair().public
+OTHER = generate_keypair()
+KEYS = made(HUB_PUBLIC, 0)
+ROTATED = replace(KEYS, client=generate_keypair(), generation=1, previous=KEYS.client.public)
+NO_BINARY = "%" * 40
+"""Characters of z85 that stand for a number above 32 bits."""
+
+
+@pytest.mark.parametrize("keys", [KEYS, ROTATED, replace(ROTATED, previous=None)])
+def test_what_was_written_is_whole_for_its_own_pool_alone(keys: FenceKeys) -> None:
+    fields = decoded({"data": encoded(content(keys, POOL))})
+    assert whole(fields, POOL) == keys
+    assert whole(fields, "uid-2") is None
+
+
+VALUES = {
+    **{PUBLIC: [OTHER.public, KEYS.client.public[::-1], NO_BINARY], KEY: [OTHER.secret, KEYS.client.secret[::-1], NO_BINARY, ""]},
+    **{ROOT: ["ab" * 32, KEYS.root_secret[::-1], ""], GENERATION: ["7", "-1", "many", "1" * 400], CHECK: ["0" * 32, "", "\u00e9"]},
+    PREVIOUS: ["no key", NO_BINARY],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in VALUES.items() for value in (*values, None)])
+def test_a_changed_or_missing_field_is_seen(field: str, value: str | None) -> None:
+    fields = {**content(ROTATED, POOL)}
+    fields.pop(field)
+    if value is not None:
+        fields[field] = value
+    found = whole(fields, POOL)
+    assert found == (replace(ROTATED, previous=None) if (field, value) == (PREVIOUS, None) else None)
+
+
+def test_another_key_of_the_hub_leaves_the_rest_whole() -> None:
+    """The hub's key pair may be new: then every Secret has the one before."""
+    assert whole({**content(KEYS, POOL), HUB: OTHER.public}, POOL) == replace(KEYS, hub_public=OTHER.public)
+
+
+def test_a_text_that_is_no_key_is_named_and_raises_nothing_else() -> None:
+    with pytest.raises(CredentialsError, match=r"it is not a CURVE key"):
+        check_key("it", NO_BINARY)
+
+
+def test_only_the_end_of_an_older_key_and_a_rotation_follow() -> None:
+    retired = replace(ROTATED, previous=None)
+    assert follows(KEYS, KEYS, None)
+    assert follows(ROTATED, retired, None), "removed by hand, or by the operator before"
+    assert follows(KEYS, ROTATED, None), "rotated by the operator before"
+    assert follows(KEYS, retired, ROTATED.client), "our own rotation, and removed by hand since"
+    assert not follows(KEYS, retired, None), "engines with the older key would be rejected"
+    assert not follows(ROTATED, KEYS, None), "an old copy of the Secret"
+    assert not follows(KEYS, replace(KEYS, previous=OTHER.public), None)
+    assert not follows(KEYS, replace(ROTATED, root_secret="ab" * 32), None)
+    assert not follows(KEYS, replace(ROTATED, previous=OTHER.public), None)
+    assert not follows(KEYS, replace(KEYS, hub_public=OTHER.public), None)
+
+
+def test_engines_restart_for_another_hub_or_root_and_not_for_a_rotation() -> None:
+    assert ROTATED.revision == KEYS.revision
+    assert len({KEYS.revision, replace(KEYS, hub_public=OTHER.public).revision, replace(KEYS, root_secret="ab" * 32).revision}) == 3
+
+
+TEXTS = st.sampled_from(["", "garbage", "0" * 64, NO_BINARY, OTHER.public, OTHER.secret, HUB_PUBLIC, "1", "\u00e9" * 64])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), TEXTS | st.none()), st.booleans())
+def test_no_edit_raises_or_brings_another_secret_key(edit: dict[str, str | None], rotating: bool) -> None:
+    base = ROTATED if rotating else KEYS
+    found = whole({name: value for name, value in ({**content(base, POOL), **edit}).items() if value is not None}, POOL)
+    assert found is None or (found.client, found.root_secret, found.generation) == (base.client, base.root_secret, base.generation)
+
+
+def test_fields_that_are_no_text_are_empty() -> None:
+    assert decoded({"data": {KEY: "!", PUBLIC: "/w==", GENERATION: None}}) == {KEY: "", PUBLIC: "", GENERATION: ""}
