@@ -69,7 +69,8 @@ def test_whatever_is_changed_comes_back_and_one_event_names_it(namespace: Namesp
     generation = revision(namespace)
     with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", keys_now(namespace), "engine-0", credentials=reader(namespace)) as engine:
         eventually(lambda: engine.leased, "joined")
-        for number, edit in enumerate([*EDITS, {"client_pub": before["client.pub"][::-1], "previous_pub": NO_BINARY}], 1):
+        edits: list[dict[str, str | None]] = [*EDITS, {"client_pub": before["client.pub"][::-1], "previous_pub": NO_BINARY}]
+        for number, edit in enumerate(edits, 1):
             write(namespace, "policy-fence", **edit)
             look(namespace)
             eventually(lambda: secret(namespace) == before, f"{edit} put right; log:\n{operator.tail()}")
