@@ -41,9 +41,8 @@ from epochkv_connector.engine import fenced, limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.patches import share_log_handlers
 from epochkv_fence import quantity
+from epochkv_fence.client.probe import NoHub, apart, probe_hub
 from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, ConfigurationError, Connection
-from epochkv_fence.doctor.looking import NoHub, look_at_hub
-from epochkv_fence.doctor.running import apart
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +120,9 @@ def refuse_other_pool(environ: Mapping[str, str]) -> None:
         connection.client_keys()
     except ConfigurationError:  # no hub, or keys that come later
         return
-    look, _ = apart(lambda: look_at_hub(connection, apart_seconds=0.0))
-    if isinstance(look, NoHub) and look.trouble == "pool":
-        raise ConfigError(f"{CONFIG_ENV} names another pool than its keys: {look.text}")
+    answer, _ = apart(lambda: probe_hub(connection))
+    if isinstance(answer, NoHub) and answer.trouble == "pool":
+        raise ConfigError(f"{CONFIG_ENV} names another pool than its keys: {answer.text}")
 
 
 def in_their_words(text: str, environ: Mapping[str, str] = os.environ) -> str:

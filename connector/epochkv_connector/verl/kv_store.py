@@ -28,11 +28,8 @@ from epochkv_connector.config import (
     shown,
     transfer_config,
 )
+from epochkv_fence.client.probe import NoHub, apart, is_inside, probe_hub, probe_master
 from epochkv_fence.connection import CONFIG_ENV, ConfigurationError, Connection, read_document
-from epochkv_fence.doctor.finding import Level
-from epochkv_fence.doctor.looking import NoHub, look_at_hub
-from epochkv_fence.doctor.running import apart
-from epochkv_fence.doctor.store import look_at_master
 
 logger = logging.getLogger(__name__)
 
@@ -231,15 +228,16 @@ async def find_problem(expansion: Expansion) -> str | None:
         BlockError: the hub serves another pool.
     """
     if expansion.connection is not None:
-        look = await look_at_hub(expansion.connection, apart_seconds=0.0)
-        if isinstance(look, NoHub):
-            if look.trouble == "pool":
-                raise BlockError(f"{WHERE}: {expansion.source} names another pool than its hub serves: {look.text}")
-            return f"the hub {look.endpoint} cannot be used: {look.text}"
+        answer = await probe_hub(expansion.connection)
+        if isinstance(answer, NoHub):
+            if answer.trouble == "pool":
+                raise BlockError(f"{WHERE}: {expansion.source} names another pool than its hub serves: {answer.text}")
+            return f"the hub {answer.endpoint} cannot be used: {answer.text}"
     if expansion.master is not None:
-        (finding,) = await look_at_master(expansion.master)
-        if finding.level is Level.WRONG:
-            return f"the Mooncake master {expansion.master} cannot be used: {finding.text.partition(';')[0]}"
+        dialled, text = await probe_master(expansion.master)
+        # A name that only a cluster knows is its engines' affair.
+        if dialled != "open" and not (dialled == "unresolved" and is_inside(expansion.master.rpartition(":")[0])):
+            return f"the Mooncake master {expansion.master} cannot be used: {text}"
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,7 +10,7 @@ from epochkv_fence import quantity
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem
+from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem, listed
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.names import (
     CHILD_KINDS,
@@ -28,6 +28,7 @@ _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
 """What the items of a list are told apart by."""
 ABSENT: Final = "it does not exist"
 BY_OTHERS: Final = "was changed by somebody else"
+_SHOWN: Final = 3
 _QUANTITIES: Final = ("limits", "requests", "sizeLimit")
 
 
@@ -124,41 +125,40 @@ def _name(obj: Json) -> str:
 
 
 def difference(desired: Json, live: Json) -> str | None:
-    """Where `live` differs from `desired`, as a path, or None when applying `desired` would change nothing.
+    """Where `live` differs from `desired`, as paths, or None when applying `desired` would change nothing.
 
     Fields that an earlier version applied and this one does not are invisible here; the hash over the whole desired object, kept as an
     annotation, gives those away.
     """
-    annotation = (live["metadata"].get("annotations") or {}).get(HASH_ANNOTATION)
-    if annotation != desired["metadata"]["annotations"][HASH_ANNOTATION]:
-        return "what the operator wants has changed"
-    # Items of a list come without apiVersion and kind, and the caller has matched those already.
-    annotations = {key: value for key, value in desired["metadata"]["annotations"].items() if key != VERSION_ANNOTATION}
+    known = (live["metadata"].get("annotations") or {}).get(HASH_ANNOTATION)
+    # The notes of who applied are no reason to. Items of a list come without apiVersion and kind, and the caller has matched those already.
+    annotations = {
+        key: value for key, value in desired["metadata"]["annotations"].items() if key not in (VERSION_ANNOTATION, HASH_ANNOTATION)
+    }
     metadata = {**desired["metadata"], "annotations": annotations}
     wanted = {key: value for key, value in desired.items() if key not in ("apiVersion", "kind")} | {"metadata": metadata}
-    found = _differs(wanted, live, "")
-    return f"{found[1:]} {BY_OTHERS}" if found is not None else None
+    found = _differing(wanted, live, "")
+    if known != desired["metadata"]["annotations"][HASH_ANNOTATION]:
+        return f"what the operator wants has changed: {listed((path[1:] for path in found), _SHOWN)}".removesuffix(": ")
+    first = next(found, None)
+    return f"{first[1:]} {BY_OTHERS}" if first is not None else None
 
 
-def _differs(desired: Any, live: Any, path: str) -> str | None:
+def _differing(desired: Any, live: Any, path: str) -> Iterator[str]:
     if live is None:
-        return path if desired not in ({}, [], "", 0, False, None) else None
-    if isinstance(desired, dict):
-        return _first(desired, live, path) if isinstance(live, dict) else path
-    if isinstance(desired, list):
-        return _differs_list(desired, live, path) if isinstance(live, list) else path
-    return None if desired == live or _same_quantity(desired, live, path) else path
+        if desired not in ({}, [], "", 0, False, None):
+            yield path
+    elif isinstance(desired, dict) and isinstance(live, dict):
+        for key, value in desired.items():
+            if value != (other := live.get(key)):
+                yield from _differing(value, other, f"{path}.{key}")
+    elif isinstance(desired, list) and isinstance(live, list):
+        yield from _differing_items(desired, live, path)
+    elif desired != live and not _same_quantity(desired, live, path):
+        yield path
 
 
-def _first(desired: Json, live: Json, path: str) -> str | None:
-    for key, value in desired.items():
-        found = _differs(value, live.get(key), f"{path}.{key}")
-        if found is not None:
-            return found
-    return None
-
-
-def _differs_list(desired: list[Any], live: list[Any], path: str) -> str | None:
+def _differing_items(desired: list[Any], live: list[Any], path: str) -> Iterator[str]:
     key = next((key for key in _ITEM_KEYS if desired and all(isinstance(item, dict) and key in item for item in desired)), None)
     if key is not None:
         known = {item.get(key): item for item in live if isinstance(item, dict)}
@@ -166,12 +166,13 @@ def _differs_list(desired: list[Any], live: list[Any], path: str) -> str | None:
     elif len(desired) == len(live):
         pairs = [(item, other, str(index)) for index, (item, other) in enumerate(zip(desired, live, strict=True))]
     else:
-        return path
+        yield path
+        return
     for item, other, name in pairs:
-        found = f"{path}[{name}]" if other is None else _differs(item, other, f"{path}[{name}]")
-        if found is not None:
-            return found
-    return None
+        if other is None:
+            yield f"{path}[{name}]"
+        elif item != other:
+            yield from _differing(item, other, f"{path}[{name}]")
 
 
 def _same_quantity(desired: Any, live: Any, path: str) -> bool:

@@ -63,7 +63,7 @@ def test_a_changed_spec_touches_only_what_it_changes() -> None:
     scaled["distributed"]["mooncake"]["store"]["replicas"] = 3
     plan = plan_pool(pool(scaled), Observed(settle_pool()), CONTEXT)
     assert names(plan.apply) == {"StatefulSet/policy-store"}
-    assert plan.details == ("apply StatefulSet rl/policy-store: what the operator wants has changed",)
+    assert plan.details == ("apply StatefulSet rl/policy-store: what the operator wants has changed: spec.replicas",)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,19 @@
-"""`epochkv plan`: what the operator would do once manifests are applied."""
+"""`epochkv plan`: what the operator would do once manifests are applied. The fence finds the command by an entry point.
+
+At its top this module imports nothing of the operator: the commands of a trainer start beside it.
+"""
 
 from __future__ import annotations
 
-import enum
+import json
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from enum import StrEnum
+from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand
-
-if TYPE_CHECKING:
-    from epochkv_operator.cli.preview import Outcome
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 NOTHING_ROLLS: Final = 0
@@ -20,11 +21,10 @@ FAILED: Final = 1
 ROLLS: Final = 2
 
 
-class Output(enum.StrEnum):
+class Output(StrEnum):
     """`-o`."""
 
     TEXT = "text"
-    DIFF = "diff"
     JSON = "json"
 
 
@@ -54,14 +54,14 @@ def plan(
         ),
     ] = None,
     context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig, with --live.")] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Field by field, a unified diff of YAML, or JSON.")] = Output.TEXT,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Lines for people, or JSON.")] = Output.TEXT,
     operator_namespace: Annotated[
         str, typer.Option(metavar="NAMESPACE", help="Where the operator runs: network policies let it in.")
     ] = "epochkv-system",
 ) -> None:
-    """Show what the operator would create, change and delete for pools and engines, why, and which pods that replaces.
+    """Show what the operator would apply and delete for pools and engines, why, and which pods that replaces.
 
-    Without --live, the files alone are judged and every object is new. With --live, the API server judges the files in a dry run, and
+    Without --live, every object is new, and only the schema judges it. With --live, the API server judges the files in a dry run, and
     engines that a changed pool restarts are shown, too, in whatever file they are.
 
     \b
@@ -72,29 +72,28 @@ def plan(
     Exit status: 0 no pod would be replaced; 2 pods would be replaced; 1 an error: wrong usage, an object that would be refused, or no
     answer from the cluster.
     """
-    from epochkv_operator.cli import show
-    from epochkv_operator.cli.files import FilesError
-    from epochkv_operator.cli.run import NoCluster, Unanswered, planned
+    from epochkv_operator import preview
 
     if context is not None and not live:
         _fail(["--context needs --live: without it no cluster is asked"])
     try:
-        outcomes, warnings = planned(files, live, namespace, context, operator_namespace)
-    except (FilesError, NoCluster, Unanswered) as error:
-        _fail(str(error).splitlines())
+        outcomes, skipped = preview.planned(files, live, namespace, context, operator_namespace)
+    except preview.CannotPlan as error:
+        _fail(error.problems)
     except Exception:  # a defect, which the command line could take for wrong usage and end with 2
         traceback.print_exc()
         raise typer.Exit(FAILED) from None
-    for line in warnings:
+    for line in skipped:
         print(f"epochkv: {line}", file=sys.stderr)
-    print({Output.TEXT: show.text, Output.DIFF: show.diff, Output.JSON: show.as_json}[output](outcomes))
-    raise typer.Exit(_status(outcomes))
-
-
-def _status(outcomes: Sequence[Outcome]) -> int:
-    if any(outcome.problem is not None for outcome in outcomes):
-        return FAILED
-    return ROLLS if any(outcome.rolls for outcome in outcomes) else NOTHING_ROLLS
+    replaced = sum(outcome.pods for outcome in outcomes)
+    if output is Output.JSON:
+        print(json.dumps({"podsReplaced": replaced, "objects": [outcome.as_json() for outcome in outcomes]}, indent=2))
+    else:
+        pods = f"{replaced} pod{'s' if replaced > 1 else ''}" if replaced else "no pod"
+        print("\n".join([*map(str, outcomes), f"Plan: {pods} would be replaced."]))
+    if any(outcome.problem for outcome in outcomes):
+        raise typer.Exit(FAILED)
+    raise typer.Exit(ROLLS if replaced else NOTHING_ROLLS)
 
 
 def _fail(lines: Sequence[str]) -> None:

@@ -1,4 +1,7 @@
-"""Looks at a hub: dials its address, connects with the pool's key, and asks for the pool twice, some time apart."""
+"""Whether what a connection file names answers: the hub, dialled and asked with the pool's key, and the Mooncake master.
+
+For `epochkv doctor`, and for engines and trainers that want to know before they start.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +9,34 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
 from epochkv_fence.client.session import NO_HANDSHAKE, Looks, Session
 from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.connection import Connection, check_endpoint
 
+T = TypeVar("T")
 DIAL_SECONDS: Final = 3.0
 HUB_SECONDS: Final = 8.0
 """More than a hub that starts refuses keys for, and one redial."""
-APART_SECONDS: Final = 2.0
-ROUND_TRIPS: Final = 5
+END_SECONDS: Final = 1.0
+ETCD: Final = "etcd://"
 
 Dialled = Literal["open", "refused", "silent", "unresolved", "unroutable"]
 Trouble = Literal["", "key", "handshake", "pool"]
-"""What the hub takes ill, where a connection is taken at all: our key, its own key as we have it, or the pool that we name."""
+"""Why the hub rejects a connection that it takes: our key, its own key as we have it, or the pool that we name."""
 
 
 @dataclass(frozen=True, slots=True)
-class HubLook:
-    """What a hub that answers says.
-
-    Attributes:
-        first, second: the pool, when they were answered at `first_at` and `second_at` on this machine's monotonic clock.
-        round_trip_seconds: the shortest of a few questions.
-    """
+class HubAnswer:
+    """What a hub that answers says of the pool."""
 
     endpoint: str
-    first: PoolStatus
-    first_at: float
-    second: PoolStatus
-    second_at: float
+    status: PoolStatus
     round_trip_seconds: float
 
 
@@ -52,8 +50,8 @@ class NoHub:
     trouble: Trouble = ""
 
 
-async def look_at_hub(connection: Connection, apart_seconds: float = APART_SECONDS) -> HubLook | NoHub:
-    """Two looks at the pool, or why there is none. Takes at most `HUB_SECONDS` and `apart_seconds` more."""
+async def probe_hub(connection: Connection) -> HubAnswer | NoHub:
+    """The pool as its hub shows it, or why there is none, within `HUB_SECONDS`."""
     endpoint = connection.hub.endpoint
     dialled, why = await dial(*check_endpoint(endpoint, "the hub's endpoint"))
     if dialled != "open":
@@ -63,27 +61,25 @@ async def look_at_hub(connection: Connection, apart_seconds: float = APART_SECON
     await session.start()
     try:
         await looks.greet(HUB_SECONDS)
-        trips = []
-        for _ in range(ROUND_TRIPS):
-            before = time.monotonic()
-            first = await looks.status(HUB_SECONDS)
-            first_at = time.monotonic()
-            trips.append(first_at - before)
-        await asyncio.sleep(apart_seconds)
-        second = await looks.status(HUB_SECONDS)
-        return HubLook(endpoint, first, first_at, second, time.monotonic(), min(trips))
+        before = time.monotonic()
+        return HubAnswer(endpoint, await looks.status(HUB_SECONDS), time.monotonic() - before)
     except WrongPool as error:
         return NoHub(endpoint, dialled, str(error), "pool")
     except HubUnreachable as error:
-        return NoHub(endpoint, dialled, str(error), _trouble(session, error))
+        trouble: Trouble = "key" if isinstance(error, KeyRefused) else ""
+        return NoHub(endpoint, dialled, str(error), "handshake" if session.problem == NO_HANDSHAKE else trouble)
     finally:
         await session.close()
 
 
-def _trouble(session: Session, error: HubUnreachable) -> Trouble:
-    if session.problem == NO_HANDSHAKE:
-        return "handshake"
-    return "key" if isinstance(error, KeyRefused) else ""
+async def probe_master(address: str) -> tuple[Dialled, str]:
+    """Whether the master of a connection file takes connections. Masters that are found through etcd are not dialled."""
+    if address.startswith(ETCD):
+        return "open", "its masters are found through etcd, and are not dialled from here"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return "unresolved", f"{address!r} is no host:port: correct distributed.master_address in the connection file"
+    return await dial(host, int(port))
 
 
 def is_inside(host: str) -> bool:
@@ -120,3 +116,26 @@ async def _connect(address: tuple[object, ...], seconds: float, where: str) -> t
     with contextlib.suppress(OSError):
         await writer.wait_closed()
     return "open", f"{where} takes connections"
+
+
+def apart(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, bool]:
+    """Run on an event loop of its own thread, and wait for the result, not for what lingers.
+
+    Returns:
+        The result, and whether nothing lingers: a look-up of a name cannot be ended, and Python waits for it when it exits.
+    """
+    result: Future[T] = Future()
+
+    async def run() -> None:
+        try:
+            result.set_result(await work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    ended = on_daemon_thread(lambda: asyncio.run(run()), "epochkv-probe")
+    answer = result.result()
+    try:
+        ended.result(END_SECONDS)
+    except TimeoutError:
+        return answer, False
+    return answer, True

@@ -1,0 +1,357 @@
+"""What `epochkv doctor` says of a cluster: conditions that are not True, the Lease, the operator's rights, the CRDs, and each pool's hub.
+
+Conditions and hubs judge; this only reads them. Nothing is written: the only requests that are no reads are access reviews.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final, TypeVar
+
+from kubernetes.aio.config import ConfigException
+
+from epochkv_fence import VERSION
+from epochkv_fence.cli.doctor import CannotLook, ClusterScope, Finding, Level, guarded
+from epochkv_fence.client.probe import HubAnswer, is_inside, probe_hub
+from epochkv_fence.common import duration
+from epochkv_fence.connection import (
+    CLIENT_PUBLIC_ENV,
+    CLIENT_SECRET_ENV,
+    HUB_PUBLIC_ENV,
+    ConfigurationError,
+    Connection,
+    HubRef,
+    PoolRef,
+    check_endpoint,
+)
+from epochkv_operator.api.base import MANAGED_BY
+from epochkv_operator.api.generate import CRDS, manifest
+from epochkv_operator.keys import decoded
+from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound, missing_kubeconfig
+from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, LEASES, POOLS, SECRETS, Resource, Right, rights
+from epochkv_operator.planning.names import component_name
+from epochkv_operator.settings import Settings
+
+T = TypeVar("T")
+API_SECONDS: Final = 5.0
+AT_ONCE: Final = 16
+SHOWN: Final = 6
+PATIENCE_SECONDS: Final = 60.0
+"""What starts, rolls or resets takes so long without being stuck."""
+SLACK_SECONDS: Final = 3.0
+"""Two clocks that tell whole seconds, and an answer on its way."""
+OPERATOR: Final = "app.kubernetes.io/part-of=epochkv,app.kubernetes.io/component=operator"
+DEFINITIONS: Final = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition")
+APPLY_CRDS: Final = "epochkv-operator crds | kubectl apply --server-side --force-conflicts -f -"
+FORWARD: Final = "kubectl -n {home} port-forward service/epochkv-hub 7700 & sleep 2; epochkv doctor --hub tcp://127.0.0.1:7700"
+COSTS_ONLY: Final = ("TiersUsable", "Drained", "Reclaimed", "KeysRotated", "WeightsConverged")
+"""While one of these is not True, nothing is wrong or missing: hits or memory are, or it is still on its way."""
+ALWAYS_WRONG: Final = ("Diverged", "TiersBroken", "LayoutUnsupported")
+KINDS: Final = {POOLS.kind: ("kvp", "pool"), ENGINES.kind: ("ie", "engine")}
+FIXES: Final = {
+    "PoolNotFound": "kubectl -n {ns} get kvp   # create the pool that spec.poolRef names",
+    "HubUnavailable": "kubectl get leases -A -l app.kubernetes.io/managed-by=epochkv-operator   # who leads?",
+    "WaitingForEngines": "kubectl -n {ns} get kvp {name} -o jsonpath='{{.status.reset.laggards}}'   # then: kubectl -n {ns} delete pod POD",
+    "NotReporting": "kubectl -n {ns} logs -l epochkv.io/engine={name} --tail=200 | grep -i epochkv",
+    "SecretConflict": "kubectl -n {ns} delete secret {name}-fence",
+    "CrashLooping": "kubectl -n {ns} logs -l epochkv.io/{word}={name} --previous --tail=50",
+    "Unschedulable": "kubectl -n {ns} get events --field-selector reason=FailedScheduling",
+    "PodSecurityDenied": "kubectl label namespace {ns} pod-security.kubernetes.io/enforce=privileged --overwrite   # for RDMA",
+}
+"""Commands for reasons whose object does not say more."""
+
+
+async def examine_cluster(scope: ClusterScope) -> list[Finding]:
+    """Everything, check by check; one that cannot be made costs no other."""
+    client = None
+
+    async def connect() -> list[Finding]:
+        nonlocal client
+        if (missing := missing_kubeconfig()) is not None:
+            raise CannotLook(f"no cluster to look at: {missing}", "export KUBECONFIG=PATH   # or give --config to look at one pool")
+        try:
+            client = await KubeClient.connect(API_SECONDS)
+        except (ConfigException, OSError, ValueError) as error:
+            raise CannotLook(f"no cluster to look at: {error}", "export KUBECONFIG=PATH") from error
+        version = await _request(client, "GET", "/version")
+        return [Finding("cluster", Level.OK, f"{client.configuration.host} ({version.get('gitVersion', 'no version')}) answers")]
+
+    checks: dict[str, Callable[[KubeClient, ClusterScope], Awaitable[list[Finding]]]]
+    checks = {"crds": _definitions, "operator": _operators, "hub": _hubs, "conditions": _conditions}
+    try:
+        found = await guarded("cluster", connect())
+        if client is None or found[0].level is not Level.OK:
+            return found
+        made = await asyncio.gather(*(guarded(name, check(client, scope)) for name, check in checks.items()))
+        return [*found, *(finding for findings in made for finding in findings)]
+    finally:
+        if client is not None:
+            await client.close()
+
+
+async def _answered(call: Awaitable[T], what: str) -> T:
+    """Raises `CannotLook` for whatever but a success; `NotFound` goes through."""
+    try:
+        return await call
+    except NotFound:
+        raise
+    except Forbidden as error:
+        raise CannotLook(f"this user may not look: {error.message}", f"kubectl auth can-i --list   # {what} is needed") from error
+    except ApiError as error:
+        raise CannotLook(f"the API server does not answer: {error.message or error.reason}", "kubectl get --raw /readyz?verbose") from error
+
+
+async def _request(client: KubeClient, verb: str, path: str, body: Json | None = None) -> Json:
+    return await _answered(client.request(verb, path, body=body), f"{verb} {path}")
+
+
+async def _get(client: KubeClient, resource: Resource, namespace: str | None, name: str) -> Json | None:
+    try:
+        return await _request(client, "GET", resource.path(namespace, name))
+    except NotFound:
+        return None
+
+
+async def _list(client: KubeClient, resource: Resource, namespace: str | None, selector: str = "") -> list[Json]:
+    try:
+        items, _ = await _answered(client.list(resource, namespace, selector), f"list {resource.path(namespace)}")
+    except NotFound as error:
+        raise CannotLook(f"the API server does not know {resource.plural}: the CRDs are not installed", APPLY_CRDS) from error
+    return [{"kind": resource.kind, **item} for item in items]
+
+
+# ---------------------------------------------------------------------------------------------------------------- conditions
+
+
+async def _conditions(client: KubeClient, scope: ClusterScope) -> list[Finding]:
+    objects = [*await _list(client, POOLS, scope.namespace), *await _list(client, ENGINES, scope.namespace)]
+    now = client.server_date or datetime.now(UTC)
+    found = [finding for obj in objects for finding in judge_object(obj, now)]
+    return found or [Finding("conditions", Level.OK, f"{len(objects)} pools and engines are as they should be")]
+
+
+def judge_object(obj: Json, now: datetime) -> Iterator[Finding]:
+    """What its conditions say is not True, since when, with the remedy. Times are the API server's."""
+    metadata, status = obj["metadata"], obj.get("status") or {}
+    kind, word = KINDS[obj["kind"]]
+    names = {"ns": metadata["namespace"], "name": metadata["name"], "word": word}
+    describe = "kubectl -n {ns} describe {kind} {name}".format(kind=kind, **names)
+    say = partial(Finding, "conditions", about=f"{word} {metadata['namespace']}/{metadata['name']}")
+    if metadata.get("deletionTimestamp"):
+        ago = duration(_seconds(metadata["deletionTimestamp"], now))
+        yield say(level=Level.WARNING, text=f"it has been deleted for {ago}, and is still there", fix=describe)
+        return
+    if not status.get("conditions"):
+        late = _seconds(metadata.get("creationTimestamp"), now) > PATIENCE_SECONDS
+        text = "it has no status: no operator has looked at it; does one run, and serve this namespace?"
+        yield say(level=Level.WRONG if late else Level.WARNING, text=text, fix=f"kubectl logs -A -l {OPERATOR} --tail=50")
+        return
+    bad = [one for one in status["conditions"] if one["status"] != "True"]
+    for one in bad:
+        if one["type"] == "Ready" and one["reason"] in {other["reason"] for other in bad if other is not one}:
+            continue  # it repeats what is not True
+        seconds = _seconds(one.get("lastTransitionTime"), now)
+        costs = one["type"] in COSTS_ONLY or seconds < PATIENCE_SECONDS
+        level = Level.WARNING if costs and one["reason"] not in ALWAYS_WRONG else Level.WRONG
+        fix = FIXES[one["reason"]].format(**names) if one["reason"] in FIXES else describe
+        yield say(level=level, text=f"{one['type']}={one['status']} for {duration(seconds)} ({one['reason']}): {one['message']}", fix=fix)
+
+
+def _seconds(moment: str | None, now: datetime) -> float:
+    return max(0.0, (now - datetime.fromisoformat(moment)).total_seconds()) if moment else 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------- hubs
+
+
+async def _hubs(client: KubeClient, scope: ClusterScope) -> list[Finding]:
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(pool: Json) -> list[Finding]:
+        async with gate:
+            return await _hub(client, scope, pool)
+
+    pools = await _list(client, POOLS, scope.namespace)
+    found = await asyncio.gather(*(guarded("hub", one(pool), _about(pool)) for pool in pools))
+    return [finding for findings in found for finding in findings] or [Finding("hub", Level.OK, "there is no pool")]
+
+
+def _about(pool: Json) -> str:
+    return f"pool {pool['metadata']['namespace']}/{pool['metadata']['name']}"
+
+
+async def _hub(client: KubeClient, scope: ClusterScope, pool: Json) -> list[Finding]:
+    """The hub as the pool's engines reach it: dialled from here with the key and the address that they have."""
+    namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
+    secret = component_name(name, "fence")
+    look = f"kubectl -n {namespace} annotate kvp {name} epochkv.io/look-again=$(date +%s) --overwrite"
+    again = f"kubectl -n {namespace} delete secret {secret} && {look}   # the operator makes it again with the keys that it remembers"
+    endpoint = scope.hub or ((pool.get("status") or {}).get("endpoints") or {}).get("hub")
+    if not endpoint:
+        raise CannotLook("status.endpoints.hub is empty: no operator has looked at this pool")
+    fields = decoded(await _get(client, SECRETS, namespace, secret) or {})
+    environ = {
+        variable: fields.get(field, "")
+        for variable, field in ((HUB_PUBLIC_ENV, "hub.pub"), (CLIENT_PUBLIC_ENV, "client.pub"), (CLIENT_SECRET_ENV, "client.key"))
+    }
+    connection = Connection(PoolRef(name, pool["metadata"]["uid"], namespace), HubRef(endpoint), _about(pool), environ)
+    try:
+        check_endpoint(endpoint, "the hub's address")
+        connection.client_keys()
+    except ConfigurationError:
+        return [Finding("hub", Level.WRONG, f"the Secret {secret} is not there, or has no keys that fit", again, _about(pool))]
+    answer = await probe_hub(connection)
+    if isinstance(answer, HubAnswer):
+        text = f"{answer.endpoint} answers in {1000 * answer.round_trip_seconds:.1f} ms"
+        return [Finding("hub", Level.OK, text, about=_about(pool))]
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    if answer.dialled == "unresolved" and is_inside(host):
+        raise CannotLook(f"{endpoint} is an address inside of the cluster, and this is not", FORWARD.format(home=host.split(".")[1]))
+    fix = f"kubectl get pods -A -l {OPERATOR}   # does one lead, and does it hang? see also lease"
+    if answer.dialled == "silent":
+        fix = "kubectl get networkpolicies -A   # which one closes the hub's port? a firewall on the way?"
+    return [Finding("hub", Level.WRONG, answer.text, again if answer.trouble in ("key", "pool") else fix, _about(pool))]
+
+
+# ---------------------------------------------------------------------------------------------------------------- the operator
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One installation, by its Deployment."""
+
+    deployment: Json
+
+    @property
+    def namespace(self) -> str:
+        return str(self.deployment["metadata"]["namespace"])
+
+    @property
+    def lease_name(self) -> str:
+        return next(iter(self._flags("--lease-name=")), Settings.lease_name)
+
+    @property
+    def scopes(self) -> tuple[str | None, ...]:
+        return tuple(self._flags("--watch-namespace=")) or (None,)
+
+    @property
+    def account(self) -> str:
+        name = self.deployment["spec"]["template"]["spec"].get("serviceAccountName") or MANAGED_BY
+        return f"system:serviceaccount:{self.namespace}:{name}"
+
+    @property
+    def logs(self) -> str:
+        return f"kubectl -n {self.namespace} logs deployment/{self.deployment['metadata']['name']} --tail=50"
+
+    def _flags(self, flag: str) -> list[str]:
+        containers = self.deployment["spec"]["template"]["spec"]["containers"]
+        return [arg.removeprefix(flag) for one in containers for arg in one.get("args") or () if arg.startswith(flag)]
+
+
+async def _operators(client: KubeClient, scope: ClusterScope) -> list[Finding]:
+    found = [Operator(one) for one in await _list(client, DEPLOYMENTS, scope.operator_namespace, OPERATOR)]
+    if not found:
+        install = "helm install epochkv CHART -n epochkv-system --create-namespace"
+        return [Finding("operator", Level.WRONG, "no operator is installed", install)]
+    findings = []
+    for operator in found:
+        about = f"operator {operator.namespace}"
+        findings += [judge_deployment(operator)]
+        findings += await guarded("lease", _lease(client, operator), about)
+        findings += await guarded("rbac", _rights(client, operator), about)
+    return findings
+
+
+def judge_deployment(operator: Operator) -> Finding:
+    """Whether its pods are ready."""
+    about = f"operator {operator.namespace}"
+    wanted = operator.deployment["spec"].get("replicas", 1)
+    ready = (operator.deployment.get("status") or {}).get("readyReplicas", 0)
+    if not wanted:
+        back = f"kubectl -n {operator.namespace} scale deployment {operator.deployment['metadata']['name']} --replicas=2"
+        return Finding("operator", Level.WRONG, "it is scaled to zero, so nothing is granted, reset or reconciled", back, about)
+    level = Level.OK if ready >= wanted else Level.WARNING if ready else Level.WRONG
+    return Finding("operator", level, f"{ready} of {wanted} pods are ready", "" if level is Level.OK else operator.logs, about)
+
+
+async def _lease(client: KubeClient, operator: Operator) -> list[Finding]:
+    lease = await _get(client, LEASES, operator.namespace, operator.lease_name)
+    return [judge_lease(operator, lease, client.server_date or datetime.now(UTC))]
+
+
+def judge_lease(operator: Operator, lease: Json | None, now: datetime) -> Finding:
+    """Whether somebody holds the Lease and renews it, by the API server's clock alone: when it stamped the last write."""
+    about = f"Lease {operator.namespace}/{operator.lease_name}"
+    spec = (lease or {}).get("spec") or {}
+    holder = spec.get("holderIdentity")
+    if not holder:
+        return Finding("lease", Level.WRONG, "nobody holds it: no operator leads, and no hub serves", operator.logs, about)
+    times = [datetime.fromisoformat(entry["time"]) for entry in (lease or {})["metadata"].get("managedFields") or () if entry.get("time")]
+    age = (now - max(times, default=now)).total_seconds()
+    if age > float(spec.get("leaseDurationSeconds") or 15) + SLACK_SECONDS:
+        text = f"{holder} has not renewed it for {age:.0f} s, and nobody else took it: no hub serves"
+        return Finding("lease", Level.WRONG, text, operator.logs, about)
+    return Finding("lease", Level.OK, f"held by {holder}, renewed {max(0.0, age):.0f} s ago", about=about)
+
+
+async def _rights(client: KubeClient, operator: Operator) -> list[Finding]:
+    """What the operator's service account may do, against what it needs. For itself, anybody may ask."""
+    gate = asyncio.Semaphore(AT_ONCE)
+    review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+    who = await _request(client, "POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", review)
+    account = "" if who["status"]["userInfo"].get("username") == operator.account else operator.account
+
+    async def allowed(right: Right) -> bool:
+        async with gate:
+            return await _allowed(client, right, account)
+
+    needed = rights(operator.namespace, operator.scopes, operator.lease_name, Settings.hub_secret)
+    answers = await asyncio.gather(*(allowed(right) for right in needed))
+    return [judge_rights(operator, [right for right, answer in zip(needed, answers, strict=True) if not answer], len(needed))]
+
+
+def judge_rights(operator: Operator, missing: Sequence[Right], num_needed: int) -> Finding:
+    if not missing:
+        return Finding("rbac", Level.OK, f"it has all {num_needed} rights that the operator needs", about=operator.account)
+    more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+    text = f"it lacks {len(missing)} of {num_needed} rights: {', '.join(map(str, missing[:SHOWN]))}{more}"
+    release = operator.deployment["metadata"].get("labels", {}).get("app.kubernetes.io/instance", "epochkv")
+    place = f"-n {operator.namespace}"
+    deployed = f"$(helm {place} list --deployed --no-headers -f '^{release}$' | awk '{{print $3}}')"  # not a revision that failed
+    fix = f"helm {place} get manifest {release} --revision {deployed} | kubectl apply {place} -f -"
+    return Finding("rbac", Level.WRONG, text, fix, operator.account)
+
+
+async def _allowed(client: KubeClient, right: Right, account: str) -> bool:
+    kind = "SubjectAccessReview" if account else "SelfSubjectAccessReview"
+    fields = ("group", "resource", "subresource", "verb", "namespace", "name")
+    spec: Json = {"resourceAttributes": {name: getattr(right, name) for name in fields if getattr(right, name)}}
+    if account:
+        namespace = account.split(":")[2]
+        spec |= {"user": account, "groups": ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"]}
+    body = {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}
+    try:
+        answer = await _request(client, "POST", f"/apis/authorization.k8s.io/v1/{kind.lower()}s", body)
+    except CannotLook as error:
+        if not account:
+            raise
+        hint = f"kubectl -n {account.split(':')[2]} exec deployment/epochkv-operator -- epochkv doctor   # it may ask for itself"
+        raise CannotLook(f"this user may not ask what {account} may do", hint) from error
+    return bool((answer.get("status") or {}).get("allowed"))
+
+
+async def _definitions(client: KubeClient, scope: ClusterScope) -> list[Finding]:
+    """No condition can tell: with CRDs of another version, fields are dropped, or refused, before an operator sees them."""
+    found = []
+    for crd in CRDS:
+        live = await _get(client, DEFINITIONS, None, crd.name)
+        wanted = manifest(crd)["spec"]["versions"][0]
+        served = {one["name"]: one for one in live["spec"]["versions"]} if live is not None else {}
+        if served.get(wanted["name"], {}).get("schema") != wanted["schema"]:
+            text = "it is not installed" if live is None else f"it is not that of this version ({VERSION or 'from source'})"
+            found.append(Finding("crds", Level.WRONG, text, APPLY_CRDS, crd.name))
+    return found or [Finding("crds", Level.OK, f"they are those of this version ({VERSION or 'from source'})")]

@@ -1,0 +1,389 @@
+"""What the operator would do once manifests are applied, for `epochkv plan`.
+
+The operator's own planner says it. As live objects it is given what the operator wants now, rendered here with the same settings: so
+defaults, images and keys that only the running operator knows cancel out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
+
+from epochkv_operator import __version__
+from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.api.base import API_VERSION, GROUP
+from epochkv_operator.kube.client import (
+    APPLY_PATCH,
+    MERGE_PATCH,
+    ApiError,
+    Forbidden,
+    Invalid,
+    Json,
+    KubeClient,
+    NotFound,
+    missing_kubeconfig,
+)
+from epochkv_operator.kube.resources import ENGINES, POOLS, by_kind, identity
+from epochkv_operator.planning.context import Context, Observed
+from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
+from epochkv_operator.settings import Settings
+
+Pools = dict[tuple[str, str], Json]
+"""By namespace and name."""
+KINDS: Final = (POOLS.kind, ENGINES.kind)
+DEADLINE_SECONDS: Final = 30.0
+_SUFFIXES: Final = (".yaml", ".yml", ".json")
+_LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
+_UNKNOWN_UID: Final = "known-after-apply"
+
+
+class CannotPlan(Exception):
+    """Files that cannot be read or would be refused, or a cluster that cannot be asked; each text has the remedy."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A pool or an engine. `before` None: it is new. `source`, its file, None: it is in none, and its pool changes."""
+
+    before: Json | None
+    after: Json
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What would happen to one of them and to what the operator makes for it."""
+
+    subject: Subject
+    details: tuple[str, ...] = ()
+    """The planner's steps, with why."""
+    pods: int = 0
+    """Pods that would be replaced."""
+    problem: str = ""
+    """What stands in the way."""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        kind, namespace, name = identity(self.subject.after)
+        if self.subject.source is None:
+            state = "is in no file; its pool changes"
+        else:
+            state = f"{'new' if self.subject.before is None else 'as it is applied'} ({self.subject.source})"
+        problem = [f"! the operator would change nothing: {self.problem}"] if self.problem else []
+        lines = [*(f"note: {note}" for note in self.notes), *problem, *self.details]
+        return "\n  ".join([f"{kind} {namespace}/{name}: {state}", *(lines or ["nothing to do"])]) + "\n"
+
+    def as_json(self) -> Json:
+        kind, namespace, name = identity(self.subject.after)
+        facts = {"kind": kind, "namespace": namespace, "name": name, "file": self.subject.source, "new": self.subject.before is None}
+        return {**facts, "problem": self.problem, "notes": self.notes, "steps": self.details, "podsReplaced": self.pods}
+
+
+def planned(
+    paths: Sequence[str], live: bool, namespace: str | None, context: str | None, operator_namespace: str
+) -> tuple[list[Outcome], list[str]]:
+    """Outcomes, pools first, and what was skipped. Raises `CannotPlan`."""
+    settings = Settings(operator_namespace)
+    # Groups of pods need LeaderWorkerSet; whether the cluster has it, the operator says.
+    served = frozenset({"LeaderWorkerSet"})
+    rendered = Context(settings.endpoint, operator_namespace, __version__, settings.store_image, settings.engine_image, served=served)
+    if live:
+        return asyncio.run(_live(paths, namespace, context, rendered))
+    manifests, skipped = read(paths, namespace, "default")
+    subjects = [Subject(None, _with_uid(obj), source) for obj, source in manifests]
+    return outcomes(subjects, {}, _pools(one.after for one in subjects), rendered), skipped
+
+
+def outcomes(subjects: Sequence[Subject], before: Pools, after: Pools, context: Context) -> list[Outcome]:
+    """For each subject, pools first; `before` and `after` are the pools as they are and as they would be."""
+    ordered = sorted(subjects, key=lambda one: (one.after["kind"] != POOLS.kind, identity(one.after)))
+    return [_outcome(one, before, after, context) for one in ordered]
+
+
+def _outcome(subject: Subject, before: Pools, after: Pools, context: Context) -> Outcome:
+    try:
+        known = _plan(subject.before, before, (), context) if subject.before is not None else Plan()
+        plan = _plan(subject.after, after, known.apply, context)
+    except InvalidObject as error:
+        return Outcome(subject, problem=str(error))
+    if plan.problem is not None:
+        return Outcome(subject, problem=f"{plan.problem.reason}: {plan.problem.message}")
+    wanted = {identity(obj): obj for obj in known.apply}
+    pods = {identity(obj): _replaced(wanted.get(identity(obj), {}), obj) for obj in plan.apply}
+    steps = [
+        detail + (_said(obj, pods[identity(obj)], identity(obj) not in wanted) if identity(obj) in pods else "")
+        for detail, obj in zip(plan.details, (*plan.apply, *plan.delete), strict=True)
+    ]
+    return Outcome(subject, tuple(steps), sum(pods.values()), notes=tuple(_notes(subject, after)))
+
+
+def _plan(obj: Json, pools: Pools, children: Sequence[Json], context: Context) -> Plan:
+    if obj["kind"] == POOLS.kind:
+        return plan_pool(parse_pool(obj), Observed(children), context)
+    engine = parse_engine(obj)
+    pool = pools.get(_pool_key(obj))
+    return plan_engine(engine, parse_pool(pool) if pool is not None else None, Observed(children), context)
+
+
+def _replaced(before: Json, after: Json) -> int:
+    """Pods that a change of a workload replaces; a LeaderWorkerSet has groups of them."""
+    old, new = before.get("spec", {}), after.get("spec", {})
+    if all(old.get(name) == new.get(name) for name in ("template", "leaderWorkerTemplate")):
+        return 0
+    return min(_pods(old), _pods(new))
+
+
+def _pods(spec: Json) -> int:
+    replicas: int = spec.get("replicas", 0) * (spec.get("leaderWorkerTemplate") or {}).get("size", 1)
+    return replicas
+
+
+def _said(obj: Json, replaced: int, new: bool) -> str:
+    spec = obj.get("spec", {})
+    if replaced:
+        rolling: Json = next((spec[name] for name in ("strategy", "rolloutStrategy") if name in spec), {})
+        details = rolling.get("rollingUpdate") or rolling.get("rollingUpdateConfiguration") or {}
+        at_once = "all at once" if rolling.get("type") == "Recreate" else f"at most {details.get('maxUnavailable', 1)} at a time"
+        return f"; replaces {replaced} pod{'s' if replaced > 1 else ''}, {at_once}"
+    started = _pods(spec) if new else 0
+    return f"; starts {started} pod{'s' if started > 1 else ''}" if started else ""
+
+
+def _notes(subject: Subject, pools: Pools) -> Iterator[str]:
+    old, new = (subject.before or {}).get("spec", {}), subject.after["spec"]
+    if subject.before is not None and new.get("resetEpoch", 0) > old.get("resetEpoch", 0):
+        yield "all KV of the pool becomes unreachable, unless its target epoch is at or above resetEpoch already"
+    namespace, pool = _pool_key(subject.after)
+    if pool and (namespace, pool) not in pools:
+        yield f"KVCachePool {namespace}/{pool} is not known here: shown as an engine without a pool"
+
+
+def _pool_key(obj: Json) -> tuple[str, str]:
+    return obj["metadata"]["namespace"], (obj["spec"].get("poolRef") or {}).get("name", "")
+
+
+def _pools(objects: Any) -> Pools:
+    return {identity(obj)[1:]: obj for obj in objects if obj["kind"] == POOLS.kind}
+
+
+def _with_uid(obj: Json) -> Json:
+    return {**obj, "metadata": {**obj["metadata"], "uid": _UNKNOWN_UID}}
+
+
+# ---------------------------------------------------------------------------------------------------------------- cluster
+
+
+async def _live(paths: Sequence[str], namespace: str | None, context: str | None, rendered: Context) -> tuple[list[Outcome], list[str]]:
+    client, default_namespace = await _connect(context)
+    try:
+        manifests, skipped = read(paths, namespace, default_namespace)
+        subjects = await _subjects(client, manifests)
+        subjects += await _engines_of_changed_pools(client, subjects)
+        before = _pools(one.before for one in subjects if one.before is not None)
+        after = _pools(one.after for one in subjects)
+        for subject in subjects:
+            key = _pool_key(subject.after)
+            if key[1] and key not in after and (pool := await _found(client, KINDS[0], *key)) is not None:
+                before[key] = after[key] = pool
+        return outcomes(subjects, before, after, rendered), skipped
+    except Forbidden as error:
+        raise CannotPlan(f"{error.message}: ask for this right, or leave out --live") from error
+    except ApiError as error:
+        raise CannotPlan(f"{client.configuration.host}: {error}") from error
+    finally:
+        await client.close()
+
+
+async def _connect(context: str | None) -> tuple[KubeClient, str]:
+    """A client as `kubectl` would have it, and the namespace of the kubeconfig's context."""
+    file = os.environ.get("KUBECONFIG") or kubernetes_config.KUBE_CONFIG_DEFAULT_LOCATION
+    configuration = kubernetes_client.Configuration()
+    if (missing := missing_kubeconfig()) is not None:
+        raise CannotPlan(f"{missing}: set KUBECONFIG, or leave out --live")
+    try:
+        contexts, current = kubernetes_config.list_kube_config_contexts(file)
+        await kubernetes_config.load_kube_config(
+            config_file=file, context=context, client_configuration=configuration, persist_config=False
+        )
+    except (kubernetes_config.ConfigException, OSError) as error:
+        raise CannotPlan(f"{file}: {error}: set KUBECONFIG, or leave out --live") from error
+    chosen = next((one for one in contexts if one["name"] == context), None) if context else current
+    configuration.client_session_kwargs = {"trust_env": False}
+    return KubeClient(configuration, DEADLINE_SECONDS), ((chosen or {}).get("context") or {}).get("namespace") or "default"
+
+
+async def _found(client: KubeClient, kind: str, namespace: str, name: str) -> Json | None:
+    resource = by_kind(kind)
+    try:
+        return {"kind": kind, "apiVersion": resource.api_version, **await client.get(resource, namespace, name)}
+    except NotFound:
+        return None
+
+
+async def _subjects(client: KubeClient, manifests: Sequence[tuple[Json, str]]) -> list[Subject]:
+    subjects, problems = list[Subject](), list[str]()
+    for obj, source in manifests:
+        live = await _found(client, *identity(obj))
+        try:
+            after = {"kind": obj["kind"], "apiVersion": API_VERSION, **await _as_applied(client, obj, live)}
+        except NotFound as error:
+            namespace = obj["metadata"]["namespace"]
+            missing = "EpochKV's kinds do not exist: install the chart first"
+            if error.message.startswith("namespaces"):
+                missing = f"namespace {namespace} does not exist: create it first"
+            problems.append(f"{source}: {missing}, or plan without --live")
+        except Invalid as error:
+            problems.append(f"{source}: {error.message}")
+        else:
+            subjects.append(Subject(live, after if live is not None else _with_uid(after), source))
+    if problems:
+        raise CannotPlan(*problems)
+    return subjects
+
+
+async def _as_applied(client: KubeClient, obj: Json, live: Json | None) -> Json:
+    """What the API server would hold after `kubectl apply`, by a dry run: defaults filled in, rules checked.
+
+    A field that the user took out of the file goes, as with kubectl: by its note of what was applied last, else by who owns the field.
+    """
+    metadata: Json = (live or {}).get("metadata", {})
+    noted = (metadata.get("annotations") or {}).get(_LAST_APPLIED)
+    applied = {entry["manager"] for entry in metadata.get("managedFields") or () if entry.get("operation") == "Apply"}
+    query = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "kubectl-client-side-apply"}
+    body, content_type = obj, MERGE_PATCH
+    if noted is not None:
+        body = _with_removals(json.loads(noted), obj)
+    else:
+        content_type = APPLY_PATCH
+        query |= {"fieldManager": applied.pop() if len(applied) == 1 else "kubectl", "force": "true"}
+    path = by_kind(obj["kind"]).path(obj["metadata"]["namespace"], obj["metadata"]["name"])
+    return await client.request("PATCH", path, query=query, body=body, content_type=content_type)
+
+
+def _with_removals(before: Any, after: Json) -> Json:
+    """The merge patch of `kubectl apply`: what the file has, and null for what it had."""
+    patch = dict(after)
+    for key, value in (before if isinstance(before, dict) else {}).items():
+        if key not in after:
+            patch[key] = None
+        elif isinstance(value, dict) and isinstance(after[key], dict):
+            patch[key] = _with_removals(value, after[key])
+    return patch
+
+
+async def _engines_of_changed_pools(client: KubeClient, subjects: Sequence[Subject]) -> list[Subject]:
+    """Engines in no file that a pool of the files may restart."""
+    known = {identity(one.after) for one in subjects}
+    changed = {identity(one.after)[1:] for one in subjects if one.before is None or one.before["spec"] != one.after["spec"]}
+    found = []
+    for namespace in sorted({namespace for namespace, _ in changed}):
+        engines = [{"kind": ENGINES.kind, **engine} for engine in (await client.list(ENGINES, namespace))[0]]
+        found += [Subject(one, one) for one in engines if _pool_key(one) in changed and identity(one) not in known]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------------ files
+
+
+class _Loader(yaml.SafeLoader):
+    """Dates are text, as they are for kubectl."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def read(paths: Sequence[str], namespace: str | None, default_namespace: str) -> tuple[list[tuple[Json, str]], list[str]]:
+    """Every pool and engine of files, folders (those files in them) and `-`, standard input, with its file; what was skipped.
+
+    `namespace`: what every object must be in; None: objects without one are in `default_namespace`.
+
+    Raises:
+        CannotPlan: what cannot be read or does not fit the schema; all problems at once. Also when there is none.
+    """
+    manifests, skipped, problems = dict[tuple[str, str, str], tuple[Json, str]](), list[str](), list[str]()
+    for source, document in _documents(paths, problems):
+        given = document.get("metadata")
+        metadata: Json = given if isinstance(given, dict) else {}
+        name = f"{document.get('kind') or 'an object without a kind'} {metadata.get('name') or 'without a name'}"
+        if document.get("kind") not in KINDS or not str(document.get("apiVersion", "")).startswith(f"{GROUP}/"):
+            skipped.append(f"skipped, not a kind of EpochKV: {source}: {name}")
+            continue
+        if document["apiVersion"] != API_VERSION:
+            problems.append(f"{source}: {name}: apiVersion is {document['apiVersion']}: this version of epochkv has {API_VERSION}")
+            continue
+        own = metadata.get("namespace")
+        if namespace is not None and own not in (None, namespace):
+            problems.append(f"{source}: {name}: metadata.namespace is {own}, and --namespace is {namespace}: leave one out")
+            continue
+        metadata = {key: value for key, value in metadata.items() if key != "managedFields"}
+        obj = {**document, "metadata": {**metadata, "namespace": own or namespace or default_namespace}}
+        obj.pop("status", None)
+        try:
+            _parsed(obj)
+        except InvalidObject as error:
+            problems.append(f"{source}: {error}")
+            continue
+        if (other := manifests.get(identity(obj))) is not None:
+            problems.append(f"{source}: {name} is also in {other[1]}: keep one")
+        manifests[identity(obj)] = obj, source
+    if not manifests and not problems:
+        problems = [f"no KVCachePool or InferenceEngine in {', '.join(paths)}", *skipped]
+    if problems:
+        raise CannotPlan(*problems)
+    return list(manifests.values()), skipped
+
+
+def _parsed(obj: Json) -> KVCachePool | InferenceEngine:
+    return parse_pool(obj) if obj["kind"] == POOLS.kind else parse_engine(obj)
+
+
+def _documents(paths: Sequence[str], problems: list[str]) -> Iterator[tuple[str, Json]]:
+    for path in _files(paths, problems):
+        try:
+            text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+            documents = [document for document in yaml.load_all(text, _Loader) if document is not None]
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
+            continue
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f", line {mark.line + 1}" if mark is not None else ""
+            problems.append(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or error}")
+            continue
+        shown = "standard input" if path == "-" else path
+        for number, document in enumerate(documents, 1):
+            source = f"{shown}, document {number}" if len(documents) > 1 else shown
+            if not isinstance(document, dict):
+                problems.append(f"{source}: not an object with apiVersion, kind and metadata")
+            elif document.get("kind") == "List" and isinstance(document.get("items"), list):
+                yield from ((source, item) for item in document["items"] if isinstance(item, dict))
+            else:
+                yield source, document
+
+
+def _files(paths: Sequence[str], problems: list[str]) -> Iterator[str]:
+    for path in paths:
+        if path == "-" or not Path(path).is_dir():
+            yield path
+            continue
+        found = sorted(str(file) for file in Path(path).iterdir() if file.suffix in _SUFFIXES and file.is_file())
+        if not found:
+            problems.append(f"{path}: the folder has no {', '.join(_SUFFIXES)} files")
+        yield from found
