@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hack.cluster import choose_provider
-from hack.cluster.provider import ClusterError
 from hack.demo.kube import DemoError, Kube
 from hack.demo.volumes import provide_folder
 
@@ -35,12 +33,6 @@ def test_unknown_provider_and_bad_name(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "lower-case" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_kind_without_docker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ClusterError, match="docker is not installed"):
-        choose_provider("x", "kind").status()
 
 
 def test_folder_that_is_not_there_is_refused_before_anything_is_asked(tmp_path: Path) -> None:

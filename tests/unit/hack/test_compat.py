@@ -28,10 +28,3 @@ def test_an_environment_has_one_vllm_of_the_right_version_and_hashes(version: Ve
     assert all("--hash=sha256:" in text for text in packages.values())
     assert len(packages) > 150
     assert {"torch", "pytest", "hypothesis", "xxhash"} <= packages.keys()
-
-
-def test_what_a_layer_names_exists() -> None:
-    for version in VERSIONS:
-        for paths in version.layers.values():
-            for path in paths:
-                assert (ROOT / path.removeprefix("--ignore=")).exists(), path

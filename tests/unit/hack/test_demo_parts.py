@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.console import Console
 
 from hack.demo.claims import Claims
 from hack.engine_api import metric_total
-from hack.models import make
 from hack.sync_chart import template
 
 METRICS = """\
@@ -20,13 +17,6 @@ vllm:prompt_tokens_by_source_total{engine="1",model_name="tiny",source="external
 vllm:prompt_tokens_by_source_created{engine="0",source="external_kv_transfer"} 1.7e+09
 process_cpu_seconds_total 12.5
 """
-
-
-def test_a_seed_decides_the_weights(tmp_path: Path) -> None:
-    first, again, other = (make(tmp_path / str(index), seed) for index, seed in enumerate((1, 1, 2)))
-    assert (first / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
-    assert (first / "model.safetensors").read_bytes() != (other / "model.safetensors").read_bytes()
-    assert (first / "config.json").read_text() == (other / "config.json").read_text()
 
 
 def test_claims_tell_what_broke() -> None:

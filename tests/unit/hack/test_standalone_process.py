@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hack.standalone.engine import Engine
-from hack.standalone.process import Process, ProcessError
+from hack.standalone.process import Process
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, {handler}); print('child', flush=True); time.sleep(60)"
 LEADER = """
@@ -58,24 +57,6 @@ def test_who_is_deaf_or_frozen_is_killed_after_the_grace(tmp_path: Path, whole_g
     assert gone(process)
     assert time.monotonic() - begun >= 0.5
     assert process.popen.returncode != 0
-
-
-# -- starts that fail ---------------------------------------------------------------------------------------------------
-
-
-def script(path: Path, text: str) -> Path:
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
-
-
-def test_an_engine_that_never_becomes_ready_is_ended(tmp_path: Path) -> None:
-    """It ends and leaves a process behind, as an API server that dies leaves its engine core."""
-    engine = Engine("E", tmp_path, tmp_path, python=script(tmp_path / "python", "#!/bin/sh\nsleep 60 &\necho $!\nexit 3\n"))
-    with pytest.raises(ProcessError, match="E ended with status 3 before healthy"), engine:
-        raise AssertionError("it is not ready")
-    assert gone(engine.process)
-    assert not Path(f"/proc/{engine.process.tail().strip()}").exists(), "what it left behind"
 
 
 # -- programs that end ----------------------------------------------------------------------------------------------------
