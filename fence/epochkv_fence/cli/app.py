@@ -2,7 +2,7 @@
 
 An entry point of the group `epochkv.commands` has the command's name and names a `typer.Typer` app with that one command. Its module
 imports what the command line has anyway (typer, rich); the command imports the rest when it runs, so `epochkv reset` stays quick.
-The extra in brackets is what to install when that is missing: `plan = "epochkv_operator.cli.plan:app [operator]"`.
+The extra in brackets is what to install when that is missing: `plan = "epochkv_operator.cli:app [operator]"`.
 """
 
 from __future__ import annotations

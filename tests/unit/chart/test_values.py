@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,13 @@ def test_nothing_unknown_is_accepted_at_any_depth() -> None:
     objects = [(path, child) for path, child in schema_paths(schema) if "properties" in child]
     assert objects
     assert [path for path, child in objects if child.get("additionalProperties") is not False] == []
+
+
+def test_quantities_are_those_of_kubernetes() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    [pattern] = [node["additionalProperties"]["pattern"] for name, node in schema["definitions"].items() if name == "quantities"]
+    assert all(re.fullmatch(pattern, text) for text in ("2", "500m", "64Gi", "1.5G", "1e9", ".5", "100u", "1e+3", "5."))
+    assert not any(re.fullmatch(pattern, text) for text in ("", "5GB", "1 Gi", "Gi", "1e", "lots"))
 
 
 def rendered_with(render: Render, tmp_path: Path, values: dict[str, Any]) -> Rendered:
