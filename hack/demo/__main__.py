@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
@@ -68,6 +69,7 @@ def diagnose() -> None:
 
 def main() -> None:
     """Entry point: known failures are one clear message and exit status 1."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs side by side is ended, too
     try:
         app()
     except (ClusterError, DemoError, EngineError, ProcessError, TimeoutError) as error:
