@@ -29,10 +29,10 @@ class Hooks:
     def busy(self) -> bool:
         return False
 
-    def carried(self) -> int:
+    def old_epoch_requests(self) -> int:
         return 0
 
-    def private(self) -> bool:
+    def isolated(self) -> bool:
         return False
 
     def weights(self) -> tuple[bytes | None, str]:

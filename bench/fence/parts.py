@@ -101,7 +101,7 @@ class Fence:
         self.hub: Child | None = None
 
     @property
-    def hold_seconds(self) -> float:
+    def fence_timeout_seconds(self) -> float:
         """Lease and margin."""
         return self.lease_seconds + max(1.0, 0.1 * self.lease_seconds)
 

@@ -181,7 +181,7 @@ def fault(kind: str, repeats: int, progress: Progress) -> Row:
     seconds, slack, swallowed = [], [], 0
     with bench(16, FAULT_LEASE_SECONDS) as made:
         epoch, began = made.trainer.target(), time.monotonic()
-        hold = made.fence.hold_seconds
+        hold = made.fence.fence_timeout_seconds
         for number in range(repeats):
             progress.step(number, repeats, began)
             relay = Relay(made.fence.endpoint)

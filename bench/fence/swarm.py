@@ -84,7 +84,9 @@ class Engine:
     def _beat(self, seq: int, epoch: int | None) -> None:
         stats = {"hit_tokens": 1000.0 + seq, "queried_tokens": 2000.0, "l1_bytes": 1e9, "saved_blocks": 17.0}
         age = time.monotonic() - self.born
-        beat = Heartbeat(*(self.agent.boot, seq, epoch, age, stats), engine="bench", pod=self.name, fingerprint="f" * 64, weights=b"w" * 16)
+        beat = Heartbeat(
+            *(self.agent.instance, seq, epoch, age, stats), engine="bench", pod=self.name, fingerprint="f" * 64, weights=b"w" * 16
+        )
         with contextlib.suppress(zmq.Again):  # no connection: the next heartbeat says it all
             self.socket.send_multipart(encode(beat), zmq.NOBLOCK)
 

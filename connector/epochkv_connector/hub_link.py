@@ -18,7 +18,7 @@ from typing import Any
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.engine.interface import running
 from epochkv_fence.connection import HubRef, check_endpoint, read_client_keys, read_root_secret
-from epochkv_fence.protocol.messages import BOOT_BYTES
+from epochkv_fence.protocol.messages import INSTANCE_BYTES
 
 logger = logging.getLogger("vllm.epochkv.link")
 
@@ -32,8 +32,8 @@ class FenceHooks:
     ready: Callable[[], bool]
     adopt: Callable[[int], None]
     busy: Callable[[], bool]
-    carried: Callable[[], int]
-    private: Callable[[], bool]
+    old_epoch_requests: Callable[[], int]
+    isolated: Callable[[], bool]
     weights: Callable[[], tuple[bytes | None, str]]
     tiers: Callable[[], tuple[str, str]]
     stats: Callable[[], dict[str, float]]
@@ -93,7 +93,7 @@ class HubLink:
             removes=self._removes,
         )
         keys_again = partial(read_client_keys, hub)  # they may be rotated
-        return AgentThread(hub.endpoint, self._keys, secrets.token_bytes(BOOT_BYTES), identity, hooks, credentials=keys_again)
+        return AgentThread(hub.endpoint, self._keys, secrets.token_bytes(INSTANCE_BYTES), identity, hooks, credentials=keys_again)
 
     def lease_until(self) -> float:
         """End of the lease on the monotonic clock; 0.0 without one."""

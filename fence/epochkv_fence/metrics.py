@@ -33,7 +33,7 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int], leas
         ("epochkv_pool_engines", "gauge", engines, by_state),
         ("epochkv_pool_weights_diverged_engines", "gauge", "Live engines that hold other weights than most of their fingerprint", diverged),
         ("epochkv_pool_tiers_off_engines", "gauge", "Live engines that cannot use their tiers, or not all of them", limited),
-        ("epochkv_pool_carried_requests", "gauge", "Requests that run under older epochs", {"": snapshot.carried}),
+        ("epochkv_pool_old_epoch_requests", "gauge", "Requests that run under older epochs", {"": snapshot.old_epoch_requests}),
         ("epochkv_pool_reclaimed_keys", "gauge", "Keys of older epochs and weights removed from the store since this hub started", keys),
         ("epochkv_pool_reclaimed_bytes", "gauge", "Bytes of them, as far as they are known", {"": snapshot.reclaimed_bytes}),
         ("epochkv_hub_messages_total", "counter", "Messages and connections by outcome", outcomes),

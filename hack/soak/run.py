@@ -147,7 +147,7 @@ def _run(crew: Crew, minutes: float, say: Say) -> Verdict:
 def _share_again(world: World, trainer: Trainer, prompts: Sequence[Prompt], tally: Tally) -> None:
     """After the last fault one update must be enough for every engine to share, and to be right."""
     trainer.update_all()
-    if not poll(lambda: [engine.state for engine in world.trainer.engines()].count("use") == len(world.ranks), 60.0, 0.2):
+    if not poll(lambda: [engine.state for engine in world.trainer.engines()].count("sharing") == len(world.ranks), 60.0, 0.2):
         tally.problem("engines do not share again", states=[engine.state for engine in world.trainer.engines()])
         return
     before = tally["answers with a hit"]

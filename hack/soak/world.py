@@ -121,7 +121,7 @@ class World:
         for rank in self.ranks:
             self._welcome(rank)
         eventually(
-            lambda: [engine.state for engine in self.trainer.engines()] == ["use"] * NUM_ENGINES,
+            lambda: [engine.state for engine in self.trainer.engines()] == ["sharing"] * NUM_ENGINES,
             lambda: f"the engines share: {self.trainer.engines()}",
             120.0,
             1.0,

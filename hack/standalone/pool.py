@@ -120,7 +120,7 @@ class Pool:
     def wait_engines(self, num_engines: int, seconds: float = 60.0) -> None:
         """Return once that many engines share: at the target, and their weights known."""
         self._wait(
-            lambda: sum(view.state == "use" for view in self.snapshot().engines) >= num_engines,
+            lambda: sum(view.state == "sharing" for view in self.snapshot().engines) >= num_engines,
             seconds,
             f"{num_engines} engines in use of the epoch",
         )

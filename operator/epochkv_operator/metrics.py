@@ -68,7 +68,7 @@ RESET_OVERDUE = _gauge(
     _POOL,
 )
 POOL_ENGINES = _gauge("epochkv_pool_engines", f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})", (*_POOL, "state"))
-CARRIED_REQUESTS = _gauge("epochkv_pool_carried_requests", "Requests that run on under an older epoch", _POOL)
+OLD_EPOCH_REQUESTS = _gauge("epochkv_pool_old_epoch_requests", "Requests that run on under an older epoch", _POOL)
 WEIGHTS_DIVERGED = _gauge(
     "epochkv_pool_weights_diverged_engines", "Engine processes that hold other weights than most of their kind", _POOL
 )
@@ -80,7 +80,7 @@ RECLAIMED_BYTES = _gauge(
     "epochkv_pool_reclaimed_bytes", "Bytes of the store given back since this operator leads, as far as they are known", _POOL
 )
 _BY_POOL = (
-    *(TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, RESET_OVERDUE, CARRIED_REQUESTS, WEIGHTS_DIVERGED, TIERS_OFF),
+    *(TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, RESET_OVERDUE, OLD_EPOCH_REQUESTS, WEIGHTS_DIVERGED, TIERS_OFF),
     *(RECLAIMED_KEYS, RECLAIMED_BYTES),
 )
 

@@ -25,7 +25,7 @@ def client_keys(secret: dict[str, Any]) -> ClientKeys:
 
 
 class FenceEngine:
-    """One engine boot. `hold` keeps the acknowledgement back, as a scheduler inside `schedule()` does.
+    """One engine instance. `hold` keeps the acknowledgement back, as a scheduler inside `schedule()` does.
 
     `pod` None: the engine's name is its pod's, too. `credentials` reads the keys again, as from a mounted Secret.
     `gives_back`: keys and bytes that it finds below each epoch.
@@ -90,13 +90,13 @@ class FenceEngine:
     def busy(self) -> bool:
         return self.hold.is_set()
 
-    def carried(self) -> int:
+    def old_epoch_requests(self) -> int:
         return self.running
 
     def stats(self) -> dict[str, float]:
         return {}
 
-    def private(self) -> bool:
+    def isolated(self) -> bool:
         return self.reset_at is not None and self.adopted[-1] <= self.reset_at
 
     def weights(self) -> tuple[bytes | None, str]:

@@ -56,9 +56,9 @@ def test_they_join_count_and_leave(plane: ControlPlane, namespace: Namespace, tm
         assert {"ray-rollout", "ray-rollout/1"} < set(names)
         assert {name.partition("#")[0] for name in names} == {"ray-rollout", "ray-rollout/1", "eval"}
         assert {name.partition("#")[2] for name in names if name.startswith("eval")} == {
-            engine.agent._agent.boot.hex()[:8] for engine in twins
+            engine.agent._agent.instance.hex()[:8] for engine in twins
         }
-        expected = {"name": "ray-rollout/1", "epoch": 0, "weights": "3f2a9c1e", "rank": 1, "carried": 0}
+        expected = {"name": "ray-rollout/1", "epoch": 0, "weights": "3f2a9c1e", "rank": 1, "oldEpochRequests": 0}
         assert names["ray-rollout/1"] | {"epoch": 0} == expected
 
         twins[0].hold.set()  # it counts: nothing is published without it, until its lease is over
@@ -108,12 +108,14 @@ def test_requests_of_an_older_epoch_are_counted_until_they_end(plane: ControlPla
             eventually(lambda: engine.epoch == 0, "joined")
             engine.running = 5
             namespace.bump("policy", 1)
-            eventually(lambda: (namespace.status("policy").get("engines") or {}).get("carriedRequests") == 5, f"counted\n{operator.tail()}")
+            eventually(
+                lambda: (namespace.status("policy").get("engines") or {}).get("oldEpochRequests") == 5, f"counted\n{operator.tail()}"
+            )
             found = condition(namespace.status("policy"), "Drained")
-            assert (found["status"], found["reason"]) == ("False", "CarriedRequests")
+            assert (found["status"], found["reason"]) == ("False", "OldEpochRequests")
             assert "ray (5)" in found["message"]
-            assert external(namespace)["ray"]["carried"] == 5
-            eventually(lambda: operator.metric("epochkv_pool_carried_requests") == 5, "metric")
+            assert external(namespace)["ray"]["oldEpochRequests"] == 5
+            eventually(lambda: operator.metric("epochkv_pool_old_epoch_requests") == 5, "metric")
             engine.running = 0
             eventually(lambda: condition(namespace.status("policy"), "Drained").get("status") == "True", f"drained\n{operator.tail()}")
 

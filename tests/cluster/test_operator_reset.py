@@ -62,7 +62,7 @@ class History:
 
 @contextlib.contextmanager
 def engines(endpoint: str, space: Namespace, count: int = 2, pool: str = "policy") -> Iterator[list[FenceEngine]]:
-    """`count` engine boots that joined the pool."""
+    """`count` engine instances that joined the pool."""
     secret = eventually(lambda: space.get(CHILDREN["secrets"], f"{pool}-fence"), "the pool's Secret")
     with contextlib.ExitStack() as stack:
         keys = client_keys(secret)
@@ -102,10 +102,10 @@ def test_a_raised_epoch_is_published_when_both_engines_have_adopted_it(plane: Co
             assert (first.epoch, second.epoch) == (1, 1)
             status = eventually(lambda: published(namespace, 1), "the reset reported")
             assert status["reset"]["durationMilliseconds"] >= 0
-            assert status["engines"] | {"carriedRequests": 0} == {
+            assert status["engines"] | {"oldEpochRequests": 0} == {
                 "total": 2,
                 "converged": 2,
-                "carriedRequests": 0,
+                "oldEpochRequests": 0,
                 "summary": "2/2",
             }
             assert {engine["name"] for engine in status["externalEngines"]} == {"engine-0", "engine-1"}

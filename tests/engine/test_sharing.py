@@ -83,12 +83,12 @@ def test_without_a_hub_the_lease_runs_out_and_nothing_is_reused(pair: Pair, prom
 def test_a_rotated_key_costs_neither_lease_nor_cache(pair: Pair, prompts: Prompts, reference: Reference) -> None:
     prompt = prompts()
     begin = len(fence_lines(pair.a)), len(fence_lines(pair.b))
-    boots = {view.boot for view in pair.pool.snapshot().engines if view.alive}
+    instances = {view.instance for view in pair.pool.snapshot().engines if view.alive}
     pair.pool.rotate_keys()
     eventually(lambda: all(view.key_index == 0 for view in pair.pool.snapshot().engines if view.alive), "both use the new key")
     pair.pool.forget_old_keys()
     pair.check_sharing(prompt, reference(prompt, pair.model))
-    assert {view.boot for view in pair.pool.snapshot().engines if view.alive} == boots
+    assert {view.instance for view in pair.pool.snapshot().engines if view.alive} == instances
     assert (len(fence_lines(pair.a)), len(fence_lines(pair.b))) == begin, "an engine was in bypass meanwhile"
 
 

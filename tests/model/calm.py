@@ -67,7 +67,7 @@ class Calm:
     def _until_published(self, wanted: int, process: HubProcess) -> None:
         world = self.world
         world.hub_side.configure(process)
-        limit = world.config.hold_seconds / min(world.rates) + SLACK
+        limit = world.config.fence_timeout_seconds / min(world.rates) + SLACK
         start = world.now
         while world.authority.record.published < wanted:
             if world.now > start + limit:
@@ -132,8 +132,8 @@ class Calm:
             self._turn()
         world.hub_side.watch(self.process)
         shown = self.process.hub.snapshot(self.process.clock.read(world.now))
-        known = {view.boot: view.weights for view in shown.engines}
-        late = [engine for engine in world.engines if known.get(engine.agent.boot) != digest(weights)]
+        known = {view.instance: view.weights for view in shown.engines}
+        late = [engine for engine in world.engines if known.get(engine.agent.instance) != digest(weights)]
         if late:
             raise Violation(f"V: {TOLD_SECONDS} s after a push the leader does not know that it reached e{late[0].index}: {known}")
         world.checks.labelled("the leader", shown.labels)

@@ -31,24 +31,24 @@ class EngineSide:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.boots = 0
+        self.instances = 0
 
     def make(self, index: int) -> Engine:
-        """A new boot, with the weights that it finds: the first ones, or the newest."""
+        """A new engine instance, with the weights that it finds: the first ones, or the newest."""
         world = self.world
-        self.boots += 1
-        agent = world.rules.agent(self.boots.to_bytes(16, "big"))
+        self.instances += 1
+        agent = world.rules.agent(self.instances.to_bytes(16, "big"))
         engine = Engine(index, world.clock(), agent, world.now, fingerprint=f"f{index % world.profile.fingerprints}")
         engine.weights = world.rng.choice([1, world.newest_weights])
         engine.queue += agent.step(ag.Started(), engine.clock.read(world.now))
         return engine
 
     def restart(self) -> None:
-        """A process dies; another boot takes its place."""
+        """A process dies; another engine instance takes its place."""
         self.restart_one(self.world.rng.randrange(len(self.world.engines)))
 
     def shut_down(self) -> None:
-        """A process is told to end: it tells the hub, serves for a while what it has begun, and another boot takes its place."""
+        """A process is told to end: it tells the hub, serves for a while what it has begun, and another engine instance takes its place."""
         engine = self.world.rng.choice(self.world.engines)
         if engine.leaving == STAYS:
             self.world.note(f"e{engine.index} is told to end")
@@ -68,7 +68,7 @@ class EngineSide:
             self.restart_one(engine.index)
 
     def restart_one(self, index: int) -> None:
-        """The process in this slot dies; another boot takes its place."""
+        """The process in this slot dies; another engine instance takes its place."""
         world = self.world
         world.note(f"e{index} restarts")
         world.count("engine restarts")
@@ -162,12 +162,12 @@ class EngineSide:
         if weights != engine.reported[0]:
             engine.reported = weights, self.world.now
         message = Heartbeat(
-            engine.agent.boot,
+            engine.agent.instance,
             beat.seq,
             beat.epoch,
-            boot_age_seconds=(self.world.now - engine.born) * engine.clock.rate,
+            instance_age_seconds=(self.world.now - engine.born) * engine.clock.rate,
             fingerprint=engine.fingerprint,
-            private=engine.private_at is not None and engine.private_at == engine.bound,
+            isolated=engine.private_at is not None and engine.private_at == engine.bound,
             weights=weights,
             weights_note=engine.note,
             weights_age_seconds=(self.world.now - engine.reported[1]) * engine.clock.rate,

@@ -47,9 +47,9 @@ class HubSide:
         """A message comes."""
         now, new = process.clock.read(self.world.now), False
         if isinstance(message, Heartbeat):
-            new = process.told.hear(message, message.boot in process.hub.state.boots.known, now)
+            new = process.told.hear(message, message.instance in process.hub.state.instances.known, now)
         elif isinstance(message, Leave):
-            process.told.leave(message.boot)
+            process.told.leave(message.instance)
         self.step(process, ev.Heard(peer, message), new_weights=new)
 
     def step(self, process: HubProcess, event: ev.Event, *, new_weights: bool = False) -> None:

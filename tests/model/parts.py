@@ -188,7 +188,7 @@ class Lookup:
 
 @dataclass(slots=True)
 class Engine:
-    """One engine slot; a restart puts a new boot into it. Agent and scheduler freeze together."""
+    """One engine slot; a restart puts a new engine instance into it. Agent and scheduler freeze together."""
 
     index: int
     clock: Clock
@@ -210,7 +210,7 @@ class Engine:
     frozen_until: float = 0.0
     leaving: float = STAYS  # when its process ends, once it has told the hub
     beats: int = 0
-    highest: int = 0  # epoch seen in this boot
+    highest: int = 0  # epoch seen in this engine instance
 
     def live(self, now: float) -> bool:
         """Whether it has adopted something and its lease holds by its own clock."""

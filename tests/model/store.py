@@ -157,7 +157,7 @@ class Removal(NamedTuple):
 
     ends: float
     slot: int
-    boot: bytes
+    instance: bytes
     below: int
     keep: tuple[bytes, ...]
     number: int
@@ -176,7 +176,7 @@ class Removals:
             raise Violation(f"R: e{engine.index} is to remove keys below {below}; published is {world.checks.published}")
         world.count("sweeps" if asked.keep else "removals")
         ends = world.now + world.rng.choice([0.0, 0.5, 3.0])
-        self.open.append(Removal(ends, engine.index, engine.agent.boot, below, asked.keep, asked.number))
+        self.open.append(Removal(ends, engine.index, engine.agent.instance, below, asked.keep, asked.number))
 
     def land(self) -> None:
         """Removals that engines were asked for end, and are reported."""
@@ -185,6 +185,6 @@ class Removals:
         for removal in due:
             self.open.remove(removal)
             engine = world.engines[removal.slot]
-            if engine.agent.boot == removal.boot:
+            if engine.agent.instance == removal.instance:
                 removed = world.store.delete(removal.below, removal.keep, world.rng.choice(AT_ONCE))
-                world.engine_side.tell(engine, Reclaimed(removal.boot, removal.below, removed, removed * 100, removal.number))
+                world.engine_side.tell(engine, Reclaimed(removal.instance, removal.below, removed, removed * 100, removal.number))

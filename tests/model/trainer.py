@@ -153,7 +153,7 @@ class Trainer:
         """Recorded, not published in time; every lease below is over by now."""
         if self.recorded_at is None:
             return False
-        return self.clock.read(self.world.now) >= self.recorded_at + self.world.config.hold_seconds * SPREAD
+        return self.clock.read(self.world.now) >= self.recorded_at + self.world.config.fence_timeout_seconds * SPREAD
 
     # ------------------------------------------------------------------ orders: `spec.resetEpoch`
 
@@ -229,13 +229,13 @@ class Trainer:
         if not settled or asked or world.network.asks(record.target):
             return
         began, at_once = record.target, True
-        waiting = {engine.agent.boot for engine in world.engines}
+        waiting = {engine.agent.instance for engine in world.engines}
         while waiting:
             for engine in world.engines:
-                if engine.agent.boot in waiting and world.pushes.reachable(engine) and not engine.queue:
+                if engine.agent.instance in waiting and world.pushes.reachable(engine) and not engine.queue:
                     world.engine_side.local_reset(engine)
-                    waiting.discard(engine.agent.boot)
-            waiting &= {engine.agent.boot for engine in world.engines}
+                    waiting.discard(engine.agent.instance)
+            waiting &= {engine.agent.instance for engine in world.engines}
             if waiting:
                 at_once = False
                 yield

@@ -19,8 +19,8 @@ LITTLE = 1e-6
 
 
 @dataclass(slots=True)
-class Boot:
-    """What one boot said last, by the numbers of its heartbeats; times are on the hub's clock.
+class Instance:
+    """What one engine instance said last, by the numbers of its heartbeats; times are on the hub's clock.
 
     Attributes:
         heard_at: of any heartbeat, also one that came late.
@@ -40,15 +40,15 @@ class Told:
     """To one hub process.
 
     Attributes:
-        boots: those that it remembers.
-        reported: when weights were last reported, by a heartbeat that was a boot's newest when it came.
+        instances: those that it remembers.
+        reported: when weights were last reported, by a heartbeat that was an engine instance's newest when it came.
         led_at: when it acquired leadership last.
-        newest: since when a boot of a fingerprint has held what it does, of all that held anything, the last.
-        unequal: since when remembered boots of a fingerprint hold different weights.
+        newest: since when an engine instance of a fingerprint has held what it does, of all that held anything, the last.
+        unequal: since when remembered instances of a fingerprint hold different weights.
         news: somebody holds others, or has left.
     """
 
-    boots: dict[bytes, Boot] = field(default_factory=dict)
+    instances: dict[bytes, Instance] = field(default_factory=dict)
     departed: set[bytes] = field(default_factory=set)
     reported: dict[bytes, float] = field(default_factory=dict)
     led_at: float = float("inf")
@@ -57,50 +57,50 @@ class Told:
     news: bool = False
 
     def hear(self, beat: Heartbeat, known: bool, now: float) -> bool:
-        """A heartbeat comes; `known`: the hub remembers its boot. Returns whether what it says of weights is new."""
-        if beat.boot in self.departed:
+        """A heartbeat comes; `known`: the hub remembers its instance. Returns whether what it says of weights is new."""
+        if beat.instance in self.departed:
             return False
-        boot = self.boots.get(beat.boot) if known else None
-        if boot is None:
-            boot = self.boots[beat.boot] = Boot(-1, None, "", "", now, now)
-        boot.heard_at = now
-        if beat.seq <= boot.seq:
+        instance = self.instances.get(beat.instance) if known else None
+        if instance is None:
+            instance = self.instances[beat.instance] = Instance(-1, None, "", "", now, now)
+        instance.heard_at = now
+        if beat.seq <= instance.seq:
             return False
-        new = boot.seq < 0 or (boot.weights, boot.note) != (beat.weights, beat.weights_note)
-        if boot.seq < 0 or boot.weights != beat.weights:
-            boot.since = now - beat.weights_age_seconds
+        new = instance.seq < 0 or (instance.weights, instance.note) != (beat.weights, beat.weights_note)
+        if instance.seq < 0 or instance.weights != beat.weights:
+            instance.since = now - beat.weights_age_seconds
             if beat.weights is not None:
-                self.newest[beat.fingerprint] = max(boot.since, self.newest.get(beat.fingerprint, boot.since))
-        boot.seq, boot.weights, boot.note, boot.fingerprint = beat.seq, beat.weights, beat.weights_note, beat.fingerprint
+                self.newest[beat.fingerprint] = max(instance.since, self.newest.get(beat.fingerprint, instance.since))
+        instance.seq, instance.weights, instance.note, instance.fingerprint = beat.seq, beat.weights, beat.weights_note, beat.fingerprint
         if beat.weights is not None:
             self.reported[beat.weights] = now
         self.news = self.news or new
         return new
 
-    def leave(self, boot: bytes) -> None:
+    def leave(self, instance: bytes) -> None:
         """It has left for good."""
-        self.departed.add(boot)
-        self.boots.pop(boot, None)
+        self.departed.add(instance)
+        self.instances.pop(instance, None)
         self.news = True
 
     def compare(self, hub: Hub, now: float) -> None:
-        """After a step: boots that the hub has forgotten count no more."""
-        if not self.news and len(self.boots) == len(hub.state.boots.known):
+        """After a step: instances that the hub has forgotten count no more."""
+        if not self.news and len(self.instances) == len(hub.state.instances.known):
             return
         self.news = False
-        self.boots = {name: boot for name, boot in self.boots.items() if name in hub.state.boots.known}
+        self.instances = {name: instance for name, instance in self.instances.items() if name in hub.state.instances.known}
         held: dict[str, set[bytes]] = {}
-        for boot in self.boots.values():
-            if boot.weights is not None:
-                held.setdefault(boot.fingerprint, set()).add(boot.weights)
+        for instance in self.instances.values():
+            if instance.weights is not None:
+                held.setdefault(instance.fingerprint, set()).add(instance.weights)
         self.newest = {fingerprint: at for fingerprint, at in self.newest.items() if fingerprint in held}
         unequal = [fingerprint for fingerprint, weights in held.items() if len(weights) > 1]
         self.unequal = {fingerprint: self.unequal.get(fingerprint, self.newest[fingerprint]) for fingerprint in unequal}
 
-    def live(self, hub: Hub, now: float) -> dict[bytes, Boot]:
+    def live(self, hub: Hub, now: float) -> dict[bytes, Instance]:
         """Heard from within the last lease, and remembered."""
         lease = hub.state.config.lease_seconds
-        return {name: boot for name, boot in self.boots.items() if now < boot.heard_at + lease}
+        return {name: instance for name, instance in self.instances.items() if now < instance.heard_at + lease}
 
     # ------------------------------------------------------------------ what a hub may have removed
 
@@ -113,9 +113,9 @@ class Told:
         grace = hub.state.config.grace_seconds
         if now < self.led_at + grace:
             return f"it leads for {now - self.led_at:.2f} s, less than the {grace:g} s for which weights are kept"
-        silent = [name for name, boot in self.live(hub, now).items() if boot.weights is None]
+        silent = [name for name, instance in self.live(hub, now).items() if instance.weights is None]
         if silent:
-            return f"boot {silent[0].hex()[-4:]} cannot say which weights it holds"
+            return f"instance {silent[0].hex()[-4:]} cannot say which weights it holds"
         for weights, at in self.reported.items():
             if now < at + grace and weights not in order.keep:
                 return f"weights {weights.hex()[-4:]} were reported {now - at:.2f} s ago"
@@ -126,25 +126,30 @@ class Told:
     def wrong_view(self, hub: Hub, shown: PoolSnapshot, now: float) -> str:
         """Where what a hub shows of weights is not what it was told; empty: nowhere."""
         live = self.live(hub, now)
-        if {view.boot for view in shown.engines if view.alive} != set(live):
-            return "other boots are alive"
+        if {view.instance for view in shown.engines if view.alive} != set(live):
+            return "other instances are alive"
         for view in shown.engines:
-            boot = self.boots[view.boot]
-            if (view.weights, view.weights_note) != (boot.weights, boot.note):
-                return f"boot {view.boot.hex()[-4:]} said {boot.weights!r} {boot.note!r}, shown is {view.weights!r} {view.weights_note!r}"
-            if abs(view.weights_since - (now - boot.since)) > LITTLE:
-                return f"boot {view.boot.hex()[-4:]} says so for {now - boot.since:.2f} s, shown are {view.weights_since:.2f} s"
+            instance = self.instances[view.instance]
+            if (view.weights, view.weights_note) != (instance.weights, instance.note):
+                said = instance.weights, instance.note
+                return f"instance {view.instance.hex()[-4:]} said {said!r}, shown is {view.weights!r} {view.weights_note!r}"
+            if abs(view.weights_since - (now - instance.since)) > LITTLE:
+                return f"instance {view.instance.hex()[-4:]} says so for {now - instance.since:.2f} s, shown are {view.weights_since:.2f} s"
         return self._wrong_groups(live, shown, now) or self._wrong_diverged(live, shown, now) or self._wrong_labels(shown)
 
     @staticmethod
-    def _wrong_groups(live: dict[bytes, Boot], shown: PoolSnapshot, now: float) -> str:
-        groups: dict[bytes, list[Boot]] = {}
-        for boot in live.values():
-            if boot.weights is not None:
-                groups.setdefault(boot.weights, []).append(boot)
+    def _wrong_groups(live: dict[bytes, Instance], shown: PoolSnapshot, now: float) -> str:
+        groups: dict[bytes, list[Instance]] = {}
+        for instance in live.values():
+            if instance.weights is not None:
+                groups.setdefault(instance.weights, []).append(instance)
         told = {
-            weights: (len(boots), len({boot.fingerprint for boot in boots}), now - min(boot.since for boot in boots))
-            for weights, boots in groups.items()
+            weights: (
+                len(instances),
+                len({instance.fingerprint for instance in instances}),
+                now - min(instance.since for instance in instances),
+            )
+            for weights, instances in groups.items()
         }
         views = {view.weights: (view.engines, view.fingerprints, view.since_seconds) for view in shown.weights}
         if set(told) != set(views) or len(views) != len(shown.weights):
@@ -155,11 +160,13 @@ class Told:
         order = [(-view.engines, view.since_seconds) for view in shown.weights]
         return "" if order == sorted(order) else f"weights are shown in the order {order}"
 
-    def _wrong_diverged(self, live: dict[bytes, Boot], shown: PoolSnapshot, now: float) -> str:
-        wrong = {view.boot: view for view in shown.diverged}
-        for fingerprint in {boot.fingerprint for boot in live.values()}:
-            held = {name: boot for name, boot in live.items() if boot.fingerprint == fingerprint and boot.weights is not None}
-            counts = Counter(boot.weights for boot in held.values())
+    def _wrong_diverged(self, live: dict[bytes, Instance], shown: PoolSnapshot, now: float) -> str:
+        wrong = {view.instance: view for view in shown.diverged}
+        for fingerprint in {instance.fingerprint for instance in live.values()}:
+            held = {
+                name: instance for name, instance in live.items() if instance.fingerprint == fingerprint and instance.weights is not None
+            }
+            counts = Counter(instance.weights for instance in held.values())
             others = {name for name in held if name not in wrong}
             agreed = {held[name].weights for name in others}
             if len(agreed) != min(1, len(held)) or {name for name in held if held[name].weights not in agreed} != set(held) - others:
@@ -169,17 +176,17 @@ class Told:
             most = next(iter(agreed))
             if counts[most] < max(counts.values()):
                 return f"of {dict(counts)} {most!r} counts as what most hold"
-            newest = {weights: min(boot.since for boot in held.values() if boot.weights == weights) for weights in counts}
+            newest = {weights: min(instance.since for instance in held.values() if instance.weights == weights) for weights in counts}
             older = [weights for weights in counts if counts[weights] == counts[most] and newest[weights] > newest[most]]
             if older:
                 return f"of {dict(counts)} {most!r} counts as what most hold, and {older} are newer"
-        if not set(wrong) <= {name for name, boot in live.items() if boot.weights is not None}:
-            return "a boot that is silent or cannot say what it holds is shown as diverged"
+        if not set(wrong) <= {name for name, instance in live.items() if instance.weights is not None}:
+            return "an engine instance that is silent or cannot say what it holds is shown as diverged"
         for view in shown.engines:
             seconds = view.diverged_seconds
-            told = min(view.weights_since, max(0.0, now - self.unequal.get(view.fingerprint, now))) if view.boot in wrong else None
+            told = min(view.weights_since, max(0.0, now - self.unequal.get(view.fingerprint, now))) if view.instance in wrong else None
             if (told is None) != (seconds is None) or abs((told or 0.0) - (seconds or 0.0)) > LITTLE:
-                return f"boot {view.boot.hex()[-4:]} has diverged for {told} s, shown are {seconds} s"
+                return f"instance {view.instance.hex()[-4:]} has diverged for {told} s, shown are {seconds} s"
         return ""
 
     @staticmethod
@@ -193,11 +200,11 @@ class Told:
         """The same of an answer to a trainer."""
         live = self.live(hub, now)
         if page.total != len(live):
-            return f"{page.total} boots of {len(live)} are told"
+            return f"{page.total} instances of {len(live)} are told"
         for engine in page.engines:
-            boot = live.get(engine.boot)
-            if boot is None or (engine.weights, engine.weights_note) != (boot.weights, boot.note):
-                return f"boot {engine.boot.hex()[-4:]} is told with {engine.weights!r} {engine.weights_note!r}"
+            instance = live.get(engine.instance)
+            if instance is None or (engine.weights, engine.weights_note) != (instance.weights, instance.note):
+                return f"instance {engine.instance.hex()[-4:]} is told with {engine.weights!r} {engine.weights_note!r}"
         if page.after is None and page.labels != {weights.hex(): label for weights, label in hub.snapshot(now).labels.items()}:
             return f"labels are told as {page.labels}"
         return ""

@@ -32,7 +32,7 @@ def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adop
     rig.steps(3)
     assert short.block_hashes == []
     rig.adopt(1, weights="w1")
-    assert rig.pins.carried() == 1
+    assert rig.pins.old_epoch_requests() == 1
     rig.run()
     assert len(short.block_hashes) == 1
     follower = rig.serve(list(short.all_token_ids) + prompt(2, BLOCK))
@@ -100,7 +100,7 @@ def test_a_load_under_way_is_poisoned(make_rig: MakeRig) -> None:
     rig.run()
     assert worker.poison_orders == [loading.request_id]
     assert rig.cached[loading.request_id] == 0
-    assert rig.pins.carried() == 0
+    assert rig.pins.old_epoch_requests() == 0
     rig.check_clean()
 
 
@@ -116,10 +116,10 @@ def test_a_load_recorded_before_the_adoption_is_carried_and_stays_private(make_r
         rig.step()
     assert loaded.status is RequestStatus.WAITING_FOR_REMOTE_KVS  # recorded, not promoted
     rig.adopt(1, weights="w1")
-    assert rig.pins.carried() == 1
+    assert rig.pins.old_epoch_requests() == 1
     rig.run()
     assert rig.cached[loaded.request_id] == 8 * BLOCK  # its own, as before
-    assert rig.pins.carried() == 0
+    assert rig.pins.old_epoch_requests() == 0
     follower = rig.serve(tokens)
     assert rig.cached[follower] == 0
     rig.check_clean()
@@ -134,7 +134,7 @@ def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig, 
     before = set(store.objects)
     assert len(before) == num_saved(layout)
     rig.adopt(1, weights="w1")
-    assert rig.pins.carried() == 1
+    assert rig.pins.old_epoch_requests() == 1
     rig.run()
     assert set(store.objects) == before
     follower = rig.serve(list(running.all_token_ids))

@@ -35,13 +35,13 @@ def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig) 
         output = rig.step()
         assert output.total_num_scheduled_tokens == 0
     assert not rig.pins.busy(), "a paused engine is never inside schedule()"
-    assert rig.pins.carried() == 2
+    assert rig.pins.old_epoch_requests() == 2
     rig.scheduler.set_pause_state(PauseState.UNPAUSED)
     rig.run()
     assert {running.request_id, loaded.request_id, waiting.request_id} <= rig.finished
     assert (rig.cached[loaded.request_id], rig.cached[waiting.request_id]) == (8 * BLOCK, 0)
-    assert {key for key in set(store.objects) - saved if "/e0/" in key} == set(), "a carried request saved"
-    assert rig.pins.carried() == 0
+    assert {key for key in set(store.objects) - saved if "/e0/" in key} == set(), "a request on an old epoch saved"
+    assert rig.pins.old_epoch_requests() == 0
     assert rig.cached[rig.serve([*running.all_token_ids, 9])] == 0
     rig.check_clean()
 
@@ -107,7 +107,7 @@ def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_ri
     rig.step()
     assert inside == [True]
     assert rig.cached[request.request_id] == 8 * BLOCK
-    assert rig.pins.carried() == 1
+    assert rig.pins.old_epoch_requests() == 1
     assert not rig.pins.busy()
     rig.weights = "w1"
     rig.run()

@@ -198,7 +198,7 @@ def reached(rig: PinnedRig, agent: Agent, count: Counter[str]) -> dict[str, tupl
         "adoptions": (agent.count["adoptions"], ADOPTIONS),
         "adoptions inside schedule()": (agent.count["adoptions inside schedule()"], 50),
         "preemptions": (count["preemptions"], 50),
-        "steps with carried requests": (count["carried"], 100),
+        "steps with requests on an old epoch": (count["old_epoch_requests"], 100),
         "requests re-hashed": (rig.pins.counters["rehashed_requests"], 100),
         "loads": (stats["loads_done"], 20),
         "loads poisoned": (rig.side.counters["invalidated_loads"], 3),
@@ -231,7 +231,7 @@ def test_every_name_is_right_under_fast_adoption(make_rig: MakeRig, many_switche
             for worker in rig.workers:
                 worker.hold_loads = source.random() < 0.5
             rig.step()
-            count["carried"] += rig.pins.carried() > 0
+            count["old_epoch_requests"] += rig.pins.old_epoch_requests() > 0
     finally:
         agent.stop.set()
         agent.thread.join()

@@ -17,7 +17,7 @@ def check_unharmed(rig: Any) -> None:
     assert not any(rig.stale_tokens.values())
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
     assert not rig.connector.has_pending_push_work()
-    assert rig.pins.carried() == 0
+    assert rig.pins.old_epoch_requests() == 0
     assert not rig.pins.busy()
     assert sum(rig.connector._guard.errors.values()) > 0, "nothing was counted"
 
@@ -129,7 +129,7 @@ def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monke
     root = rig.pins.root.snapshot.root
     rig.scheduler.reset_connector_cache()
     assert rig.pins.root.snapshot.root != root
-    assert rig.pins.carried() == 1
+    assert rig.pins.old_epoch_requests() == 1
     rig.run()
     check_unharmed(rig)
 

@@ -159,10 +159,10 @@ def test_running_requests_are_current_again_when_the_lease_returns(make_rig: Mak
     rig.step()
     rig.lease_until = 0.0
     rig.step()
-    assert rig.pins.carried() == 1
+    assert rig.pins.old_epoch_requests() == 1
     rig.lease_until = float("inf")
     rig.step()
-    assert rig.pins.carried() == 0
+    assert rig.pins.old_epoch_requests() == 0
     rig.run()
     assert running.request_id in rig.finished
     assert len(store.objects) == (LENGTH + 2 * BLOCK - 1) // BLOCK  # blocks completed after the return were saved too
@@ -172,7 +172,7 @@ def test_running_requests_are_current_again_when_the_lease_returns(make_rig: Mak
 # ---------------------------------------------------------------------------------------------- the overwritten global
 
 
-def test_an_overwritten_global_is_bypass_for_this_boot(make_rig: MakeRig) -> None:
+def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
     tokens = prompt(1, LENGTH)

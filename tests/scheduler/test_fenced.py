@@ -144,10 +144,10 @@ def test_a_request_that_runs_ends_on_what_it_had(make_rig: MakeRig, make_stock: 
     request = rig.add(TOKENS)
     rig.step()
     rig.adopt(1)
-    assert rig.pins.carried() == 1
+    assert rig.pins.old_epoch_requests() == 1
     rig.run()
     assert request.request_id in rig.finished
-    assert rig.pins.carried() == 0
+    assert rig.pins.old_epoch_requests() == 0
     assert found(rig) == 0
     rig.check_clean()
 
@@ -200,7 +200,7 @@ def test_a_load_that_is_under_way_ends_and_is_nobody_elses(make_rig: MakeRig, ma
     rig = pushed_out(make_rig, make_stock())
     request = begin_load(rig)
     rig.adopt(1)
-    assert rig.pins.carried() == 1
+    assert rig.pins.old_epoch_requests() == 1
     rig.release()
     rig.run()
     assert rig.cached[request.request_id] == WHOLE

@@ -54,21 +54,21 @@ def test_an_epoch_that_this_engine_has_not_used_is_kept(make_rig: MakeRig) -> No
 def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the proposal: whoever hears of the reset knows by then that somebody asked for its end."""
     told: list[str] = []
-    monkeypatch.setattr("epochkv_connector.hub_link.HubLink.poke", lambda self: told.append(f"poke {hooks.private()}"))
+    monkeypatch.setattr("epochkv_connector.hub_link.HubLink.poke", lambda self: told.append(f"poke {hooks.isolated()}"))
     monkeypatch.setattr("epochkv_connector.hub_link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
     rig = make_rig()
     hooks: FenceHooks = rig.connector.scheduler.hooks()
     rig.adopt(0)
-    assert not hooks.private()
+    assert not hooks.isolated()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert (told, hooks.private()) == ([], False), "nothing was admitted: the root is kept"
+    assert (told, hooks.isolated()) == ([], False), "nothing was admitted: the root is kept"
     rig.serve(prompt(1, LENGTH))
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert (told, hooks.private()) == (["propose 1", "poke True"], True)
+    assert (told, hooks.isolated()) == (["propose 1", "poke True"], True)
     rig.adopt(0)
-    assert hooks.private(), "the same epoch granted again changes nothing"
+    assert hooks.isolated(), "the same epoch granted again changes nothing"
     rig.adopt(1)
-    assert not hooks.private()
+    assert not hooks.isolated()
     rig.check_clean()
 
 

@@ -88,8 +88,8 @@ def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeR
     rig.scheduler.add_request(session)
     rig.step()
     rig.adopt(1, weights="w1")
-    assert rig.pins.carried() == 0
-    assert rig.pins.carried(sessions=True) == 1
+    assert rig.pins.old_epoch_requests() == 0
+    assert rig.pins.old_epoch_requests(sessions=True) == 1
     root = rig.pins.pin_of(session).root
     rig.steps(4)
     assert rig.pins.pin_of(session).root == root
@@ -97,7 +97,7 @@ def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeR
 
     rig.scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
     rig.run()
-    assert rig.pins.carried(sessions=True) == 0
+    assert rig.pins.old_epoch_requests(sessions=True) == 0
     assert rig.cached[rig.serve(prompt(1, LENGTH))] == 0
     rig.check_clean()
 

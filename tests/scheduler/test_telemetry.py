@@ -129,7 +129,7 @@ def test_tiers_that_an_error_turned_off_are_told(make_rig: MakeRig, monkeypatch:
     assert failure.raised
     assert report(rig)["gauges"]["broken"] == 1.0
     assert rig.connector.scheduler.gauges()["broken"] == 1.0  # what a heartbeat carries
-    assert report(rig)["gauges"]["broken"] == 1.0  # for the rest of this boot
+    assert report(rig)["gauges"]["broken"] == 1.0  # for the rest of this engine instance
 
 
 def test_tiers_that_could_not_be_built_are_told(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ Reads one JSON object from standard input (`kind`, `endpoint`, `rate` a second, 
 floods until standard input is closed, and prints one JSON object with what it did.
 
 Kinds: `garbage` (frames that are no message, from an authenticated client), `frames` (messages of 20,000 frames),
-`messages` (well-formed heartbeats of ever new boots), `bumps` (of epoch 1, over 600 connections), `strangers` (CURVE
+`messages` (well-formed heartbeats of ever new instances), `bumps` (of epoch 1, over 600 connections), `strangers` (CURVE
 handshakes with keys that nobody knows), `connections` (plain TCP connections that are left open with garbage in them).
 """
 

@@ -37,7 +37,7 @@ from epochkv_fence.protocol.agent import Send as AgentSend
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Grant, Message, WireError, decode, encode
 from epochkv_fence.protocol.pool import PoolConfig, ReclaimPolicy
-from tests.security.generators import BOOTS, document, frames, json_text, value, zmtp
+from tests.security.generators import INSTANCES, document, frames, json_text, value, zmtp
 from tests.security.wire import FakeHub, RawClient, failures, heartbeat
 from tests.support.fence import FenceWorld
 
@@ -74,7 +74,7 @@ def machines(rng: Random) -> None:
     grace = rng.choice([0.0, 40.0, 600.0])
     hub = Hub(PoolConfig("u", "p", (), weights_grace_seconds=grace, reclaim=policy, store_admin=policy == "RemoveAll"))
     hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, rng.choice([2, 3]), True)), 100.0)
-    agent = Agent(BOOTS[0])
+    agent = Agent(INSTANCES[0])
     agent.step(Started(), 100.0)
     now = 100.0
     for number in range(MACHINE_MESSAGES):
@@ -191,13 +191,13 @@ class HubPath:
     def check(self) -> None:
         """It still grants, and nothing of it failed."""
         client = RawClient(self._hub.endpoint, self._world.client_keys)
-        boot = secrets.token_bytes(16)
+        instance = secrets.token_bytes(16)
         try:
-            client.socket.send_multipart(heartbeat(boot))
+            client.socket.send_multipart(heartbeat(instance))
             end = time.monotonic() + 30
             while time.monotonic() < end:
                 answer = client.hear(0.5)
-                if isinstance(answer, Grant) and answer.boot == boot:
+                if isinstance(answer, Grant) and answer.instance == instance:
                     break
             else:
                 raise Crash(f"the hub grants no more: {self._hub.counters}")

@@ -37,38 +37,44 @@ from epochkv_fence.protocol.messages import (
     encode,
 )
 
-BOOTS = [bytes([65 + n]) * 16 for n in range(4)]
+INSTANCES = [bytes([65 + n]) * 16 for n in range(4)]
 WEIGHTS = [bytes([97 + n]) * 16 for n in range(4)]
 CORPUS: list[Message] = [
-    Heartbeat(BOOTS[0], 7, 3, 12.5, {"hits": 0.5, "l1_bytes": 1e9}, engine="engine", pod="pod-0", fingerprint="f" * 64, weights=WEIGHTS[0]),
-    Heartbeat(BOOTS[1], 0),
-    Heartbeat(BOOTS[0], 8, 3, weights=WEIGHTS[1]),
-    Heartbeat(BOOTS[2], 9, 3, weights_note="rank 1: no answer"),
-    Heartbeat(BOOTS[3], 9, 3, tiers_off="SavesOnly", tiers_note="loads are off: because"),
-    Heartbeat(BOOTS[3], 10, 3, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}),
-    Grant(BOOTS[0], 7, 4, 30.0),
-    Nudge(BOOTS[0]),
-    Propose(BOOTS[1], 5),
+    Heartbeat(
+        INSTANCES[0], 7, 3, 12.5, {"hits": 0.5, "l1_bytes": 1e9}, engine="engine", pod="pod-0", fingerprint="f" * 64, weights=WEIGHTS[0]
+    ),
+    Heartbeat(INSTANCES[1], 0),
+    Heartbeat(INSTANCES[0], 8, 3, weights=WEIGHTS[1]),
+    Heartbeat(INSTANCES[2], 9, 3, weights_note="rank 1: no answer"),
+    Heartbeat(INSTANCES[3], 9, 3, tiers_off="SavesOnly", tiers_note="loads are off: because"),
+    Heartbeat(INSTANCES[3], 10, 3, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}),
+    Grant(INSTANCES[0], 7, 4, 30.0),
+    Nudge(INSTANCES[0]),
+    Propose(INSTANCES[1], 5),
     Bump(1, 4),
     Bump(2, 5),
     BumpStatus(1, 4, 4, 3, 2, 1, 0, 30.0),
     Status(3),
-    Status(4, after=BOOTS[0]),
-    Status(3, 4, 4, 1, [EngineStatus(BOOTS[0], 4, engine="engine", pod="pod-0", weights=WEIGHTS[0])], 30.0, labels={"61" * 16: "step-42"}),
+    Status(4, after=INSTANCES[0]),
+    Status(
+        3, 4, 4, 1, [EngineStatus(INSTANCES[0], 4, engine="engine", pod="pod-0", weights=WEIGHTS[0])], 30.0, labels={"61" * 16: "step-42"}
+    ),
     Label(5, WEIGHTS[0], "step-42"),
     Labelled(5, WEIGHTS[0], "step-42"),
-    Reclaim(BOOTS[0], 4),
-    Reclaim(BOOTS[0], 4, WEIGHTS[:2]),
-    Reclaim(BOOTS[0], 4, WEIGHTS[:2], 7),
-    Reclaimed(BOOTS[0], 4, 12, 4096, 7),
-    Leave(BOOTS[0]),
+    Reclaim(INSTANCES[0], 4),
+    Reclaim(INSTANCES[0], 4, WEIGHTS[:2]),
+    Reclaim(INSTANCES[0], 4, WEIGHTS[:2], 7),
+    Reclaimed(INSTANCES[0], 4, 12, 4096, 7),
+    Leave(INSTANCES[0]),
     Error(Refusal.TAG, "unknown tag"),
 ]
 EDGES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 4, 5, 2**31, 2**53, MAX_EPOCH, MAX_EPOCH + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
     0.0, -0.0, 1e-300, 0.1, 30.0, 1e9, 1e15, 1.7e308, float("inf"), float("-inf"), float("nan"),
-    "", "Spec", "size", "step-42", "61" * 16, "\0", "é" * 100, "x" * 253, "x" * 254, "x" * 2000, b"", *BOOTS, *WEIGHTS, b"z" * 15,
-    b"z" * 17, [], {}, [BOOTS[0]], [WEIGHTS[0]] * MAX_KEPT, [WEIGHTS[0]] * (MAX_KEPT + 1), {"a": 1.0}, {"x" * 65: 1.0}, {"61" * 16: "x"},
+    "", "Spec", "size", "step-42", "61" * 16, "\0", "é" * 100, "x" * 253, "x" * 254, "x" * 2000, b"", *INSTANCES, *WEIGHTS,
+    b"z" * 15,
+    b"z" * 17, [], {}, [INSTANCES[0]], [WEIGHTS[0]] * MAX_KEPT, [WEIGHTS[0]] * (MAX_KEPT + 1), {"a": 1.0},
+    {"x" * 65: 1.0}, {"61" * 16: "x"},
 ]  # fmt: skip
 
 
@@ -78,7 +84,7 @@ def value(rng: Random, depth: int = 0) -> Any:
     if depth < 3 and kind < 0.12:
         return [value(rng, depth + 1) for _ in range(rng.randrange(4))]
     if depth < 3 and kind < 0.2:
-        return {rng.choice(["boot", "epoch", "type", "", "x"]): value(rng, depth + 1) for _ in range(rng.randrange(4))}
+        return {rng.choice(["instance", "epoch", "type", "", "x"]): value(rng, depth + 1) for _ in range(rng.randrange(4))}
     if kind < 0.3:
         return rng.randbytes(rng.choice([0, 1, 8, 16, 16, 40]))
     if kind < 0.4:

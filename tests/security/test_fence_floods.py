@@ -122,8 +122,8 @@ def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: Hu
         assert world.thread.call(lambda: hub.snapshot(SECOND_POOL)).engines == []
 
 
-def test_a_pool_of_many_boots_is_limited(world: FenceWorld, hub: HubServer) -> None:
-    """A client of the pool itself may make boots up; each counts as an engine, and costs no more than lease and margin."""
+def test_a_pool_of_many_instances_is_limited(world: FenceWorld, hub: HubServer) -> None:
+    """A client of the pool itself may make instances up; each counts as an engine, and costs no more than lease and margin."""
     with flooding("messages", hub.endpoint, 150, world.client_keys) as counts:
         eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) >= 300)
         world.request(hub, 1)

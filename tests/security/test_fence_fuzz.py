@@ -20,7 +20,7 @@ from epochkv_fence.protocol.messages import MAX_EPOCH, TAGS, VERSION_FRAME, Hear
 from epochkv_fence.protocol.pool import PoolConfig
 from tests.security import fuzz, generators
 
-BOOT = b"B" * 16
+INSTANCE = b"B" * 16
 FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 scalars = st.one_of(
@@ -30,11 +30,11 @@ scalars = st.one_of(
     st.floats(),
     st.text(max_size=40),
     st.binary(max_size=40),
-    st.sampled_from([BOOT, 0, 1, MAX_EPOCH, MAX_EPOCH + 1, "step-42", -1, 30.0]),
+    st.sampled_from([INSTANCE, 0, 1, MAX_EPOCH, MAX_EPOCH + 1, "step-42", -1, 30.0]),
 )
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3))
 FIELDS = (
-    "boot",
+    "instance",
     "seq",
     "epoch",
     "weights",
@@ -56,7 +56,7 @@ near_misses = st.fixed_dictionaries(
     {"type": st.sampled_from(TAGS)},
     optional={
         **dict.fromkeys(FIELDS, values),
-        **{field: st.sampled_from([BOOT, 0, 1, 2, "step-42", 30.0, "size"]) for field in FIELDS[:6]},
+        **{field: st.sampled_from([INSTANCE, 0, 1, 2, "step-42", 30.0, "size"]) for field in FIELDS[:6]},
     },
 )
 
@@ -96,7 +96,7 @@ def test_any_payload(payload: bytes) -> None:
 def test_any_fields_reach_both_state_machines_or_none(bodies: list[dict[str, Any]]) -> None:
     hub = Hub(PoolConfig("u", "p", ()))
     hub.step(ev.Acquired(Term("h", 1), PoolRecord(1, 0, True)), 100.0)
-    agent = Agent(BOOT)
+    agent = Agent(INSTANCE)
     agent.step(Started(), 100.0)
     now = 100.0
     for number, body in enumerate(bodies):
@@ -118,7 +118,9 @@ def test_any_fields_reach_both_state_machines_or_none(bodies: list[dict[str, Any
 @FUZZ
 @given(st.binary(min_size=1, max_size=60), st.integers(0, 10**6), st.integers(0, 255))
 def test_a_flipped_byte(noise: bytes, where: int, value: int) -> None:
-    frames = encode(Heartbeat(BOOT, 7, 3, 12.5, {"hits": 0.5}, engine="e", pod="p", rank=1, carried=2, fingerprint="f", weights=BOOT))
+    frames = encode(
+        Heartbeat(INSTANCE, 7, 3, 12.5, {"hits": 0.5}, engine="e", pod="p", rank=1, old_epoch_requests=2, fingerprint="f", weights=INSTANCE)
+    )
     payload = bytearray(frames[1])
     payload[where % len(payload)] = value
     taken(bytes(payload))

@@ -16,7 +16,7 @@ from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
 from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, BumpStatus, Error, Grant, Refusal, encode
 from hack.standalone.relay import Relay
 from hack.waiting import eventually
-from tests.security.wire import FakeHub, failures, heartbeat, pool_boots, raw
+from tests.security.wire import FakeHub, failures, heartbeat, pool_instances, raw
 from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
 # ------------------------------------------------------------------------------------------------------------------ keys
@@ -26,7 +26,7 @@ def test_without_curve_nothing_is_heard(world: FenceWorld, hub: HubServer) -> No
     with raw(hub.endpoint, None) as client:
         assert client.ask(heartbeat(b"x" * 16), timeout=1.0) is None
     assert hub.counters["received"] == 0
-    assert pool_boots(world, hub) == set()
+    assert pool_instances(world, hub) == set()
 
 
 def test_an_unknown_key_is_refused_and_the_agent_says_so_once(world: FenceWorld, hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -61,15 +61,15 @@ def test_another_hubs_key_is_not_spoken_to(world: FenceWorld, hub: HubServer, ca
 def test_a_client_speaks_for_its_own_pool_only(world: FenceWorld, hub: HubServer) -> None:
     agent, _ = world.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
-    keys, victims = world.second_pool(hub), pool_boots(world, hub)
+    keys, victims = world.second_pool(hub), pool_instances(world, hub)
     with raw(hub.endpoint, keys) as client:
         (victim,) = victims
-        assert isinstance(client.ask(heartbeat(victim, 10**6)), Grant)  # as a boot of its own pool
+        assert isinstance(client.ask(heartbeat(victim, 10**6)), Grant)  # as an engine instance of its own pool
         status = client.ask(encode(Bump(1, 7)))
         assert isinstance(status, BumpStatus)
         eventually(lambda: world.authority.records[SECOND_POOL].target == 7)
     assert world.authority.records[POOL].target == 0
-    assert pool_boots(world, hub) == victims
+    assert pool_instances(world, hub) == victims
     before = agent.view.lease_until
     agent.poke()
     eventually(lambda: agent.view.lease_until > before)
@@ -79,7 +79,7 @@ def test_a_client_speaks_for_its_own_pool_only(world: FenceWorld, hub: HubServer
 
 
 def test_garbage_costs_its_sender_an_answer_and_nothing_else(world: FenceWorld, hub: HubServer) -> None:
-    boot = secrets.token_bytes(16)
+    instance = secrets.token_bytes(16)
     for frames, code in (
         ([b""], Refusal.FRAMES),
         ([VERSION_FRAME, b"\xff" * 100], Refusal.MALFORMED),
@@ -87,13 +87,13 @@ def test_garbage_costs_its_sender_an_answer_and_nothing_else(world: FenceWorld, 
         ([VERSION_FRAME, msgspec.msgpack.encode({"type": "Wipe"})], Refusal.TAG),
         ([VERSION_FRAME] * 50, Refusal.FRAMES),
         ([VERSION_FRAME, b"x" * 70_000], Refusal.SIZE),
-        (encode(Grant(boot, 0, 9, 30.0)), Refusal.UNEXPECTED),
+        (encode(Grant(instance, 0, 9, 30.0)), Refusal.UNEXPECTED),
     ):
         with raw(hub.endpoint, world.client_keys) as client:
             answer = client.ask(frames)
             assert isinstance(answer, Error)
             assert answer.code is code
-            assert isinstance(client.ask(heartbeat(boot)), Grant)  # on the same connection
+            assert isinstance(client.ask(heartbeat(instance)), Grant)  # on the same connection
     with raw(hub.endpoint, world.client_keys) as client:
         assert client.ask(encode(Error(Refusal.TAG, "hm")), timeout=0.3) is None  # errors are not answered
 
@@ -186,13 +186,13 @@ def test_replayed_and_foreign_grants_and_garbage_change_nothing(world: FenceWorl
         eventually(lambda: agent.view.epoch == 5)
         before = agent.view
         fake.say(old)  # replay
-        fake.say(fake.grant(acknowledgement, 9, boot=b"z" * 16))
+        fake.say(fake.grant(acknowledgement, 9, instance=b"z" * 16))
         fake.say(fake.grant(acknowledgement, 9, seq=10**9))
         for garbage in ([VERSION_FRAME, b"\xc1"], [b"\x07", b""], [b""], [VERSION_FRAME, b"\xc1"]):
             fake.say(garbage)
         eventually(lambda: agent._agent.refused.total() >= 3)
         eventually(lambda: agent.counters["wire_errors"] >= 4)
-        assert agent._agent.refused == {"lower_epoch": 1, "other_boot": 1, "unknown_seq": 1}
+        assert agent._agent.refused == {"lower_epoch": 1, "other_instance": 1, "unknown_seq": 1}
         assert agent.view == before
         assert engine.adopted == [3, 5]
         agent.poke()

@@ -60,14 +60,14 @@ def raw(endpoint: str, keys: ClientKeys | None) -> Iterator[RawClient]:
         client.close()
 
 
-def heartbeat(boot: bytes, seq: int = 0) -> list[bytes]:
+def heartbeat(instance: bytes, seq: int = 0) -> list[bytes]:
     """The frames of a heartbeat."""
-    return encode(Heartbeat(boot, seq, boot_age_seconds=100.0))
+    return encode(Heartbeat(instance, seq, instance_age_seconds=100.0))
 
 
-def pool_boots(world: FenceWorld, hub: HubServer, uid: str = POOL) -> set[bytes]:
-    """The boots that the hub knows."""
-    return {view.boot for view in world.thread.call(lambda: hub.snapshot(uid)).engines}
+def pool_instances(world: FenceWorld, hub: HubServer, uid: str = POOL) -> set[bytes]:
+    """The instances that the hub knows."""
+    return {view.instance for view in world.thread.call(lambda: hub.snapshot(uid)).engines}
 
 
 class FakeHub:
@@ -96,7 +96,7 @@ class FakeHub:
 
     def grant(self, beat: Heartbeat, epoch: int, **change: object) -> list[bytes]:
         """The frames of a grant that answers `beat`, with some fields replaced."""
-        fields = {"boot": beat.boot, "seq": beat.seq, "epoch": epoch, "lease_seconds": 30.0, **change}
+        fields = {"instance": beat.instance, "seq": beat.seq, "epoch": epoch, "lease_seconds": 30.0, **change}
         return encode(Grant(**fields))  # type: ignore[arg-type]
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class FakeEngine:
         self.adopted: list[int] = []
         self.is_ready = True
         self.is_busy = False
-        self.num_carried = 0
+        self.num_old_epoch = 0
         self.reset_at: int | None = None  # epoch at which its caches alone were reset
         self.left_to_reclaim = 0
         self.reclaims: list[tuple[int, tuple[bytes, ...]]] = []
@@ -96,10 +96,10 @@ class FakeEngine:
     def busy(self) -> bool:
         return self.is_busy
 
-    def carried(self) -> int:
-        return self.num_carried
+    def old_epoch_requests(self) -> int:
+        return self.num_old_epoch
 
-    def private(self) -> bool:
+    def isolated(self) -> bool:
         return self.reset_at is not None and self.adopted[-1] <= self.reset_at
 
     def stats(self) -> dict[str, float]:

@@ -32,7 +32,7 @@ class Snapshot:
     """What holds now, read once per operation.
 
     Attributes:
-        epoch: highest epoch adopted in this boot; -1 before the first.
+        epoch: highest epoch adopted in this engine instance; -1 before the first.
         in_use: False (bypass): no load, no save, and every request gets a random root of its own.
         root: first parent of the block hashes of requests pinned under this snapshot.
         namespace: prefix of L2 keys; None: nothing may leave this engine (private root, or L2 refused).
@@ -59,7 +59,7 @@ class Pin:
         generation: of the snapshot it was made under.
         saveable: False when blocks under this pin must never be offered to a tier (a random root, a detached request).
         alone: the root is random: no other request has these names, or will.
-        admitted: the request holds, or was answered, KV under this pin: it is carried when the pin is not current.
+        admitted: the request holds, or was answered, KV under this pin: it runs on under an old epoch when the pin is not current.
         loading: an asynchronous load of ours is in flight.
         session: a streaming-input session.
         adapter: vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none.

@@ -326,9 +326,9 @@ class Pins:
         request._block_hasher = self._hasher if awaits_first_hash(request) else inner
         self.on_rename(request, 0)
 
-    # ------------------------------------------------------------------ carried requests
+    # ------------------------------------------------------------------ requests on an old epoch
 
-    def carried(self, *, sessions: bool = False) -> int:
+    def old_epoch_requests(self, *, sessions: bool = False) -> int:
         """Requests, or streaming-input sessions, that were admitted under a root that is no longer current. Any thread."""
         with self._lock:
             current = self.root.snapshot.generation
@@ -346,7 +346,7 @@ class Pins:
                 self.root.note_use()
 
     def begin_load(self, request: Any) -> None:
-        """A load of ours was committed for the request; it is not carried: an adoption invalidates it."""
+        """A load of ours was committed for the request; it does not run on: an adoption invalidates it."""
         with self._lock:
             pin = self.pin_of(request)
             if pin is not None:

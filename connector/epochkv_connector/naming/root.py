@@ -46,7 +46,7 @@ _SAID_ELSEWHERE = (Reason.FORBIDDEN, Reason.NO_WEIGHTS, Reason.NO_HUB, Reason.UN
 
 
 class BypassLog:
-    """Logs each change of (reason, highest epoch granted in this boot or -1) once.
+    """Logs each change of (reason, highest epoch granted in this engine instance or -1) once.
 
     Attributes:
         over: the engine ends, and a lease that it gives back is no news.
@@ -119,9 +119,9 @@ class RootState:
     Attributes:
         lock: guards everything here and in `pins.Pins`.
         snapshot: what `refresh` found last. Any thread.
-        epoch: the highest one granted in this boot; -1 before the first.
+        epoch: the highest one granted in this engine instance; -1 before the first.
         weights: digest of what the ranks hold; None: unknown. Any thread.
-        overwritten: somebody else has bound vLLM's global: bypass for this boot. Any thread.
+        overwritten: somebody else has bound vLLM's global: bypass for this engine instance. Any thread.
     """
 
     def __init__(self, member: PoolMembership, global_root: GlobalRoot, lease_until: Callable[[], float]) -> None:

@@ -315,8 +315,8 @@ class SchedulerRole:
             ready=self.pins.root.ready,
             adopt=_then(self.pins.root.adopt, self.state.tell_soon),
             busy=self.pins.busy,
-            carried=self.pins.carried,
-            private=lambda: self.pins.root.waiting_after_reset,
+            old_epoch_requests=self.pins.old_epoch_requests,
+            isolated=lambda: self.pins.root.waiting_after_reset,
             weights=self._told,
             tiers=self.tiers_told,
             stats=_then(self.gauges, self.state.tell_soon),  # heartbeats go on without a hub: routers hear of a lost lease
@@ -360,8 +360,8 @@ class SchedulerRole:
             "broken": self.state.broken or (self._config.has_tiers and not has_slots),
             "tiers_off": self.tiers_told() != ("", ""),
             "weights_known": root.weights is not None,
-            "carried": self.pins.carried(),
-            "carried_sessions": self.pins.carried(sessions=True),
+            "old_epoch_requests": self.pins.old_epoch_requests(),
+            "old_epoch_sessions": self.pins.old_epoch_requests(sessions=True),
             "waiting_after_reset": root.waiting_after_reset,
             "root_overwritten": root.overwritten,
             "hub_unusable": self._link.problem is not None,
@@ -389,7 +389,7 @@ class SchedulerRole:
         report = {
             **self.requests.leak_report(),
             **self.steps.candidates.leak_report(),
-            "carried": self.pins.carried() + self.pins.carried(sessions=True),
+            "old_epoch_requests": self.pins.old_epoch_requests() + self.pins.old_epoch_requests(sessions=True),
         }
         if self.tiers is not None:
             report.update({f"tiers.{name}": count for name, count in self.tiers.leak_report().items()})

@@ -220,7 +220,7 @@ def engines(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out 
 
     \b
       epochkv engines
-      epochkv engines -o json | jq -r '.[] | select(.state != "use") | .name'
+      epochkv engines -o json | jq -r '.[] | select(.state != "sharing") | .name'
     """
     with closing(connect(config, timeout)) as pool:
         show_engines(pool.status(timeout), output)

@@ -64,9 +64,9 @@ def show_status(status: PoolStatus, output: Output) -> None:
     ]
     if status.laggards:
         rows.append(("behind", listed(status.laggards)))
-    alone = tuple(engine.name for engine in status.engines if engine.state == "private")
+    alone = tuple(engine.name for engine in status.engines if engine.state == "isolated")
     if alone:
-        rows.append(("private", f"{listed(alone)}: {ALONE}"))
+        rows.append(("isolated", f"{listed(alone)}: {ALONE}"))
     limited = [f"{engine.name}: {engine.tiers_note or engine.tiers_off}" for engine in status.engines if engine.tiers_off]
     if limited:
         rows.append(("tiers", listed(limited)))
@@ -84,7 +84,7 @@ def _weights(found: WeightsReport) -> str:
 
 
 def _counted(states: Sequence[str]) -> str:
-    words = (("use", "in use"), ("private", "private"), ("unknown", "of unknown weights"), ("behind", "behind"))
+    words = (("sharing", "in use"), ("isolated", "isolated"), ("unknown", "of unknown weights"), ("behind", "behind"))
     return ", ".join(f"{states.count(state)} {word}" for state, word in words)
 
 
@@ -92,7 +92,7 @@ def show_engines(status: PoolStatus, output: Output) -> None:
     if output is Output.JSON:
         show_json([asdict(engine) for engine in status.engines])
         return
-    columns = ("ENGINE", "STATE", "WEIGHTS", "EPOCH>", "CARRIED>", "AGE>", "HEARD>", "BOOT", "NOTE")
+    columns = ("ENGINE", "STATE", "WEIGHTS", "EPOCH>", "OLD-REQ>", "AGE>", "HEARD>", "INSTANCE", "NOTE")
     _show_table(columns, [_row(engine) for engine in status.engines])
 
 
@@ -113,10 +113,10 @@ def _row(engine: Engine) -> tuple[str, ...]:
         engine.state,
         engine.weights[:SHOWN_DIGITS] or "-",
         "-" if engine.epoch is None else str(engine.epoch),
-        str(engine.carried),
+        str(engine.old_epoch_requests),
         duration(engine.age_seconds),
         f"{duration(engine.silent_seconds)} ago",
-        engine.boot[:8],
+        engine.instance[:8],
         "; ".join(_notes(engine)),
     )
 
@@ -124,7 +124,7 @@ def _row(engine: Engine) -> tuple[str, ...]:
 def _notes(engine: Engine) -> list[str]:
     """What hinders the engine. Weights that it cannot know also turn its tiers off, and are said once."""
     weights = engine.weights_note if not engine.weights and engine.weights_note not in engine.tiers_note else ""
-    alone = ALONE if engine.state == "private" and not weights else ""
+    alone = ALONE if engine.state == "isolated" and not weights else ""
     return [note for note in (weights, alone, engine.tiers_note or engine.tiers_off) if note]
 
 
@@ -177,9 +177,9 @@ def show_wait(reset: Reset, output: Output) -> None:
 
 
 def _show_engines_of(reset: Reset) -> None:
-    if reset.carried:
-        go = "request continues with what it" if reset.carried == 1 else "requests continue with what they"
-        print(f"{reset.carried} running {go} held")
+    if reset.old_epoch_requests:
+        go = "request continues with what it" if reset.old_epoch_requests == 1 else "requests continue with what they"
+        print(f"{reset.old_epoch_requests} running {go} held")
     if reset.laggards and not reset.noop:
         lease = "its lease" if len(reset.laggards) == 1 else "their leases"
         print(f"{f'fenced by {lease}' if reset.published else 'not acknowledged by'}: {listed(reset.laggards)}")

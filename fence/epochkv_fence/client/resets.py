@@ -87,20 +87,20 @@ class Laggards:
     def look(self, page: Status, engines: Sequence[EngineStatus], epoch: int) -> tuple[str, ...]:
         """Take a list of the live engines; returns the names of those below `epoch`."""
         before, now = self._seen, time.monotonic()
-        listed = {engine.boot for engine in engines}
+        listed = {engine.instance for engine in engines}
         # A hub that has only begun to lead lists those that it has heard; whom it has not heard has not left.
         settling = page.settling_seconds > 0
         self._seen = {
-            boot: seen
-            for boot, seen in before.items()
-            if boot not in listed and (settling or now - seen.heard_at >= SILENT_SHARE * page.lease_seconds)
+            instance: seen
+            for instance, seen in before.items()
+            if instance not in listed and (settling or now - seen.heard_at >= SILENT_SHARE * page.lease_seconds)
         }
         behind = [engine for engine in engines if engine.epoch is None or engine.epoch < epoch]
         if page.published >= epoch:  # nobody waited for one that has joined since
-            behind = [engine for engine in behind if engine.epoch is not None or engine.boot in before]
+            behind = [engine for engine in behind if engine.epoch is not None or engine.instance in before]
         for engine in behind:
-            self._seen[engine.boot] = _Seen(Engine.of(engine, page.target).name, now - engine.silent_seconds)
-        return tuple(sorted(self._seen[engine.boot].name for engine in behind))
+            self._seen[engine.instance] = _Seen(Engine.of(engine, page.target).name, now - engine.silent_seconds)
+        return tuple(sorted(self._seen[engine.instance].name for engine in behind))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -227,7 +227,7 @@ class Resets:
             duration_s=time.monotonic() - ask.called_at,
             engines=newest.engines,
             laggards=ask.late.names,
-            carried=newest.carried,
+            old_epoch_requests=newest.old_epoch_requests,
             noop=ask.noop,
         )
         if wait and not ask.published and on_failure == "crash":
@@ -291,7 +291,7 @@ class Resets:
             duration_s=time.monotonic() - called_at,
             engines=len(engines),
             laggards=late.names,
-            carried=sum(engine.carried for engine in engines),
+            old_epoch_requests=sum(engine.old_epoch_requests for engine in engines),
             noop=noop,
         )
         if not published:

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from epochkv_fence.protocol.messages import EngineStatus, Status
 
 OnFailure = Literal["bypass", "crash"]
-State = Literal["use", "private", "unknown", "behind"]
+State = Literal["sharing", "isolated", "unknown", "behind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,13 @@ class Engine:
     """One live engine process (one per data-parallel rank), as its newest heartbeat told the hub.
 
     Attributes:
-        boot: hex digits drawn when it started.
+        instance: hex digits drawn when it started.
         name: its pod, or its engine's name, with `/rank` above rank 0.
         epoch: highest epoch it acknowledged; None before the first.
         state: `use`: it shares the pool's KV with engines of equal weights. `unknown`: it does not know which weights it holds, so
             it shares nothing, see `weights_note`. `private`: its caches were reset alone, so it shares nothing before the next
             epoch. `behind`: not at the target yet.
-        carried: requests it still runs under an older epoch, each with the KV it already held.
+        old_epoch_requests: requests it still runs under an older epoch, each with the KV it already held.
         weights: digest of the weights that its ranks hold, 32 hex digits; empty: unknown.
         weights_note: why they are unknown.
         weights_since_s: for how long it has reported them, in seconds.
@@ -34,14 +34,14 @@ class Engine:
         versions: of what it runs: `epochkv`, `vllm`, `mooncake`; empty: it is older than this.
     """
 
-    boot: str
+    instance: str
     name: str
     engine: str
     pod: str
     rank: int
     epoch: int | None
     state: State
-    carried: int
+    old_epoch_requests: int
     age_seconds: float
     silent_seconds: float
     fingerprint: str
@@ -55,14 +55,14 @@ class Engine:
     @classmethod
     def of(cls, status: EngineStatus, target: int) -> Engine:
         return cls(
-            boot=status.boot.hex(),
-            name=status.name(status.boot),
+            instance=status.instance.hex(),
+            name=status.name(status.instance),
             engine=status.engine,
             pod=status.pod,
             rank=status.rank,
             epoch=status.epoch,
             state=_state(status, target),
-            carried=status.carried,
+            old_epoch_requests=status.old_epoch_requests,
             age_seconds=status.age_seconds,
             silent_seconds=status.silent_seconds,
             fingerprint=status.fingerprint,
@@ -77,7 +77,7 @@ class Engine:
     @property
     def base_name(self) -> str:
         """Of all ranks of its pod or engine."""
-        return self.pod or self.engine or self.boot[:8]
+        return self.pod or self.engine or self.instance[:8]
 
 
 def _state(status: EngineStatus, target: int) -> State:
@@ -85,7 +85,7 @@ def _state(status: EngineStatus, target: int) -> State:
         return "behind"
     if status.weights is None:
         return "unknown"
-    return "private" if status.private else "use"
+    return "isolated" if status.isolated else "sharing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class PoolStatus:
     @classmethod
     def of(cls, name: str, uid: str, page: Status, engines: list[EngineStatus]) -> PoolStatus:
         found = [Engine.of(engine, page.target) for engine in engines]
-        found.sort(key=lambda engine: (engine.name, engine.rank, engine.boot))
+        found.sort(key=lambda engine: (engine.name, engine.rank, engine.instance))
         return cls(
             name=name,
             uid=uid,
@@ -154,7 +154,7 @@ class Reset:
         laggards: names of those that had not acknowledged. Unpublished: they are waited for, until their leases fence them.
             Published: they never did, and their leases have fenced them (best effort: who fell silent within the first half
             second is not known by name).
-        carried: requests that go on under older epochs, each with what it already held.
+        old_epoch_requests: requests that go on under older epochs, each with what it already held.
         noop: the epoch was published before it was asked for, or waited for.
     """
 
@@ -163,7 +163,7 @@ class Reset:
     duration_s: float
     engines: int
     laggards: tuple[str, ...]
-    carried: int
+    old_epoch_requests: int
     noop: bool
 
 

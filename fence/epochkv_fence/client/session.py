@@ -318,14 +318,14 @@ class Looks:
         with self.session.conversation() as conversation:
             first = page = await self.page(conversation, None, until)
             while page.engines:
-                found.update({engine.boot: engine for engine in page.engines})
+                found.update({engine.instance: engine for engine in page.engines})
                 if len(found) >= page.total:
                     break
-                page = await self.page(conversation, page.engines[-1].boot, until)
+                page = await self.page(conversation, page.engines[-1].instance, until)
         return first, list(found.values())
 
     async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> Status:
-        """The page of the pool's state that begins after this boot (None: the first page)."""
+        """The page of the pool's state that begins after this engine instance (None: the first page)."""
         pause = FIRST_RETRY_SECONDS
         while True:
             conversation.ask(Status(conversation.request, after=after))

@@ -12,7 +12,7 @@ from typing import Final
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub import state
-from epochkv_fence.hub.boots import MAX_BOOTS, NEVER, BootRecord
+from epochkv_fence.hub.instances import MAX_INSTANCES, NEVER, InstanceRecord
 from epochkv_fence.hub.record import Ask, Round
 from epochkv_fence.hub.rules import RULES, HubRules
 from epochkv_fence.hub.state import HubState
@@ -38,7 +38,7 @@ ROUND_SECONDS: Final = 1.0
 ROUNDS_PER_LEASE: Final = 10
 """A grant is worth what is left of its lease since the heartbeat was sent, so short leases need quicker rounds."""
 JOIN_SECONDS: Final = 0.05
-"""The same while a boot waits that has no grant of this hub: it may share nothing because of that, as after a restart."""
+"""The same while an engine instance waits that has no grant of this hub: it may share nothing because of that, as after a restart."""
 QUESTION_SECONDS: Final = 0.05
 """Shortest pause between rounds that are for a trainer's question alone."""
 
@@ -187,9 +187,9 @@ class Hub:
         hub = self.state
         actions: list[ev.Action] = []
         for name, (peer, seq) in current.beats.items():
-            boot = hub.boots.known.get(name)
-            if boot is not None:
-                boot.grant(now, now + hub.rules.hold_seconds(hub.config))
+            instance = hub.instances.known.get(name)
+            if instance is not None:
+                instance.grant(now, now + hub.rules.fence_timeout_seconds(hub.config))
                 actions.append(ev.Send(peer, Grant(name, seq, hub.record.target, hub.config.lease_seconds)))
         return actions
 
@@ -199,29 +199,29 @@ class Hub:
         """When the next `Tick` is due."""
         hub, record = self.state, self.state.record
         if not hub.leading:
-            return hub.boots.forget_at
-        due = min(hub.boots.forget_at, hub.reclaimer.due_at, hub.wiper.due_at(), hub.reported.look_at())
-        if hub.open and hub.boots.behind:
-            due = min(due, hub.boots.nudge_at)
+            return hub.instances.forget_at
+        due = min(hub.instances.forget_at, hub.reclaimer.due_at, hub.wiper.due_at(), hub.reported.look_at())
+        if hub.open and hub.instances.behind:
+            due = min(due, hub.instances.nudge_at)
         pending = record.unwritten or (bool(hub.rounds.beats) and not record.noted and not record.noting)
         return min(due, record.retry_at) if pending else due
 
     def _tick(self, now: float) -> list[ev.Action]:
         hub = self.state
-        actions = self._forget(now) if now >= hub.boots.forget_at else []
+        actions = self._forget(now) if now >= hub.instances.forget_at else []
         if not hub.leading:
             return actions
-        if hub.open and hub.boots.behind and now >= hub.boots.nudge_at:
-            actions += hub.boots.nudge(now)
+        if hub.open and hub.instances.behind and now >= hub.instances.nudge_at:
+            actions += hub.instances.nudge(now)
         if now >= hub.record.retry_at:
             actions += write_target(hub, now) + note_granting(hub)
         return [*actions, *tick(hub, now)]
 
     def _forget(self, now: float) -> list[ev.Action]:
         hub = self.state
-        over = hub.boots.forget(lambda boot: hub.rules.may_forget(boot, hub.config, now), hub.config.hold_seconds, now)
-        for boot in over:
-            hub.rounds.drop(boot)
+        over = hub.instances.forget(lambda instance: hub.rules.may_forget(instance, hub.config, now), hub.config.fence_timeout_seconds, now)
+        for instance in over:
+            hub.rounds.drop(instance)
         if not over:
             return []
         engines_changed(hub, now)
@@ -247,7 +247,7 @@ def hear(hub: HubState, peer: bytes, message: Message, key_index: int, now: floa
         case Label():
             return _label(hub, peer, message)
         case Leave():
-            return _leave(hub, message.boot, now)
+            return _leave(hub, message.instance, now)
         case Error():
             return []
         case _:
@@ -258,8 +258,8 @@ def hear(hub: HubState, peer: bytes, message: Message, key_index: int, now: floa
 
 
 def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now: float) -> list[ev.Action]:
-    boots, config = hub.boots, hub.config
-    if beat.boot in boots.departed:
+    instances, config = hub.instances, hub.config
+    if beat.instance in instances.departed:
         return []
     if beat.pool and beat.pool != config.uid:
         # It was given the keys of a pool that took its pool's name. Its names are not found here, and its epoch counts other
@@ -268,22 +268,22 @@ def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now:
             " connection.json and keys of one pool"
         )
         return [ev.Send(peer, Error(Refusal.POOL, text))]
-    if beat.boot not in boots.known and len(boots.known) >= MAX_BOOTS:
-        text = f"pool {config.name} already has {MAX_BOOTS} engine boots; wait until some are forgotten"
+    if beat.instance not in instances.known and len(instances.known) >= MAX_INSTANCES:
+        text = f"pool {config.name} already has {MAX_INSTANCES} engine instances; wait until some are forgotten"
         return [ev.Send(peer, Error(Refusal.LIMIT, text))]
-    changed = boots.hear(peer, beat, key_index, target=hub.record.target, hold=config.hold_seconds, now=now)
-    boot = boots.known[beat.boot]
+    changed = instances.hear(peer, beat, key_index, target=hub.record.target, hold=config.fence_timeout_seconds, now=now)
+    instance = instances.known[beat.instance]
     if beat.weights is not None:
         hub.reported.hear(beat.weights, config.grace_seconds, now)
-    hub.rounds.wait(boot, peer, beat.seq, now)
+    hub.rounds.wait(instance, peer, beat.seq, now)
     if changed:
         engines_changed(hub, now)
-    return [*([ev.Changed()] if changed else []), *heal(hub, boot.epoch or 0, now), *note_granting(hub)]
+    return [*([ev.Changed()] if changed else []), *heal(hub, instance.epoch or 0, now), *note_granting(hub)]
 
 
-def _leave(hub: HubState, boot: bytes, now: float) -> list[ev.Action]:
-    hub.rounds.drop(boot)
-    if not hub.boots.leave(boot, now):
+def _leave(hub: HubState, instance: bytes, now: float) -> list[ev.Action]:
+    hub.rounds.drop(instance)
+    if not hub.instances.leave(instance, now):
         return []
     engines_changed(hub, now)
     return [ev.Changed()]
@@ -337,14 +337,14 @@ def acquire(hub: HubState, term: Term, found: PoolRecord, now: float) -> list[ev
     abandon(hub)
     hub.lead.term, hub.lead.since = term, now
     # Nobody was ever granted anything: there is no older grant to wait for.
-    hub.lead.settled_at = now + hub.rules.hold_seconds(hub.config) if found.granting else NEVER
+    hub.lead.settled_at = now + hub.rules.fence_timeout_seconds(hub.config) if found.granting else NEVER
     hub.record.lead(found)
     hub.labels.lead(found.labels)
-    hub.boots.forget_at = now + hub.config.hold_seconds
+    hub.instances.forget_at = now + hub.config.fence_timeout_seconds
     older_epochs(hub, now + hub.config.reclaim_seconds)
     unheld_weights(hub, now + hub.config.grace_seconds)
-    actions = raise_target(hub, found.target, found.origin, now) or [ev.Changed(), *hub.boots.nudge(now)]
-    return [*actions, *heal(hub, hub.boots.highest_epoch, now), *write_target(hub, now), *note_granting(hub)]
+    actions = raise_target(hub, found.target, found.origin, now) or [ev.Changed(), *hub.instances.nudge(now)]
+    return [*actions, *heal(hub, hub.instances.highest_epoch, now), *write_target(hub, now), *note_granting(hub)]
 
 
 def abandon(hub: HubState) -> list[ev.Action]:
@@ -367,11 +367,11 @@ def not_leading(hub: HubState, peer: bytes) -> ev.Action:
 def configure(hub: HubState, config: PoolConfig, now: float) -> list[ev.Action]:
     """The pool's configuration changes. Grants of other hubs may be made under the longer lease, so the wait for them grows."""
     if hub.leading and hub.lead.settled_at > now:
-        hub.lead.settled_at += max(0.0, config.hold_seconds - hub.config.hold_seconds)
+        hub.lead.settled_at += max(0.0, config.fence_timeout_seconds - hub.config.fence_timeout_seconds)
     before, hub.config = hub.config, config
     if config.client_public_keys != before.client_public_keys:
-        for boot in hub.boots.known.values():
-            boot.keys_changed(before.client_public_keys, config.client_public_keys)
+        for instance in hub.instances.known.values():
+            instance.keys_changed(before.client_public_keys, config.client_public_keys)
     if config.reclaim != before.reclaim:
         stop(hub)
         older_epochs(hub, now)
@@ -391,7 +391,7 @@ def heal(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
     """An engine reports `epoch`. If a restored record has lost it, the hub asks for it again."""
     if not hub.leading or not hub.rules.above_record(hub.record, epoch):
         return []
-    hub.lead.settled_at = max(hub.lead.settled_at, now + hub.rules.hold_seconds(hub.config))
+    hub.lead.settled_at = max(hub.lead.settled_at, now + hub.rules.fence_timeout_seconds(hub.config))
     return ask(hub, epoch, Source.ENGINE, now)
 
 
@@ -427,8 +427,8 @@ def raise_target(hub: HubState, target: int, origin: Source | None, now: float) 
     """`target` is durable. If it is new, the hub tells engines."""
     if not hub.record.raise_target(target, origin, now):
         return []
-    hub.boots.expect(target)
-    nudges = hub.boots.nudge(now)
+    hub.instances.expect(target)
+    nudges = hub.instances.nudge(now)
     return [ev.Changed(), *(nudges if hub.leading else [])]
 
 
@@ -442,7 +442,7 @@ def publish_at(hub: HubState) -> float:
     """
     if not hub.record.unpublished:
         return math.inf
-    behind = (hub.rules.fenced_at(hub.boots.known[boot]) for boot in hub.boots.behind)
+    behind = (hub.rules.fenced_at(hub.instances.known[instance]) for instance in hub.instances.behind)
     return max(hub.rules.settled_at(hub.lead), hub.record.retry_at, max(behind, default=NEVER))
 
 
@@ -516,7 +516,7 @@ def _wipe(hub: HubState, now: float) -> list[ev.Action]:
 
 
 def _ask_engine(hub: HubState, now: float) -> list[ev.Action]:
-    able = [boot for boot in _who_removes(hub) if hub.rules.can_reclaim(boot, hub.record, hub.config, now)]
+    able = [instance for instance in _who_removes(hub) if hub.rules.can_reclaim(instance, hub.record, hub.config, now)]
     known_at = hub.rules.engines_known_at(hub.lead, hub.config)
     actions = hub.reclaimer.next(hub.record.published, _kept(hub, now), able, hub.config, now)
     if now < known_at:
@@ -524,10 +524,10 @@ def _ask_engine(hub: HubState, now: float) -> list[ev.Action]:
     return actions
 
 
-def _who_removes(hub: HubState) -> list[BootRecord]:
+def _who_removes(hub: HubState) -> list[InstanceRecord]:
     """Engines with a client of the store. Where the hub knows none and cannot sweep, what any engine says is all there is."""
-    known = list(hub.boots.known.values())
-    removing = [boot for boot in known if boot.newest.removes]
+    known = list(hub.instances.known.values())
+    removing = [instance for instance in known if instance.newest.removes]
     return removing if removing or hub.config.store_admin else known
 
 
@@ -536,7 +536,11 @@ def _kept(hub: HubState, now: float) -> list[bytes]:
     held = hub.reported.within(hub.config.grace_seconds, now)
     if held is None or now < hub.rules.engines_known_at(hub.lead, hub.config):
         return []
-    return held if all(hub.rules.says_weights(boot) for boot in hub.boots.known.values() if boot.alive(hub.config, now)) else []
+    return (
+        held
+        if all(hub.rules.says_weights(instance) for instance in hub.instances.known.values() if instance.alive(hub.config, now))
+        else []
+    )
 
 
 def emptied(hub: HubState, call: ev.RemoveAll, keys: int, num_bytes: int | None, now: float) -> list[ev.Action]:

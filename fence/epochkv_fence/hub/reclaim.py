@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.boots import NEVER, BootRecord
+from epochkv_fence.hub.instances import NEVER, InstanceRecord
 from epochkv_fence.protocol.messages import MAX_KEPT, Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import PoolConfig
 
@@ -130,7 +130,7 @@ class Reported:
 class _Request:
     """What the hub asked of one engine. `changes` counts how often weights had become unheld by then; 0: it asked for epochs only."""
 
-    boot: bytes
+    instance: bytes
     below: int
     changes: int
 
@@ -182,12 +182,14 @@ class Reclaimer:
 
     # ------------------------------------------------------------------ by engines
 
-    def next(self, published: int, keep: Sequence[bytes], able: Sequence[BootRecord], config: PoolConfig, now: float) -> list[ev.Action]:
+    def next(
+        self, published: int, keep: Sequence[bytes], able: Sequence[InstanceRecord], config: PoolConfig, now: float
+    ) -> list[ev.Action]:
         """Ask one engine; or the store itself, if it is this pool's alone and no engine was there for long.
 
         Args:
             keep: the weights whose keys stay; empty: the hub cannot tell now, and `look_again` says when it may.
-            able: the boots that can answer.
+            able: the instances that can answer.
         """
         epochs, weights = published > self._confirmed_below, self._changes > self._confirmed_changes
         if not epochs and not weights:
@@ -202,18 +204,18 @@ class Reclaimer:
         if able:
             self._idle_since = None
             chosen = self._choose(able)
-            self._note(_Request(chosen.boot, published, self._changes if asked else 0))
-            return [ev.Send(chosen.peer, Reclaim(chosen.boot, published, asked, self._number))]
+            self._note(_Request(chosen.instance, published, self._changes if asked else 0))
+            return [ev.Send(chosen.peer, Reclaim(chosen.instance, published, asked, self._number))]
         if self._idle_since is None:
             self._idle_since = now
         # No engine could answer for a lease and margin, and the store is not busy with the sweep before.
-        if epochs and config.store_admin and self._sweeping is None and now >= self._idle_since + config.hold_seconds:
+        if epochs and config.store_admin and self._sweeping is None and now >= self._idle_since + config.fence_timeout_seconds:
             self._sweeping = published
             return [ev.RemoveAll(published, sweep=True)]
         return []
 
-    def _choose(self, able: Sequence[BootRecord]) -> BootRecord:
-        """Take another boot each time, because the next one may remove what this one cannot."""
+    def _choose(self, able: Sequence[InstanceRecord]) -> InstanceRecord:
+        """Take another engine instance each time, because the next one may remove what this one cannot."""
         self._turn += 1
         return able[self._turn % len(able)]
 
@@ -232,7 +234,7 @@ class Reclaimer:
         It proves what its own request asked for, which may be less than what the hub knows by now.
         """
         request = self._open.get(answer.number)
-        if request is None or (request.boot, request.below) != (answer.boot, answer.below):
+        if request is None or (request.instance, request.below) != (answer.instance, answer.below):
             return False
         del self._open[answer.number]
         if not answer.removed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.boots import NEVER, BootRecord
+from epochkv_fence.hub.instances import NEVER, InstanceRecord
 from epochkv_fence.protocol.authority import PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import MAX_EPOCH, Label, Labelled, Source, Status
 
@@ -279,7 +279,7 @@ class Round:
     """A round whose leadership read is under way.
 
     Attributes:
-        beats: the peer and the number of the heartbeat to answer, by boot.
+        beats: the peer and the number of the heartbeat to answer, by instance.
         target: the durable target when the round began.
         publish: the epoch that the hub may publish after the read; None: there is none.
     """
@@ -297,7 +297,7 @@ class Rounds:
 
     Attributes:
         beats, questions: what the next round answers.
-        joining: a boot without a live grant of this hub waits among `beats`.
+        joining: an engine instance without a live grant of this hub waits among `beats`.
         current: the round whose leadership read is under way.
         last_at: when the newest round began.
     """
@@ -309,14 +309,14 @@ class Rounds:
         self.current: Round | None = None
         self.last_at = NEVER
 
-    def wait(self, record: BootRecord, peer: bytes, seq: int, now: float) -> None:
-        """The next round answers this heartbeat, unless a younger one of the same boot waits already."""
-        if seq >= self.beats.get(record.boot, (b"", -1))[1]:
-            self.beats[record.boot] = (peer, seq)
+    def wait(self, record: InstanceRecord, peer: bytes, seq: int, now: float) -> None:
+        """The next round answers this heartbeat, unless a younger one of the same instance waits already."""
+        if seq >= self.beats.get(record.instance, (b"", -1))[1]:
+            self.beats[record.instance] = (peer, seq)
             self.joining = self.joining or now >= max(record.live_until, record.below_until)
 
-    def drop(self, boot: bytes) -> None:
-        self.beats.pop(boot, None)
+    def drop(self, instance: bytes) -> None:
+        self.beats.pop(instance, None)
 
     def ask(self, peer: bytes, question: Status) -> None:
         """The next round answers this question. Beyond a limit the oldest question goes, because its client asks again."""
@@ -345,8 +345,8 @@ class Rounds:
         current = self.take(number, term)
         if current is not None:
             self.questions[:0] = current.questions
-            for boot, beat in current.beats.items():
-                self.beats.setdefault(boot, beat)
+            for instance, beat in current.beats.items():
+                self.beats.setdefault(instance, beat)
 
     def abandon(self) -> list[bytes]:
         """The term ends, and with it the round and what it evaluated. Returns who asked questions."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.hub.boots import BootRecord
+from epochkv_fence.hub.instances import InstanceRecord
 from epochkv_fence.hub.record import Leadership, Record
 from epochkv_fence.protocol.messages import Status
 from epochkv_fence.protocol.pool import PoolConfig
@@ -23,17 +23,17 @@ def may_grant(record: Record) -> bool:
     return record.noted
 
 
-def hold_seconds(config: PoolConfig) -> float:
+def fence_timeout_seconds(config: PoolConfig) -> float:
     """After this time a grant made now is dead: the lease, and a margin for clocks at different rates.
 
     A new leader waits as long, because every grant of an older leader answers a heartbeat sent before now.
     """
-    return config.hold_seconds
+    return config.fence_timeout_seconds
 
 
-def may_forget(boot: BootRecord, config: PoolConfig, now: float) -> bool:
-    """The boot was silent for a lease and margin, so all its grants are dead."""
-    return now >= boot.dead_at(config.hold_seconds)
+def may_forget(instance: InstanceRecord, config: PoolConfig, now: float) -> bool:
+    """The engine instance was silent for a lease and margin, so all its grants are dead."""
+    return now >= instance.dead_at(config.fence_timeout_seconds)
 
 
 # ------------------------------------------------------------------ asks and answers
@@ -74,9 +74,9 @@ def settled_at(lead: Leadership) -> float:
     return lead.settled_at
 
 
-def fenced_at(boot: BootRecord) -> float:
-    """When this boot can use no epoch below the target. Its grants of the target itself never delay publication."""
-    return boot.below_until
+def fenced_at(instance: InstanceRecord) -> float:
+    """When this engine instance can use no epoch below the target. Its grants of the target itself never delay publication."""
+    return instance.below_until
 
 
 # ------------------------------------------------------------------ the store
@@ -87,9 +87,9 @@ def may_remove(config: PoolConfig) -> bool:
     return config.reclaim != "Retain"
 
 
-def can_reclaim(boot: BootRecord, record: Record, config: PoolConfig, now: float) -> bool:
-    """The boot can answer, and names its own keys with the published epoch or a later one."""
-    return boot.at_least(record.published) and boot.alive(config, now)
+def can_reclaim(instance: InstanceRecord, record: Record, config: PoolConfig, now: float) -> bool:
+    """The engine instance can answer, and names its own keys with the published epoch or a later one."""
+    return instance.at_least(record.published) and instance.alive(config, now)
 
 
 def engines_known_at(lead: Leadership, config: PoolConfig) -> float:
@@ -97,9 +97,9 @@ def engines_known_at(lead: Leadership, config: PoolConfig) -> float:
     return lead.since + config.grace_seconds
 
 
-def says_weights(boot: BootRecord) -> bool:
+def says_weights(instance: InstanceRecord) -> bool:
     """The engine says which weights it holds. One that cannot say may hold any."""
-    return boot.newest.weights is not None
+    return instance.newest.weights is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +107,18 @@ class HubRules:
     """The rules that a hub goes by."""
 
     may_grant: Callable[[Record], bool] = may_grant
-    hold_seconds: Callable[[PoolConfig], float] = hold_seconds
-    may_forget: Callable[[BootRecord, PoolConfig, float], bool] = may_forget
+    fence_timeout_seconds: Callable[[PoolConfig], float] = fence_timeout_seconds
+    may_forget: Callable[[InstanceRecord, PoolConfig, float], bool] = may_forget
     above_record: Callable[[Record, int], bool] = above_record
     proposal_counts: Callable[[Record, int], bool] = proposal_counts
     may_tell: Callable[[Record, int], bool] = may_tell
     needs_read: Callable[[Status], bool] = needs_read
     settled_at: Callable[[Leadership], float] = settled_at
-    fenced_at: Callable[[BootRecord], float] = fenced_at
+    fenced_at: Callable[[InstanceRecord], float] = fenced_at
     may_remove: Callable[[PoolConfig], bool] = may_remove
-    can_reclaim: Callable[[BootRecord, Record, PoolConfig, float], bool] = can_reclaim
+    can_reclaim: Callable[[InstanceRecord, Record, PoolConfig, float], bool] = can_reclaim
     engines_known_at: Callable[[Leadership, PoolConfig], float] = engines_known_at
-    says_weights: Callable[[BootRecord], bool] = says_weights
+    says_weights: Callable[[InstanceRecord], bool] = says_weights
 
 
 RULES: Final = HubRules()

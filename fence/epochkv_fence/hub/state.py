@@ -10,7 +10,7 @@ import msgspec
 
 from epochkv_fence import VERSION
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.boots import BootRecord, Boots, Holdings
+from epochkv_fence.hub.instances import Holdings, InstanceRecord, Instances
 from epochkv_fence.hub.reclaim import Reclaimer, Reported, Wiper
 from epochkv_fence.hub.record import Labels, Leadership, Record, Rounds, Waiters
 from epochkv_fence.hub.rules import HubRules
@@ -26,7 +26,7 @@ class HubState:
         self.rules = rules
         self.lead = Leadership()
         self.record = Record()
-        self.boots = Boots()
+        self.instances = Instances()
         self.rounds = Rounds()
         self.waiters = Waiters()
         self.labels = Labels()
@@ -58,10 +58,10 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
     """The pool at `now`; times are on this hub's clock (the driver turns them into Unix seconds)."""
     record, reclaimer = hub.record, hub.reclaimer
     views = sorted(
-        (boot.view(record.target, hub.config, now) for boot in hub.boots.known.values()),
-        key=lambda view: (view.engine, view.pod, view.rank, view.boot),
+        (instance.view(record.target, hub.config, now) for instance in hub.instances.known.values()),
+        key=lambda view: (view.engine, view.pod, view.rank, view.instance),
     )
-    engines = with_divergence(views, hub.boots.holdings, now)
+    engines = with_divergence(views, hub.instances.holdings, now)
     return PoolSnapshot(
         uid=hub.config.uid,
         leading=hub.leading,
@@ -70,7 +70,7 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
         asked=record.wanted,
         engines=engines,
         laggards=[view for view in engines if view.alive and not view.converged],
-        carried=hub.boots.carried,
+        old_epoch_requests=hub.instances.old_epoch_requests,
         started_at=record.started_at,
         behind_since=record.behind_since,
         published_at=record.published_at,
@@ -146,7 +146,7 @@ def _since(engines: Iterable[EngineView]) -> float:
 
 
 def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev.Action]:
-    """Tell trainers that wait, as (peer, request, epoch), how far the reset is. It counts all boots once, however many ask."""
+    """Tell trainers that wait, as (peer, request, epoch), how far the reset is. It counts all instances once, however many ask."""
     if not waiters:
         return []
     counted = BumpStatus(
@@ -154,9 +154,9 @@ def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev
         epoch=0,
         target=hub.record.target,
         published=hub.record.published,
-        engines=len(hub.boots.known),
-        laggards=len(hub.boots.behind),
-        carried=hub.boots.carried,
+        engines=len(hub.instances.known),
+        laggards=len(hub.instances.behind),
+        old_epoch_requests=hub.instances.old_epoch_requests,
         lease_seconds=hub.config.lease_seconds,
     )
     return [ev.Send(peer, msgspec.structs.replace(counted, request=request, epoch=epoch)) for peer, request, epoch in waiters]
@@ -175,13 +175,13 @@ def status(hub: HubState, question: Status, now: float) -> Status:
         settling_seconds=max(0.0, hub.lead.settled_at - now),
         version=VERSION,
     )
-    return _status_page(page, list(hub.boots.known.values()), hub.config, now)
+    return _status_page(page, list(hub.instances.known.values()), hub.config, now)
 
 
-def _status_page(page: Status, records: Sequence[BootRecord], config: PoolConfig, now: float) -> Status:
-    """`page` with the live boots after `page.after`, by boot; fewer where their names are long."""
-    alive = sorted((record for record in records if record.alive(config, now)), key=_boot)
-    start = 0 if page.after is None else bisect_right(alive, page.after, key=_boot)
+def _status_page(page: Status, records: Sequence[InstanceRecord], config: PoolConfig, now: float) -> Status:
+    """`page` with the live instances after `page.after`, by instance; fewer where their names are long."""
+    alive = sorted((record for record in records if record.alive(config, now)), key=_instance)
+    start = 0 if page.after is None else bisect_right(alive, page.after, key=_instance)
     engines: list[EngineStatus] = []
     room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in page.labels.values())
     for record in alive[start : start + STATUS_PAGE]:
@@ -195,15 +195,15 @@ def _status_page(page: Status, records: Sequence[BootRecord], config: PoolConfig
     return msgspec.structs.replace(page, total=len(alive), engines=engines)
 
 
-def _boot(record: BootRecord) -> bytes:
-    return record.boot
+def _instance(record: InstanceRecord) -> bytes:
+    return record.instance
 
 
-def _engine_status(record: BootRecord, now: float) -> EngineStatus:
+def _engine_status(record: InstanceRecord, now: float) -> EngineStatus:
     return EngineStatus(
-        boot=record.boot,
+        instance=record.instance,
         epoch=record.epoch,
-        age_seconds=record.newest.boot_age_seconds,
+        age_seconds=record.newest.instance_age_seconds,
         silent_seconds=max(0.0, now - record.heard_at),
         since_seconds=max(0.0, now - record.weights_at),
         **record.newest.report(),

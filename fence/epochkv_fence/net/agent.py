@@ -99,10 +99,10 @@ class AgentHooks(Protocol):
     def busy(self) -> bool:
         """The scheduler is inside `schedule()`: the acknowledgement is held back until this is False."""
 
-    def carried(self) -> int:
+    def old_epoch_requests(self) -> int:
         """Requests admitted under a root that is no longer current."""
 
-    def private(self) -> bool:
+    def isolated(self) -> bool:
         """The caches of this engine alone were reset, so it shares nothing before the next epoch."""
 
     def weights(self) -> tuple[bytes | None, str]:
@@ -144,9 +144,9 @@ class GuardedEngine:
     """Asks the hooks. Used by the agent's thread; `remove_old` begins a thread of its own."""
 
     def __init__(
-        self, boot: bytes, identity: EngineIdentity, hooks: AgentHooks, mailbox: Mailbox, counters: Counter[str], say: SayOnce
+        self, instance: bytes, identity: EngineIdentity, hooks: AgentHooks, mailbox: Mailbox, counters: Counter[str], say: SayOnce
     ) -> None:
-        self._boot = boot
+        self._instance = instance
         self._identity = identity
         self._hooks = hooks
         self._mailbox = mailbox
@@ -195,17 +195,17 @@ class GuardedEngine:
         if weights != self._reported_weights:
             self._reported_weights, self._reported_since = weights, now
         return Heartbeat(
-            boot=self._boot,
+            instance=self._instance,
             seq=seq,
             epoch=epoch,
-            carried=max(0, self._ask("carried", self._hooks.carried, 0)),
-            boot_age_seconds=now - self._born,
+            old_epoch_requests=max(0, self._ask("old_epoch_requests", self._hooks.old_epoch_requests, 0)),
+            instance_age_seconds=now - self._born,
             engine=self._identity.engine[:253],
             pod=self._identity.pod[:253],
             rank=self._identity.rank,
             fingerprint=self._identity.fingerprint[:253],
             stats={name[:MAX_STAT_NAME]: value for name, value in list(stats.items())[:MAX_STATS]},
-            private=bool(self._ask("private", self._hooks.private, False)),
+            isolated=bool(self._ask("isolated", self._hooks.isolated, False)),
             weights=weights,
             weights_note=note,
             weights_age_seconds=now - self._reported_since,
@@ -239,7 +239,7 @@ class GuardedEngine:
         try:
             answer = self._hooks.reclaim(below, asked.keep)
             removed, num_bytes = answer if isinstance(answer, tuple) else (answer, 0)
-            self._mailbox.send(Reclaimed(self._boot, below, max(0, removed), max(0, num_bytes), asked.number))
+            self._mailbox.send(Reclaimed(self._instance, below, max(0, removed), max(0, num_bytes), asked.number))
         except Exception as error:
             self._counters["reclaim_errors"] += 1
             logger.warning("cannot remove keys of older epochs (below %d) or weights: %r; another engine will be asked", below, error)
@@ -379,7 +379,7 @@ class Links:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The agent inside an engine: one daemon thread that keeps this boot's lease and adopts epochs.
+# The agent inside an engine: one daemon thread that keeps this instance's lease and adopts epochs.
 #
 # It dials the hub, never the other way round. Nothing here raises into the engine. Without a hub, with a wrong key or with garbage
 # on the wire the lease runs out. Then the engine shares nothing, which is always correct.
@@ -400,7 +400,7 @@ class AgentThread:
 
     Args:
         endpoint: of the hub, such as `tcp://epochkv-hub.epochkv-system.svc:7700`.
-        boot: 16 random bytes drawn when this process started.
+        instance: 16 random bytes drawn when this process started.
         credentials: reads the keys again, every third of a lease and when the hub refuses those in use; on a thread of its own,
             so that it may hang. When they have changed, a second connection is made with the new ones, and takes over as soon
             as it stands: the lease goes on.
@@ -410,7 +410,7 @@ class AgentThread:
         self,
         endpoint: str,
         keys: ClientKeys,
-        boot: bytes,
+        instance: bytes,
         identity: EngineIdentity,
         hooks: AgentHooks,
         *,
@@ -421,8 +421,8 @@ class AgentThread:
         self._say = SayOnce(logger)
         self._mailbox = Mailbox()
         self._links = Links(endpoint, keys, credentials, self._mailbox, self.counters, self._say)
-        self._engine = GuardedEngine(boot, identity, hooks, self._mailbox, self.counters, self._say)
-        self._agent = ag.Agent(boot)
+        self._engine = GuardedEngine(instance, identity, hooks, self._mailbox, self.counters, self._say)
+        self._agent = ag.Agent(instance)
         self._view = self._agent.view
         self._thread = threading.Thread(target=self._run, name="epochkv-agent", daemon=True)
         self._stopping = threading.Event()

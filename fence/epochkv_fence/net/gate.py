@@ -24,15 +24,15 @@ PEER_RATE: Final = 200.0
 """Messages a second of one connection: an agent needs a few while a reset is open, a trainer a page of status each 5 ms."""
 PEER_BURST: Final = 400.0
 POOL_RATE: Final = 20_000.0
-"""Messages a second of one pool: what 10,000 boots say while resets follow one another without a pause."""
+"""Messages a second of one pool: what 10,000 instances say while resets follow one another without a pause."""
 POOL_BURST: Final = 50_000.0
-"""A reset of 10,000 boots: nudged heartbeats, acknowledgements, and all of it again."""
+"""A reset of 10,000 instances: nudged heartbeats, acknowledgements, and all of it again."""
 COST_RATE: Final = 2_000.0
-"""Of what looks at every boot of a pool, a `Bump` or a page of `Status`: one for each, and one per `BOOTS_PER_COST` boots. So
-such messages of one pool take no more than about 15 % of the hub's only thread."""
+"""Of what visits every instance of a pool, a `Bump` or a page of `Status`: one for each, and one per `INSTANCES_PER_COST` instances.
+So such messages of one pool take no more than about 15 % of the hub's only thread."""
 COST_BURST: Final = 20_000.0
-"""All pages of 10,000 boots, and a `Bump` in as many messages as it takes."""
-BOOTS_PER_COST: Final = 100
+"""All pages of 10,000 instances, and a `Bump` in as many messages as it takes."""
+INSTANCES_PER_COST: Final = 100
 BYTES_PER_TOKEN: Final = 4096
 GARBAGE_TOKENS: Final = 9.0
 """What a message costs that cannot be taken, on top."""
@@ -96,14 +96,14 @@ class Peers:
 # another's leases.
 #
 # libzmq hands messages over connection by connection. A pool with hundreds of connections, or with messages that look at
-# thousands of boots, would have nearly all of the hub's only thread. So what arrives is put into a queue per pool at once, which
+# thousands of instances, would have nearly all of the hub's only thread. So what arrives is put into a queue per pool at once, which
 # is cheap, and taken from the queue that has used the least time so far.
 
 
 SLICE_SECONDS: Final = 0.0005
 """How long one pool is served before another's turn; a single message may take longer."""
 MAX_WAITING: Final = 20_000
-"""Messages of one pool: what 10,000 boots say at once, twice."""
+"""Messages of one pool: what 10,000 instances say at once, twice."""
 MAX_WAITING_BYTES: Final = 32 * 2**20
 
 
@@ -405,7 +405,7 @@ class LimitedPool(Protocol):
 
     Attributes:
         bucket: messages that its clients may still send.
-        costs: of those that look at all its boots.
+        costs: of those that look at all its instances.
         queue: where its messages wait.
     """
 
@@ -414,7 +414,7 @@ class LimitedPool(Protocol):
     queue: PoolQueue
 
     def cost(self, message: Message) -> float:
-        """What a message takes from `costs`; 0: it does not look at all boots."""
+        """What a message takes from `costs`; 0: it does not look at all instances."""
 
 
 class Client(NamedTuple):

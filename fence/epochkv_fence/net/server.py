@@ -18,7 +18,18 @@ from epochkv_fence.common import SayOnce
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.mooncake_admin import StoreAdmin, StoreAdminError
-from epochkv_fence.net.gate import BOOTS_PER_COST, COST_BURST, COST_RATE, POOL_BURST, POOL_RATE, Bucket, Client, PoolQueue, Receiver, Router
+from epochkv_fence.net.gate import (
+    COST_BURST,
+    COST_RATE,
+    INSTANCES_PER_COST,
+    POOL_BURST,
+    POOL_RATE,
+    Bucket,
+    Client,
+    PoolQueue,
+    Receiver,
+    Router,
+)
 from epochkv_fence.net.keys import KeyPair, check_key
 from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolRecord, Term
 from epochkv_fence.protocol.messages import Bump, Label, Message, Source, Status
@@ -161,7 +172,7 @@ class ServedPool:
 
     def cost(self, message: Message) -> float:
         """What taking this message takes from `costs`."""
-        return 1.0 + len(self.hub.state.boots.known) / BOOTS_PER_COST if isinstance(message, Bump | Label | Status) else 0.0
+        return 1.0 + len(self.hub.state.instances.known) / INSTANCES_PER_COST if isinstance(message, Bump | Label | Status) else 0.0
 
     def snapshot(self) -> PoolSnapshot:
         """The pool right now, in Unix seconds."""

@@ -1,4 +1,4 @@
-"""The engine side of the fence as a pure state machine: what may this boot name its KV with, and until when.
+"""The engine side of the fence as a pure state machine: what may this engine instance name its KV with, and until when.
 
 No I/O, no clock, no randomness: `step(event, now)` returns what the driver has to do, in order. The driver
 (`net.agent`) runs it in a thread of the EngineCore process; the model tests run it under a virtual clock
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from epochkv_fence.protocol.messages import BOOT_BYTES, MAX_EPOCH, Error, Grant, Leave, Message, Nudge, Propose, Reclaim
+from epochkv_fence.protocol.messages import INSTANCE_BYTES, MAX_EPOCH, Error, Grant, Leave, Message, Nudge, Propose, Reclaim
 
 RETRY_SECONDS: Final = 1.0
 """Heartbeat period without a live lease (also before the first grant tells the lease's length)."""
@@ -36,7 +36,7 @@ class AgentState(enum.Enum):
     """Where an agent stands, for logs and metrics."""
 
     UNASSIGNED = "Unassigned"  # no live lease: share nothing
-    USE = "Use"
+    SHARING = "Sharing"
 
 
 # ---------------------------------------------------------------------------------------------------------------- events
@@ -91,7 +91,7 @@ Event = Started | Tick | Poked | Received | Adopted | AdoptFailed | Settled | Pr
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """Send a heartbeat with these fields; the driver adds identity, age, weights, `carried` and statistics."""
+    """Send a heartbeat with these fields; the driver adds identity, age, weights, `old_epoch_requests` and statistics."""
 
     seq: int
     epoch: int | None
@@ -139,19 +139,19 @@ class _Pending(NamedTuple):
 
 
 class Agent:
-    """One boot of one engine.
+    """One instance of one engine.
 
     Attributes:
-        epoch: highest epoch adopted in this boot; survives lease loss.
+        epoch: highest epoch adopted in this engine instance; survives lease loss.
         lease_until: on the driver's monotonic clock; moves only once the granted epoch *is* adopted, so a lease never
             covers the use of a lower one.
         refused: grants dropped, by reason, and proposals that no epoch is left for.
     """
 
-    def __init__(self, boot: bytes) -> None:
-        if len(boot) != BOOT_BYTES:
-            raise ValueError(f"boot has {len(boot)} bytes; give {BOOT_BYTES} random bytes")
-        self.boot = boot
+    def __init__(self, instance: bytes) -> None:
+        if len(instance) != INSTANCE_BYTES:
+            raise ValueError(f"instance has {len(instance)} bytes; give {INSTANCE_BYTES} random bytes")
+        self.instance = instance
         self.epoch: int | None = None
         self.lease_until = NO_LEASE
         self.lease_seconds: float | None = None
@@ -175,7 +175,7 @@ class Agent:
         return View(self.epoch, self.lease_until)
 
     def state(self, now: float) -> AgentState:
-        return AgentState.UNASSIGNED if self.epoch is None or now >= self.lease_until else AgentState.USE
+        return AgentState.UNASSIGNED if self.epoch is None or now >= self.lease_until else AgentState.SHARING
 
     def deadline(self) -> float:
         """When the next `Tick` is due; infinity before `Started` and after `Left`."""
@@ -213,10 +213,10 @@ class Agent:
         match message:
             case Grant():
                 return self._granted(message, now)
-            case Nudge(boot):
-                return self._poked(now) if boot == self.boot else []
-            case Reclaim(boot, below, keep, number):
-                return [RemoveOld(below, tuple(keep), number)] if boot == self.boot else []
+            case Nudge(instance):
+                return self._poked(now) if instance == self.instance else []
+            case Reclaim(instance, below, keep, number):
+                return [RemoveOld(below, tuple(keep), number)] if instance == self.instance else []
             case Error():
                 return [HubRefused(message)]
             case _:
@@ -242,8 +242,8 @@ class Agent:
         """Why this grant is dropped, or None. Each line is a rule whose removal the model tests must notice."""
         if not self._started:
             return "not_started"
-        if grant.boot != self.boot:
-            return "other_boot"
+        if grant.instance != self.instance:
+            return "other_instance"
         if grant.seq not in self._sent_at:
             return "unknown_seq"
         if now >= self._sent_at[grant.seq] + grant.lease_seconds:
@@ -278,10 +278,10 @@ class Agent:
         return self._beat(now)
 
     def _leave(self) -> list[Action]:
-        """The lease goes first: once the hub has heard of it, it waits for this boot no more."""
+        """The lease goes first: once the hub has heard of it, it waits for this engine instance no more."""
         self._left = True
         self.lease_until = NO_LEASE
-        return [Send(Leave(self.boot))] if self._started else []
+        return [Send(Leave(self.instance))] if self._started else []
 
     # ------------------------------------------------------------------ heartbeats
 
@@ -318,7 +318,7 @@ class Agent:
         if self.epoch is not None and epoch <= self.epoch:
             return []  # adopted since the reset
         if self._proposal is None or epoch >= self._proposal.epoch:
-            self._proposal = Propose(self.boot, epoch)
+            self._proposal = Propose(self.instance, epoch)
         return self._proposals()
 
     def _proposals(self) -> list[Action]:

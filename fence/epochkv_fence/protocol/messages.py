@@ -17,7 +17,7 @@ import msgspec
 PROTOCOL_VERSION: Final = 2
 VERSION_FRAME: Final = bytes([PROTOCOL_VERSION])
 MAX_MESSAGE_BYTES: Final = 64 * 1024
-BOOT_BYTES: Final = 16
+INSTANCE_BYTES: Final = 16
 WEIGHTS_BYTES: Final = 16
 MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
 MAX_STATS: Final = 64
@@ -36,7 +36,7 @@ MAX_KEPT: Final = 1_024
 CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Newlines and control characters: a label is shown in one line of logs, tables and conditions."""
 
-Boot = Annotated[bytes, msgspec.Meta(min_length=BOOT_BYTES, max_length=BOOT_BYTES)]
+Instance = Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 """128 random bits drawn when an EngineCore process starts."""
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -92,8 +92,8 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine, pod, rank: who this is; `pod` is empty for engines nobody provisioned.
-        carried: requests admitted under a root that is no longer current.
-        private: this boot's caches were reset alone: it shares nothing before the next epoch.
+        old_epoch_requests: requests admitted under a root that is no longer current.
+        isolated: this instance's caches were reset alone: it shares nothing before the next epoch.
         weights: that its ranks hold; None: not known, and `weights_note` says why.
         tiers_off: why it cannot use its tiers, or not all of them, one of `TIER_REASONS`; a newer engine may have others. Empty: it can.
         tiers_note: the same in a sentence, with what to change.
@@ -103,9 +103,9 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     engine: Name = ""
     pod: Name = ""
     rank: Count = 0
-    carried: EngineCount = 0
+    old_epoch_requests: EngineCount = 0
     fingerprint: Name = ""
-    private: bool = False
+    isolated: bool = False
     weights: Weights | None = None
     weights_note: Text = ""
     tiers_off: Name = ""
@@ -116,9 +116,9 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         """The fields of the report alone, to be shown elsewhere."""
         return {name: getattr(self, name) for name in EngineReport.__struct_fields__}
 
-    def name(self, boot: bytes) -> str:
+    def name(self, instance: bytes) -> str:
         """What people call it: its pod, or its engine's name, with `/rank` above rank 0."""
-        name = self.pod or self.engine or boot.hex()[:8]
+        name = self.pod or self.engine or instance.hex()[:8]
         return f"{name}/{self.rank}" if self.rank else name
 
 
@@ -126,19 +126,19 @@ class Heartbeat(EngineReport, frozen=True, tag=True, tag_field="type"):
     """Agent -> hub, every third of a lease and at once on change.
 
     Attributes:
-        seq: grows with every heartbeat of this boot; a grant names the one it answers.
-        epoch: highest epoch adopted and acknowledged in this boot; None before the first.
-        boot_age_seconds: age of the process on its own monotonic clock.
+        seq: grows with every heartbeat of this engine instance; a grant names the one it answers.
+        epoch: highest epoch adopted and acknowledged in this engine instance; None before the first.
+        instance_age_seconds: age of the process on its own monotonic clock.
         stats: counters of the connector, for status and metrics.
-        weights_age_seconds: for how long this boot has reported its `weights`: hubs come and go. For status only.
+        weights_age_seconds: for how long this engine instance has reported its `weights`: hubs come and go. For status only.
         pool: uid of the pool that it was set up for, which its names carry. Empty: whichever its keys are of.
         removes: it can remove old keys from the pool's store. One without a client of the store finds none there.
     """
 
-    boot: Boot
+    instance: Instance
     seq: Count
     epoch: Epoch | None = None
-    boot_age_seconds: Seconds = 0.0
+    instance_age_seconds: Seconds = 0.0
     stats: Annotated[dict[StatName, float], msgspec.Meta(max_length=MAX_STATS)] = {}
     weights_age_seconds: Seconds = 0.0
     pool: Name = ""
@@ -146,9 +146,9 @@ class Heartbeat(EngineReport, frozen=True, tag=True, tag_field="type"):
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Hub -> agent: boot `boot` may use `epoch` for `lease_seconds`, counted from when it *sent* heartbeat `seq`."""
+    """Hub -> agent: instance `instance` may use `epoch` for `lease_seconds`, counted from when it *sent* heartbeat `seq`."""
 
-    boot: Boot
+    instance: Instance
     seq: Count
     epoch: Epoch
     lease_seconds: LeaseSeconds
@@ -157,13 +157,13 @@ class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 class Nudge(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Hub -> agent: please heartbeat now. Carries no authority."""
 
-    boot: Boot
+    instance: Instance
 
 
 class Propose(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Agent -> hub: this engine's caches were reset while it was at `epoch - 1`; please go on to `epoch`."""
 
-    boot: Boot
+    instance: Instance
     epoch: Epoch
 
 
@@ -182,7 +182,7 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Hub -> trainer: where the asked epoch stands. It is done when `published >= epoch`.
 
     Attributes:
-        engines: boots known to the hub.
+        engines: instances known to the hub.
         laggards: those of them that are not at the target.
         lease_seconds: the pool's; with its margin it bounds the time to publication.
     """
@@ -193,12 +193,12 @@ class BumpStatus(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     published: Epoch
     engines: Count = 0
     laggards: Count = 0
-    carried: Count = 0
+    old_epoch_requests: Count = 0
     lease_seconds: Seconds = 0.0
 
 
 class EngineStatus(EngineReport, frozen=True):
-    """One engine boot in a `Status`: the report of its newest `Heartbeat`, and what the hub knows beside it.
+    """One engine instance in a `Status`: the report of its newest `Heartbeat`, and what the hub knows beside it.
 
     Attributes:
         epoch: highest epoch that the hub has heard from it.
@@ -206,7 +206,7 @@ class EngineStatus(EngineReport, frozen=True):
         since_seconds: for how long it has reported these `weights`, as far as this hub knows.
     """
 
-    boot: Boot
+    instance: Instance
     epoch: Epoch | None = None
     age_seconds: Seconds = 0.0
     silent_seconds: Seconds = 0.0
@@ -214,19 +214,19 @@ class EngineStatus(EngineReport, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Trainer -> hub with `request` alone: a question. Hub -> trainer: the pool and its live boots.
+    """Trainer -> hub with `request` alone: a question. Hub -> trainer: the pool and its live instances.
 
-    A pool with more boots than fit in one message is answered in pages, in the order of boots. Ask again with `after`, the
-    last boot of the page before, until a page is empty. No boot that stays is missed, whoever comes and goes meanwhile.
+    A pool with more instances than fit in one message is answered in pages, in the order of instances. Ask again with `after`, the
+    last instance of the page before, until a page is empty. No instance that stays is missed, whoever comes and goes meanwhile.
 
     Attributes:
-        after: only boots above this one. None: the first page.
-        total: live boots, of all pages.
+        after: only instances above this one. None: the first page.
+        total: live instances, of all pages.
         pool: uid of the pool that the asker's key speaks for.
         origin: of the target.
         lease_seconds: the pool's, from its configuration.
         labels: what weights were called, by their 32 hex digits, newest last; on the first page only.
-        settling_seconds: until every grant of an older hub is over; before that boots may live that this hub has not heard.
+        settling_seconds: until every grant of an older hub is over; before that instances may live that this hub has not heard.
         version: of EpochKV, as the hub runs it. Empty: it runs from its source.
     """
 
@@ -238,7 +238,7 @@ class Status(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     lease_seconds: Seconds = 0.0
     origin: Source = Source.SPEC
     pool: Name = ""
-    after: Boot | None = None
+    after: Instance | None = None
     labels: Annotated[dict[WeightsHex, LabelText], msgspec.Meta(max_length=MAX_LABELS)] = {}
     settling_seconds: Seconds = 0.0
     version: VersionText = ""
@@ -272,7 +272,7 @@ class Reclaim(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         number: of this request; its answer gives it back.
     """
 
-    boot: Boot
+    instance: Instance
     below: Epoch
     keep: Annotated[list[Weights], msgspec.Meta(max_length=MAX_KEPT)] = []
     number: Count = 0
@@ -285,7 +285,7 @@ class Reclaimed(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
         removed_bytes: what of them is known: keys of a foreign fingerprint have a size that this engine cannot tell.
     """
 
-    boot: Boot
+    instance: Instance
     below: Epoch
     removed: Count
     removed_bytes: Count = 0
@@ -293,9 +293,9 @@ class Reclaimed(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Agent -> hub: this boot has given up its lease for good, so nobody has to wait for the end of it."""
+    """Agent -> hub: this engine instance has given up its lease for good, so nobody has to wait for the end of it."""
 
-    boot: Boot
+    instance: Instance
 
 
 class Error(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

@@ -11,7 +11,7 @@ from epochkv_fence.protocol.messages import EngineReport, Source
 
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
-EngineState = Literal["use", "private", "unknown", "behind", "silent"]
+EngineState = Literal["sharing", "isolated", "unknown", "behind", "silent"]
 ENGINE_STATES: Final[tuple[EngineState, ...]] = get_args(EngineState)
 
 
@@ -64,18 +64,18 @@ class PoolConfig:
             raise ValueError(f"pool {self.name!r}: reclaim is {self.reclaim!r}; use one of {', '.join(RECLAIM_POLICIES)}")
 
     @property
-    def hold_seconds(self) -> float:
+    def fence_timeout_seconds(self) -> float:
         """Lease and margin: after this a grant is dead by anybody's clock."""
         return self.lease_seconds + margin_seconds(self.lease_seconds)
 
     @property
     def grace_seconds(self) -> float:
         """`weights_grace_seconds`, and never less than a lease with its margin: a live engine may be silent for a lease."""
-        return max(self.weights_grace_seconds, self.hold_seconds)
+        return max(self.weights_grace_seconds, self.fence_timeout_seconds)
 
 
 class EngineView(EngineReport, frozen=True):
-    """One engine boot as the hub knows it: the report of its newest heartbeat, and what the hub adds.
+    """One engine instance as the hub knows it: the report of its newest heartbeat, and what the hub adds.
 
     Attributes:
         epoch: highest epoch it acknowledged; None before the first.
@@ -89,7 +89,7 @@ class EngineView(EngineReport, frozen=True):
             its weights are not known, or they are those of most of its fingerprint.
     """
 
-    boot: bytes
+    instance: bytes
     epoch: int | None
     converged: bool
     alive: bool
@@ -109,16 +109,16 @@ class EngineView(EngineReport, frozen=True):
             return "behind"
         if self.weights is None:
             return "unknown"
-        return "private" if self.private else "use"
+        return "isolated" if self.isolated else "sharing"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsView:
-    """The live boots that hold the same weights.
+    """The live instances that hold the same weights.
 
     Attributes:
         label: what these weights were called last; empty: nobody said.
-        engines: how many boots.
+        engines: how many instances.
         since_seconds: for how long the first of them has reported these.
         fingerprints: how many different ones they have.
     """
@@ -138,9 +138,9 @@ class PoolSnapshot:
         leading: this hub leads and has read the pool's record; nothing else here counts when it is False.
         target, published: recorded durably.
         asked: highest epoch asked for so far, recorded or not.
-        engines: all boots known, by engine, pod, rank.
+        engines: all instances known, by engine, pod, rank.
         laggards: those alive that are not at the target.
-        carried: requests under older roots, over all engines.
+        old_epoch_requests: requests under older roots, over all engines.
         started_at: when the newest epoch was asked for (when recorded, if that is unknown); Unix seconds.
         behind_since: since when the target is not published, which newer epochs leave alone; Unix seconds. None: it is published.
         published_at: when the newest published epoch was published by this hub; Unix seconds.
@@ -152,9 +152,9 @@ class PoolSnapshot:
         wipe_failed: the store could not be wiped after the newest published epoch (`RemoveAll`); the keys of older epochs are
             removed one by one instead.
         labels: what weights were called, newest last.
-        weights: the live boots by the weights they hold; most first, of as many the newest.
-        diverged: live boots whose weights are not those of most of their fingerprint (of as many, not the newest).
-        limited: live boots that cannot use their tiers, or not all of them.
+        weights: the live instances by the weights they hold; most first, of as many the newest.
+        diverged: live instances whose weights are not those of most of their fingerprint (of as many, not the newest).
+        limited: live instances that cannot use their tiers, or not all of them.
     """
 
     uid: str
@@ -164,7 +164,7 @@ class PoolSnapshot:
     asked: int
     engines: list[EngineView]
     laggards: list[EngineView]
-    carried: int
+    old_epoch_requests: int
     started_at: float | None
     published_at: float | None
     reset_seconds: float | None

@@ -430,7 +430,7 @@ class KeyWatch:
         now = time.time()
         if now >= keys.previous.retire_at:
             return "its grace is over"
-        keep_until = max(keys.previous.keep_until, keys.previous.rotated_at + 2 * config.hold_seconds)
+        keep_until = max(keys.previous.keep_until, keys.previous.rotated_at + 2 * config.fence_timeout_seconds)
         if keys.accepted != config.client_public_keys or now < keep_until:
             return ""
         engines = self._server.snapshot(config.uid).engines

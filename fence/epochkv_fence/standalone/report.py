@@ -32,7 +32,7 @@ def counted(number: int, noun: str) -> str:
 
 def engine_name(view: EngineView) -> str:
     """As the client names it."""
-    return view.name(view.boot)
+    return view.name(view.instance)
 
 
 def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[LogLine]:
@@ -69,30 +69,30 @@ def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     if now.published > before.published:
         took = f" after {now.reset_seconds:.3f} s" if now.reset_seconds is not None and now.published == now.target else ""
         text = f"epoch {now.published} published{took}: no engine uses an older one"
-        keep = "running request keeps what it held" if now.carried == 1 else "running requests keep what they held"
-        carried = f"; {now.carried} {keep}" if now.carried else ""
+        keep = "running request keeps what it held" if now.old_epoch_requests == 1 else "running requests keep what they held"
+        old_epoch_requests = f"; {now.old_epoch_requests} {keep}" if now.old_epoch_requests else ""
         # Below what was published; the next epoch may be asked for already, and nobody at it yet.
         late = [view for view in now.engines if view.alive and (view.epoch is None or view.epoch < now.published)]
         behind = f"; not acknowledged, fenced by {'its lease' if len(late) == 1 else 'their leases'}: {_names(late)}" if late else ""
         yield LogLine(
             logging.WARNING if late else logging.INFO,
-            text + carried + behind,
+            text + old_epoch_requests + behind,
             {
                 "published": now.published,
                 "seconds": now.reset_seconds,
-                "carried": now.carried,
+                "old_epoch_requests": now.old_epoch_requests,
                 "laggards": [engine_name(view) for view in late[:MAX_LINES]],
             },
         )
 
 
 def _engines(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
-    known = {view.boot: view for view in before.engines}
-    here = {view.boot: view for view in now.engines}
-    joined = [view for boot, view in here.items() if boot not in known]
-    silent = [view for boot, view in here.items() if not view.alive and boot in known and known[boot].alive]
-    back = [view for boot, view in here.items() if view.alive and boot in known and not known[boot].alive]
-    gone = [view for boot, view in known.items() if boot not in here]
+    known = {view.instance: view for view in before.engines}
+    here = {view.instance: view for view in now.engines}
+    joined = [view for instance, view in here.items() if instance not in known]
+    silent = [view for instance, view in here.items() if not view.alive and instance in known and known[instance].alive]
+    back = [view for instance, view in here.items() if view.alive and instance in known and not known[instance].alive]
+    gone = [view for instance, view in known.items() if instance not in here]
     yield from _each(joined, logging.INFO, "joined", "engines joined")
     yield from _each(back, logging.INFO, "is heard again", "engines are heard again")
     yield from _each(silent, logging.WARNING, "is silent: its lease is over", "engines are silent: their leases are over")
@@ -104,15 +104,15 @@ def _each(views: list[EngineView], level: int, one: str, many: str) -> Iterable[
         yield LogLine(level, f"{len(views)} {many}", {"engines": len(views)})
         return
     for view in views:
-        yield LogLine(level, f"engine {engine_name(view)} {one}", {"engine": engine_name(view), "boot": view.boot.hex()})
+        yield LogLine(level, f"engine {engine_name(view)} {one}", {"engine": engine_name(view), "instance": view.instance.hex()})
 
 
 def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
-    known = {view.boot: view for view in before.engines}
+    known = {view.instance: view for view in before.engines}
     changed: dict[bytes, list[EngineView]] = {}
     unknown: list[EngineView] = []
     for view in now.engines:
-        old = known.get(view.boot)
+        old = known.get(view.instance)
         if not view.alive or (old is not None and (old.weights, old.weights_note) == (view.weights, view.weights_note)):
             continue
         if view.weights is not None:
@@ -137,8 +137,8 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
 
 def _tiers(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     """Engines that cannot use their tiers, or not all of them. As a rule they cannot from their start to their end."""
-    told = {view.boot: view.tiers_note for view in before.engines if view.tiers_off}
-    new = [view for view in now.limited if told.get(view.boot) != view.tiers_note]
+    told = {view.instance: view.tiers_note for view in before.engines if view.tiers_off}
+    new = [view for view in now.limited if told.get(view.instance) != view.tiers_note]
     for view in new[:MAX_LINES]:
         yield LogLine(
             logging.WARNING,

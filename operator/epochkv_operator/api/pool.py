@@ -75,7 +75,7 @@ class Reset(ApiModel):
     10 minutes."""
 
     @property
-    def hold_seconds(self) -> float:
+    def fence_timeout_seconds(self) -> float:
         """How long after a grant nobody can still rely on it: a lease and its margin."""
         return self.lease_seconds + margin_seconds(self.lease_seconds)
 
@@ -366,7 +366,7 @@ class EnginesStatus(StatusModel):
     """Engine processes (one per data-parallel rank) with a live or recent lease."""
     converged: Count = 0
     """Of these, at the target epoch."""
-    carried_requests: Number = 0
+    old_epoch_requests: Number = 0
     """Requests still running that were admitted under an older epoch; they see only what they held already."""
     summary: Annotated[str, Field(max_length=64)] = ""
     """`converged/total`, for the printer column."""
@@ -376,14 +376,14 @@ class ExternalEngine(StatusModel):
     """An engine that joined without the operator having made it."""
 
     name: Annotated[str, Field(max_length=253)]
-    """The name under which it reports, with its rank; where several report under one name, with the start of the boot's id."""
+    """The name under which it reports, with its rank; where several report under one name, with the start of the instance's id."""
     epoch: Epoch | None = None
     """The epoch it reported last."""
     weights: Annotated[str | None, Field(max_length=64)] = None
     """The weights it holds, by the start of their id; absent while they are unknown."""
     rank: Number | None = None
     """Its data-parallel rank."""
-    carried: Number | None = None
+    old_epoch_requests: Number | None = None
     """Requests it still runs that were admitted under an older epoch."""
 
 

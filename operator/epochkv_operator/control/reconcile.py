@@ -178,7 +178,7 @@ class PoolReconciler:
 
     def _unused(self, key: Key, pool: KVCachePool) -> bool:
         """Nobody alive has used the older key for as long as a lease can last."""
-        return self.hub.old_key_idle_seconds(pool.metadata.uid) >= pool.spec.reset.hold_seconds
+        return self.hub.old_key_idle_seconds(pool.metadata.uid) >= pool.spec.reset.fence_timeout_seconds
 
     def _tell_ahead(self, obj: Json, pool: KVCachePool, view: HubView | None) -> None:
         """One Event for each `spec.resetEpoch` that resets nothing, because the pool was at that epoch already."""
@@ -195,7 +195,7 @@ class PoolReconciler:
 
 #: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.
 WAIT_FOR_KEYS_SECONDS = 1.0
-HOLD_SECONDS = 5.0
+FENCE_TIMEOUT_SECONDS = 5.0
 """For how long a new engine waits for its pool. Without one it starts alone, and starts again when the pool comes."""
 
 
@@ -247,7 +247,7 @@ class EngineReconciler:
         kind, name = workload_of(engine)
         if self.store.get(kind, key.namespace, name) is not None:
             return 0.0
-        return self._new.setdefault(key, time.monotonic()) + HOLD_SECONDS - time.monotonic()
+        return self._new.setdefault(key, time.monotonic()) + FENCE_TIMEOUT_SECONDS - time.monotonic()
 
     async def _wait_for_keys(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool) -> None:
         """The pool is being reconciled; without its keys the engine would start twice, or wait for a volume."""
@@ -304,7 +304,8 @@ class EngineReconciler:
 
 
 def _waits(namespace: str, pool: str) -> Problem:
-    text = f"KVCachePool {namespace}/{pool} does not exist yet: pods start when it does, or without it {HOLD_SECONDS:g} s after the engine"
+    late = f"{FENCE_TIMEOUT_SECONDS:g} s after the engine"
+    text = f"KVCachePool {namespace}/{pool} does not exist yet: pods start when it does, or without it {late}"
     return Problem("WaitingForPool", text)
 
 

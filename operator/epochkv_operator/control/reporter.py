@@ -104,7 +104,9 @@ EPOCH_FIELDS = ("targetEpoch", "epoch")
 #: A push has taken too long: the reason says so, and the status stays False.
 OVERDUE = ("Updating", "Diverged")
 #: These come and go with every reset, push and restart, and cost nobody anything; only where they are stuck they are worth an Event.
-ROUTINE = frozenset({"CarriedRequests", "Drained", "Reclaiming", "Reclaimed", "Updating", "Converged", "Unknown", "NotReporting", "Usable"})
+ROUTINE = frozenset(
+    {"OldEpochRequests", "Drained", "Reclaiming", "Reclaimed", "Updating", "Converged", "Unknown", "NotReporting", "Usable"}
+)
 
 
 def merge_patch(old: Json, new: Json) -> Json:

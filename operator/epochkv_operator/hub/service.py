@@ -71,7 +71,7 @@ log = structlog.get_logger(__name__)
 DONE_SECONDS = 0.01
 #: A reset that is still open after this is reported as such. Most are through by then, and cost one status write less.
 OPEN_SECONDS = 0.25
-#: Everything else about engines (carried requests, joins, losses) is written at most this often.
+#: Everything else about engines (requests on an old epoch, joins, losses) is written at most this often.
 QUIET_SECONDS = 1.0
 WATCHDOG_SECONDS = 1.0
 
@@ -254,7 +254,7 @@ class HubService:
         return said if said > max(self._authority.believed(pool).published, served) else 0
 
     def old_key_idle_seconds(self, pool_uid: str) -> float:
-        """For how long no live boot has used the older of two keys; call it every few seconds while there are two."""
+        """For how long no live engine instance has used the older of two keys; call it every few seconds while there are two."""
         served, now = self._served.get(pool_uid), time.monotonic()
         if served is None or not (snapshot := self._server.snapshot(pool_uid)).leading:
             return 0.0

@@ -106,7 +106,7 @@ def export(namespace: str, pool: str, snapshot: PoolSnapshot, told: Told, lease_
     states = [engine.state for engine in snapshot.engines]
     for state in ENGINE_STATES:
         metrics.POOL_ENGINES.labels(namespace=namespace, pool=pool, state=state).set(states.count(state))
-    metrics.CARRIED_REQUESTS.labels(namespace=namespace, pool=pool).set(snapshot.carried)
+    metrics.OLD_EPOCH_REQUESTS.labels(namespace=namespace, pool=pool).set(snapshot.old_epoch_requests)
     metrics.WEIGHTS_DIVERGED.labels(namespace=namespace, pool=pool).set(len(snapshot.diverged))
     metrics.TIERS_OFF.labels(namespace=namespace, pool=pool).set(len(snapshot.limited))
     metrics.RECLAIMED_KEYS.labels(namespace=namespace, pool=pool).set(told.total[0])
@@ -119,8 +119,8 @@ def _engine(engine: EngineView) -> HubEngine:
         pod=engine.pod,
         rank=engine.rank,
         epoch=engine.epoch,
-        carried=engine.carried,
-        boot=engine.boot.hex()[:8],
+        old_epoch_requests=engine.old_epoch_requests,
+        instance=engine.instance.hex()[:8],
         fingerprint=engine.fingerprint,
         weights=engine.weights.hex() if engine.weights is not None else None,
         weights_note=CONTROL.sub(" ", engine.weights_note),
@@ -131,11 +131,11 @@ def _engine(engine: EngineView) -> HubEngine:
 
 
 def _outliers(snapshot: PoolSnapshot) -> Iterator[Outlier]:
-    apart = {engine.boot for engine in snapshot.diverged}
+    apart = {engine.instance for engine in snapshot.diverged}
     most = {
         engine.fingerprint: engine.weights
         for engine in snapshot.engines
-        if engine.alive and engine.weights is not None and engine.boot not in apart
+        if engine.alive and engine.weights is not None and engine.instance not in apart
     }
     for engine in snapshot.diverged:
         wanted = most.get(engine.fingerprint)
@@ -144,7 +144,7 @@ def _outliers(snapshot: PoolSnapshot) -> Iterator[Outlier]:
 
 
 def _laggard(engine: EngineView) -> tuple[str, str]:
-    name = engine.pod or engine.engine or engine.boot.hex()
+    name = engine.pod or engine.engine or engine.instance.hex()
     return f"{name}/{engine.rank}" if engine.rank else name, "Behind" if engine.alive else "Silent"
 
 

@@ -241,7 +241,7 @@ def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
     waits = (
         f"; waiting for {found}"
         if found
-        else f"; leases of engines that the hub does not hear end within {pool.spec.reset.hold_seconds:g} s"
+        else f"; leases of engines that the hub does not hear end within {pool.spec.reset.fence_timeout_seconds:g} s"
     )
     if hub.doubted:
         text = f"status.epoch is {hub.doubted}, and no hub has proved that: somebody edited the status, or the hub's key is new"
@@ -271,12 +271,12 @@ def _drained(hub: HubView | None) -> Condition:
     """No request runs any more that was admitted under an older epoch."""
     if hub is None:
         return Condition("Drained", "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
-    carried = sum(engine.carried for engine in hub.engines)
-    if not carried:
+    old_epoch_requests = sum(engine.old_epoch_requests for engine in hub.engines)
+    if not old_epoch_requests:
         return Condition("Drained", "True", "Drained", f"no request runs that was admitted before epoch {hub.target}")
-    where = listed([f"{engine.display_name} ({engine.carried})" for engine in hub.engines if engine.carried])
-    text = f"{carried} requests were admitted under an older epoch and run on, seeing only what they held already: {where}"
-    return Condition("Drained", "False", "CarriedRequests", f"{text}; abort them, or wait until they end")
+    where = listed([f"{engine.display_name} ({engine.old_epoch_requests})" for engine in hub.engines if engine.old_epoch_requests])
+    text = f"{old_epoch_requests} requests were admitted under an older epoch and run on, seeing only what they held already: {where}"
+    return Condition("Drained", "False", "OldEpochRequests", f"{text}; abort them, or wait until they end")
 
 
 def _reclaimed(pool: KVCachePool, hub: HubView | None) -> Condition | None:

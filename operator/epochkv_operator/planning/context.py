@@ -51,10 +51,10 @@ class HubEngine:
     rank: int
     epoch: int | None
     """Highest epoch heard of; None before the first grant."""
-    carried: int = 0
+    old_epoch_requests: int = 0
     """Requests admitted under an older epoch."""
-    boot: str = ""
-    """Start of its boot's id, which tells engines of one name apart."""
+    instance: str = ""
+    """Start of its instance's id, which tells engines of one name apart."""
     fingerprint: str = ""
     """Engines of different fingerprints may hold different weights for ever."""
     weights: str | None = None

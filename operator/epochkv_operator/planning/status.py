@@ -196,7 +196,7 @@ def _engines(hub: HubView) -> Json:
     return {
         "total": total,
         "converged": converged,
-        "carriedRequests": sum(engine.carried for engine in hub.engines),
+        "oldEpochRequests": sum(engine.old_epoch_requests for engine in hub.engines),
         "summary": f"{converged}/{total}",
     }
 
@@ -219,14 +219,14 @@ def _external(observed: Observed, namespace: str) -> list[Json]:
 
 
 def _external_entry(engine: HubEngine, shared_name: bool) -> Json:
-    """Boots that report under one name are told apart by their ids; a process that was restarted is one of them for a lease."""
-    suffix = f"#{engine.boot}" if shared_name and engine.boot else ""
+    """Instances that report under one name are told apart by their ids; a process that was restarted is one of them for a lease."""
+    suffix = f"#{engine.instance}" if shared_name and engine.instance else ""
     entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix}
     if engine.known_weights is not None:
         entry["weights"] = short_id(engine.known_weights)
     if engine.epoch is not None:
         entry["epoch"] = engine.epoch
-    return {**entry, "rank": engine.rank, "carried": engine.carried}
+    return {**entry, "rank": engine.rank, "oldEpochRequests": engine.old_epoch_requests}
 
 
 def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:

@@ -28,8 +28,8 @@ ALL_MUTANTS: dict[str, Mutant] = {**AGENT_MUTANTS, **HUB_MUTANTS, **STORE_MUTANT
 MUTANTS = {name: mutant for name, mutant in ALL_MUTANTS.items() if name not in RARE}
 RARE_MUTANTS = {name: ALL_MUTANTS[name] for name in RARE}
 SEEN_AT = {
-    "a boot leaves inside schedule()": 159,
-    "a boot that leaves keeps its lease": 384,
+    "an engine instance leaves inside schedule()": 159,
+    "an engine instance that leaves keeps its lease": 384,
     "a change of weights waits for the next heartbeat": 27,
     "a failed Publish is not tried again": 86,
     "a failed Record is not tried again": 31,
@@ -48,7 +48,7 @@ SEEN_AT = {
     "an engine takes a lower epoch": 110,
     "any answer ends a sweep": 23,
     "granting before the note is durable": 450,
-    "grants not bound to boots": 31,
+    "grants not bound to instances": 31,
     "grants without a leadership read": 47,
     "loads are never poisoned": 28,
     "no margin for slow clocks": 47,

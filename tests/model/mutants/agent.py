@@ -18,12 +18,12 @@ class _LeaseFromReceipt(Agent):
         return now + grant.lease_seconds
 
 
-class _AnyBoot(Agent):
+class _AnyInstance(Agent):
     def _refusal(self, grant: Grant, now: float) -> str | None:
         reason = super()._refusal(grant, now)
-        if reason != "other_boot":
+        if reason != "other_instance":
             return reason
-        return super()._refusal(Grant(self.boot, grant.seq, grant.epoch, grant.lease_seconds), now)
+        return super()._refusal(Grant(self.instance, grant.seq, grant.epoch, grant.lease_seconds), now)
 
 
 class _AnyEpoch(Agent):
@@ -101,7 +101,7 @@ class _LeavesWithItsLease(Agent):
 
 AGENT_MUTANTS = {
     "lease counted from receipt": Mutant(Rules(agent=_LeaseFromReceipt), "3"),
-    "grants not bound to boots": Mutant(Rules(agent=_AnyBoot), "3", {"trouble": 1.0}),
+    "grants not bound to instances": Mutant(Rules(agent=_AnyInstance), "3", {"trouble": 1.0}),
     "an engine takes a lower epoch": Mutant(Rules(agent=_AnyEpoch), "3", {**DUEL, "disorder": 0.9}),
     "an engine forgets its epoch with its lease": Mutant(
         Rules(agent=_ForgetsEpoch), "3", {**DUEL, "takeovers": 1.0, "steps": 1200, "disorder": 0.9}
@@ -109,8 +109,8 @@ AGENT_MUTANTS = {
     "the lease moves before the epoch is adopted": Mutant(Rules(agent=_LeaseBeforeAdoption), "3"),
     "acknowledged before adopted": Mutant(Rules(agent=_AcknowledgeBeforeAdoption), "3"),
     "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), "3", {**DUEL, **CALM, "steps": 1200, "freezes": 0.3}),
-    "a boot that leaves keeps its lease": Mutant(Rules(agent=_LeavesWithItsLease), "3", {**DUEL, "trouble": 1.0}),
-    "a boot leaves inside schedule()": Mutant(
+    "an engine instance that leaves keeps its lease": Mutant(Rules(agent=_LeavesWithItsLease), "3", {**DUEL, "trouble": 1.0}),
+    "an engine instance leaves inside schedule()": Mutant(
         Rules(leaves_inside_schedule=True),
         "3",
         {**DUEL, **CALM, "trouble": 1.0, "engines": 1, "steps": 1200, "pace": 0.2, "freezes": 1.0},

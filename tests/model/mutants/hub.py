@@ -8,7 +8,7 @@ import msgspec
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub import machine
-from epochkv_fence.hub.boots import NEVER
+from epochkv_fence.hub.instances import NEVER
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.record import Round
 from epochkv_fence.hub.state import HubState
@@ -39,7 +39,7 @@ class _EpochBeforeRead(Hub):
 
     def _as_captured(self, action: ev.Action) -> ev.Action:
         if isinstance(action, ev.Send) and isinstance(grant := action.message, Grant):
-            return ev.Send(action.peer, Grant(grant.boot, grant.seq, self._captured, grant.lease_seconds))
+            return ev.Send(action.peer, Grant(grant.instance, grant.seq, self._captured, grant.lease_seconds))
         return action
 
 
@@ -71,13 +71,13 @@ class _GrantBeforeRecord(Hub):
 
 class _LateTargetMovesNothing(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
-        kept = {name: boot.live_until for name, boot in self.state.boots.known.items()}
+        kept = {name: instance.live_until for name, instance in self.state.instances.known.items()}
         before = self.target
         actions = super().step(event, now)
         if isinstance(event, ev.Observed) and self.target > before:
             for name, live_until in kept.items():
-                self.state.boots.known[name].below_until = NEVER
-                self.state.boots.known[name].live_until = live_until
+                self.state.instances.known[name].below_until = NEVER
+                self.state.instances.known[name].live_until = live_until
         return actions
 
 
@@ -86,24 +86,24 @@ class _HeardMayFall(Hub):
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         beat = event.message if isinstance(event, ev.Heard) else None
-        boot = self.state.boots.known.get(beat.boot) if isinstance(beat, Heartbeat) else None
-        if boot is None or not isinstance(beat, Heartbeat):
+        instance = self.state.instances.known.get(beat.instance) if isinstance(beat, Heartbeat) else None
+        if instance is None or not isinstance(beat, Heartbeat):
             return super().step(event, now)
-        boot.epoch = boot.epoch if beat.epoch is None else beat.epoch
+        instance.epoch = instance.epoch if beat.epoch is None else beat.epoch
         actions = super().step(event, now)
-        if not boot.at_least(self.target):
-            self.state.boots.behind[boot.boot] = None
-            boot.below_until = now + self.state.config.hold_seconds
+        if not instance.at_least(self.target):
+            self.state.instances.behind[instance.instance] = None
+            instance.below_until = now + self.state.config.fence_timeout_seconds
         return actions
 
 
 class _NudgesWithoutEnd(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
-        boots = self.state.boots
+        instances = self.state.instances
         if not isinstance(event, ev.Tick):
             return super().step(event, now)
-        boots.nudge_at = now
-        nudges: list[ev.Action] = [ev.Send(boot.peer, Nudge(name)) for name, boot in boots.known.items()] if self.term else []
+        instances.nudge_at = now
+        nudges: list[ev.Action] = [ev.Send(instance.peer, Nudge(name)) for name, instance in instances.known.items()] if self.term else []
         return [*super().step(event, now), *nudges]
 
     def tick_at(self) -> float:
@@ -150,10 +150,10 @@ AMBUSHED = {
 
 HUB_MUTANTS = {
     "no waiting after leadership": Mutant(Rules(hub=without(settled_at=lambda lead: NEVER)), "4", QUICK),
-    "no margin for slow clocks": Mutant(Rules(hub=without(hold_seconds=lambda config: config.lease_seconds)), "4", DUEL),
-    "older grants are not waited for": Mutant(Rules(hub=without(fenced_at=lambda boot: NEVER)), "4", DUEL),
+    "no margin for slow clocks": Mutant(Rules(hub=without(fence_timeout_seconds=lambda config: config.lease_seconds)), "4", DUEL),
+    "older grants are not waited for": Mutant(Rules(hub=without(fenced_at=lambda instance: NEVER)), "4", DUEL),
     "grants of the target delay publication": Mutant(
-        Rules(hub=without(fenced_at=lambda boot: max(boot.below_until, boot.live_until))), "4"
+        Rules(hub=without(fenced_at=lambda instance: max(instance.below_until, instance.live_until))), "4"
     ),
     "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), "4", QUICK),
     "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), "4", DUEL),
@@ -166,8 +166,8 @@ HUB_MUTANTS = {
     "granting an epoch before it is durable": Mutant(Rules(hub=_GrantBeforeRecord), "4", QUICK),
     "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), "4", {**QUICK, "watch": 1.0}),
     "a new leader keeps the target it remembers": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_target)), "4", QUICK),
-    "boots forgotten while their grants live": Mutant(
-        Rules(hub=without(may_forget=lambda boot, config, now: now > boot.heard_at + 1.0)), "4"
+    "instances forgotten while their grants live": Mutant(
+        Rules(hub=without(may_forget=lambda instance, config, now: now > instance.heard_at + 1.0)), "4"
     ),
     "heard epochs may fall": Mutant(Rules(hub=_HeardMayFall), "4", {"disorder": 0.9}),
     "an engine above the record raises nothing": Mutant(

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.boots import NEVER, BootRecord
+from epochkv_fence.hub.instances import NEVER, InstanceRecord
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.reclaim import Reclaimer, Reported, Wiper
 from epochkv_fence.hub.record import Leadership
@@ -105,7 +105,9 @@ class _NeverStarts(Reclaimer):
 class _AsksOnce(Reclaimer):
     """One request is enough, whatever was removed and whatever lands later."""
 
-    def next(self, published: int, keep: Sequence[bytes], able: Sequence[BootRecord], config: PoolConfig, now: float) -> list[ev.Action]:
+    def next(
+        self, published: int, keep: Sequence[bytes], able: Sequence[InstanceRecord], config: PoolConfig, now: float
+    ) -> list[ev.Action]:
         actions = super().next(published, keep, able, config, now)
         if actions:
             self.stop()
@@ -173,7 +175,7 @@ class _AnyAnswerCounts(Reclaimer):
 
 class _LateAnswersCount(Reclaimer):
     def answered(self, answer: Reclaimed, published: int) -> bool:
-        numbers = [number for number, request in self._open.items() if request.boot == answer.boot]
+        numbers = [number for number, request in self._open.items() if request.instance == answer.instance]
         return super().answered(msgspec.structs.replace(answer, number=max(numbers, default=0)), published)
 
 
@@ -206,7 +208,7 @@ STORE_MUTANTS = {
     "a new leader sweeps before it knows its engines": Mutant(
         Rules(hub=without(engines_known_at=lambda lead, config: NEVER)), "4", SWEEPING
     ),
-    "an engine that cannot say holds nothing": Mutant(Rules(hub=without(says_weights=lambda boot: True)), "4", LONG),
+    "an engine that cannot say holds nothing": Mutant(Rules(hub=without(says_weights=lambda instance: True)), "4", LONG),
     "Retain lets weights be swept": Mutant(Rules(hub=without(may_remove=lambda config: True)), "4", {**LONG, "policy": "Retain"}),
     "weights are never swept": Mutant(Rules(hub=with_part(reclaimer=_NeverSweeps)), "4", SWEEPING),
     "weights are swept once a leadership": Mutant(Rules(hub=with_part(reported=_Remembered)), "4", SWEEPING),

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.boots import Holdings
+from epochkv_fence.hub.instances import Holdings
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.record import Labels
 from epochkv_fence.hub.state import HubState, groups, with_divergence
@@ -22,9 +22,9 @@ from tests.model.parts import Rules
 
 def _as_the_newest(hub: HubState, event: ev.Heard) -> ev.Event:
     """The heartbeat that came last says what an engine holds, not the one that was sent last."""
-    boot = hub.boots.known.get(event.message.boot) if isinstance(event.message, Heartbeat) else None
-    if boot is not None and isinstance(event.message, Heartbeat):
-        boot.seq = min(boot.seq, event.message.seq - 1)
+    instance = hub.instances.known.get(event.message.instance) if isinstance(event.message, Heartbeat) else None
+    if instance is not None and isinstance(event.message, Heartbeat):
+        instance.seq = min(instance.seq, event.message.seq - 1)
     return event
 
 
@@ -40,8 +40,8 @@ class _SaysNothing(Hub):
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         beat = event.message if isinstance(event, ev.Heard) else None
-        boot = self.state.boots.known.get(beat.boot) if isinstance(beat, Heartbeat) else None
-        same = boot is None or not isinstance(beat, Heartbeat) or boot.newest.weights == beat.weights
+        instance = self.state.instances.known.get(beat.instance) if isinstance(beat, Heartbeat) else None
+        same = instance is None or not isinstance(beat, Heartbeat) or instance.newest.weights == beat.weights
         actions = super().step(event, now)
         return actions if same else [action for action in actions if not isinstance(action, ev.Changed)]
 
@@ -51,11 +51,13 @@ class _SinceTheLastBeat(Hub):
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().step(event, now)
-        boot = (
-            self.state.boots.known.get(event.message.boot) if isinstance(event, ev.Heard) and isinstance(event.message, Heartbeat) else None
+        instance = (
+            self.state.instances.known.get(event.message.instance)
+            if isinstance(event, ev.Heard) and isinstance(event.message, Heartbeat)
+            else None
         )
-        if boot is not None:
-            boot.weights_at = boot.heard_at
+        if instance is not None:
+            instance.weights_at = instance.heard_at
         return actions
 
 
@@ -69,7 +71,9 @@ class _Misjudging(Hub):
     def snapshot(self, now: float) -> PoolSnapshot:
         shown = super().snapshot(now)
         wrong = with_divergence(
-            [msgspec.structs.replace(self._seen(engine), diverged_seconds=None) for engine in shown.engines], self.state.boots.holdings, now
+            [msgspec.structs.replace(self._seen(engine), diverged_seconds=None) for engine in shown.engines],
+            self.state.instances.holdings,
+            now,
         )
         engines = [
             msgspec.structs.replace(engine, diverged_seconds=None if other.diverged_seconds is None else self._seconds(engine, now))
@@ -78,7 +82,7 @@ class _Misjudging(Hub):
         return replace(shown, engines=engines, diverged=[engine for engine in engines if engine.diverged_seconds is not None])
 
     def _seconds(self, engine: EngineView, now: float) -> float:
-        return min(engine.weights_since, self.state.boots.holdings.unequal_seconds(engine.fingerprint, now))
+        return min(engine.weights_since, self.state.instances.holdings.unequal_seconds(engine.fingerprint, now))
 
 
 def _of_one_fingerprint(engine: EngineView) -> EngineView:
@@ -125,7 +129,7 @@ class _Agreeing(Holdings):
 def _with_holdings(kind: Callable[[], Holdings]) -> MakeHub:
     def make(config: PoolConfig) -> Hub:
         hub = Hub(config)
-        hub.state.boots.holdings = kind()
+        hub.state.instances.holdings = kind()
         return hub
 
     return make

@@ -15,7 +15,7 @@ LEASE, HOLD = 30.0, 33.0
 TERM = Term("hub-a", 1)
 
 
-def boot(number: int) -> bytes:
+def instance(number: int) -> bytes:
     return bytes([number]) * 16
 
 
@@ -65,9 +65,9 @@ class Driver:
     def beat(self, number: int, epoch: int | None = None, age: float = 1000.0, **extra: Any) -> int:
         seq = extra.pop("seq", None)
         if seq is None:
-            seq = self.seqs.get(boot(number), -1) + 1
-            self.seqs[boot(number)] = seq
-        beat = Heartbeat(boot(number), seq, epoch, boot_age_seconds=age, **extra)
+            seq = self.seqs.get(instance(number), -1) + 1
+            self.seqs[instance(number)] = seq
+        beat = Heartbeat(instance(number), seq, epoch, instance_age_seconds=age, **extra)
         self.step(ev.Heard(b"peer%d" % number, beat))
         return seq
 
@@ -90,7 +90,7 @@ class Driver:
         return [(type(action).__name__, getattr(action, "epoch", 0)) for action in self.writes]
 
     def nudged(self) -> list[bytes]:
-        return [nudge.boot for nudge in self.of(Nudge)]
+        return [nudge.instance for nudge in self.of(Nudge)]
 
     @property
     def published(self) -> list[int]:
@@ -98,7 +98,7 @@ class Driver:
 
 
 def led(epoch: int = 0) -> Driver:
-    """A hub long past its own leadership wait, with boots 1 and 2 at `epoch`."""
+    """A hub long past its own leadership wait, with instances 1 and 2 at `epoch`."""
     hub = Driver()
     hub.lead(target=epoch, published=epoch, granting=True)
     hub.now += HOLD

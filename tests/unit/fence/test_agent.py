@@ -24,16 +24,16 @@ from epochkv_fence.protocol.agent import (
 )
 from epochkv_fence.protocol.messages import MAX_EPOCH, Grant, Leave, Nudge, Propose, Reclaim
 
-BOOT, OTHER = b"B" * 16, b"O" * 16
+INSTANCE, OTHER = b"B" * 16, b"O" * 16
 LEASE = 30.0
 
 
-def grant(seq: int, epoch: int, boot: bytes = BOOT) -> Received:
-    return Received(Grant(boot, seq, epoch, LEASE))
+def grant(seq: int, epoch: int, instance: bytes = INSTANCE) -> Received:
+    return Received(Grant(instance, seq, epoch, LEASE))
 
 
 def started(at: float = 100.0) -> Agent:
-    agent = Agent(BOOT)
+    agent = Agent(INSTANCE)
     assert agent.step(Started(), at) == [Beat(0, None)]
     return agent
 
@@ -47,13 +47,13 @@ def at_epoch(epoch: int, at: float = 100.0) -> Agent:
     return agent
 
 
-def test_a_boot_has_16_bytes() -> None:
+def test_an_instance_has_16_bytes() -> None:
     with pytest.raises(ValueError, match="16 random bytes"):
         Agent(b"short")
 
 
 def test_nothing_is_sent_or_taken_before_the_engine_can_adopt() -> None:
-    agent = Agent(BOOT)
+    agent = Agent(INSTANCE)
     assert agent.deadline() == float("inf")
     assert agent.step(Tick(), 5.0) == []
     assert agent.step(Poked(), 5.0) == []
@@ -66,7 +66,7 @@ def test_a_lease_counts_from_sending() -> None:
     agent.step(grant(0, 1), 110.0)
     agent.step(Adopted(1), 111.0)
     assert agent.view == (1, 130.0)
-    assert agent.state(129.9) is AgentState.USE
+    assert agent.state(129.9) is AgentState.SHARING
     assert agent.state(130.0) is AgentState.UNASSIGNED
 
 
@@ -79,11 +79,11 @@ def test_the_lease_moves_only_once_the_epoch_is_adopted() -> None:
     assert agent.view == (2, 150.0)
 
 
-def test_a_boot_that_has_left_has_no_lease_and_takes_nothing() -> None:
+def test_an_instance_that_has_left_has_no_lease_and_takes_nothing() -> None:
     agent = at_epoch(1)
     agent.step(Poked(), 101.0)
     assert agent.step(grant(2, 2), 102.0) == [Adopt(2)]
-    assert agent.step(Left(), 103.0) == [Send(Leave(BOOT))]
+    assert agent.step(Left(), 103.0) == [Send(Leave(INSTANCE))]
     assert agent.state(103.0) is AgentState.UNASSIGNED
     for late in (Adopted(2), grant(1, 1), Settled(), Poked(), Tick(), Proposed(9), Left()):
         assert agent.step(late, 104.0) == []
@@ -91,8 +91,8 @@ def test_a_boot_that_has_left_has_no_lease_and_takes_nothing() -> None:
     assert agent.deadline() == float("inf")
 
 
-def test_a_boot_that_never_started_has_nobody_to_tell_that_it_leaves() -> None:
-    assert Agent(BOOT).step(Left(), 100.0) == []
+def test_an_instance_that_never_started_has_nobody_to_tell_that_it_leaves() -> None:
+    assert Agent(INSTANCE).step(Left(), 100.0) == []
 
 
 def test_an_adoption_that_fails_changes_nothing_and_is_tried_again() -> None:
@@ -107,7 +107,7 @@ def test_an_adoption_that_fails_changes_nothing_and_is_tried_again() -> None:
 @pytest.mark.parametrize(
     ("message", "now", "reason"),
     [
-        (grant(0, 5, boot=OTHER), 101.0, "other_boot"),
+        (grant(0, 5, instance=OTHER), 101.0, "other_instance"),
         (grant(7, 5), 101.0, "unknown_seq"),
         (grant(0, 5), 130.0, "expired"),
         (grant(1, 2), 101.0, "lower_epoch"),
@@ -179,15 +179,15 @@ def test_heartbeats_come_every_third_of_a_lease_and_faster_without_one() -> None
 
 def test_a_nudge_asks_for_a_heartbeat_and_a_flood_of_them_for_few() -> None:
     agent = at_epoch(1)
-    assert agent.step(Received(Nudge(BOOT)), 101.0) == [Beat(2, 1)]
+    assert agent.step(Received(Nudge(INSTANCE)), 101.0) == [Beat(2, 1)]
     assert agent.step(Received(Nudge(OTHER)), 102.0) == []
-    flood = [agent.step(Received(Nudge(BOOT)), 102.0 + i * 1e-5) for i in range(1000)]  # 10 ms
+    flood = [agent.step(Received(Nudge(INSTANCE)), 102.0 + i * 1e-5) for i in range(1000)]  # 10 ms
     assert sum(map(len, flood)) <= 3
 
 
 def test_a_nudge_just_after_a_heartbeat_is_answered_a_moment_later() -> None:
     agent = at_epoch(1)
-    assert agent.step(Received(Nudge(BOOT)), 100.001) == []
+    assert agent.step(Received(Nudge(INSTANCE)), 100.001) == []
     assert agent.deadline() == pytest.approx(100.005)
     assert agent.step(Tick(), 100.006) == [Beat(2, 1)]
 
@@ -203,7 +203,7 @@ def test_old_seqs_are_forgotten_and_then_refused() -> None:
 
 def test_a_proposal_is_repeated_until_its_epoch_is_reached() -> None:
     agent = at_epoch(4)
-    proposal = Send(Propose(BOOT, 5))
+    proposal = Send(Propose(INSTANCE, 5))
     assert agent.step(Proposed(5), 101.0) == [proposal]
     assert agent.step(Tick(), 110.0) == [Beat(2, 4), proposal]
     agent.step(grant(2, 5), 110.0)
@@ -214,7 +214,7 @@ def test_a_proposal_is_repeated_until_its_epoch_is_reached() -> None:
 def test_of_two_resets_the_higher_epoch_is_proposed() -> None:
     agent = at_epoch(4)
     agent.step(Proposed(6), 101.0)
-    assert agent.step(Proposed(5), 102.0) == [Send(Propose(BOOT, 6))]
+    assert agent.step(Proposed(5), 102.0) == [Send(Propose(INSTANCE, 6))]
 
 
 def test_a_reset_of_an_epoch_that_was_left_meanwhile_proposes_nothing() -> None:
@@ -229,9 +229,9 @@ def test_beyond_the_last_epoch_nothing_is_proposed() -> None:
     assert agent.refused == {"no_epoch_left": 1}
 
 
-def test_reclaim_is_for_the_boot_it_names() -> None:
+def test_reclaim_is_for_the_instance_it_names() -> None:
     agent = at_epoch(4)
-    assert agent.step(Received(Reclaim(BOOT, 4)), 101.0) == [RemoveOld(4)]
-    assert agent.step(Received(Reclaim(BOOT, 4, [b"w" * 16])), 101.0) == [RemoveOld(4, (b"w" * 16,))]
-    assert agent.step(Received(Reclaim(BOOT, 4, number=7)), 101.0) == [RemoveOld(4, number=7)]
+    assert agent.step(Received(Reclaim(INSTANCE, 4)), 101.0) == [RemoveOld(4)]
+    assert agent.step(Received(Reclaim(INSTANCE, 4, [b"w" * 16])), 101.0) == [RemoveOld(4, (b"w" * 16,))]
+    assert agent.step(Received(Reclaim(INSTANCE, 4, number=7)), 101.0) == [RemoveOld(4, number=7)]
     assert agent.step(Received(Reclaim(OTHER, 4)), 101.0) == []

@@ -7,7 +7,7 @@ import pytest
 from epochkv_fence.hub import events as ev
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, Error, Grant, Propose, Refusal, Source, decode, encode
-from tests.unit.fence.helpers import HOLD, Driver, boot
+from tests.unit.fence.helpers import HOLD, Driver, instance
 
 
 def pool(**keys: object) -> Driver:
@@ -18,12 +18,12 @@ def pool(**keys: object) -> Driver:
 
 
 def epochs(hub: Driver) -> dict[int, int]:
-    return {grant.boot[0]: grant.epoch for grant in hub.round()}
+    return {grant.instance[0]: grant.epoch for grant in hub.round()}
 
 
-def test_every_live_boot_is_granted_the_target_whoever_asked_for_it() -> None:
+def test_every_live_instance_is_granted_the_target_whoever_asked_for_it() -> None:
     hub = pool()
-    asks: tuple[Bump | Propose, ...] = (Bump(1, 1), Propose(boot(1), 2))
+    asks: tuple[Bump | Propose, ...] = (Bump(1, 1), Propose(instance(1), 2))
     for epoch, ask in enumerate(asks, start=1):
         hub.beat(1, age=10_000.0, weights=b"a" * 16)
         hub.beat(2, age=0.0, weights=b"b" * 16)
@@ -35,11 +35,11 @@ def test_every_live_boot_is_granted_the_target_whoever_asked_for_it() -> None:
 def test_of_many_proposals_the_first_one_counts() -> None:
     hub = pool()
     hub.hold_writes = True
-    hub.hear(Propose(boot(1), 1))
+    hub.hear(Propose(instance(1), 1))
     hub.hear(Bump(1, 1))
-    hub.hear(Propose(boot(2), 1))
+    hub.hear(Propose(instance(2), 1))
     hub.step(ev.Done(ev.RecordTarget(1), ok=True))
-    hub.hear(Propose(boot(2), 1))
+    hub.hear(Propose(instance(2), 1))
     assert hub.kinds() == [("RecordTarget", 1)]
     assert hub.hub.snapshot(hub.now).origin == Source.ENGINE
 
@@ -59,7 +59,7 @@ def test_no_epoch_is_left_after_the_last() -> None:
 
 def test_the_record_names_who_asked() -> None:
     hub = pool()
-    hub.hear(Propose(boot(1), 1))
+    hub.hear(Propose(instance(1), 1))
     hub.ask(2)
     hub.hear(Bump(1, 3))
     origins = [action.origin for action in hub.writes if isinstance(action, ev.RecordTarget)]
@@ -136,11 +136,11 @@ def test_an_epoch_heard_before_leadership_is_compared_when_it_leads() -> None:
 def test_a_sum_that_no_message_can_carry_is_cut() -> None:
     hub = pool()
     for number in (1, 2, 3):
-        hub.beat(number, carried=2**63 - 1)
+        hub.beat(number, old_epoch_requests=2**63 - 1)
     hub.hear(Bump(1, 1))
     answer = hub.of(BumpStatus)[-1]
     assert decode(encode(answer)) == answer
-    assert answer.carried == hub.hub.snapshot(hub.now).carried == 2**63 - 1
+    assert answer.old_epoch_requests == hub.hub.snapshot(hub.now).old_epoch_requests == 2**63 - 1
 
 
 def test_a_bump_is_remembered_by_a_hub_that_does_not_lead_and_answered_when_it_does() -> None:
@@ -153,7 +153,7 @@ def test_a_bump_is_remembered_by_a_hub_that_does_not_lead_and_answered_when_it_d
     hub.lead(target=2, published=2, granting=True)
     assert hub.hub.target == 3
     hub.round()
-    assert [(grant.boot, grant.epoch) for grant in hub.of(Grant)] == [(boot(1), 3)]
+    assert [(grant.instance, grant.epoch) for grant in hub.of(Grant)] == [(instance(1), 3)]
     assert [answer.target for answer in hub.of(BumpStatus)] == [3]
 
 

@@ -40,7 +40,7 @@ def target(hub: HubProcess) -> int:
 
 def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
     agent, engine = agents.start("rollout-a")
-    engine.num_carried = 2
+    engine.num_old_epoch = 2
     eventually(lambda: agent.view.epoch is not None)
     before = target(hub)
     done = epochkv("reset", config=hub.folder)
@@ -53,7 +53,7 @@ def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
     table = epochkv("engines", config=hub.folder).stdout
     assert "rollout-a" in table
     (row,) = json.loads(epochkv("engines", "-o", "json", config=hub.folder).stdout)
-    assert (row["name"], row["epoch"], row["carried"]) == ("rollout-a", before + 1, 2)
+    assert (row["name"], row["epoch"], row["old_epoch_requests"]) == ("rollout-a", before + 1, 2)
     waited = epochkv("wait", str(before + 1), "-o", "json", config=hub.folder)
     assert (waited.returncode, json.loads(waited.stdout)["published"]) == (0, True)
 
@@ -188,24 +188,24 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             eventually(lambda: using(agent, 0))
             engine.reset_at = 0
             agent.poke()
-            eventually(lambda: "1: 0 in use, 1 private, 0 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout)
+            eventually(lambda: "1: 0 in use, 1 isolated, 0 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout)
             remedy = "only its caches were reset; it has asked for the next epoch"
             assert f"cleared: {remedy}" in epochkv("status", config=hub.folder).stdout
             head, row = epochkv("engines", config=hub.folder).stdout.splitlines()
-            assert head.split() == ["ENGINE", "STATE", "WEIGHTS", "EPOCH", "CARRIED", "AGE", "HEARD", "BOOT", "NOTE"]
-            assert row.split()[:4] == ["cleared", "private", engine.weights()[0].hex()[:8], "0"]  # type: ignore[union-attr]
+            assert head.split() == ["ENGINE", "STATE", "WEIGHTS", "EPOCH", "OLD-REQ", "AGE", "HEARD", "INSTANCE", "NOTE"]
+            assert row.split()[:4] == ["cleared", "isolated", engine.weights()[0].hex()[:8], "0"]  # type: ignore[union-attr]
             assert row.endswith(remedy)
-            assert json.loads(epochkv("engines", "-o", "json", config=hub.folder).stdout)[0]["state"] == "private"
+            assert json.loads(epochkv("engines", "-o", "json", config=hub.folder).stdout)[0]["state"] == "isolated"
             assert epochkv("reset", config=hub.folder).returncode == 0
             status = epochkv("status", config=hub.folder).stdout
-            assert "1: 1 in use, 0 private, 0 of unknown weights, 0 behind" in status
+            assert "1: 1 in use, 0 isolated, 0 of unknown weights, 0 behind" in status
             assert "only its caches were reset" not in status
 
 
 def test_an_engine_of_unknown_weights_is_shown_with_its_note(hub: HubProcess, agents: Agents) -> None:
     agent, _ = agents.start("sleeper", engine=engine_with("asleep"))
     eventually(lambda: using(agent, target(hub)))
-    assert "1: 0 in use, 0 private, 1 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout
+    assert "1: 0 in use, 0 isolated, 1 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout
     _, row = epochkv("engines", config=hub.folder).stdout.splitlines()
     assert row.split()[:3] == ["sleeper", "unknown", "-"]
     assert row.split()[-1] == "asleep"

@@ -136,7 +136,7 @@ def status(**changes: object) -> PoolStatus:
     return replace(PoolStatus("policy", "u-1", 3, 3, "Trainer", 30.0, ()), **changes)  # type: ignore[arg-type]
 
 
-ENGINE = Engine("e1" * 16, "a", "a", "", 0, 3, "use", 0, 9.0, 0.0, "fp", "0a" * 16, "", 7.0)
+ENGINE = Engine("e1" * 16, "a", "a", "", 0, 3, "sharing", 0, 9.0, 0.0, "fp", "0a" * 16, "", 7.0)
 
 
 def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +144,7 @@ def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[s
     show_status(status(engines=(ENGINE, replace(ENGINE, name="d"), other, sleeper), labels={"3f" * 16: "step-42"}), Output.TABLE)
     text = capsys.readouterr().out
     assert re.search(r"^weights +0a0a0a0a 2 engines; 3f3f3f3f \(step-42\) 1 engine; unknown 1 engine *$", text, re.M)
-    assert re.search(r"^engines +4: 3 in use, 0 private, 1 of unknown weights, 0 behind *$", text, re.M)
+    assert re.search(r"^engines +4: 3 in use, 0 isolated, 1 of unknown weights, 0 behind *$", text, re.M)
     assert "hub  " not in text
     show_status(status(settling_seconds=12.3), Output.TABLE)
     text = capsys.readouterr().out
@@ -261,8 +261,8 @@ RESET = Reset(7, True, 1.5, 2, (), 0, False)
         (RESET, "no engine of 2 uses an older one"),
         (replace(RESET, engines=1), "the only engine does not use an older one"),
         (replace(RESET, engines=0), "no engine is connected"),
-        (replace(RESET, carried=1), "1 running request continues with what it held"),
-        (replace(RESET, carried=2), "2 running requests continue with what they held"),
+        (replace(RESET, old_epoch_requests=1), "1 running request continues with what it held"),
+        (replace(RESET, old_epoch_requests=2), "2 running requests continue with what they held"),
     ],
 )
 def test_numbers_read_as_people_say_them(capsys: pytest.CaptureFixture[str], reset: Reset, said: str) -> None:

@@ -27,11 +27,11 @@ def client_threads() -> list[threading.Thread]:
 
 def test_a_reset_returns_when_every_engine_has_moved(world: HubWorld) -> None:
     agents = world.serving(2)
-    agents[0][1].num_carried = 3
+    agents[0][1].num_old_epoch = 3
     pool = world.connect()
     reset = pool.reset()
     assert (reset.epoch, reset.published, reset.engines, reset.laggards) == (1, True, 2, ())
-    assert (reset.noop, reset.carried) == (False, 3)
+    assert (reset.noop, reset.old_epoch_requests) == (False, 3)
     assert all(agent.view.epoch == 1 for agent, _ in agents)
     snapshot = world.snapshot()
     assert (snapshot.target, snapshot.published) == (1, 1)
@@ -104,30 +104,30 @@ def test_waiting_for_what_nobody_asked_for_ends(world: HubWorld) -> None:
 
 def test_status_shows_the_engines_by_name(world: HubWorld) -> None:
     agents = world.serving(2)
-    agents[1][1].num_carried = 2
+    agents[1][1].num_old_epoch = 2
     agents[1][0].poke()
     pool = world.connect()
-    eventually(lambda: pool.status().engines[1].carried == 2)
+    eventually(lambda: pool.status().engines[1].old_epoch_requests == 2)
     status = pool.status()
     assert (status.name, status.target, status.published, status.converged, status.lease_seconds) == ("policy", 0, 0, True, 30.0)
     assert status.uid == pool.uid
     assert [(engine.name, engine.state, engine.epoch, engine.fingerprint) for engine in status.engines] == [
-        ("engine-0", "use", 0, "fp"),
-        ("engine-1", "use", 0, "fp"),
+        ("engine-0", "sharing", 0, "fp"),
+        ("engine-1", "sharing", 0, "fp"),
     ]
-    assert pool.engines()[0].boot == agents[0][0]._agent.boot.hex()
+    assert pool.engines()[0].instance == agents[0][0]._agent.instance.hex()
 
 
 def test_an_engine_that_was_reset_alone_is_shown_at_once_and_until_the_next_epoch(world: HubWorld) -> None:
     agents = world.serving(2)
     pool = world.connect()
-    assert [engine.state for engine in pool.engines()] == ["use", "use"]
+    assert [engine.state for engine in pool.engines()] == ["sharing", "sharing"]
     agents[1][1].reset_at = 0
     agents[1][0].poke()
-    eventually(lambda: [engine.state for engine in pool.engines()] == ["use", "private"])
+    eventually(lambda: [engine.state for engine in pool.engines()] == ["sharing", "isolated"])
     reset = pool.reset()
     assert (reset.published, reset.laggards) == (True, ())
-    eventually(lambda: [engine.state for engine in pool.engines()] == ["use", "use"])
+    eventually(lambda: [engine.state for engine in pool.engines()] == ["sharing", "sharing"])
 
 
 def test_an_engine_that_fails_to_tell_goes_on(world: HubWorld) -> None:
@@ -136,7 +136,7 @@ def test_an_engine_that_fails_to_tell_goes_on(world: HubWorld) -> None:
     engine.reset_at = 0  # `private()` raises now
     agent.poke()
     eventually(lambda: agent.counters["hook_errors"] > 0)
-    assert [found.state for found in world.connect().engines()] == ["use"]
+    assert [found.state for found in world.connect().engines()] == ["sharing"]
 
 
 # ---------------------------------------------------------------------------------------------------------- many at once

@@ -19,12 +19,12 @@ from tests.support.hub import HubWorld
 
 
 class Crowd:
-    """Many boots over one socket, each of which adopts whatever it is granted."""
+    """Many instances over one socket, each of which adopts whatever it is granted."""
 
-    def __init__(self, folder: Path, num_boots: int) -> None:
+    def __init__(self, folder: Path, num_instances: int) -> None:
         connection = Connection.load(folder, {})
         keys = connection.client_keys()
-        self.epochs: dict[bytes, int | None] = {secrets.token_bytes(16): None for _ in range(num_boots)}
+        self.epochs: dict[bytes, int | None] = {secrets.token_bytes(16): None for _ in range(num_instances)}
         self.weights = dict.fromkeys(self.epochs, OLD)
         self._beat_at = 0.0
         self._seqs = dict.fromkeys(self.epochs, 0)
@@ -39,33 +39,40 @@ class Crowd:
 
     def push(self, weights: bytes, leave_out: int = 0) -> list[str]:
         """To all but some, whose names are returned."""
-        boots = list(self.weights)
-        for boot in boots[leave_out:]:
-            self.weights[boot] = weights
+        instances = list(self.weights)
+        for instance in instances[leave_out:]:
+            self.weights[instance] = weights
         self._beat_at = 0.0
-        return sorted(name_of(boot) for boot in boots[:leave_out])
+        return sorted(name_of(instance) for instance in instances[:leave_out])
 
-    def _beat(self, boot: bytes) -> None:
-        self._seqs[boot] += 1
-        beat = Heartbeat(boot, self._seqs[boot], self.epochs[boot], engine=name_of(boot), fingerprint="fp", weights=self.weights[boot])
+    def _beat(self, instance: bytes) -> None:
+        self._seqs[instance] += 1
+        beat = Heartbeat(
+            instance,
+            self._seqs[instance],
+            self.epochs[instance],
+            engine=name_of(instance),
+            fingerprint="fp",
+            weights=self.weights[instance],
+        )
         self._dealer.send_multipart(encode(beat))
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             if time.monotonic() >= self._beat_at:
                 self._beat_at = time.monotonic() + 8.0
-                for boot in self.epochs:
-                    self._beat(boot)
+                for instance in self.epochs:
+                    self._beat(instance)
             while self._dealer.poll(20):
                 try:
                     message = decode(self._dealer.recv_multipart())
                 except WireError:
                     continue
-                if isinstance(message, Grant) and self.epochs[message.boot] != message.epoch:
-                    self.epochs[message.boot] = message.epoch
-                    self._beat(message.boot)
-                elif not isinstance(message, Grant) and hasattr(message, "boot"):
-                    self._beat(message.boot)
+                if isinstance(message, Grant) and self.epochs[message.instance] != message.epoch:
+                    self.epochs[message.instance] = message.epoch
+                    self._beat(message.instance)
+                elif not isinstance(message, Grant) and hasattr(message, "instance"):
+                    self._beat(message.instance)
         self._dealer.close(linger=0)
 
     def close(self) -> None:
@@ -74,8 +81,8 @@ class Crowd:
         self._context.destroy(linger=0)
 
 
-def name_of(boot: bytes) -> str:
-    return f"e-{boot.hex()[:6]}"
+def name_of(instance: bytes) -> str:
+    return f"e-{instance.hex()[:6]}"
 
 
 def test_a_pool_with_more_engines_than_fit_into_a_message(world: HubWorld) -> None:
@@ -84,7 +91,7 @@ def test_a_pool_with_more_engines_than_fit_into_a_message(world: HubWorld) -> No
         eventually(lambda: all(epoch == 0 for epoch in crowd.epochs.values()), "everyone is granted", 60)
         pool = world.connect()
         eventually(lambda: len(pool.engines()) == 200, seconds=60)
-        assert {engine.boot for engine in pool.engines()} == {boot.hex() for boot in crowd.epochs}
+        assert {engine.instance for engine in pool.engines()} == {instance.hex() for instance in crowd.epochs}
         with pool.weight_update("step-1", timeout_s=60) as update:
             crowd.push(NEW)
         assert update.report is not None

@@ -27,7 +27,7 @@ def test_a_push_that_reaches_everybody_is_proved_and_called(world: HubWorld) -> 
     assert groups(update.report) == groups(pool.weights()) == [(NEW.hex(), "step-42", EVERYBODY)]
     assert pool.weights().equal
     assert pool.status().labels == {NEW.hex(): "step-42"}
-    assert {(engine.weights, engine.state) for engine in pool.engines()} == {(NEW.hex(), "use")}
+    assert {(engine.weights, engine.state) for engine in pool.engines()} == {(NEW.hex(), "sharing")}
     assert world.snapshot().target == 0, "a push asks for no epoch"
 
 
@@ -204,7 +204,7 @@ def test_a_pool_without_engines_proves_nothing(world: HubWorld) -> None:
 
 
 def engine(name: str, weights: bytes, since_s: float) -> Engine:
-    return Engine(name, name, name, "", 0, 0, "use", 0, 9.0, 0.0, "fp", weights.hex(), "", since_s)
+    return Engine(name, name, name, "", 0, 0, "sharing", 0, 9.0, 0.0, "fp", weights.hex(), "", since_s)
 
 
 def test_of_weights_that_are_held_as_often_those_count_that_came_last() -> None:

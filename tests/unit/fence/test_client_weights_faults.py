@@ -242,7 +242,7 @@ def test_asyncio_does_all_of_it(world: HubWorld) -> None:
             resets = await asyncio.gather(*(pool.reset() for _ in range(4)))
             top = max(reset.epoch for reset in resets)
             assert (await pool.wait(top, timeout_s=20)).published
-            assert [engine.state for engine in await pool.engines()] == ["use"] * 3
+            assert [engine.state for engine in await pool.engines()] == ["sharing"] * 3
             assert (await pool.status()).target == top
 
     asyncio.run(body())

@@ -57,7 +57,7 @@ def join(world: HubWorld, name: str, engine: FakeEngine | None = None, versions:
 
 def known(world: HubWorld, number: int) -> Pool:
     pool = world.connect()
-    eventually(lambda: [one.state for one in pool.engines()] == ["use"] * number, "all are in use")
+    eventually(lambda: [one.state for one in pool.engines()] == ["sharing"] * number, "all are in use")
     return pool
 
 
@@ -179,7 +179,8 @@ def test_options_that_contradict_each_other(capsys: pytest.CaptureFixture[str]) 
 
 def engine(name: str = "e0", **fields: Any) -> Engine:
     known: dict[str, Any] = {
-        "boot": name.encode().hex(), "name": name, "engine": name, "pod": "", "rank": 0, "epoch": 4, "state": "use", "carried": 0,
+        "instance": name.encode().hex(), "name": name, "engine": name, "pod": "", "rank": 0, "epoch": 4, "state": "sharing",
+        "old_epoch_requests": 0,
         "age_seconds": 100.0, "silent_seconds": 1.0, "fingerprint": "f", "weights": "a" * 32, "weights_since_s": 500.0, "versions": RUNS,
     }  # fmt: skip
     return Engine(**{**known, **fields})

@@ -8,7 +8,7 @@ from epochkv_fence.hub import events as ev
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Grant, Status
 from epochkv_fence.protocol.pool import PoolConfig, margin_seconds
-from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, boot, led
+from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, instance, led
 
 
 @pytest.mark.parametrize(("lease", "margin"), [(4.0, 1.0), (10.0, 1.0), (30.0, 3.0), (300.0, 30.0)])
@@ -26,7 +26,7 @@ def test_nothing_is_granted_before_the_record_is_read() -> None:
     assert hub.round() == []
     hub.lead(target=3, granting=True)
     (grant,) = hub.round()
-    assert (grant.boot, grant.seq, grant.epoch, grant.lease_seconds) == (boot(1), 0, 3, LEASE)
+    assert (grant.instance, grant.seq, grant.epoch, grant.lease_seconds) == (instance(1), 0, 3, LEASE)
 
 
 def test_a_heartbeat_after_the_read_began_waits_for_the_next_round() -> None:
@@ -36,7 +36,7 @@ def test_a_heartbeat_after_the_read_began_waits_for_the_next_round() -> None:
     number = hub.begin()
     hub.beat(2)
     hub.step(ev.RoundVerified(number))
-    assert [grant.boot for grant in hub.round()] == [boot(2)]
+    assert [grant.instance for grant in hub.round()] == [instance(2)]
 
 
 def test_a_round_for_a_question_alone_takes_no_heartbeat_that_comes_after_its_read() -> None:
@@ -48,7 +48,7 @@ def test_a_round_for_a_question_alone_takes_no_heartbeat_that_comes_after_its_re
     hub.beat(1)
     hub.step(ev.RoundVerified(number))
     assert hub.of(Grant) == [], "another hub may have led, and published, between that read and the heartbeat"
-    assert [grant.boot for grant in hub.round()] == [boot(1)]
+    assert [grant.instance for grant in hub.round()] == [instance(1)]
 
 
 def test_the_epoch_is_taken_after_the_read() -> None:
@@ -68,7 +68,7 @@ def test_a_read_without_an_answer_grants_nothing_and_loses_no_heartbeat() -> Non
     hub.step(ev.RoundDropped(hub.begin()))
     assert hub.sent == []
     assert hub.hub.term == TERM
-    assert [(grant.boot, grant.seq) for grant in hub.round()] == [(boot(1), seq)]
+    assert [(grant.instance, grant.seq) for grant in hub.round()] == [(instance(1), seq)]
 
 
 def test_a_change_of_term_discards_what_was_evaluated() -> None:

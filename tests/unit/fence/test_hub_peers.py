@@ -1,28 +1,28 @@
-"""The hub's rules about those it talks to: boots that fall behind, leave or die, proposals, trainers. L = 30 s, margin 3 s."""
+"""The hub's rules about those it talks to: instances that fall behind, leave or die, proposals, trainers. L = 30 s, margin 3 s."""
 
 from __future__ import annotations
 
 import pytest
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.boots import MAX_BOOTS
+from epochkv_fence.hub.instances import MAX_INSTANCES
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Leave, Propose, Reclaim, Reclaimed, Refusal, Status
-from tests.unit.fence.helpers import HOLD, Driver, boot, led
+from tests.unit.fence.helpers import HOLD, Driver, instance, led
 
-# ----------------------------------------------------------------------------------------------------- nudges, dead boots
+# ----------------------------------------------------------------------------------------------------- nudges, dead instances
 
 
 def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
     hub = led()
     hub.step(ev.Tick())
     hub.ask(1)
-    assert hub.nudged() == [boot(1), boot(2)]
+    assert hub.nudged() == [instance(1), instance(2)]
     hub.beat(1, epoch=1)
     hub.now += 0.24
     assert hub.hub.tick_at() == pytest.approx(hub.now + 0.01, abs=1e-6)
     hub.now += 0.01
     hub.step(ev.Tick())
-    assert hub.nudged() == [boot(1), boot(2), boot(2)]
+    assert hub.nudged() == [instance(1), instance(2), instance(2)]
     hub.beat(2, epoch=1)
     hub.round()
     hub.now += 1.0
@@ -30,7 +30,7 @@ def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
     assert len(hub.nudged()) == 3
 
 
-def test_nobody_waits_for_a_boot_that_has_left() -> None:
+def test_nobody_waits_for_an_instance_that_has_left() -> None:
     hub = Driver()
     hub.lead(granting=True)
     hub.now += HOLD
@@ -40,28 +40,28 @@ def test_nobody_waits_for_a_boot_that_has_left() -> None:
     hub.ask(1)
     hub.beat(2, epoch=1)
     hub.round()
-    assert hub.published == [], "boot 1 has a lease below"
-    hub.hear(Leave(boot(1)), b"peer1")
+    assert hub.published == [], "instance 1 has a lease below"
+    hub.hear(Leave(instance(1)), b"peer1")
     hub.round()
     assert hub.published == [1]
-    assert [view.boot for view in hub.hub.snapshot(hub.now).engines] == [boot(2)]
+    assert [view.instance for view in hub.hub.snapshot(hub.now).engines] == [instance(2)]
 
 
-def test_a_heartbeat_that_comes_after_its_boot_has_left_brings_nobody_back() -> None:
+def test_a_heartbeat_that_comes_after_its_instance_has_left_brings_nobody_back() -> None:
     hub = Driver()
     hub.lead(granting=True)
     hub.beat(1)
-    hub.hear(Leave(boot(1)), b"peer1")
+    hub.hear(Leave(instance(1)), b"peer1")
     hub.beat(1)
     assert hub.round() == []
-    assert hub.hub.state.boots.known == {}
+    assert hub.hub.state.instances.known == {}
 
 
-def test_a_boot_leaves_that_nobody_knows() -> None:
+def test_an_instance_leaves_that_nobody_knows() -> None:
     hub = Driver()
     hub.lead(granting=True)
-    hub.hear(Leave(boot(1)), b"peer1")
-    assert hub.hub.state.boots.known == {}
+    hub.hear(Leave(instance(1)), b"peer1")
+    assert hub.hub.state.instances.known == {}
 
 
 def test_an_engine_of_another_pool_does_not_count() -> None:
@@ -69,7 +69,7 @@ def test_an_engine_of_another_pool_does_not_count() -> None:
     hub = led()
     hub.beat(3, epoch=7, pool="uid-of-a-deleted-namesake")
     assert hub.round() == []
-    assert boot(3) not in hub.hub.state.boots.known
+    assert instance(3) not in hub.hub.state.instances.known
     (refused,) = hub.of(Error)
     assert refused.code is Refusal.POOL
     assert "uid-of-a-deleted-namesake" in refused.text
@@ -84,24 +84,24 @@ def test_an_engine_of_another_pool_does_not_count() -> None:
 def test_what_is_remembered_of_those_who_left_is_bounded() -> None:
     hub = Driver()
     hub.lead(granting=True)
-    for number in range(MAX_BOOTS + 5):
+    for number in range(MAX_INSTANCES + 5):
         hub.hear(Leave(number.to_bytes(16, "big")))
-    assert len(hub.hub.state.boots.departed) == MAX_BOOTS
+    assert len(hub.hub.state.instances.departed) == MAX_INSTANCES
 
 
-def test_dead_boots_are_forgotten_after_lease_and_margin_of_silence() -> None:
+def test_dead_instances_are_forgotten_after_lease_and_margin_of_silence() -> None:
     hub = led()
     hub.now += HOLD - 1
     hub.beat(2, epoch=0)
     hub.now += 2
     hub.step(ev.Tick())
-    assert [view.boot for view in hub.hub.snapshot(hub.now).engines] == [boot(2)]
-    assert boot(1) not in {grant.boot for grant in hub.round()}
+    assert [view.instance for view in hub.hub.snapshot(hub.now).engines] == [instance(2)]
+    assert instance(1) not in {grant.instance for grant in hub.round()}
 
 
-def test_the_number_of_boots_is_limited() -> None:
+def test_the_number_of_instances_is_limited() -> None:
     hub = Driver()
-    for number in range(MAX_BOOTS):
+    for number in range(MAX_INSTANCES):
         hub.hub.step(ev.Heard(b"p", Heartbeat(number.to_bytes(16, "big"), 0)), hub.now)
     hub.step(ev.Heard(b"p", Heartbeat(b"\xff" * 16, 0)))
     ((_, error),) = hub.sent
@@ -115,10 +115,10 @@ def test_the_number_of_boots_is_limited() -> None:
 def test_many_proposals_for_one_epoch_cause_one_bump() -> None:
     hub = led(epoch=4)
     for number in (1, 2, 1):
-        hub.step(ev.Heard(b"p", Propose(boot(number), 5)))
+        hub.step(ev.Heard(b"p", Propose(instance(number), 5)))
     assert hub.kinds() == [("RecordTarget", 5)]
-    hub.step(ev.Heard(b"p", Propose(boot(2), 5)))  # made at 4, arrives at 5
-    hub.step(ev.Heard(b"p", Propose(boot(2), 9)))  # not the next one
+    hub.step(ev.Heard(b"p", Propose(instance(2), 5)))  # made at 4, arrives at 5
+    hub.step(ev.Heard(b"p", Propose(instance(2), 9)))  # not the next one
     assert hub.kinds() == [("RecordTarget", 5)]
 
 
@@ -127,15 +127,15 @@ def test_a_trainer_bumps_repeats_itself_and_hears_of_the_publication() -> None:
     for _ in range(2):
         hub.step(ev.Heard(b"trainer", Bump(request=9, epoch=1)))
     assert hub.kinds() == [("RecordTarget", 1)]
-    hub.beat(1, epoch=1, carried=2)
+    hub.beat(1, epoch=1, old_epoch_requests=2)
     hub.beat(2, epoch=1)
     hub.round()
     answers = hub.of(BumpStatus)
     assert [(a.request, a.epoch, a.target, a.published) for a in answers] == [(9, 1, 0, 0), (9, 1, 1, 0), (9, 1, 1, 1)]
-    assert (answers[-1].engines, answers[-1].laggards, answers[-1].carried) == (2, 0, 2)
+    assert (answers[-1].engines, answers[-1].laggards, answers[-1].old_epoch_requests) == (2, 0, 2)
 
 
-def test_status_lists_live_boots_in_pages() -> None:
+def test_status_lists_live_instances_in_pages() -> None:
     hub = Driver()
     hub.lead(granting=True)
     for number in range(100):
@@ -143,7 +143,7 @@ def test_status_lists_live_boots_in_pages() -> None:
     hub.hear(Status(request=1))
     hub.round()
     (first,) = hub.of(Status)
-    hub.hear(Status(request=2, after=first.engines[-1].boot))
+    hub.hear(Status(request=2, after=first.engines[-1].instance))
     _, second = hub.of(Status)
     assert (first.request, first.total, second.total) == (1, 100, 100)
     assert [engine.pod for engine in first.engines + second.engines] == [f"pod-{n:03}" for n in range(100)]
@@ -162,12 +162,12 @@ def test_the_snapshot_names_laggards_and_carried_requests() -> None:
     hub = led()
     hub.ask(1)
     hub.now += 2.0
-    hub.beat(1, epoch=1, carried=3, pod="a", engine="rollout", rank=1, fingerprint="f", stats={"x": 1.0})
+    hub.beat(1, epoch=1, old_epoch_requests=3, pod="a", engine="rollout", rank=1, fingerprint="f", stats={"x": 1.0})
     snapshot = hub.hub.snapshot(hub.now)
-    assert (snapshot.target, snapshot.published, snapshot.asked, snapshot.carried) == (1, 0, 1, 3)
-    assert [view.boot for view in snapshot.laggards] == [boot(2)]
+    assert (snapshot.target, snapshot.published, snapshot.asked, snapshot.old_epoch_requests) == (1, 0, 1, 3)
+    assert [view.instance for view in snapshot.laggards] == [instance(2)]
     assert not snapshot.converged
-    view = next(view for view in snapshot.engines if view.boot == boot(1))
+    view = next(view for view in snapshot.engines if view.instance == instance(1))
     assert (view.pod, view.engine, view.rank, view.epoch, view.converged) == ("a", "rollout", 1, 1, True)
     assert view.stats == {"x": 1.0}
     hub.beat(2, epoch=1)
@@ -189,13 +189,13 @@ def test_one_engine_at_a_time_is_asked_to_reclaim_until_nothing_is_left() -> Non
     hub.step(ev.Tick())
     (first,) = hub.of(Reclaim)
     assert first.below == 1
-    hub.step(ev.Heard(b"p", Reclaimed(first.boot, 1, removed=12, number=first.number)))
+    hub.step(ev.Heard(b"p", Reclaimed(first.instance, 1, removed=12, number=first.number)))
     assert hub.hub.snapshot(hub.now).reclaimed == 0
     hub.now += 10.0
     hub.step(ev.Tick())
     second = hub.of(Reclaim)[-1]
-    assert second.boot != first.boot
-    hub.step(ev.Heard(b"p", Reclaimed(second.boot, 1, removed=0, number=second.number)))
+    assert second.instance != first.instance
+    hub.step(ev.Heard(b"p", Reclaimed(second.instance, 1, removed=0, number=second.number)))
     assert hub.hub.snapshot(hub.now).reclaimed == 1
     hub.now += 100.0
     hub.step(ev.Tick())
@@ -204,5 +204,5 @@ def test_one_engine_at_a_time_is_asked_to_reclaim_until_nothing_is_left() -> Non
 
 def test_a_lie_about_reclaiming_a_future_epoch_is_ignored() -> None:
     hub = led(epoch=1)
-    hub.step(ev.Heard(b"p", Reclaimed(boot(1), 9, removed=0)))
+    hub.step(ev.Heard(b"p", Reclaimed(instance(1), 9, removed=0)))
     assert hub.hub.snapshot(hub.now).reclaimed == 0

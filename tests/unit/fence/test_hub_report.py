@@ -70,7 +70,7 @@ def test_a_reset_from_its_ask_to_its_end() -> None:
     behind = engine(1, converged=False)
     asked = pool(behind, target=1, origin=Source.TRAINER)
     assert texts(pool(engine(1)), asked) == ["epoch 1 recorded, asked for by trainer; 1 of 1 engine to go"]
-    done = pool(engine(1, 1), target=1, published=1, reset_seconds=0.0213, carried=2)
+    done = pool(engine(1, 1), target=1, published=1, reset_seconds=0.0213, old_epoch_requests=2)
     assert texts(asked, done) == ["epoch 1 published after 0.021 s: no engine uses an older one; 2 running requests keep what they held"]
     (line,) = compare(asked, replace(asked, published=1))
     assert line.level == logging.WARNING
@@ -152,7 +152,7 @@ def test_newer_epochs_do_not_hide_that_a_reset_is_late() -> None:
 
 
 def test_metrics_are_prometheus_text() -> None:
-    engines = engine(1), engine(2, weights=None), engine(3, converged=False), engine(4, alive=False), engine(5, private=True)
+    engines = engine(1), engine(2, weights=None), engine(3, converged=False), engine(4, alive=False), engine(5, isolated=True)
     snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, behind_since=900.5, reclaimed_keys=12)
     lines = exposition('po"l\\\n', snapshot, {"received": 5}, 30.0, 1000.0).splitlines()
     labels = 'namespace="",pool="po\\"l\\\\\\n"'
@@ -161,9 +161,9 @@ def test_metrics_are_prometheus_text() -> None:
         f"epochkv_pool_published_epoch{{{labels}}} 6",
         f"epochkv_pool_last_reset_seconds{{{labels}}} 0.25",
         f"epochkv_pool_reset_overdue_seconds{{{labels}}} 66.5",
-        f'epochkv_pool_engines{{{labels},state="use"}} 1',
+        f'epochkv_pool_engines{{{labels},state="sharing"}} 1',
         f'epochkv_pool_engines{{{labels},state="unknown"}} 1',
-        f'epochkv_pool_engines{{{labels},state="private"}} 1',
+        f'epochkv_pool_engines{{{labels},state="isolated"}} 1',
         f'epochkv_pool_engines{{{labels},state="behind"}} 1',
         f'epochkv_pool_engines{{{labels},state="silent"}} 1',
         f"epochkv_pool_reclaimed_keys{{{labels}}} 12",

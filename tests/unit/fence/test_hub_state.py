@@ -198,7 +198,7 @@ def test_a_trainers_key_stays_although_no_engine_uses_it(tmp_path: Path, monkeyp
                 eventually(lambda: len(hub.accepted_keys) == 2)
                 eventually(lambda: all(view.key_index == 0 for view in world.snapshot().engines), "engines use the new key", 60)
                 assert hub._keys is not None
-                enough = previous.rotated_at + 2 * hub._keys.config.hold_seconds + 3.0
+                enough = previous.rotated_at + 2 * hub._keys.config.fence_timeout_seconds + 3.0
                 eventually(lambda: time.time() > enough, "what engines need is over", 60)
                 assert previous.public in hub.accepted_keys
                 engine.holds = b"w" * 16

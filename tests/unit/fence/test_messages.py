@@ -35,35 +35,37 @@ from epochkv_fence.protocol.messages import (
 )
 from epochkv_fence.protocol.pool import PoolConfig
 
-BOOT = bytes(range(16))
+INSTANCE = bytes(range(16))
 WEIGHTS = bytes(range(16, 32))
 MESSAGES: list[Message] = [
-    Heartbeat(BOOT, 7, 3, 12.5, {"hits": 0.5}, engine="rollout", pod="rollout-0", rank=1, carried=2, private=True, weights=WEIGHTS),
-    Heartbeat(BOOT, 0),
-    Heartbeat(BOOT, 0, weights_note="rank 1: no digest"),
-    Heartbeat(BOOT, 0, weights=WEIGHTS, tiers_off="SavesOnly", tiers_note="loads are off: because"),
-    Heartbeat(BOOT, 0, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}, pool="uid-1"),
-    Grant(BOOT, 7, 3, 30.0),
-    Nudge(BOOT),
-    Propose(BOOT, 4),
+    Heartbeat(
+        INSTANCE, 7, 3, 12.5, {"hits": 0.5}, engine="rollout", pod="rollout-0", rank=1, old_epoch_requests=2, isolated=True, weights=WEIGHTS
+    ),
+    Heartbeat(INSTANCE, 0),
+    Heartbeat(INSTANCE, 0, weights_note="rank 1: no digest"),
+    Heartbeat(INSTANCE, 0, weights=WEIGHTS, tiers_off="SavesOnly", tiers_note="loads are off: because"),
+    Heartbeat(INSTANCE, 0, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}, pool="uid-1"),
+    Grant(INSTANCE, 7, 3, 30.0),
+    Nudge(INSTANCE),
+    Propose(INSTANCE, 4),
     Bump(2**63 - 1, 4),
     BumpStatus(1, 4, 4, 3, 2, 1, 0, 30.0),
     BumpStatus(1, 4, 4, 3),
     Status(
-        *(1, 4, 3, 1, [EngineStatus(BOOT, 3, 12.5, 0.25, 7.5, pod="rollout-0", fingerprint="abc", private=True, weights=WEIGHTS)]),
-        *(30.0, Source.TRAINER, "uid-1", BOOT, {WEIGHTS.hex(): "step-12"}),
+        *(1, 4, 3, 1, [EngineStatus(INSTANCE, 3, 12.5, 0.25, 7.5, pod="rollout-0", fingerprint="abc", isolated=True, weights=WEIGHTS)]),
+        *(30.0, Source.TRAINER, "uid-1", INSTANCE, {WEIGHTS.hex(): "step-12"}),
     ),
     Status(1),
-    Status(1, 4, 3, 1, [EngineStatus(BOOT, 3, engine="rollout", versions={"mooncake": "0.3.13"})], version="0.2.0"),
-    Status(1, 4, 3, 1, [EngineStatus(BOOT, pod="rollout-0", weights_note="asleep")]),
-    Status(1, 4, 3, 1, [EngineStatus(BOOT, 3, tiers_off="Later", tiers_note="what a newer engine says")]),
+    Status(1, 4, 3, 1, [EngineStatus(INSTANCE, 3, engine="rollout", versions={"mooncake": "0.3.13"})], version="0.2.0"),
+    Status(1, 4, 3, 1, [EngineStatus(INSTANCE, pod="rollout-0", weights_note="asleep")]),
+    Status(1, 4, 3, 1, [EngineStatus(INSTANCE, 3, tiers_off="Later", tiers_note="what a newer engine says")]),
     Label(1, WEIGHTS, "step-12"),
     Labelled(1, WEIGHTS, "step-12"),
-    Reclaim(BOOT, 4),
-    Reclaim(BOOT, 4, [WEIGHTS, BOOT]),
-    Reclaimed(BOOT, 4, 12, 3000, 7),
-    Reclaimed(BOOT, 4, 0),
-    Leave(BOOT),
+    Reclaim(INSTANCE, 4),
+    Reclaim(INSTANCE, 4, [WEIGHTS, INSTANCE]),
+    Reclaimed(INSTANCE, 4, 12, 3000, 7),
+    Reclaimed(INSTANCE, 4, 0),
+    Leave(INSTANCE),
     Error(Refusal.TAG, "what"),
 ]
 
@@ -78,37 +80,37 @@ def test_every_type_is_covered() -> None:
 
 
 def test_the_bytes_on_the_wire_do_not_change_by_accident() -> None:
-    version, payload = encode(Nudge(BOOT))
+    version, payload = encode(Nudge(INSTANCE))
     assert version == b"\x02"
-    assert msgspec.msgpack.decode(payload) == {"type": "Nudge", "boot": BOOT}
+    assert msgspec.msgpack.decode(payload) == {"type": "Nudge", "instance": INSTANCE}
 
 
 def test_a_field_of_a_newer_peer_is_ignored() -> None:
-    payload = msgspec.msgpack.encode({"type": "Nudge", "boot": BOOT, "why": "new"})
-    assert decode([b"\x02", payload]) == Nudge(BOOT)
+    payload = msgspec.msgpack.encode({"type": "Nudge", "instance": INSTANCE, "why": "new"})
+    assert decode([b"\x02", payload]) == Nudge(INSTANCE)
 
 
 def test_what_an_older_engine_and_an_older_hub_do_not_say_is_taken_for_nothing() -> None:
-    beat = decode([b"\x02", of("Heartbeat", boot=BOOT, seq=1, epoch=3, weights=WEIGHTS, weights_note="")])
+    beat = decode([b"\x02", of("Heartbeat", instance=INSTANCE, seq=1, epoch=3, weights=WEIGHTS, weights_note="")])
     assert isinstance(beat, Heartbeat)
     assert (beat.tiers_off, beat.tiers_note, beat.pool) == ("", "", "")
-    engine = {"boot": BOOT, "engine": "rollout", "pod": "", "rank": 0, "epoch": 3, "carried": 0}
+    engine = {"instance": INSTANCE, "engine": "rollout", "pod": "", "rank": 0, "epoch": 3, "old_epoch_requests": 0}
     status = decode([b"\x02", of("Status", request=1, engines=[engine])])
     assert isinstance(status, Status)
     assert (status.engines[0].tiers_off, status.engines[0].tiers_note) == ("", "")
 
 
 def test_as_many_weights_as_may_be_kept_fit() -> None:
-    assert sum(map(len, encode(Reclaim(BOOT, 1, [WEIGHTS] * MAX_KEPT)))) <= MAX_MESSAGE_BYTES
+    assert sum(map(len, encode(Reclaim(INSTANCE, 1, [WEIGHTS] * MAX_KEPT)))) <= MAX_MESSAGE_BYTES
 
 
 def test_what_one_engine_counts_leaves_room_for_the_sum_of_many() -> None:
     most = 2**31 - 1
-    beat = decode([b"\x02", of("Heartbeat", boot=BOOT, seq=0, carried=most)])
+    beat = decode([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, old_epoch_requests=most)])
     assert isinstance(beat, Heartbeat)
-    assert beat.carried == most
-    with pytest.raises(WireError, match="carried"):
-        decode([b"\x02", of("Heartbeat", boot=BOOT, seq=0, carried=most + 1)])
+    assert beat.old_epoch_requests == most
+    with pytest.raises(WireError, match="old_epoch_requests"):
+        decode([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, old_epoch_requests=most + 1)])
 
 
 def of(tag: str, **fields: object) -> bytes:
@@ -121,28 +123,32 @@ def of(tag: str, **fields: object) -> bytes:
         ([], Refusal.FRAMES, "0 frames"),
         ([b"\x02"], Refusal.FRAMES, "1 frames"),
         ([b"\x02", b"", b""], Refusal.FRAMES, "3 frames"),
-        ([b"\x01", encode(Nudge(BOOT))[1]], Refusal.VERSION, "tag 'Nudge' has version 1; this side speaks version 2"),
-        ([b"", encode(Nudge(BOOT))[1]], Refusal.VERSION, "(empty)"),
+        ([b"\x01", encode(Nudge(INSTANCE))[1]], Refusal.VERSION, "tag 'Nudge' has version 1; this side speaks version 2"),
+        ([b"", encode(Nudge(INSTANCE))[1]], Refusal.VERSION, "(empty)"),
         ([b"\x02", msgspec.msgpack.encode({"type": "Wipe"})], Refusal.TAG, "unknown tag 'Wipe' in version 2"),
         ([b"\x02", b""], Refusal.MALFORMED, "version 2"),
         ([b"\x02", b"\xc1\xff"], Refusal.MALFORMED, "tag (none)"),
-        ([b"\x02", encode(Nudge(BOOT))[1][:-1]], Refusal.MALFORMED, "version 2"),
-        ([b"\x02", msgspec.msgpack.encode({"type": "Nudge", "boot": b"short"})], Refusal.MALFORMED, "tag 'Nudge'"),
-        ([b"\x02", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT, "epoch": -1})], Refusal.MALFORMED, "epoch"),
-        ([b"\x02", msgspec.msgpack.encode({"type": "Propose", "boot": BOOT})], Refusal.MALFORMED, "epoch"),
-        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, stats={f"s{n}": 0.0 for n in range(65)})], Refusal.MALFORMED, "stats"),
-        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, stats={"s" * 65: 0.0})], Refusal.MALFORMED, "stats"),
-        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, boot_age_seconds=float("nan"))], Refusal.MALFORMED, "boot_age_seconds"),
-        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, weights=b"short")], Refusal.MALFORMED, "weights"),
-        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, weights_note="n" * 1025)], Refusal.MALFORMED, "weights_note"),
-        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, tiers_note="n" * 1025)], Refusal.MALFORMED, "tiers_note"),
-        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, tiers_off="n" * 254)], Refusal.MALFORMED, "tiers_off"),
-        ([b"\x02", of("Heartbeat", boot=BOOT, seq=0, tiers_off=1)], Refusal.MALFORMED, "tiers_off"),
+        ([b"\x02", encode(Nudge(INSTANCE))[1][:-1]], Refusal.MALFORMED, "version 2"),
+        ([b"\x02", msgspec.msgpack.encode({"type": "Nudge", "instance": b"short"})], Refusal.MALFORMED, "tag 'Nudge'"),
+        ([b"\x02", msgspec.msgpack.encode({"type": "Propose", "instance": INSTANCE, "epoch": -1})], Refusal.MALFORMED, "epoch"),
+        ([b"\x02", msgspec.msgpack.encode({"type": "Propose", "instance": INSTANCE})], Refusal.MALFORMED, "epoch"),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, stats={f"s{n}": 0.0 for n in range(65)})], Refusal.MALFORMED, "stats"),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, stats={"s" * 65: 0.0})], Refusal.MALFORMED, "stats"),
+        (
+            [b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, instance_age_seconds=float("nan"))],
+            Refusal.MALFORMED,
+            "instance_age_seconds",
+        ),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, weights=b"short")], Refusal.MALFORMED, "weights"),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, weights_note="n" * 1025)], Refusal.MALFORMED, "weights_note"),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, tiers_note="n" * 1025)], Refusal.MALFORMED, "tiers_note"),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, tiers_off="n" * 254)], Refusal.MALFORMED, "tiers_off"),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, tiers_off=1)], Refusal.MALFORMED, "tiers_off"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="v" * 254)], Refusal.MALFORMED, "label"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="")], Refusal.MALFORMED, "label"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="v\n")], Refusal.MALFORMED, r"label is 'v\n'; give one line"),
         ([b"\x02", of("Label", request=1, weights=b"w" * 17, label="v")], Refusal.MALFORMED, "weights"),
-        ([b"\x02", of("Reclaim", boot=BOOT, below=1, keep=[WEIGHTS] * (MAX_KEPT + 1))], Refusal.MALFORMED, "keep"),
+        ([b"\x02", of("Reclaim", instance=INSTANCE, below=1, keep=[WEIGHTS] * (MAX_KEPT + 1))], Refusal.MALFORMED, "keep"),
         ([b"\x02", of("Status", request=1, labels={f"{n:032x}": "v" for n in range(17)})], Refusal.MALFORMED, "labels"),
         ([b"\x02", of("Status", request=1, labels={"short": "v"})], Refusal.MALFORMED, "labels"),
         ([b"\x02", b"\x93" * 40_000], Refusal.MALFORMED, "version 2"),
@@ -158,7 +164,7 @@ def test_refused(frames: list[bytes], code: Refusal, named: str) -> None:
 
 def test_what_the_other_side_would_refuse_is_not_sent() -> None:
     with pytest.raises(WireError, match="Heartbeat has"):
-        encode(Heartbeat(BOOT, 0, stats={f"{'x' * 240}{n:03}": 0.0 for n in range(300)}))
+        encode(Heartbeat(INSTANCE, 0, stats={f"{'x' * 240}{n:03}": 0.0 for n in range(300)}))
 
 
 @pytest.mark.parametrize(

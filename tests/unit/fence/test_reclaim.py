@@ -7,11 +7,11 @@ import pytest
 from epochkv_fence.hub import events as ev
 from epochkv_fence.protocol.authority import Term
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
-from tests.unit.fence.helpers import HOLD, Driver, boot, config
+from tests.unit.fence.helpers import HOLD, Driver, config, instance
 
 
 def published(**keys: object) -> Driver:
-    """Epoch 1 is published and boots 1 and 2 are at it."""
+    """Epoch 1 is published and instances 1 and 2 are at it."""
     hub = Driver(**keys)
     hub.lead(granting=True)
     hub.now += HOLD
@@ -37,7 +37,7 @@ def asked(hub: Driver) -> Reclaim:
 
 
 def answer(hub: Driver, request: Reclaim, keys: int, num_bytes: int = 0) -> None:
-    hub.hear(Reclaimed(request.boot, request.below, keys, num_bytes, request.number))
+    hub.hear(Reclaimed(request.instance, request.below, keys, num_bytes, request.number))
 
 
 def test_repeated_until_nothing_is_left_and_once_more_for_what_lands_later() -> None:
@@ -47,7 +47,7 @@ def test_repeated_until_nothing_is_left_and_once_more_for_what_lands_later() -> 
     assert hub.hub.snapshot(hub.now).reclaimed == 0
     hub.now += 10.0
     second = asked(hub)
-    assert {first.boot, second.boot} == {boot(1), boot(2)}  # what one cannot remove, the next one may
+    assert {first.instance, second.instance} == {instance(1), instance(2)}  # what one cannot remove, the next one may
     answer(hub, second, 0)
     assert hub.hub.snapshot(hub.now).reclaimed == 1
     hub.now += 10.0
@@ -73,19 +73,19 @@ def test_a_pause_lies_between_two_requests() -> None:
     asked(hub)
 
 
-@pytest.mark.parametrize("what", ["nobody was asked", "another boot", "another epoch", "twice"])
+@pytest.mark.parametrize("what", ["nobody was asked", "another instance", "another epoch", "twice"])
 def test_answers_to_what_was_not_asked_are_not_counted(what: str) -> None:
     hub = published()
     if what == "nobody was asked":
-        hub.hear(Reclaimed(boot(1), 1, 5, 500, 1))
+        hub.hear(Reclaimed(instance(1), 1, 5, 500, 1))
         assert hub.hub.snapshot(hub.now).reclaimed_keys == 0
         return
     request = asked(hub)
     if what == "twice":
         answer(hub, request, 5)
-    other = boot(1) if request.boot == boot(2) else boot(2)
+    other = instance(1) if request.instance == instance(2) else instance(2)
     below = 0 if what == "another epoch" else 1
-    hub.hear(Reclaimed(other if what == "another boot" else request.boot, below, 5, number=request.number))
+    hub.hear(Reclaimed(other if what == "another instance" else request.instance, below, 5, number=request.number))
     assert hub.hub.snapshot(hub.now).reclaimed_keys == (5 if what == "twice" else 0)
 
 
@@ -202,7 +202,7 @@ def test_a_new_leader_goes_on_with_it() -> None:
 
 
 def mixed(hub: Driver) -> None:
-    """Boot 1 has no client of the store, boot 2 has one."""
+    """Instance 1 has no client of the store, instance 2 has one."""
     hub.beat(1, epoch=1, removes=False)
     hub.beat(2, epoch=1)
 
@@ -213,7 +213,7 @@ def test_an_engine_without_a_client_of_the_store_is_not_asked_beside_one_that_ha
         mixed(hub)
         hub.step(ev.Tick())
         hub.now += 10.0
-    assert {request.boot for request in hub.of(Reclaim)} == {boot(2)}
+    assert {request.instance for request in hub.of(Reclaim)} == {instance(2)}
 
 
 @pytest.mark.parametrize("admin", [False, True])

@@ -26,7 +26,7 @@ from epochkv_fence.protocol.messages import (
     Status,
     encode,
 )
-from tests.unit.fence.helpers import HOLD, LEASE, Driver, boot
+from tests.unit.fence.helpers import HOLD, LEASE, Driver, instance
 
 W = b"w" * 16
 
@@ -44,14 +44,14 @@ def pages(hub: Driver) -> list[Status]:
     hub.round()
     found = [hub.of(Status)[-1]]
     while found[-1].engines:
-        hub.hear(Status(1, after=found[-1].engines[-1].boot))
+        hub.hear(Status(1, after=found[-1].engines[-1].instance))
         found.append(hub.of(Status)[-1])
     return found[:-1]
 
 
 def test_a_status_tells_all_about_the_pool() -> None:
     hub = pool()
-    hub.beat(1, epoch=0, age=100.0, engine="e", pod="p", rank=2, fingerprint="f", carried=3, weights=b"w" * 16)
+    hub.beat(1, epoch=0, age=100.0, engine="e", pod="p", rank=2, fingerprint="f", old_epoch_requests=3, weights=b"w" * 16)
     hub.now += 2.0
     hub.beat(2, epoch=0, weights_note="asleep")
     hub.hear(Label(7, b"w" * 16, "step-5"))
@@ -61,8 +61,8 @@ def test_a_status_tells_all_about_the_pool() -> None:
     assert (page.origin, page.lease_seconds, page.pool) == (Source.TRAINER, LEASE, "uid")
     assert page.labels == {(b"w" * 16).hex(): "step-5"}
     engine, other = page.engines
-    assert (engine.boot, engine.engine, engine.pod, engine.rank, engine.fingerprint) == (boot(1), "e", "p", 2, "f")
-    assert (engine.epoch, engine.carried) == (0, 3)
+    assert (engine.instance, engine.engine, engine.pod, engine.rank, engine.fingerprint) == (instance(1), "e", "p", 2, "f")
+    assert (engine.epoch, engine.old_epoch_requests) == (0, 3)
     assert (engine.age_seconds, engine.silent_seconds) == (100.0, 2.0)
     assert (engine.weights, engine.weights_note, engine.since_seconds) == (b"w" * 16, "", 2.0)
     assert (other.weights, other.weights_note, other.since_seconds) == (None, "asleep", 0.0)
@@ -77,13 +77,13 @@ def test_why_an_engine_lacks_tiers_is_shown_as_it_was_said_last() -> None:
 
     def limited() -> list[tuple[bytes, str, str]]:
         snapshot = hub.hub.snapshot(hub.now)
-        return [(view.boot, view.tiers_off, view.tiers_note) for view in snapshot.limited]
+        return [(view.instance, view.tiers_off, view.tiers_note) for view in snapshot.limited]
 
-    assert limited() == [(boot(2), "SavesOnly", "loads are off: because")]
+    assert limited() == [(instance(2), "SavesOnly", "loads are off: because")]
     for seq, note in ((7, "an error"), (8, "another error")):  # an operator hears of it at once
-        actions = hub.hub.step(ev.Heard(b"p", Heartbeat(boot(1), seq, 0, weights=W, tiers_off="TiersBroken", tiers_note=note)), hub.now)
+        actions = hub.hub.step(ev.Heard(b"p", Heartbeat(instance(1), seq, 0, weights=W, tiers_off="TiersBroken", tiers_note=note)), hub.now)
         assert any(isinstance(action, ev.Changed) for action in actions)
-    assert limited()[0] == (boot(1), "TiersBroken", "another error")
+    assert limited()[0] == (instance(1), "TiersBroken", "another error")
     hub.now += LEASE
     assert limited() == [], "only of live engines"
 
@@ -143,17 +143,17 @@ def test_pages_fit_into_messages_whatever_names_engines_have(width: int, note: s
     for number in range(100):
         texts: dict[str, Any] = dict.fromkeys(("engine", "pod", "fingerprint", "tiers_off"), wide)
         texts |= {note: wide * 4} if note else {}
-        hub.beat(number, **texts, weights=boot(number))
-        hub.hear(Label(number, boot(number), "\U0001f600" * 253))
+        hub.beat(number, **texts, weights=instance(number))
+        hub.hear(Label(number, instance(number), "\U0001f600" * 253))
     found = pages(hub)
     assert len(found) >= 2
     assert [len(page.labels) for page in found[:2]] == [MAX_LABELS, 0]
     for page in found:
         encode(page)
-    assert [engine.boot for page in found for engine in page.engines] == [boot(number) for number in range(100)]
+    assert [engine.instance for page in found for engine in page.engines] == [instance(number) for number in range(100)]
 
 
-def test_no_boot_that_stays_is_missed_while_others_come_and_go() -> None:
+def test_no_instance_that_stays_is_missed_while_others_come_and_go() -> None:
     rng = random.Random(4)
     for _ in range(30):
         hub = pool()
@@ -170,17 +170,17 @@ def test_no_boot_that_stays_is_missed_while_others_come_and_go() -> None:
             assert page.total == len(there)
             if not page.engines:
                 break
-            seen += [engine.boot for engine in page.engines]
+            seen += [engine.instance for engine in page.engines]
             question = Status(1, after=seen[-1])
             there -= set(rng.sample(sorted(there), 5))
             stayed &= there
             there |= set(rng.sample(sorted(set(range(250)) - there), 5))
             hub.now += LEASE
         assert len(seen) == len(set(seen)) > 64
-        assert {boot(number) for number in stayed} <= set(seen)
+        assert {instance(number) for number in stayed} <= set(seen)
 
 
-def test_a_bump_is_told_how_many_boots_are_behind() -> None:
+def test_a_bump_is_told_how_many_instances_are_behind() -> None:
     hub = pool()
     for number in (1, 2, 3, 4):
         hub.beat(number)
@@ -212,11 +212,11 @@ def test_everyone_who_waits_is_told_of_the_publication_once() -> None:
 
 def test_the_snapshot_shows_what_engines_said() -> None:
     hub = pool()
-    beat = Heartbeat(boot(1), 0, 0, carried=5)
+    beat = Heartbeat(instance(1), 0, 0, old_epoch_requests=5)
     hub.step(ev.Heard(b"p", beat, key_index=1))
     (view,) = hub.hub.snapshot(hub.now).engines
-    assert (view.carried, view.key_index, view.state) == (5, 1, "unknown")
-    actions = hub.step(ev.Heard(b"p", Heartbeat(boot(1), 1, 0, carried=5), key_index=0))
+    assert (view.old_epoch_requests, view.key_index, view.state) == (5, 1, "unknown")
+    actions = hub.step(ev.Heard(b"p", Heartbeat(instance(1), 1, 0, old_epoch_requests=5), key_index=0))
     assert ev.Changed() in actions  # its owner waits for this to drop the old key
     (view,) = hub.hub.snapshot(hub.now).engines
     assert view.key_index == 0
@@ -232,54 +232,54 @@ def test_other_keys_move_what_engines_use_among_them() -> None:
         return view.key_index
 
     hub.step(ev.Configured(dataclasses.replace(hub.hub.state.config, client_public_keys=("old",))))
-    hub.step(ev.Heard(b"p", Heartbeat(boot(1), 0, 0), key_index=0))
+    hub.step(ev.Heard(b"p", Heartbeat(instance(1), 0, 0), key_index=0))
     assert accept("new", "old") == 1
     assert accept("newer", "new", "old") == 2
     assert accept("new", "old") == 1
     assert accept("new") == 1  # it has none of them
     assert accept("newest", "new") == 2
-    hub.step(ev.Heard(b"p", Heartbeat(boot(1), 1, 0), key_index=0))
+    hub.step(ev.Heard(b"p", Heartbeat(instance(1), 1, 0), key_index=0))
     assert accept("newest") == 0
 
 
 def test_an_engine_that_was_reset_alone_is_shown_so_and_decides_nothing() -> None:
     """Two pools, one with an engine that says so: the same grants, the same writes, the same publication."""
     plain, marked = pool(), pool()
-    for hub, private in ((plain, False), (marked, True)):
+    for hub, isolated in ((plain, False), (marked, True)):
         hub.beat(1, epoch=0, weights=W)
-        assert not hub.hub.snapshot(hub.now).engines[0].private
+        assert not hub.hub.snapshot(hub.now).engines[0].isolated
         hub.beat(2, epoch=0, weights=W)
-        actions = hub.step(ev.Heard(b"peer1", Heartbeat(boot(1), 1, 0, boot_age_seconds=1000.0, private=private, weights=W)))
-        assert (ev.Changed() in actions) == private
+        actions = hub.step(ev.Heard(b"peer1", Heartbeat(instance(1), 1, 0, instance_age_seconds=1000.0, isolated=isolated, weights=W)))
+        assert (ev.Changed() in actions) == isolated
         (page,) = pages(hub)
-        assert [(engine.boot, engine.private) for engine in page.engines] == [(boot(1), private), (boot(2), False)]
-        views = {view.boot: view for view in hub.hub.snapshot(hub.now).engines}
-        assert (views[boot(1)].state, views[boot(2)].state) == ("private" if private else "use", "use")
+        assert [(engine.instance, engine.isolated) for engine in page.engines] == [(instance(1), isolated), (instance(2), False)]
+        views = {view.instance: view for view in hub.hub.snapshot(hub.now).engines}
+        assert (views[instance(1)].state, views[instance(2)].state) == ("isolated" if isolated else "sharing", "sharing")
         hub.beat(1, epoch=0, seq=0)  # an older one, late
-        assert {view.private for view in hub.hub.snapshot(hub.now).engines} == {private, False}
+        assert {view.isolated for view in hub.hub.snapshot(hub.now).engines} == {isolated, False}
         hub.hear(Bump(1, 1))
-        hub.beat(1, epoch=0, seq=2, private=private, weights=W)
+        hub.beat(1, epoch=0, seq=2, isolated=isolated, weights=W)
         assert {view.state for view in hub.hub.snapshot(hub.now).engines} == {"behind"}
         hub.beat(1, epoch=1, seq=3, weights=W)
         hub.beat(2, epoch=1, weights=W)
         hub.round()
-        assert {view.state for view in hub.hub.snapshot(hub.now).engines} == {"use"}
+        assert {view.state for view in hub.hub.snapshot(hub.now).engines} == {"sharing"}
     assert plain.of(Grant) == marked.of(Grant) != []
     assert plain.kinds() == marked.kinds()
     assert ("Publish", 1) in plain.kinds()
 
 
 @pytest.mark.parametrize(
-    ("epoch", "weights", "private", "state"),
-    [(2, W, False, "use"), (2, W, True, "private"), (2, None, True, "unknown"), (2, None, False, "unknown"), (1, W, True, "behind")],
+    ("epoch", "weights", "isolated", "state"),
+    [(2, W, False, "sharing"), (2, W, True, "isolated"), (2, None, True, "unknown"), (2, None, False, "unknown"), (1, W, True, "behind")],
 )
-def test_the_state_of_an_engine(epoch: int, weights: bytes | None, private: bool, state: str) -> None:
+def test_the_state_of_an_engine(epoch: int, weights: bytes | None, isolated: bool, state: str) -> None:
     """What keeps it from sharing first is what is told: an epoch, then weights, then its own reset."""
-    status = EngineStatus(boot(1), epoch, engine="e", pod="p", private=private, weights=weights)
+    status = EngineStatus(instance(1), epoch, engine="e", pod="p", isolated=isolated, weights=weights)
     assert Engine.of(status, 2).state == state
     hub = Driver()
     hub.step(ev.Acquired(Term("h", 1), PoolRecord(2, 2, True)))
-    hub.beat(1, epoch=epoch, weights=weights, private=private)
+    hub.beat(1, epoch=epoch, weights=weights, isolated=isolated)
     assert [view.state for view in hub.hub.snapshot(hub.now).engines] == [state]
     hub.now += LEASE
     assert [view.state for view in hub.hub.snapshot(hub.now).engines] == ["silent"]

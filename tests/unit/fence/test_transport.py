@@ -45,7 +45,7 @@ def using(agent: AgentThread, epoch: int) -> bool:
 
 def test_an_epoch_is_asked_for_and_published_by_agreement(world: FenceWorld) -> None:
     hub, agents = serving(world)
-    agents[0][1].num_carried = 3
+    agents[0][1].num_old_epoch = 3
     started = time.monotonic()
     world.request(hub, 1)
     eventually(lambda: world.published() == 1, "published")
@@ -54,7 +54,7 @@ def test_an_epoch_is_asked_for_and_published_by_agreement(world: FenceWorld) -> 
         assert engine.adopted == [0, 1]
         assert using(agent, 1)
     snapshot = world.thread.call(lambda: hub.snapshot(POOL))
-    assert (snapshot.target, snapshot.published, snapshot.converged, snapshot.carried) == (1, 1, True, 3)
+    assert (snapshot.target, snapshot.published, snapshot.converged, snapshot.old_epoch_requests) == (1, 1, True, 3)
     assert sorted(view.pod for view in snapshot.engines) == ["rollout-0", "rollout-1"]
     assert snapshot.published_at is not None
     assert abs(snapshot.published_at - time.time()) < 60
@@ -69,7 +69,7 @@ def test_older_keys_are_removed_after_publication(world: FenceWorld) -> None:
     assert engine.reclaims == [(1, ())]
 
 
-def test_a_restarted_agent_is_a_new_boot_and_joins(world: FenceWorld) -> None:
+def test_a_restarted_agent_is_a_new_instance_and_joins(world: FenceWorld) -> None:
     hub, agents = serving(world)
     assert agents[0][0].stop()
     agent, engine = world.agent(hub.endpoint)

@@ -100,7 +100,7 @@ class Answers:
         broken: list[Any] = [2**64, -(2**64), object(), "\ud800"]
         for value in broken:
             self.router.send(peer, BumpStatus(1, 1, value, 1))
-        self.router.send(peer, Grant(message.boot, message.seq, 7, 30.0))
+        self.router.send(peer, Grant(message.instance, message.seq, 7, 30.0))
 
 
 def test_what_cannot_be_encoded_is_counted_told_once_and_not_sent(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,12 +125,12 @@ def test_an_engine_whose_numbers_cannot_be_encoded_is_silent_until_they_can(worl
     hub = world.hub()
     world.lead(hub)
     engine = FakeEngine()
-    engine.num_carried = 2**64
+    engine.num_old_epoch = 2**64
     agent, _ = world.agent(hub.endpoint, engine=engine)
     eventually(lambda: agent.counters["unencodable"] >= 2)
     assert agent.view.epoch is None
-    engine.num_carried = 5
+    engine.num_old_epoch = 5
     eventually(lambda: agent.view.epoch == 0)
-    eventually(lambda: world.thread.call(lambda: hub.snapshot(POOL)).carried == 5)
+    eventually(lambda: world.thread.call(lambda: hub.snapshot(POOL)).old_epoch_requests == 5)
     assert agent.counters["sessions_failed"] == 0
     assert caplog.text.count("cannot be encoded") == 1

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.boots import NUDGE_SECONDS, NUDGES_PER_SECOND
+from epochkv_fence.hub.instances import NUDGE_SECONDS, NUDGES_PER_SECOND
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge
 from epochkv_fence.protocol.pool import PoolConfig
 
 
-def boot(number: int) -> bytes:
+def instance(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
@@ -21,40 +21,40 @@ def leading() -> Hub:
 
 
 def grant(hub: Hub, number: int, now: float) -> list[bytes]:
-    """One round; the boots that were granted."""
+    """One round; the instances that were granted."""
     hub.step(ev.RoundBegan(number), now)
     actions = hub.step(ev.RoundVerified(number), now)
-    return [action.message.boot for action in actions if isinstance(action, ev.Send) and isinstance(action.message, Grant)]
+    return [action.message.instance for action in actions if isinstance(action, ev.Send) and isinstance(action.message, Grant)]
 
 
-def test_a_boot_without_a_lease_is_answered_within_50_ms_and_one_with_a_lease_within_a_second() -> None:
+def test_an_instance_without_a_lease_is_answered_within_50_ms_and_one_with_a_lease_within_a_second() -> None:
     hub = leading()
-    hub.step(ev.Heard(b"1", Heartbeat(boot(1), 0)), 101.0)
+    hub.step(ev.Heard(b"1", Heartbeat(instance(1), 0)), 101.0)
     assert hub.round_at(101.0) == 101.0
-    assert grant(hub, 1, 101.0) == [boot(1)]
-    hub.step(ev.Heard(b"1", Heartbeat(boot(1), 1, 0)), 101.01)
+    assert grant(hub, 1, 101.0) == [instance(1)]
+    hub.step(ev.Heard(b"1", Heartbeat(instance(1), 1, 0)), 101.01)
     assert hub.round_at(101.01) == 102.0
-    hub.step(ev.Heard(b"2", Heartbeat(boot(2), 0)), 101.02)
+    hub.step(ev.Heard(b"2", Heartbeat(instance(2), 0)), 101.02)
     assert hub.round_at(101.02) == 101.05
-    assert sorted(grant(hub, 2, 101.05)) == [boot(1), boot(2)]
-    hub.step(ev.Heard(b"2", Heartbeat(boot(2), 1, 0)), 101.06)
+    assert sorted(grant(hub, 2, 101.05)) == [instance(1), instance(2)]
+    hub.step(ev.Heard(b"2", Heartbeat(instance(2), 1, 0)), 101.06)
     assert hub.round_at(101.06) == 102.05
 
 
-def test_a_boot_whose_lease_has_run_out_is_answered_as_one_that_never_had_one() -> None:
+def test_an_instance_whose_lease_has_run_out_is_answered_as_one_that_never_had_one() -> None:
     hub = leading()
-    hub.step(ev.Heard(b"1", Heartbeat(boot(1), 0)), 101.0)
+    hub.step(ev.Heard(b"1", Heartbeat(instance(1), 0)), 101.0)
     grant(hub, 1, 101.0)
-    hub.step(ev.Heard(b"2", Heartbeat(boot(2), 0)), 133.99)
+    hub.step(ev.Heard(b"2", Heartbeat(instance(2), 0)), 133.99)
     grant(hub, 2, 133.99)
-    hub.step(ev.Heard(b"1", Heartbeat(boot(1), 1, 0)), 134.0)  # 33 s are lease and margin
+    hub.step(ev.Heard(b"1", Heartbeat(instance(1), 1, 0)), 134.0)  # 33 s are lease and margin
     assert hub.round_at(134.0) == 133.99 + 0.05
 
 
-def test_thousands_of_boots_that_are_behind_are_nudged_no_faster_than_they_can_answer() -> None:
+def test_thousands_of_instances_that_are_behind_are_nudged_no_faster_than_they_can_answer() -> None:
     hub = leading()
     for number in range(5000):
-        hub.step(ev.Heard(b"%d" % number, Heartbeat(boot(number), 0)), 101.0)
+        hub.step(ev.Heard(b"%d" % number, Heartbeat(instance(number), 0)), 101.0)
     assert len(grant(hub, 1, 101.0)) == 5000
     hub.step(ev.Asked(1), 101.0)
     nudges = [

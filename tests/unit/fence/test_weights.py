@@ -11,7 +11,7 @@ from epochkv_fence.hub.reclaim import MAX_WEIGHTS
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Leave, Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import EngineView
-from tests.unit.fence.helpers import HOLD, LEASE, Driver, boot, config
+from tests.unit.fence.helpers import HOLD, LEASE, Driver, config, instance
 
 GRACE = 600.0
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
@@ -28,16 +28,16 @@ def groups(hub: Driver) -> list[tuple[bytes, int, float, int]]:
 
 
 def diverged(hub: Driver) -> dict[int, float]:
-    """Boot number to seconds."""
+    """Instance number to seconds."""
     found: dict[int, float] = {}
     for view in hub.hub.snapshot(hub.now).diverged:
         assert view.diverged_seconds is not None
-        found[view.boot[0]] = view.diverged_seconds
+        found[view.instance[0]] = view.diverged_seconds
     return found
 
 
 def views(hub: Driver) -> dict[int, EngineView]:
-    return {view.boot[0]: view for view in hub.hub.snapshot(hub.now).engines}
+    return {view.instance[0]: view for view in hub.hub.snapshot(hub.now).engines}
 
 
 # ------------------------------------------------------------------------------------------------------------ what is shown
@@ -125,7 +125,7 @@ def test_a_new_hub_learns_from_heartbeats_since_when_engines_differ(order: tuple
     hub.beat(1, weights=B, weights_age_seconds=25.5)
     assert diverged(hub) == {3: seconds + 5.0}, "it is taken once"
     assert [(group[0], group[2]) for group in groups(hub)] == [(B, 30.0), (A, 905.0)]
-    hub.hear(Leave(boot(1)))
+    hub.hear(Leave(instance(1)))
     assert diverged(hub) == {3: seconds + 5.0}, "of as many, the newest count"
 
 
@@ -147,7 +147,7 @@ def test_an_engine_that_is_gone_or_does_not_know_differs_from_nobody(how: str) -
         hub.beat(number, weights=weights)
     assert set(diverged(hub)) == {3}
     if how == "leaves":
-        hub.hear(Leave(boot(3)))
+        hub.hear(Leave(instance(3)))
     elif how == "dies":
         hub.now += 2 * HOLD
         hub.step(ev.Tick())
@@ -176,7 +176,7 @@ def test_shown_is_what_was_said_whatever_the_order() -> None:
             known = [weights for weights, _ in held.values() if weights is not None]
             assert {group.weights: group.engines for group in snapshot.weights} == {weights: known.count(weights) for weights in known}
             assert [group.engines for group in snapshot.weights] == sorted((group.engines for group in snapshot.weights), reverse=True)
-            out = {view.boot[0] for view in snapshot.diverged}
+            out = {view.instance[0] for view in snapshot.diverged}
             for fingerprint in ("f0", "f1"):
                 members = {number: weights for number, (weights, of) in held.items() if of == fingerprint and weights is not None}
                 inside = {members[number] for number in members if number not in out}
@@ -190,7 +190,7 @@ def test_shown_is_what_was_said_whatever_the_order() -> None:
 
 
 def serving(**keys: object) -> Driver:
-    """A hub that leads for longer than the grace period, with boots 1 and 2 that hold A and nothing left to remove."""
+    """A hub that leads for longer than the grace period, with instances 1 and 2 that hold A and nothing left to remove."""
     hub = pool(**keys)
     pass_time(hub, GRACE, {1: A, 2: A})
     settle(hub)
@@ -213,7 +213,7 @@ def requests(hub: Driver) -> list[tuple[int, list[bytes]]]:
 def settle(hub: Driver) -> None:
     """Whoever is asked finds nothing, and the list of requests is emptied."""
     for request in hub.of(Reclaim):
-        hub.hear(Reclaimed(request.boot, request.below, 0, number=request.number))
+        hub.hear(Reclaimed(request.instance, request.below, 0, number=request.number))
     hub.sent.clear()
 
 
@@ -234,7 +234,7 @@ def test_an_epoch_that_is_published_meanwhile_is_no_reason_to_remove_them_sooner
     for _ in range(4):
         pass_time(hub, 10.0, {1: A, 2: B}, epoch=1)
         for request in hub.of(Reclaim):
-            hub.hear(Reclaimed(request.boot, request.below, 0, number=request.number))
+            hub.hear(Reclaimed(request.instance, request.below, 0, number=request.number))
     assert requests(hub) == [(1, [])] * 2
     pass_time(hub, GRACE, {1: A, 2: B}, epoch=1)
     assert requests(hub)[2] == (1, [A, B])
@@ -249,7 +249,7 @@ def test_weights_that_nobody_reports_any_more_are_removed_after_a_grace_period_u
     pass_time(hub, 20.0, {1: B, 2: B})
     assert requests(hub)[0] == (0, [B])
     first = hub.of(Reclaim)[0]
-    hub.hear(Reclaimed(first.boot, 0, 7, 700, first.number))
+    hub.hear(Reclaimed(first.instance, 0, 7, 700, first.number))
     asked = len(requests(hub))
     pass_time(hub, 20.0, {1: B, 2: B})
     assert len(requests(hub)) > asked  # again: something was there
@@ -290,7 +290,7 @@ def test_an_engine_that_does_not_know_and_is_gone_holds_nothing_up(how: str) -> 
     hub = serving()
     pass_time(hub, 3 * GRACE, {1: B, 2: None})
     if how == "leaves":
-        hub.hear(Leave(boot(2)))
+        hub.hear(Leave(instance(2)))
     pass_time(hub, 2 * HOLD, {1: B})
     assert requests(hub)[-1] == (0, [B])
 
@@ -338,14 +338,14 @@ def test_old_epochs_and_old_weights_are_removed_together() -> None:
 
 def test_an_answer_to_an_older_request_says_nothing_about_the_weights_since() -> None:
     hub = serving()
-    hub.hear(Leave(boot(2)))  # so that one engine is asked again and again
+    hub.hear(Leave(instance(2)))  # so that one engine is asked again and again
     pass_time(hub, GRACE / 2, {1: B})
     pass_time(hub, GRACE / 2 + 10.0, {1: C})
     first = hub.of(Reclaim)[0]
     assert requests(hub)[0] == (0, [B, C])
     pass_time(hub, GRACE / 2, {1: C})
     assert requests(hub)[-1] == (0, [C])
-    hub.hear(Reclaimed(first.boot, 0, 0, number=first.number))
+    hub.hear(Reclaimed(first.instance, 0, 0, number=first.number))
     asked = len(requests(hub))
     pass_time(hub, 30.0, {1: C})
     assert len(requests(hub)) > asked
@@ -358,7 +358,7 @@ def test_a_pause_lies_between_two_requests_however_often_engines_change() -> Non
     assert asked
     for number in range(200):
         hub.now += 0.04
-        hub.beat(1, epoch=0, weights=B, carried=number)
+        hub.beat(1, epoch=0, weights=B, old_epoch_requests=number)
         hub.step(ev.Tick())
     assert len(requests(hub)) == asked
 

@@ -12,7 +12,7 @@ from tests.unit.fence.helpers import HOLD, LEASE, Driver, config
 
 
 def led(epoch: int = 0, **keys: object) -> Driver:
-    """A hub long past its own leadership wait, with boots 1 and 2 at `epoch`."""
+    """A hub long past its own leadership wait, with instances 1 and 2 at `epoch`."""
     hub = Driver(**{"reclaim": "RemoveAll", **keys})
     hub.lead(target=epoch, published=epoch, granting=True)
     hub.now += HOLD

@@ -233,9 +233,9 @@ def test_pool_not_found(going: bool) -> None:
 
 
 def test_drained() -> None:
-    running = [rank("p0", carried=2), rank("p1"), rank("p2", carried=1)]
+    running = [rank("p0", old_epoch_requests=2), rank("p1"), rank("p2", old_epoch_requests=1)]
     for engines, expected, says in (
-        (running, ("False", "CarriedRequests"), "3 requests were admitted under an older epoch"),
+        (running, ("False", "OldEpochRequests"), "3 requests were admitted under an older epoch"),
         (running[1:2], ("True", "Drained"), "no request runs that was admitted before epoch 7"),
         ([], ("True", "Drained"), "epoch 7"),
     ):

@@ -84,7 +84,7 @@ def test_rights_that_are_missing_are_listed_with_the_chart_that_grants_them() ->
         (condition("TiersUsable", "False", "SavesOnly"), Level.WARNING, "message of SavesOnly"),
         (condition("TiersUsable", "False", "LayoutUnsupported", 1.0), Level.WRONG, "message of LayoutUnsupported"),
         (condition("WeightsConverged", "False", "Diverged"), Level.WRONG, "message of Diverged"),
-        (condition("Drained", "False", "CarriedRequests"), Level.WARNING, "message of CarriedRequests"),
+        (condition("Drained", "False", "OldEpochRequests"), Level.WARNING, "message of OldEpochRequests"),
         (condition("Available", "Unknown", "Strange"), Level.WRONG, "Available=Unknown"),
     ],
 )

@@ -42,8 +42,8 @@ def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
 
 
 def test_external_engines_of_one_name_are_told_apart() -> None:
-    ranks = [HubEngine("ray", "", number, 7, boot=f"{number:08x}") for number in range(2)]
-    twins = [HubEngine("sim", "", 0, epoch, boot=boot) for epoch, boot in ((7, "aaaaaaaa"), (6, "bbbbbbbb"))]
+    ranks = [HubEngine("ray", "", number, 7, instance=f"{number:08x}") for number in range(2)]
+    twins = [HubEngine("sim", "", 0, epoch, instance=instance) for epoch, instance in ((7, "aaaaaaaa"), (6, "bbbbbbbb"))]
     status = pool_status(POLICY, Observed(pool_children(), (), HubView(7, 6, [*ranks, *twins])), CONTEXT, {}, NOW)
     assert [(engine["name"], engine["epoch"]) for engine in status["externalEngines"]] == [
         ("ray", 7),
@@ -90,7 +90,7 @@ def test_pool_status_in_full() -> None:
         target=8,
         published=7,
         engines=[
-            rank("p0", 8, carried=2),
+            rank("p0", 8, old_epoch_requests=2),
             rank("p1", 7),
             HubEngine("trainer-a", "ray-1", 3, None, 1),
             HubEngine("trainer-b", "", 0, 8, weights="b" * 32),
@@ -101,10 +101,10 @@ def test_pool_status_in_full() -> None:
     )
     status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7, "granting": True}, NOW)
     assert (status["targetEpoch"], status["epoch"], status["granting"]) == (8, 7, True)
-    assert status["engines"] == {"total": 4, "converged": 2, "carriedRequests": 3, "summary": "2/4"}
+    assert status["engines"] == {"total": 4, "converged": 2, "oldEpochRequests": 3, "summary": "2/4"}
     assert status["externalEngines"] == [
-        {"name": "ray-1/3", "rank": 3, "carried": 1},
-        {"name": "trainer-b", "weights": "bbbbbbbb", "epoch": 8, "rank": 0, "carried": 0},
+        {"name": "ray-1/3", "rank": 3, "oldEpochRequests": 1},
+        {"name": "trainer-b", "weights": "bbbbbbbb", "epoch": 8, "rank": 0, "oldEpochRequests": 0},
     ]
     assert status["reset"] == {
         "epoch": 8,
@@ -146,7 +146,7 @@ def test_a_hub_that_knows_less_takes_nothing_away() -> None:
 
 def test_a_hub_that_has_just_begun_to_lead_reports_nobody_as_gone() -> None:
     """An operator that restarts would otherwise say that all engines left, and a moment later that they came."""
-    some = [rank("p0", carried=3), HubEngine("ray", "", 0, 7)]
+    some = [rank("p0", old_epoch_requests=3), HubEngine("ray", "", 0, 7)]
     before = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, some)), CONTEXT, {}, NOW)
     later = NOW + timedelta(seconds=5)
     for known in ([], some[:1]):

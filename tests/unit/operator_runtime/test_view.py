@@ -84,7 +84,7 @@ def test_how_long_engines_differ_is_counted_over_whoever_differs() -> None:
 
 def test_engines_by_state_and_those_that_differ_are_counted() -> None:
     late = engine("late", weights=B)
-    engines = [engine("fine"), late, engine("alone", private=True), engine("asleep", weights=None), engine("slow", converged=False)]
+    engines = [engine("fine"), late, engine("alone", isolated=True), engine("asleep", weights=None), engine("slow", converged=False)]
     engines += [engine("limited", tiers_off="TiersOff"), engine("gone", tiers_off="TiersOff", alive=False)]
     open_since = replace(EMPTY, target=2, published=1, behind_since=100.0, engines=engines, diverged=[late])
     export("rl", "gauges", open_since, Told(), 30.0, 140.0)
@@ -92,13 +92,13 @@ def test_engines_by_state_and_those_that_differ_are_counted() -> None:
     def gauge(state: str) -> float | None:
         return REGISTRY.get_sample_value("epochkv_pool_engines", {"namespace": "rl", "pool": "gauges", "state": state})
 
-    expected = {"use": 3.0, "private": 1.0, "unknown": 1.0, "behind": 1.0, "silent": 1.0}
+    expected = {"sharing": 3.0, "isolated": 1.0, "unknown": 1.0, "behind": 1.0, "silent": 1.0}
     assert {state: gauge(state) for state in expected} == expected
     assert REGISTRY.get_sample_value("epochkv_pool_weights_diverged_engines", {"namespace": "rl", "pool": "gauges"}) == 1.0
     assert REGISTRY.get_sample_value("epochkv_pool_tiers_off_engines", {"namespace": "rl", "pool": "gauges"}) == 1.0
     assert REGISTRY.get_sample_value("epochkv_pool_reset_overdue_seconds", {"namespace": "rl", "pool": "gauges"}) == 7.0
     forget_pool("rl", "gauges")
-    assert gauge("private") is None
+    assert gauge("isolated") is None
     assert REGISTRY.get_sample_value("epochkv_pool_tiers_off_engines", {"namespace": "rl", "pool": "gauges"}) is None
 
 

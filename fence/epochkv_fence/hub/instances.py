@@ -1,4 +1,4 @@
-"""What a hub remembers about engine boots.
+"""What a hub remembers about engine instances.
 
 It keeps this in memory only: a new leader waits until older grants are dead, and every engine sends heartbeats.
 """
@@ -16,16 +16,16 @@ from epochkv_fence.protocol.messages import Heartbeat, Nudge
 from epochkv_fence.protocol.pool import EngineView, PoolConfig
 
 NEVER: Final = -math.inf
-MAX_BOOTS: Final = 10_000
+MAX_INSTANCES: Final = 10_000
 NUDGE_SECONDS: Final = 0.25
 NUDGES_PER_SECOND: Final = 2_000
-"""Thousands of boots that were just nudged are on their way: nudged again, each would only send another heartbeat."""
+"""Thousands of instances that were just nudged are on their way: nudged again, each would only send another heartbeat."""
 MAX_COUNT: Final = 2**63 - 1
 
 
 @dataclass(slots=True)
-class BootRecord:
-    """One engine boot.
+class InstanceRecord:
+    """One engine instance.
 
     Attributes:
         newest: its newest heartbeat, for status.
@@ -40,7 +40,7 @@ class BootRecord:
         below_until: when every grant below the present target is dead by its clock.
     """
 
-    boot: bytes
+    instance: bytes
     newest: Heartbeat
     peer: bytes = b""
     seq: int = -1
@@ -70,14 +70,14 @@ class BootRecord:
         self.live_until = max(self.live_until, until)
 
     def keys_changed(self, before: Sequence[str], now: Sequence[str]) -> None:
-        """The pool accepts other keys, so the key of this boot has another place among them. A key that is gone counts as the oldest."""
+        """The pool accepts other keys, so this instance's key has another place among them. A key that is gone counts as the oldest."""
         key = before[self.key_index] if self.key_index < len(before) else None
         self.key_index = now.index(key) if key in now else len(now)
 
     def _shown(self) -> tuple[object, ...]:
         beat = self.newest
         tiers = beat.tiers_off, beat.tiers_note
-        return self.epoch, beat.carried, beat.private, beat.weights, beat.weights_note, tiers, self.key_index
+        return self.epoch, beat.old_epoch_requests, beat.isolated, beat.weights, beat.weights_note, tiers, self.key_index
 
     def at_least(self, epoch: int) -> bool:
         return self.epoch is not None and self.epoch >= epoch
@@ -91,13 +91,13 @@ class BootRecord:
         return max(self.heard_at + hold, self.granted_at + hold, self.live_until, self.below_until)
 
     def view(self, target: int, config: PoolConfig, now: float) -> EngineView:
-        """This boot as status shows it; `diverged_seconds` is left for who knows the others."""
+        """This engine instance as status shows it; `diverged_seconds` is left for who knows the others."""
         return EngineView(
-            boot=self.boot,
+            instance=self.instance,
             epoch=self.epoch,
             converged=self.at_least(target),
             alive=self.alive(config, now),
-            age_seconds=self.newest.boot_age_seconds,
+            age_seconds=self.newest.instance_age_seconds,
             silent_seconds=max(0.0, now - self.heard_at),
             stats=dict(self.newest.stats),
             key_index=self.key_index,
@@ -106,20 +106,20 @@ class BootRecord:
         )
 
 
-class Boots:
-    """All boots of one pool.
+class Instances:
+    """All instances of one pool.
 
     Attributes:
-        known: the boots that the hub remembers.
+        known: the instances that the hub remembers.
         behind: those of them below the target, in an order that a replay repeats.
-        departed: boots that have left, the newest last.
-        holdings: which weights the known boots hold.
-        forget_at: when to look for boots to forget.
-        nudge_at: when to nudge the boots behind again.
+        departed: instances that have left, the newest last.
+        holdings: which weights the known instances hold.
+        forget_at: when to look for instances to forget.
+        nudge_at: when to nudge the instances behind again.
     """
 
     def __init__(self) -> None:
-        self.known: dict[bytes, BootRecord] = {}
+        self.known: dict[bytes, InstanceRecord] = {}
         self.behind: dict[bytes, None] = {}
         self.departed: dict[bytes, None] = {}
         self.holdings = Holdings()
@@ -127,37 +127,37 @@ class Boots:
         self.nudge_at = math.inf
 
     def hear(self, peer: bytes, beat: Heartbeat, key_index: int, *, target: int, hold: float, now: float) -> bool:
-        """Take a heartbeat; return whether it changes anything that status shows. The hub remembers a silent boot for `hold` seconds."""
-        record = self.known.get(beat.boot)
+        """Take a heartbeat; return whether status changes by it. The hub remembers a silent instance for `hold` seconds."""
+        record = self.known.get(beat.instance)
         before = record.newest if record is not None else None
         if record is None:
-            record = self.known[beat.boot] = BootRecord(beat.boot, beat)
-            self.behind[beat.boot] = None
+            record = self.known[beat.instance] = InstanceRecord(beat.instance, beat)
+            self.behind[beat.instance] = None
             self.forget_at = min(self.forget_at, now + hold)
         changed = record.hear(peer, beat, now, key_index)
         self.holdings.change(before, record.newest, record.weights_at)
         if record.at_least(target):
-            self.behind.pop(beat.boot, None)
+            self.behind.pop(beat.instance, None)
         return changed or before is None
 
-    def leave(self, boot: bytes, now: float) -> bool:
-        """This boot gave up its lease and takes no other, so late heartbeats must not bring it back. Returns whether it was known."""
-        self.departed[boot] = None
-        while len(self.departed) > MAX_BOOTS:
+    def leave(self, instance: bytes, now: float) -> bool:
+        """This instance gave up its lease and takes no other, so late heartbeats must not bring it back. Returns whether it was known."""
+        self.departed[instance] = None
+        while len(self.departed) > MAX_INSTANCES:
             del self.departed[next(iter(self.departed))]
-        return self._drop(boot, now)
+        return self._drop(instance, now)
 
-    def forget(self, may_forget: Callable[[BootRecord], bool], hold: float, now: float) -> list[bytes]:
-        """Forget the boots that `may_forget` names; return them."""
-        over = [boot for boot, record in self.known.items() if may_forget(record)]
-        for boot in over:
-            self._drop(boot, now)
+    def forget(self, may_forget: Callable[[InstanceRecord], bool], hold: float, now: float) -> list[bytes]:
+        """Forget the instances that `may_forget` names; return them."""
+        over = [instance for instance, record in self.known.items() if may_forget(record)]
+        for instance in over:
+            self._drop(instance, now)
         self.forget_at = now + hold / 3 if self.known else math.inf
         return over
 
-    def _drop(self, boot: bytes, now: float) -> bool:
-        self.behind.pop(boot, None)
-        record = self.known.pop(boot, None)
+    def _drop(self, instance: bytes, now: float) -> bool:
+        self.behind.pop(instance, None)
+        record = self.known.pop(instance, None)
         if record is not None:
             self.holdings.change(record.newest, None, now)
         return record is not None
@@ -167,25 +167,25 @@ class Boots:
         for record in self.known.values():
             record.below_until = max(record.below_until, record.live_until)
             record.live_until = NEVER
-        self.behind = {boot: None for boot, record in self.known.items() if not record.at_least(target)}
+        self.behind = {instance: None for instance, record in self.known.items() if not record.at_least(target)}
 
     def nudge(self, now: float) -> list[ev.Action]:
-        """Ask the boots behind for a heartbeat, which a grant of the new target can answer."""
+        """Ask the instances behind for a heartbeat, which a grant of the new target can answer."""
         self.nudge_at = now + max(NUDGE_SECONDS, len(self.behind) / NUDGES_PER_SECOND)
-        return [ev.Send(self.known[boot].peer, Nudge(boot)) for boot in self.behind]
+        return [ev.Send(self.known[instance].peer, Nudge(instance)) for instance in self.behind]
 
     @property
     def highest_epoch(self) -> int:
         return max((record.epoch or 0 for record in self.known.values()), default=0)
 
     @property
-    def carried(self) -> int:
-        """How many requests all known boots carry under older roots."""
-        return min(sum(record.newest.carried for record in self.known.values()), MAX_COUNT)
+    def old_epoch_requests(self) -> int:
+        """How many requests all known instances carry under older roots."""
+        return min(sum(record.newest.old_epoch_requests for record in self.known.values()), MAX_COUNT)
 
 
 class Holdings:
-    """Which weights the known boots of each fingerprint hold, and since when these differ."""
+    """Which weights the known instances of each fingerprint hold, and since when these differ."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[bytes]] = {}
@@ -193,14 +193,14 @@ class Holdings:
         self._unequal_at: dict[str, float] = {}
 
     def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
-        """A boot's newest heartbeat was `before` (None: the boot is new) and is `after` (None: the hub forgets the boot).
+        """The newest heartbeat of an instance was `before` (None: it is new) and is `after` (None: the hub forgets it).
 
-        The boot has reported those weights since `since`, maybe to an earlier hub.
+        The engine instance has reported those weights since `since`, maybe to an earlier hub.
         """
         old, new = _holding(before), _holding(after)
         if old == new:
             return
-        if new is not None:  # first, or boots that go on holding different weights would seem to agree in between
+        if new is not None:  # first, or instances that go on holding different weights would seem to agree in between
             self._newest_at[new[0]] = max(since, self._newest_at.get(new[0], NEVER))
             self._add(*new, 1)
         if old is not None:
@@ -219,7 +219,7 @@ class Holdings:
             del self._counts[fingerprint], self._newest_at[fingerprint]
 
     def unequal_seconds(self, fingerprint: str, now: float) -> float:
-        """For how long boots of this fingerprint have held different weights."""
+        """For how long instances of this fingerprint have held different weights."""
         return max(0.0, now - self._unequal_at.get(fingerprint, now))
 
 
