@@ -50,7 +50,11 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in VALUES.items() for value in (*values, None)])
+CASES = [(field, number, value) for field, values in VALUES.items() for number, value in enumerate((*values, None))]
+
+
+# Keys are drawn anew in each process, so names of tests cannot hold them.
+@pytest.mark.parametrize(("field", "value"), [pytest.param(field, value, id=f"{field}-{number}") for field, number, value in CASES])
 def test_a_changed_or_missing_field_is_seen(field: str, value: str | None) -> None:
     fields = {**content(ROTATED, POOL)}
     fields.pop(field)
