@@ -47,6 +47,7 @@ def test_an_epoch_that_somebody_wrote_is_proved_before_anybody_hears_of_it(
         with joined(operator, namespace) as engine:
             eventually(lambda: engine.leased, "joined")
             namespace.bump("policy", 1)
+            eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "reported")
             proof = eventually(lambda: p if (p := namespace.status("policy").get("proof", "")).startswith("1:") else None, "proved")
             if not running:
                 operator.terminate()

@@ -161,8 +161,8 @@ def test_a_users_secret_of_the_pools_name_is_left_alone(namespace: Namespace, op
 
 def test_a_pool_without_its_secret_says_why_and_goes_on_when_it_may(namespace: Namespace, operator: OperatorProcess) -> None:
     path = "/api/v1/namespaces/{}/resourcequotas"
-    namespace.create(path, {"metadata": {"name": "tight"}, "spec": {"hard": {"count/secrets": "1"}}})
-    eventually(lambda: (namespace.get(path, "tight") or {}).get("status", {}).get("used", {}).get("count/secrets") == "1", "quota in force")
+    namespace.create(path, {"metadata": {"name": "tight"}, "spec": {"hard": {"count/secrets": "0"}}})
+    eventually(lambda: (namespace.get(path, "tight") or {}).get("status", {}).get("used", {}).get("count/secrets") == "0", "quota in force")
     namespace.create_pool("policy", **L1)
     namespace.create_engine("rollout", poolRef={"name": "policy"}, **ENGINE)
     refused = eventually(lambda: ready(namespace.status("policy"), "SecretRefused"), f"a condition; log:\n{operator.tail()}")

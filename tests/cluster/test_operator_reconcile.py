@@ -59,7 +59,7 @@ def test_a_pool_and_an_engine_become_objects_and_then_ready(namespace: Namespace
         "deployments": {"policy-master", "rollout"},
         "statefulsets": {"policy-store"},
         "configmaps": {"policy-connection"},
-        "secrets": {"policy-fence", "epochkv-hub"},
+        "secrets": {"policy-fence"},
         "serviceaccounts": {"rollout"},
         "poddisruptionbudgets": {"policy-master", "policy-store", "rollout"},
         "services": {"policy-master", "policy-store", "rollout"},
@@ -84,18 +84,20 @@ def test_a_pool_and_an_engine_become_objects_and_then_ready(namespace: Namespace
     assert listed.stdout == "0/0"
 
 
-def test_a_steady_cluster_sees_no_writes(namespace: Namespace, operator: OperatorProcess) -> None:
-    namespace.create_pool("policy", **L1_AND_L2)
-    namespace.create_engine("rollout", **ENGINE)
-    eventually(lambda: up(namespace), f"pool and engine up; log:\n{operator.tail()}")
-    time.sleep(3)  # the tail of the rollout: counters of other controllers
-    before, writes = namespace.versions(), operator.metric("epochkv_operator_api_writes_total")
-    assert writes > 10  # the counter counts
-    requests = operator.metric("epochkv_operator_api_requests_total")
-    time.sleep(10)
-    assert namespace.versions() == before
-    assert operator.metric("epochkv_operator_api_writes_total") == writes
-    assert operator.metric("epochkv_operator_api_requests_total") > requests  # its Lease: the operator was not asleep
+def test_a_steady_cluster_sees_no_writes(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
+        operator.wait_ready()
+        namespace.create_pool("policy", **L1_AND_L2)
+        namespace.create_engine("rollout", **ENGINE)
+        eventually(lambda: up(namespace), f"pool and engine up; log:\n{operator.tail()}")
+        time.sleep(3)  # the tail of the rollout: counters of other controllers
+        before, writes = namespace.versions(), operator.metric("epochkv_operator_api_writes_total")
+        assert writes > 10  # the counter counts
+        requests = operator.metric("epochkv_operator_api_requests_total")
+        time.sleep(10)
+        assert namespace.versions() == before
+        assert operator.metric("epochkv_operator_api_writes_total") == writes
+        assert operator.metric("epochkv_operator_api_requests_total") > requests  # its Lease: the operator was not asleep
 
 
 def test_a_restarted_operator_writes_nothing_that_is_already_there(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
@@ -132,7 +134,8 @@ def test_a_deleted_child_comes_back(namespace: Namespace, operator: OperatorProc
     [event] = eventually(lambda: namespace.events("ChildRestored"), f"told; log:\n{operator.tail()}")
     assert event["note"].startswith("put back as the spec says: ")
     assert f"{name} was deleted" in event["note"]
-    reasons = {line["reason"] for line in operator.logged("child applied") if line["child"].endswith(f" {name}")}
+    applied = [line for line in operator.logged("child applied") if f" {namespace.name}/" in line["object"]]
+    reasons = {line["reason"] for line in applied if line["child"].endswith(f" {name}")}
     assert reasons == {"it does not exist"}
 
 
@@ -152,7 +155,11 @@ def test_a_changed_child_is_put_right_and_foreign_fields_stay(namespace: Namespa
     for _ in range(2):  # the same again is one Event a minute
         namespace.patch(CHILDREN["deployments"], "rollout", {"spec": {"replicas": 7}})
         eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout")["spec"]["replicas"] == 4, "put right again")  # type: ignore[index]
-    eventually(lambda: len(operator.logged("told the user")) == 3, "three tellings in the log")  # written after the child is
+
+    def told() -> int:
+        return sum(f" {namespace.name}/" in line["object"] for line in operator.logged("told the user"))
+
+    eventually(lambda: told() == 3, "three tellings in the log")  # written after the child is
     assert len(namespace.events("ChildRestored")) == 1
 
 
