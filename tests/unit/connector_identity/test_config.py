@@ -93,18 +93,6 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(extra: dic
     assert len(words) < 500
 
 
-@pytest.mark.parametrize("key", ["weights_source", "on_local_reset", "encoder"])
-def test_a_key_of_before_is_refused_with_what_replaced_it(tmp_path: Path, key: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^kv_connector_extra_config: the key {key} is no longer supported: .*; remove it, see docs/trainers.md"
-    ):
-        ConnectorConfig.parse({**POOL, key: "x"}, {})
-    path = tmp_path / "epochkv.json"
-    path.write_text(json.dumps({**POOL, key: "x"}))
-    with pytest.raises(ConfigError, match=f"{path.name}.* the key {key} is no longer supported"):
-        ConnectorConfig.parse({}, {"EPOCHKV_CONFIG": str(path)})
-
-
 @pytest.mark.parametrize(
     ("extra", "named", "meant"),
     [
