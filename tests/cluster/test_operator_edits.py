@@ -102,7 +102,7 @@ def test_every_other_field_is_put_back(namespace: Namespace, operator: OperatorP
     with joined(operator, namespace) as engine:
         eventually(lambda: engine.epoch == 3, "there")
         eventually(lambda: "completionTime" in namespace.status("policy").get("reset", {}), "published")
-        eventually(lambda: (namespace.status("policy").get("engines") or {}).get("total") == 1, "counted")
+        eventually(lambda: (namespace.status("policy").get("engines") or {}).get("summary") == "1/1", "counted, at its epoch")
         eventually(lambda: namespace.status("policy").get("granting"), "granted")
         eventually(lambda: condition(namespace.status("policy"), "Ready").get("status") == "True", "ready")
         before = steady()
