@@ -180,6 +180,7 @@ def test_upgrade_rollback_and_reinstall(
     assert {name: value for name, value in objects(work).items() if name.startswith("secrets/")} == secrets
 
 
+@pytest.mark.slow  # the other one upgrades, too
 def test_an_upgrade_of_the_operator_alone_touches_nothing(
     release: Release, work: Namespace, following: Path, operator: Callable[[str], OperatorProcess]
 ) -> None:

@@ -14,6 +14,7 @@ from hack.cluster.controlplane import ControlPlane
 SECONDS = float(os.environ.get("EPOCHKV_CHAOS_SECONDS", "45"))
 
 
+@pytest.mark.slow  # each kind of edit, fault and death has a test of its own in this layer
 @pytest.mark.timeout(900)
 def test_a_storm_ends_as_a_fresh_install(plane: ControlPlane, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 31)

@@ -39,7 +39,13 @@ def settled(space: Namespace, epoch: int) -> bool:
 
 @pytest.mark.parametrize(
     "fault",
-    [Fault(409), Fault(422), Fault(429), Fault(500), Fault(500, carried_out=True)],
+    [
+        Fault(409),
+        pytest.param(Fault(422), marks=pytest.mark.slow),
+        pytest.param(Fault(429), marks=pytest.mark.slow),
+        pytest.param(Fault(500), marks=pytest.mark.slow),
+        Fault(500, carried_out=True),
+    ],
     ids=["409", "422", "429", "500", "500-but-written"],
 )
 def test_work_is_done_once_a_storm_is_over(namespace: Namespace, proxy: FaultProxy, tmp_path: Path, fault: Fault) -> None:
@@ -127,6 +133,7 @@ class OneWrite:
         return Fault(0, carried_out=first)
 
 
+@pytest.mark.slow  # `test_operator_kills.py` kills after some writes of more flows
 @pytest.mark.timeout(600)
 def test_killed_after_each_single_write_the_next_one_goes_on(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
     namespace.create_pool("policy", resetEpoch=1, **POOL)

@@ -17,6 +17,7 @@ RESYNC_SECONDS = 6.0
 WAIT_SECONDS = 200.0
 
 
+@pytest.mark.slow  # `test_operator_reconcile.py` has a few objects idle, and taken over, without a write
 @pytest.mark.timeout(600)
 def test_a_fleet_idles_and_is_taken_over_without_a_write(
     fresh_control_plane: ControlPlane, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -76,6 +76,7 @@ def test_remove_all_wipes_the_store_after_it_has_published(
             assert operator.metric("epochkv_pool_reclaimed_bytes") == found["bytes"]
 
 
+@pytest.mark.slow  # `tests/unit/fence/test_wipe.py`, on a clock of its own
 def test_a_master_that_hangs_delays_no_publication(plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "RemoveAll")
@@ -122,6 +123,7 @@ def test_delete_is_asked_of_an_engine(plane: ControlPlane, namespace: Namespace,
     mooncake.flush()
 
 
+@pytest.mark.slow  # `tests/unit/fence/test_reclaim.py`, on a clock of its own
 def test_retain_leaves_everything(plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path) -> None:
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
         served(operator, namespace, mooncake, "Retain", 2)

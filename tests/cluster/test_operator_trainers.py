@@ -165,6 +165,7 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
         eventually(lambda: {engine.epoch for engine in engines} == {1}, f"adopted; log:\n{second.tail()}")
 
 
+@pytest.mark.slow  # `test_a_reset_survives_the_operator` ends one before and one after the write that counts
 @pytest.mark.timeout(600)
 def test_killed_after_each_single_write_of_a_trainers_reset_the_next_one_goes_on(
     plane: ControlPlane, namespace: Namespace, tmp_path: Path

@@ -52,6 +52,7 @@ def column(space: Namespace, plane: ControlPlane) -> str:
     return row[head.index("WEIGHTS") : head.index("STORES")].strip()
 
 
+@pytest.mark.slow  # `tests/unit/operator_runtime/test_view.py` has the minute, on a clock of its own
 @pytest.mark.timeout(300)
 def test_a_push_shows_and_one_that_misses_an_engine_is_named_after_a_minute(
     plane: ControlPlane, namespace: Namespace, tmp_path: Path
