@@ -18,4 +18,4 @@ def test_helm_test(setup: Setup, kube: Kube) -> None:
     assert "epoch 1 published" in done.stdout
     pools = f"/apis/epochkv.io/v1alpha1/namespaces/{SYSTEM}/kvcachepools"
     eventually(lambda: kube.get(pools)["items"] == [], "the test's pool is gone")
-    kube.kubectl("-n", SYSTEM, "delete", "pod", "epochkv-test")
+    kube.kubectl("-n", SYSTEM, "delete", "pod", "-l", "app.kubernetes.io/component=test")

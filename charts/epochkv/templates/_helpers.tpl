@@ -52,8 +52,13 @@ capabilities: {drop: [ALL]}
 {{- .Values.test.namespace | default (has .Release.Namespace $served | ternary .Release.Namespace (first $served)) -}}
 {{- end }}
 
+{{- /* Of the test's pod and of its own pool, which Helm deletes: a name that nobody has given to a pool. */ -}}
+{{- define "epochkv.testName" -}}
+epochkv-test-{{ printf "%s/%s" .Release.Namespace .Release.Name | sha256sum | trunc 8 }}
+{{- end }}
+
 {{- define "epochkv.testPool" -}}
-{{- .Values.test.pool | default "epochkv-test" -}}
+{{- .Values.test.pool | default (include "epochkv.testName" .) -}}
 {{- end }}
 
 {{- define "epochkv.testSelector" -}}

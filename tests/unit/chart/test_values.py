@@ -16,6 +16,8 @@ Render = Callable[..., Rendered]
 DIGEST = "sha256:" + "ab" * 32
 
 #: What a platform team asks of any operator, with something that only this test would write.
+TEST = "epochkv-test-9235b215"
+"""The pod of `helm test`, and its pool: the release `demo` in `epochkv-system`."""
 PLACEMENT: dict[str, Any] = {
     "imagePullSecrets": [{"name": "registry"}],
     "priorityClassName": "system-cluster-critical",
@@ -107,7 +109,7 @@ def test_placement_reaches_the_operators_pods(render: Render, tmp_path: Path) ->
 
 def test_placement_reaches_the_test_too(render: Render, tmp_path: Path) -> None:
     """It needs the same registry, and nodes that take it."""
-    pod = rendered_with(render, tmp_path, PLACEMENT).one("Pod", "epochkv-test")
+    pod = rendered_with(render, tmp_path, PLACEMENT).one("Pod", TEST)
     for key in ("imagePullSecrets", "priorityClassName", "nodeSelector", "tolerations"):
         assert pod["spec"][key] == PLACEMENT[key]
     # Were it labelled like the operator, engines would dial it and the budget would count it.
@@ -122,7 +124,7 @@ def test_a_digest_wins_over_the_tag(render: Render) -> None:
     )
     (container,) = rendered.one("Deployment", "epochkv-operator")["spec"]["template"]["spec"]["containers"]
     assert container["image"] == f"mirror.example/operator@{DIGEST}"
-    assert rendered.one("Pod", "epochkv-test")["spec"]["containers"][0]["image"] == container["image"]
+    assert rendered.one("Pod", TEST)["spec"]["containers"][0]["image"] == container["image"]
     assert f"--store-image=mirror.example/store@{DIGEST}" in container["args"]
     assert f"--engine-image=mirror.example/engine:1@{DIGEST}" in container["args"]
 
@@ -130,12 +132,12 @@ def test_a_digest_wins_over_the_tag(render: Render) -> None:
 def test_the_test_resets_its_own_pool_or_the_given_one_where_the_operator_serves(render: Render) -> None:
     def tested(*values: str) -> tuple[str, str, list[str]]:
         rendered = render(*values)
-        pod, pools = rendered.one("Pod", "epochkv-test"), [obj for obj in rendered.objects if obj["kind"] == "KVCachePool"]
+        pod, pools = rendered.one("Pod", TEST), [obj for obj in rendered.objects if obj["kind"] == "KVCachePool"]
         assert pod["spec"]["automountServiceAccountToken"] is False
         (connection,) = [volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume]
         return pod["metadata"]["namespace"], connection, [f"{obj['metadata']['namespace']}/{obj['metadata']['name']}" for obj in pools]
 
-    assert tested() == ("epochkv-system", "epochkv-test-connection", ["epochkv-system/epochkv-test"])
+    assert tested() == ("epochkv-system", f"{TEST}-connection", [f"epochkv-system/{TEST}"])
     assert tested("--set", "test.pool=policy,test.namespace=team") == ("team", "policy-connection", [])
     # A namespace that no operator of this release serves would wait for ever.
     assert tested("--set", "watchNamespaces={team-a,team-b}")[0] == "team-a"
@@ -147,4 +149,4 @@ def test_the_test_may_dial_a_hub_that_is_closed_to_others(render: Render) -> Non
     (hub,) = [rule for rule in rendered.one("NetworkPolicy", "epochkv-operator")["spec"]["ingress"] if rule["ports"][0]["port"] == 7700]
     team, test = hub["from"]
     assert team == {"namespaceSelector": {"matchLabels": {"team": "ml"}}}
-    assert test["podSelector"]["matchLabels"].items() <= rendered.one("Pod", "epochkv-test")["metadata"]["labels"].items()
+    assert test["podSelector"]["matchLabels"].items() <= rendered.one("Pod", TEST)["metadata"]["labels"].items()
