@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from hack.engine_api import Answer
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
-from hack.standalone.process import nothing_left
+from hack.standalone.process import Popen, nothing_left
 from hack.waiting import eventually
 
 STEPS = 9
@@ -62,6 +63,7 @@ class Stage:
     reference: Reference
     progress: Progress
     claims: Claims
+    popen: Popen = subprocess.Popen
 
 
 def demo(console: Console, seed: int | None) -> int:
@@ -74,8 +76,11 @@ def demo(console: Console, seed: int | None) -> int:
     with tempfile.TemporaryDirectory(prefix="epochkv-demo-") as name, nothing_left(lambda line: console.print(line, highlight=False)):
         folder = Path(name)
         weights = Weights(models.make(folder / "base", 1), models.make(folder / "new", 2))
-        with progress.step("an engine without any cache answers first", 40):
-            reference = ask_reference(folder, weights, prompt, second)
+        with (
+            progress.step("an engine without any cache answers first", 40),
+            Engine("reference", weights.base, folder, prefix_caching=False) as bare,
+        ):
+            reference = ask_reference(bare, weights, prompt, second)
         claims.check("the new weights change the answer", reference.old != reference.new, "yes", _yes(reference.old != reference.new))
         stage = Stage(folder, weights, prompt, second, reference, progress, claims)
         stale, ours, fenced = act_of_stock(stage), act_of_ours(stage), act_of_fence(stage)
@@ -96,7 +101,7 @@ def act_of_stock(stage: Stage) -> Answer:
     with Mooncake(stage.folder / "stock") as mooncake, ExitStack() as stack:
         connector, environ = stock_connector(stage.folder, mooncake)
         with stage.progress.step("two engines with vLLM's MooncakeStoreConnector", 60):
-            a, b = start(stack, stage.folder / "stock", stage.weights, connector, environ)
+            a, b = start(stack, stage, stage.folder / "stock", connector, environ)
         with stage.progress.step("A resets, B is late", 5):
             stale = late_reset(a, b, mooncake, stage)
     stage.claims.equal("vLLM's connector: stale tokens that A reuses", stale.cached, CACHED)
@@ -112,7 +117,7 @@ def act_of_ours(stage: Stage) -> Answer:
         # Two engines share two cores here: a lookup that is late would be a miss, and the demo wants to show hits.
         connector = pool.connector(local_bytes=64 << 20, master_address=mooncake.address, lookup_deadline_ms=500.0)
         with stage.progress.step("two engines with EpochKV", 60):
-            a, b = start(stack, folder, stage.weights, connector, {})
+            a, b = start(stack, stage, folder, connector, {})
             pool.wait_engines(2)
         with stage.progress.step("the same story with EpochKV", 5):
             fresh = late_reset(a, b, mooncake, stage, pool)
@@ -129,7 +134,7 @@ def act_of_fence(stage: Stage) -> Answer:
         connector, environ = stock_connector(folder, mooncake)
         fence = {"EPOCHKV_FENCE": "1", "EPOCHKV_CONFIG": str(pool.credentials)}
         with stage.progress.step("two engines with vLLM's connector and EPOCHKV_FENCE=1", 60):
-            a, b = start(stack, folder, stage.weights, connector, {**environ, **fence})
+            a, b = start(stack, stage, folder, connector, {**environ, **fence})
             pool.wait_engines(2)
         with stage.progress.step("the same story with vLLM's connector and the fence", 5):
             fresh = late_reset(a, b, mooncake, stage, pool, keeps_store=True)
@@ -146,13 +151,12 @@ def check_fresh(fresh: Answer, who: str, stage: Stage) -> None:
     stage.claims.check(f"{who}: A answers as without a cache", right, "yes", _yes(right))
 
 
-def ask_reference(folder: Path, weights: Weights, prompt: Prompt, second: Prompt) -> Reference:
-    """The prompts, by an engine of its own."""
-    with Engine("reference", weights.base, folder, prefix_caching=False) as engine:
-        old = engine.complete(prompt, ANSWER_TOKENS)
-        engine.reload_weights(weights.new)
-        new = engine.complete(prompt, ANSWER_TOKENS)
-        last = engine.complete(second, ANSWER_TOKENS)
+def ask_reference(engine: Engine, weights: Weights, prompt: Prompt, second: Prompt) -> Reference:
+    """What an engine without any cache, whose weights are the old ones, answers."""
+    old = engine.complete(prompt, ANSWER_TOKENS)
+    engine.reload_weights(weights.new)
+    new = engine.complete(prompt, ANSWER_TOKENS)
+    last = engine.complete(second, ANSWER_TOKENS)
     return Reference(old.tokens, new.tokens, last.tokens)
 
 
@@ -175,13 +179,11 @@ def stock_connector(folder: Path, mooncake: Mooncake) -> tuple[dict[str, Any], d
     return connector, {"MOONCAKE_CONFIG_PATH": str(config), "VLLM_HOST_IP": "127.0.0.1"}
 
 
-def start(
-    stack: ExitStack, folder: Path, weights: Weights, connector: Mapping[str, Any], environ: Mapping[str, str]
-) -> tuple[Engine, Engine]:
+def start(stack: ExitStack, stage: Stage, folder: Path, connector: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Engine, Engine]:
     """Engines A and B with the old weights, both healthy; `stack` ends them, ready or not."""
     engines = []
     for name in ("A", "B"):
-        engines.append(Engine(name, weights.base, folder, connector, environ=environ))
+        engines.append(Engine(name, stage.weights.base, folder, connector, environ=environ, popen=stage.popen))
         stack.callback(engines[-1].end)
     a, b = (engine.wait_ready() for engine in engines)
     return a, b

@@ -1,6 +1,6 @@
 """A program that knows nothing of connectors, as TRL and OpenRLHF are: `LLM(...)` with a fixed list of arguments.
 
-python attach_child.py JOB      (JOB: what `test_attach` wrote)
+python -m tests.engine.attach_child JOB      (JOB: what `test_attach` wrote)
 
 It asks once the test has seen its engine share: what is computed before is not saved.
 """
@@ -32,5 +32,5 @@ def main() -> None:
     print("RESULT " + json.dumps([cleared, first, ask(other), ask(prompt)]), flush=True)
 
 
-if __name__ == "__main__":  # the engine's process is spawned
+if __name__ == "__main__":
     main()

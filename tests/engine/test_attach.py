@@ -15,9 +15,9 @@ from hack.standalone.engine import CPU_ENVIRONMENT
 from hack.standalone.pool import Pool
 from hack.standalone.process import Process
 from tests.engine.conftest import CACHED, Prompts, Reference, Weights
+from tests.engine.server_nursery import ServerNursery
 
 pytestmark = pytest.mark.timeout(900)  # the first test starts two engines
-CHILD = Path(__file__).with_name("attach_child.py")
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -34,14 +34,21 @@ LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "1
     ],
 )
 def test_an_engine_joins_by_the_environment_alone(
-    arguments: dict[str, Any], environ: dict[str, str], weights: Weights, tmp_path: Path, prompts: Prompts, reference: Reference
+    arguments: dict[str, Any],
+    environ: dict[str, str],
+    weights: Weights,
+    tmp_path: Path,
+    prompts: Prompts,
+    reference: Reference,
+    servers: ServerNursery,
 ) -> None:
     prompt, other, job = prompts(), prompts(), tmp_path / "job.json"
     job.write_text(json.dumps([str(weights.base), arguments, prompt, other]))
     with Pool(tmp_path) as pool:
         attached = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": str(pool.credentials), "EPOCHKV_LOCAL_CAPACITY": "64Mi"}
         variables = {**CPU_ENVIRONMENT, **environ, **attached, "MASTER_PORT": str(free_port())}
-        with Process("program", [sys.executable, str(CHILD), str(job)], tmp_path / "program.log", variables) as program:
+        command = [sys.executable, "-m", "tests.engine.attach_child", str(job)]
+        with Process("program", command, tmp_path / "program.log", variables, popen=servers.popen) as program:
             pool.wait_engines(1, 240)
             (tmp_path / "shares").touch()
             try:
