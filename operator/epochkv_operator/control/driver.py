@@ -1,4 +1,4 @@
-"""kopf as the watch driver, and nothing more: every handler is an `on.event` that hands the raw object to a sink.
+"""kopf watches our two kinds and our Lease, and does nothing more: every handler is an `on.event` that hands the raw object to a sink.
 
 kopf's own reconciliation is not used: create, update and delete handlers, timers, daemons, indices, finalizers, patches.
 It writes to the objects that it watches and keeps state in annotations, and one 4xx ends a timer for good (measured).
@@ -18,7 +18,7 @@ import kopf
 import structlog
 
 from epochkv_operator.kube.client import KubeClient
-from epochkv_operator.kube.resources import CHILD_SELECTOR, LEASES, PRIMARY, WATCHED, Resource
+from epochkv_operator.kube.resources import LEASES, PRIMARY, Resource
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -70,17 +70,14 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     result.watching.chunk_size = 200
     result.queueing.exit_timeout = 0.5
     result.persistence.diffbase_storage = _NoHistory()
-    for resource in WATCHED:
-        if resource not in PRIMARY:
-            result.watching.label_selectors[_selector(resource)] = CHILD_SELECTOR
-    result.watching.field_selectors[_selector(LEASES)] = f"metadata.name={settings.lease_name}"
+    result.watching.field_selectors[(LEASES.group, LEASES.version, LEASES.plural)] = f"metadata.name={settings.lease_name}"
     return result
 
 
 def kopf_registry(sink: Sink, gap: Gap, client: KubeClient, settings: Settings) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
     _login(registry, client, gap)
-    for resource in WATCHED:
+    for resource in PRIMARY:
         _watch(registry, resource, sink)
     if settings.canary:
         _watch(registry, LEASES, sink)
@@ -99,10 +96,6 @@ async def drive(sink: Sink, gap: Gap, client: KubeClient, settings: Settings, st
         # kopf would ask for the user's name, which a container with a bare user id has not.
         identity=cast(Any, settings.lease_name),
     )
-
-
-def _selector(resource: Resource) -> tuple[str, str, str]:
-    return resource.group, resource.version, resource.plural
 
 
 def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> None:

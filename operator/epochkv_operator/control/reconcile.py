@@ -23,7 +23,6 @@ from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.hub.service import AcceptedKeys, HubLook
 from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.optional import OptionalKinds
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, pool_of
@@ -66,7 +65,10 @@ OLD_KEY_SECONDS = 1.0
 
 @dataclass(eq=False)
 class PoolReconciler:
-    """Brings pools to what they should be. Raises what another try may solve. `wake`: look at a key after a delay."""
+    """Brings pools to what they should be. Raises what another try may solve.
+
+    `wake`: look at a key after a delay; `served`: kinds of other projects that there are.
+    """
 
     settings: Settings
     store: Store
@@ -75,7 +77,7 @@ class PoolReconciler:
     secrets: FenceSecrets
     hub: HubPort
     wake: Callable[[Key, float], None]
-    optional: OptionalKinds
+    served: Callable[[], frozenset[str]]
     _judged: dict[str, int] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> None:
@@ -95,7 +97,7 @@ class PoolReconciler:
         if keys is not None:
             keys, trouble, late = await self._serve(key, obj, pool, keys)
             problem, retry = problem or trouble, retry or late
-        context = context_for(self.settings, keys, self.optional.served)
+        context = context_for(self.settings, keys, self.served())
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(
             str(key), children, lambda seen: plan_pool(pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
@@ -201,7 +203,10 @@ FENCE_TIMEOUT_SECONDS = 5.0
 
 @dataclass(eq=False)
 class EngineReconciler:
-    """Brings engines to what they should be. Raises what another try may solve. `wake`: look at a key after a delay."""
+    """Brings engines to what they should be. Raises what another try may solve.
+
+    `wake`: look at a key after a delay; `served`: kinds of other projects that there are.
+    """
 
     settings: Settings
     store: Store
@@ -211,7 +216,7 @@ class EngineReconciler:
     hub: HubPort
     client: KubeClient
     wake: Callable[[Key, float], None]
-    optional: OptionalKinds
+    served: Callable[[], frozenset[str]]
     _new: dict[Key, float] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> None:
@@ -272,7 +277,7 @@ class EngineReconciler:
 
     async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
         keys = self.secrets.known(pool.metadata.uid) if pool is not None else None
-        context = context_for(self.settings, keys, self.optional.served)
+        context = context_for(self.settings, keys, self.served())
         children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
         problem, again = await self.executor.bring_about(
             str(key), children, lambda seen: plan_engine(engine, pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)

@@ -12,7 +12,6 @@ import gc
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import structlog
@@ -26,16 +25,15 @@ from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.leader import HubPort, Leader, watch_lag
 from epochkv_operator.control.reconcile import EngineReconciler, PoolReconciler
 from epochkv_operator.control.reporter import Reporter
-from epochkv_operator.control.resync import Resync
 from epochkv_operator.control.worker import Storm, Worker, WorkQueue, recheck_seconds
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
 from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.lease import LeaseLost, new_identity
-from epochkv_operator.kube.optional import OptionalKinds
 from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, OPTIONAL, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import EventRecorder, StatusWriter
 from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, indexed, key_of, only_epochs_differ
+from epochkv_operator.kube.watch import Watches
 from epochkv_operator.metrics import REGISTRY
 from epochkv_operator.settings import Settings
 
@@ -111,7 +109,7 @@ class Operator:
         self._canary_seen = 0.0
         self._others: set[str] = set()  # namespaces of other operators that were reported
         self._leader: Leader | None = None
-        self._resync: Resync | None = None
+        self._watches: Watches | None = None
         self._executor: Executor | None = None
 
     async def main(self) -> int:
@@ -151,34 +149,27 @@ class Operator:
         self._start("lease", leader.hold())
         self._start("lag", watch_lag("main"))
         scopes, period = self.settings.scopes, self.settings.resync_seconds
-        resync = self._resync = Resync(client, self.store, self._take, self._compared, scopes, period)
+        watches = self._watches = Watches(client, self.store, self.observed, self._enqueue, self._look_at_all, scopes, period)
         kopf_task: asyncio.Task[None] | None = None
         try:
-            if await self._unless_stopped(resync.initial(), *self._tasks):
+            if await self._unless_stopped(watches.begin(), *self._tasks):
+                self._start("watches", watches.run())
                 started = asyncio.Event()
-                kopf_task = self._start("watches", driver.drive(self.observed, resync.soon, client, self.settings, started))
+                kopf_task = self._start("kopf", driver.drive(self._kopf_saw, watches.soon, client, self.settings, started))
                 await self._unless_stopped(started.wait(), *self._tasks)
                 self._catch_signals()  # kopf has put its own handlers in their place
-                await self._unless_stopped(self._prepare(client, leader, resync), *self._tasks)
+                await self._unless_stopped(self._prepare(client, leader, watches), *self._tasks)
             return await self._wait_for_the_end()
         finally:
             await self._end(kopf_task)
 
-    async def _prepare(self, client: KubeClient, leader: Leader, resync: Resync) -> None:
+    async def _prepare(self, client: KubeClient, leader: Leader, watches: Watches) -> None:
         statuses = StatusWriter(client, self.store, self._take)
         events = EventRecorder(client, self.identity)
         self._start("events", events.run())
         secret = HubSecret(client, events, self.settings.namespace, self.settings.hub_secret)
         keys = await secret.obtain()
-        await resync.complete()
-        optional = OptionalKinds(
-            client,
-            self.settings.scopes,
-            partial(_listed, self.store, self._take, self._enqueue),
-            self.observed,
-            partial(_look_at_all, self.store, self._look),
-        )
-        await optional.look()
+        await watches.complete()
         gc.collect()
         gc.freeze()  # what is there now stays: looking through it for garbage, again and again, would hold up both loops
         self._canary_seen = time.monotonic()
@@ -186,24 +177,29 @@ class Operator:
         executor = self._executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
-        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after, optional)
-        engines = EngineReconciler(self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, optional)
+        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after, watches.served)
+        engines = EngineReconciler(
+            self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served
+        )
         recheck = recheck_seconds(self.settings.resync_seconds)
         worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.storm, recheck)
         self._start("hub", leader.watch_hub())
-        self._start("resync", resync.run())
-        self._start("optional kinds", optional.run())
+        self._start("lists", watches.compare())
         self._start("hub-secret", secret.guard(keys))
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())
 
-    def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
-        """`driver.Sink`: an object seen by a watch."""
-        if event_type is None and self._resync is not None:
-            self._resync.soon()
+    def _kopf_saw(self, resource: Resource, event_type: str | None, obj: Json) -> None:
+        """`driver.Sink`: an object that kopf has listed or watched."""
+        if event_type is None and self._watches is not None:
+            self._watches.soon()
         if resource is LEASES:
             self._lease_seen(event_type, obj)
-            return
+        else:
+            self.observed(resource, event_type, obj)
+
+    def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
+        """`watch.Seen`: an object seen by a watch or a list."""
         obj.setdefault("kind", resource.kind)
         obj.setdefault("apiVersion", resource.api_version)
         if event_type == "DELETED":
@@ -251,16 +247,18 @@ class Operator:
             engines = ENGINES_SECONDS if before is not None and only_epochs_differ(before, obj) else delay
         self._enqueue(resource, obj, delay, engines)
 
-    def _compared(self, resource: Resource, vanished: list[Json]) -> None:
-        """A kind was listed: look at what vanished affects."""
-        for obj in vanished:
-            self._enqueue(resource, obj)
-
     def _enqueue(self, resource: Resource, obj: Json, delay_seconds: float = 0.0, engines_seconds: float = 0.0) -> None:
         """Look at what the object affects. While the hub is at a reset, after a delay: it wakes the key when it is through."""
         for key in affected(self.store, resource.kind, obj):
             of_pool = resource is POOLS and key.kind == ENGINES.kind
             self._look(key, engines_seconds if of_pool else delay_seconds)
+
+    def _look_at_all(self) -> None:
+        """The cluster serves other kinds than before, so any object may want others."""
+        for resource in PRIMARY:
+            objects = self.store.every(resource.kind)
+            for index, obj in enumerate(objects):
+                self._look(key_of(resource.kind, obj), LOOK_AGAIN_SECONDS * index / len(objects))
 
     def _look(self, key: Key, delay_seconds: float) -> None:
         if delay_seconds:
@@ -327,7 +325,7 @@ class Operator:
             return f"nothing was reconciled for {seconds:.0f} s, and {len(self.queue)} keys wait" if seconds > STUCK_SECONDS else None
 
         def lists() -> str | None:
-            age = self._resync.oldest_list_seconds() if self._resync is not None else 0.0
+            age = self._watches.oldest_list_seconds() if self._watches is not None else 0.0
             return f"a kind was last listed {age:.0f} s ago" if age > 3 * self.settings.resync_seconds + 60 else None
 
         def canary() -> str | None:
@@ -353,30 +351,6 @@ class Operator:
         self.probes.live = {"queue": queue, "lists": lists, "watches": canary, "hub": hub_loop}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges
-
-
-def _listed(
-    store: Store,
-    take: Callable[[Resource, Json], None],
-    look: Callable[[Resource, Json], None],
-    resource: Resource,
-    objects: list[Json],
-    version: int,
-    scope: str | None,
-) -> None:
-    """A whole list of a kind that clusters may not serve: take its objects, and look at what those affect that have vanished."""
-    for obj in objects:
-        take(resource, obj)
-    for obj in store.retain(resource.kind, {obj["metadata"]["uid"] for obj in objects}, version, scope):
-        look(resource, obj)
-
-
-def _look_at_all(store: Store, look: Callable[[Key, float], None]) -> None:
-    """The cluster serves other kinds than before, so any object may want others."""
-    for resource in PRIMARY:
-        objects = store.every(resource.kind)
-        for index, obj in enumerate(objects):
-            look(key_of(resource.kind, obj), LOOK_AGAIN_SECONDS * index / len(objects))
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]], seconds: float) -> None:

@@ -65,6 +65,12 @@ class Forbidden(ApiError):
     """401 or 403: RBAC, quota or admission. Also what a starting API server answers for about two seconds."""
 
 
+class Expired(ApiError):
+    """410: the API server has forgotten the version that a watch, or the next page of a list, would go on from."""
+
+    STATUS = 410
+
+
 class Unavailable(ApiError):
     """No answer, a timeout, 429 or 5xx: try again later. `retry_after_seconds` is what the server asked for."""
 
@@ -87,6 +93,8 @@ def _raise(status: int, body: bytes, request: str, retry_after: str | None) -> N
         kind = Invalid
     elif status in (401, 403):
         kind = Forbidden
+    elif status == Expired.STATUS:
+        kind = Expired
     else:
         kind = Unavailable
     error = kind(status, reason, message, request)
@@ -178,6 +186,7 @@ class KubeClient:
         self.server_date: datetime | None = None
         """The API server's clock when it answered last, to the second."""
         configuration.client_session_kwargs = {"trust_env": False, "trace_configs": [_asked_again(self._check_leading)]}
+        configuration.connection_pool_maxsize = 0  # each watch holds a connection: there is no most
         self._api = kubernetes_client.ApiClient(configuration)
         self._api.user_agent = MANAGED_BY
 
@@ -374,10 +383,10 @@ class KubeClient:
     async def watch(
         self, resource: Resource, namespace: str | None, resource_version: str, label_selector: str = ""
     ) -> AsyncIterator[Json]:
-        """Watch events as they come, for at most a minute. Most of the operator's own watches are kopf's."""
+        """Watch events as they come, and bookmarks, for at most a minute."""
         path = resource.path(namespace)
         headers = {"Accept": "application/json", "User-Agent": MANAGED_BY}
-        given = {"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": "60"}
+        given = {"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": "60", "allowWatchBookmarks": "true"}
         query = urlencode({**given, "labelSelector": label_selector} if label_selector else given)
         url, timeout = f"{self.configuration.host}{path}?{query}", aiohttp.ClientTimeout(total=65)
         rest = b""  # an object may be longer than what aiohttp takes for a line

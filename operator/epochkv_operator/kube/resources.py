@@ -82,9 +82,9 @@ EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
 PRIMARY: Final = (POOLS, ENGINES)
 #: Objects this operator owns, applies and prunes.
 CHILDREN: Final = (DEPLOYMENTS, STATEFULSETS, SERVICES, CONFIGMAPS, SERVICE_ACCOUNTS, PDBS, NETWORK_POLICIES)
-#: Children of kinds that other projects bring: a cluster may not serve them (`optional.py`).
+#: Children of kinds that other projects bring: a cluster may not serve them.
 OPTIONAL: Final = (LEADER_WORKER_SETS, POD_MONITORS)
-#: What kopf watches. With `OPTIONAL`, everything kept in the store. Secrets are read one by one, never listed or watched: that
+#: With `OPTIONAL`, everything kept in the store. Secrets are read one by one, never listed or watched: that
 #: keeps the cluster role free of `list secrets`.
 WATCHED: Final = (*PRIMARY, *CHILDREN, PODS)
 

@@ -1,0 +1,280 @@
+"""Keeps the store complete: one list-and-watch for each kind and scope, and lists that find what a watch has lost.
+
+Children, pods and kinds of other projects are listed as a whole, watched from there, and listed anew when the version has expired. The two
+kinds of our own are watched by kopf (`control/driver.py`); here they are compared only. Every kind is compared regularly: a LIST that
+shows uids and versions only. The watch gets some time to bring what it has not brought yet; a kind of which it does not bring everything
+is read as a whole, and what vanished goes. Each kind has its own moment in the period, so that their lists do not come together.
+
+A cluster may begin or cease to serve a kind of another project at any time, or not let us list it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import structlog
+
+from epochkv_operator import metrics
+from epochkv_operator.kube.client import ApiError, Expired, Forbidden, Json, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.resources import CHILD_SELECTOR, CHILDREN, OPTIONAL, PODS, PRIMARY, WATCHED, Resource
+from epochkv_operator.kube.store import Store
+
+log = structlog.get_logger(__name__)
+FOLLOWED: Final = (*CHILDREN, PODS, *OPTIONAL)
+AFTER_RELIST_SECONDS: Final = 1.0
+AGAIN_SECONDS: Final = 0.1
+"""Between the end of a watch and the next one."""
+RETRY_SECONDS: Final = 2.0
+ABSENT_SECONDS: Final = 10.0
+MISSES: Final = 3
+"""Lists in a row that must fail until a kind that was served is gone: API servers that start answer 404 and 403 for a moment."""
+PATIENCE_SECONDS: Final = 3.0
+"""How long a watch may bring nothing of what it is behind with."""
+START_PATIENCE_SECONDS: Final = 15.0
+"""The same when kopf starts."""
+POLL_SECONDS: Final = 0.05
+
+Place = tuple[Resource, str | None]
+"""A kind in one namespace, or in the whole cluster."""
+Seen = Callable[[Resource, str | None, Json], None]
+"""Takes an object: the type of its event, or None from a list. Must return at once and must not raise."""
+Vanished = Callable[[Resource, Json], None]
+
+
+class Watches:
+    """`begin`, then `run` and `compare` for ever. `changed` is called when `served` has become another set."""
+
+    def __init__(
+        self,
+        client: KubeClient,
+        store: Store,
+        seen: Seen,
+        vanished: Vanished,
+        changed: Callable[[], None],
+        scopes: tuple[str | None, ...],
+        period_seconds: float,
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._seen = seen
+        self._vanished = vanished
+        self._changed = changed
+        self._scopes = scopes
+        self._period_seconds = period_seconds
+        self._began = time.monotonic()
+        self._versions: dict[Place, int | None] = {}
+        self._due: dict[Resource, float] = {}
+        self._wakeup = asyncio.Event()
+        self._problem: dict[Resource, str] = {}
+        self._found: set[Place] = set()
+        self._misses: Counter[Place] = Counter()
+        self._served: frozenset[str] = frozenset()
+        self.listed_at: dict[Resource, float] = {}
+
+    async def begin(self) -> None:
+        """Take in what there is of everything but our own kinds. Tries until the API server serves all kinds: CRDs may arrive after us."""
+        await asyncio.gather(*(self._begin(resource, scope) for resource in (*PRIMARY, *FOLLOWED) for scope in self._scopes))
+
+    async def run(self) -> None:
+        """Follow the kinds for ever."""
+        async with asyncio.TaskGroup() as group:
+            for resource, scope in self._versions:
+                group.create_task(self._follow(resource, scope))
+
+    async def complete(self) -> None:
+        """Return once the store has all of our own kinds, which kopf has begun to watch."""
+        await asyncio.gather(*(self._until_done(resource, self._first) for resource in PRIMARY))
+        self._due = {resource: self._next_due(resource) for resource in WATCHED}
+
+    async def compare(self) -> None:
+        """Compare what is due, for ever."""
+        while True:
+            delay = max(0.0, min(self._due.values()) - time.monotonic())
+            self._wakeup.clear()
+            try:
+                async with asyncio.timeout(delay):
+                    await self._wakeup.wait()
+            except TimeoutError:
+                for resource in (resource for resource in WATCHED if self._due[resource] <= time.monotonic()):
+                    self._due[resource] = self._next_due(resource)  # now, so that a `soon` during the LIST is kept
+                    if not await self._try(resource, self._compare):
+                        self._due[resource] = time.monotonic() + RETRY_SECONDS
+
+    def soon(self) -> None:
+        """kopf has listed again: look for what vanished of its kinds. It tells what exists, never what went while it did not watch."""
+        due = time.monotonic() + AFTER_RELIST_SECONDS
+        if self._due and any(due < self._due[resource] for resource in PRIMARY):
+            self._due |= dict.fromkeys(PRIMARY, due)
+            self._wakeup.set()
+
+    def served(self) -> frozenset[str]:
+        """Kinds of other projects that can be listed in every scope."""
+        return self._served
+
+    def oldest_list_seconds(self) -> float:
+        """Age of the least recently completed comparison; 0 before the first round is through."""
+        return time.monotonic() - min(self.listed_at.values()) if len(self.listed_at) == len(WATCHED) else 0.0
+
+    # ---- list and watch ----
+
+    async def _begin(self, resource: Resource, scope: str | None) -> None:
+        if resource in PRIMARY:
+            await self._until_done(resource, lambda kind: self._client.shown(kind, scope))
+            return
+        while True:
+            version = self._versions[resource, scope] = await self._list(resource, scope)
+            if version is not None or resource in OPTIONAL:
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _follow(self, resource: Resource, scope: str | None) -> None:
+        version = self._versions[resource, scope]
+        while True:
+            if version is None:
+                version = await self._list(resource, scope)
+            if version is None:
+                await asyncio.sleep(ABSENT_SECONDS if resource in OPTIONAL and resource.kind not in self._served else RETRY_SECONDS)
+                continue
+            try:
+                async for event in self._client.watch(resource, scope, str(version), _selector(resource)):
+                    obj = event["object"]
+                    if event["type"] == "ERROR":
+                        kind = Expired if obj.get("code") == Expired.STATUS else ApiError
+                        raise kind(int(obj.get("code", 0)), str(obj.get("reason")), str(obj.get("message")), f"WATCH {resource.plural}")
+                    version = int(obj["metadata"]["resourceVersion"])
+                    if event["type"] != "BOOKMARK":
+                        self._seen(resource, event["type"], obj)
+                await asyncio.sleep(AGAIN_SECONDS)
+            except Unavailable as error:  # it goes on where it ended
+                log.debug("a watch was cut", kind=resource.kind, error=str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+            except ApiError as error:
+                log.info("a watch begins anew", kind=resource.kind, reason=str(error))
+                version = None
+                await asyncio.sleep(AGAIN_SECONDS if isinstance(error, Expired) else RETRY_SECONDS)
+
+    async def _list(self, resource: Resource, scope: str | None) -> int | None:
+        """Take a kind in as a whole. The version of the list; None: there is none to be had now."""
+        uids, version = set(), 0
+        try:
+            async for page, of_list in self._client.pages(resource, scope, _selector(resource)):
+                version = of_list
+                for obj in page:
+                    uids.add(obj["metadata"]["uid"])
+                    self._seen(resource, None, obj)
+        except ApiError as error:
+            self._missed(resource, scope, error)
+            return None
+        for obj in self._store.retain(resource.kind, uids, version, scope):
+            self._vanished(resource, obj)
+        self._listed(resource)
+        if resource in OPTIONAL:
+            del self._misses[resource, scope]
+            self._found.add((resource, scope))
+            self._settle(resource, "the cluster serves it")
+        return version
+
+    def _missed(self, resource: Resource, scope: str | None, error: ApiError) -> None:
+        place = (resource, scope)
+        if resource not in OPTIONAL:
+            self._complain(resource, error)
+        elif isinstance(error, NotFound | Forbidden):
+            self._misses[place] += 1
+            if place not in self._found or self._misses[place] >= MISSES:
+                self._found.discard(place)
+                self._settle(resource, f"not used: {(error.message or error.reason).strip()}")
+
+    def _settle(self, resource: Resource, why: str) -> None:
+        """Work out whether the kind is served, and say so when it is news."""
+        everywhere = all((resource, scope) in self._found for scope in self._scopes)
+        served = self._served | {resource.kind} if everywhere else self._served - {resource.kind}
+        if self._problem.get(resource) != why:
+            self._problem[resource] = why
+            log.info("kind of another project", kind=resource.kind, why=why)
+        if served != self._served:
+            self._served = served
+            self._changed()
+
+    # ---- compare ----
+
+    async def _first(self, resource: Resource) -> None:
+        """Kopf has just begun to watch. What is deleted meanwhile it will not bring, so the list is repeated."""
+        for scope in self._scopes:
+            since = time.monotonic()
+            while True:
+                shown, version = await self._client.shown(resource, scope, _selector(resource))
+                if await self._brought(resource, shown, RETRY_SECONDS) or time.monotonic() - since > START_PATIENCE_SECONDS:
+                    break
+            await self._take_in(resource, scope, shown, version)
+        self._listed(resource)
+
+    async def _compare(self, resource: Resource) -> None:
+        for scope in self._scopes:
+            shown, version = await self._client.shown(resource, scope, _selector(resource))
+            await self._brought(resource, shown, PATIENCE_SECONDS)
+            await self._take_in(resource, scope, shown, version)
+        self._listed(resource)
+
+    async def _brought(self, resource: Resource, shown: dict[str, int], patience_seconds: float) -> bool:
+        """Whether the watch has brought what a LIST showed; False: it has brought nothing of it for too long."""
+        behind, since = self._store.behind(resource.kind, shown), time.monotonic()
+        while behind and time.monotonic() - since < patience_seconds:
+            await asyncio.sleep(POLL_SECONDS)
+            if (now := self._store.behind(resource.kind, shown)) < behind:
+                behind, since = now, time.monotonic()
+        return not behind
+
+    async def _take_in(self, resource: Resource, scope: str | None, shown: dict[str, int], version: int) -> None:
+        """Read the kind as a whole if the store lacks something of what a LIST showed; let go what it did not show."""
+        if behind := self._store.behind(resource.kind, shown):
+            log.warning("the watches lack objects, reading them", kind=resource.kind, objects=behind)
+            metrics.MISSED.labels(kind=resource.kind).inc(behind)
+            async for page, _ in self._client.pages(resource, scope, _selector(resource)):
+                for obj in page:
+                    self._seen(resource, None, obj)
+        for obj in self._store.retain(resource.kind, shown, version, scope):
+            self._vanished(resource, obj)
+
+    def _listed(self, resource: Resource) -> None:
+        self.listed_at[resource] = time.monotonic()
+        metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()
+        metrics.MISSED.labels(kind=resource.kind)  # there from the first list, at 0: an alert on its increase sees the first one
+
+    def _next_due(self, resource: Resource) -> float:
+        """The kind's own moment in a period, half a period from now at the earliest."""
+        period = self._period_seconds
+        own = self._began + period * WATCHED.index(resource) / len(WATCHED)
+        return own + period * math.ceil((time.monotonic() + period / 2 - own) / period)
+
+    # ---- tries ----
+
+    async def _until_done(self, resource: Resource, step: Callable[[Resource], Awaitable[object]]) -> None:
+        while True:
+            if await self._try(resource, step):
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _try(self, resource: Resource, step: Callable[[Resource], Awaitable[object]]) -> bool:
+        """True: done. False: the API server did not let us; said once."""
+        try:
+            await step(resource)
+        except ApiError as error:
+            self._complain(resource, error)
+            return False
+        if self._problem.pop(resource, None):
+            log.info("listing works again", kind=resource.kind)
+        return True
+
+    def _complain(self, resource: Resource, error: ApiError) -> None:
+        if self._problem.get(resource) != str(error):
+            self._problem[resource] = str(error)
+            log.warning("cannot list, trying again", kind=resource.kind, error=str(error))
+
+
+def _selector(resource: Resource) -> str:
+    return "" if resource in PRIMARY else CHILD_SELECTOR

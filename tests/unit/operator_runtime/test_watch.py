@@ -1,0 +1,150 @@
+"""Kinds that are listed and watched, through an API server that fails in every way that counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from epochkv_operator.kube import watch
+from epochkv_operator.kube.client import ApiError, Forbidden, NotFound, Unavailable
+from epochkv_operator.kube.resources import POD_MONITORS, SERVICES, Resource
+from epochkv_operator.kube.store import Store, indexed
+
+Json = dict[str, Any]
+GONE, DENIED = NotFound(404, "NotFound", "no such kind", "GET"), Forbidden(403, "Forbidden", "may not list", "GET")
+EXPIRED = {"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}
+
+
+def thing(uid: str, version: int) -> Json:
+    return {"metadata": {"name": uid, "uid": uid, "namespace": "a", "resourceVersion": str(version)}}
+
+
+class Server:
+    """Answers lists from a script for each scope (the last answer stays), and watches from another. A number is an empty list."""
+
+    def __init__(self, **lists: list[Any]) -> None:
+        self.lists = lists
+        self.watches: list[Json | ApiError] = []
+        self.watched_from: list[str] = []
+
+    async def pages(self, resource: Resource, scope: str | None, selector: str) -> AsyncIterator[tuple[list[Json], int]]:
+        await asyncio.sleep(0)
+        script = self.lists[scope or "all"]
+        answer = script.pop(0) if len(script) > 1 else script[0]
+        if isinstance(answer, ApiError):
+            raise answer
+        yield answer if isinstance(answer, tuple) else ([], answer)
+
+    async def watch(self, resource: Resource, scope: str | None, version: str, selector: str) -> AsyncIterator[Json]:
+        self.watched_from.append(version)
+        while self.watches:
+            event = self.watches.pop(0)
+            if isinstance(event, ApiError):
+                raise event
+            yield event
+        await asyncio.sleep(0.01)
+
+
+class Followed:
+    """One kind, and what was told of it."""
+
+    def __init__(self, server: Server, *scopes: str | None, kind: Resource = POD_MONITORS) -> None:
+        self.kind = kind
+        self.scopes = scopes or (None,)
+        self.seen: list[tuple[str | None, int]] = []
+        self.vanished: list[str] = []
+        self.changes: list[frozenset[str]] = []
+        self.store = Store(indexed)
+        self.watches = watch.Watches(server, self.store, self._saw, self._went, self._changed, self.scopes, 300.0)  # type: ignore[arg-type]
+
+    def _saw(self, resource: Resource, event: str | None, obj: Json) -> None:
+        self.seen.append((event, int(obj["metadata"]["resourceVersion"])))
+        self.store.upsert(resource.kind, obj)
+
+    def _went(self, resource: Resource, obj: Json) -> None:
+        self.vanished.append(obj["metadata"]["uid"])
+
+    def _changed(self) -> None:
+        self.changes.append(self.watches.served())
+
+    def begin(self) -> frozenset[str]:
+        async def begin() -> None:
+            await asyncio.gather(*(self.watches._begin(self.kind, scope) for scope in self.scopes))
+
+        asyncio.run(begin())
+        return self.watches.served()
+
+    def follow(self, until: Callable[[], bool]) -> None:
+        """Run until then."""
+
+        async def run() -> None:
+            task = asyncio.create_task(self.watches.run())
+            async with asyncio.timeout(20):
+                while not until():
+                    assert not task.done()
+                    await asyncio.sleep(0.005)
+            task.cancel()
+
+        asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ABSENT_SECONDS", "RETRY_SECONDS", "AGAIN_SECONDS"):
+        monkeypatch.setattr(watch, name, 0.01)
+
+
+def test_a_kind_that_appears_and_goes() -> None:
+    server = Server(all=[GONE, 7, GONE])
+    server.watches = [ApiError(403, "Forbidden", "cut", "WATCH")]
+    followed = Followed(server)
+    assert followed.begin() == frozenset()
+    followed.follow(lambda: len(followed.changes) == 2)
+    assert followed.changes == [frozenset({"PodMonitor"}), frozenset()]
+
+
+@pytest.mark.parametrize(
+    ("misses", "served"), [([DENIED] * 2, True), ([DENIED] * 3, False), ([Unavailable(0, "Timeout", "", "GET")] * 9, True)]
+)
+def test_what_a_starting_or_silent_api_server_says_is_not_the_end_of_a_kind(misses: list[ApiError], served: bool) -> None:
+    followed = Followed(Server(all=[7, *misses, 8]))
+    for _ in range(1 + len(misses)):
+        followed.begin()
+    assert followed.watches.served() == (frozenset({"PodMonitor"}) if served else frozenset())
+    assert followed.begin() == frozenset({"PodMonitor"})
+
+
+def test_a_kind_that_may_not_be_listed_everywhere_is_not_used() -> None:
+    """Made in one namespace and pruned in the next, over and over, otherwise."""
+    followed = Followed(Server(a=[7], b=[DENIED]), "a", "b")
+    for _ in range(5):
+        assert followed.begin() == frozenset()
+
+
+def test_a_kind_of_kubernetes_itself_is_waited_for() -> None:
+    followed = Followed(Server(all=[DENIED, GONE, Unavailable(0, "Timeout", "", "GET"), ([thing("x", 3)], 7)]), kind=SERVICES)
+    followed.begin()
+    assert followed.seen == [(None, 3)]
+
+
+def test_a_watch_goes_on_where_it_was_cut_and_begins_anew_when_its_version_has_expired() -> None:
+    server = Server(all=[([thing("x", 3)], 7), ([thing("y", 19)], 20)])
+    cut = Unavailable(0, "Unreachable", "cut", "WATCH")
+    bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "12"}}}
+    server.watches = [
+        {"type": "ADDED", "object": thing("z", 8)},
+        cut,
+        {"type": "MODIFIED", "object": thing("z", 9)},
+        bookmark,
+        cut,
+        EXPIRED,
+    ]
+    followed = Followed(server, kind=SERVICES)
+    followed.begin()
+    followed.follow(lambda: len(server.watched_from) > 3)
+    assert server.watched_from[:4] == ["7", "8", "12", "20"]
+    assert followed.seen == [(None, 3), ("ADDED", 8), ("MODIFIED", 9), (None, 19)]
+    assert sorted(followed.vanished) == ["x", "z"], "what went in the gap"
