@@ -13,7 +13,7 @@ import pytest
 from epochkv_fence.net import generate_keypair
 from epochkv_operator.api import parse_pool
 from epochkv_operator.control.leader import Leader
-from epochkv_operator.hub.service import AcceptedKeys
+from epochkv_operator.hub.service import AcceptedKeys, HubService
 from epochkv_operator.kube.client import KubeClient, Unavailable
 from epochkv_operator.kube.lease import LeaseLost, new_identity
 from epochkv_operator.kube.resources import CONFIGMAPS
@@ -48,7 +48,7 @@ def test_the_lease_is_renewed_while_the_main_loop_stands_still(namespace: Namesp
             port = await leader.serve(generate_keypair())
             time.sleep(10.0)  # noqa: ASYNC251 - three times the Lease's duration, and no other task of this loop runs
             assert leader.not_leading() is None
-            assert port.look("nobody").view is None
+            assert port(HubService.look, "nobody").view is None
             assert leader.hung() is None
             await asyncio.sleep(0)
             assert not holding.done()
@@ -92,7 +92,7 @@ def test_the_hub_writes_nothing_once_the_lease_was_not_renewed_in_time(namespace
             port = await leader.serve(generate_keypair())
             while leader.not_leading() is None:  # noqa: ASYNC110 - nobody renews it
                 await asyncio.sleep(0.1)
-            port.ensure(pool, AcceptedKeys((generate_keypair().public,)))
+            port(HubService.ensure, pool, AcceptedKeys((generate_keypair().public,)))
             assert not await asyncio.to_thread(poll, lambda: namespace.status("policy"), 4.0)
             assert any("NotLeading" in record.getMessage() for record in caplog.records), "it did not try"
         finally:

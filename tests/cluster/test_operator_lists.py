@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, PODS, WATCHED
+import pytest
+
+from epochkv_operator.kube.resources import CHILDREN as KINDS
+from epochkv_operator.kube.resources import ENGINES, PODS, PRIMARY
 from hack.waiting import eventually
 from tests.cluster.fault_proxy import NO_ANSWER, SHOW, WATCH, Fault, FaultProxy
 from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition
@@ -18,15 +21,17 @@ ENGINE: dict[str, Any] = {"poolRef": {"name": "policy"}, "model": {"name": "tiny
 def test_each_kind_is_read_once_at_start_and_not_again(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
     namespace.create_pool("policy", **POOL)
     namespace.create_engine("rollout", **ENGINE)
-    paths = [resource.path(namespace.name) for resource in WATCHED]
+    own = [resource.path(namespace.name) for resource in PRIMARY]
+    paths = [*own, *(resource.path(namespace.name) for resource in (*KINDS, PODS))]
     with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig, resync_seconds=2) as operator:
         operator.wait_ready()
-        eventually(lambda: min(proxy.requests[SHOW, path] for path in paths) >= 4, f"three rounds; log:\n{operator.tail()}", 60)
+        eventually(lambda: min(proxy.requests[SHOW, path] for path in own) >= 4, f"three rounds; log:\n{operator.tail()}", 60)
         assert condition(namespace.engine_status("rollout"), "PoolBound")["status"] == "True"
         assert {path: proxy.requests["GET", path] for path in paths} == dict.fromkeys(paths, 1)
         assert operator.metric("epochkv_operator_missed_objects_total") == 0
 
 
+@pytest.mark.slow  # patience by patience; the other tests of this file have watches that lose objects
 def test_watches_that_do_not_start_hold_a_new_leader_up_once(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
     """Every kind is waited for at the same time; what is deleted meanwhile is not waited for."""
     with OperatorProcess(namespace.plane, namespace.name, tmp_path / "first") as operator:
@@ -46,22 +51,14 @@ def test_watches_that_do_not_start_hold_a_new_leader_up_once(namespace: Namespac
 
 
 def test_what_a_watch_does_not_show_is_found_by_a_list(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
-    """Watches that hang, and never say a word: of engines and Deployments that come, and of Deployments that go."""
-    deaf = {ENGINES.path(namespace.name), DEPLOYMENTS.path(namespace.name)}
-    proxy.decide = lambda method, path: Fault(0) if method == WATCH and path in deaf else None
+    """kopf's watch hangs, and never says a word: of engines that come, and of engines that go."""
+    proxy.decide = lambda method, path: Fault(0) if method == WATCH and path == ENGINES.path(namespace.name) else None
     namespace.create_pool("policy", **POOL)
     with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig, resync_seconds=2) as operator:
         operator.wait_ready()
-        eventually(lambda: {path for method, path, _ in proxy.faults if method == WATCH} == deaf, "watches that hang")
+        eventually(lambda: bool(proxy.faults), "a watch that hangs")
         namespace.create_engine("rollout", **ENGINE)
-        made = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), f"engine found; log:\n{operator.tail()}", 60)
-        namespace.delete(CHILDREN["deployments"], "rollout")
-
-        def again() -> bool:
-            found = namespace.get(CHILDREN["deployments"], "rollout")
-            return found is not None and found["metadata"]["uid"] != made["metadata"]["uid"]
-
-        eventually(again, f"Deployment made again; log:\n{operator.tail()}", 60)
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), f"engine found; log:\n{operator.tail()}", 60)
         namespace.delete(ENGINES_PATH, "rollout")
         gone = 'epochkv_operator_reconciles_total{kind="InferenceEngine",result="gone"}'
         eventually(lambda: gone in operator.http("/metrics")[1], f"engine forgotten; log:\n{operator.tail()}", 60)

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from epochkv_fence.net import KeyPair
 from epochkv_operator import metrics
-from epochkv_operator.api import KVCachePool
-from epochkv_operator.hub.service import AcceptedKeys, HubFailed, HubLook, HubService, master_urls
+from epochkv_operator.hub.service import HubFailed, HubService, master_urls
 from epochkv_operator.kube.client import Json, KubeClient
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import Resource
@@ -98,7 +97,7 @@ Learn = Callable[[str, Json], object]
 """Has the owner of the store take in a state of an object of a kind. Called on the hub's thread."""
 
 
-class Echo:
+class WriteThroughCache:
     """`status.Known` of the hub's writes. Its own last answers count at once: the owner may be busy for a while."""
 
     def __init__(self, store: Store, learn: Learn) -> None:
@@ -131,33 +130,19 @@ class Echo:
         self._own.pop(uid, None)
 
 
-class HubPort:
-    """Calls of `HubService`, by the same names. They wait for the hub's loop, which never waits for us; `seen` does not wait."""
+class HubProxy:
+    """Has methods of the hub called on its thread: `hub(HubService.look, uid)`. Waits for the hub's loop, which never waits for us."""
 
     def __init__(self, thread: LoopThread, hub: HubService) -> None:
         self._thread = thread
         self._hub = hub
 
-    def ensure(self, pool: KVCachePool, keys: AcceptedKeys, *, new: bool = False) -> None:
-        self._thread.call(partial(self._hub.ensure, pool, keys, new=new))
-
-    def forget(self, namespace: str, name: str) -> list[str]:
-        return self._thread.call(self._hub.forget, namespace, name)
+    def __call__(self, method: Callable[Concatenate[HubService, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._thread.call(method, self._hub, *args, **kwargs)
 
     def seen(self, pool: Json) -> None:
+        """`HubService.seen`, which nobody waits for."""
         self._thread.post(self._hub.seen, pool)
-
-    def resetting(self, pool_uid: str) -> bool:
-        return self._thread.call(self._hub.resetting, pool_uid)
-
-    def look(self, pool_uid: str, newest: Json | None = None) -> HubLook:
-        return self._thread.call(self._hub.look, pool_uid, newest)
-
-    def old_key_idle_seconds(self, pool_uid: str) -> float:
-        return self._thread.call(self._hub.old_key_idle_seconds, pool_uid)
-
-    def export_metrics(self) -> None:
-        self._thread.call(self._hub.export_metrics)
 
 
 PERIOD_SECONDS = 0.25
@@ -194,7 +179,7 @@ class Leader:
         self._hub_client: KubeClient | None = None
         self._lease: LeaseHolder | None = None
         self._hub: HubService | None = None
-        self.port: HubPort | None = None
+        self.port: HubProxy | None = None
 
     async def acquire(self) -> None:
         """Stand by until the Lease is ours."""
@@ -208,7 +193,7 @@ class Leader:
         """
         await self._thread.run(self._hold())
 
-    async def serve(self, keys: KeyPair) -> HubPort:
+    async def serve(self, keys: KeyPair) -> HubProxy:
         """Bind the hub.
 
         Raises:
@@ -218,7 +203,7 @@ class Leader:
         await self._thread.run(self._serve(keys))
         if self._hub is None:
             raise HubFailed("the Lease was lost while the hub was started")
-        self.port = HubPort(self._thread, self._hub)
+        self.port = HubProxy(self._thread, self._hub)
         return self.port
 
     async def watch_hub(self) -> None:
@@ -279,20 +264,20 @@ class Leader:
         # Not the Lease's own client, which has to write while this process does not lead.
         client = self._hub_client = await KubeClient.connect()
         client.may_not_write = self.not_leading
-        echo = Echo(self._store, lambda kind, obj: self._on_main(self._store.upsert, kind, obj))
+        cache = WriteThroughCache(self._store, lambda kind, obj: self._on_main(self._store.upsert, kind, obj))
 
         def news(resource: Resource, obj: Json) -> None:
-            echo.learn(obj)
+            cache.learn(obj)
             self._on_main(self._news, resource, obj)
 
         hub = self._hub = HubService(
             self._settings.hub_bind,
             keys,
             self._lease,
-            StatusWriter(client, echo, news),
+            StatusWriter(client, cache, news),
             lambda key, delay_seconds: self._on_main(self._wake, key, delay_seconds),
             MooncakeAdmin(partial(master_urls, self._store)),
-            forgotten=echo.forget,
+            forgotten=cache.forget,
         )
         await hub.start()
 

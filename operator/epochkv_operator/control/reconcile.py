@@ -18,9 +18,9 @@ from epochkv_operator import __version__
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.leader import HubPort
+from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, invalid_status
-from epochkv_operator.hub.service import AcceptedKeys, HubLook
+from epochkv_operator.hub.service import AcceptedKeys, HubLook, HubService
 from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS
@@ -75,7 +75,7 @@ class PoolReconciler:
     executor: Executor
     reporter: Reporter
     secrets: FenceSecrets
-    hub: HubPort
+    hub: HubProxy
     wake: Callable[[Key, float], None]
     served: Callable[[], frozenset[str]]
     _judged: dict[str, int] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class PoolReconciler:
 
         def compute(newest: Json) -> Json:
             nonlocal look
-            status, look = newest.get("status") or {}, self.hub.look(pool.metadata.uid, newest)
+            status, look = newest.get("status") or {}, self.hub(HubService.look, pool.metadata.uid, newest)
             seen = observe(self.store, key.namespace, POOL_LABEL, key.name, look.view, problem)
             return pool_status(pool, seen, context, status, now()) if look.known or keys is None else status
 
@@ -128,7 +128,7 @@ class PoolReconciler:
         self.secrets.forget(key.namespace, key.name)
         self.reporter.forget(key)
         self.executor.gone(str(key))
-        for uid in self.hub.forget(key.namespace, key.name):
+        for uid in self.hub(HubService.forget, key.namespace, key.name):
             self._judged.pop(uid, None)
             log.info("pool gone", object=str(key), uid=uid)
 
@@ -160,7 +160,7 @@ class PoolReconciler:
 
         def serve(now: FenceKeys) -> None:
             accepted = AcceptedKeys(self.secrets.accepted(uid), len(now.accepted), now.generation)
-            self.hub.ensure(pool, accepted, new=self.secrets.new(uid))
+            self.hub(HubService.ensure, pool, accepted, new=self.secrets.new(uid))
 
         # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
         serve(keys)
@@ -180,7 +180,7 @@ class PoolReconciler:
 
     def _unused(self, key: Key, pool: KVCachePool) -> bool:
         """Nobody alive has used the older key for as long as a lease can last."""
-        return self.hub.old_key_idle_seconds(pool.metadata.uid) >= pool.spec.reset.fence_timeout_seconds
+        return self.hub(HubService.old_key_idle_seconds, pool.metadata.uid) >= pool.spec.reset.fence_timeout_seconds
 
     def _tell_ahead(self, obj: Json, pool: KVCachePool, view: HubView | None) -> None:
         """One Event for each `spec.resetEpoch` that resets nothing, because the pool was at that epoch already."""
@@ -213,7 +213,7 @@ class EngineReconciler:
     executor: Executor
     reporter: Reporter
     secrets: FenceSecrets
-    hub: HubPort
+    hub: HubProxy
     client: KubeClient
     wake: Callable[[Key, float], None]
     served: Callable[[], frozenset[str]]
@@ -300,7 +300,7 @@ class EngineReconciler:
         def compute(newest: Json) -> Json:
             nonlocal look
             status = newest.get("status") or {}
-            look = self.hub.look(pool.metadata.uid) if pool is not None else look
+            look = self.hub(HubService.look, pool.metadata.uid) if pool is not None else look
             seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, look.view, problem)
             return engine_status(engine, pool, seen, status, now()) if look.known else status
 

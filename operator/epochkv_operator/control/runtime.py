@@ -22,11 +22,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from epochkv_operator import metrics
 from epochkv_operator.control import driver
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.leader import HubPort, Leader, watch_lag
+from epochkv_operator.control.leader import HubProxy, Leader, watch_lag
 from epochkv_operator.control.reconcile import EngineReconciler, PoolReconciler
 from epochkv_operator.control.reporter import Reporter
-from epochkv_operator.control.worker import Storm, Worker, WorkQueue, recheck_seconds
-from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed
+from epochkv_operator.control.worker import OutageBackoff, Worker, WorkQueue, recheck_seconds
+from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.lease import LeaseLost, new_identity
@@ -102,7 +102,7 @@ class Operator:
         self.identity = new_identity()
         self.store = Store(indexed)
         self.queue: WorkQueue[Key] = WorkQueue()
-        self.storm = Storm(self.queue)
+        self.outage = OutageBackoff(self.queue)
         self.probes = Probes()
         self._stop = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], str] = {}
@@ -117,10 +117,10 @@ class Operator:
         try:
             return await self._run()
         except (OSError, HubFailed, ConfigException) as error:
-            log.error("operator ends: it cannot work like this", reason=f"{type(error).__name__}: {error}")
+            log.error("operator cannot start or go on", reason=f"{type(error).__name__}: {error}")
             return 1
         except Exception:
-            log.exception("operator ends: unexpected error")
+            log.exception("unexpected error, the operator ends")
             return 1
 
     async def _run(self) -> int:
@@ -130,8 +130,8 @@ class Operator:
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
         client = await KubeClient.connect()
-        leader = self._leader = Leader(self.settings, self.identity, self.store, self._take, self._wake, self.storm.over)
-        client.may_not_write, client.wrote = leader.not_leading, self.storm.write
+        leader = self._leader = Leader(self.settings, self.identity, self.store, self._take, self._wake, self.outage.over)
+        client.may_not_write = leader.not_leading
         try:
             if not await self._unless_stopped(leader.acquire()):
                 return 0
@@ -182,7 +182,7 @@ class Operator:
             self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served
         )
         recheck = recheck_seconds(self.settings.resync_seconds)
-        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.storm, recheck)
+        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.outage, recheck)
         self._start("hub", leader.watch_hub())
         self._start("lists", watches.compare())
         self._start("hub-secret", secret.guard(keys))
@@ -231,7 +231,7 @@ class Operator:
             )
 
     @property
-    def _hub(self) -> HubPort | None:
+    def _hub(self) -> HubProxy | None:
         return self._leader.port if self._leader is not None else None
 
     def _take(self, resource: Resource, obj: Json) -> None:
@@ -243,7 +243,7 @@ class Operator:
         if resource is POOLS:
             if (hub := self._hub) is not None:
                 hub.seen(obj)
-                delay = OPEN_SECONDS if hub.resetting(obj["metadata"]["uid"]) else 0.0
+                delay = OPEN_SECONDS if hub(HubService.resetting, obj["metadata"]["uid"]) else 0.0
             engines = ENGINES_SECONDS if before is not None and only_epochs_differ(before, obj) else delay
         self._enqueue(resource, obj, delay, engines)
 
@@ -299,13 +299,13 @@ class Operator:
             error = None if task.cancelled() else task.exception()
             reason = f"{type(error).__name__}: {error}" if error else "it returned"
             log.error(
-                "operator ends: a part ended",
-                part=self._tasks[task],
+                "component exited",
+                component=self._tasks[task],
                 reason=reason,
                 exc_info=None if isinstance(error, LeaseLost | ApiError) else error,
             )
         if not ended:
-            log.info("operator ends: told to")
+            log.info("shutting down on signal")
         return 1 if ended else 0
 
     async def _end(self, kopf_task: asyncio.Task[None] | None) -> None:
@@ -343,7 +343,7 @@ class Operator:
             metrics.QUEUE_DEPTH.set(len(self.queue))
             metrics.QUEUE_OLDEST.set(self.queue.oldest_age_seconds())
             if (hub := self._hub) is not None:
-                hub.export_metrics()
+                hub(HubService.export_metrics)
 
         def hub_loop() -> str | None:
             return self._leader.hung() if self._leader is not None else None

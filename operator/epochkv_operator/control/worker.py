@@ -123,18 +123,15 @@ class WorkQueue(Generic[K]):
 
 
 log = structlog.get_logger(__name__)
-OUTAGE_WRITES = 3
-"""So many writes in a row without success are an outage; fewer may be one object's own trouble, such as a webhook's."""
 SPREAD_SECONDS = 1.0
 
 
-class Storm:
-    """Which keys wait for the API server. All methods run on one loop."""
+class OutageBackoff:
+    """Keys that wait for the API server: when it answers again, none of them waits out its backoff. All methods run on one loop."""
 
     def __init__(self, queue: WorkQueue[Key]) -> None:
         self._queue = queue
         self._waiting: set[Key] = set()
-        self._failures = 0
 
     def waits(self, key: Key) -> None:
         """The key was put off because the API server did not answer, or had an error."""
@@ -142,15 +139,6 @@ class Storm:
 
     def served(self, key: Key) -> None:
         self._waiting.discard(key)
-
-    def write(self, answered: bool) -> None:
-        """A write was answered, or not."""
-        if not answered:
-            self._failures += 1
-            return
-        outage, self._failures = self._failures >= OUTAGE_WRITES, 0
-        if outage:
-            self.over()
 
     def over(self) -> None:
         """The API server answers again."""
@@ -168,8 +156,7 @@ Reconcile = Callable[[Key], Awaitable[None]]
 def recheck_seconds(resync_seconds: float) -> dict[str, float]:
     """After about how long a healthy object is looked at again, by kind.
 
-    Pools often: a deleted Secret has no watch that would tell. Engines rarely: whatever they are made from is watched, and compared in
-    each resync.
+    Pools often: a deleted Secret has no watch that would tell. Engines rarely: whatever they are made from is watched.
     """
     return {POOLS.kind: min(60.0, 2 * resync_seconds), ENGINES.kind: 2 * resync_seconds}
 
@@ -177,9 +164,11 @@ def recheck_seconds(resync_seconds: float) -> dict[str, float]:
 class Worker:
     """Serves keys of several kinds. Several workers may share one queue: call `run` several times. `recheck`: see `recheck_seconds`."""
 
-    def __init__(self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], storm: Storm, recheck: Mapping[str, float]) -> None:
+    def __init__(
+        self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], outage: OutageBackoff, recheck: Mapping[str, float]
+    ) -> None:
         self._queue = queue
-        self._storm = storm
+        self._outage = outage
         self._reconcilers = reconcilers
         self._recheck = recheck
         self._problems: dict[Key, str] = {}
@@ -203,7 +192,7 @@ class Worker:
                     self._queue.add_after(key, self._recheck[key.kind] * random.uniform(0.8, 1.2))
 
     def _served(self, key: Key, result: str) -> None:
-        self._storm.served(key)
+        self._outage.served(key)
         if self._problems.pop(key, None):
             log.info("reconciling works again", object=str(key))
         metrics.RECONCILE_SECONDS.labels(kind=key.kind).observe(self._queue.done(key))
@@ -214,7 +203,7 @@ class Worker:
         at_least = error.retry_after_seconds or 0.0 if isinstance(error, Unavailable) else 0.0
         delay = self._queue.retry(key, at_least)
         if isinstance(error, Unavailable | TimeoutError):
-            self._storm.waits(key)
+            self._outage.waits(key)
         metrics.RECONCILES.labels(kind=key.kind, result="conflict" if isinstance(error, Conflict) else "error").inc()
         problem = f"{type(error).__name__}: {error}"
         if isinstance(error, Conflict) or self._problems.get(key) == problem:

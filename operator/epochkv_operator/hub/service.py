@@ -20,7 +20,7 @@ from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.hub.authority import KubernetesAuthority, Proofs, record_of
-from epochkv_operator.hub.view import Told, export, key_view, view_of
+from epochkv_operator.hub.view import PoolHistory, export, key_view, view_of
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder, LeaseLost
 from epochkv_operator.kube.resources import PODS, POOLS
@@ -109,9 +109,9 @@ class _Served:
     key: Key
     config: PoolConfig
     keys: AcceptedKeys
-    told: Told
+    history: PoolHistory
     old_key_used_at: float
-    told_at: float = 0.0
+    reported_at: float = 0.0
 
 
 class HubFailed(Exception):
@@ -197,7 +197,7 @@ class HubService:
         served = self._served.get(uid)
         if served is None:
             self._authority.register(uid, metadata.namespace, metadata.name, new=new)
-            self._served[uid] = _Served(key, config, keys, Told(), time.monotonic())
+            self._served[uid] = _Served(key, config, keys, PoolHistory(), time.monotonic())
             self._server.set_pool(config)
             self._server.request(uid, pool.spec.reset_epoch)
             return
@@ -237,16 +237,16 @@ class HubService:
         if served is None:
             return HubLook()
         snapshot, unix_seconds, now = self._server.snapshot(pool_uid), time.time(), time.monotonic()
-        served.told.take(snapshot, unix_seconds, now)
-        led_since = served.told.led_since
+        served.history.take(snapshot, unix_seconds, now)
+        led_since = served.history.led_since
         incomplete = led_since + served.config.lease_seconds - now if led_since is not None else 0.0
         keys = key_view(snapshot, served.keys.generation, served.keys.in_secret)
-        view = view_of(snapshot, served.told, unix_seconds, now, keys, complete=incomplete <= 0)
+        view = view_of(snapshot, served.history, unix_seconds, now, keys, complete=incomplete <= 0)
         if view is not None:
             doubted = self._doubted(newest, snapshot.published) if newest is not None else 0
             proof, granted = self._authority.proof(pool_uid, view.published), self._authority.granted(pool_uid)
             view = replace(view, proof=proof, granted=granted, doubted=doubted)
-        return HubLook(snapshot.leading, view, max(0.0, incomplete), served.told.overdue_in(now) or 0.0)
+        return HubLook(snapshot.leading, view, max(0.0, incomplete), served.history.overdue_in(now) or 0.0)
 
     def _doubted(self, pool: Json, served: int) -> int:
         """The epoch in a pool's status, if nobody has proved it, nor published it since; else 0."""
@@ -267,8 +267,8 @@ class HubService:
         self._counts.take(dict(self._server.counters))
         for uid, served in self._served.items():
             snapshot = self._server.snapshot(uid)
-            served.told.take(snapshot, time.time(), time.monotonic())
-            export(served.key.namespace, served.key.name, snapshot, served.told, served.config.lease_seconds, time.time())
+            served.history.take(snapshot, time.time(), time.monotonic())
+            export(served.key.namespace, served.key.name, snapshot, served.history, served.config.lease_seconds, time.time())
 
     def _remove(self, uid: str) -> None:
         self._server.remove_pool(uid)
@@ -280,15 +280,15 @@ class HubService:
         served = self._served.get(uid)
         if served is None:
             return
-        snapshot, key, told = self._server.snapshot(uid), served.key, served.told
-        before = told.epochs
-        told.take(snapshot, time.time(), time.monotonic())
+        snapshot, key, history = self._server.snapshot(uid), served.key, served.history
+        before = history.epochs
+        history.take(snapshot, time.time(), time.monotonic())
         now = time.monotonic()
         if before is not None and snapshot.published > before[1] and snapshot.reset_seconds is not None:
             metrics.RESET_SECONDS.labels(namespace=key.namespace, pool=key.name).observe(snapshot.reset_seconds)
-        if told.epochs != before:
+        if history.epochs != before:
             self._wake(key, OPEN_SECONDS if snapshot.target > snapshot.published else DONE_SECONDS)
             return
-        delay = max(OPEN_SECONDS, served.told_at + QUIET_SECONDS - now)
-        served.told_at = now + delay
+        delay = max(OPEN_SECONDS, served.reported_at + QUIET_SECONDS - now)
+        served.reported_at = now + delay
         self._wake(key, delay)

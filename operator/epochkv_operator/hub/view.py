@@ -13,7 +13,7 @@ from epochkv_operator.planning.context import PUSH_SECONDS, HubEngine, HubView, 
 
 
 @dataclass
-class Told:
+class PoolHistory:
     """What of a pool's snapshots has to be remembered between two of them.
 
     Attributes:
@@ -56,7 +56,7 @@ class Told:
 
 
 def view_of(
-    snapshot: PoolSnapshot, told: Told, unix_seconds: float, now: float, keys: KeysView | None = None, *, complete: bool = True
+    snapshot: PoolSnapshot, history: PoolHistory, unix_seconds: float, now: float, keys: KeysView | None = None, *, complete: bool = True
 ) -> HubView | None:
     """The snapshot for planning; None while the hub does not lead this pool, when it knows nothing that counts."""
     if not snapshot.leading:
@@ -80,12 +80,12 @@ def view_of(
             for group in snapshot.weights
         ),
         outliers=tuple(_outliers(snapshot)),
-        overdue=told.overdue_in(now) == 0.0,
+        overdue=history.overdue_in(now) == 0.0,
         reclaim=ReclaimView(
-            epoch=told.reclaimed,
-            keys=max(0, told.total[0] - told.base[0]),
-            bytes=max(0, told.total[1] - told.base[1]),
-            completed=_moment(told.reclaimed_at),
+            epoch=history.reclaimed,
+            keys=max(0, history.total[0] - history.base[0]),
+            bytes=max(0, history.total[1] - history.base[1]),
+            completed=_moment(history.reclaimed_at),
             wipe_failed=snapshot.wipe_failed,
         ),
         keys=keys,
@@ -98,7 +98,7 @@ def key_view(snapshot: PoolSnapshot, generation: int, accepted: int) -> KeysView
     return KeysView(generation, accepted, tuple(old) if accepted > 1 else ())
 
 
-def export(namespace: str, pool: str, snapshot: PoolSnapshot, told: Told, lease_seconds: float, now: float) -> None:
+def export(namespace: str, pool: str, snapshot: PoolSnapshot, history: PoolHistory, lease_seconds: float, now: float) -> None:
     """Set the pool's gauges. `now`: Unix seconds."""
     metrics.TARGET_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.target)
     metrics.PUBLISHED_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.published)
@@ -109,8 +109,8 @@ def export(namespace: str, pool: str, snapshot: PoolSnapshot, told: Told, lease_
     metrics.OLD_EPOCH_REQUESTS.labels(namespace=namespace, pool=pool).set(snapshot.old_epoch_requests)
     metrics.WEIGHTS_DIVERGED.labels(namespace=namespace, pool=pool).set(len(snapshot.diverged))
     metrics.TIERS_OFF.labels(namespace=namespace, pool=pool).set(len(snapshot.limited))
-    metrics.RECLAIMED_KEYS.labels(namespace=namespace, pool=pool).set(told.total[0])
-    metrics.RECLAIMED_BYTES.labels(namespace=namespace, pool=pool).set(told.total[1])
+    metrics.RECLAIMED_KEYS.labels(namespace=namespace, pool=pool).set(history.total[0])
+    metrics.RECLAIMED_BYTES.labels(namespace=namespace, pool=pool).set(history.total[1])
 
 
 def _engine(engine: EngineView) -> HubEngine:

@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 from urllib.parse import urlencode
 
 import aiohttp
-import msgspec
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 
@@ -22,7 +21,6 @@ from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.resources import ObjectRef, Resource
 
 Json = dict[str, Any]
-T = TypeVar("T")
 
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -30,7 +28,6 @@ JSON_PATCH = "application/json-patch+json"
 UNTYPED = "failed to create typed patch object"
 """How the API server answers, with 500, to an apply of a field that the schema does not have."""
 LIST_CHUNK = 200
-SHOWN_CHUNK = 1000
 JSON = "application/json"
 SHOWN_ACCEPT = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
@@ -110,14 +107,6 @@ def _date(header: str | None) -> datetime | None:
         return None
 
 
-def _document(data: bytes) -> Json:
-    return cast(Json, json.loads(data)) if data else {}
-
-
-def _list_query(chunk: int, label_selector: str) -> dict[str, str]:
-    return {"limit": str(chunk), **({"labelSelector": label_selector} if label_selector else {})}
-
-
 def _set_field(name: str, value: Any) -> list[Json]:
     """A field of a merge patch as operations of a JSON patch: null removes, at the top and one level below."""
     path = f"/status/{name}"
@@ -126,39 +115,6 @@ def _set_field(name: str, value: Any) -> list[Json]:
     if value is not None:
         return [{"op": "add", "path": path, "value": value}]
     return [{"op": "add", "path": path, "value": ""}, {"op": "remove", "path": path}]  # an absent field cannot be removed
-
-
-class _Metadata(msgspec.Struct, gc=False):
-    uid: str
-    resourceVersion: str
-
-
-class _Item(msgspec.Struct, gc=False):
-    metadata: _Metadata
-
-
-class _ListMetadata(msgspec.Struct):
-    resourceVersion: str = ""
-    token: str = msgspec.field(name="continue", default="")
-
-
-class _Page(msgspec.Struct):
-    metadata: _ListMetadata
-    items: list[_Item] | None = None
-
-
-_decoder = msgspec.json.Decoder(_Page)
-
-
-def shown_page(data: bytes) -> tuple[dict[str, int], int, str]:
-    """The versions of a page's objects by uid, the version of the list, and the token of the next page (empty: this is the last).
-
-    Raises:
-        ValueError: no such page.
-    """
-    read = _decoder.decode(data)
-    versions = {item.metadata.uid: int(item.metadata.resourceVersion) for item in read.items or ()}
-    return versions, int(read.metadata.resourceVersion or 0), read.metadata.token
 
 
 def _asked_again(check: Callable[[str, str], None]) -> aiohttp.TraceConfig:
@@ -180,8 +136,6 @@ class KubeClient:
         self.configuration = configuration
         self.may_not_write: Callable[[], str | None] = lambda: None
         """Why nothing may be written now, or None. Asked before each write, and again when its connection stands."""
-        self.wrote: Callable[[bool], None] = lambda answered: None
-        """Told of each write whether the API server answered it, with whatever but an error of its own."""
         self.deadline_seconds = deadline_seconds
         self.server_date: datetime | None = None
         """The API server's clock when it answered last, to the second."""
@@ -224,56 +178,14 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         body: Json | list[Json] | None = None,
         content_type: str = JSON,
+        accept: str = JSON,
         deadline_seconds: float | None = None,
     ) -> Json:
         """One call, one answer, within a deadline (seconds)."""
-        sent = self._send(verb, path, query, body, content_type, deadline_seconds or self.deadline_seconds)
-        if verb == "GET":
-            return await sent
-        try:
+        if verb != "GET":
             self._check_leading(verb, path)
-        except Unavailable:
-            sent.close()
-            raise
-        try:
-            answer = await sent
-        except Unavailable:
-            self.wrote(False)
-            raise
-        except ApiError:
-            self.wrote(True)
-            raise
-        self.wrote(True)
-        return answer
-
-    def _check_leading(self, verb: str, path: str) -> None:
-        if (reason := self.may_not_write()) is not None:
-            raise Unavailable(0, "NotLeading", reason, f"{verb} {path}")
-
-    async def _send(
-        self,
-        verb: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Json | list[Json] | None,
-        content_type: str,
-        seconds: float,
-    ) -> Json:
-        return await self._exchange(verb, path, query, body, {"Accept": JSON, "Content-Type": content_type}, seconds, _document)
-
-    async def _exchange(
-        self,
-        verb: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Json | list[Json] | None,
-        headers: dict[str, str],
-        seconds: float,
-        read: Callable[[bytes], T],
-    ) -> T:
-        """One request; what `read` makes of the answer, which raises ValueError for one that it cannot read."""
-        request = f"{verb} {path}"
-        headers = {**headers, "User-Agent": MANAGED_BY}
+        request, seconds = f"{verb} {path}", deadline_seconds or self.deadline_seconds
+        headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": MANAGED_BY}
         try:
             async with asyncio.timeout(seconds):
                 await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, verb, body)
@@ -293,20 +205,26 @@ class KubeClient:
         if not 200 <= response.status < 300:
             _raise(response.status, data, request, response.headers.get("Retry-After"))
         try:
-            return read(data)
+            return cast(Json, json.loads(data)) if data else {}
         except ValueError as error:  # a proxy in between, say
             raise Unavailable(response.status, "NotJson", data[:200].decode(errors="replace"), request) from error
+
+    def _check_leading(self, verb: str, path: str) -> None:
+        if (reason := self.may_not_write()) is not None:
+            raise Unavailable(0, "NotLeading", reason, f"{verb} {path}")
 
     async def get(self, resource: Resource, namespace: str | None, name: str, deadline_seconds: float | None = None) -> Json:
         """A quorum read: no resourceVersion parameter, so the answer is linearizable."""
         return await self.request("GET", resource.path(namespace, name), deadline_seconds=deadline_seconds)
 
-    async def pages(self, resource: Resource, namespace: str | None, label_selector: str = "") -> AsyncIterator[tuple[list[Json], int]]:
+    async def pages(
+        self, resource: Resource, namespace: str | None, label_selector: str = "", accept: str = JSON
+    ) -> AsyncIterator[tuple[list[Json], int]]:
         """All objects of a kind (namespace None: of the whole cluster), page by page, and the version of the list."""
-        query = _list_query(LIST_CHUNK, label_selector)
+        query = {"limit": str(LIST_CHUNK), **({"labelSelector": label_selector} if label_selector else {})}
         while True:
-            page = await self.request("GET", resource.path(namespace), query=query)
-            items, metadata = page.get("items", []), page.get("metadata", {})
+            page = await self.request("GET", resource.path(namespace), query=query, accept=accept)
+            items, metadata = page.get("items") or [], page.get("metadata", {})
             for item in items:
                 item.setdefault("kind", resource.kind)
                 item.setdefault("apiVersion", resource.api_version)
@@ -320,17 +238,14 @@ class KubeClient:
         pages = [page async for page in self.pages(resource, namespace, label_selector)]
         return [item for items, _ in pages for item in items], pages[-1][1]
 
-    async def shown(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[dict[str, int], int]:
+    async def shown(self, resource: Resource, namespace: str | None) -> tuple[dict[str, int], int]:
         """Versions of all objects of a kind by uid, and the version of the list. Nothing else of them is sent but metadata."""
         found: dict[str, int] = {}
-        query, headers = _list_query(SHOWN_CHUNK, label_selector), {"Accept": SHOWN_ACCEPT}
-        while True:
-            page = self._exchange("GET", resource.path(namespace), query, None, dict(headers), self.deadline_seconds, shown_page)
-            versions, version, token = await page
-            found |= versions
-            if not token:
-                return found, version
-            query["continue"] = token
+        version = 0
+        async for items, of_list in self.pages(resource, namespace, accept=SHOWN_ACCEPT):
+            version = of_list
+            found |= {item["metadata"]["uid"]: int(item["metadata"]["resourceVersion"]) for item in items}
+        return found, version
 
     async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
         return await self.request("POST", resource.path(namespace), body=body, query={"fieldManager": MANAGED_BY})

@@ -84,11 +84,8 @@ PRIMARY: Final = (POOLS, ENGINES)
 CHILDREN: Final = (DEPLOYMENTS, STATEFULSETS, SERVICES, CONFIGMAPS, SERVICE_ACCOUNTS, PDBS, NETWORK_POLICIES)
 #: Children of kinds that other projects bring: a cluster may not serve them.
 OPTIONAL: Final = (LEADER_WORKER_SETS, POD_MONITORS)
-#: With `OPTIONAL`, everything kept in the store. Secrets are read one by one, never listed or watched: that
-#: keeps the cluster role free of `list secrets`.
-WATCHED: Final = (*PRIMARY, *CHILDREN, PODS)
-
-_BY_KIND: Final = {resource.kind: resource for resource in (*WATCHED, *OPTIONAL, SECRETS, LEASES, EVENTS)}
+# Secrets are read one by one, never listed or watched: that keeps the cluster role free of `list secrets`.
+_BY_KIND: Final = {resource.kind: resource for resource in (*PRIMARY, *CHILDREN, PODS, *OPTIONAL, SECRETS, LEASES, EVENTS)}
 
 
 def by_kind(kind: str) -> Resource:

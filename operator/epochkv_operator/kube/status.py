@@ -42,8 +42,7 @@ class Known(Protocol):
 class StatusWriter:
     """Writes statuses of objects that the store knows.
 
-    `news` takes every state that was read here: it may be newer than what the watches have brought, and when they
-    bring it, it is no news any more.
+    `news` takes every state that may be newer than what the watches have brought: when they bring it, it is no news any more.
     """
 
     def __init__(self, client: KubeClient, store: Known, news: Callable[[Resource, Json], object]) -> None:
@@ -82,6 +81,7 @@ class StatusWriter:
         obj = self._store.by_uid(ref.resource.kind, ref.uid) or await self.read(ref)
         attempt = 0
         while True:
+            fields = depends_on if attempt and obj.get("status") else None
             patch = decide(obj)
             if patch is None:
                 return obj
@@ -89,7 +89,7 @@ class StatusWriter:
             if remaining <= 0:
                 raise Unavailable(0, "Timeout", f"changed under each of {attempt} writes", f"PATCH status of {ref}")
             try:
-                answer = await self._send(ref, obj, patch, remaining, depends_on if attempt else None)
+                answer = await self._send(ref, obj, patch, remaining, fields)
             except NotFound as error:
                 raise ObjectGone(f"{ref} is gone") from error
             except (Conflict, _FieldsChanged):
@@ -100,15 +100,17 @@ class StatusWriter:
                 continue
             if resource_version(answer) != resource_version(obj):
                 metrics.API_WRITES.labels(kind=ref.resource.kind, operation="status").inc()
-            self._store.upsert(ref.resource.kind, answer)
+            if fields:
+                self._news(ref.resource, answer)  # somebody may have changed the rest of it, the spec, say
+            else:
+                self._store.upsert(ref.resource.kind, answer)
             return answer
 
-    async def _send(self, ref: ObjectRef, obj: Json, patch: Json, seconds: float, depends_on: Sequence[str] | None) -> Json:
-        status = obj.get("status")
-        if not depends_on or not status:
+    async def _send(self, ref: ObjectRef, obj: Json, patch: Json, seconds: float, fields: Sequence[str] | None) -> Json:
+        if not fields:
             return await self._client.patch_status(ref, str(resource_version(obj)), patch, seconds)
         try:
-            seen = {name: status.get(name) for name in depends_on}
+            seen = {name: obj["status"].get(name) for name in fields}
             return await self._client.patch_status_fields(ref, seen, patch, seconds)
         except Invalid as error:
             raise _FieldsChanged from error

@@ -1,9 +1,10 @@
-"""Keeps the store complete: one list-and-watch for each kind and scope, and lists that find what a watch has lost.
+"""Keeps the store complete: one list-and-watch for each kind and scope, and lists that find what kopf's watches have lost.
 
-Children, pods and kinds of other projects are listed as a whole, watched from there, and listed anew when the version has expired. The two
-kinds of our own are watched by kopf (`control/driver.py`); here they are compared only. Every kind is compared regularly: a LIST that
-shows uids and versions only. The watch gets some time to bring what it has not brought yet; a kind of which it does not bring everything
-is read as a whole, and what vanished goes. Each kind has its own moment in the period, so that their lists do not come together.
+Children, pods and kinds of other projects are listed as a whole, watched from there, and listed anew when the version has expired. A watch
+lasts a minute at most, so one that hangs loses nothing.
+The two kinds of our own are watched by kopf (`control/driver.py`), which tells what exists, never what went while it did not watch. So they
+are compared regularly: a LIST that shows uids and versions only. The watch gets some time to bring what it has not brought yet; a kind of
+which it does not bring everything is read as a whole, and what vanished goes.
 
 A cluster may begin or cease to serve a kind of another project at any time, or not let us list it.
 """
@@ -11,7 +12,6 @@ A cluster may begin or cease to serve a kind of another project at any time, or 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -21,7 +21,7 @@ import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import ApiError, Expired, Forbidden, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import CHILD_SELECTOR, CHILDREN, OPTIONAL, PODS, PRIMARY, WATCHED, Resource
+from epochkv_operator.kube.resources import CHILD_SELECTOR, CHILDREN, OPTIONAL, PODS, PRIMARY, Resource
 from epochkv_operator.kube.store import Store
 
 log = structlog.get_logger(__name__)
@@ -66,9 +66,8 @@ class Watches:
         self._changed = changed
         self._scopes = scopes
         self._period_seconds = period_seconds
-        self._began = time.monotonic()
         self._versions: dict[Place, int | None] = {}
-        self._due: dict[Resource, float] = {}
+        self._due = 0.0  # the next comparison
         self._wakeup = asyncio.Event()
         self._problem: dict[Resource, str] = {}
         self._found: set[Place] = set()
@@ -89,27 +88,26 @@ class Watches:
     async def complete(self) -> None:
         """Return once the store has all of our own kinds, which kopf has begun to watch."""
         await asyncio.gather(*(self._until_done(resource, self._first) for resource in PRIMARY))
-        self._due = {resource: self._next_due(resource) for resource in WATCHED}
+        self._due = time.monotonic() + self._period_seconds
 
     async def compare(self) -> None:
-        """Compare what is due, for ever."""
+        """Compare our own kinds, in each period and when that is wanted `soon`, for ever."""
         while True:
-            delay = max(0.0, min(self._due.values()) - time.monotonic())
             self._wakeup.clear()
             try:
-                async with asyncio.timeout(delay):
+                async with asyncio.timeout_at(asyncio.get_running_loop().time() + self._due - time.monotonic()):
                     await self._wakeup.wait()
             except TimeoutError:
-                for resource in (resource for resource in WATCHED if self._due[resource] <= time.monotonic()):
-                    self._due[resource] = self._next_due(resource)  # now, so that a `soon` during the LIST is kept
+                self._due = time.monotonic() + self._period_seconds  # now, so that a `soon` during the LIST is kept
+                for resource in PRIMARY:
                     if not await self._try(resource, self._compare):
-                        self._due[resource] = time.monotonic() + RETRY_SECONDS
+                        self._due = min(self._due, time.monotonic() + RETRY_SECONDS)
 
     def soon(self) -> None:
-        """kopf has listed again: look for what vanished of its kinds. It tells what exists, never what went while it did not watch."""
+        """kopf has listed again: look for what vanished of its kinds."""
         due = time.monotonic() + AFTER_RELIST_SECONDS
-        if self._due and any(due < self._due[resource] for resource in PRIMARY):
-            self._due |= dict.fromkeys(PRIMARY, due)
+        if due < self._due:
+            self._due = due
             self._wakeup.set()
 
     def served(self) -> frozenset[str]:
@@ -118,7 +116,7 @@ class Watches:
 
     def oldest_list_seconds(self) -> float:
         """Age of the least recently completed comparison; 0 before the first round is through."""
-        return time.monotonic() - min(self.listed_at.values()) if len(self.listed_at) == len(WATCHED) else 0.0
+        return time.monotonic() - min(self.listed_at.values()) if len(self.listed_at) == len(PRIMARY) else 0.0
 
     # ---- list and watch ----
 
@@ -141,7 +139,7 @@ class Watches:
                 await asyncio.sleep(ABSENT_SECONDS if resource in OPTIONAL and resource.kind not in self._served else RETRY_SECONDS)
                 continue
             try:
-                async for event in self._client.watch(resource, scope, str(version), _selector(resource)):
+                async for event in self._client.watch(resource, scope, str(version), CHILD_SELECTOR):
                     obj = event["object"]
                     if event["type"] == "ERROR":
                         kind = Expired if obj.get("code") == Expired.STATUS else ApiError
@@ -162,7 +160,7 @@ class Watches:
         """Take a kind in as a whole. The version of the list; None: there is none to be had now."""
         uids, version = set(), 0
         try:
-            async for page, of_list in self._client.pages(resource, scope, _selector(resource)):
+            async for page, of_list in self._client.pages(resource, scope, CHILD_SELECTOR):
                 version = of_list
                 for obj in page:
                     uids.add(obj["metadata"]["uid"])
@@ -172,7 +170,6 @@ class Watches:
             return None
         for obj in self._store.retain(resource.kind, uids, version, scope):
             self._vanished(resource, obj)
-        self._listed(resource)
         if resource in OPTIONAL:
             del self._misses[resource, scope]
             self._found.add((resource, scope))
@@ -207,7 +204,7 @@ class Watches:
         for scope in self._scopes:
             since = time.monotonic()
             while True:
-                shown, version = await self._client.shown(resource, scope, _selector(resource))
+                shown, version = await self._client.shown(resource, scope)
                 if await self._brought(resource, shown, RETRY_SECONDS) or time.monotonic() - since > START_PATIENCE_SECONDS:
                     break
             await self._take_in(resource, scope, shown, version)
@@ -215,7 +212,7 @@ class Watches:
 
     async def _compare(self, resource: Resource) -> None:
         for scope in self._scopes:
-            shown, version = await self._client.shown(resource, scope, _selector(resource))
+            shown, version = await self._client.shown(resource, scope)
             await self._brought(resource, shown, PATIENCE_SECONDS)
             await self._take_in(resource, scope, shown, version)
         self._listed(resource)
@@ -234,7 +231,7 @@ class Watches:
         if behind := self._store.behind(resource.kind, shown):
             log.warning("the watches lack objects, reading them", kind=resource.kind, objects=behind)
             metrics.MISSED.labels(kind=resource.kind).inc(behind)
-            async for page, _ in self._client.pages(resource, scope, _selector(resource)):
+            async for page, _ in self._client.pages(resource, scope):
                 for obj in page:
                     self._seen(resource, None, obj)
         for obj in self._store.retain(resource.kind, shown, version, scope):
@@ -244,12 +241,6 @@ class Watches:
         self.listed_at[resource] = time.monotonic()
         metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()
         metrics.MISSED.labels(kind=resource.kind)  # there from the first list, at 0: an alert on its increase sees the first one
-
-    def _next_due(self, resource: Resource) -> float:
-        """The kind's own moment in a period, half a period from now at the earliest."""
-        period = self._period_seconds
-        own = self._began + period * WATCHED.index(resource) / len(WATCHED)
-        return own + period * math.ceil((time.monotonic() + period / 2 - own) / period)
 
     # ---- tries ----
 
@@ -274,7 +265,3 @@ class Watches:
         if self._problem.get(resource) != str(error):
             self._problem[resource] = str(error)
             log.warning("cannot list, trying again", kind=resource.kind, error=str(error))
-
-
-def _selector(resource: Resource) -> str:
-    return "" if resource in PRIMARY else CHILD_SELECTOR

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client as kubernetes_client
 
-from epochkv_operator.kube.client import AlreadyExists, ApiError, Conflict, Forbidden, Invalid, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.client import AlreadyExists, ApiError, Conflict, Expired, Forbidden, Invalid, KubeClient, NotFound, Unavailable
 
 
 async def ask(status: int, body: str, headers: dict[str, str]) -> object:
@@ -52,7 +52,7 @@ def test_a_field_that_the_schema_lacks_is_no_outage() -> None:
         (404, "NotFound", NotFound),
         (409, "Conflict", Conflict),
         (409, "AlreadyExists", AlreadyExists),
-        (410, "Expired", Unavailable),
+        (410, "Expired", Expired),
         (422, "Invalid", Invalid),
         (429, "TooManyRequests", Unavailable),
         (500, "InternalError", Unavailable),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from epochkv_operator.control import leader as module
-from epochkv_operator.control.leader import Echo, LoopThread
+from epochkv_operator.control.leader import LoopThread, WriteThroughCache
 from epochkv_operator.kube.client import Json, KubeClient, Unavailable
 from epochkv_operator.kube.store import Store, indexed
 
@@ -104,19 +104,19 @@ def test_stopping_cancels_what_still_runs() -> None:
 
 def test_the_hub_knows_its_own_writes_before_the_stores_owner_does() -> None:
     store, told = Store(indexed), []
-    echo = Echo(store, lambda kind, obj: told.append((kind, obj)))
+    cache = WriteThroughCache(store, lambda kind, obj: told.append((kind, obj)))
     store.upsert("KVCachePool", pool(3))
-    assert echo.by_uid("KVCachePool", "u") == pool(3)
-    echo.upsert("KVCachePool", pool(5))
-    assert echo.by_uid("KVCachePool", "u") == pool(5)
-    echo.upsert("KVCachePool", pool(4))  # an answer that comes late
-    assert echo.by_uid("KVCachePool", "u") == pool(5)
+    assert cache.by_uid("KVCachePool", "u") == pool(3)
+    cache.upsert("KVCachePool", pool(5))
+    assert cache.by_uid("KVCachePool", "u") == pool(5)
+    cache.upsert("KVCachePool", pool(4))  # an answer that comes late
+    assert cache.by_uid("KVCachePool", "u") == pool(5)
     for kind, obj in told:
         store.upsert(kind, obj)
     store.upsert("KVCachePool", pool(9))
-    assert echo.by_uid("KVCachePool", "u") == pool(9)
+    assert cache.by_uid("KVCachePool", "u") == pool(9)
     store.remove("KVCachePool", pool(9))
-    assert echo.by_uid("KVCachePool", "u") is None, "kept although the store had caught up"
+    assert cache.by_uid("KVCachePool", "u") is None, "kept although the store had caught up"
 
 
 def test_without_leadership_nothing_is_written() -> None:

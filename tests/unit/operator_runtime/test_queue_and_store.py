@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.control.executor import project
 from epochkv_operator.control.worker import WorkQueue
+from epochkv_operator.kube.client import Conflict, KubeClient
+from epochkv_operator.kube.resources import POOLS, ObjectRef, Resource
+from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store, engine_key, engines_of, indexed, only_epochs_differ, slim
 
 
@@ -185,6 +188,41 @@ def test_a_late_event_of_a_deleted_namesake_does_not_hide_the_new_object() -> No
     assert store.get("Pod", "a", "p") == obj("p", "new", 20)
     store.remove("Pod", obj("p", "old", 10))
     assert store.get("Pod", "a", "p") == obj("p", "new", 20)
+
+
+class Changing(KubeClient):
+    """An API server on which somebody writes between all that is asked. What is written and read has the newest spec."""
+
+    def __init__(self) -> None:
+        self.version = 7
+
+    def newest(self) -> dict[str, Any]:
+        self.version += 1
+        return {**obj("p", "u", self.version), "spec": {"resetEpoch": self.version}, "status": {"targetEpoch": 3}}
+
+    async def patch_status(self, *_: Any) -> dict[str, Any]:
+        raise Conflict(409, "Conflict", "it changed", "PATCH")
+
+    async def patch_status_fields(self, *_: Any) -> dict[str, Any]:
+        return self.newest()
+
+    async def get(self, *_: Any) -> dict[str, Any]:
+        return self.newest()
+
+
+def test_what_the_answer_to_a_write_shows_first_is_looked_at() -> None:
+    """The watch shows nothing new then: a spec that changed meanwhile would wait for the next look."""
+    store, looked_at = Store(indexed), list[str]()
+
+    def news(resource: Resource, found: dict[str, Any]) -> None:
+        if store.upsert(resource.kind, found):
+            looked_at.append(found["metadata"]["resourceVersion"])
+
+    client = Changing()
+    store.upsert(POOLS.kind, obj("p", "u", 7))
+    statuses = StatusWriter(client, store, news)
+    answer = asyncio.run(statuses.update(ObjectRef(POOLS, "a", "p", "u"), lambda _: {"targetEpoch": 4}, depends_on=["targetEpoch"]))
+    assert answer["metadata"]["resourceVersion"] == looked_at[-1] == "9"
 
 
 @given(st.permutations(range(1, 8)), st.integers(0, 7))

@@ -8,7 +8,7 @@ import msgspec
 
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, WeightsView
-from epochkv_operator.hub.view import Told, export, key_view, view_of
+from epochkv_operator.hub.view import PoolHistory, export, key_view, view_of
 from epochkv_operator.metrics import REGISTRY, forget_pool
 
 A, B = b"a" * 16, b"b" * 16
@@ -21,19 +21,19 @@ def engine(name: str, epoch: int | None = 1, **changes: object) -> EngineView:
 
 
 def test_what_was_removed_is_counted_per_reset() -> None:
-    told = Told()
+    history = PoolHistory()
     for target, published, keys, num_bytes, reclaimed in ((1, 1, 0, 0, 0), (1, 1, 5, 500, 0), (1, 1, 7, 700, 1)):
-        told.take(
+        history.take(
             replace(EMPTY, target=target, published=published, reclaimed_keys=keys, reclaimed_bytes=num_bytes, reclaimed=reclaimed), 1e9
         )
-    view = view_of(replace(EMPTY, target=1, published=1), told, 1e9, 0.0)
+    view = view_of(replace(EMPTY, target=1, published=1), history, 1e9, 0.0)
     assert view is not None
     assert (view.reclaim.epoch, view.reclaim.keys, view.reclaim.bytes) == (1, 7, 700)
     assert view.reclaim.completed is not None
     assert view.reclaim.completed.timestamp() == 1e9
-    told.take(replace(EMPTY, target=2, published=1, reclaimed_keys=7, reclaimed_bytes=700, reclaimed=1), 2e9)
-    told.take(replace(EMPTY, target=2, published=2, reclaimed_keys=9, reclaimed_bytes=800, reclaimed=2), 3e9)
-    view = view_of(replace(EMPTY, target=2, published=2), told, 1e9, 0.0)
+    history.take(replace(EMPTY, target=2, published=1, reclaimed_keys=7, reclaimed_bytes=700, reclaimed=1), 2e9)
+    history.take(replace(EMPTY, target=2, published=2, reclaimed_keys=9, reclaimed_bytes=800, reclaimed=2), 3e9)
+    view = view_of(replace(EMPTY, target=2, published=2), history, 1e9, 0.0)
     assert view is not None
     assert (view.reclaim.epoch, view.reclaim.keys, view.reclaim.bytes) == (2, 2, 100)
 
@@ -51,7 +51,7 @@ def test_origin_weights_and_outliers() -> None:
         diverged=[late],
         origin=Source.TRAINER,
     )
-    view = view_of(snapshot, Told(), 1e9, 0.0)
+    view = view_of(snapshot, PoolHistory(), 1e9, 0.0)
     assert view is not None
     assert view.origin == "Trainer"
     groups = [(group.id, group.label, group.engines, group.since.timestamp()) for group in view.weights]
@@ -61,25 +61,25 @@ def test_origin_weights_and_outliers() -> None:
     limited = {item.display_name: (item.tiers_off, item.tiers_note) for item in view.engines if item.tiers_off}
     assert limited == {"late": ("SavesOnly", "loads are off: because")}
     assert [item.live for item in view.engines] == [True, True, True, False]
-    assert view_of(replace(snapshot, leading=False), Told(), 1e9, 0.0) is None
+    assert view_of(replace(snapshot, leading=False), PoolHistory(), 1e9, 0.0) is None
 
 
 def test_how_long_engines_differ_is_counted_over_whoever_differs() -> None:
     """An engine whose weights change all the time is found, and a push that comes through begins the minute anew."""
-    told, differ = Told(), replace(EMPTY, diverged=[engine("late", weights=B)])
+    history, differ = PoolHistory(), replace(EMPTY, diverged=[engine("late", weights=B)])
 
     def overdue(snapshot: PoolSnapshot, now: float) -> bool:
-        told.take(snapshot, 1e9, now)
-        view = view_of(snapshot, told, 1e9, now)
+        history.take(snapshot, 1e9, now)
+        view = view_of(snapshot, history, 1e9, now)
         assert view is not None
         return view.overdue
 
     assert [overdue(differ, now) for now in (100.0, 159.9, 160.0)] == [False, False, True]
     assert overdue(replace(EMPTY, diverged=[engine("other", weights=A)]), 161.0)
     assert not overdue(EMPTY, 162.0)
-    assert told.overdue_in(162.0) is None
+    assert history.overdue_in(162.0) is None
     assert not overdue(differ, 163.0)
-    assert told.overdue_in(200.0) == 23.0
+    assert history.overdue_in(200.0) == 23.0
 
 
 def test_engines_by_state_and_those_that_differ_are_counted() -> None:
@@ -87,7 +87,7 @@ def test_engines_by_state_and_those_that_differ_are_counted() -> None:
     engines = [engine("fine"), late, engine("alone", isolated=True), engine("asleep", weights=None), engine("slow", converged=False)]
     engines += [engine("limited", tiers_off="TiersOff"), engine("gone", tiers_off="TiersOff", alive=False)]
     open_since = replace(EMPTY, target=2, published=1, behind_since=100.0, engines=engines, diverged=[late])
-    export("rl", "gauges", open_since, Told(), 30.0, 140.0)
+    export("rl", "gauges", open_since, PoolHistory(), 30.0, 140.0)
 
     def gauge(state: str) -> float | None:
         return REGISTRY.get_sample_value("epochkv_pool_engines", {"namespace": "rl", "pool": "gauges", "state": state})
