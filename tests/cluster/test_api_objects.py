@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api import parse_engine, parse_pool
-from epochkv_operator.planning.context import HubEngine, HubView, KeysView, Observed, Outlier, ReclaimView, WeightsGroup
+from epochkv_operator.planning.context import HubView, KeysView, Observed, Outlier, ReclaimView, WeightsGroup
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.planning.status import engine_status, pool_status
 from hack.cluster.controlplane import ControlPlane
@@ -212,7 +213,17 @@ def test_statuses_fit_the_schema(clean: Cluster) -> None:
     clean.execute(plan_pool(pool, Observed(), CONTEXT))
     clean.execute(plan_engine(engine, pool, Observed(clean.children()), CONTEXT))
     crowd = [
-        HubEngine("rollout", f"ray-{number % 70}", number, 6, 1, f"{number:08x}", f"kind-{number % 9}", f"{number % 20:032x}")
+        EngineView(
+            number.to_bytes(16, "big"),
+            epoch=6,
+            converged=False,
+            alive=True,
+            pod=f"ray-{number % 70}",
+            rank=number,
+            old_epoch_requests=1,
+            fingerprint=f"kind-{number % 9}",
+            weights=(number % 20).to_bytes(16, "big"),
+        )
         for number in range(80)
     ]
     hub = HubView(

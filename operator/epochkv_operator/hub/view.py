@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from epochkv_fence.protocol.messages import CONTROL
 from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolSnapshot
 from epochkv_operator import metrics
-from epochkv_operator.planning.context import PUSH_SECONDS, HubEngine, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
+from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView, WeightsGroup, name_of
 
 
 @dataclass
@@ -68,7 +67,7 @@ def view_of(
         target=snapshot.target,
         published=snapshot.published,
         complete=complete,
-        engines=tuple(_engine(engine) for engine in counted),
+        engines=tuple(counted),
         laggards=tuple(_laggard(engine) for engine in snapshot.engines if not engine.converged),
         reset_epoch=snapshot.target if started is not None and (done or snapshot.target > snapshot.published) else None,
         reset_started=_moment(started),
@@ -94,7 +93,7 @@ def view_of(
 
 def key_view(snapshot: PoolSnapshot, generation: int, accepted: int) -> KeysView:
     """The client keys, and who still uses the older of two."""
-    old = [_laggard(engine)[0] for engine in snapshot.engines if engine.alive and engine.key_index > 0]
+    old = [name_of(engine) for engine in snapshot.engines if engine.alive and engine.key_index > 0]
     return KeysView(generation, accepted, tuple(old) if accepted > 1 else ())
 
 
@@ -113,23 +112,6 @@ def export(namespace: str, pool: str, snapshot: PoolSnapshot, history: PoolHisto
     metrics.RECLAIMED_BYTES.labels(namespace=namespace, pool=pool).set(history.total[1])
 
 
-def _engine(engine: EngineView) -> HubEngine:
-    return HubEngine(
-        engine=engine.engine,
-        pod=engine.pod,
-        rank=engine.rank,
-        epoch=engine.epoch,
-        old_epoch_requests=engine.old_epoch_requests,
-        instance=engine.instance.hex()[:8],
-        fingerprint=engine.fingerprint,
-        weights=engine.weights.hex() if engine.weights is not None else None,
-        weights_note=CONTROL.sub(" ", engine.weights_note),
-        tiers_off=engine.tiers_off,
-        tiers_note=CONTROL.sub(" ", engine.tiers_note),
-        live=engine.alive,
-    )
-
-
 def _outliers(snapshot: PoolSnapshot) -> Iterator[Outlier]:
     apart = {engine.instance for engine in snapshot.diverged}
     most = {
@@ -140,12 +122,11 @@ def _outliers(snapshot: PoolSnapshot) -> Iterator[Outlier]:
     for engine in snapshot.diverged:
         wanted = most.get(engine.fingerprint)
         if engine.weights is not None and wanted is not None:
-            yield Outlier(_engine(engine).display_name, engine.weights.hex(), wanted.hex())
+            yield Outlier(name_of(engine), engine.weights.hex(), wanted.hex())
 
 
 def _laggard(engine: EngineView) -> tuple[str, str]:
-    name = engine.pod or engine.engine or engine.instance.hex()
-    return f"{name}/{engine.rank}" if engine.rank else name, "Behind" if engine.alive else "Silent"
+    return name_of(engine), "Behind" if engine.alive else "Silent"
 
 
 def _moment(unix_seconds: float | None) -> datetime | None:

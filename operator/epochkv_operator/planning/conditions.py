@@ -17,18 +17,19 @@ from dataclasses import replace
 from typing import Final
 
 from epochkv_fence import quantity
-from epochkv_fence.protocol.messages import TIER_REASONS
+from epochkv_fence.protocol.messages import CONTROL, TIER_REASONS
+from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import (
     PUSH_SECONDS,
     Condition,
-    HubEngine,
     HubView,
     Json,
     Observed,
     Problem,
     listed,
+    name_of,
     short_id,
 )
 from epochkv_operator.planning.engine import leader_selector, local_bytes, workload_of
@@ -138,7 +139,7 @@ def _pods(engine: InferenceEngine, observed: Observed) -> list[Json]:
     return select(observed.pods, engine_selector(engine.metadata.name), engine.metadata.namespace)
 
 
-def engine_ranks(engine: InferenceEngine, observed: Observed) -> dict[str, list[HubEngine]]:
+def engine_ranks(engine: InferenceEngine, observed: Observed) -> dict[str, list[EngineView]]:
     """What the hub knows of each replica of an engine: name of the live pod that leads it to its ranks, empty when none reported."""
     pods = select(observed.pods, leader_selector(engine), engine.metadata.namespace)
     names = [pod["metadata"]["name"] for pod in pods if pod["metadata"].get("deletionTimestamp") is None]
@@ -146,7 +147,7 @@ def engine_ranks(engine: InferenceEngine, observed: Observed) -> dict[str, list[
     return {name: [rank for rank in known if rank.pod == name] for name in names}
 
 
-def at_target(ranks: Iterable[HubEngine], target: int) -> bool:
+def at_target(ranks: Iterable[EngineView], target: int) -> bool:
     """True when a pod's every rank reported the target epoch, and at least one did."""
     epochs = [rank.epoch for rank in ranks]
     return bool(epochs) and all(epoch is not None and epoch >= target for epoch in epochs)
@@ -198,22 +199,22 @@ def _engine_tiers(engine: InferenceEngine, observed: Observed) -> Condition:
     if _idle(engine, engine_health(engine, observed)):
         return Condition(kind, "True", "ScaledToZero", "there is no pod")
     ranks = [rank for known in engine_ranks(engine, observed).values() for rank in known]
-    if observed.hub is not None and not any(rank.live for rank in ranks):
+    if observed.hub is not None and not any(rank.alive for rank in ranks):
         return Condition(kind, "Unknown", "NotReporting", "the hub has not heard from any replica")
     return _tiers_usable(ranks if observed.hub is not None else None)
 
 
-def _tiers_usable(engines: Iterable[HubEngine] | None) -> Condition:
+def _tiers_usable(engines: Iterable[EngineView] | None) -> Condition:
     """The live ones can load from the pool's tiers, and save to them. One that cannot answers correctly, with fewer hits or none."""
     kind = "TiersUsable"
     if engines is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
-    limited = [engine for engine in engines if engine.live and engine.tiers_off]
+    limited = [engine for engine in engines if engine.alive and engine.tiers_off]
     if not limited:
         return Condition(kind, "True", "Usable", "no engine that reports lacks a tier")
     by_note: dict[str, list[str]] = {}
-    for engine in sorted(limited, key=lambda engine: engine.display_name):
-        by_note.setdefault(engine.tiers_note or "it does not say why", []).append(engine.display_name)
+    for engine in sorted(limited, key=name_of):
+        by_note.setdefault(_line(engine.tiers_note) or "it does not say why", []).append(name_of(engine))
     said = {engine.tiers_off for engine in limited}
     worst = next((reason for reason in TIER_REASONS if reason in said), "TiersOff")
     text = "; ".join(f"{listed(names)}: {note}" for note, names in list(by_note.items())[:_MAX_OUTLIERS])
@@ -274,7 +275,7 @@ def _drained(hub: HubView | None) -> Condition:
     old_epoch_requests = sum(engine.old_epoch_requests for engine in hub.engines)
     if not old_epoch_requests:
         return Condition("Drained", "True", "Drained", f"no request runs that was admitted before epoch {hub.target}")
-    where = listed([f"{engine.display_name} ({engine.old_epoch_requests})" for engine in hub.engines if engine.old_epoch_requests])
+    where = listed([f"{name_of(engine)} ({engine.old_epoch_requests})" for engine in hub.engines if engine.old_epoch_requests])
     text = f"{old_epoch_requests} requests were admitted under an older epoch and run on, seeing only what they held already: {where}"
     return Condition("Drained", "False", "OldEpochRequests", f"{text}; abort them, or wait until they end")
 
@@ -322,7 +323,7 @@ def _weights_converged(hub: HubView | None) -> Condition:
     kind = "WeightsConverged"
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
-    unknown = [f"{engine.display_name} ({engine.weights_note or 'it has not said yet'})" for engine in hub.unknown]
+    unknown = [f"{name_of(engine)} ({_line(engine.weights_note) or 'it has not said yet'})" for engine in hub.unknown]
     silent = f"the weights of these engines are not known, and they share nothing: {listed(unknown, _MAX_OUTLIERS)}" if unknown else ""
     if hub.outliers and hub.overdue:
         remedy = "push to them again; they serve correctly, and share KV only with engines of equal weights"
@@ -334,9 +335,14 @@ def _weights_converged(hub: HubView | None) -> Condition:
         return Condition(
             kind, "False", "Updating", f"engines have held different weights for less than {PUSH_SECONDS:g} s: {_outliers(hub)}"
         )
-    held = sorted({_called(engine.known_weights, hub) for engine in hub.engines if engine.known_weights is not None})
+    held = sorted({_called(engine.weights.hex(), hub) for engine in hub.engines if engine.alive and engine.weights is not None})
     text = f"all engines hold {listed(held, MAX_KINDS)}" if held else "no engine is connected"
     return Condition(kind, "True", "Converged", text)
+
+
+def _line(note: str) -> str:
+    """What an engine says, for a message of one line."""
+    return CONTROL.sub(" ", note)
 
 
 def _called(weights: str, hub: HubView) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
+from epochkv_fence.protocol.pool import EngineView
+
 Json = dict[str, Any]
 _SHOWN: Final = 4
 PUSH_SECONDS: Final = 60.0
@@ -39,45 +41,6 @@ class Context:
     """Kinds of other projects that this cluster serves: of `LeaderWorkerSet` and `PodMonitor`."""
     monitor_labels: tuple[tuple[str, str], ...] = ()
     """Labels by which a Prometheus finds its PodMonitors."""
-
-
-@dataclass(frozen=True)
-class HubEngine:
-    """One engine process as the hub knows it."""
-
-    engine: str
-    """InferenceEngine, or the name under which an external engine reports; may be empty."""
-    pod: str
-    rank: int
-    epoch: int | None
-    """Highest epoch heard of; None before the first grant."""
-    old_epoch_requests: int = 0
-    """Requests admitted under an older epoch."""
-    instance: str = ""
-    """Start of its instance's id, which tells engines of one name apart."""
-    fingerprint: str = ""
-    """Engines of different fingerprints may hold different weights for ever."""
-    weights: str | None = None
-    """The weights it holds, 32 hex digits; None: not known."""
-    weights_note: str = ""
-    """Why they are not known."""
-    live: bool = True
-    """Heard from within a lease."""
-    tiers_off: str = ""
-    """Why it cannot use its tiers, or not all of them: one of `TIER_REASONS`, or what a newer engine says; empty: it can."""
-    tiers_note: str = ""
-    """The same in a sentence, with what to change."""
-
-    @property
-    def display_name(self) -> str:
-        """Pod (or engine) and rank, unique within a pool."""
-        base = self.pod or self.engine or "unnamed"
-        return f"{base}/{self.rank}" if self.rank else base
-
-    @property
-    def known_weights(self) -> str | None:
-        """The weights it holds, if it lives and they are known."""
-        return self.weights if self.live else None
 
 
 @dataclass(frozen=True)
@@ -132,7 +95,7 @@ class HubView:
 
     target: int
     published: int
-    engines: Sequence[HubEngine] = ()
+    engines: Sequence[EngineView] = ()
     laggards: Sequence[tuple[str, str]] = ()
     """`(name, reason)` of engines that publication waits for."""
     reset_epoch: int | None = None
@@ -159,9 +122,9 @@ class HubView:
     """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
 
     @property
-    def unknown(self) -> list[HubEngine]:
+    def unknown(self) -> list[EngineView]:
         """Live engines whose weights are not known; they share nothing."""
-        return [engine for engine in self.engines if engine.live and engine.weights is None]
+        return [engine for engine in self.engines if engine.alive and engine.weights is None]
 
 
 @dataclass(frozen=True)
@@ -199,6 +162,11 @@ def listed(names: Iterable[str], shown: int = _SHOWN) -> str:
     found = list(names)
     more = f" and {len(found) - shown} more" if len(found) > shown else ""
     return ", ".join(found[:shown]) + more
+
+
+def name_of(engine: EngineView) -> str:
+    """What people call an engine instance."""
+    return engine.name(engine.instance)
 
 
 def short_id(weights: str) -> str:

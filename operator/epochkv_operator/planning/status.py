@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
@@ -24,7 +25,7 @@ from epochkv_operator.planning.conditions import (
     store_health,
 )
 from epochkv_operator.planning.connection import master_address
-from epochkv_operator.planning.context import Condition, Context, HubEngine, HubView, Json, Observed, listed, short_id, timestamp
+from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, listed, name_of, short_id, timestamp
 from epochkv_operator.planning.engine import leader_selector
 from epochkv_operator.planning.names import component_name, component_selector, selector_text
 
@@ -128,16 +129,16 @@ def conditions_by_type(status: Json) -> dict[str, Json]:
     return {condition["type"]: condition for condition in status.get("conditions") or []}
 
 
-def weights_summary(engines: Iterable[HubEngine], hub: HubView) -> str:
+def weights_summary(engines: Iterable[EngineView], hub: HubView) -> str:
     """`3f2a9c1e 15/16`: what most of these engines hold and how many, per fingerprint; empty without a live one."""
     most = {outlier.most_hold for outlier in hub.outliers}  # of as many, the hub has chosen
-    kinds: dict[str, list[HubEngine]] = {}
+    kinds: dict[str, list[EngineView]] = {}
     for engine in engines:
-        if engine.live:
+        if engine.alive:
             kinds.setdefault(engine.fingerprint, []).append(engine)
     found: list[str] = []
     for _, kind in sorted(kinds.items()):
-        held = Counter(engine.weights for engine in kind if engine.weights is not None)
+        held = Counter(engine.weights.hex() for engine in kind if engine.weights is not None)
         chosen = max(held, key=lambda weights: (held[weights], weights in most, weights), default=None)
         found.append(f"{short_id(chosen)} {held[chosen]}/{len(kind)}" if chosen is not None else f"unknown 0/{len(kind)}")
     return listed(found, MAX_KINDS)
@@ -210,20 +211,20 @@ def _external(observed: Observed, namespace: str) -> list[Json]:
         if pod["metadata"]["namespace"] == namespace and ENGINE_LABEL in (pod["metadata"].get("labels") or {})
     }
     found = [engine for engine in observed.hub.engines if engine.pod not in ours]
-    namesakes = Counter(engine.display_name for engine in found)
+    namesakes = Counter(name_of(engine) for engine in found)
     entries: dict[str, Json] = {}
     for engine in found:
-        entry = _external_entry(engine, namesakes[engine.display_name] > 1)
+        entry = _external_entry(engine, namesakes[name_of(engine)] > 1)
         entries.setdefault(entry["name"], entry)
     return [entries[name] for name in sorted(entries)][:_MAX_EXTERNAL]
 
 
-def _external_entry(engine: HubEngine, shared_name: bool) -> Json:
+def _external_entry(engine: EngineView, shared_name: bool) -> Json:
     """Instances that report under one name are told apart by their ids; a process that was restarted is one of them for a lease."""
-    suffix = f"#{engine.instance}" if shared_name and engine.instance else ""
-    entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix}
-    if engine.known_weights is not None:
-        entry["weights"] = short_id(engine.known_weights)
+    suffix = f"#{engine.instance.hex()[:8]}" if shared_name else ""
+    entry: Json = {"name": name_of(engine)[: 253 - len(suffix)] + suffix}
+    if engine.alive and engine.weights is not None:
+        entry["weights"] = short_id(engine.weights.hex())
     if engine.epoch is not None:
         entry["epoch"] = engine.epoch
     return {**entry, "rank": engine.rank, "oldEpochRequests": engine.old_epoch_requests}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from epochkv_operator.planning.context import HubEngine, HubView
+from epochkv_fence.protocol.pool import EngineView
+from epochkv_operator.planning.context import HubView
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.pool import desired_pool
 from tests.support.planning import CONTEXT, engine, one, pool
@@ -59,8 +60,11 @@ def waiting(container: str, reason: str, message: str = "", **extra: Any) -> Jso
     return {"containerStatuses": [state]}
 
 
-def rank(name: str, epoch: int | None = 7, **extra: Any) -> HubEngine:
-    return HubEngine(engine="rollout", pod=name, rank=extra.pop("rank", 0), epoch=epoch, weights=extra.pop("weights", "a" * 32), **extra)
+def rank(name: str, epoch: int | None = 7, *, alive: bool = True, weights: str | None = "a" * 32, **extra: Any) -> EngineView:
+    """One engine process as the hub knows it, in a pod of this name."""
+    instance = extra.pop("instance", name.encode())
+    fields = {"engine": "rollout", "pod": name, "weights": bytes.fromhex(weights) if weights else None, **extra}
+    return EngineView(instance, epoch, True, alive, **fields)
 
 
 def by_type(conditions: Any) -> Json:

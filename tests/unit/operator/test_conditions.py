@@ -1,19 +1,26 @@
-"""Conditions and statuses, as tables: what is observed, and what a user reads."""
+"""Conditions as tables: what is observed, and what a user reads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
+from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
-from epochkv_operator.planning.context import HubView, KeysView, Observed, Problem, ReclaimView
+from epochkv_operator.planning.context import HubView, KeysView, Observed, Outlier, Problem, ReclaimView, WeightsGroup
 from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.status import engine_status, pool_status, weights_summary
 from tests.support.planning import CONTEXT, engine, pool
 from tests.unit.operator.cluster_state import (
     CONVERGED,
+    NOW,
     PODS,
     POLICY,
+    ROLLED_OUT,
     ROLLOUT,
     Json,
     by_type,
@@ -29,67 +36,35 @@ from tests.unit.operator.cluster_state import (
     workload,
 )
 
-DENIED: Json = {
-    "replicas": 0,
-    "conditions": [
-        {
-            "type": "ReplicaFailure",
-            "status": "True",
-            "reason": "FailedCreate",
-            "message": 'pods "x" is forbidden: violates PodSecurity "restricted:latest"',
-        }
-    ],
-}
-STUCK = {
-    "replicas": 1,
-    "conditions": [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "no progress"}],
-}
-UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes"}]}
+DENIED = {"type": "ReplicaFailure", "status": "True", "message": 'pods "x" is forbidden: violates PodSecurity "restricted:latest"'}
+QUOTA = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: requests.memory=9Gi, limited: 8Gi"}
+OVERDUE = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "no progress for 4500 s"}
+ROLLING = {"type": "Progressing", "status": "True", "reason": "ReplicaSetUpdated"}
+RUNNING = {"containerStatuses": [{"name": "engine", "ready": False, "state": {"running": {}}}]}
+UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient memory"}]}
+CRASHED = waiting("engine", "CrashLoopBackOff", lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=4)
+L1 = pool("l1")
+
+
+def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Json:
+    return {"replicas": replicas, "readyReplicas": running, "updatedReplicas": updated, "conditions": list(said)}
 
 
 @pytest.mark.parametrize(
     ("master", "pods", "reason", "says"),
     [
         (ready(1), [], "Available", "1 of 1 replicas of the master are ready"),
-        ({"replicas": 1}, [], "Starting", "0 of 1 replicas"),
         ({"replicas": 1}, [master_pod(phase="Pending")], "Starting", "are ready: pod policy-master-x is pending"),
-        (
-            {"replicas": 1},
-            [master_pod(**waiting("master", "ContainerCreating"))],
-            "Starting",
-            "waits for its image, volumes or network; kubectl describe pod policy-master-x",
-        ),
-        (
-            {"replicas": 1},
-            [master_pod(containerStatuses=[{"name": "master", "ready": False, "state": {"running": {}}}])],
-            "Starting",
-            "pod policy-master-x runs, but its readiness probe does not succeed yet",
-        ),
+        ({"replicas": 1}, [master_pod(**waiting("master", "ContainerCreating"))], "Starting", "kubectl describe pod policy-master-x"),
+        ({"replicas": 1}, [master_pod(**RUNNING)], "Starting", "pod policy-master-x runs, but its readiness probe does not succeed yet"),
         ({**ready(1), "observedGeneration": 0}, [], "Starting", "the master"),
-        (
-            {"replicas": 1},
-            [master_pod(**waiting("master", "ImagePullBackOff", "not found"))],
-            "ImagePullFailed",
-            "cannot pull img:1: not found",
-        ),
-        ({"replicas": 1}, [master_pod(**waiting("master", "ErrImageNeverPull"))], "ImagePullFailed", "ErrImageNeverPull"),
-        ({"replicas": 1}, [master_pod(**waiting("master", "CreateContainerConfigError", "no secret"))], "StartFailed", "no secret"),
-        (
-            {"replicas": 1},
-            [
-                master_pod(
-                    **waiting(
-                        "master", "CrashLoopBackOff", restartCount=4, lastState={"terminated": {"exitCode": 0, "reason": "Completed"}}
-                    )
-                )
-            ],
-            "CrashLooping",
-            "restarted 4 times, last exit 0 (Completed)",
-        ),
-        ({"replicas": 1}, [master_pod(**UNSCHEDULABLE)], "Unschedulable", "fits on no node: 0/1 nodes"),
-        (DENIED, [], "PodSecurityDenied", "violates PodSecurity"),
-        ({**DENIED, "conditions": [{**DENIED["conditions"][0], "message": "exceeded quota"}]}, [], "CreateFailed", "exceeded quota"),
-        (STUCK, [], "RolloutStuck", "no progress"),
+        ({"replicas": 1}, [master_pod(**waiting("m", "ErrImageNeverPull"))], "ImagePullFailed", "ErrImageNeverPull"),
+        ({"replicas": 1}, [master_pod(**waiting("m", "CreateContainerConfigError", "no secret"))], "StartFailed", "no secret"),
+        ({"replicas": 1}, [master_pod(**CRASHED)], "CrashLooping", "restarted 4 times, last exit 137 (OOMKilled)"),
+        ({"replicas": 1}, [master_pod(**UNSCHEDULABLE)], "Unschedulable", "fits on no node: Insufficient memory"),
+        (counts(0, 0, 0, DENIED), [], "PodSecurityDenied", "violates PodSecurity"),
+        (counts(0, 0, 0, QUOTA), [], "CreateFailed", "exceeded quota"),
+        (counts(0, 1, 0, OVERDUE), [], "RolloutStuck", "no progress"),
     ],
 )
 def test_master_available(master: Json, pods: list[Json], reason: str, says: str) -> None:
@@ -141,7 +116,6 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (HubView(7, 6, laggards=[("a", "LeaseRunning")]), "False", "WaitingForEngines", "waiting for a (LeaseRunning)"),
         (HubView(7, 6, laggards=[(str(n), "Slow") for n in range(9)]), "False", "WaitingForEngines", "and 5 more"),
         (CONVERGED, "True", "Published", "no engine uses an epoch below 7"),
-        (HubView(9, 8), "False", "WaitingForEngines", "9 is recorded"),
         (HubView(7, 7, origin="Spec"), "True", "Published", "no engine uses an epoch below 7"),
         # A trainer or an engine asked for more than the spec, or was first with the same.
         (HubView(9, 9), "True", "EpochAhead", "7 resets nothing: somebody else raised the pool to epoch 9. Set 10 or higher"),
@@ -180,16 +154,18 @@ def test_conditions_that_do_not_apply_are_absent() -> None:
         "Available": ("True", "Available"),
         "Progressing": ("True", "RolledOut"),
     }
+    gone = pool("l1", deletionTimestamp="2026-01-01T00:00:00Z")
+    for target in (None, gone):
+        assert "TiersUsable" not in by_type(engine_conditions(engine(), target, Observed((), PODS, HubView(7, 7, [rank("p0")]))))
 
 
 @pytest.mark.parametrize(
     ("status", "pods", "reason"),
     [
         (ready(2), [], "Available"),
-        ({"replicas": 2, "readyReplicas": 1, "updatedReplicas": 2}, [], "Starting"),
-        ({"replicas": 2, "readyReplicas": 2, "updatedReplicas": 1}, [], "Updating"),
-        ({"replicas": 2, "updatedReplicas": 2}, [engine_pod("p", **waiting("engine", "ImagePullBackOff"))], "ImagePullFailed"),
-        (DENIED, [], "PodSecurityDenied"),
+        (counts(2, 2, 1), [], "Starting"),
+        (counts(1), [], "Updating"),
+        (counts(2, 2, 0), [engine_pod("p", **waiting("engine", "ImagePullBackOff"))], "ImagePullFailed"),
     ],
 )
 def test_engine_available(status: Json, pods: list[Json], reason: str) -> None:
@@ -303,3 +279,288 @@ def test_a_problem_of_the_plan_comes_first() -> None:
     assert [condition.type for condition in conditions] == ["Ready", "Available", "PoolBound", "EpochCurrent", "Progressing", "TiersUsable"]
     assert message(conditions, "Ready") == trouble.message
     assert by_type(pool_conditions(POLICY, Observed(pool_children(), (), CONVERGED, trouble)))["Ready"] == ("False", "InvalidTemplate")
+
+
+def revision(name: str, number: int, second: int | None = None, /, **status: object) -> Json:
+    """A pod of the n-th ReplicaSet; later ones are younger, unless `second` says when it was made."""
+    made = engine_pod(name, **status)
+    made["metadata"]["labels"]["pod-template-hash"] = f"hash{number}"
+    made["metadata"]["creationTimestamp"] = f"2026-03-01T12:00:0{number if second is None else second}Z"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("status", "pods", "expected", "says"),
+    [
+        (ready(2), [], ("True", "RolledOut"), "2 of 2 replicas run the current spec"),
+        # A pod that is lost later is no rollout: `Available` says it.
+        (counts(2, 2, 1, ROLLED_OUT), [revision("a", 1, **CRASHED)], ("True", "RolledOut"), "2 of 2"),
+        ({**counts(2, 2, 2, ROLLED_OUT), "observedGeneration": 0}, [], ("True", "RollingOut"), "run the current spec"),
+        (counts(1, 2, 2, ROLLING), [], ("True", "RollingOut"), "1 of 2 replicas run the current spec, 1 an older one"),
+        (counts(1, 2, 1, ROLLING), [revision("a", 1), revision("b", 2, **RUNNING)], ("True", "RollingOut"), "pod b runs, but"),
+        (
+            counts(1, 2, 1, ROLLING),
+            [revision("a", 1), revision("b", 2, **waiting("engine", "ImagePullBackOff", "not found"))],
+            ("False", "ImagePullFailed"),
+            "1 an older one; pod b cannot pull img:1: not found",
+        ),
+        # What ails the old pods is about to go away.
+        (counts(1, 2, 0, ROLLING), [revision("a", 1, **CRASHED), revision("b", 2, **RUNNING)], ("True", "RollingOut"), "pod b runs"),
+        # Made in one second: times do not say which is the newer revision.
+        (
+            counts(1, 2, 1, ROLLING),
+            [revision("z", 1, 2), revision("b", 2, **waiting("engine", "ImagePullBackOff", "not found"))],
+            ("False", "ImagePullFailed"),
+            "pod b cannot pull img:1: not found",
+        ),
+        (counts(1, 2, 1, OVERDUE), [revision("b", 2, **RUNNING)], ("False", "RolloutStuck"), "no progress for 4500 s"),
+        (counts(1, 2, 1, OVERDUE), [revision("b", 2, **CRASHED)], ("False", "CrashLooping"), "last exit 137 (OOMKilled)"),
+    ],
+)  # fmt: skip
+def test_a_rollout(status: Json, pods: list[Json], expected: tuple[str, str], says: str) -> None:
+    conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(status), pods, CONVERGED))
+    assert by_type(conditions)["Progressing"] == expected
+    assert says in message(conditions, "Progressing")
+
+
+def test_before_the_workload_and_while_somebody_holds_it() -> None:
+    nothing = Observed((), (), CONVERGED, Problem("KindNotServed", "no LeaderWorkerSet"))
+    assert by_type(engine_conditions(ROLLOUT, POLICY, nothing))["Progressing"] == ("Unknown", "NotCreated")
+    [deployment] = engine_children(counts(1, 2, 2, ROLLING))
+    held = engine_conditions(ROLLOUT, POLICY, Observed([{**deployment, "spec": {**deployment["spec"], "paused": True}}]))
+    assert by_type(held)["Progressing"] == ("Unknown", "Paused")
+    assert message(held, "Progressing").endswith("kubectl rollout resume deployment rollout")
+
+
+def test_a_rollout_does_not_make_an_engine_unready() -> None:
+    conditions = engine_conditions(engine("no-pool"), None, Observed(engine_children(counts(1, 2, 2, ROLLING))))
+    assert (by_type(conditions)["Ready"], by_type(conditions)["Progressing"]) == (("True", "Ready"), ("True", "RollingOut"))
+
+
+def test_messages_about_memory_say_what_was_added() -> None:
+    """The amounts in them are not those that the user wrote."""
+    added = (
+        "(1Gi of each memory amount are the L1 of KVCachePool policy (spec.local.capacity), which are added to what spec.resources says)"
+    )
+    crashed = Observed(engine_children(counts(1, 2, 1, ROLLING)), [revision("b", 2, **CRASHED)])
+    with_l1, without = (engine_conditions(ROLLOUT, wanted, crashed) for wanted in (pool("l1-l2"), POLICY))
+    for kind in ("Ready", "Available", "Progressing"):
+        assert message(with_l1, kind).endswith(added)
+    assert "spec.local" not in message(with_l1, "PoolBound") + message(without, "Available")
+    unrelated = engine_conditions(ROLLOUT, pool("l1-l2"), Observed(engine_children(counts(1, 2, 1, ROLLING, DENIED))))
+    assert "spec.local" not in message(unrelated, "Available")
+    refused = Problem("ApplyRefused", "Deployment rollout: resources.requests: Invalid value: 9Gi: must be less than memory limit of 3Gi")
+    conditions = engine_conditions(ROLLOUT, pool("l1-l2"), Observed(engine_children(ready(2)), (), CONVERGED, refused))
+    assert message(conditions, "Ready").startswith(refused.message + " (1Gi of each memory amount")
+
+
+SPANNING = engine({"model": {"name": "big"}, "poolRef": {"name": "policy"}, "replicas": 2, "parallelism": {"tensor": 8, "nodes": 2}})
+LWS = replace(CONTEXT, served=frozenset({"LeaderWorkerSet"}))
+
+
+def member(number: int, index: int, **status: object) -> Json:
+    labels = {
+        "epochkv.io/engine": "rollout",
+        "app.kubernetes.io/component": "engine",
+        "leaderworkerset.sigs.k8s.io/worker-index": str(index),
+        "leaderworkerset.sigs.k8s.io/template-revision-hash": "r1",
+    }
+    return pod(f"rollout-nodes-{number}" + (f"-{index}" if index else ""), labels, **status)
+
+
+def spanning(status: Json, *pods: Json) -> Observed:
+    """LeaderWorkerSets do not say which generation their status is about."""
+    made = workload(desired_engine(SPANNING, POLICY, LWS), "LeaderWorkerSet", "rollout-nodes", **status)
+    del made["status"]["observedGeneration"]
+    hub = replace(CONVERGED, engines=[rank("rollout-nodes-0"), rank("rollout-nodes-1")])
+    return Observed([made], pods, hub)
+
+
+@pytest.mark.parametrize(
+    ("status", "pods", "available", "progressing"),
+    [
+        ({**ready(2), "conditions": [{"type": "Available", "status": "True"}]}, [], ("True", "Available"), ("True", "RolledOut")),
+        ({}, [], ("False", "Starting"), ("True", "RollingOut")),
+        (counts(1, 2, 2, {"type": "UpdateInProgress", "status": "True"}), [], ("True", "Updating"), ("True", "RollingOut")),
+        (
+            counts(2, 2, 1, {"type": "Progressing", "status": "True"}),
+            [member(1, 1, **waiting("engine", "ErrImagePull"))],
+            ("False", "ImagePullFailed"),
+            ("False", "ImagePullFailed"),
+        ),
+    ],
+)
+def test_an_engine_that_spans_nodes(status: Json, pods: list[Json], available: tuple[str, str], progressing: tuple[str, str]) -> None:
+    conditions = by_type(engine_conditions(SPANNING, POLICY, spanning(status, member(0, 0), member(0, 1), member(1, 0), *pods)))
+    assert (conditions["Available"], conditions["Progressing"]) == (available, progressing)
+
+
+def test_replicas_of_an_engine_that_spans_nodes_are_groups() -> None:
+    """What an autoscaler reads: groups, and one pod of each. Only that one speaks with the hub."""
+    everyone = [member(number, index) for number in range(2) for index in range(2)]
+    status = engine_status(SPANNING, POLICY, spanning(ready(2), *everyone), {}, NOW)
+    assert (status["replicas"], status["readyReplicas"], status["epochReplicas"]) == (2, 2, 2)
+    leaders = "app.kubernetes.io/component=engine,epochkv.io/engine=rollout,leaderworkerset.sigs.k8s.io/worker-index=0"
+    assert status["selector"] == leaders
+
+
+MAMBA, FAIL = "no tier is used: KV cache group 0", "loads are off: kv_load_failure_policy is 'fail'"
+
+
+def lacks(name: str, reason: str = "", note: str = "", **extra: Any) -> EngineView:
+    return rank(name, tiers_off=reason, tiers_note=note, **extra)
+
+
+def of_engine(hub: HubView | None, pods: Sequence[Json] = PODS, **changes: Any) -> tuple[str, str, str]:
+    found = {item.type: item for item in engine_conditions(engine(**changes), L1, Observed((), pods, hub))}
+    return found["TiersUsable"].status, found["TiersUsable"].reason, found["TiersUsable"].message
+
+
+def of_pool(hub: HubView | None, kind: str = "TiersUsable") -> tuple[str, str, str]:
+    found = {item.type: item for item in pool_conditions(L1, Observed(hub=hub))}
+    if hub is not None:
+        assert found["Ready"].status == "True", "whoever lacks tiers, or holds whatever weights, serves correctly"
+    return found[kind].status, found[kind].reason, found[kind].message
+
+
+@pytest.mark.parametrize(
+    ("engines", "reason", "says"),
+    [
+        ([lacks("p0"), lacks("p1", "TiersOff", "why", alive=False)], "Usable", ""),
+        ([lacks("p1", "LayoutUnsupported", MAMBA), lacks("p0", "LayoutUnsupported", MAMBA)], "LayoutUnsupported", f"p0, p1: {MAMBA}"),
+        ([lacks("p0", "SavesOnly", FAIL), lacks("p1", "TiersOff", "why")], "TiersOff", f"p0: {FAIL}; p1: why"),
+        ([lacks("p0", "TiersOff", "why"), lacks("p1", "TiersBroken", "an\nerror")], "TiersBroken", "p0: why; p1: an error"),
+        ([lacks("p0", "L1Only", "L2 is off"), lacks("p0", "L1Only", "L2 is off", rank=1)], "L1Only", "p0, p0/1: L2 is off"),
+        ([lacks("p0", "SomethingNewer", "why")], "TiersOff", "p0: why"),
+        ([lacks("p0", "TiersOff")], "TiersOff", "p0: it does not say why"),
+    ],
+)
+def test_engines_that_lack_tiers_are_named_with_what_to_change(engines: list[EngineView], reason: str, says: str) -> None:
+    hub = HubView(7, 7, engines)
+    for status, found, text in (of_engine(hub), of_pool(hub)):
+        assert (status, found) == ("True" if reason == "Usable" else "False", reason)
+        assert text == says or not says
+
+
+def test_nobody_knows_before_a_replica_was_heard_from() -> None:
+    assert of_engine(None)[:2] == of_pool(None)[:2] == ("Unknown", "HubUnavailable")
+    silent = lacks("p0", alive=False)
+    for engines in ([], [silent], [lacks("elsewhere", "TiersOff", "why")]):
+        assert of_engine(HubView(7, 7, engines))[:2] == ("Unknown", "NotReporting")
+    idle = {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 0}
+    assert of_engine(HubView(7, 7), (), spec=idle)[:2] == ("True", "ScaledToZero")
+
+
+def test_a_lack_of_tiers_leaves_readiness_alone_and_fits_into_a_message() -> None:
+    ready, *others = engine_conditions(ROLLOUT, L1, Observed((), PODS, HubView(7, 7, [lacks("p0", "TiersOff", "why"), lacks("p1")])))
+    plain = engine_conditions(ROLLOUT, L1, Observed((), PODS, HubView(7, 7, [lacks("p0"), lacks("p1")])))
+    assert [ready, *others[:-1]] == plain[:-1]
+    assert of_pool(HubView(7, 7, [lacks(f"e{n}", "TiersOff", f"{n} " + "x" * 1000) for n in range(20)]))[2].count("; ") == 4
+
+
+A, B = "3f2a9c1e" + "0" * 24, "77aa00ff" + "1" * 24
+
+
+def held(name: str, weights: str | None = A, **extra: Any) -> EngineView:
+    return rank(name, weights=weights, **extra)
+
+
+def group(id: str, engines: int, seconds_ago: float = 0.0, label: str = "") -> WeightsGroup:
+    return WeightsGroup(id, engines, NOW - timedelta(seconds=seconds_ago), label)
+
+
+def view(engines: Sequence[EngineView], groups: Sequence[WeightsGroup] = (), **more: Any) -> HubView:
+    return HubView(7, 7, engines, weights=groups, **more)
+
+
+EQUAL = view([held("p0"), held("p1")], [group(A, 2, 10)])
+LATE = view([held("p0"), held("p1", B)], [group(A, 1, 5, "step-42"), group(B, 1, 900)], outliers=[Outlier("p1", B, A)])
+
+
+@pytest.mark.parametrize(
+    ("hub", "status", "reason", "says"),
+    [
+        (None, "Unknown", "HubUnavailable", "no hub leads this pool"),
+        (view([]), "True", "Converged", "no engine is connected"),
+        (EQUAL, "True", "Converged", "all engines hold 3f2a9c1e"),
+        # Two kinds of engines: their digests are never equal, and need not be.
+        (view([held("p0"), held("p1", B, fingerprint="tp4")]), "True", "Converged", "all engines hold 3f2a9c1e, 77aa00ff"),
+        (
+            LATE,
+            "False",
+            "Updating",
+            "engines have held different weights for less than 60 s: p1 holds 77aa00ff instead of 3f2a9c1e (step-42)",
+        ),
+        (
+            replace(LATE, overdue=True),
+            "False",
+            "Diverged",
+            "not all engines hold the weights that most hold: p1 holds 77aa00ff instead of 3f2a9c1e (step-42); push to them again;",
+        ),
+        (
+            view([held("p0", None, weights_note="rank 1: no answer"), held("p1", None), held("dead", None, alive=False)]),
+            "Unknown",
+            "Unknown",
+            "the weights of these engines are not known, and they share nothing: p0 (rank 1: no answer), p1 (it has not said yet)",
+        ),
+        # That some are apart is known, whatever the others hold.
+        (
+            replace(LATE, engines=[*LATE.engines, held("p2", None, weights_note="asleep")], overdue=True),
+            "False",
+            "Diverged",
+            "equal weights; the weights of these engines are not known, and they share nothing: p2 (asleep)",
+        ),
+        (replace(LATE, engines=[*LATE.engines, held("p2", None, weights_note="asleep")]), "Unknown", "Unknown", "p2 (asleep)"),
+        (replace(LATE, outliers=[Outlier(f"p{n}", B, A) for n in range(9)], overdue=True), "False", "Diverged", "and 4 more; push to them"),
+    ],
+)
+def test_weights_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
+    found = of_pool(hub, "WeightsConverged")
+    assert found[:2] == (status, reason)
+    assert says in found[2]
+
+
+@pytest.mark.parametrize(
+    ("engines", "outliers", "column"),
+    [
+        ([], [], ""),
+        ([*[held(f"p{n}") for n in range(15)], held("late", B)], [Outlier("late", B, A)], "3f2a9c1e 15/16"),
+        ([held("p0", None), held("p1", None)], [], "unknown 0/2"),
+        ([held("p0"), held("dead", B, alive=False)], [], "3f2a9c1e 1/1"),
+        # Of as many, the hub has chosen the newer.
+        ([held("p0"), held("p1", B)], [Outlier("p1", B, A)], "3f2a9c1e 1/2"),
+        ([held("p0"), held("p1", B)], [Outlier("p0", A, B)], "77aa00ff 1/2"),
+        ([held("p0"), held("p1", B, fingerprint="tp4"), held("p2", B, fingerprint="tp4")], [], "3f2a9c1e 1/1, 77aa00ff 2/2"),
+    ],
+)
+def test_the_column(engines: list[EngineView], outliers: list[Outlier], column: str) -> None:
+    assert weights_summary(engines, view(engines, outliers=outliers)) == column
+
+
+def status(hub: HubView | None, previous: Json, now: datetime = NOW) -> Json:
+    return pool_status(L1, Observed(hub=hub), CONTEXT, previous, now)
+
+
+def test_the_list_and_the_column_are_in_the_status() -> None:
+    found = status(LATE, {})
+    assert found["weights"] == [
+        {"id": A, "label": "step-42", "engines": 1, "since": "2026-03-01T11:59:55Z"},
+        {"id": B, "engines": 1, "since": "2026-03-01T11:45:00Z"},
+    ]
+    assert found["weightsSummary"] == "3f2a9c1e 1/2"
+    many = [group(f"{number:032x}", 1) for number in range(20)]
+    assert len(status(replace(LATE, weights=many), {})["weights"]) == 8
+
+
+def test_times_are_written_once_whatever_clock_and_hub_come_after() -> None:
+    """Ages are told anew with every look; a pool in which nothing changes is not written to."""
+    first = status(LATE, {})
+    later = NOW + timedelta(hours=1)
+    drifted = [replace(found, since=found.since + timedelta(seconds=2)) for found in LATE.weights]
+    assert status(replace(LATE, weights=drifted), first, later) == first
+    successor = [replace(found, since=later) for found in LATE.weights]  # a new hub has known them since it began
+    assert status(replace(LATE, weights=successor), first, later) == first
+    rolled_back = status(replace(LATE, weights=[group(A, 2)]), first, later)
+    assert [found["id"] for found in rolled_back["weights"]] == [A]
+    back = status(replace(LATE, weights=successor), rolled_back, later)
+    assert [found["since"] for found in back["weights"]] == ["2026-03-01T11:59:55Z", "2026-03-01T13:00:00Z"]

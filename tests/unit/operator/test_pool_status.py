@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from epochkv_operator.planning.context import HubEngine, HubView, Observed, Problem, ReclaimView
+from epochkv_operator.planning.context import HubView, Observed, Problem, ReclaimView
 from epochkv_operator.planning.status import engine_status, pool_status
 from tests.support.planning import CONTEXT
 from tests.unit.operator.cluster_state import (
@@ -42,8 +42,8 @@ def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
 
 
 def test_external_engines_of_one_name_are_told_apart() -> None:
-    ranks = [HubEngine("ray", "", number, 7, instance=f"{number:08x}") for number in range(2)]
-    twins = [HubEngine("sim", "", 0, epoch, instance=instance) for epoch, instance in ((7, "aaaaaaaa"), (6, "bbbbbbbb"))]
+    ranks = [rank("", engine="ray", rank=number, instance=bytes([number])) for number in range(2)]
+    twins = [rank("", epoch, engine="sim", instance=instance) for epoch, instance in ((7, b"\xaa" * 16), (6, b"\xbb" * 16))]
     status = pool_status(POLICY, Observed(pool_children(), (), HubView(7, 6, [*ranks, *twins])), CONTEXT, {}, NOW)
     assert [(engine["name"], engine["epoch"]) for engine in status["externalEngines"]] == [
         ("ray", 7),
@@ -92,8 +92,8 @@ def test_pool_status_in_full() -> None:
         engines=[
             rank("p0", 8, old_epoch_requests=2),
             rank("p1", 7),
-            HubEngine("trainer-a", "ray-1", 3, None, 1),
-            HubEngine("trainer-b", "", 0, 8, weights="b" * 32),
+            rank("ray-1", None, engine="trainer-a", rank=3, old_epoch_requests=1, weights=None),
+            rank("", 8, engine="trainer-b", weights="b" * 32),
         ],
         laggards=[("p1", "Behind"), ("ray-1/3", "NotAssigned")],
         reset_epoch=8,
@@ -146,7 +146,7 @@ def test_a_hub_that_knows_less_takes_nothing_away() -> None:
 
 def test_a_hub_that_has_just_begun_to_lead_reports_nobody_as_gone() -> None:
     """An operator that restarts would otherwise say that all engines left, and a moment later that they came."""
-    some = [rank("p0", old_epoch_requests=3), HubEngine("ray", "", 0, 7)]
+    some = [rank("p0", old_epoch_requests=3), rank("", engine="ray", weights="b" * 32, tiers_off="TiersOff", tiers_note="why")]
     before = pool_status(POLICY, Observed(pool_children(), PODS, HubView(7, 7, some)), CONTEXT, {}, NOW)
     later = NOW + timedelta(seconds=5)
     for known in ([], some[:1]):
@@ -201,7 +201,7 @@ def test_times_of_a_reset_are_written_once() -> None:
 
 
 def test_limits_of_lists_and_messages() -> None:
-    crowd = [HubEngine(f"e{n:03}", "", 0, 7) for n in range(100)]
+    crowd = [rank("", engine=f"e{n:03}") for n in range(100)]
     hub = HubView(7, 6, crowd, laggards=[(f"e{n:03}", "Slow" * 40) for n in range(40)], reset_epoch=7, reset_started=NOW)
     trouble = Problem("InvalidTemplate", "x" * 9999)
     status = pool_status(POLICY, Observed(pool_children(), (), hub, trouble), CONTEXT, {}, NOW)

@@ -39,8 +39,7 @@ def test_what_was_removed_is_counted_per_reset() -> None:
 
 
 def test_origin_weights_and_outliers() -> None:
-    late, asleep = engine("late", weights=B), engine("asleep", weights=None, weights_note="asleep\nsince noon")
-    late = msgspec.structs.replace(late, tiers_off="SavesOnly", tiers_note="loads are off:\nbecause")
+    late, asleep = engine("late", weights=B), engine("asleep", weights=None)
     gone = engine("gone", weights=B, alive=False, converged=False)
     snapshot = replace(
         EMPTY,
@@ -57,10 +56,8 @@ def test_origin_weights_and_outliers() -> None:
     groups = [(group.id, group.label, group.engines, group.since.timestamp()) for group in view.weights]
     assert groups == [(A.hex(), "step-3", 1, 1e9 - 30), (B.hex(), "", 1, 1e9 - 90)]
     assert [(outlier.name, outlier.holds, outlier.most_hold) for outlier in view.outliers] == [("late", B.hex(), A.hex())]
-    assert [(item.display_name, item.weights_note) for item in view.unknown] == [("asleep", "asleep since noon")], "a condition is one line"
-    limited = {item.display_name: (item.tiers_off, item.tiers_note) for item in view.engines if item.tiers_off}
-    assert limited == {"late": ("SavesOnly", "loads are off: because")}
-    assert [item.live for item in view.engines] == [True, True, True, False]
+    assert [item.engine for item in view.unknown] == ["asleep"]
+    assert [item.alive for item in view.engines] == [True, True, True, False]
     assert view_of(replace(snapshot, leading=False), PoolHistory(), 1e9, 0.0) is None
 
 
