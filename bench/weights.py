@@ -205,7 +205,7 @@ def decode_row(arguments: argparse.Namespace, progress: Progress) -> Row:
     from epochkv_connector.weights import rank
 
     spent: list[float] = []
-    look = rank.Look.__init__
+    look = rank.Comparison.__init__
 
     def timed(self: Any, held: Any, number: int) -> None:
         began = time.perf_counter()
@@ -213,14 +213,14 @@ def decode_row(arguments: argparse.Namespace, progress: Progress) -> Row:
         if number >= 0:
             spent.append(time.perf_counter() - began)
 
-    rank.Look.__init__ = timed  # type: ignore[method-assign]
+    rank.Comparison.__init__ = timed  # type: ignore[method-assign]
     try:
         with in_process() as model, engine(model, model.parent, connector=True) as llm:
             serve(llm, 0, 4)
             spent.clear()
             steps = [seconds(lambda seed=seed: serve(llm, seed, STEPS)) / STEPS for seed in range(1, 2 + arguments.repeats)]  # type: ignore[misc]
     finally:
-        rank.Look.__init__ = look  # type: ignore[method-assign]
+        rank.Comparison.__init__ = look  # type: ignore[method-assign]
     step, one = statistics.median(steps), statistics.median(spent)
     figures = [
         Figure("comparison, share of a decode step", 100 * one / step, 1.0, "%"),
@@ -235,21 +235,21 @@ def start_row(arguments: argparse.Namespace, progress: Progress) -> Row:
     from epochkv_connector.weights.watch import Watch
 
     ratios, looks, starts = [], [], []
-    asked = Watch._look
+    asked = Watch._digest
     for _ in range(max(1, arguments.repeats // 2)):
         spent: list[float] = []
 
         def timed(self: Any, spent: list[float] = spent) -> None:
             spent.append(seconds(lambda: asked(self)))
 
-        Watch._look = timed  # type: ignore[method-assign]
+        Watch._digest = timed  # type: ignore[method-assign]
         try:
             with in_process() as model:
                 began = time.perf_counter()
                 with engine(model, model.parent, connector=True):
                     whole = time.perf_counter() - began
         finally:
-            Watch._look = asked  # type: ignore[method-assign]
+            Watch._digest = asked  # type: ignore[method-assign]
         ratios.append(whole / (whole - sum(spent)))
         looks.append(sum(spent))
         starts.append(whole)
@@ -270,10 +270,10 @@ def push_row(arguments: argparse.Namespace, progress: Progress) -> Row:
         pauses, named = [], []
         for seed in range(1, 3 + 2 * arguments.repeats):
             llm.collective_rpc(_scale)
-            before, looks = watch.value, watch.counters["looks"]
+            before, looks = watch.value, watch.counters["digests"]
             began = time.perf_counter()
             serve(llm, 1000 + seed, 1)
-            if watch.counters["looks"] != looks + 1 or watch.value in (None, before):
+            if watch.counters["digests"] != looks + 1 or watch.value in (None, before):
                 raise RuntimeError("the first request after a push was not named after one digest")
             pauses.append(time.perf_counter() - began)
             named.append(watch.seconds)

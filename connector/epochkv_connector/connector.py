@@ -203,7 +203,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         runner = self._guard.build("register_kv_caches", build, lambda: None)
         held = held_by(self._engine_id)
         held.layout = runner.layout if runner is not None else RankLayout(refusal=self._guard.first.get("register_kv_caches", ""))
-        self._worker = WorkerRole(rank, runner, self._guard.note, look=held.look, adapters=held.adapters)
+        self._worker = WorkerRole(rank, runner, self._guard.note, compare=held.compare, adapters=held.adapters)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""

@@ -21,7 +21,7 @@ _OUTCOMES = (
     "timeout", "dropped", "cancelled", "down", "closed", "error",
 )  # fmt: skip
 _JOB = (
-    "deadline", "error", "no_store", "other_rank", "poisoned", "shutdown", "slot_busy", "slot_mismatch",
+    "deadline", "error", "no_store", "other_rank", "invalidated", "shutdown", "slot_busy", "slot_mismatch",
     "weights",
 )  # fmt: skip
 _SAVE = (*_JOB, "overtaken")
@@ -132,8 +132,8 @@ COUNTERS: tuple[Family, ...] = (
     _family("save_failures", "jobs", "Saves that failed on a rank before they were in host memory.", label="reason",
         prefix="worker_save_failed_", values=_SAVE),
     _family("put_drops", "jobs", "Saves that did not reach L2, by reason.", label="reason", prefix="worker_save_put_dropped_", values=_PUT),
-    _family("worker_events", "orders", "Orders to fail a load that reached a rank.", label="event", worker_poisoned="poisoned",
-        worker_poisoned_under_way="poisoned_under_way"),
+    _family("worker_events", "orders", "Orders to fail a load that reached a rank.", label="event", worker_invalidated="invalidated",
+        worker_invalidated_under_way="invalidated_under_way"),
     # the store client, workers and scheduler role together
     Family("store_calls", "calls", "Calls to Mooncake.", labels=("call",),
         sources={f"store_{call}_calls": (call,) for call in ("exists", "get", "put", "remove", "canary")}),
@@ -153,7 +153,7 @@ COUNTERS: tuple[Family, ...] = (
     _family("local_resets", "resets", "Resets of this engine's caches by vLLM."),
     _family("reset_effects", "resets", "Effects of these resets on the root of block hashes.", label="root", resets_rotated="rotated",
         resets_kept="kept"),
-    _family("weights_looks", "digests", "Digests that were taken of the weights."),
+    _family("weights_digests", "digests", "Digests that were taken of the weights."),
     _family("weights_events", "events",
         "Changes of what the engine knows of its weights. `changed`: to other, known weights. `unknown`: nothing is reused or saved. "
         "`late`: a rank saw them change during a step. `unseen`: they had changed while the engine was idle.",

@@ -152,12 +152,12 @@ class StepMetadata:
 
     Attributes:
         loads, saves: jobs born in this step.
-        poisoned: request ids whose load must be reported once more, finished *and* failed (fence.md, "Poison"). Also
+        invalidated: request ids whose load must be reported once more, finished *and* failed (fence.md, "Invalidated loads"). Also
             names requests for which no load job was ever sent (a hit that could not be kept): reported the same way.
         newest_epoch: highest epoch adopted; a put of an older namespace that has not begun is dropped and reported as failed.
         settle: saves of earlier steps hold their GPU blocks no more: their copies must end before this step writes to any.
-        look: after the forward pass of this step each rank compares its weights with what it answered to the question of this number
-            (`weights.rank`); -1: nothing is named.
+        digest_number: after the forward pass of this step each rank compares its weights with what it answered to the
+            question of this number (`weights.rank`); -1: nothing is named.
         adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`rank.digest_adapters`) that they are
             named after.
         agreed, refused: saves of earlier steps that every rank has copied, or some rank has not. With several ranks a block's shards
@@ -166,10 +166,10 @@ class StepMetadata:
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
-    poisoned: tuple[str, ...] = ()
+    invalidated: tuple[str, ...] = ()
     newest_epoch: int = -1
     settle: bool = False
-    look: int = -1
+    digest_number: int = -1
     adapters: tuple[tuple[int, int], ...] = ()
     agreed: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
@@ -180,7 +180,7 @@ class WorkerReport:
     """Every worker rank -> scheduler role, every step (never None and never falsy: the aggregator skips those).
 
     Attributes:
-        late: questions whose answer was not true any more when a step was over (`StepMetadata.look`).
+        late: questions whose answer was not true any more when a step was over (`StepMetadata.digest_number`).
         replaced: adapters, and the questions, likewise.
     """
 

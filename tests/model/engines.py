@@ -84,7 +84,7 @@ class EngineSide:
         world.note(f"e{engine.index} holds weights {weights} {note}")
         engine.weights, engine.note = weights, note
         for load in engine.loads:
-            load.poisoned = True
+            load.invalidated = True
         self.step(engine, ag.Poked())
 
     # ------------------------------------------------------------------ agent and driver
@@ -185,9 +185,9 @@ class EngineSide:
         else:
             world.note(f"e{engine.index} adopts {epoch}")
             engine.bound = epoch
-            if not world.rules.loads_never_poisoned:
+            if not world.rules.loads_never_invalidated:
                 for load in engine.loads:
-                    load.poisoned = True
+                    load.invalidated = True
             engine.queue.insert(0, Bound(epoch))  # type: ignore[arg-type]
 
     def _resolve_floor(self, engine: Engine, epoch: int) -> None:
@@ -209,7 +209,7 @@ class EngineSide:
             engine.private_at = engine.bound
         engine.blocks.clear()
         for load in engine.loads:
-            load.poisoned = True
+            load.invalidated = True
         if engine.agent.epoch is not None:
             self.step(engine, ag.Proposed(engine.agent.epoch + 1))
 

@@ -64,7 +64,7 @@ class Rules:
     settled_at_once: bool = False
     leaves_inside_schedule: bool = False
     lease_unchecked_after_load: bool = False
-    loads_never_poisoned: bool = False
+    loads_never_invalidated: bool = False
     saves_under_old_pins: bool = False
     serves_without_lease: bool = False
     local_reset_keeps_root: bool = False
@@ -175,7 +175,7 @@ class Load:
     made_at: float
     ends: float
     leased_until: float  # the store keeps the key so long
-    poisoned: bool = False
+    invalidated: bool = False
 
 
 @dataclass(slots=True)

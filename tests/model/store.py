@@ -132,8 +132,8 @@ class Serving:
         world = self.world
         for load in [load for load in engine.loads if load.ends <= world.now]:
             engine.loads.remove(load)
-            if load.poisoned:
-                world.count("poisoned loads")
+            if load.invalidated:
+                world.count("invalidated loads")
                 continue
             if not self.shares(engine) and not world.rules.lease_unchecked_after_load:
                 continue

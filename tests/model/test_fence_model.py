@@ -21,7 +21,7 @@ FAULTS = ("lost", "duplicated", "timeouts", "freezes", "engine restarts", "hub r
 RARER = (
     "trainer restarts",
     "configurations",
-    "poisoned loads",
+    "invalidated loads",
     "schedules that publish",
     "proposals",
     "pushes",

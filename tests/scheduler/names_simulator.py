@@ -131,7 +131,7 @@ class Names:
         rig.side.weights.link.propose = self._proposed
         rig.watch._clock = lambda: self.now
         rig.watch._scheduled_at = rig.watch._suspected_at = self.now
-        rig.watch._look_at = 0.0
+        rig.watch._digest_at = 0.0
         rig.adopt(self.target)
         self._mutate(rig)
         return rig
@@ -208,7 +208,7 @@ class Names:
         assert not rig.connector._guard.errors, dict(rig.connector._guard.errors)
         reached.update({f"watch_{name}": count for name, count in rig.watch.counters.items()})
         reached.update({name: int(value) for name, value in rig.tiers.stats().items() if name in ("loads_done", "blocks_stored")})
-        reached["poisoned"] += rig.side.counters["invalidated_loads"]
+        reached["invalidated"] += rig.side.counters["invalidated_loads"]
 
     def finish(self) -> None:
         """Everything ends; then all get the same weights, each in its way, and the epoch that was asked for, and share."""

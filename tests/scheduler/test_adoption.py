@@ -98,7 +98,7 @@ def test_a_load_under_way_is_poisoned(make_rig: MakeRig) -> None:
     rig.step()  # the load succeeds, and its success is taken back
     worker.work()
     rig.run()
-    assert worker.poison_orders == [loading.request_id]
+    assert worker.invalidated == [loading.request_id]
     assert rig.cached[loading.request_id] == 0
     assert rig.pins.old_epoch_requests() == 0
     rig.check_clean()

@@ -54,7 +54,7 @@ def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig)
     rig.adopt(1, weights="w1")
     release(rig)
     rig.steps(4)
-    assert rig.workers[0].poison_orders == [request.request_id], "its end waits for no resume"
+    assert rig.workers[0].invalidated == [request.request_id], "its end waits for no resume"
     assert not rig.connector.has_pending_push_work(), "a pause would wait for it"
     rig.scheduler.set_pause_state(PauseState.UNPAUSED)
     rig.run()

@@ -201,7 +201,7 @@ def reached(rig: PinnedRig, agent: Agent, count: Counter[str]) -> dict[str, tupl
         "steps with requests on an old epoch": (count["old_epoch_requests"], 100),
         "requests re-hashed": (rig.pins.counters["rehashed_requests"], 100),
         "loads": (stats["loads_done"], 20),
-        "loads poisoned": (rig.side.counters["invalidated_loads"], 3),
+        "loads invalidated": (rig.side.counters["invalidated_loads"], 3),
         "blocks put": (len(rig.store.objects), 50),
     }
 

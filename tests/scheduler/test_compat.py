@@ -311,7 +311,7 @@ def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
     step = StepMetadata(
         loads=(LoadJob(1, "a", None, (move,), 1.0),),
         saves=(SaveJob(2, "b", "ns", 0, 1, (move,), 1.0), SaveJob(3, "b", None, 1, 1, (move,), 1.0)),
-        poisoned=("c",),
+        invalidated=("c",),
     )
     side.new_step()
     side.start(step, idle=True)

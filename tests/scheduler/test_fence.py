@@ -147,7 +147,7 @@ def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig) -> Non
     worker.hold_loads = False
     worker.work()
     rig.run()
-    assert worker.poison_orders == [request.request_id]
+    assert worker.invalidated == [request.request_id]
     assert rig.cached[request.request_id] == 0
     rig.check_clean()
 
@@ -334,7 +334,7 @@ def test_bookkeeping_that_fails_during_an_adoption_still_poisons_what_is_under_w
     worker.hold_loads = False
     worker.work()
     rig.run()
-    assert worker.poison_orders == [request.request_id]
+    assert worker.invalidated == [request.request_id]
     assert rig.cached[request.request_id] == 0
     assert not any(rig.stale_tokens.values())
     assert rig.connector._guard.errors == {"adopt": 1}

@@ -1,4 +1,4 @@
-"""Loads that fail, are lost, late or poisoned: each is reported exactly once per rank and costs a recompute, never an answer."""
+"""Loads that fail, are lost, late or invalidated: each is reported exactly once per rank and costs a recompute, never an answer."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_an_adoption_between_the_reports_of_two_ranks(make_rig: MakeRig) -> None
     second.hold_loads = False
     second.work()
     rig.run()
-    assert first.poison_orders == second.poison_orders == [request.request_id]
+    assert first.invalidated == second.invalidated == [request.request_id]
     assert rig.cached[request.request_id] == 0
     rig.check_clean()
 

@@ -49,7 +49,7 @@ def test_a_hybrid_load_overtaken_by_an_adoption(make_rig: MakeRig) -> None:
     worker.hold_loads = False
     worker.work()
     rig.run()
-    assert worker.poison_orders == [request.request_id]
+    assert worker.invalidated == [request.request_id]
     assert rig.cached[request.request_id] == 0
     rig.check_clean()
 

@@ -211,7 +211,7 @@ def test_an_error_of_ours_when_the_transfer_ends_costs_a_recompute(make_rig: Mak
     consumer.run()
     producer.run()
     assert broken.raised
-    assert consumer.workers[0].poison_orders == [request.request_id]
+    assert consumer.workers[0].invalidated == [request.request_id]
     assert consumer.cached[request.request_id] == 0
     assert consumer.store.objects == {}
     assert consumer.leaks() == {}

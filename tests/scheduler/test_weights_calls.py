@@ -145,11 +145,11 @@ def test_an_unknown_call_costs_a_digest_and_no_sharing(make_rig: MakeRig, method
     rig = make_rig(num_blocks=12, epoch=0)
     found(rig)
     push_out(rig)
-    looks, root = rig.watch.counters["looks"], rig.pins.root.snapshot.root
+    looks, root = rig.watch.counters["digests"], rig.pins.root.snapshot.root
     for _ in range(3):
         rig.executor.collective_rpc(method)
     assert found(rig) == WHOLE
-    assert rig.watch.counters["looks"] == looks + 1
+    assert rig.watch.counters["digests"] == looks + 1
     assert rig.pins.root.snapshot.root is root
     rig.check_clean()
 

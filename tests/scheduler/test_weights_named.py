@@ -55,7 +55,7 @@ def test_a_push_while_a_request_waits_for_a_load(make_rig: MakeRig, push: str) -
     worker.hold_loads = False
     worker.work()
     rig.run()
-    assert worker.poison_orders == [request.request_id]
+    assert worker.invalidated == [request.request_id]
     assert rig.cached[request.request_id] == 0
     rig.weights = "w0"
     assert found(rig) == WHOLE
@@ -171,7 +171,7 @@ def test_a_roll_back_while_a_request_waits_for_a_load(make_rig: MakeRig) -> None
     worker.hold_loads = False
     worker.work()
     rig.run()
-    assert worker.poison_orders == [request.request_id]
+    assert worker.invalidated == [request.request_id]
     said = list(request.all_token_ids)
     other = engines[1]
     found(other, [*said, 9])

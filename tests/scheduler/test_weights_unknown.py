@@ -40,14 +40,14 @@ def test_a_rank_that_cannot_say_makes_the_engine_share_nothing_and_say_so_once(
     with caplog.at_level(logging.WARNING, logger="vllm.epochkv.weights"):
         for _ in range(4):
             assert found(rig) == 0
-            rig.watch._look_at = 0.0
+            rig.watch._digest_at = 0.0
     said = {record.getMessage() for record in caplog.records if "weights are unknown" in record.getMessage()}
     assert len(said) == 1
     assert rig.connector.scheduler.gauges()["weights_known"] == 0.0
     assert rig.connector.scheduler.gauges()["bypass"] == 1.0
     assert len(store.objects) == before
     rig.executor.answers = lambda answer: answer
-    rig.watch._look_at = 0.0
+    rig.watch._digest_at = 0.0
     found(rig)
     assert found(rig) == WHOLE
     assert rig.connector.scheduler.gauges()["weights_known"] == 1.0
@@ -63,7 +63,7 @@ def test_requests_that_ran_while_nobody_knew_are_found_by_nobody(make_rig: MakeR
     rig.weights = "w1"
     rig.steps(BLOCK)
     rig.executor.answers = lambda answer: answer
-    rig.watch._look_at = 0.0
+    rig.watch._digest_at = 0.0
     rig.weights = "w0"
     rig.run()
     said = list(running.all_token_ids)
@@ -194,7 +194,7 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "watch.before_schedule": lambda rig: (rig.watch, "before_schedule"),
     "watch.calling": lambda rig: (rig.watch, "calling"),
-    "watch._look": lambda rig: (rig.watch, "_look"),
+    "watch._digest": lambda rig: (rig.watch, "_digest"),
     "watch._name": lambda rig: (rig.watch, "_name"),
     "watch._set": lambda rig: (rig.watch, "_set"),
     "weights.hold": lambda rig: (rig.side.weights, "hold"),

@@ -93,7 +93,7 @@ def test_a_runner_that_breaks_down_owes_nothing_afterwards(raising: str) -> None
     assert side.finished == {}
     for request in store.open:  # a real store answers what waits when it is closed
         store.answer(request, StoreOutcome.CLOSED) if request.kind == "put" else None
-    side.step(raising=raising, loads=[load(3, [move(3, 2, Tier.STORE)])], saves=[save(4, [move(4, 3)])], poisoned=["p"])
+    side.step(raising=raising, loads=[load(3, [move(3, 2, Tier.STORE)])], saves=[save(4, [move(4, 3)])], invalidated=["p"])
     expected = {(1, Phase.COPIED), (1, Phase.STORED), (2, Phase.LOADED), (3, Phase.LOADED), (4, Phase.COPIED)}
     side.until(expected)
     assert side.finished == {"r2": 1, "r3": 1, "p": 1}

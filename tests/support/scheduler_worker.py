@@ -188,7 +188,7 @@ class FakeExecutor:
 
     def looked(self, metadata: StepMetadata | None) -> None:
         """The forward pass of a step is over: each rank compares, as `working.WorkerRole`."""
-        number = -1 if metadata is None else metadata.look
+        number = -1 if metadata is None else metadata.digest_number
         for index, held in enumerate(self.ranks):
             self.refused[index] = number >= 0 and self.asked[index] != (number, held)
             if self.refused[index]:
@@ -260,7 +260,7 @@ class FakeWorker:
         self.finished: set[str] = set()
         self.failed: set[str] = set()
         self.acks: list[JobAck] = []
-        self.poison_orders: list[str] = []
+        self.invalidated: list[str] = []
         self.hold_loads = False
         self.hold_saves = False
         self.settles = True
@@ -269,9 +269,9 @@ class FakeWorker:
     def start_step(self, metadata: StepMetadata) -> None:
         """Take a step's orders; runs after the step's forward pass."""
         self._agreed(metadata)
-        self.poison_orders.extend(metadata.poisoned)
-        self.finished.update(metadata.poisoned)
-        self.failed.update(metadata.poisoned)
+        self.invalidated.extend(metadata.invalidated)
+        self.finished.update(metadata.invalidated)
+        self.failed.update(metadata.invalidated)
         self.loads.extend(metadata.loads)
         refused = self.rig.executor.refused[self.rank]
         for save in metadata.saves:

@@ -202,16 +202,16 @@ class Outgoing:
         self._on_error = on_error
         self._stream: EventStream | None = None
 
-    def bind(self, block_pool: Any, books: TierManager | None) -> None:
+    def bind(self, block_pool: Any, tiers: TierManager | None) -> None:
         """vLLM's pool, and the bookkeeping whose L1 is told of, if there is one."""
         self.pool = block_pool
         self.enabled = bool(getattr(block_pool, "enable_kv_cache_events", False))
         if self.enabled:
-            groups = books.state.layout.groups if books is not None else ()
+            groups = tiers.state.layout.groups if tiers is not None else ()
             chained = (number for number, group in enumerate(groups) if group.kind is GroupKind.FULL)
             self._stream = EventStream(chained, self.host.all_found)
             patches.around_events(block_pool, self._of_request, self._taken)
-        self.host.bind(self, books)
+        self.host.bind(self, tiers)
 
     @property
     def waiting(self) -> bool:
@@ -306,16 +306,16 @@ class HostEvents:
     def __len__(self) -> int:
         return len(self._announced)
 
-    def bind(self, outgoing: Outgoing, books: TierManager | None) -> None:
+    def bind(self, outgoing: Outgoing, tiers: TierManager | None) -> None:
         """The queue that events go into, and the bookkeeping whose L1 is told of, if it has one."""
         self._outgoing = outgoing
-        if not outgoing.enabled or books is None or not books.state.index.indexed:
+        if not outgoing.enabled or tiers is None or not tiers.state.index.indexed:
             return
-        self._sizes = [group.block_size for group in books.state.layout.groups]
+        self._sizes = [group.block_size for group in tiers.state.layout.groups]
         self._hash_block_size = hash_block_size_of(outgoing.pool)
-        self._max_offered = 2 * books.state.index.num_slots
+        self._max_offered = 2 * tiers.state.index.num_slots
         self._over = False
-        books.state.listener = self
+        tiers.state.listener = self
 
     def all_found(self) -> Iterable[Any]:
         """Events that announce all that can be found in L1."""

@@ -63,7 +63,7 @@ class Pin:
         loading: an asynchronous load of ours is in flight.
         session: a streaming-input session.
         adapter: vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none.
-        turn: of what that id stood for (`weights.adapters`).
+        version: of what that id stood for (`weights.adapters`).
     """
 
     root: bytes
@@ -74,7 +74,7 @@ class Pin:
     session: bool = False
     alone: bool = False
     adapter: int = 0
-    turn: int = 0
+    version: int = 0
 
 
 def _packed(*fields: bytes) -> bytes:

@@ -153,7 +153,7 @@ class PinMaker:
         """With a random root."""
         pin = Pin(os.urandom(ROOT_BYTES), self._root.snapshot.generation, saveable=False, alone=True)
         if adapter is not None:
-            pin.adapter, pin.turn = adapter.lora_int_id, self._adapters.of(adapter).turn
+            pin.adapter, pin.version = adapter.lora_int_id, self._adapters.of(adapter).version
         return pin
 
     def _make_for_adapter(self, adapter: Any, snapshot: Snapshot) -> Pin:
@@ -162,7 +162,7 @@ class PinMaker:
         if known.value is None or self._root.has_ended(known.value):
             return self.make_alone(adapter)
         root = adapter_root(snapshot.root, known.value, self._root.member.adapters_applied)
-        return Pin(root, snapshot.generation, adapter=adapter.lora_int_id, turn=known.turn)
+        return Pin(root, snapshot.generation, adapter=adapter.lora_int_id, version=known.version)
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""
@@ -228,7 +228,7 @@ class Pins:
 
     def is_current(self, pin: Pin) -> bool:
         """Whether the pin was made under what holds now, and its adapter's id still stands for what it did."""
-        return pin.generation == self.root.snapshot.generation and (not pin.adapter or self._adapters.turn(pin.adapter) == pin.turn)
+        return pin.generation == self.root.snapshot.generation and (not pin.adapter or self._adapters.version(pin.adapter) == pin.version)
 
     def may_save(self, pin: Pin) -> bool:
         """Whether what this pin names may be offered to a tier."""

@@ -186,23 +186,23 @@ class Steps:
 
     def build(self, scheduler_output: Any) -> StepMetadata:
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
-        look = -1
+        number = -1
         self._requests.schedule(scheduled)
         try:
             snapshot = self._state.apply()
             if snapshot.in_use and scheduled:  # also where nothing is saved: blocks are named, or begun, all the same
-                look = self._weights.look_number()
+                number = self._weights.digest_number()
             if self._state.broken:
                 metadata = self.emergency()
-                metadata.look = look
+                metadata.digest_number = number
                 return metadata
             if self._tiers is None:
-                return StepMetadata(newest_epoch=snapshot.epoch, look=look)
+                return StepMetadata(newest_epoch=snapshot.epoch, digest_number=number)
             if snapshot.in_use and scheduled and self._saves_off is None:
                 views = list(self.candidates.of_step(self._tiers.saves.planner, scheduler_output, snapshot))
                 if views:
                     self._collect(self._tiers, views, snapshot)
-            return self._told(self._tiers, snapshot, look)
+            return self._told(self._tiers, snapshot, number)
         finally:
             self._pins.leave_schedule()
 
@@ -215,19 +215,19 @@ class Steps:
         # Events of L1 tell the tokens of a block, which are known while its request lives.
         self._state.events.offer(self._requests.vllm, tiers.saves.collect(views, snapshot))
 
-    def _told(self, tiers: TierManager, snapshot: Snapshot, look: int) -> StepMetadata:
+    def _told(self, tiers: TierManager, snapshot: Snapshot, number: int) -> StepMetadata:
         jobs = tiers.end_step()
-        if look < 0 and jobs.saves:
-            look = self._weights.look_number()
+        if number < 0 and jobs.saves:
+            number = self._weights.digest_number()
         adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
         self._state.counters["tokens_saved"] += sum(save.num_blocks for save in jobs.saves) * self._state.hash_block_size
         self._state.events.offer(self._requests.vllm, jobs.loads)
         self._requests.send(load.request_id for load in jobs.loads)
-        return self._with_names(StepMetadata(**jobs._asdict(), newest_epoch=snapshot.epoch, look=look, adapters=adapters))
+        return self._with_names(StepMetadata(**jobs._asdict(), newest_epoch=snapshot.epoch, digest_number=number, adapters=adapters))
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:
         metadata.settle, self._settle = self._settle, False
-        metadata.poisoned = tuple(self._requests.names())
+        metadata.invalidated = tuple(self._requests.names())
         return metadata
 
     def emergency(self) -> StepMetadata:

@@ -60,7 +60,7 @@ class WeightChanges:
         self._state.broken = True
         self._pins.root.forbid()
 
-    def look_number(self) -> int:
+    def digest_number(self) -> int:
         """Of the question that ranks compare their weights with behind this step; -1: nothing is named."""
         return self.watch.number if self.watch is not None and self.watch.value is not None else -1
 

@@ -56,13 +56,13 @@ class Known:
 
     Attributes:
         value: 32 bytes; None: unknown.
-        turn: another number than before says that its pins are not current; never comes back, also if `value` does.
+        version: another number than before says that its pins are not current; never comes back, also if `value` does.
         number: of the question that `value` is the answer to.
         retry_at: when the ranks may be asked again for what they could not say.
     """
 
     value: bytes | None = None
-    turn: int = 0
+    version: int = 0
     number: int = -1
     retry_at: float = 0.0
 
@@ -91,7 +91,7 @@ class Adapters:
         self._unloaded: set[int] = set()  # by others, who may load something else in its place: not by us
         self._afresh = False
         self._number = 0
-        self._turns = itertools.count(1)
+        self._versions = itertools.count(1)
         self._said: set[str] = set()
 
     def join(self, names: AdapterNames, may_ask: Callable[[], bool]) -> None:
@@ -105,7 +105,7 @@ class Adapters:
         adapter_id = int(request.lora_int_id)
         known = self._known.get(adapter_id)
         if known is None:
-            known = self._known[adapter_id] = Known(turn=next(self._turns))
+            known = self._known[adapter_id] = Known(version=next(self._versions))
         if known.value is None and self._clock() >= known.retry_at:
             self._suspected.setdefault(adapter_id, False)
         return known
@@ -116,10 +116,10 @@ class Adapters:
             self.of(request)
             self._suspected[int(request.lora_int_id)] = True
 
-    def turn(self, adapter_id: int) -> int:
+    def version(self, adapter_id: int) -> int:
         """Of what this id stands for now; -1: nothing that is known."""
         known = self._known.get(adapter_id)
-        return known.turn if known is not None else -1
+        return known.version if known is not None else -1
 
     def number(self, adapter_id: int) -> int:
         """Of the question that its names follow."""
@@ -133,7 +133,7 @@ class Adapters:
             self.suspect_all()
             return
         (self._unloaded.add if method == "remove_lora" else self._unloaded.discard)(adapter_id)
-        self._known.setdefault(adapter_id, Known(turn=next(self._turns)))
+        self._known.setdefault(adapter_id, Known(version=next(self._versions)))
         self._suspected.setdefault(adapter_id, False)
 
     def suspect_all(self) -> None:
@@ -159,9 +159,9 @@ class Adapters:
 
     def before_schedule(self) -> None:
         """Afterwards what is known of adapters is what the ranks hold."""
-        self.look(load=True)
+        self.ask(load=True)
 
-    def look(self, *, load: bool = False) -> None:
+    def ask(self, *, load: bool = False) -> None:
         """Ask about everything that is suspected, if the ranks can be asked.
 
         Args:
@@ -234,7 +234,7 @@ class Adapters:
     def _change(self, changed: Iterable[int]) -> None:
         numbers = set(changed)
         for adapter_id in numbers:
-            self._known[adapter_id].turn = next(self._turns)
+            self._known[adapter_id].version = next(self._versions)
         if numbers and self._names is not None:
             self._names.adapters_changed(numbers)
 

@@ -305,7 +305,7 @@ class Sample:
         self.num_elements = sum(view.numel() for views in groups.values() for view in views)
         self._groups = [OnHost(views) if device.type == "cpu" else OnDevice(views) for (_, device, _), views in groups.items()]
 
-    def look(self) -> Callable[[], bool]:
+    def compare(self) -> Callable[[], bool]:
         """Compare on the compute stream, behind what was issued there. The result says whether nothing differs; it waits for
         the device, so ask when a copy that was issued later has ended."""
         flags = [group.differs() for group in self._groups]
@@ -313,7 +313,7 @@ class Sample:
 
     def holds(self) -> bool:
         """Whether nothing differs now."""
-        return self.look()()
+        return self.compare()()
 
 
 def _runs(flat: torch.Tensor, wanted: int, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:

@@ -138,7 +138,7 @@ def _calling_adapters(
     except BaseException:
         guarded(adapters.suspect_all)
         raise
-    guarded(adapters.look)
+    guarded(adapters.ask)
     return done
 
 

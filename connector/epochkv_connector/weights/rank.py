@@ -249,12 +249,12 @@ class Held:
         """Nothing is known any more."""
         self.value, self.sample, self.places = None, None, None
 
-    def look(self, number: int) -> Look:
+    def compare(self, number: int) -> Comparison:
         """Compare what is there with what question `number` found, behind the forward pass that was issued."""
-        return Look(self, number)
+        return Comparison(self, number)
 
 
-class Look:
+class Comparison:
     """One comparison, made where the device's work has got to; its result waits for the device.
 
     A call that writes is announced (`end_device_work`), so a write that begins after the announcement is none of this step's.
@@ -266,7 +266,7 @@ class Look:
         self._writes, self._waits = held.writes, held.waits
         known = held.sample if held.number == number and held.writes == held.seen and held.places is not None else None
         stays = known is not None and held.places is not None and held.places.stay()
-        self._compared = known.look() if known is not None and stays else lambda: False
+        self._compared = known.compare() if known is not None and stays else lambda: False
         self._event = torch.cuda.current_stream().record_event() if known is not None and torch.cuda.is_available() else None
         self._result: bool | None = None
 
@@ -372,7 +372,7 @@ def is_unchanged(worker: Any, number: int) -> bool:
     """Whether the sample, and the places of all tensors, are those of question `number`."""
     try:
         held = _held(worker)
-        return held.places is not None and held.look(number).holds() and held.places.lie == Places(worker).lie
+        return held.places is not None and held.compare(number).holds() and held.places.lie == Places(worker).lie
     except Exception:
         return False
 

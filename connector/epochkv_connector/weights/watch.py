@@ -1,7 +1,7 @@
-"""When an engine looks at its weights, and what it calls them meanwhile: the scheduler role's state machine.
+"""When an engine takes a digest of its weights, and what it calls them meanwhile: the scheduler role's state machine.
 
 KV is a function of tokens and weights, so names carry a digest of the weights that the ranks hold (`rank.digest_weights`). The engine
-looks at its start, and again while a rank cannot say. It also looks after whatever may have written to the weights, before the next
+takes one at its start, and again while a rank cannot say. It also takes one after whatever may have written to the weights, before the next
 step is scheduled, and names nothing between the two:
 
 - an RPC to the workers that is not known to be harmless, whoever made it: it is marked before it is delegated;
@@ -35,11 +35,11 @@ IDLE_SECONDS = 0.5
 QUIET_SECONDS = 0.25
 """An idle engine looks when no suspicious call came for so long: a push may be hundreds of calls."""
 PAUSE_SECONDS = 1.0
-"""A call that comes so long after the last look is the first of a push, or a lone one."""
+"""A call that comes so long after the last digest is the first of a push, or a lone one."""
 RETRY_SECONDS = 1.0
-"""Pause between two looks while ranks cannot say what they hold; at least ten times as long as the last look took."""
+"""Pause between two digests while ranks cannot say what they hold; at least ten times as long as the last one took."""
 SHARE = 4
-"""Looks may take one part in this many of the time: a push in hundreds of calls, with steps between them, costs no more."""
+"""Digests may take one part in this many of the time: a push in hundreds of calls, with steps between them, costs no more."""
 REMEMBERED = 64
 """Questions whose answer is remembered, for ranks that report late."""
 SHOWN_DIGITS = 8
@@ -126,7 +126,7 @@ class Watch:
         told: (`value`, why it is None). Any thread.
         number: of the last question to the ranks.
         seconds: what it took.
-        counters: `looks`, `changes`, `unknown`, `late` (ranks saw a change after a step), `unseen` (changes found on an idle engine).
+        counters: `digests`, `changes`, `unknown`, `late` (ranks saw a change after a step), `unseen` (changes found on an idle engine).
     """
 
     def __init__(self, ranks: Ranks, names: WeightNames, num_ranks: int, clock: Callable[[], float], *, has_encoder: bool = False) -> None:
@@ -144,12 +144,12 @@ class Watch:
         self._waiting: bytes | None = None  # known, and to be named as soon as the encoder's outputs are gone
         self._suspicion = "the engine has started"
         self._suspected_at = clock()
-        self._look_at = 0.0
+        self._digest_at = 0.0
         self._started = False  # a transfer that may write after its calls have returned
         self._stepped = False  # since the device was last waited for
         self._sampled = False  # ranks hold samples
         self._writes = ranks.num_writes
-        self._scheduled_at = self._looked_at = clock()
+        self._scheduled_at = self._digested_at = clock()
         self._found: dict[int, bytes] = {}
         self._refused = False
 
@@ -179,8 +179,8 @@ class Watch:
         if failed:
             self._started = False
             self.suspect("a call on the workers has failed")
-        if idle and self.pending and self._clock() >= max(self._look_at, self._looked_at + PAUSE_SECONDS):
-            self._look()
+        if idle and self.pending and self._clock() >= max(self._digest_at, self._digested_at + PAUSE_SECONDS):
+            self._digest()
         elif self._suspicion and self.told[0] is not None:
             self.told = (None, WRITING)
             self._names.tell()
@@ -220,12 +220,12 @@ class Watch:
 
     def quiet_at(self) -> float:
         """When an idle engine should look; by the clock."""
-        return max(self._suspected_at + QUIET_SECONDS, self._look_at)
+        return max(self._suspected_at + QUIET_SECONDS, self._digest_at)
 
     def when_idle(self) -> None:
         """Nothing is scheduled now: look if it is time."""
         if self.pending and self._clock() >= self.quiet_at():
-            self._look()
+            self._digest()
 
     def before_schedule(self) -> None:
         """Afterwards `value` is what the ranks hold, or None."""
@@ -239,14 +239,14 @@ class Watch:
             self._set(None, ASLEEP)
             self.suspect("the engine has slept")
         elif self._suspicion:
-            if now >= self._look_at:
-                self._look()
+            if now >= self._digest_at:
+                self._digest()
             elif self.value is not None:
                 self._set(None, WRITING)
         elif now - self._scheduled_at > IDLE_SECONDS and not self._as_asked():
             self.counters["unseen"] += 1
             self.suspect("they changed while the engine was idle")
-            self._look()
+            self._digest()
         elif self._waiting is not None:
             self._name(self._waiting, "the encoder's older outputs were dropped")
         if self.value is None:
@@ -261,23 +261,23 @@ class Watch:
             logger.warning("EpochKV: the ranks did not say whether their weights are the same: %r", error)
             return False
 
-    def _look(self) -> None:
+    def _digest(self) -> None:
         why, self._suspicion = self._suspicion, ""
         self._writes, self._waiting = self._ranks.num_writes, None
         if self._started:
             self._set(None, STARTED)
             return
         self.number += 1
-        self.counters["looks"] += 1
+        self.counters["digests"] += 1
         self._sampled = True
         began = self._clock()
         answers, note = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
         value = fold(answer["weights"] for answer in answers) if answers else None
-        now = self._looked_at = self._clock()
+        now = self._digested_at = self._clock()
         self.seconds = now - began
-        self._look_at = now + (SHARE - 1) * self.seconds
+        self._digest_at = now + (SHARE - 1) * self.seconds
         if value is None:
-            self._suspicion, self._look_at = why, now + max(RETRY_SECONDS, 10 * self.seconds)
+            self._suspicion, self._digest_at = why, now + max(RETRY_SECONDS, 10 * self.seconds)
             self._set(None, note)
             return
         self._found[self.number] = value

@@ -40,12 +40,12 @@ class LoadTasks:
     def open(self) -> list[LoadTask]:
         return self._rank.tasks(LoadTask, Stage.QUEUED, Stage.COPYING)
 
-    def poison(self, request_id: str) -> bool:
+    def invalidate(self, request_id: str) -> bool:
         """Fail the load of this request. False: there is none under way."""
         for load in self.open():
             if load.job.request_id == request_id:
                 load.failed = True
-                self.fail(load, "poisoned", "poisoned while under way")
+                self.fail(load, "invalidated", "invalidated while under way")
                 return True
         return False
 

@@ -16,14 +16,14 @@ from epochkv_connector.worker.rank import Report
 from epochkv_connector.worker.runner import IDLE_WAIT_SECONDS, JobRunner
 
 if TYPE_CHECKING:
-    from epochkv_connector.weights.rank import Look
+    from epochkv_connector.weights.rank import Comparison
 
 REFUSE_SECONDS = 2.0
 """How long a runner that raised may take to end its copies before the engine goes on without it."""
 
 
 class _Debts:
-    """What a rank owes the scheduler role and vLLM: one report for each load and poisoned request, one acknowledgement
+    """What a rank owes the scheduler role and vLLM: one report for each load and invalidated request, one acknowledgement
     for each phase of each job. Nothing is paid twice, whoever pays."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class _Debts:
 
     def take_on(self, step: StepMetadata) -> None:
         """Add the jobs of a step. Job ids are never reused, so a job that comes twice counts once."""
-        self._reports.update(step.poisoned)
+        self._reports.update(step.invalidated)
         for load in step.loads:
             self.loads[load.job_id] = load
             self._reports.add(load.request_id)
@@ -83,7 +83,7 @@ class WorkerRole:
     Args:
         rank: its number, in the order the scheduler role counts ranks.
         runner: executes its jobs; None: this rank cannot be staged, and every job is answered as failed.
-        look: begins a comparison of the weights with the answer to the question of this number.
+        compare: begins a comparison of the weights with the answer to the question of this number.
         adapters: of this rank.
     """
 
@@ -92,16 +92,16 @@ class WorkerRole:
         rank: int,
         runner: JobRunner | None,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
-        look: Callable[[int], Look] | None = None,
+        compare: Callable[[int], Comparison] | None = None,
         adapters: HeldAdapters | None = None,
     ) -> None:
         self.rank = rank
         self.runner = runner
         self._on_error = on_error
-        self._look = look
+        self._compare_weights = compare
         self._adapters = adapters or HeldAdapters()
         self._replaced: list[tuple[int, int]] = []
-        self._looks: list[Look] = []
+        self._comparisons: list[Comparison] = []
         self._kept = Report(set(), set(), [])
         self._debts = _Debts()
         self._broken: JobRunner | None = None  # it raised; asked for ever, as slots may be released late
@@ -139,17 +139,17 @@ class WorkerRole:
             return
         self._finished = True
         self._replaced += self._adapters.replaced(metadata.newest_epoch)
-        as_named = self._compare(metadata.look)
+        as_named = self._compare(metadata.digest_number)
         if self.runner is not None:
             self.runner.finish_step(as_named if self._adapters.are_unchanged(metadata.adapters) else lambda: False)
 
     def _compare(self, number: int) -> Callable[[], bool]:
         """Whether the last forward pass used the weights that this step's names say. Weights that cannot be compared count as changed."""
-        if number < 0 or self._look is None:
+        if number < 0 or self._compare_weights is None:
             return lambda: number < 0
-        look = self._look(number)
-        self._looks.append(look)
-        return look.holds
+        comparison = self._compare_weights(number)
+        self._comparisons.append(comparison)
+        return comparison.holds
 
     def refuse(self, metadata: StepMetadata) -> None:
         """Taking a step has raised: the runner is shut down and gets no more jobs.
@@ -181,10 +181,10 @@ class WorkerRole:
     def acks(self) -> WorkerReport:
         acks = list(self._kept.acks)
         self._kept.acks.clear()
-        over = [look for look in self._looks if look.ended()]
-        self._looks = [look for look in self._looks if look not in over]
+        over = [one for one in self._comparisons if one.ended()]
+        self._comparisons = [one for one in self._comparisons if one not in over]
         replaced, self._replaced = self._replaced, []
-        return WorkerReport(acks=acks, late=sorted({look.number for look in over if not look.holds()}), replaced=replaced)
+        return WorkerReport(acks=acks, late=sorted({one.number for one in over if not one.holds()}), replaced=replaced)
 
     def drain(self, timeout: float) -> WorkerReport:
         """Wait until no save holds GPU blocks (at most `timeout` seconds); loads that ended meanwhile are kept."""

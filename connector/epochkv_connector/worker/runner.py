@@ -78,7 +78,7 @@ class JobRunner:
         self._saves = SaveTasks(self._rank)
         # Guarded by Rank.changed:
         self._unreleased: list[LoadTask | SaveTask] = []
-        self._poisoned: list[str] = []
+        self._invalidated: list[str] = []
 
     def shutdown(self, timeout: float = 5.0) -> bool:
         """Fail what is open, end the threads, close the store. A second call does nothing.
@@ -115,7 +115,7 @@ class JobRunner:
             self._saves.agree(job_id)
         for job_id in step.refused:
             self._saves.refuse(job_id)
-        for request_id in step.poisoned:
+        for request_id in step.invalidated:
             self._poison(request_id)
         for load in step.loads:
             self._loads.take(load)
@@ -143,9 +143,9 @@ class JobRunner:
         report = Report(set(), set(), [])
         with rank.changed:
             if wait_seconds > 0 and (self._loads.open() or self._saves.holding()):
-                rank.changed.wait_for(lambda: rank.ended or self._poisoned, wait_seconds)
+                rank.changed.wait_for(lambda: rank.ended or self._invalidated, wait_seconds)
             ended, rank.ended = rank.ended, []
-            poisoned, self._poisoned = self._poisoned, []
+            invalidated, self._invalidated = self._invalidated, []
             released = [task for task in self._unreleased if not is_open(task.ticket)]
             self._unreleased = [task for task in self._unreleased if is_open(task.ticket)]
         for task in released:
@@ -160,18 +160,18 @@ class JobRunner:
                 report.finished_recving.add(task.job.request_id)
                 if failed:
                     report.failed_recving.add(task.job.request_id)
-        report.finished_recving.update(poisoned)
-        report.failed_recving.update(poisoned)
+        report.finished_recving.update(invalidated)
+        report.failed_recving.update(invalidated)
         return report
 
     def _poison(self, request_id: str) -> None:
         """Report once more, finished and failed; a load of it that is still under way makes that report itself."""
-        if self._loads.poison(request_id):
-            self._rank.counters.add("poisoned_under_way")
+        if self._loads.invalidate(request_id):
+            self._rank.counters.add("invalidated_under_way")
             return
-        self._rank.counters.add("poisoned")
+        self._rank.counters.add("invalidated")
         with self._rank.changed:
-            self._poisoned.append(request_id)
+            self._invalidated.append(request_id)
 
     def open_jobs(self) -> set[int]:
         """Jobs with something left to be acknowledged, save for RELEASED, by a later `results`."""

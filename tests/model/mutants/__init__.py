@@ -50,7 +50,7 @@ SEEN_AT = {
     "granting before the note is durable": 450,
     "grants not bound to instances": 31,
     "grants without a leadership read": 47,
-    "loads are never poisoned": 28,
+    "loads are never invalidated": 28,
     "no margin for slow clocks": 47,
     "no second read before publishing": 101,
     "nudges that never end": 22,

@@ -22,7 +22,7 @@ OUTSIDE_MUTANTS = {
     "a new leader learns a longer lease late": Mutant(
         Rules(config_late=True), "4", {**DUEL, "reconfigures": True, "takeovers": 1.0, "steps": 1200}
     ),
-    "loads are never poisoned": Mutant(Rules(loads_never_poisoned=True), "3", {**SERVING, "busy_store": True}),
+    "loads are never invalidated": Mutant(Rules(loads_never_invalidated=True), "3", {**SERVING, "busy_store": True}),
     "the lease is not checked after a load": Mutant(Rules(lease_unchecked_after_load=True), "3", {**SERVING, "busy_store": True}),
     "saves under the names of old pins": Mutant(Rules(saves_under_old_pins=True), "3", SERVING),
     "an engine shares without a lease": Mutant(Rules(serves_without_lease=True), "3", SERVING),

@@ -66,7 +66,7 @@ def test_ranks_are_asked_once_and_then_when_something_may_have_changed() -> None
     assert half.known() == first
     assert half.ranks.asked == [([1], False)]
     half.adapters.calling("add_lora", request())
-    half.adapters.look()
+    half.adapters.ask()
     half.adapters.suspect_all()
     assert half.known() == first
     assert half.ranks.asked[1:] == [([1], False), ([1], True)]
@@ -75,13 +75,13 @@ def test_ranks_are_asked_once_and_then_when_something_may_have_changed() -> None
 
 def test_a_turn_never_comes_back() -> None:
     half = Half()
-    turns = [half.adapters.of(request()).turn]
+    versions = [half.adapters.of(request()).version]
     for text in ("one", "two", "one"):
         half.ranks.values[1] = text
         half.adapters.calling("add_lora", 1)
-        half.adapters.look()
-        turns.append(half.adapters.turn(1))
-    assert sorted(set(turns)) == turns
+        half.adapters.ask()
+        versions.append(half.adapters.version(1))
+    assert sorted(set(versions)) == versions
 
 
 def test_an_engine_that_sleeps_or_does_not_know_its_weights_is_not_asked() -> None:
@@ -104,7 +104,7 @@ def test_a_late_word_about_an_earlier_question_ends_what_was_named_then() -> Non
     number = half.adapters.number(1)
     half.ranks.values[1] = "two"
     half.adapters.calling("add_lora", 1)
-    half.adapters.look()
+    half.adapters.ask()
     half.changed.clear()
     half.adapters.late(1, number)
     assert half.ended == [then]
@@ -172,7 +172,7 @@ def test_ids_that_nobody_uses_are_forgotten() -> None:
     for number in range(2, MAX_ADAPTERS + 3):
         half.ranks.values[number] = str(number)
         half.adapters.calling("add_lora", number)
-        half.adapters.look()
+        half.adapters.ask()
     half.adapters.of(request())
     assert half.known() is not None
     assert len(half.adapters._known) < MAX_ADAPTERS
@@ -193,7 +193,7 @@ def test_what_others_have_unloaded_is_not_loaded_by_us() -> None:
     assert half.known() is not None
     half.ranks.values.clear()
     half.adapters.calling("remove_lora", 1)
-    half.adapters.look()
+    half.adapters.ask()
     assert half.known() is None
     half.ranks.values[1] = "two"
     assert half.known() is not None, "asked about before every step, as vLLM loads it with one of them"

@@ -105,7 +105,7 @@ class Joined:
         self.watch = Watch(self.ranks, self, 1, time.monotonic)
         join(self.core, self.scheduler, self.watch, Adapters(self.ranks, 1, time.monotonic), self.guarded)
         self.watch.before_schedule()
-        self.watch._look_at = 0.0  # a machine that stood still during the first look owes the next one no pause
+        self.watch._digest_at = 0.0  # a machine that stood still during the first look owes the next one no pause
         self.executor.calls.clear()
 
     def tell(self) -> None:

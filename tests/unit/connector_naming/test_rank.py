@@ -133,7 +133,7 @@ def test_a_question_that_failed_leaves_nothing_to_compare_with(worker: Worker) -
     worker.model.first = kept
     assert not is_unchanged(worker, 1)
     assert not is_unchanged(worker, 2)
-    assert not worker.held.look(1).holds()
+    assert not worker.held.compare(1).holds()
 
 
 def test_a_deadline_makes_it_unknown(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_weights_that_are_written_while_they_are_read_are_unknown(worker: Worker
     answer = digest_weights(worker, 1)
     assert answer["weights"] is None
     assert "written while they were read" in answer["note"]
-    assert not worker.held.look(1).holds()
+    assert not worker.held.compare(1).holds()
 
 
 def test_weights_that_are_loaded_while_they_are_read_are_unknown(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_model_without_load_weights_can_be_asked() -> None:
 def test_a_comparison_of_a_step_sees_what_was_written_during_it(worker: Worker) -> None:
     digest_weights(worker, 1)
     worker.model.first += 1
-    look = worker.held.look(1)
+    look = worker.held.compare(1)
     worker.model.first -= 1
     assert not look.holds()  # what was there when the step was over counts
 
@@ -266,12 +266,12 @@ def test_a_comparison_of_a_step_sees_what_was_written_during_it(worker: Worker) 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_comparison_with_another_question_does_not_hold(worker: Worker, number: int) -> None:
     digest_weights(worker, 1)
-    assert not worker.held.look(number).holds()
+    assert not worker.held.compare(number).holds()
 
 
 def test_a_load_between_the_step_and_the_copy_fails_it(worker: Worker) -> None:
     digest_weights(worker, 1)
-    look = worker.held.look(1)
+    look = worker.held.compare(1)
     worker.model.load_weights([])
     assert not look.holds()
 
@@ -279,7 +279,7 @@ def test_a_load_between_the_step_and_the_copy_fails_it(worker: Worker) -> None:
 def test_a_load_that_was_announced_after_the_step_does_not(worker: Worker) -> None:
     """The device was waited for before it began, so the step was over."""
     digest_weights(worker, 1)
-    look = worker.held.look(1)
+    look = worker.held.compare(1)
     assert end_device_work(worker)
     worker.model.load_weights([("first", torch.zeros(40, 30))])
     assert look.holds()
@@ -287,7 +287,7 @@ def test_a_load_that_was_announced_after_the_step_does_not(worker: Worker) -> No
 
 def test_what_a_comparison_has_found_stays(worker: Worker) -> None:
     digest_weights(worker, 1)
-    look = worker.held.look(1)
+    look = worker.held.compare(1)
     assert look.holds()
     worker.model.load_weights([])
     assert look.holds()
@@ -301,18 +301,18 @@ def test_a_comparison_of_a_step_sees_storages_that_were_swapped(worker: Worker, 
         worker.model.first.data = torch.zeros(40, 30)
     else:
         worker.model.first = nn.Parameter(torch.zeros(40, 30))
-    assert not worker.held.look(1).holds()
+    assert not worker.held.compare(1).holds()
 
 
 def test_a_list_of_tensors_whose_item_was_swapped_is_seen(worker: Worker) -> None:
     worker.model.tables = [torch.zeros(3), torch.zeros(3)]
     digest_weights(worker, 1)
-    assert worker.held.look(1).holds()
+    assert worker.held.compare(1).holds()
     worker.model.tables[1] = torch.zeros(3)
-    assert not worker.held.look(1).holds()
+    assert not worker.held.compare(1).holds()
     digest_weights(worker, 2)
     worker.model.tables.pop()
-    assert not worker.held.look(2).holds()
+    assert not worker.held.compare(2).holds()
 
 
 def test_tensors_inside_a_wrapper_can_be_asked_for_and_are_watched() -> None:

@@ -133,10 +133,10 @@ def test_no_tensors_at_all() -> None:
 def test_a_comparison_is_of_the_moment_it_was_made() -> None:
     tensor = torch.zeros(100)
     sample = Sample([("t", tensor)])
-    before = sample.look()
+    before = sample.compare()
     tensor += 1
     assert before()
-    assert not sample.look()()
+    assert not sample.compare()()
 
 
 def test_another_draw_is_of_other_elements() -> None:

@@ -20,7 +20,7 @@ def test_it_looks_before_the_first_step_and_not_again() -> None:
     assert world.step() == ["ask", ("hold", world.value())]
     assert world.watch.value == fold([digest_of("a"), digest_of("b")])
     assert [world.step(0.01) for _ in range(5)] == [[]] * 5
-    assert world.watch.counters == {"looks": 1, "changes": 1}
+    assert world.watch.counters == {"digests": 1, "changes": 1}
 
 
 def test_ranks_are_told_apart_and_folded_in_their_order() -> None:
@@ -45,7 +45,7 @@ def test_many_calls_cost_one_digest() -> None:
         world.push(f"a{layer}", "update_weight")
     assert world.log.count("ask") == 0
     assert world.step() == ["ask", ("hold", digest_of_one("a299"))]
-    assert world.watch.counters["looks"] == 2
+    assert world.watch.counters["digests"] == 2
 
 
 def test_the_device_is_waited_for_once_between_two_steps() -> None:

@@ -37,7 +37,7 @@ class Live:
     blocks: list[list[int]] = field(default_factory=list)
     computed: int = 0
     loaded_to: int = 0
-    poisoned: bool = False
+    invalidated: bool = False
     finished: bool = False
     cooldown: bool = False
     asleep: int = 0  # steps in which vLLM does not get to this request
@@ -186,7 +186,7 @@ class Schedule:
             live.state, live.computed = "running", local
             return
         live.state, live.loaded_to = "loading", local + num_external
-        live.poisoned = outcome is False
+        live.invalidated = outcome is False
         assert self.world.tiers.loads.is_open(live.request_id) == (outcome is True)
         if outcome is True and self.random.random() < 0.2:
             assert self.world.commit(request, live.blocks, num_external, self.snap) is True
@@ -248,10 +248,10 @@ class Schedule:
         assert not self.world.tiers.loads.is_open(live.request_id)
         record = self.world.requests.report(live.request_id, failed=failed)
         if record is not None and record.load is LoadState.REPEATED:
-            assert live.poisoned, "a success was held back for nothing"
+            assert live.invalidated, "a success was held back for nothing"
             return  # every rank reports once more
-        assert failed or live.finished or not live.poisoned, "vLLM heard of a success under names of before"
-        live.poisoned = False
+        assert failed or live.finished or not live.invalidated, "vLLM heard of a success under names of before"
+        live.invalidated = False
         if not failed:
             self._check_filled(live)
         if live.finished:
@@ -284,7 +284,7 @@ class Schedule:
             self.snap = snap_of(self.epoch, shared=kind != 2)
             self.world.rename(self.snap)
         for live in self.live.values():
-            live.poisoned = live.state == "loading"
+            live.invalidated = live.state == "loading"
 
     def disturb_store(self) -> None:
         kind = self.random.randrange(12)
@@ -344,7 +344,7 @@ class Schedule:
                 self.world.finish(live.request_id)
             if live.state != "loading":
                 self._remove(live)
-        for _ in range(3):  # a poisoned load needs one more round
+        for _ in range(3):  # a invalidated load needs one more round
             self.world.step()
             for worker in self.world.workers:
                 while acks := worker.work() + worker.release():

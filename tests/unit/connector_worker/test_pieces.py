@@ -89,7 +89,7 @@ def test_a_load_that_fails_while_it_waits_for_its_slots_fetches_nothing_more(sto
     (first,) = store.open
     store.answer(first, StoreOutcome.OK)
     rig.until(lambda: rig.block(6) == content(3), "the first piece is copied")
-    rig.step(poisoned=["r1"])
+    rig.step(invalidated=["r1"])
     ack = rig.until_acked(1, Phase.LOADED)
     assert (ack.failed, ack.busy_slots) == (True, (0, 1, 2))
     store.release(first)
@@ -128,7 +128,7 @@ def test_a_block_that_is_missing_in_a_later_piece_fails_the_load_and_blames_no_s
     assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
 
 
-@pytest.mark.parametrize("end", ["poison", "deadline", "shutdown"])
+@pytest.mark.parametrize("end", ["invalidation", "deadline", "shutdown"])
 def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
     store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
@@ -144,8 +144,8 @@ def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
     monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
     rig.step(loads=[long_load(deadline=0.2 if end == "deadline" else 20.0)])
     assert copying.wait(10)
-    if end == "poison":
-        rig.step(poisoned=["r1"])
+    if end == "invalidation":
+        rig.step(invalidated=["r1"])
     elif end == "shutdown":
         assert not rig.worker.shutdown(0.1), "a copy is under way"
     else:
@@ -184,7 +184,7 @@ def test_an_exception_in_any_piece_is_answered_at_once(store: ObedientStore, mon
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_ends_of_long_loads_are_answered_once(seed: int) -> None:
-    """The store answers late, in part, wrongly or never; deadlines, poison and releases come at random moments."""
+    """The store answers late, in part, wrongly or never; deadlines, invalidation and releases come at random moments."""
     dice = random.Random(seed)
     store = ObedientStore()
     rig = filled(store)
@@ -198,10 +198,10 @@ def test_random_ends_of_long_loads_are_answered_once(seed: int) -> None:
     failed = succeeded = 0
     for job_id in range(1, 41):
         with lock:
-            num_slots, poisoned, deadline = dice.randint(1, 4), dice.random() < 0.2, dice.choice([0.01, 20.0, 20.0])
+            num_slots, invalidated, deadline = dice.randint(1, 4), dice.random() < 0.2, dice.choice([0.01, 20.0, 20.0])
         rig.step(loads=[long_load(job_id, num_slots, deadline)])
-        if poisoned:
-            rig.step(poisoned=[f"r{job_id}"])
+        if invalidated:
+            rig.step(invalidated=[f"r{job_id}"])
         rig.until(settle(rig, store, job_id), f"job {job_id} (seed {seed})")
         ack = rig.acks[job_id, Phase.LOADED]
         succeeded += not ack.failed
@@ -213,7 +213,7 @@ def test_random_ends_of_long_loads_are_answered_once(seed: int) -> None:
     assert succeeded
     for _ in range(3):
         rig.collect(0.001)
-    # A poison that comes after the end is a report of its own, as the scheduler role asked for it.
+    # A invalidation that comes after the end is a report of its own, as the scheduler role asked for it.
     assert all(1 <= rig.finished[f"r{job}"] <= 2 for job in range(1, 41))
     assert [rig.worker.stats()[name] for name in ("held_slots", "open_loads")] == [0, 0]
 

@@ -228,22 +228,22 @@ def test_replicas_of_a_shard_put_each_block_once(store: ObedientStore) -> None:
 
 def test_poisoned_ids_are_reported_once_more_and_only_once(store: ObedientStore) -> None:
     rig = Rig(store)
-    rig.step(poisoned=["a", "b"])
+    rig.step(invalidated=["a", "b"])
     report = rig.collect()
     assert report.finished_recving == report.failed_recving == {"a", "b"}
     assert rig.collect() == (set(), set(), [])
     # Should a load of that request still be under way, its own report is the only one.
     store.policy = lambda kind, transfers: None
     rig.step(loads=[load(1, [move(8, 5, 30, Tier.STORE)], NAMESPACE)])
-    rig.step(poisoned=["r1"])
+    rig.step(invalidated=["r1"])
     rig.until_acked(1, Phase.LOADED)
     for _ in range(3):
         rig.collect()
     assert (rig.finished["r1"], rig.failed["r1"]) == (1, 1)
 
 
-@pytest.mark.parametrize("poison", [True, False])
-def test_a_copy_into_gpu_blocks_is_reported_only_when_it_is_over(monkeypatch: pytest.MonkeyPatch, poison: bool) -> None:
+@pytest.mark.parametrize("invalidation", [True, False])
+def test_a_copy_into_gpu_blocks_is_reported_only_when_it_is_over(monkeypatch: pytest.MonkeyPatch, invalidation: bool) -> None:
     rig = Rig()
     wanted = rig.block(3)
     rig.step(saves=[save(1, [move(3, 0, 30)])])
@@ -259,8 +259,8 @@ def test_a_copy_into_gpu_blocks_is_reported_only_when_it_is_over(monkeypatch: py
     monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
     rig.step(loads=[load(2, [move(8, 0, 30)], deadline=0.05)])
     assert copying.wait(10)
-    if poison:
-        rig.step(poisoned=["r2"])
+    if invalidation:
+        rig.step(invalidated=["r2"])
     time.sleep(0.1)  # past the deadline
     for _ in range(3):
         rig.collect()
@@ -269,7 +269,7 @@ def test_a_copy_into_gpu_blocks_is_reported_only_when_it_is_over(monkeypatch: py
     ack = rig.until_acked(2, Phase.LOADED)
     for _ in range(3):
         rig.collect()
-    assert (rig.finished["r2"], rig.failed["r2"], ack.failed) == (1, int(poison), poison)
+    assert (rig.finished["r2"], rig.failed["r2"], ack.failed) == (1, int(invalidation), invalidation)
     assert rig.block(8) == wanted
 
 
