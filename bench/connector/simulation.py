@@ -22,7 +22,7 @@ from bench.connector import trace as traces
 from bench.connector.bookkeeping import Blocks
 from bench.connector.trace import BLOCK_TOKENS, Trace
 from bench.report import Figure, Progress, Row
-from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.config import MIN_BYTES, ConnectorConfig
 from epochkv_connector.naming.identity import object_key
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.tiers.manager import StepJobs, TierManager
@@ -76,7 +76,10 @@ class Engine:
     """One scheduler role and a rank that does everything at once."""
 
     def __init__(self, num_slots: int, store: SharedStore | None, ids: itertools.count[int]) -> None:
-        extra: dict[str, object] = {"pool": {"name": "p", "namespace": "n", "uid": "u"}, "local": {"capacity_bytes": num_slots}}
+        extra: dict[str, object] = {
+            "pool": {"name": "p", "namespace": "n", "uid": "u"},
+            "local": {"capacity_bytes": num_slots * MIN_BYTES},
+        }
         if store is not None:
             extra["distributed"] = {"master_address": "none:1"}
         self._store, self._names = store, Names()

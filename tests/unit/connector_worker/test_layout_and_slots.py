@@ -330,16 +330,16 @@ def test_slots_are_disjoint_and_objects_are_contiguous() -> None:
 
 
 def test_capacity_is_split_over_ranks() -> None:
-    assert slot_count(config(l1_slots=10, ranks=4), 100, 4) == 10
-    assert slot_count(config(l1_slots=10), 100, 4) == 2
-    assert slot_count(config(l1_slots=10), 101, 4) == 2
-    assert slot_count(config(l1_slots=10), 126, 4) == 1
+    assert slot_count(config(l1_slots=10, ranks=4), 512, 4) == 10
+    assert slot_count(config(l1_slots=10), 512, 4) == 2
+    assert slot_count(config(l1_slots=10), 640, 4) == 2
+    assert slot_count(config(l1_slots=10), 641, 4) == 1
     assert slot_count(config(staging_slots=7), 100, 4) == 7
 
 
 def test_an_l1_smaller_than_a_block_says_what_to_give() -> None:
-    with pytest.raises(ConfigError, match=r"local.capacity_bytes is 600.*at least 2800"):
-        slot_count(config(l1_slots=6), 700, 4)
+    with pytest.raises(ConfigError, match=r"local.capacity_bytes is 3072.*at least 3076"):
+        slot_count(config(l1_slots=6), 769, 4)
 
 
 def test_the_slots_of_an_engine_are_those_that_every_rank_has() -> None:
