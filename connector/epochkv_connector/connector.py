@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from epochkv_connector.config import ConfigError, ConnectorConfig, crowded, gib
+from epochkv_connector.config import ConfigError
 from epochkv_connector.engine import blocks, describe, interface, limits, patches
 from epochkv_connector.engine.interface import (
     KVConnectorBase_V1,
@@ -57,7 +57,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         patches.share_log_handlers()
         self._guard = Guard()
         try:
-            self._epochkv_config = self._checked_config()
+            extra = self._kv_transfer_config.kv_connector_extra_config
+            self._epochkv_config = limits.check_start(vllm_config, extra, limits.children_of(patches.parent_config()))
         except (ConfigError, interface.UnsupportedEngine) as error:
             logger.error("EpochKV cannot start: %s", error)  # vLLM's traces follow, one for each process
             raise
@@ -73,20 +74,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             _local_workers[self._engine_id] = self
 
     # ------------------------------------------------------------------ construction
-
-    def _checked_config(self) -> ConnectorConfig:
-        extra = self._kv_transfer_config.kv_connector_extra_config
-        config = limits.check_start(self._vllm_config, extra, limits.children_of(patches.parent_config()))
-        if self._role is KVConnectorRole.SCHEDULER and config.local is not None:
-            num_bytes = describe.l1_share(self._vllm_config, config.local.capacity_bytes)
-            limit = crowded(num_bytes)
-            if limit is not None:
-                logger.warning(
-                    "EpochKV: L1 takes %s of the %s of %s as it fills: where vLLM needs more than the rest, the kernel ends this engine; "
-                    "lower local.capacity_bytes, or raise that limit",
-                    *(gib(num_bytes), gib(limit.num_bytes), limit.source),
-                )
-        return config
 
     def _find_local_worker(self) -> WorkerRole | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))

@@ -17,6 +17,7 @@ from typing import Any
 from epochkv_connector import metrics
 from epochkv_connector.engine.interface import KVConnectorPromMetrics, KVConnectorStats
 from epochkv_connector.metrics import PREFIX, Family
+from epochkv_connector.store.queues import Notices
 
 logger = logging.getLogger("vllm.epochkv.stats")
 
@@ -103,7 +104,7 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._said: set[str] = set()
+        self._notices = Notices(logger)
         self._counters = {family.name: self._counter(family) for family in metrics.COUNTERS}
         self._gauges = {family.name: self._gauge(family) for family in metrics.GAUGES}
         for family in metrics.COUNTERS:
@@ -135,7 +136,7 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
             for rank, values in stats[RANKS].items():
                 self._set(labels, values.items(), rank if rank == metrics.SCHEDULER_RANK or _is_rank(rank) else metrics.OTHER)
         except Exception as error:
-            self._say("error", f"metrics of engine {engine_idx} cannot be recorded: {error!r}")
+            self._notices.say("error", "EpochKV: metrics of engine %d cannot be recorded: %r", engine_idx, error)
 
     def _set(self, labels: list[object], values: Iterable[tuple[str, float]], rank: str | None) -> None:
         for name, value in values:
@@ -148,12 +149,7 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
 
     def _say_unknown(self, name: str) -> None:
         if name not in metrics.IGNORED:
-            self._say("name", f"{name!r} is reported and has no series")
-
-    def _say(self, kind: str, words: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
-            logger.warning("EpochKV: %s (said once)", words)
+            self._notices.say("name", "EpochKV: %r is reported and has no series", name)
 
 
 def _is_rank(text: str) -> bool:

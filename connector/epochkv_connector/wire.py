@@ -130,7 +130,6 @@ class JobAck:
         filled_slots: loads: slots that now hold verified L2 bytes and may be indexed in L1.
         failed_slots: failed loads: slots whose block did not reach the GPU; empty with `failed` set: unknown (as it is,
             like `filled_slots`, where a slot stands for several blocks).
-            Aggregated over ranks by hull in the request's chain.
         busy_slots: slots that this rank may still write or read after this acknowledgement (a deadline passed while
             a transfer ran). They are given to nobody until the rank acknowledges `Phase.RELEASED` for the job.
     """

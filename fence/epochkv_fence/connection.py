@@ -53,13 +53,11 @@ KNOWN_KEYS: Final = (
     "hub",
     "local",
     "distributed",
-    "tracker",
     "lookup_wait_ms",
     "lookup_deadline_ms",
     "min_load_tokens",
     "job_deadline_seconds",
     "verify",
-    "tracker_capacity",
     "staging_slots",
     "allow_untested_vllm",
 )

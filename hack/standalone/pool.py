@@ -28,7 +28,7 @@ def transfer_config(
     connection: Mapping[str, Any], local_bytes: int | None = None, master_address: str | None = None, **extra: Any
 ) -> dict[str, Any]:
     """`--kv-transfer-config` of an engine that joins with this connection; L1 and L2 as far as they are given."""
-    config: dict[str, Any] = {**connection, "tracker": master_address is None}
+    config: dict[str, Any] = dict(connection)
     if local_bytes is not None:
         config["local"] = {"capacity_bytes": local_bytes}
     if master_address is not None:

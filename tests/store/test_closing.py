@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -99,6 +100,7 @@ def test_missing_variables_are_named_once(
 ) -> None:
     monkeypatch.delenv("MC_RPC_TIMEOUT_MS", raising=False)
     monkeypatch.delenv("MC_TCP_STATUS_TIMEOUT_SEC", raising=False)
+    monkeypatch.setenv("MC_RPC_CONNECT_TIMEOUT_MS", "700")
     with caplog.at_level(logging.INFO):
         connect(stores.address, wait=False)
         connect(stores.address, wait=False)
@@ -106,3 +108,4 @@ def test_missing_variables_are_named_once(
     assert len(named) == 1
     assert "MC_RPC_TIMEOUT_MS" in named[0]
     assert "MC_TCP_STATUS_TIMEOUT_SEC" in named[0]
+    assert os.environ["MC_RPC_CONNECT_TIMEOUT_MS"] == "700", "what the operator sets counts"

@@ -232,28 +232,6 @@ def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: Connect
     eventually(lambda: put(client, memory, block_keys(1)) == [StoreOutcome.OK], "puts accepted again", 20)
 
 
-def test_every_transfer_failing_although_the_objects_exist_starts_a_new_client(stores: Mooncake, connect: ConnectTo) -> None:
-    memory = Memory(1, 1000)
-    stores.client_ttl_seconds = 120
-    stores.start_master()  # the dead owner stays listed: the same picture as a poisoned client
-    store = stores.start_store()
-    client = connect(stores.address, memory, poison_seconds=0.5, poison_calls=3)
-    keys = block_keys(1)
-    assert put(client, memory, keys) == [StoreOutcome.OK]
-    store.kill()
-
-    def renewed() -> bool:
-        get(client, memory, keys)
-        return client.stats().get("renewed", 0) >= 1
-
-    eventually(renewed, "client renewed", 30)
-    assert client.stats()["get_transfer"] >= 3
-    assert client.wait_ready(20)
-    assert client.stats()["setups"] == 2
-    stores.start_store()
-    eventually(lambda: put(client, memory, block_keys(1)) == [StoreOutcome.OK], "puts go to the living store", 30)
-
-
 # -- races --------------------------------------------------------------------------------------------------------------------
 
 

@@ -152,19 +152,17 @@ def shown(value: Any) -> str:
 
 def first_problem(document: Mapping[str, Any], keys: Mapping[str, Key]) -> tuple[str, str] | None:
     """The first thing that is wrong: the top-level key it is under, and a sentence. None: nothing."""
-    return next(_problems(document, keys, keys, "", ""), None)
+    return next(_problems(document, keys, "", ""), None)
 
 
-def _problems(
-    document: Mapping[str, Any], keys: Mapping[str, Key], root: Mapping[str, Key], path: str, remedy: str
-) -> Iterator[tuple[str, str]]:
+def _problems(document: Mapping[str, Any], keys: Mapping[str, Key], path: str, remedy: str) -> Iterator[tuple[str, str]]:
     for name, value in document.items():
         if name not in keys:
-            yield _top(path, str(name)), _unknown(str(name), value, keys, root, path)
+            yield _top(path, str(name)), _unknown(str(name), value, keys, path)
     for name, key in keys.items():
         value = document.get(name)
         if name in document and key.keys is not None and isinstance(value, Mapping):
-            yield from _problems(value, key.keys, root, f"{path}{name}.", key.remedy)
+            yield from _problems(value, key.keys, f"{path}{name}.", key.remedy)
         elif (said := _wrong(name in document, value, key, remedy)) is not None:
             yield _top(path, name), f"{path}{name} {said}"
 
@@ -177,7 +175,7 @@ def _wrong(given: bool, value: Any, key: Key, remedy: str) -> str | None:
         return None
     if value is None:
         return _sentence("null", key.allowed, key.remedy or "leave the key out for its default")
-    return _sentence(shown(value), key.allowed, _hint(value, key) or key.remedy)
+    return _sentence(shown(value), key.allowed, key.remedy)
 
 
 def _top(path: str, key: str) -> str:
@@ -188,37 +186,10 @@ def _sentence(state: str, allowed: str, remedy: str) -> str:
     return f"is {state}; it must be {allowed}" + (f"; {remedy}" if remedy else "")
 
 
-def _hint(value: Any, key: Key) -> str:
-    """What a value of the wrong kind probably means."""
-    if isinstance(value, str):
-        try:
-            meant = json.loads(value)
-        except (ValueError, RecursionError):
-            return ""
-        return "write it without quotes" if key.fits(meant) else ""
-    if isinstance(value, float) and value.is_integer() and key.fits(int(value)):
-        return "write it without a decimal point"
-    return ""
-
-
-def _unknown(name: str, value: Any, keys: Mapping[str, Key], root: Mapping[str, Key], path: str) -> str:
+def _unknown(name: str, value: Any, keys: Mapping[str, Key], path: str) -> str:
+    meant = "".join(f"did you mean {path}{near}? " for near in difflib.get_close_matches(name.lower(), list(keys), n=1))
     known = f"the keys{f' of {path[:-1]}' if path else ''} are: {', '.join(sorted(keys))}"
-    nearest = _nearest(name, keys, root, path)
-    meant = f"did you mean {nearest}? " if nearest else ""
     return f"{shown(path + name)[1:-1]} is {shown(value)}, but there is no such key; {meant}{known}"
-
-
-def _nearest(name: str, keys: Mapping[str, Key], root: Mapping[str, Key], path: str) -> str | None:
-    """The full name of the key that was probably meant: of this object, else of any."""
-    own = difflib.get_close_matches(name.lower(), list(keys), n=1)
-    everywhere = {full: full.rpartition(".")[2] for full, _ in every(root)}
-    same = [full for full, last in everywhere.items() if last == name.lower()]
-    if same and not own:
-        return same[0]
-    if own:
-        return path + own[0]
-    close = difflib.get_close_matches(name.lower(), list(everywhere.values()), n=1)
-    return next((full for full, last in everywhere.items() if close and last == close[0]), None)
 
 
 def every(keys: Mapping[str, Key], path: str = "") -> Iterator[tuple[str, Key]]:
@@ -336,13 +307,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             extra={"remedy": "leave distributed out for no L2"},
         ),
     ] = None
-    tracker: Annotated[
-        bool,
-        Meta(
-            description="For pools without an L2: a block counts as absent, without a search, unless every rank has confirmed its save. "
-            "Rejected with an L2, where another engine may have saved the block."
-        ),
-    ] = False
     lookup_wait_ms: Annotated[
         float,
         Meta(
@@ -383,9 +347,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Literal["full", "header"],
         Meta(description="What a load from L2 checks: header, trailer and a checksum of all bytes (`full`), or only header and trailer."),
     ] = "full"
-    tracker_capacity: Annotated[
-        int, Meta(ge=1, le=MAX_COUNT, description="How many blocks `tracker` remembers.", extra={"unit": "blocks"})
-    ] = 100_000
     staging_slots: Annotated[
         int,
         Meta(
@@ -419,19 +380,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             key, sentence = found
             raise ConfigError(f"{EXTRA if key in inline or key not in document else origin}: {sentence}")
         config = msgspec.convert(merged, cls)
-        config.check()
-        return config
-
-    def check(self) -> None:
-        """Raise `ConfigError` for values that exclude each other, and for a pool that cannot be one."""
-        if self.tracker and self.distributed:
-            raise ConfigError(
-                f"{EXTRA}: tracker is true and distributed is set; it must be false with an L2, where another engine may have saved"
-            )
         try:
-            check_pool(self.pool, EXTRA)
+            check_pool(config.pool, EXTRA)
         except ConfigurationError as error:
             raise ConfigError(str(error)) from None
+        return config
 
 
 def _document(source: object, variables: Mapping[str, str]) -> tuple[dict[str, Any], str]:
@@ -483,8 +436,6 @@ ROOT = Path("/")
 DEVICES = "sys/class/infiniband"
 UNLIMITED_V1 = 1 << 60
 """cgroup v1 says "no limit" as the largest multiple of a page below 2**63."""
-CROWDED_FRACTION = 0.8
-"""Of the limit: an engine has weights, or copies of them while it loads, and some GB of its own besides L1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,12 +469,6 @@ def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
             f"{EXTRA}: {key} is {value}, which takes {num_bytes} bytes ({gib(num_bytes)}) on this machine; it must stay below "
             f"{limit.num_bytes} bytes ({gib(limit.num_bytes)}, {limit.source}) with room for vLLM; lower {key}, or raise that limit"
         )
-
-
-def crowded(num_bytes: int, root: Path = ROOT) -> Limit | None:
-    """The limit that `num_bytes` of host memory nearly use up; None: there is room, or no limit is known."""
-    limit = memory_limit(root)
-    return limit if limit is not None and num_bytes > CROWDED_FRACTION * limit.num_bytes else None
 
 
 def check_devices(config: ConnectorConfig, root: Path = ROOT) -> None:

@@ -190,7 +190,7 @@ def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> Connect
         if why is not None:
             raise UnsupportedEngine(f"{FENCE_ENV} is set and the engine has {one.get('kv_connector')}: {why}")
     _check_engine(vllm_config)
-    return msgspec.structs.replace(config, local=None, distributed=None, tracker=False)
+    return msgspec.structs.replace(config, local=None, distributed=None)
 
 
 def _check_engine(vllm_config: Any) -> None:

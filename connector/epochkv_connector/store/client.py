@@ -281,14 +281,10 @@ class StoreClient:
         moved = sum(len(t.view) for t, outcome in zip(chunk, outcomes, strict=True) if outcome is StoreOutcome.OK)
         self._counters.add(f"{kind}_bytes", moved)
         self._counters.add(f"{kind}_seconds", seconds)
-        failed_key: str | None = None
-        if StoreOutcome.TRANSFER in outcomes:
-            failed_key = chunk[outcomes.index(StoreOutcome.TRANSFER)].key if kind == "get" else ""
         # A miss is an answer like any other; what fails says nothing good of the next call.
         well = all(outcome in (StoreOutcome.OK, StoreOutcome.ABSENT) for outcome in outcomes)
         self._call_sizes[kind].saw(len(chunk), seconds, succeeded=well)
-        self._connection.note_transfers(failed_key=failed_key, succeeded=StoreOutcome.OK in outcomes, seconds=seconds)
-        hung = failed_key is not None and seconds >= self.settings.hung_call_seconds
+        hung = StoreOutcome.TRANSFER in outcomes and seconds >= self.settings.hung_call_seconds
         return self.settings.quarantine_seconds if hung else 0.0
 
 

@@ -28,7 +28,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +42,11 @@ ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "1000",  # a hung master costs 1 s, not 30
     "MC_RPC_CONNECT_TIMEOUT_MS": "500",  # a master behind a dead address costs 4 s, not 120
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # setup holds the GIL while it tries
-    "MC_TCP_STATUS_TIMEOUT_SEC": "5",  # a hung segment owner; `status_timeout` of a load's default deadline
+    # A hung segment owner. Shorter takes a machine that stands still for a store that is gone (measured: 18 of 28 gets failed in a stall of
+    # 2.5 s with a limit of 2 s, none with 5 s); longer keeps the buffers of a call to a hung store for minutes.
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",  # a peer that stalls in mid-payload
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # overflow poisons the client
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # after an overflow, every transfer to that peer fails
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
     "MC_MIN_RPC_PORT": "15000",  # pins both listeners of a client, so that a NetworkPolicy can name them
@@ -52,23 +54,6 @@ ENVIRONMENT = {
     "MC_YLT_LOG_LEVEL": "warn",
 }
 """Variable -> value, measured as a whole block on the pinned Mooncake version."""
-
-LOAD_SECONDS = 10.0
-"""A load's default deadline (`job_deadline_seconds`)."""
-_STATUS = "MC_TCP_STATUS_TIMEOUT_SEC"
-_STATUS_SECONDS = (2, 10)
-"""Shorter takes a machine that stands still for a store that is gone (measured: 18 of 28 gets failed in a stall of 2.5 s with a
-limit of 2 s, none with 5 s); longer keeps the buffers of a call to a hung store for minutes."""
-
-
-def status_timeout(load_seconds: float) -> int:
-    """Whole seconds after which Mooncake gives up a store that says nothing.
-
-    Half of a load's deadline: a stall of that length is waited out, and a store that is gone is known before the load has
-    failed by itself.
-    """
-    low, high = _STATUS_SECONDS
-    return max(low, min(high, int(load_seconds / 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +74,10 @@ class StoreSettings:
         max_exists_keys: one existence query never asks for more.
         hung_call_seconds, quarantine_seconds: Mooncake's own batch limit, and not its socket, has ended a failed transfer call that
             lasted at least the former. Its buffers stay out of use for the latter (Mooncake's progress timeout is 5 s).
-        load_seconds: deadline of a load, from which Mooncake's own limit for a silent store follows (`status_timeout`).
         probe_timeout_seconds, min_backoff_seconds, max_backoff_seconds: reaching the master while it is away.
         setup_backoff_seconds: first and longest pause after a `setup` that failed, or whose client did not work. It holds the GIL for
             about a second, in which the engine stands still, and so does every repetition (measured with a master slower than
             an RPC's limit: 1.1 s in every 6 s, for each client).
-        poison_seconds, poison_calls: the client starts over after so many calls in a row that failed as transfers, over at least this
-            time. It is longer than the master's `client_ttl`, within which a dead segment owner looks the same.
     """
 
     master_address: str
@@ -113,13 +95,10 @@ class StoreSettings:
     max_exists_keys: int = 1024
     hung_call_seconds: float = 25.0
     quarantine_seconds: float = 8.0
-    load_seconds: float = LOAD_SECONDS
     probe_timeout_seconds: float = 0.5
     min_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
     setup_backoff_seconds: tuple[float, float] = (2.0, 120.0)
-    poison_seconds: float = 20.0
-    poison_calls: int = 4
 
     @classmethod
     def of(cls, config: ConnectorConfig) -> StoreSettings | None:
@@ -133,25 +112,14 @@ class StoreSettings:
             protocol=tier.protocol,
             device_name=tier.device_name,
             verify_payload=config.verify == "full",
-            load_seconds=config.job_deadline_seconds,
         )
 
 
-def prepare_environment(environ: MutableMapping[str, str] | None = None, load_seconds: float = LOAD_SECONDS) -> list[str]:
-    """Set what the operator did not set; must run before Mooncake is imported.
-
-    Args:
-        environ: default: this process's.
-        load_seconds: see `StoreSettings`.
-
-    Returns:
-        The variables that were missing, which are logged once by the caller.
-    """
-    target = os.environ if environ is None else environ
-    missing = [name for name in ENVIRONMENT if name not in target]
-    for name in missing:
-        target[name] = str(status_timeout(load_seconds)) if name == _STATUS else ENVIRONMENT[name]
-    target.setdefault("GLOG_minloglevel", "1")  # otherwise every setup writes a page of INFO lines to stderr
+def prepare_environment() -> list[str]:
+    """Set what the operator did not set, before Mooncake is imported. Returns these variables."""
+    missing = [name for name in ENVIRONMENT if name not in os.environ]
+    os.environ.update({name: ENVIRONMENT[name] for name in missing})
+    os.environ.setdefault("GLOG_minloglevel", "1")  # otherwise every setup writes a page of INFO lines to stderr
     return missing
 
 
@@ -321,7 +289,6 @@ class StoreConnection:
         self.in_flight = 0
         self._renew = False
         self._setup_pause, self._next_setup = settings.setup_backoff_seconds[0], 0.0  # manager thread only
-        self._streak_calls, self._streak_began, self._streak_key = 0, 0.0, ""
         self._canary_failures = 0
         self._manager = threading.Thread(target=self._manage, name="epochkv-store-manager", daemon=True)
 
@@ -331,7 +298,7 @@ class StoreConnection:
             if self.state is not StoreState.NEW:
                 return False
             self.state = StoreState.PROBING
-        missing = prepare_environment(load_seconds=self._settings.load_seconds)
+        missing = prepare_environment()
         if missing:
             logger.info("Mooncake variables not set in the environment, using defaults: %s", ", ".join(missing))
         _UNCLOSED.add(self)
@@ -396,25 +363,6 @@ class StoreConnection:
             return StoreOutcome.UNREACHABLE
         return codes
 
-    def note_transfers(self, *, failed_key: str | None, succeeded: bool, seconds: float) -> None:
-        """Tell how a call that moved bytes went; feeds the search for a poisoned client.
-
-        Args:
-            failed_key: a key whose transfer failed ("": a put, whose key does not exist); None: none failed.
-            succeeded: at least one transfer succeeded.
-            seconds: how long the call took.
-        """
-        with self._changed:
-            if succeeded:
-                self._streak_calls = 0
-            if failed_key is None:
-                return
-            if not self._streak_calls:
-                self._streak_began = time.monotonic() - seconds
-            self._streak_calls += 1
-            self._streak_key = failed_key
-            self._changed.notify_all()
-
     def _open(self, client: MooncakeClient, reason: str) -> None:
         with self._changed:
             if self.state is not StoreState.READY or self._client is not client:
@@ -429,13 +377,11 @@ class StoreConnection:
         pause = self._settings.min_backoff_seconds
         while True:
             with self._changed:
-                while self.state is StoreState.READY and (wait := self._poison_check_in()) != 0:
-                    self._changed.wait(wait)
+                self._changed.wait_for(lambda: self.state is not StoreState.READY)
                 if self.state >= StoreState.DRAINING:
                     return
-                ready = self.state is StoreState.READY
             try:
-                settled = self._check_poison() if ready else self._recover()
+                settled = self._recover()
             except Exception:  # the manager must outlive anything the library does
                 self._notices.say("manager", "the store client failed to connect unexpectedly", exc_info=True)
                 settled = False
@@ -468,7 +414,7 @@ class StoreConnection:
             if self.state is not StoreState.PROBING:
                 return False
             self.state = StoreState.READY
-            self._streak_calls = self._canary_failures = 0
+            self._canary_failures = 0
             self._changed.notify_all()
         self._setup_pause, self._next_setup = self._settings.setup_backoff_seconds[0], 0.0
         self._notices.forget()
@@ -517,32 +463,6 @@ class StoreConnection:
                 return True
         client.close()  # this connection was closed meanwhile
         return False
-
-    def _poison_check_in(self) -> float | None:
-        """Seconds until the client is suspected; 0: now; None: no reason to."""
-        if self._streak_calls < self._settings.poison_calls:
-            return None
-        return max(0.0, self._streak_began + self._settings.poison_seconds - time.monotonic())
-
-    def _check_poison(self) -> bool:
-        """Start over with a new client if transfers fail although the master lists the objects.
-
-        A queue overflow inside Mooncake fails every later transfer to that peer and only a new client heals it. A dead
-        segment owner looks the same until the master drops its segment; then its keys no longer exist.
-        """
-        with self._changed:
-            key, self._streak_calls = self._streak_key, 0
-            client = self._client
-        if key:
-            codes = self.call("exists", lambda c: c.exists([key]))
-            if isinstance(codes, StoreOutcome) or codes[0] != 1:
-                return True
-        self._counters.add("renewed")
-        with self._changed:
-            self._renew = True
-        if client is not None:
-            self._open(client, "every transfer fails although the objects exist; starting over")
-        return True
 
 
 def _advice(canary: StoreOutcome) -> str:

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 logger = logging.getLogger(__name__)
@@ -43,12 +43,11 @@ AGAIN_SECONDS = 60.0
 
 
 class Notices:
-    """Warnings of which each kind is said at most once a minute, with how many were left out. Any thread."""
+    """Warnings of which each kind is said at most once a minute. Any thread."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger, self._clock = logger, clock
         self._said: dict[str, float] = {}
-        self._left_out: defaultdict[str, int] = defaultdict(int)
         self._lock = threading.Lock()
 
     def say(self, kind: str, message: str, *args: object, exc_info: bool = False) -> None:
@@ -56,19 +55,14 @@ class Notices:
         now = self._clock()
         with self._lock:
             if now < self._said.get(kind, -AGAIN_SECONDS) + AGAIN_SECONDS:
-                self._left_out[kind] += 1
                 return
             self._said[kind] = now
-            left_out = self._left_out.pop(kind, 0)
-        if left_out:
-            message, args = f"{message} (and %d more since it was said last)", (*args, left_out)
         self._logger.warning(message, *args, exc_info=exc_info)
 
     def forget(self) -> None:
         """Everything may be said again (the state they described is over)."""
         with self._lock:
             self._said.clear()
-            self._left_out.clear()
 
 
 T = TypeVar("T")
@@ -230,20 +224,13 @@ class RequestQueue:
                 request.abandon(StoreOutcome.ERROR)
 
 
-@dataclass(order=True, slots=True)
-class _Alarm:
-    at: float
-    order: int
-    action: Callable[[], object] = field(compare=False)
-
-
 class Alarms:
     """One daemon thread that runs short actions at given times (deadlines, ends of quarantines)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._heap: list[_Alarm] = []
-        self._order = itertools.count()
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = itertools.count()  # among those of one time
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._serve, name="epochkv-store-alarms", daemon=True)
@@ -255,10 +242,9 @@ class Alarms:
         """Run `action` at `when` (monotonic seconds). Actions must not block; they run late, never early, and at once after `stop`."""
         with self._changed:
             if not self._stopping:
-                alarm = _Alarm(when, next(self._order), action)
-                heapq.heappush(self._heap, alarm)
-                if self._heap[0] is alarm:
+                if not self._heap or when < self._heap[0][0]:
                     self._changed.notify()
+                heapq.heappush(self._heap, (when, next(self._order), action))
                 return
         _run_quietly(action)
 
@@ -270,15 +256,15 @@ class Alarms:
 
     def _serve(self) -> None:
         while True:
-            due: list[_Alarm] = []
+            due: list[Callable[[], object]] = []
             with self._changed:
-                while not self._stopping and (not self._heap or self._heap[0].at > self._clock()):
-                    self._changed.wait(self._heap[0].at - self._clock() if self._heap else None)
-                while self._heap and (self._stopping or self._heap[0].at <= self._clock()):
-                    due.append(heapq.heappop(self._heap))
+                while not self._stopping and (not self._heap or self._heap[0][0] > self._clock()):
+                    self._changed.wait(self._heap[0][0] - self._clock() if self._heap else None)
+                while self._heap and (self._stopping or self._heap[0][0] <= self._clock()):
+                    due.append(heapq.heappop(self._heap)[2])
                 stopping = self._stopping
-            for alarm in due:
-                _run_quietly(alarm.action)
+            for action in due:
+                _run_quietly(action)
             if stopping:
                 return
 

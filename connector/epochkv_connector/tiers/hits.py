@@ -23,7 +23,7 @@ from typing import Final
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.tiers.layout import Hit, RequestView, align_down, longest_hit, needed_range, tokens_by_tier
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS, LoadPause, Lookups, Query, QueryState
-from epochkv_connector.tiers.state import HostIndex, Key, RecentBlocks, TierState
+from epochkv_connector.tiers.state import HostIndex, Key, TierState
 from epochkv_connector.wire import Tier
 
 ABSENT: Final = -1
@@ -67,7 +67,6 @@ class PromptBlocks:
     """
 
     index: HostIndex
-    tracker: RecentBlocks | None
     hashes: Sequence[bytes]
     scales: Sequence[int]
     remote: frozenset[Key] = frozenset()
@@ -78,9 +77,6 @@ class PromptBlocks:
         scale = self.scales[group]
         names = list(self.hashes[(first + 1) * scale - 1 : end * scale : scale])
         slots = list(map(self.index.finder(group), names, repeat(ABSENT)))
-        if self.tracker is not None:
-            confirmed = self.tracker
-            slots = [slot if (group, name) in confirmed else ABSENT for name, slot in zip(names, slots, strict=True)]
         return Span(group, first, names, slots, slots.count(ABSENT))
 
     def present(self, group: int, block: int) -> bool:
@@ -88,9 +84,7 @@ class PromptBlocks:
         if position >= len(self.hashes):
             return False
         name = self.hashes[position]
-        if self.index.get(group, name) is not None and (self.tracker is None or (group, name) in self.tracker):
-            return True
-        return (group, name) in self.remote
+        return self.index.get(group, name) is not None or (group, name) in self.remote
 
     def first_absent(self, group: int, first: int, end: int) -> int:
         """The first of the blocks `first` to `end` that no tier holds; `end` if there is none."""
@@ -267,7 +261,6 @@ class HitPlanner:
         self._lookups = lookups
         self._layout = layout = state.layout
         self._index = state.index
-        self._tracker = state.tracker
         self._count = state.counts
         self.plans = PlanTable()
         self.pause = LoadPause(2 * state.config.job_deadline_seconds, state.clock)
@@ -337,7 +330,7 @@ class HitPlanner:
 
     def find(self, req: RequestView) -> PromptBlocks:
         scales = [group.block_size // req.hash_block_size for group in self._layout.groups]
-        return PromptBlocks(self._index, self._tracker, req.block_hashes, scales)
+        return PromptBlocks(self._index, req.block_hashes, scales)
 
     def _query(self, req: RequestView, found: PromptBlocks, local: int, max_tokens: int, namespace: str | None) -> Query | None:
         """The request's L2 query, begun if need be; None when L2 is not to be asked."""
@@ -414,8 +407,6 @@ class HitPlanner:
             self._index.pin(plan.pinned())
             reserved = self._index.reserve(plan.reserved)
             assert reserved, "a plan was made larger than what is available"
-            if self._tracker is not None:
-                self._tracker.use((span.group, name) for span in plan.spans for name in span.names)
         self.plans.add(plan)
         self.plans.refresh(plan, self._step, now)
 

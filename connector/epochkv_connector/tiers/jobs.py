@@ -3,8 +3,8 @@
 vLLM merges the ranks of one step only, so ranks are counted down here, across steps, by job id. A job never ends by
 itself: workers acknowledge it as dropped after its deadline, and until a rank says so nothing it might still touch is
 reused.
-Saves are aggregated over ranks by intersection (a block is saved if every rank saved it), failed loads by hull. After a load that
-failed on one rank, the request is recomputed (`worker.jobs`).
+Saves are aggregated over ranks by intersection: a block is saved if every rank saved it. After a load that failed on one rank, the
+request is recomputed (`worker.jobs`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Loaded(msgspec.Struct, frozen=True):
     filled: tuple[BlockMove, ...]  # fetched from L2 and verified on every rank
     failed: bool
     doubted: tuple[BlockMove, ...]  # blocks that did not arrive on some rank
-    hull: tuple[BlockMove, ...]  # everything between the first and the last doubted block of the chain
     abandoned: bool
 
 
@@ -238,7 +237,7 @@ class Jobs:
             named = [move for move in job.moves if move.slot in entry.failed_slots]
             # A rank that did not say which blocks failed: blame the fetched ones that are not filled, else everything.
             doubted = tuple(dict.fromkeys([*named, *(unfilled or job.moves)])) if entry.blamed_all else tuple(named)
-        return Loaded(job, arrived, entry.failed, doubted, _hull(job, doubted), entry.abandoned)
+        return Loaded(job, arrived, entry.failed, doubted, entry.abandoned)
 
     def _settle(self, entry: _Open) -> list[Outcome]:
         """Release the slots that nobody touches any more; close the job when none is left."""
@@ -256,12 +255,3 @@ class Jobs:
         if not entry.unreleased:
             del self._jobs[job.job_id]
         return [Released(tuple(slots))] if slots else []
-
-
-def _hull(job: LoadJob, doubted: tuple[BlockMove, ...]) -> tuple[BlockMove, ...]:
-    """Blocks of the job from the first to the last doubted one of their group (groups count in different sizes)."""
-    bounds: dict[int, tuple[int, int]] = {}
-    for move in doubted:
-        low, high = bounds.get(move.group, (move.block, move.block))
-        bounds[move.group] = (min(low, move.block), max(high, move.block))
-    return tuple(move for move in job.moves if move.group in bounds and bounds[move.group][0] <= move.block <= bounds[move.group][1])

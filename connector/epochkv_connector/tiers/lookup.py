@@ -25,8 +25,6 @@ from epochkv_connector.tiers.state import Key
 if TYPE_CHECKING:
     from epochkv_connector.store.client import StoreClient
 
-MAX_KEYS_PER_QUERY = 1024
-
 READ_LEASE_SECONDS = 5.0
 """How long an existence answer is believed. The store's own read lease is 10 s by default, 5 s in older builds
 (Mooncake `types.h`, `default_kv_lease_ttl`)."""
@@ -47,8 +45,7 @@ class Query:
     begun_at: float
     blocks: list[Key]
     shards: list[int]  # keys per block
-    futures: list[Future[Sequence[bool]]]
-    batches: list[int]  # keys per future
+    answer: Future[Sequence[bool]]
     found: frozenset[Key] | None = None
     late: bool = False
 
@@ -109,12 +106,8 @@ class Lookups:
             of_block = self._keys_of(namespace, group, block_hash)
             shards.append(len(of_block))
             keys.extend(of_block)
-        futures, batches = [], []
-        for start in range(0, len(keys), MAX_KEYS_PER_QUERY):
-            batch = keys[start : start + MAX_KEYS_PER_QUERY]
-            futures.append(self._client.exists(batch, self._deadline_seconds))
-            batches.append(len(batch))
-        query = Query(namespace, root, self._clock(), list(blocks), shards, futures, batches)
+        answer = self._client.exists(keys, self._deadline_seconds)
+        query = Query(namespace, root, self._clock(), list(blocks), shards, answer)
         self._queries[request_id] = query
         self._num_begun += 1
         return query
@@ -125,33 +118,28 @@ class Lookups:
             return QueryState.READY
         if query.late:
             return QueryState.LATE
-        pending = [future for future in query.futures if not future.done()]
-        if pending and self._budget > 0:
+        if not query.answer.done() and self._budget > 0:
             before = self._clock()
-            pending = list(wait(pending, timeout=self._budget).not_done)
-            self._budget = max(0.0, self._budget - (self._clock() - before)) if not pending else 0.0
-        if not pending:
+            wait([query.answer], timeout=self._budget)
+            self._budget = max(0.0, self._budget - (self._clock() - before)) if query.answer.done() else 0.0
+        if query.answer.done():
             query.found = self._collect(query)
             return QueryState.READY
         if self._clock() < query.begun_at + self._deadline_seconds:
             return QueryState.PENDING
         query.late = True
         self._num_late += 1
-        for future in pending:
-            future.cancel()
+        query.answer.cancel()
         return QueryState.LATE
 
     def _collect(self, query: Query) -> frozenset[Key]:
-        answers: list[bool] = []
-        for future, count in zip(query.futures, query.batches, strict=True):
-            try:
-                batch = future.result(timeout=0)
-            except BaseException:  # the client's business; CancelledError is not an Exception
-                batch = ()
-            if len(batch) != count:
-                self._num_errors += 1
-                batch = (False,) * count
-            answers.extend(batch)
+        try:
+            answers = query.answer.result(timeout=0)
+        except BaseException:  # the client's business; CancelledError is not an Exception
+            answers = ()
+        if len(answers) != sum(query.shards):
+            self._num_errors += 1
+            answers = (False,) * sum(query.shards)
         found, position = set(), 0
         for block, shards in zip(query.blocks, query.shards, strict=True):
             if shards and all(answers[position : position + shards]):
@@ -163,8 +151,7 @@ class Lookups:
     def drop(self, request_id: str) -> None:
         query = self._queries.pop(request_id, None)
         if query is not None:
-            for future in query.futures:
-                future.cancel()
+            query.answer.cancel()
 
     def drop_all(self) -> None:
         for request_id in list(self._queries):

@@ -136,7 +136,7 @@ class TierManager:
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges of now. The one method that may be called on another thread."""
-        index, jobs, tracker, pause = self.state.index, self.state.jobs, self.state.tracker, self.hits.pause
+        index, jobs, pause = self.state.index, self.state.jobs, self.hits.pause
         values: dict[str, float] = {name: self.state.counts.get(name, 0) for name in COUNTERS}
         values |= {
             "slots": index.num_slots,
@@ -153,7 +153,6 @@ class TierManager:
             "jobs_overdue": jobs.num_overdue(self.state.clock()),
             "acks_ignored": jobs.ignored_acks,
             "plans_open": len(self.hits.plans),
-            "tracker_entries": 0 if tracker is None else len(tracker),
             "known_in_store": len(self.state.known),
             "loads_paused": pause.paused,
             "load_pauses": pause.num_pauses,

@@ -53,7 +53,6 @@ class SavePlanner:
         self._layout = state.layout
         self._index = state.index
         self._known = state.known
-        self._tracker = state.tracker
         self._cursors: dict[str, tuple[bytes, str | None, int]] = {}  # root, namespace, tokens that were looked at
         self._saving: set[Key] = set()
         self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
@@ -163,8 +162,6 @@ class SavePlanner:
         if (group, name) in self._saving:
             return ()
         slot = self._index.get(group, name)
-        if slot is not None and self._tracker is not None:
-            self._tracker.add([(group, name)])  # it may have been forgotten there; L1 holds it
         put = namespace is not None and (group, name) not in self._known
         if not put and (slot is not None or not self._index.indexed):
             return ()

@@ -1,6 +1,6 @@
-"""Which block is in which host slot, who holds it, and what L2 and the tracker are known to hold.
+"""Which block is in which host slot, who holds it, and what L2 is known to hold.
 
-What L1 holds, what L2 is known to hold and what the tracker confirms change together, here (`TierState`), or not at all.
+What L1 holds and what L2 is known to hold change together, here (`TierState`), or not at all.
 """
 
 from __future__ import annotations
@@ -221,12 +221,6 @@ class RecentBlocks:
         while len(self._keys) > self.capacity:
             self._keys.popitem(last=False)
 
-    def use(self, keys: Iterable[Key]) -> None:
-        """Blocks of a hit: as `add`, for those that are in it."""
-        for key in reversed(list(keys)):
-            if key in self._keys:
-                self._keys.move_to_end(key)
-
     def discard(self, keys: Iterable[Key]) -> None:
         """These are not, or no longer, where they were."""
         for key in keys:
@@ -253,7 +247,6 @@ class TierState:
     Attributes:
         is_usable: blocks of this layout can be saved and loaded, and there are slots for them.
         known: what L2 is known to hold.
-        tracker: what all ranks have confirmed; None: L1's index answers alone.
         listener: told which blocks L1 holds; None: nobody listens.
     """
 
@@ -268,7 +261,6 @@ class TierState:
         self.counts: Counter[str] = Counter()
         self.index = HostIndex(num_slots, max(1, len(layout.groups)), config.local is not None, self._left)
         self.known = RecentBlocks(KNOWN_IN_STORE_CAPACITY)
-        self.tracker = RecentBlocks(config.tracker_capacity) if config.tracker and config.local else None
         self.jobs = Jobs(num_ranks)
         self.listener: Listener | None = None
         self._root: bytes | None = None
@@ -278,9 +270,7 @@ class TierState:
         return snap.namespace if snap.shared and self.config.distributed is not None else None
 
     def copied(self, done: Copied) -> None:
-        keys = self._insert(done.saved)
-        if self.tracker is not None:
-            self.tracker.add(keys)
+        self._insert(done.saved)
 
     def stored(self, done: Stored) -> None:
         self.known.add(_keys(done.stored))
@@ -295,18 +285,13 @@ class TierState:
                 self.index.forget(move.group, move.block_hash)
             elif move.slot not in filled:
                 self.known.discard(_keys((move,)))
-        if self.tracker is not None:
-            self.tracker.discard(_keys(done.hull))
 
-    def _insert(self, moves: Iterable[BlockMove]) -> list[Key]:
+    def _insert(self, moves: Iterable[BlockMove]) -> None:
         keys = _keys(move for move in moves if self.index.insert(move.slot, move.group, move.block_hash))
         if self.listener is not None:
             self.listener.arrived(keys)
-        return keys
 
     def _left(self, key: Key) -> None:
-        if self.tracker is not None:
-            self.tracker.discard((key,))
         if self.listener is not None:
             self.listener.left(key)
 
@@ -318,8 +303,6 @@ class TierState:
         self._root = root
         self._forget_names()
         found_again = self.index.renew(root)
-        if self.tracker is not None:
-            self.tracker.add(found_again)
         if self.listener is not None:
             self.listener.found_again(found_again)
         return True
@@ -332,8 +315,6 @@ class TierState:
     def _forget_names(self) -> None:
         self.jobs.abandon_all()
         self.known.clear()
-        if self.tracker is not None:
-            self.tracker.clear()
 
 
 def _keys(moves: Iterable[BlockMove]) -> list[Key]:

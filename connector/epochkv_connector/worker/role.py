@@ -22,9 +22,9 @@ REFUSE_SECONDS = 2.0
 """How long a runner that raised may take to end its copies before the engine goes on without it."""
 
 
-class _Debts:
-    """What a rank owes the scheduler role and vLLM: one report for each load and invalidated request, one acknowledgement
-    for each phase of each job. Nothing is paid twice, whoever pays."""
+class _Pending:
+    """What vLLM and the scheduler role have yet to hear of a rank: one report for each load and invalidated request, one acknowledgement
+    for each phase of each job. Nothing is said twice, whoever says it."""
 
     def __init__(self) -> None:
         self.loads: dict[int, LoadJob] = {}
@@ -40,13 +40,13 @@ class _Debts:
         for save in step.saves:
             self.saves[save.job_id] = (save, set(save.phases))
 
-    def pay(self, report: Report) -> Report:
-        """The part of a report that is owed; it is owed no more."""
+    def take(self, report: Report) -> Report:
+        """The part of a report that is pending; it is pending no more."""
         finished = report.finished_recving & self._reports
         self._reports -= finished
-        return Report(finished, report.failed_recving & finished, [ack for ack in report.acks if self._is_owed(ack)])
+        return Report(finished, report.failed_recving & finished, [ack for ack in report.acks if self._is_pending(ack)])
 
-    def _is_owed(self, ack: JobAck) -> bool:
+    def _is_pending(self, ack: JobAck) -> bool:
         if ack.phase is Phase.RELEASED:
             return True
         if ack.phase is Phase.LOADED:
@@ -60,7 +60,7 @@ class _Debts:
         return True
 
     def failing(self, rank: int, spared: set[int], lost: set[int]) -> Report:
-        """A report that fails everything owed, except the jobs in `spared`.
+        """A report that fails everything pending, except the jobs in `spared`.
 
         Args:
             lost: it is not known whether the store still writes to the slots of these loads, so the slots stay busy for ever.
@@ -103,7 +103,7 @@ class WorkerRole:
         self._replaced: list[tuple[int, int]] = []
         self._comparisons: list[Comparison] = []
         self._kept = Report(set(), set(), [])
-        self._debts = _Debts()
+        self._pending = _Pending()
         self._broken: JobRunner | None = None  # it raised; asked for ever, as slots may be released late
         self._unended: set[int] = set()  # its jobs that it may still be working on
         self._started = self._finished = True
@@ -127,7 +127,7 @@ class WorkerRole:
         if self._started:
             return
         self._started, self._idle = True, idle
-        self._debts.take_on(metadata)
+        self._pending.take_on(metadata)
         self.settle(metadata)
         if self.runner is not None:
             self.runner.start_step(metadata)
@@ -154,15 +154,15 @@ class WorkerRole:
     def refuse(self, metadata: StepMetadata) -> None:
         """Taking a step has raised: the runner is shut down and gets no more jobs.
 
-        Everything it owes is answered once. What it is still copying when its shutdown has to go on is answered when that
+        Everything pending is answered once. What it is still copying when its shutdown has to go on is answered when that
         ends and not before: the blocks of a load that was reported are given to others at once.
         """
         if not self._started:
-            self._debts.take_on(metadata)
+            self._pending.take_on(metadata)
         self._started = self._finished = True
         if self.runner is not None:
             self._broken, self.runner = self.runner, None
-            self._unended = {*self._debts.loads, *self._debts.saves}
+            self._unended = {*self._pending.loads, *self._pending.saves}
             with contextlib.suppress(Exception):  # it has raised before; what it cannot end is refused below
                 self._broken.shutdown(REFUSE_SECONDS)
         self._collect()
@@ -202,7 +202,7 @@ class WorkerRole:
             self.runner.shutdown()
 
     def _collect(self, wait_seconds: float = 0.0) -> None:
-        """Keep what the runner has ended. Without one, what the broken one has ended, and a refusal of all else that is owed."""
+        """Keep what the runner has ended. Without one, what the broken one has ended, and a refusal of all else that is pending."""
         if self.runner is not None:
             self._keep(self.runner.results(wait_seconds))
             return
@@ -213,10 +213,10 @@ class WorkerRole:
                 self._unended &= self._broken.open_jobs()
             except Exception:  # nobody will ever know more than this
                 lost, self._unended = self._unended, set()
-        self._keep(self._debts.failing(self.rank, self._unended, lost))
+        self._keep(self._pending.failing(self.rank, self._unended, lost))
 
     def _keep(self, report: Report) -> None:
-        owed = self._debts.pay(report)
-        self._kept.finished_recving.update(owed.finished_recving)
-        self._kept.failed_recving.update(owed.failed_recving)
-        self._kept.acks.extend(owed.acks)
+        new = self._pending.take(report)
+        self._kept.finished_recving.update(new.finished_recving)
+        self._kept.failed_recving.update(new.failed_recving)
+        self._kept.acks.extend(new.acks)

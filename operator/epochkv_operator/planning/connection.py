@@ -113,8 +113,6 @@ def connection(pool: KVCachePool, context: Context) -> Json:
     config: Json = {
         "pool": {"name": metadata.name, "namespace": metadata.namespace, "uid": metadata.uid},
         "hub": {"endpoint": context.hub_endpoint, "credentials_dir": CREDENTIALS_DIR},
-        # Without an L2 nobody else can have saved a block, so the tracker may answer a miss by itself.
-        "tracker": pool.spec.distributed is None,
     }
     if pool.spec.local is not None:
         config["local"] = {"capacity_bytes": quantity.to_bytes(pool.spec.local.capacity)}

@@ -21,7 +21,7 @@ from epochkv_connector.engine.limits import MULTI
 from tests.support.hub import hub_world
 from tests.support.scheduler import write_model_dir
 
-CONNECTION = {"pool": {"name": "p", "uid": "u"}, "local": {"capacity_bytes": 1 << 30}, "tracker": True}
+CONNECTION = {"pool": {"name": "p", "uid": "u"}, "local": {"capacity_bytes": 1 << 30}}
 
 Start = Callable[..., Any]
 pytestmark = pytest.mark.skipif(current_platform.is_unspecified(), reason="this vLLM was built for other machines: it configures no engine")
@@ -61,7 +61,7 @@ def children(*names: str) -> dict[str, Any]:
 def test_connectors_whose_names_are_ours_are_fenced_without_tiers(start: Start, name: str | None) -> None:
     config = start(name)
     assert config.pool.uid == "u"
-    assert (config.local, config.distributed, config.tracker) == (None, None, False)
+    assert (config.local, config.distributed) == (None, None)
 
 
 def test_a_multiconnector_of_such_is_fenced(start: Start) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.config import DEVICES, ConfigError, ConnectorConfig, check_devices, check_fits, crowded, memory_limit
+from epochkv_connector.config import DEVICES, ConfigError, ConnectorConfig, check_devices, check_fits, memory_limit
 
 GIB = 1 << 30
 UNLIMITED_V1 = "9223372036854771712"
@@ -32,14 +32,6 @@ def limit_of(root: Path) -> tuple[int, str]:
 
 def test_a_machine_without_groups_has_its_memory(root: Path) -> None:
     assert limit_of(root) == (64 * GIB, "the machine's memory")
-
-
-def test_an_l1_that_leaves_little_of_the_memory_is_told(root: Path) -> None:
-    assert crowded(51 * GIB, root) is None
-    found = crowded(52 * GIB, root)
-    assert found is not None
-    assert (found.num_bytes, found.source) == (64 * GIB, "the machine's memory")
-    assert crowded(1 << 60, root / "nothing") is None
 
 
 def test_a_container_sees_its_own_group_as_the_root(root: Path) -> None:

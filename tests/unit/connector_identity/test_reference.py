@@ -18,7 +18,7 @@ ROW = {
     "hub.credentials_dir": ("string", ""),
     "local.capacity_bytes": ("integer, bytes", "required"),
     "distributed.protocol": ("string", '`"tcp"`'),
-    "tracker": ("boolean", "`false`"),
+    "allow_untested_vllm": ("boolean", "`false`"),
     "lookup_deadline_ms": ("number, milliseconds", "`500.0`"),
     "staging_slots": ("integer, blocks", "`64`"),
 }

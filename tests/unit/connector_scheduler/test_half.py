@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout
-from epochkv_connector.tiers.lookup import MAX_KEYS_PER_QUERY, READ_LEASE_SECONDS
+from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS
 from epochkv_connector.wire import Tier
 from tests.unit.connector_scheduler.rig import (
     BOTH,
     FULL,
-    HASH_BLOCK,
     L1,
     L2,
     LAYOUTS,
@@ -225,13 +224,6 @@ def test_an_error_of_the_store_is_a_miss() -> None:
     world.store.failing = True
     assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
     assert world.tiers.stats()["queries_failed"] == 1
-
-
-def test_large_queries_are_split() -> None:
-    world = World(L2)
-    tokens = list(range(HASH_BLOCK * 1200 + 1))
-    world.tiers.hits.begin(view("b", tokens, SNAP.root), SNAP)
-    assert [len(query) for query in world.store.queries] == [MAX_KEYS_PER_QUERY, MAX_KEYS_PER_QUERY, 352]
 
 
 def test_an_answer_older_than_the_read_lease_is_not_believed() -> None:

@@ -1,4 +1,4 @@
-"""The scheduler role as the facade sees it: saves, loads that fail or are late, changes of names, and the tracker."""
+"""The scheduler role as the facade sees it: saves, loads that fail or are late, and changes of names."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_save_under_way_when_names_change_is_not_indexed() -> None:
 
 
 def test_returning_to_a_root_finds_its_l1_again() -> None:
-    world = World(config(l1_slots=50, tracker=True))
+    world = World(config(l1_slots=50))
     world.tiers.adopt(SNAP)
     world.free(world.save("a", PROMPT, SNAP))
     world.tiers.adopt(snap_of(1, shared=False))
@@ -214,26 +214,6 @@ def test_adopting_the_same_root_keeps_l1_and_drops_plans() -> None:
     world.tiers.adopt(SNAP)
     assert world.tiers.leak_report()["held_slots"] == 0
     assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
-
-
-# -- the tracker -----------------------------------------------------------------------------------------------------
-
-
-def test_the_tracker_answers_misses_and_never_exceeds_l1() -> None:
-    world = World(config(l1_slots=10, tracker=True))
-    world.free(world.save("a", PROMPT, SNAP))
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
-    world.tiers.finish("b")
-    world.free(world.save("c", [1000 + token for token in range(21)], SNAP))
-    stats = world.tiers.stats()
-    assert stats["tracker_entries"] == stats["slots_indexed"] == 10
-    assert world.tiers.hits.answer(view("d", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20
-
-
-def test_a_small_tracker_is_the_bound() -> None:
-    world = World(config(l1_slots=50, tracker=True, tracker_capacity=6))
-    world.free(world.save("a", PROMPT, SNAP))
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 24
 
 
 ROOT = b"root"

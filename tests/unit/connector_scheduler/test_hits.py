@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from epochkv_connector.tiers import hits
 from epochkv_connector.tiers.hits import ABSENT, PromptBlocks
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, longest_hit, needed_range, one_by_one
-from epochkv_connector.tiers.state import HostIndex, RecentBlocks
+from epochkv_connector.tiers.state import HostIndex
 
 KINDS = [GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.STATE, GroupKind.PRIVATE]
 
@@ -176,9 +176,8 @@ SCALES = (1, 2, 4)
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[PromptBlocks, dict[tuple[int, bytes], int]]:
-    """A prompt of which a random part is in L1, in L2, in both, or in L1 and not confirmed by every rank."""
+    """A prompt of which a random part is in L1, in L2, or in neither."""
     index = HostIndex(200, len(SCALES))
-    tracker = RecentBlocks(1000) if draw(st.booleans()) else None
     gone = draw(st.sets(st.integers(0, 40), max_size=4))
     held: dict[tuple[int, bytes], int] = {}
     remote: set[tuple[int, bytes]] = set()
@@ -187,16 +186,13 @@ def prompts(draw: st.DrawFn) -> tuple[PromptBlocks, dict[tuple[int, bytes], int]
             name = HASHES[(block + 1) * scale - 1]
             if block in gone:
                 continue
-            if tracker is not None or draw(st.booleans()):
+            if draw(st.booleans()):
                 (slot,) = index.allocate(1)
                 index.insert(slot, group, name)
-                if tracker is None or draw(st.integers(0, 9)):
-                    held[group, name] = slot
+                held[group, name] = slot
             else:
                 remote.add((group, name))
-    if tracker is not None:
-        tracker.add(held)
-    return PromptBlocks(index, tracker, HASHES, SCALES, frozenset(remote)), held
+    return PromptBlocks(index, HASHES, SCALES, frozenset(remote)), held
 
 
 @given(prompts(), st.integers(0, 2), st.integers(0, 45), st.integers(0, 45), st.integers(1, 9), st.data())

@@ -72,9 +72,8 @@ class Schedule:
         self.layout = layout
         self.ample = ample
         slots = 800 if ample else self.random.choice([12, 30, 60])
-        tracker = l1 and not l2 and self.random.random() < 0.5
         wait = 0.0  # queries that are not answered at once are left to `disturb_store` and to time, which nobody waits for here
-        cfg = config(l1_slots=slots if l1 else 0, l2=l2, ranks=ranks, staging_slots=slots, tracker=tracker, lookup_wait_ms=wait)
+        cfg = config(l1_slots=slots if l1 else 0, l2=l2, ranks=ranks, staging_slots=slots, lookup_wait_ms=wait)
         self.world = World(cfg, layout, ranks)
         self.world.keeps = lambda: ample or self.random.random() < 0.8
         self.l2 = l2

@@ -69,7 +69,7 @@ def test_the_environment_alone_is_enough(folder: Path) -> None:
 
 
 def test_a_mapping_and_the_connectors_other_keys_are_fine() -> None:
-    content = {**CONTENT, "local": {"capacity_bytes": 1 << 30}, "tracker": True}
+    content = {**CONTENT, "local": {"capacity_bytes": 1 << 30}, "verify": "header"}
     assert Connection.load(content, {}).hub.endpoint == "tcp://hub.example:7700"
 
 
@@ -217,15 +217,15 @@ def test_a_folder_of_keys_that_is_not_there_is_named_with_its_field(folder: Path
 def test_a_key_that_nobody_knows_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = folder / "connection.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "trackr": True, "local": {"capacity_bytes": 1}, "frobnicate": 1}))
+    path.write_text(json.dumps({**content, "verfy": "full", "local": {"capacity_bytes": 1}, "frobnicate": 1}))
     Connection.load(folder, {})
     first, second = caplog.messages
-    assert first == (f"{path}: the key 'trackr' is unknown: it changes nothing here, and engines refuse it; did you mean tracker?")
+    assert first == (f"{path}: the key 'verfy' is unknown: it changes nothing here, and engines refuse it; did you mean verify?")
     assert "'frobnicate' is unknown" in second
     assert "known keys: pool, hub, local, " in second
     done = epochkv("status", "--timeout", "0.2", config=folder)
-    assert done.stderr.startswith(f"epochkv: {path}: the key 'trackr' is unknown")
-    assert done.stderr.count("trackr") == 1
+    assert done.stderr.startswith(f"epochkv: {path}: the key 'verfy' is unknown")
+    assert done.stderr.count("verfy") == 1
 
 
 def test_the_keys_that_are_known_are_those_of_the_connector() -> None:

@@ -92,7 +92,6 @@ def test_the_connector_reads_what_is_rendered(spec: str) -> None:
     assert (config.pool.name, config.pool.namespace, config.pool.uid) == ("policy", "rl", wanted.metadata.uid)
     assert config.hub is not None
     assert (config.hub.endpoint, config.hub.credentials_dir) == (CONTEXT.hub_endpoint, "/etc/epochkv/fence")
-    assert config.tracker is (spec == "l1")
     assert (config.local.capacity_bytes if config.local else None) == {"l1": 2147483648, "l1-l2": 1073741824}.get(spec)
     addresses = {
         "l1": None,

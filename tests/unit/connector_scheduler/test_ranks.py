@@ -1,23 +1,17 @@
-"""Acknowledgements of several ranks: ranges per job, in any grouping, order and skew over steps, and what the tracker makes of them.
+"""Acknowledgements of several ranks: ranges per job, in any grouping, order and skew over steps.
 
-Saves are aggregated by intersection and failed loads by hull, whichever way vLLM merges the ranks of a step, and nothing is seen
-before the last rank has spoken.
+Saves are aggregated by intersection, whichever way vLLM merges the ranks of a step, and nothing is seen before the last rank has spoken.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epochkv_connector.config import ConfigError
 from epochkv_connector.tiers.jobs import Copied, Jobs, Loaded, Outcome, Stored
 from epochkv_connector.tiers.state import RecentBlocks
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier, WorkerReport
-from tests.unit.connector_scheduler.rig import LAYOUTS, World, chain, config, scheduled, snap_of, view
+from tests.unit.connector_scheduler.rig import World, chain, config, scheduled, snap_of, view
 
 SNAP = snap_of(1)
 BLOCKS = 8
@@ -76,12 +70,12 @@ def essence(outcome: Outcome) -> tuple[object, ...]:
     if isinstance(outcome, Stored):
         return "stored", {move.block for move in outcome.stored}
     assert isinstance(outcome, Loaded)
-    return "loaded", outcome.failed, {m.block for m in outcome.filled}, {m.block for m in outcome.doubted}, {m.block for m in outcome.hull}
+    return "loaded", outcome.failed, {m.block for m in outcome.filled}, {m.block for m in outcome.doubted}
 
 
 @given(steps())
 @settings(max_examples=300, deadline=None)
-def test_any_grouping_order_and_skew_of_ranks_gives_intersection_and_hull_after_the_last(
+def test_any_grouping_order_and_skew_of_ranks_gives_the_intersection_after_the_last(
     case: tuple[list[list[JobAck]], list[WorkerReport], list[int]],
 ) -> None:
     said, merged, last = case
@@ -102,8 +96,7 @@ def test_any_grouping_order_and_skew_of_ranks_gives_intersection_and_hull_after_
             blocks &= set(range(acks[number].start_block, acks[number].start_block + acks[number].num_blocks))
         expected[name] = (last[number], (name, blocks))
     missing = {slot - 20 for acks in said for slot in acks[1].failed_slots}
-    hull = set(range(min(missing), max(missing) + 1)) if missing else set()
-    expected["loaded"] = (last[1], ("loaded", bool(missing), everything - missing, missing, hull))
+    expected["loaded"] = (last[1], ("loaded", bool(missing), everything - missing, missing))
     assert seen == expected
     assert len(table) == 0
     assert table.ignored_acks == 0
@@ -118,11 +111,10 @@ def test_merging_reports_is_associative_and_loses_nothing(numbers: list[list[int
     assert bool(WorkerReport()), "vLLM's aggregator skips what is falsy"
 
 
-@pytest.mark.parametrize("tracker", [True, False], ids=["tracker", "index alone"])
 @given(managed=st.lists(ranges, min_size=1, max_size=4), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_save_is_found_after_the_last_rank_and_as_far_as_all_ranks_got(tracker: bool, managed: list[Range], data: st.DataObject) -> None:
-    world = World(config(l1_slots=50, ranks=len(managed), tracker=tracker), ranks=len(managed))
+def test_a_save_is_found_after_the_last_rank_and_as_far_as_all_ranks_got(managed: list[Range], data: st.DataObject) -> None:
+    world = World(config(l1_slots=50, ranks=len(managed)), ranks=len(managed))
     blocks: list[list[int]] = [[]]
     world.compute(blocks, chain(SNAP.root, PROMPT), 0, 4 * BLOCKS)
     world.tiers.adopt(SNAP)
@@ -145,86 +137,13 @@ def test_a_save_is_found_after_the_last_rank_and_as_far_as_all_ranks_got(tracker
     world.assert_idle()
 
 
-@given(missing=st.lists(st.frozensets(st.integers(0, BLOCKS - 1), max_size=3), min_size=1, max_size=3))
-@settings(max_examples=100, deadline=None)
-def test_the_hull_of_a_failed_load_leaves_the_tracker(missing: list[frozenset[int]]) -> None:
-    world = World(config(l1_slots=50, ranks=len(missing), tracker=True), ranks=len(missing))
-    world.tiers.adopt(SNAP)
-    world.free(world.save("a", PROMPT, SNAP))
-    world.tiers.finish("a")
-    assert world.load("b", PROMPT, SNAP) == (4 * BLOCKS, True)
-    (job,) = world.step().loads
-    for rank, gone in enumerate(missing):
-        slots = tuple(job.moves[block].slot for block in sorted(gone))
-        world.tiers.on_acks([JobAck(job.job_id, rank, Phase.LOADED, 0, BLOCKS - len(gone), bool(gone), (), slots)])
-    world.tiers.finish("b")
-    lost = frozenset().union(*missing)
-    hull = range(min(lost), max(lost) + 1) if lost else range(0)
-    assert world.tiers.stats()["tracker_entries"] == BLOCKS - len(hull)
-    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * (min(lost) if lost else BLOCKS)
-    world.tiers.finish("c")
-    world.assert_idle()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_with_an_l2_there_is_no_tracker_and_others_blocks_are_found(layout) -> None:
-    """Peers' tracker answered a miss for what another engine had saved (AIBrix PR#2119)."""
-    with pytest.raises(ConfigError, match="tracker"):
-        config(l1_slots=50, l2=True, tracker=True)
-    world = World(config(l1_slots=50, l2=True), layout)
-    assert SNAP.namespace
-    hashes = chain(SNAP.root, PROMPT)
-    for group, spec in enumerate(layout.groups):
-        for block in range(4 * BLOCKS // spec.block_size):
-            world.store.put(SNAP.namespace, group, hashes[(block + 1) * spec.block_size // 4 - 1])
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 4 * BLOCKS
-    assert world.tiers.stats()["tracker_entries"] == 0
-
-
-def test_in_l2_mode_alone_the_tracker_is_not_made() -> None:
-    world = World(config(tracker=True))
-    world.save("a", PROMPT, SNAP)
-    assert world.tiers.stats()["tracker_entries"] == 0
-
-
-class TrackerMachine(RuleBasedStateMachine):
-    """The tracker against a plain LRU."""
-
-    keys = st.lists(st.tuples(st.integers(0, 1), st.binary(min_size=1, max_size=1)), min_size=1, max_size=6, unique=True)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tracker = RecentBlocks(5)
-        self.model: OrderedDict[tuple[int, bytes], None] = OrderedDict()
-
-    def touch(self, keys: list[tuple[int, bytes]]) -> None:
-        for key in reversed(keys):  # the head of a chain is forgotten last
-            self.model.pop(key, None)
-            self.model[key] = None
-
-    @rule(keys=keys)
-    def confirm(self, keys: list[tuple[int, bytes]]) -> None:
-        self.tracker.add(keys)
-        self.touch(keys)
-        while len(self.model) > 5:
-            self.model.popitem(last=False)
-
-    @rule(keys=keys)
-    def use(self, keys: list[tuple[int, bytes]]) -> None:
-        self.tracker.use(keys)
-        self.touch([key for key in keys if key in self.model])
-
-    @rule(keys=keys)
-    def forget(self, keys: list[tuple[int, bytes]]) -> None:
-        for key in keys:
-            self.tracker.discard([key])
-            self.model.pop(key, None)
-
-    @invariant()
-    def agrees(self) -> None:
-        assert len(self.tracker) == len(self.model) <= 5
-        assert all(key in self.tracker for key in self.model)
-
-
-TestTrackerMachine = TrackerMachine.TestCase
-TestTrackerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+def test_recent_blocks_forget_the_tail_of_the_oldest_chain_first() -> None:
+    recent = RecentBlocks(3)
+    recent.add([(0, b"a"), (0, b"b")])
+    recent.add([(1, b"c"), (1, b"d")])
+    assert [key in recent for key in [(0, b"a"), (0, b"b"), (1, b"c"), (1, b"d")]] == [True, False, True, True]
+    recent.add([(0, b"a")])
+    recent.discard([(1, b"d"), (2, b"never there")])
+    recent.add([(1, b"e"), (1, b"f")])
+    assert [key in recent for key in [(0, b"a"), (1, b"c"), (1, b"e"), (1, b"f")]] == [True, False, True, True]
+    assert len(recent) == 3
