@@ -120,7 +120,7 @@ def kept_and_saved(rig: Any, tokens: list[int]) -> tuple[int, int]:
     request = rig.request(tokens)
     kept = int(rig.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
     state = rig.tiers.state
-    held = PromptBlocks(state.index, None, request.block_hashes, [1] * len(rig.options.groups))
+    held = PromptBlocks(state.index, request.block_hashes, [1] * len(rig.options.groups))
     return kept, longest_hit(state.layout, 0, len(tokens) - 1, held.present)
 
 
