@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,7 +24,10 @@ def on_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
         except BaseException as error:  # handed to the caller
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:  # no more threads
+        future.set_exception(error)
     return future
 
 
@@ -48,6 +52,28 @@ class SayOnce:
     def state(self, topic: str) -> str | None:
         """What the log says of a topic."""
         return self._states.get(topic, self._first)
+
+
+class Seldom:
+    """Lets a topic through once in so many seconds, and few topics in all: whoever causes the lines may do so without end."""
+
+    def __init__(self, seconds: float, most: int = 10) -> None:
+        self._seconds = seconds
+        self._most = most
+        self._until = -math.inf
+        self._said: set[str] = set()
+        self._unsaid = 0
+
+    def __call__(self, topic: str, now: float) -> str | None:
+        """What to add to the line, or None: it is not to be logged. `now`: on one monotonic clock."""
+        if now >= self._until:
+            self._until, self._said = now + self._seconds, set()
+        if topic in self._said or len(self._said) >= self._most:
+            self._unsaid += 1
+            return None
+        self._said.add(topic)
+        unsaid, self._unsaid = self._unsaid, 0
+        return f" ({unsaid} more were not logged)" if unsaid else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ Without `credentials_dir` the keys come from the environment, so that Ray's `run
 from __future__ import annotations
 
 import codecs
-import difflib
-import logging
 import os
 import re
 import stat
@@ -30,7 +28,6 @@ from msgspec import Meta
 if TYPE_CHECKING:
     from epochkv_fence.net.keys import ClientKeys
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONFIG_ENV: Final = "EPOCHKV_CONFIG"
@@ -48,20 +45,6 @@ ROOT_SECRET_ENV: Final = "EPOCHKV_ROOT_SECRET"
 ROOT_SECRET_FILE: Final = "root.secret"
 ROOT_SECRET_BYTES: Final = 32
 KEY_FILES: Final = "hub.pub, client.pub and client.key (a copy of STATE/client of `epochkv hub`, or the mounted Secret <pool>-fence)"
-KNOWN_KEYS: Final = (
-    "pool",
-    "hub",
-    "local",
-    "distributed",
-    "lookup_wait_ms",
-    "lookup_deadline_ms",
-    "min_load_tokens",
-    "job_deadline_seconds",
-    "verify",
-    "staging_slots",
-    "allow_untested_vllm",
-)
-"""Of the JSON: ours, and those of the connector, which refuses any other."""
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_UID: Final = 253
 RELOAD_TRIES: Final = 4
@@ -156,14 +139,13 @@ class Connection:
             what: what its giver calls `source`, for errors.
 
         Raises:
-            ConfigurationError: nothing was given, or it cannot be used. A key that nobody knows is a warning in the log.
+            ConfigurationError: nothing was given, or it cannot be used.
         """
         variables = os.environ if environ is None else environ
         document = read_document(source, variables, what)
         needed = convert(document.content, _Needed, document.origin)
         check_pool(needed.pool, document.origin)
         check_endpoint(needed.hub.endpoint, f"{document.origin}: hub.endpoint")
-        warn_of_unknown(document.content, document.origin)
         return cls(needed.pool, needed.hub, document.origin, variables)
 
     def client_keys(self) -> ClientKeys:
@@ -264,17 +246,6 @@ def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
         raise ConfigurationError(
             f'{origin}: {error}; it must have {{"pool": {{"name", "uid"}}, "hub": {{"endpoint", "credentials_dir"}}}}'
         ) from error
-
-
-def warn_of_unknown(content: Mapping[str, Any], origin: str) -> None:
-    """Log keys that neither clients nor the connector know: a typo would leave what was meant at its default."""
-    for key in content:
-        if key not in KNOWN_KEYS:
-            similar = difflib.get_close_matches(key[:200], KNOWN_KEYS, 1) if isinstance(key, str) else []
-            remedy = f"did you mean {similar[0]}?" if similar else f"known keys: {', '.join(KNOWN_KEYS)}"
-            logger.warning(
-                "%s: the key %s is unknown: it changes nothing here, and engines refuse it; %s", origin, _shown(str(key)), remedy
-            )
 
 
 def check_pool(pool: PoolRef, origin: str) -> None:

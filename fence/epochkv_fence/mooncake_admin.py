@@ -8,10 +8,8 @@ import http.client
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final, Protocol
 from urllib.parse import urlsplit
@@ -50,15 +48,20 @@ class StoreAdmin(Protocol):
 # ----------------------------------------------------------------------------------------------------------------------
 # Mooncake's admin port as a `StoreAdmin`: one HTTP call empties the store, one before and one after say how many bytes.
 #
-# Keys that somebody reads stay. It needs only the standard library. Each request runs on a thread of its own with a deadline: a
-# master that accepts connections and never answers costs a thread until then, and nothing else.
+# Keys that somebody reads stay. It needs only the standard library. The requests run on a thread with a deadline, because looking up
+# a name cannot be ended.
 
 
 DEADLINE_SECONDS: Final = 10.0
 MAX_ANSWER_BYTES: Final = 1 << 20
+REMOVE_ALL: Final = "/api/v1/remove_all?force=false"
 STANDBY: Final = b"service plane is not active"
 """What a master that does not serve answers to everything, with status 503, before it does anything."""
 ALLOCATED: Final = re.compile(rb"^master_allocated_bytes(?:\{[^}]*\})?\s+([0-9.eE+-]+)\s*$", re.MULTILINE)
+
+
+class _NotTaken(StoreAdminError):
+    """This master has not begun to remove anything, so another one may be asked."""
 
 
 class MooncakeAdmin:
@@ -84,25 +87,19 @@ class MooncakeAdmin:
         urls = self._url_of(pool_uid)
         if not urls:
             raise StoreAdminError(f"no admin address is known for the store of pool {pool_uid}")
-        began = time.monotonic()
-        until = began + self._deadline
-        problems = []
+        until = time.monotonic() + self._deadline
+        problems: list[str] = []
         for url in urls:
-            if time.monotonic() >= until:
-                problems.append(f"{url}: not asked, it is too late")
-                break
-            call = _Call(url, until)
+            master = _Master(url, until)
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    return await asyncio.wrap_future(call.start())
-            except TimeoutError:
-                problems.append(f"{url}: no answer within {until - began:.3g} s")
-            except StoreAdminError as error:
+                    return await asyncio.wrap_future(on_daemon_thread(master.remove_all, "epochkv-store-admin"))
+            except TimeoutError as error:
+                raise StoreAdminError("; ".join([*problems, f"{url}: no answer within {self._deadline:.3g} s"])) from error
+            except _NotTaken as error:
                 problems.append(str(error))
             finally:
-                call.abort()
-            if call.may_land:
-                break
+                master.hang_up()
         raise StoreAdminError("; ".join(problems))
 
 
@@ -123,40 +120,23 @@ def check_admin_url(url: str) -> str:
     return url.rstrip("/")
 
 
-class _Call:
-    """One `remove_all` at one master, on a daemon thread (an executor's would be joined at exit).
-
-    Attributes:
-        may_land: the removal was sent, and no answer says that it is over or was refused. Does not rise after `abort`.
-    """
+class _Master:
+    """One `remove_all` at one master. It sends nothing after `until`."""
 
     def __init__(self, url: str, until: float) -> None:
         self._url = url
         self._until = until
-        self._lock = threading.Lock()
         self._sock: socket.socket | None = None
-        self._aborted = False
-        self.may_land = False
 
-    def start(self) -> Future[Removed]:
-        return on_daemon_thread(self._remove_all, "epochkv-store-admin")
+    def hang_up(self) -> None:
+        """End the thread soon, also where an answer comes byte by byte, which no socket time-out notices."""
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
 
-    def abort(self) -> None:
-        """Send nothing from now on and end the thread soon.
-
-        Also when a connection is being made, or an answer comes byte by byte, which no socket time-out notices. Only a
-        look-up of a name cannot be ended: the thread ends when it returns.
-        """
-        with self._lock:
-            self._aborted = True
-            if self._sock is not None:
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
-
-    def _remove_all(self) -> Removed:
+    def remove_all(self) -> Removed:
         before = self._allocated()
-        path = "/api/v1/remove_all?force=false"
-        answer = self._request("POST", path)
+        answer = self._request("POST", REMOVE_ALL)
         try:
             content = json.loads(answer)
             keys = content["removed_count"]
@@ -165,9 +145,8 @@ class _Call:
             well = False
         if not well:
             raise StoreAdminError(
-                f"{self._url}{path}: unexpected answer {answer[:200]!r}; give the address of a Mooncake master's admin port"
+                f"{self._url}{REMOVE_ALL}: unexpected answer {answer[:200]!r}; give the address of a Mooncake master's admin port"
             )
-        self.may_land = False
         after = self._allocated()
         return Removed(keys, max(0, before - after) if before is not None and after is not None else None)
 
@@ -183,58 +162,29 @@ class _Call:
         """The body of an answer with status 200."""
         what = f"{self._url}{path}"
         parts = urlsplit(self._url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
-        connection.auto_open = 0
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._left(what))
         try:
-            connection.sock = self._connect(what)
-            with self._lock:  # whoever has aborted, or looks at the time, before this knows that nothing is sent
+            try:
+                connection.connect()
+                self._sock = connection.sock
                 connection.sock.settimeout(self._left(what))
-                self.may_land = method == "POST"
-                connection.request(method, path, headers={"Connection": "close"})
+            except OSError as error:
+                raise _NotTaken(f"{what}: {error}") from error
+            connection.request(method, path, headers={"Connection": "close"})
             answer = connection.getresponse()
             body = answer.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise StoreAdminError(f"{what}: {error or type(error).__name__}") from error
         finally:
-            with self._lock:
-                self._sock = None
             connection.close()
         if answer.status != 200:
-            if answer.status == 503 and STANDBY in body:
-                self.may_land = False
-            raise StoreAdminError(f"{what}: HTTP {answer.status}: {body[:200].decode(errors='replace')}")
+            kind = _NotTaken if answer.status == 503 and STANDBY in body else StoreAdminError
+            raise kind(f"{what}: HTTP {answer.status}: {body[:200].decode(errors='replace')}")
         return body
 
-    def _connect(self, what: str) -> socket.socket:
-        """To the first address that answers; each gets its share of the time that is left."""
-        parts = urlsplit(self._url)
-        found = socket.getaddrinfo(parts.hostname or "", parts.port, type=socket.SOCK_STREAM)
-        problem = OSError("the name has no address")
-        for number, (family, kind, protocol, _, address) in enumerate(found):
-            sock = socket.socket(family, kind, protocol)
-            try:
-                with self._lock:
-                    sock.settimeout(self._left(what) / (len(found) - number))
-                    self._sock = sock
-                sock.connect(address)
-                return sock
-            except OSError as error:
-                problem = error
-                sock.close()
-            except StoreAdminError:
-                sock.close()
-                raise
-        raise problem
-
     def _left(self, what: str) -> float:
-        """Seconds that are left, more than 0; also of a process that slept between two steps.
-
-        Raises:
-            StoreAdminError: none are, or it was given up.
-        """
-        if self._aborted:
-            raise StoreAdminError(f"{what}: given up")
+        """Seconds that are left, more than 0; also of a process that slept between two steps."""
         left = self._until - time.monotonic()
         if left <= 0.0:
-            raise StoreAdminError(f"{what}: not sent, it is too late")
+            raise _NotTaken(f"{what}: not sent, it is too late")
         return left

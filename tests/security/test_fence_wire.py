@@ -38,15 +38,6 @@ def test_an_unknown_key_is_refused_and_the_agent_says_so_once(world: FenceWorld,
     assert caplog.text.count("refuses our key") == 1
 
 
-def test_an_agent_that_was_refused_joins_once_the_hub_knows_its_key(world: FenceWorld, hub: HubServer) -> None:
-    late = generate_keypair()
-    agent, _ = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *late))
-    eventually(lambda: hub.counters["connections_refused"] >= 1)
-    pool = world.reconfigure(uid=SECOND_POOL, name="default/second", client_public_keys=(late.public,))
-    world.thread.call(lambda: hub.set_pool(pool))
-    eventually(lambda: agent.view.epoch == 0)
-
-
 def test_another_hubs_key_is_not_spoken_to(world: FenceWorld, hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:
     agent, engine = world.agent(hub.endpoint, ClientKeys(generate_keypair().public, *world.pool_pair))
     eventually(lambda: "no CURVE handshake" in caplog.text or "no connection to the hub" in caplog.text)

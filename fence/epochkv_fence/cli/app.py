@@ -18,9 +18,8 @@ from typer.core import TyperGroup
 
 from epochkv_fence.cli import Exit, asking, doctor, hub
 from epochkv_fence.cli.render import say_error
-from epochkv_fence.client import ArgumentError, ConfigurationError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
+from epochkv_fence.client import ArgumentError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
 from epochkv_fence.standalone.authority import StateError
-from epochkv_fence.standalone.hub import HubError
 
 GROUP: Final = "epochkv.commands"
 
@@ -72,8 +71,6 @@ epoch is recorded and not published (leases fence the engines that did not ackno
 state; 130 interrupted. `update` also ends with the status of COMMAND when it failed (128 + n for signal n), 126 if COMMAND cannot be
 executed, 127 if there is no such command. `doctor` ends with 1 when something is wrong, and with 2 when it could not look.
 """
-SENTENCE: Final = 300
-"""No first sentence of a command's help is longer."""
 OPTIONS: Final = {
     "epoch": "--epoch",
     "label": "--version",
@@ -81,12 +78,20 @@ OPTIONS: Final = {
     "on_failure": "--on-failure",
 }
 """What the command line calls the client's parameters."""
+STATUSES: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Exit], ...]] = (
+    ((ResetTimeout, WeightsDiverged), Exit.NOT_IN_TIME),
+    (HubUnreachable, Exit.UNREACHABLE),
+    (StateError, Exit.STATE),
+    ((PoolError, OSError), Exit.FAILED),
+    (ValueError, Exit.USAGE),
+)
+"""The first that fits counts."""
 
 
 class _Commands(TyperGroup):
     """Our commands, then those that other packages add.
 
-    Typer itself ends what is interrupted without a word, also while it parses, for which it imports a lot.
+    Typer itself ends what is interrupted without a word.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -95,16 +100,6 @@ class _Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return super().get_command(ctx, cmd_name) or load_plugin(cmd_name)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """With whole sentences: click cuts them off at the width of the terminal."""
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, command.get_short_help_str(limit=SENTENCE)) for name, command in found if command is not None])
-
-    def make_context(self, *arguments: Any, **extra: Any) -> Any:
-        with asking.interruptible(""):
-            return super().make_context(*arguments, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         with asking.interruptible(""):
@@ -140,7 +135,7 @@ def _options(
 
 app.command("hub")(hub.hub)
 app.command("reset")(asking.reset)
-app.command("wait", cls=asking.WaitCommand)(asking.wait)
+app.command("wait")(asking.wait)
 app.command("status")(asking.status)
 app.command("engines")(asking.engines)
 app.command("weights")(asking.weights)
@@ -151,32 +146,12 @@ app.add_typer(hub.keys, name="keys", help=hub.KEYS_HELP)
 
 def run() -> None:
     logging.getLogger("epochkv_fence").addHandler(logging.NullHandler())  # errors are told once, by the commands
-    logging.getLogger("epochkv_fence.connection").addHandler(_Warnings(logging.WARNING))
     try:
         app(prog_name="epochkv")
     except ArgumentError as error:
         _end(ValueError(f"{OPTIONS.get(error.parameter, error.parameter)} {error.problem}"), Exit.USAGE)
-    except ConfigurationError as error:
-        _end(error, Exit.USAGE)
-    except (ResetTimeout, WeightsDiverged) as error:
-        _end(error, Exit.NOT_IN_TIME)
-    except HubUnreachable as error:
-        _end(error, Exit.UNREACHABLE)
-    except StateError as error:
-        _end(error, Exit.STATE)
-    except HubError as error:
-        _end(error, Exit.USAGE)
-    except (PoolError, OSError) as error:
-        _end(error, Exit.FAILED)
-    except ValueError as error:
-        _end(error, Exit.USAGE)
-
-
-class _Warnings(logging.Handler):
-    """What the client warns of, as the commands say things."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say_error(record.getMessage())
+    except (PoolError, StateError, OSError, ValueError) as error:
+        _end(error, next(status for kinds, status in STATUSES if isinstance(error, kinds)))
 
 
 def _end(error: Exception, status: Exit) -> None:

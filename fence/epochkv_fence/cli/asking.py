@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
-from typer.core import TyperCommand
 
 from epochkv_fence.cli import Exit
 from epochkv_fence.cli.render import (
@@ -43,7 +41,9 @@ from epochkv_fence.client import (
     WeightsReport,
     WrongPool,
 )
-from epochkv_fence.client.pool import LOOK_SECONDS, RESET_SECONDS, WEIGHTS_SECONDS
+from epochkv_fence.client.pushes import WEIGHTS_SECONDS
+from epochkv_fence.client.resets import RESET_SECONDS
+from epochkv_fence.client.session import STATUS_SECONDS
 from epochkv_fence.connection import CONFIG_ENV
 from epochkv_fence.protocol.messages import MAX_EPOCH
 
@@ -73,7 +73,6 @@ OnFailure = Annotated[
 
 CONNECT_SECONDS: Final = 30.0
 """Longer than a standby operator takes to become the hub."""
-NO_EPOCH: Final = f"{{!r}} is no epoch; give an integer from 0 to {MAX_EPOCH}."
 NOTHING_ASKED: Final = "Nothing was asked of the pool: engines go on with the KV they have"
 MAY_BE_RECORDED: Final = ". The epoch may be recorded already, and is published then without this command: `epochkv status` shows it"
 
@@ -161,28 +160,8 @@ def reset(
         raise typer.Exit(Exit.NOT_IN_TIME)
 
 
-def _epoch(text: str) -> int:
-    if re.fullmatch("[0-9]{1,16}", text) is None or int(text) > MAX_EPOCH:
-        raise typer.BadParameter(NO_EPOCH.format(text))
-    return int(text)
-
-
-class WaitCommand(TyperCommand):
-    """A negative number is an EPOCH out of its range, not an option that is not known."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:  # NoSuchOption, which is click's or typer's own, as typer's version has it
-            if not re.fullmatch(r"-\d", option := getattr(error, "option_name", "")):
-                raise
-            number = next(text for text in given if text.startswith(option))
-            raise typer.BadParameter(NO_EPOCH.format(number), ctx, param_hint="'EPOCH'") from None
-
-
 def wait(
-    epoch: Annotated[int, typer.Argument(parser=_epoch, metavar="EPOCH", help="The epoch to wait for.")],
+    epoch: Annotated[int, typer.Argument(min=0, max=MAX_EPOCH, metavar="EPOCH", help="The epoch to wait for.")],
     config: Config = None,
     timeout: Timeout = RESET_SECONDS,
     output: Out = Output.TABLE,
@@ -204,7 +183,7 @@ def wait(
     show_wait(done, output)
 
 
-def status(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out = Output.TABLE) -> None:
+def status(config: Config = None, timeout: Timeout = STATUS_SECONDS, output: Out = Output.TABLE) -> None:
     """Show the pool: epochs, weights, engines.
 
     \b
@@ -215,7 +194,7 @@ def status(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out =
         show_status(pool.status(timeout), output)
 
 
-def engines(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out = Output.TABLE) -> None:
+def engines(config: Config = None, timeout: Timeout = STATUS_SECONDS, output: Out = Output.TABLE) -> None:
     """List the pool's live engine processes.
 
     \b
@@ -228,7 +207,7 @@ def engines(config: Config = None, timeout: Timeout = LOOK_SECONDS, output: Out 
 
 def weights(
     config: Config = None,
-    timeout: Timeout = LOOK_SECONDS,
+    timeout: Timeout = STATUS_SECONDS,
     output: Out = Output.TABLE,
     as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
 ) -> None:
@@ -276,7 +255,7 @@ def update(
     Engines name KV by the weights that they hold, so COMMAND may push in any order, paused or serving. The label of the new weights is
     V. If an engine missed the push, the message names it.
 
-    COMMAND gets EPOCHKV_WEIGHTS_VERSION and EPOCHKV_CONFIG, and its process group gets our signals. With -o json, its standard output
+    COMMAND gets EPOCHKV_WEIGHTS_VERSION, EPOCHKV_CONFIG and our signals. With -o json, its standard output
     goes to standard error.
 
     Exit status: 0 all engines hold the same, new weights; 3 they do not in time, or nothing has changed; 4 no hub answered, and the
@@ -347,7 +326,7 @@ def environment(environ: Mapping[str, str], config: str | None, version: str) ->
 
 
 def run(command: Sequence[str], environ: Mapping[str, str], *, to_stderr: bool = False) -> int:
-    """Run the command in a process group of its own, which gets our signals and, if we have one, the terminal.
+    """Run the command; it gets our signals. Those that a terminal sends it gets from there, as everything in front of it does.
 
     Args:
         to_stderr: where its standard output goes, as ours is for one JSON document.
@@ -357,65 +336,31 @@ def run(command: Sequence[str], environ: Mapping[str, str], *, to_stderr: bool =
     """
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
+    interactive = sys.stdin is not None and os.isatty(0)
 
     def forward(number: int, frame: object) -> None:
         if child is None:
             early.append(number)
+        elif interactive:
+            if number not in (signal.SIGINT, signal.SIGQUIT):
+                child.send_signal(number)
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, number)
 
     before = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
-        with _terminal() as terminal:
-            try:
-                child = subprocess.Popen(list(command), env=dict(environ), process_group=0, stdout=2 if to_stderr else None)
-            except OSError as error:
-                say_error(f"{command[0]} cannot be started: {error.strerror or error}")
-                return Exit.NOT_EXECUTABLE
-            for number in early:
-                forward(number, None)
-            return _wait(child, terminal)
+        try:
+            child = subprocess.Popen(
+                list(command), env=dict(environ), process_group=None if interactive else 0, stdout=2 if to_stderr else None
+            )
+        except OSError as error:
+            say_error(f"{command[0]} cannot be started: {error.strerror or error}")
+            return Exit.NOT_EXECUTABLE
+        for number in early:
+            forward(number, None)
+        code = child.wait()
+        return code if code >= 0 else 128 - code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _wait(child: subprocess.Popen[bytes], terminal: bool) -> int:
-    """Until the child has ended; one that is stopped from the terminal (Ctrl-Z) stops us with it."""
-    while True:
-        if terminal:
-            _own_terminal(child.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGCONT)
-        _, status = os.waitpid(child.pid, os.WUNTRACED if terminal else 0)
-        if os.WIFSTOPPED(status):
-            _own_terminal(os.getpgrp())
-            os.killpg(os.getpgrp(), signal.SIGSTOP)
-            continue
-        code = os.waitstatus_to_exitcode(status)
-        child.returncode = code
-        return code if code >= 0 else 128 - code
-
-
-@contextlib.contextmanager
-def _terminal() -> Iterator[bool]:
-    """Whether our standard input is a terminal that we are in front of; it is ours again when the block ends."""
-    try:
-        ours = sys.stdin is not None and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:
-        ours = False
-    if not ours:
-        yield False
-        return
-    before = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    try:
-        yield True
-    finally:
-        _own_terminal(os.getpgrp())
-        signal.signal(signal.SIGTTOU, before)
-
-
-def _own_terminal(group: int) -> None:
-    with contextlib.suppress(OSError):
-        os.tcsetpgrp(0, group)

@@ -18,7 +18,7 @@ import typer
 from epochkv_fence.cli import Exit
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.protocol.pool import ReclaimPolicy
-from epochkv_fence.standalone.credentials import CLIENT_FOLDER, KEEP_SECONDS, accepted_for, retire_previous, rotate_keys
+from epochkv_fence.standalone.credentials import CLIENT_FOLDER, retire_previous, rotate_keys
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 
 END_SECONDS: Final = 10.0
@@ -113,53 +113,37 @@ def hub(
 async def serve(made: StandaloneHub, log_format: LogFormat) -> Exit:
     """Until SIGTERM, SIGINT, or the loss of the state."""
     logger = logging.getLogger("epochkv.hub")
-    loop = asyncio.get_running_loop()
-    told = asyncio.Event()
+    loop, serving = asyncio.get_running_loop(), asyncio.current_task()
+    assert serving is not None
+    signalled = False
 
     def end() -> None:
-        if not told.is_set():
+        nonlocal signalled
+        if not signalled:
+            signalled = True
             _end_anyway()
-        told.set()
+            serving.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    if not await _started(made, told):
-        logger.info("ended by a signal before it served")
-        return Exit.DONE
-    text = f"pool {made.options.pool} ({made.uid}) on {made.endpoint}, state {made.options.state.absolute()}"
-    fields = {"pool": made.options.pool, "uid": made.uid, "endpoint": made.endpoint, "connection": str(made.connection_file)}
-    logger.info(text, extra={"fields": fields})
-    if log_format == "text":
-        print(introduction(made), flush=True)
-    ends = [loop.create_task(told.wait()), loop.create_task(made.wait())]
     try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in ends:
-            task.cancel()
-        await made.stop()
-    if told.is_set():
-        logger.info("ended by a signal: engines keep what they were granted until their leases expire")
+        await made.start()
+        text = f"pool {made.options.pool} ({made.uid}) on {made.endpoint}, state {made.options.state.absolute()}"
+        fields = {"pool": made.options.pool, "uid": made.uid, "endpoint": made.endpoint, "connection": str(made.connection_file)}
+        logger.info(text, extra={"fields": fields})
+        if log_format == "text":
+            print(introduction(made), flush=True)
+        await made.wait()
+    except asyncio.CancelledError:
+        if not signalled:
+            raise
+        served = "engines keep what they were granted until their leases expire"
+        logger.info("ended by a signal%s", f": {served}" if made.connection_file.name else " before it served")
         return Exit.DONE
+    finally:
+        await made.stop()
     say_error(f"{made.options.state} was removed or replaced under this hub; it cannot prove any more that it leads")
     return Exit.LOST
-
-
-async def _started(made: StandaloneHub, told: asyncio.Event) -> bool:
-    """Whether it serves; False when a signal ended it first."""
-    starting, ending = asyncio.create_task(made.start()), asyncio.create_task(told.wait())
-    try:
-        await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-        await starting
-    except asyncio.CancelledError:
-        if not told.is_set():
-            raise
-        return False
-    finally:
-        ending.cancel()
-    return True
 
 
 def _end_anyway() -> None:
@@ -217,23 +201,21 @@ State = Annotated[Path, typer.Option("--state", metavar="DIR", help="The hub's s
 def rotate(
     state: State,
     grace: Annotated[
-        float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the hub accepts the old key at most.")
+        float, typer.Option(min=0, max=365 * 86_400, metavar="SECONDS", help="How long the hub accepts the old key.")
     ] = 86_400.0,
 ) -> None:
     """Make a new client key. The running hub accepts it within a second, and the one before as well.
 
     Engines and trainers on this machine read the new key from STATE/client by themselves; elsewhere replace their copy of that
-    folder. The hub drops the old key when no engine uses it: after 10 minutes at the earliest, after --grace at the latest. Trainers do
-    not count. A trainer that has its key in its environment needs the new key by then.
+    folder. The hub accepts the old key until --grace is over, or `epochkv keys retire`. A client that has its key in its environment
+    needs the new key by then.
 
     \b
       epochkv keys rotate --state /var/lib/epochkv/policy
       epochkv keys rotate --state DIR --grace 0 && epochkv keys retire --state DIR   # it leaked: out with it now
     """
     rotate_keys(state, grace)
-    before = (
-        f"is accepted {accepted_for(grace, KEEP_SECONDS)}" if grace else "is not accepted any more: a running hub notices within a second"
-    )
+    before = f"is accepted for {grace:.0f} s" if grace else "is not accepted any more: a running hub notices within a second"
     print(f"new client key in {state / CLIENT_FOLDER}; the one before {before}")
 
 

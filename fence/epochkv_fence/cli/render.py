@@ -71,7 +71,7 @@ def show_status(status: PoolStatus, output: Output) -> None:
     if limited:
         rows.append(("tiers", listed(limited)))
     if status.settling_seconds:
-        rows.append(("hub", f"has only begun to lead; it may not know every engine for another {status.settling_seconds:.0f} s"))
+        rows.append(("hub", f"became leader just now; the list of engines is complete in {status.settling_seconds:.0f} s"))
     for row in rows:
         table.add_row(*row)
     console().print(table, highlight=False, markup=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable
 from typing import Final
@@ -28,27 +27,17 @@ class ArgumentError(ValueError):
         self.problem = problem
 
 
-class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument is of another type."""
-
-
-def check_reset(epoch: int | None, timeout_s: float, on_failure: str, progress: object, **flags: object) -> None:
+def check_reset(epoch: int | None, timeout_s: float, on_failure: str, progress: object) -> None:
     """Raise unless this can be asked for.
 
     Raises:
         ArgumentError: an argument cannot be meant.
     """
-    for parameter, value in flags.items():  # most values would count as True, also the text "no"
-        if not isinstance(value, bool):
-            raise ArgumentTypeError(parameter, f"is {value!r}; give True or False")
     if epoch is not None:
         _check_epoch(epoch, ", or None for the next one")
     check_timeout(timeout_s)
-    problem = f"is {on_failure!r}; use 'bypass' or 'crash'"
-    if not isinstance(on_failure, str):
-        raise ArgumentTypeError("on_failure", problem)
     if on_failure not in ("bypass", "crash"):
-        raise ArgumentError("on_failure", problem)
+        raise ArgumentError("on_failure", f"is {on_failure!r}; use 'bypass' or 'crash'")
     _check_progress(progress, "Standing")
 
 
@@ -69,7 +58,7 @@ def check_weights(
     """
     check_timeout(timeout_s)
     if label is not None:
-        check_label(label)
+        _check_label(label)
     _check_progress(progress, "WeightsStanding")
     names = None if engines is None else _texts("engines", engines, "give names of engines, or None for all")
     digests = _texts("other_than", other_than, "give digests of weights, such as the ids of a WeightsReport")
@@ -82,36 +71,25 @@ def check_weights(
 
 
 def _texts(parameter: str, given: Iterable[str], remedy: str) -> frozenset[str]:
-    try:
-        found = frozenset(given)
-    except TypeError:
-        found = frozenset([0])  # type: ignore[list-item]
+    found = list(given) if isinstance(given, Iterable) else [given]
     if isinstance(given, (str, bytes)) or not all(isinstance(text, str) for text in found):
-        raise ArgumentTypeError(parameter, f"is {given!r}; {remedy}")
-    return found
+        raise ArgumentError(parameter, f"is {given!r}; {remedy}")
+    return frozenset(found)
 
 
 def _check_progress(progress: object, standing: str) -> None:
-    if progress is None:
-        return
-    if not callable(progress):
-        raise ArgumentTypeError("progress", f"is {progress!r}; give a function that takes a {standing}, or None")
-    if inspect.iscoroutinefunction(progress) or inspect.iscoroutinefunction(type(progress).__call__):
-        raise ArgumentTypeError("progress", f"is {progress!r}, and nobody would await it; give a plain function that takes a {standing}")
+    if progress is not None and not callable(progress):
+        raise ArgumentError("progress", f"is {progress!r}; give a function that takes a {standing}, or None")
 
 
 def _check_epoch(epoch: int, otherwise: str = "") -> None:
-    if isinstance(epoch, bool) or not isinstance(epoch, int):
-        raise ArgumentTypeError("epoch", f"is {epoch!r}; give an integer from 0 to {MAX_EPOCH}{otherwise}")
-    if not 0 <= epoch <= MAX_EPOCH:
-        raise ArgumentError("epoch", f"is {epoch}; it must be from 0 to {MAX_EPOCH}")
+    if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= MAX_EPOCH:
+        raise ArgumentError("epoch", f"is {epoch!r}; give an integer from 0 to {MAX_EPOCH}{otherwise}")
 
 
-def check_label(label: str) -> None:
-    if not isinstance(label, str):
-        raise ArgumentTypeError("label", f"is {label!r}; give text")
-    if not 0 < len(label) <= MAX_LABEL:
-        raise ArgumentError("label", f"has {len(label)} characters; give 1 to {MAX_LABEL}")
+def _check_label(label: str) -> None:
+    if not isinstance(label, str) or not 0 < len(label) <= MAX_LABEL:
+        raise ArgumentError("label", f"is {label!a:.64}; give text of 1 to {MAX_LABEL} characters")
     try:
         label.encode()
     except UnicodeEncodeError as error:
@@ -121,11 +99,9 @@ def check_label(label: str) -> None:
 
 
 def check_timeout(timeout_s: float) -> None:
-    problem = f"is {timeout_s!r}; give seconds, more than 0 and at most 86400"
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
-        raise ArgumentTypeError("timeout_s", problem)
-    if not 0 < timeout_s <= 86_400:
-        raise ArgumentError("timeout_s", problem)
+    """Raise `ArgumentError` unless so many seconds can be waited for."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= 86_400:
+        raise ArgumentError("timeout_s", f"is {timeout_s!r}; give seconds, more than 0 and at most 86400")
 
 
 def check_jump(epoch: int, target: int) -> None:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Self, TypeVar
 
-from epochkv_fence.client.arguments import check_reset, check_timeout, check_wait, check_weights
-from epochkv_fence.client.pushes import Pushes, Update, WeightsProgress
-from epochkv_fence.client.resets import Progress, Resets
+from epochkv_fence.client.arguments import check_timeout
+from epochkv_fence.client.pushes import WEIGHTS_SECONDS, Pushes, Update, WeightsProgress
+from epochkv_fence.client.resets import RESET_SECONDS, Progress, Resets
 from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolClosed, PoolError, PoolStatus, Reset, WeightsReport
-from epochkv_fence.client.session import Looks, Session
+from epochkv_fence.client.session import STATUS_SECONDS, Queries, Session
 from epochkv_fence.connection import Connection
 
+C = TypeVar("C")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 GRACE_SECONDS: Final = 5.0
@@ -123,9 +126,6 @@ logger = logging.getLogger(__name__)
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | Connection | None
 CONNECT_SECONDS: Final = 10.0
-RESET_SECONDS: Final = 300.0
-WEIGHTS_SECONDS: Final = 60.0
-LOOK_SECONDS: Final = 10.0
 EXTRA_SECONDS: Final = 5.0
 """What a call may take beyond its limit, for naming laggards, a last look, a label."""
 
@@ -135,9 +135,9 @@ class Calls:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.looks = Looks(session)
-        self.resets = Resets(self.looks)
-        self.pushes = Pushes(self.looks)
+        self.queries = Queries(session)
+        self.resets = Resets(self.queries)
+        self.pushes = Pushes(self.queries)
 
 
 async def open_calls(connection: Connection, timeout_s: float) -> Calls:
@@ -146,7 +146,7 @@ async def open_calls(connection: Connection, timeout_s: float) -> Calls:
     await session.start()
     calls = Calls(session)
     try:
-        await calls.looks.greet(timeout_s)
+        await calls.queries.greet(timeout_s)
     except BaseException:
         await session.close()
         raise
@@ -208,16 +208,15 @@ class Pool(Face):
             raise
         return cls(connection, background, calls)
 
-    def status(self, timeout_s: float = LOOK_SECONDS) -> PoolStatus:
+    def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
         """The pool and its live engines.
 
         Raises:
             HubUnreachable: no hub answered in time.
         """
-        check_timeout(timeout_s)
-        return self._background.run(self._calls.looks.status(timeout_s), timeout_s)
+        return self._run(self._calls.queries.status(timeout_s), timeout_s)
 
-    def engines(self, timeout_s: float = LOOK_SECONDS) -> tuple[Engine, ...]:
+    def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         """The live engines, by name.
 
         Raises:
@@ -246,17 +245,16 @@ class Pool(Face):
             on_failure: when it is recorded and not published in time: `bypass` returns with `published=False` and the
                 laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
             progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
-                What it raises is logged once and changes nothing. A plain function: a coroutine function is refused.
+                What it raises is logged once and changes nothing. A plain function.
             force: also an `epoch` more than a million above the target, which no reset brings down again.
 
         Raises:
             ResetNotRecorded: whatever `on_failure` says. Engines go on with the KV they have.
             ResetTimeout: with `on_failure="crash"`.
-            ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
+            ArgumentError (a ValueError): an argument cannot be meant.
         """
-        check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
-        work = self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force)
-        return self._background.run(work, timeout_s + EXTRA_SECONDS)
+        work = self._calls.resets.reset(epoch, wait=wait, timeout_s=timeout_s, on_failure=on_failure, progress=progress, force=force)
+        return self._run(work, timeout_s, EXTRA_SECONDS)
 
     def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
         """Wait until `epoch` is published, without asking for it.
@@ -264,19 +262,17 @@ class Pool(Face):
         Raises:
             ResetTimeout: it was not in time.
             HubUnreachable: no hub answered in time.
-            ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
+            ArgumentError (a ValueError): an argument cannot be meant.
         """
-        check_wait(epoch, timeout_s, progress)
-        return self._background.run(self._calls.resets.wait(epoch, timeout_s, progress), timeout_s + EXTRA_SECONDS)
+        return self._run(self._calls.resets.wait(epoch, timeout_s, progress), timeout_s, EXTRA_SECONDS)
 
-    def weights(self, timeout_s: float = LOOK_SECONDS) -> WeightsReport:
+    def weights(self, timeout_s: float = STATUS_SECONDS) -> WeightsReport:
         """Which live engines hold which weights now.
 
         Raises:
             HubUnreachable: no hub answered in time.
         """
-        check_timeout(timeout_s)
-        return self._background.run(self._calls.pushes.weights(timeout_s), timeout_s)
+        return self._run(self._calls.pushes.weights(timeout_s), timeout_s)
 
     def wait_weights(
         self,
@@ -305,11 +301,10 @@ class Pool(Face):
             WeightsDiverged: they do not in time. It names those that differ, those whose weights are unknown and why, and
                 those that still hold `other_than`.
             HubUnreachable: no hub answered in time, or none has noted the label.
-            ArgumentError (a ValueError, or also a TypeError): an argument cannot be meant.
+            ArgumentError (a ValueError): an argument cannot be meant.
         """
-        names, digests = check_weights(engines, timeout_s, label, other_than, progress)
-        work = self._calls.pushes.wait_weights(names, timeout_s, label, digests, progress)
-        return self._background.run(work, timeout_s + EXTRA_SECONDS)
+        work = self._calls.pushes.wait_weights(engines, timeout_s, label, other_than, progress)
+        return self._run(work, timeout_s, EXTRA_SECONDS)
 
     @contextmanager
     def weight_update(
@@ -334,11 +329,18 @@ class Pool(Face):
             HubUnreachable: no hub answered; on entry the block does not run.
             WeightsDiverged: on exit, as in `wait_weights`; also when a push changed nothing.
         """
-        names, _ = check_weights(engines, timeout_s, label, (), progress)
-        update = self._background.run(self._calls.pushes.begin_update(label, names, timeout_s), timeout_s)
+        update = self._run(self._calls.pushes.begin_update(label, engines, timeout_s, progress), timeout_s)
         yield update
-        work = self._calls.pushes.wait_weights(names, timeout_s, label, update.other_than, progress)
-        update.report = self._background.run(work, timeout_s + EXTRA_SECONDS)
+        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress)
+        update.report = self._run(work, timeout_s, EXTRA_SECONDS)
+
+    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float, extra_s: float = 0.0) -> T:
+        try:
+            check_timeout(timeout_s)
+        except ValueError:
+            work.close()
+            raise
+        return self._background.run(work, timeout_s + extra_s)
 
     def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""
@@ -360,11 +362,23 @@ class Pool(Face):
 # `Pool` for programs on asyncio: the same calls, awaited. The connection lives on a thread of its own.
 
 
+def _awaited(
+    part: Callable[[Calls], C], call: Callable[Concatenate[C, P], Coroutine[Any, Any, T]]
+) -> Callable[Concatenate[AsyncPool, P], Coroutine[Any, Any, T]]:
+    """The method of `AsyncPool` that makes `call` on this part of its calls."""
+
+    @functools.wraps(call)
+    async def method(pool: AsyncPool, /, *arguments: P.args, **keys: P.kwargs) -> T:
+        return await pool._do(call(part(pool._calls), *arguments, **keys))
+
+    return method
+
+
 class AsyncPool(Face):
     """One pool, from asyncio. Any number of tasks, and loops, may call at once. See `Pool` for what each call means.
 
     A call that is cancelled is given up; what it had asked for may still happen. `progress` is a plain function here, too, and
-    called on another thread: `loop.call_soon_threadsafe` brings what it is told to a loop. A coroutine function is refused.
+    called on another thread: `loop.call_soon_threadsafe` brings its argument to a loop.
     """
 
     @classmethod
@@ -379,44 +393,14 @@ class AsyncPool(Face):
             raise
         return cls(connection, background, calls)
 
-    async def status(self, timeout_s: float = LOOK_SECONDS) -> PoolStatus:
-        check_timeout(timeout_s)
-        return await self._do(self._calls.looks.status(timeout_s))
+    status = _awaited(lambda calls: calls.queries, Queries.status)
+    reset = _awaited(lambda calls: calls.resets, Resets.reset)
+    wait = _awaited(lambda calls: calls.resets, Resets.wait)
+    weights = _awaited(lambda calls: calls.pushes, Pushes.weights)
+    wait_weights = _awaited(lambda calls: calls.pushes, Pushes.wait_weights)
 
-    async def engines(self, timeout_s: float = LOOK_SECONDS) -> tuple[Engine, ...]:
+    async def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         return (await self.status(timeout_s)).engines
-
-    async def reset(
-        self,
-        epoch: int | None = None,
-        *,
-        wait: bool = True,
-        timeout_s: float = RESET_SECONDS,
-        on_failure: OnFailure = "bypass",
-        progress: Progress | None = None,
-        force: bool = False,
-    ) -> Reset:
-        check_reset(epoch, timeout_s, on_failure, progress, wait=wait, force=force)
-        return await self._do(self._calls.resets.reset(epoch, wait, timeout_s, on_failure, progress, force))
-
-    async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
-        check_wait(epoch, timeout_s, progress)
-        return await self._do(self._calls.resets.wait(epoch, timeout_s, progress))
-
-    async def weights(self, timeout_s: float = LOOK_SECONDS) -> WeightsReport:
-        check_timeout(timeout_s)
-        return await self._do(self._calls.pushes.weights(timeout_s))
-
-    async def wait_weights(
-        self,
-        engines: Iterable[str] | None = None,
-        timeout_s: float = WEIGHTS_SECONDS,
-        label: str | None = None,
-        other_than: Iterable[str] = (),
-        progress: WeightsProgress | None = None,
-    ) -> WeightsReport:
-        names, digests = check_weights(engines, timeout_s, label, other_than, progress)
-        return await self._do(self._calls.pushes.wait_weights(names, timeout_s, label, digests, progress))
 
     @asynccontextmanager
     async def weight_update(
@@ -427,10 +411,10 @@ class AsyncPool(Face):
         timeout_s: float = WEIGHTS_SECONDS,
         progress: WeightsProgress | None = None,
     ) -> AsyncIterator[Update]:
-        names, _ = check_weights(engines, timeout_s, label, (), progress)
-        update = await self._do(self._calls.pushes.begin_update(label, names, timeout_s))
+        update = await self._do(self._calls.pushes.begin_update(label, engines, timeout_s, progress))
         yield update
-        update.report = await self._do(self._calls.pushes.wait_weights(names, timeout_s, label, update.other_than, progress))
+        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress)
+        update.report = await self._do(work)
 
     async def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""

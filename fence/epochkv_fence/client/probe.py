@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar
 
 from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
-from epochkv_fence.client.session import NO_HANDSHAKE, Looks, Session
+from epochkv_fence.client.session import NO_HANDSHAKE, Queries, Session, resolve
 from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.connection import Connection, check_endpoint
 
@@ -57,12 +56,12 @@ async def probe_hub(connection: Connection) -> HubAnswer | NoHub:
     if dialled != "open":
         return NoHub(endpoint, dialled, why)
     session = Session(connection)
-    looks = Looks(session)
+    queries = Queries(session)
     await session.start()
     try:
-        await looks.greet(HUB_SECONDS)
+        await queries.greet(HUB_SECONDS)
         before = time.monotonic()
-        return HubAnswer(endpoint, await looks.status(HUB_SECONDS), time.monotonic() - before)
+        return HubAnswer(endpoint, await queries.status(HUB_SECONDS), time.monotonic() - before)
     except WrongPool as error:
         return NoHub(endpoint, dialled, str(error), "pool")
     except HubUnreachable as error:
@@ -88,17 +87,13 @@ def is_inside(host: str) -> bool:
 
 
 async def dial(host: str, port: int, seconds: float = DIAL_SECONDS) -> tuple[Dialled, str]:
-    """What a TCP connection to this address gives, as a word and in words. The look-up of its name is done on a thread of its own."""
+    """What a TCP connection to this address gives, as a word and in words."""
     where = f"{host}:{port}"
     try:
-        async with asyncio.timeout(seconds):
-            look_up = on_daemon_thread(lambda: socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM), "epochkv-resolve")
-            addresses = await asyncio.wrap_future(look_up)
-    except (OSError, UnicodeError) as error:
-        if isinstance(error, TimeoutError):
-            return "unresolved", f"the name {host} was not resolved within {seconds:g} s"
-        return "unresolved", f"the name {host} cannot be resolved ({getattr(error, 'strerror', None) or error})"
-    outcomes = [await _connect(address[4][:2], seconds / len(addresses), where) for address in addresses]
+        addresses = await resolve(host, port, seconds)
+    except OSError as error:
+        return "unresolved", str(error)
+    outcomes = [await _connect(address, seconds / len(addresses), where) for address in addresses]
     return min(outcomes, key=lambda outcome: ("open", "refused", "silent", "unroutable").index(outcome[0]))
 
 

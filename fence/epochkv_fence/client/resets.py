@@ -1,25 +1,28 @@
-"""How far a call is: what its caller is told, and by name who has not acknowledged an epoch."""
+"""Resets and waits for them: how far a call is, and by name who has not acknowledged its epoch."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from epochkv_fence.client.arguments import check_jump
+from epochkv_fence.client.arguments import check_jump, check_reset, check_wait
 from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolError, Reset, ResetNotRecorded, ResetTimeout
-from epochkv_fence.client.session import MAX_RETRY_SECONDS, Conversation, Looks
+from epochkv_fence.client.session import MAX_RETRY_SECONDS, Conversation, Queries
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Status
 
 logger = logging.getLogger(__name__)
 
-FIRST_LOOK_SECONDS: Final = 0.5
+RESET_SECONDS: Final = 300.0
+FIRST_LISTING_SECONDS: Final = 0.5
 """Most resets are over by then, and nobody has to be listed for them."""
-LOOK_SECONDS: Final = 1.0
+LISTING_SECONDS: Final = 1.0
+REPORT_SECONDS: Final = 1.0
 SILENT_SHARE: Final = 0.9
 """Of a lease. One that vanishes from the hub's list and was heard within it has said goodbye: no lease was waited for."""
 
@@ -42,22 +45,20 @@ class Standing:
     names: tuple[str, ...] = ()
 
 
-class Teller:
-    """Calls the caller's `progress`. That only looks on, so whatever it raises goes to the log once and never ends a call."""
+class Reporter:
+    """Calls the caller's `progress` at every change, and each second. Whatever it raises goes to the log once and ends no call."""
 
     def __init__(self, progress: Callable[[Any], None] | None) -> None:
         self._progress = progress
         self._has_failed = False
-        self._told: object = None
-
-    def again(self) -> None:
-        """Tell the next standing even if it is the same."""
-        self._told = None
+        self._last: object = None
+        self._again_at = -math.inf
 
     def __call__(self, standing: object) -> None:
-        if self._progress is None or standing == self._told:
+        now = time.monotonic()
+        if self._progress is None or (standing == self._last and now < self._again_at):
             return
-        self._told = standing
+        self._last, self._again_at = standing, now + REPORT_SECONDS
         try:
             self._progress(standing)
         except BaseException:  # also SystemExit, which would end the client's thread
@@ -84,11 +85,11 @@ class Laggards:
     def __bool__(self) -> bool:
         return bool(self._seen)
 
-    def look(self, page: Status, engines: Sequence[EngineStatus], epoch: int) -> tuple[str, ...]:
+    def take(self, page: Status, engines: Sequence[EngineStatus], epoch: int) -> tuple[str, ...]:
         """Take a list of the live engines; returns the names of those below `epoch`."""
         before, now = self._seen, time.monotonic()
         listed = {engine.instance for engine in engines}
-        # A hub that has only begun to lead lists those that it has heard; whom it has not heard has not left.
+        # A hub that became leader just now lists those that it has heard; whom it has not heard has not left.
         settling = page.settling_seconds > 0
         self._seen = {
             instance: seen
@@ -122,9 +123,10 @@ MAX_POLL_SECONDS: Final = 1.0
 
 @dataclass(slots=True)
 class ResetAsk:
-    """One reset from its call to its end.
+    """One reset, or one wait for it, from its call to its end.
 
     Attributes:
+        newest: the last answer that counts; of a `Status` only what the pool's hub says of the epochs.
         names: the live engines below the epoch in the newest listing; `late` also remembers those that fell silent.
     """
 
@@ -132,11 +134,11 @@ class ResetAsk:
     called_at: float
     until: float
     noop: bool = False
-    newest: BumpStatus | None = None
+    newest: BumpStatus | Status | None = None
     names: tuple[str, ...] = ()
     late: Laggards = field(default_factory=Laggards)
 
-    def take(self, answer: BumpStatus) -> None:
+    def take(self, answer: BumpStatus | Status) -> None:
         """Take an answer, unless a newer one came before it."""
         if self.newest is None or answer.published >= self.newest.published:
             self.newest = answer
@@ -150,75 +152,80 @@ class ResetAsk:
         return self.newest is not None and self.newest.published >= self.epoch
 
     def standing(self) -> Standing:
-        newest = self.newest
-        if newest is None:
-            return Standing(self.epoch, False, False, 0, 0)
-        return Standing(self.epoch, self.recorded, self.published, newest.engines, newest.laggards, self.names)
+        assert self.newest is not None
+        counts = (
+            (self.newest.engines, self.newest.laggards) if isinstance(self.newest, BumpStatus) else (self.newest.total, len(self.names))
+        )
+        return Standing(self.epoch, self.recorded, self.published, *counts, self.names)
 
 
 class Resets:
     """Resets a pool, and waits for resets."""
 
-    def __init__(self, looks: Looks) -> None:
-        self._looks = looks
-        self._session = looks.session
+    def __init__(self, queries: Queries) -> None:
+        self._queries = queries
+        self._session = queries.session
 
     async def reset(
-        self, epoch: int | None, wait: bool, timeout_s: float, on_failure: OnFailure, progress: Progress | None, force: bool
+        self,
+        epoch: int | None = None,
+        *,
+        wait: bool = True,
+        timeout_s: float = RESET_SECONDS,
+        on_failure: OnFailure = "bypass",
+        progress: Progress | None = None,
+        force: bool = False,
     ) -> Reset:
+        check_reset(epoch, timeout_s, on_failure, progress)
         called_at = time.monotonic()
         until = called_at + timeout_s
         try:
             with self._session.conversation() as conversation:
-                page = await self._looks.page(conversation, None, until)
+                page = await self._queries.page(conversation, None, until)
         except HubUnreachable as error:
             raise await self._not_recorded(epoch, timeout_s) from error
         if epoch is not None and not force:
             check_jump(epoch, page.target)
         number = epoch if epoch is not None else _above(page.target)
         ask = ResetAsk(number, called_at, until, noop=page.published >= number)
-        await self._pursue(ask, (lambda: ask.published) if wait else (lambda: ask.recorded), Teller(progress))
+        await self._pursue(ask, (lambda: ask.published) if wait else (lambda: ask.recorded), Reporter(progress), asks=True)
         if not ask.recorded:
             raise await self._not_recorded(ask.epoch, timeout_s)
         return await self._outcome(ask, wait, on_failure)
 
-    async def _pursue(self, ask: ResetAsk, ended: Callable[[], bool], tell: Teller) -> None:
-        """Ask until `ended`, or until the time is over."""
-        looking = asyncio.get_running_loop().create_task(self._watch(ask))
+    async def _pursue(self, ask: ResetAsk, ended: Callable[[], bool], report: Reporter, *, asks: bool) -> None:
+        """Ask for the epoch, or only about it, until `ended` or until the time is over."""
+        listing = asyncio.get_running_loop().create_task(self._watch(ask))
         try:
             with self._session.conversation() as conversation:
-                await self._repeat(conversation, ask, ended, tell)
+                await self._repeat(conversation, ask, ended, report, asks)
         finally:
-            looking.cancel()
+            listing.cancel()
 
     async def _watch(self, ask: ResetAsk) -> None:
         """Note whom the epoch waits for, once it takes longer. After publication the hub no longer lists engines that fell silent."""
-        await asyncio.sleep(FIRST_LOOK_SECONDS)
+        await asyncio.sleep(FIRST_LISTING_SECONDS)
         while True:
             if ask.recorded and not ask.published:
                 ask.names = await self._see(ask.late, ask.epoch)
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(LISTING_SECONDS)
 
     @staticmethod
-    async def _repeat(conversation: Conversation, ask: ResetAsk, ended: Callable[[], bool], tell: Teller) -> None:
-        poll = FIRST_POLL_SECONDS
-        while time.monotonic() < ask.until:
-            conversation.ask(Bump(conversation.request, ask.epoch))
-            again = min(ask.until, time.monotonic() + poll)
-            while (answer := await conversation.next(again - time.monotonic())) is not None:
-                if not isinstance(answer, BumpStatus) or answer.epoch != ask.epoch:
-                    continue
+    async def _repeat(conversation: Conversation, ask: ResetAsk, ended: Callable[[], bool], report: Reporter, asks: bool) -> None:
+        message = Bump(conversation.request, ask.epoch) if asks else Status(conversation.request)
+        async for answer in conversation.answers(message, FIRST_POLL_SECONDS, MAX_POLL_SECONDS, ask.until):
+            bumped = asks and isinstance(answer, BumpStatus) and answer.epoch == ask.epoch
+            shown = not asks and isinstance(answer, Status) and answer.after is None and answer.lease_seconds > 0
+            if bumped or shown:
+                assert isinstance(answer, BumpStatus | Status)
                 ask.take(answer)
-                tell(ask.standing())
+                report(ask.standing())
                 if ended():
                     return
-            poll = min(2 * poll, MAX_POLL_SECONDS)
-            if poll == MAX_POLL_SECONDS:
-                tell.again()
 
     async def _outcome(self, ask: ResetAsk, wait: bool, on_failure: OnFailure) -> Reset:
         newest = ask.newest
-        assert newest is not None
+        assert isinstance(newest, BumpStatus)
         if newest.laggards or not ask.published or ask.late:
             await self._see(ask.late, ask.epoch)
         reset = Reset(
@@ -245,7 +252,7 @@ class Resets:
     async def _see(self, late: Laggards, epoch: int) -> tuple[str, ...]:
         """The names of live engines below `epoch`, which `late` remembers; empty if no hub answers soon."""
         with contextlib.suppress(PoolError):
-            return late.look(*await self._looks.engines(time.monotonic() + MAX_RETRY_SECONDS), epoch)
+            return late.take(*await self._queries.engines(time.monotonic() + MAX_RETRY_SECONDS), epoch)
         return ()
 
     async def _not_recorded(self, epoch: int | None, timeout_s: float) -> ResetNotRecorded:
@@ -259,42 +266,29 @@ class Resets:
 
     # ------------------------------------------------------------------ waiting
 
-    async def wait(self, epoch: int, timeout_s: float, progress: Progress | None = None) -> Reset:
+    async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
+        check_wait(epoch, timeout_s, progress)
         called_at = time.monotonic()
-        until, late, tell = called_at + timeout_s, Laggards(), Teller(progress)
-        pause, look_at = FIRST_POLL_SECONDS, called_at + FIRST_LOOK_SECONDS
-        names: tuple[str, ...] = ()
+        until, report = called_at + timeout_s, Reporter(progress)
         with self._session.conversation() as conversation:
-            page = await self._looks.page(conversation, None, until)
-            noop = page.published >= epoch
-            while True:
-                published = page.published >= epoch
-                if page.target >= epoch and not published and time.monotonic() >= look_at:
-                    names = await self._see(late, epoch)
-                    look_at = time.monotonic() + LOOK_SECONDS
-                if pause == MAX_POLL_SECONDS:
-                    tell.again()
-                tell(Standing(epoch, page.target >= epoch, published, page.total, len(names), names))
-                if published or time.monotonic() + pause >= until:
-                    break
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_POLL_SECONDS)
-                with contextlib.suppress(HubUnreachable):
-                    page = await self._looks.page(conversation, None, until)
-        page, engines = await self._looks.engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
-        published = page.published >= epoch
-        if not noop and page.target >= epoch:  # as long as nobody asks, nobody is waited for
-            late.look(page, engines, epoch)
+            page = await self._queries.page(conversation, None, until)
+        ask = ResetAsk(epoch, called_at, until, noop=page.published >= epoch, newest=page)
+        report(ask.standing())
+        if not ask.noop:
+            await self._pursue(ask, lambda: ask.published, report, asks=False)
+        page, engines = await self._queries.engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
+        if not ask.noop and page.target >= epoch:  # as long as nobody asks, nobody is waited for
+            ask.late.take(page, engines, epoch)
         reset = Reset(
             epoch=epoch,
-            published=published,
+            published=page.published >= epoch,
             duration_s=time.monotonic() - called_at,
             engines=len(engines),
-            laggards=late.names,
+            laggards=ask.late.names,
             old_epoch_requests=sum(engine.old_epoch_requests for engine in engines),
-            noop=noop,
+            noop=ask.noop,
         )
-        if not published:
+        if not reset.published:
             unasked = (
                 f"epoch {epoch} is not published after {timeout_s:g} s: nobody has asked for it (the target is {page.target}). "
                 "Waiting asks for nothing; a reset does"

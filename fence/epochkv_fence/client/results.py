@@ -21,8 +21,8 @@ class Engine:
         instance: hex digits drawn when it started.
         name: its pod, or its engine's name, with `/rank` above rank 0.
         epoch: highest epoch it acknowledged; None before the first.
-        state: `use`: it shares the pool's KV with engines of equal weights. `unknown`: it does not know which weights it holds, so
-            it shares nothing, see `weights_note`. `private`: its caches were reset alone, so it shares nothing before the next
+        state: `sharing`: it shares the pool's KV with engines of equal weights. `unknown`: it does not know which weights it holds,
+            so it shares nothing, see `weights_note`. `isolated`: its caches were reset alone, so it shares nothing before the next
             epoch. `behind`: not at the target yet.
         old_epoch_requests: requests it still runs under an older epoch, each with the KV it already held.
         weights: digest of the weights that its ranks hold, 32 hex digits; empty: unknown.
@@ -54,24 +54,21 @@ class Engine:
 
     @classmethod
     def of(cls, status: EngineStatus, target: int) -> Engine:
+        report = {
+            **status.report(),
+            "weights": status.weights.hex() if status.weights is not None else "",
+            "versions": dict(status.versions),
+        }
+        del report["isolated"]
         return cls(
             instance=status.instance.hex(),
             name=status.name(status.instance),
-            engine=status.engine,
-            pod=status.pod,
-            rank=status.rank,
             epoch=status.epoch,
             state=_state(status, target),
-            old_epoch_requests=status.old_epoch_requests,
             age_seconds=status.age_seconds,
             silent_seconds=status.silent_seconds,
-            fingerprint=status.fingerprint,
-            weights=status.weights.hex() if status.weights is not None else "",
-            weights_note=status.weights_note,
             weights_since_s=status.since_seconds,
-            tiers_off=status.tiers_off,
-            tiers_note=status.tiers_note,
-            versions=dict(status.versions),
+            **report,
         )
 
     @property
@@ -99,7 +96,7 @@ class PoolStatus:
         lease_seconds: an engine that cannot be reached leaves the epoch within this and its margin.
         engines: the live ones, by name.
         labels: what trainers called weights, by their digests (32 hex digits): the newest 16, whether somebody holds them or not.
-        settling_seconds: the hub has only begun to lead; until then engines may live that are not among `engines` yet.
+        settling_seconds: the hub became leader just now; until then engines may live that are not among `engines` yet.
         hub_version: of EpochKV, as the hub runs it; empty: it is older than this.
     """
 

@@ -10,13 +10,14 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from epochkv_fence.client.arguments import check_timeout
 from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
 from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
@@ -48,11 +49,20 @@ class Conversation:
         self._session = session
         self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
 
-    def ask(self, message: Message) -> None:
-        """Send; it may be lost, so ask again when `next` returns None."""
-        self._session.send(message)
+    async def answers(self, message: Message, first_pause: float, most: float, until: float) -> AsyncIterator[Answer | None]:
+        """Ask until `until`, after pauses that double: the answers, and None each time before it asks again."""
+        pause = first_pause
+        while True:
+            self._session.send(message)
+            again = min(until, time.monotonic() + pause)
+            while (answer := await self._next(again - time.monotonic())) is not None:
+                yield answer
+            yield None
+            if time.monotonic() >= until:
+                return
+            pause = min(2 * pause, most)
 
-    async def next(self, seconds: float) -> Answer | None:
+    async def _next(self, seconds: float) -> Answer | None:
         """The next answer, or None when it is time to ask again: nothing for `seconds`, or a new connection."""
         try:
             async with asyncio.timeout(max(0.0, seconds)):
@@ -131,9 +141,14 @@ class Session:
             self.counters["unsent"] += 1
 
     async def explain(self) -> str:
-        """`problem`, after a look whether the name of the hub's host is one. Returns within `RESOLVE_SECONDS`."""
-        if self.problem == NOBODY and (why := await _unresolved(self.connection.hub.endpoint)):
-            return why
+        """`problem`, or that the name of the hub's host is none. Returns within `RESOLVE_SECONDS`."""
+        if self.problem == NOBODY:
+            try:
+                await resolve(*check_endpoint(self.connection.hub.endpoint, "the hub's endpoint"), RESOLVE_SECONDS)
+            except TimeoutError:
+                pass
+            except OSError as error:
+                return str(error)
         return self.problem
 
     @property
@@ -263,22 +278,21 @@ def _open(context: zmq.asyncio.Context, keys: ClientKeys, ipv6: bool) -> zmq.asy
     return dealer
 
 
-async def _unresolved(endpoint: str) -> str:
-    """Why its host name has no address; empty: it has, or nobody says so in time. libzmq tries again in silence."""
-    host, port = check_endpoint(endpoint, "the hub's endpoint")
+async def resolve(host: str, port: int, seconds: float) -> list[tuple[object, ...]]:
+    """The addresses of a host. The look-up is done on a thread of its own, because it cannot be ended.
 
-    def look() -> str:
-        try:
-            socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            return f"the name {host} cannot be resolved ({getattr(error, 'strerror', None) or error})"
-        return ""
-
+    Raises:
+        TimeoutError: there is no answer in time.
+        OSError: it has none; the text names it.
+    """
+    look_up = on_daemon_thread(lambda: socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM), "epochkv-resolve")
     try:
-        async with asyncio.timeout(RESOLVE_SECONDS):
-            return await asyncio.wrap_future(on_daemon_thread(look, "epochkv-resolve"))
-    except TimeoutError:
-        return ""
+        async with asyncio.timeout(seconds):
+            return [found[4] for found in await asyncio.wrap_future(look_up)]
+    except TimeoutError as error:
+        raise TimeoutError(f"the name {host} was not resolved within {seconds:g} s") from error
+    except (OSError, UnicodeError) as error:
+        raise OSError(f"the name {host} cannot be resolved ({getattr(error, 'strerror', None) or error})") from error
 
 
 def _swallow(future: asyncio.Future[Any]) -> None:
@@ -287,17 +301,18 @@ def _swallow(future: asyncio.Future[Any]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A client's look at its pool: the pages of a hub's `Status`, asked again until they are answered.
+# What a client asks of its pool's hub: the pages of its `Status`, asked again until they are answered.
 
 
+STATUS_SECONDS: Final = 10.0
 FIRST_RETRY_SECONDS: Final = 0.25
 MAX_RETRY_SECONDS: Final = 2.0
 REFUSED_SECONDS: Final = 2.0
 """A starting hub refuses keys until it knows its pools; a key that it refuses for longer is wrong."""
 
 
-class Looks:
-    """Looks at the pool of one session."""
+class Queries:
+    """Asks about the pool of one session."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -307,8 +322,9 @@ class Looks:
         with self.session.conversation() as conversation:
             await self.page(conversation, None, time.monotonic() + timeout_s, REFUSED_SECONDS)
 
-    async def status(self, timeout_s: float) -> PoolStatus:
+    async def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
         """The pool and its live engines."""
+        check_timeout(timeout_s)
         page, engines = await self.engines(time.monotonic() + timeout_s)
         pool = self.session.connection.pool
         return PoolStatus.of(pool.name, pool.uid, page, engines)
@@ -326,17 +342,14 @@ class Looks:
 
     async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> Status:
         """The page of the pool's state that begins after this engine instance (None: the first page)."""
-        pause = FIRST_RETRY_SECONDS
-        while True:
-            conversation.ask(Status(conversation.request, after=after))
-            again = min(until, time.monotonic() + pause)
-            while (answer := await conversation.next(again - time.monotonic())) is not None:
-                if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
-                    self._check_pool(answer)
-                    return answer
-            if time.monotonic() >= until or self.session.refused_seconds > refused_seconds:
-                raise await self.unreachable()
-            pause = min(2 * pause, MAX_RETRY_SECONDS)
+        question = Status(conversation.request, after=after)
+        async for answer in conversation.answers(question, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
+            if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
+                self._check_pool(answer)
+                return answer
+            if answer is None and self.session.refused_seconds > refused_seconds:
+                break
+        raise await self.unreachable()
 
     def _check_pool(self, page: Status) -> None:
         pool = self.session.connection.pool

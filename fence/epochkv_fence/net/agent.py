@@ -528,7 +528,6 @@ class AgentThread:
             self._say("hub", "unreachable", logging.WARNING, "no connection to the hub at %s; %s, retrying", self.endpoint, until)
         self._links.redial(now)
         self._links.read_keys(self._agent.lease_seconds, now)
-        self._tell_state(now)
 
     # ------------------------------------------------------------------ in and out
 
@@ -605,12 +604,3 @@ class AgentThread:
                 self._say(f"refusal {error.code.value}", error.text, logging.WARNING, "the hub did not take a message: %s", error.text)
                 if error.code is Refusal.POOL:
                     self._links.read_keys_soon()
-
-    def _tell_state(self, now: float) -> None:
-        state = self._agent.state(now)
-        previous = self._say.state("state")
-        if previous is None and state is ag.AgentState.UNASSIGNED:
-            return
-        what = "no live lease: sharing nothing" if state is ag.AgentState.UNASSIGNED else "lease held"
-        # The engine says what it makes of it, once (`epochkv_connector.naming.root`).
-        self._say("state", state.value, logging.DEBUG, "%s (epoch %s)", what, self._agent.epoch)

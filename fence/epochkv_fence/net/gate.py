@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import resource
 import time
 from collections import Counter, deque
@@ -17,6 +16,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from epochkv_fence.common import Seldom
 from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.protocol.messages import MAX_MESSAGE_BYTES, Error, Message, Refusal, WireError, decode, encode
 
@@ -258,68 +258,6 @@ class SocketReader:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a hub's log says of clients that it does not let in: who, and what to do. One line a minute for each address, few in
-# all, because a client with a wrong key dials twice a second and anybody may try keys from many addresses. Pure.
-
-
-SAY_SECONDS: Final = 60.0
-MAX_ADDRESSES: Final = 1024
-MAX_LINES: Final = 10
-"""In `SAY_SECONDS`, of all addresses; what is above is counted and told in a later line."""
-
-
-@dataclass(slots=True)
-class _Address:
-    said_at: float = -math.inf
-    unsaid: int = 0
-
-
-class RefusalLog:
-    """What one hub process says of all clients that it refuses."""
-
-    def __init__(self) -> None:
-        self._addresses: dict[str, _Address] = {}
-        self._window_at = -math.inf
-        self._lines = 0
-        self._unsaid = 0
-
-    def key(self, address: str, now: float) -> str | None:
-        """A client's key is none that is accepted; returns the line to log, if it is time for one."""
-        return self._note(
-            address,
-            f"a client at {address or 'an unknown address'} is refused: its key is of no pool of this hub, or was retired. Give it the "
-            "pool's keys again: the folder STATE/client of `epochkv hub`, or the Secret <pool>-fence",
-            now,
-        )
-
-    def handshake(self, now: float) -> str | None:
-        """A connection failed its handshake, from whichever address; as `key`."""
-        return self._note(
-            "handshake",
-            "a connection failed its CURVE handshake: a client with the hub.pub of another hub, or nobody's client. Give it the pool's "
-            "keys again: the folder STATE/client of `epochkv hub`, or the Secret <pool>-fence",
-            now,
-        )
-
-    def _note(self, address: str, text: str, now: float) -> str | None:
-        found = self._addresses.get(address)
-        if found is None:
-            while len(self._addresses) >= MAX_ADDRESSES:
-                self._unsaid += self._addresses.pop(next(iter(self._addresses))).unsaid
-            found = self._addresses[address] = _Address()
-        if now - self._window_at >= SAY_SECONDS:
-            self._window_at, self._lines = now, 0
-        if now - found.said_at < SAY_SECONDS or self._lines >= MAX_LINES:
-            found.unsaid += 1
-            return None
-        again = f" ({found.unsaid} more times since this was said last)" if found.unsaid and found.said_at > -math.inf else ""
-        others = f" ({self._unsaid} more from other addresses)" if self._unsaid else ""
-        found.said_at, found.unsaid, self._unsaid = now, 0, 0
-        self._lines += 1
-        return text + again + others
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Who may connect: the ZAP handler of the hub's context (RFC 27), which libzmq asks about every CURVE client.
 #
 # Answered at once, from a dictionary, and without a task per connection: thousands of agents come back together when a hub
@@ -374,9 +312,12 @@ class ZapHandler:
 
 
 ZAP_DOMAIN: Final = "epochkv"
-NO_POOL: Final = "your key speaks for no pool of this hub"
+NO_POOL: Final = "key not authorized for any pool of this hub"
 TOO_MANY: Final = f"more than {PEER_RATE:.0f} messages a second, or too many of your pool; what was above is lost, repeat it"
 TOO_COSTLY: Final = "your pool asks for more than its share of the hub's time; this was not taken, ask again more slowly"
+REFUSED_SECONDS: Final = 60.0
+"""The log has one line in this time for each address, and few in all: a client with a wrong key dials twice a second."""
+GIVE_KEYS: Final = "Give it the pool's keys again: the folder STATE/client of `epochkv hub`, or the Secret <pool>-fence"
 ANSWER_SECONDS: Final = 1.0
 """Between two errors told to one peer."""
 RECEIVE_QUEUE: Final = 64
@@ -452,9 +393,9 @@ class Router:
         self._counters = counters
         self.peers = Peers()
         self._turns = Turns()
-        self._refusals = RefusalLog()
+        self._refusals = Seldom(REFUSED_SECONDS)
+        self._unencodable = Seldom(REFUSED_SECONDS)
         self._discarding = False
-        self._unencodable: set[str] = set()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
@@ -535,13 +476,16 @@ class Router:
         known = self._receiver.client(key) is not None
         self._counters["connections_accepted" if known else "connections_refused"] += 1
         if not known:
-            self._tell_refused(self._refusals.key(address, time.monotonic()))
+            self._log_refused_key(address)
         return known
 
-    @staticmethod
-    def _tell_refused(text: str | None) -> None:
-        if text is not None:
-            logger.warning("%s", text)
+    def _log_refused_key(self, address: str) -> None:
+        who = address or "an unknown address"
+        self._log_refused(who, f"a client at {who} is refused: its key is of no pool of this hub, or was retired")
+
+    def _log_refused(self, topic: str, text: str) -> None:
+        if (more := self._refusals(topic, time.monotonic())) is not None:
+            logger.warning("%s. %s%s", text, GIVE_KEYS, more)
 
     def _take(self) -> None:
         """Receive one message and put it into its pool's queue, which is cheap whatever it says."""
@@ -558,10 +502,10 @@ class Router:
             self._counters["dropped_peer"] += 1
             self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
             return
-        key = _told(frames[-1], "User-Id")
+        key = _known(frames[-1], "User-Id")
         client = self._client(key, name, peer, now)
         if client is None:
-            self._tell_refused(self._refusals.key(_told(frames[-1], "Peer-Address"), now))
+            self._log_refused_key(_known(frames[-1], "Peer-Address"))
             return
         message = Waiting(name, key, [frame.bytes for frame in frames[1:]])
         if not client.pool.bucket.take(tokens, now) or not self._turns.put(client.pool.queue, message):
@@ -638,11 +582,12 @@ class Router:
 
     def _take_event(self) -> None:
         assert self._monitor is not None
-        told = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-        event = int(told["event"])
+        seen = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+        event = int(seen["event"])
         self._counters[EVENT_COUNTERS.get(event, "other_events")] += 1
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and int(told["value"]) == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            self._tell_refused(self._refusals.handshake(time.monotonic()))
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and int(seen["value"]) == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            text = "a connection failed its CURVE handshake: a client with the hub.pub of another hub, or nobody's client"
+            self._log_refused("handshake", text)
 
     # ------------------------------------------------------------------ out
 
@@ -668,7 +613,9 @@ class Router:
             version, payload = encode(message)
         except Exception as error:  # what clients said may add up to what no message can hold
             self._counters["unencodable"] += 1
-            self._tell_unencodable(type(message).__name__, error)
+            kind = type(message).__name__
+            if (more := self._unencodable(kind, time.monotonic())) is not None:
+                logger.error("a %s cannot be encoded and is not sent: %r%s", kind, error, more)
             return
         try:
             self._socket.send(name, MORE)
@@ -680,14 +627,8 @@ class Router:
         if self._readers:
             self._readers[0].kick()
 
-    def _tell_unencodable(self, kind: str, error: Exception) -> None:
-        """Once per kind of message: whoever causes it may do so without end."""
-        if kind not in self._unencodable:
-            self._unencodable.add(kind)
-            logger.error("a %s cannot be encoded and is not sent, nor are later ones of which this is true: %r", kind, error)
 
-
-def _told(frame: zmq.Frame, what: str) -> str:
+def _known(frame: zmq.Frame, what: str) -> str:
     """What libzmq knows of the connection that a frame came from."""
     try:
         return str(frame.get(what))

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import zmq
 
-from epochkv_fence.common import SayOnce
+from epochkv_fence.common import SayOnce, Seldom
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.mooncake_admin import StoreAdmin, StoreAdminError
@@ -158,7 +158,6 @@ class ServedPool:
     Attributes:
         bucket, costs, queue: see `router.LimitedPool`.
         failed_until: a tick or round of it failed; the next one comes not before.
-        quiet_until: its next failure's stack trace comes not before.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -168,7 +167,7 @@ class ServedPool:
         self.costs = Bucket.full(COST_RATE, COST_BURST, now)
         self.queue = PoolQueue()
         self.failed_until = -math.inf
-        self.quiet_until = -math.inf
+        self._traces = Seldom(QUIET_SECONDS)
 
     def cost(self, message: Message) -> float:
         """What taking this message takes from `costs`."""
@@ -212,10 +211,8 @@ class ServedPool:
     def failed(self, counters: Counter[str]) -> None:
         """A step raised what is being handled: count it, and log it now and then."""
         counters["steps_failed"] += 1
-        now = time.monotonic()
-        if now >= self.quiet_until:
-            self.quiet_until = now + QUIET_SECONDS
-            logger.exception("pool %s: the hub failed to take a step, and tries again; other pools go on", self.config.name)
+        if (more := self._traces("", time.monotonic())) is not None:
+            logger.exception("pool %s: the hub failed to take a step, and tries again; other pools go on%s", self.config.name, more)
 
     def back_off(self) -> None:
         """A tick or round of it failed, so the next one waits."""

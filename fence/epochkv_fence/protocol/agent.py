@@ -7,7 +7,6 @@ with every fault there is. The rules are those of the design page "fence", secti
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from typing import Final, NamedTuple
 
@@ -30,13 +29,6 @@ class View(NamedTuple):
 
     epoch: int | None
     lease_until: float
-
-
-class AgentState(enum.Enum):
-    """Where an agent stands, for logs and metrics."""
-
-    UNASSIGNED = "Unassigned"  # no live lease: share nothing
-    SHARING = "Sharing"
 
 
 # ---------------------------------------------------------------------------------------------------------------- events
@@ -173,9 +165,6 @@ class Agent:
     def view(self) -> View:
         """The adopted epoch, and until when it may be used."""
         return View(self.epoch, self.lease_until)
-
-    def state(self, now: float) -> AgentState:
-        return AgentState.UNASSIGNED if self.epoch is None or now >= self.lease_until else AgentState.SHARING
 
     def deadline(self) -> float:
         """When the next `Tick` is due; infinity before `Started` and after `Left`."""

@@ -50,18 +50,11 @@ class PoolConfig:
     weights_grace_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        if not self.uid:
-            raise ValueError(f"pool {self.name!r}: uid is empty; give the pool's uid")
-        for key, low, high in (
-            ("lease_seconds", 0.1, 86_400.0),
-            ("reclaim_seconds", 0.1, 1e9),
-            ("weights_grace_seconds", 0.0, 1e9),
-        ):
-            value = getattr(self, key)
-            if not low <= value <= high:
-                raise ValueError(f"pool {self.name!r}: {key} is {value}; it must be from {low} to {high}")
-        if self.reclaim not in RECLAIM_POLICIES:
-            raise ValueError(f"pool {self.name!r}: reclaim is {self.reclaim!r}; use one of {', '.join(RECLAIM_POLICIES)}")
+        assert self.uid
+        assert 0.1 <= self.lease_seconds <= 86_400.0
+        assert self.reclaim_seconds >= 0.1
+        assert self.weights_grace_seconds >= 0.0
+        assert self.reclaim in RECLAIM_POLICIES
 
     @property
     def fence_timeout_seconds(self) -> float:

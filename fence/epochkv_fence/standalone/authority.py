@@ -19,6 +19,7 @@ import secrets
 import socket
 import sqlite3
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ from epochkv_fence.protocol.messages import Source
 
 DATABASE_FILE: Final = "state.db"
 LOCK_FILE: Final = "hub.lock"
+LOCK_POLL_SECONDS: Final = 0.05
 APPLICATION_ID: Final = 0x45504B56  # "EPKV"
 
 _SCHEMA: Final = """
@@ -85,6 +87,24 @@ class StateHeld(StateError):
         super().__init__(f"{directory} is held by {who}, which serves this pool; stop it first, or give another --state")
 
 
+def hold(path: Path, held: Callable[[int | None], StateError], seconds: float = 0.0) -> int:
+    """Lock this file for as long as what is returned is open; raises `held(pid of who has it)` when nobody lets it go in time."""
+    lock, until = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError as error:
+            if time.monotonic() >= until:
+                text = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
+                os.close(lock)
+                raise held(int(text) if text.isdecimal() else None) from error
+        time.sleep(LOCK_POLL_SECONDS)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
 class Database:
     """The directory and what it holds. `open` takes it for this process."""
 
@@ -104,7 +124,7 @@ class Database:
         """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = hold(self.directory / LOCK_FILE, lambda pid: StateHeld(self.directory, pid))
             self._connect()
         except sqlite3.Error as error:
             raise self.unusable(error) from error
@@ -154,16 +174,6 @@ class Database:
             return False
 
     # ------------------------------------------------------------------ opening
-
-    def _take_lock(self) -> None:
-        self._lock = os.open(self.directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            text = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip()
-            raise StateHeld(self.directory, int(text) if text.isdecimal() else None) from error
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def _connect(self) -> None:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

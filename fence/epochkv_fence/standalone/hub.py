@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import re
-import shutil
 import socket
 import time
 from dataclasses import dataclass, replace
@@ -20,16 +18,12 @@ from epochkv_fence.mooncake_admin import MooncakeAdmin, StoreAdmin, check_admin_
 from epochkv_fence.net import HubServer
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot, ReclaimPolicy
 from epochkv_fence.standalone.authority import SqliteAuthority
-from epochkv_fence.standalone.credentials import Keys, KeyWatch, ensure_keys, exposed_files, is_new, write_client
+from epochkv_fence.standalone.credentials import Keys, KeyWatch, ensure_keys, write_client
 from epochkv_fence.standalone.report import compare
 
 MAX_NAME: Final = 253
 NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 """A DNS-1123 subdomain, as the name of a KVCachePool: a pool keeps its name when it moves to Kubernetes, or from there."""
-
-
-class HubError(Exception):
-    """The hub cannot be started as asked; the message names the option and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,74 +51,53 @@ class HubOptions:
         """With addresses in their usual form.
 
         Raises:
-            HubError: an option cannot be meant.
+            ConfigurationError, ValueError: an option cannot be meant.
         """
         if len(self.pool) > MAX_NAME or NAME.fullmatch(self.pool) is None:
-            raise HubError(
+            raise ConfigurationError(
                 f"--pool is {self.pool!r}; give a name as Kubernetes has them: at most {MAX_NAME} characters, lower-case letters, digits, "
                 "- and ., each part between dots beginning and ending with a letter or digit, such as policy"
             )
         split_listen(self.listen)
-        try:
-            if self.advertise:
-                check_endpoint(self.advertise, "--advertise")
-            urls = tuple(check_admin_url(url) for url in self.store_admin)
-        except (ConfigurationError, ValueError) as error:
-            raise HubError(str(error)) from error
+        if self.advertise:
+            check_endpoint(self.advertise, "--advertise")
+        urls = tuple(check_admin_url(url) for url in self.store_admin)
         if self.reclaim == "RemoveAll" and not urls:
-            raise HubError("--reclaim RemoveAll needs --store-admin: the hub itself empties the store, which only this pool may use")
+            raise ConfigurationError(
+                "--reclaim RemoveAll needs --store-admin: the hub itself empties the store, which only this pool may use"
+            )
         if self.metrics:
             split_address(self.metrics)
         return replace(self, store_admin=urls)
 
     def pool_config(self, uid: str, client_public_keys: tuple[str, ...]) -> PoolConfig:
-        """The pool that the hub serves.
-
-        Raises:
-            HubError: an option cannot be meant.
-        """
-        try:
-            return PoolConfig(
-                uid,
-                self.pool,
-                client_public_keys,
-                lease_seconds=self.lease_seconds,
-                reclaim=self.reclaim,
-                store_admin=bool(self.store_admin),
-            )
-        except ValueError as error:
-            raise HubError(str(error)) from error
+        """The pool that the hub serves."""
+        return PoolConfig(
+            uid,
+            self.pool,
+            client_public_keys,
+            lease_seconds=self.lease_seconds,
+            reclaim=self.reclaim,
+            store_admin=bool(self.store_admin),
+        )
 
 
 def split_listen(listen: str) -> tuple[str, int]:
-    """Host and port of `tcp://HOST:PORT`; `HubError` for anything else."""
+    """Host and port of `tcp://HOST:PORT`; `ConfigurationError` for anything else."""
     scheme, _, address = listen.partition("://")
-    if scheme != "tcp" or not address:
-        raise HubError(f"--listen is {listen!r}; it must look like tcp://0.0.0.0:7700")
-    try:
-        return split_address(address)
-    except HubError as error:
-        if _bare_ipv6(address):
-            raise HubError(f"--listen is {listen!r}; an IPv6 address needs brackets, such as tcp://[::]:7700") from error
-        raise HubError(f"--listen is {listen!r}; it must look like tcp://0.0.0.0:7700") from error
+    with contextlib.suppress(ConfigurationError):
+        if scheme == "tcp":
+            return split_address(address)
+    raise ConfigurationError(f"--listen is {listen!r}; it must look like tcp://0.0.0.0:7700, or tcp://[::]:7700")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`; `HubError` for anything else."""
+    """Host and port of `HOST:PORT`; `ConfigurationError` for anything else."""
     host, _, port = address.rpartition(":")
-    if _bare_ipv6(address):
-        raise HubError(f"{address!r} is no address; an IPv6 address needs brackets, such as [::]:9090")
-    if not host or not port.isascii() or not port.isdecimal() or not 0 <= int(port) < 65536 or not host.isprintable() or " " in host:
-        raise HubError(f"{address!r} is no address; it must look like 0.0.0.0:9090")
+    valid = bool(host) and host.isprintable() and " " not in host and (":" not in host or host.startswith("["))
+    if not valid or not port.isascii() or not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise ConfigurationError(f"{address!r} is no address; it must look like 0.0.0.0:9090, or [::]:9090")
     return host, int(port)
-
-
-def _bare_ipv6(address: str) -> bool:
-    """An IPv6 address without brackets, with a port or without one."""
-    for text in (address, address.rpartition(":")[0]):
-        with contextlib.suppress(ValueError):
-            return ipaddress.ip_address(text).version == 6
-    return False
 
 
 def advertised(bound: str, listen: str) -> str:
@@ -182,18 +155,15 @@ class StandaloneHub:
         self._lost = asyncio.Event()
 
     async def start(self) -> None:
-        """Take the state, listen, lead. A state that was made for a hub that cannot listen is removed again.
+        """Take the state, listen, lead.
 
         Raises:
-            HubError: the address cannot be listened on.
+            ConfigurationError: the address cannot be listened on.
             StateError: the state cannot be used.
         """
-        made = await asyncio.to_thread(_absent, self.options.state)
         try:
             await self._start()
-        except BaseException as error:
-            if isinstance(error, HubError):
-                await asyncio.to_thread(_remove, made)  # while it is held: nobody else can have begun to use it
+        except BaseException:
             await self.stop()
             raise
 
@@ -203,19 +173,14 @@ class StandaloneHub:
         self._opened.push_async_callback(authority.close)
         directory = authority.directory
         self.uid = await authority.ensure_pool(options.pool, options.lease_seconds)
-        new = await asyncio.to_thread(is_new, directory)
         keys = await asyncio.to_thread(ensure_keys, directory, self.uid)
         server = await self._listen(keys, authority)
         self._keys = KeyWatch(directory, server, options.pool_config(self.uid, keys.accepted))
         server.set_pool(self._keys.config)
         self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
         self.connection_file = await asyncio.to_thread(write_client, directory, keys, options.pool, self.endpoint)
-        for path, mode in await asyncio.to_thread(exposed_files, directory):
-            logger.warning("%s can be read by others (mode %04o), so others can speak for the pool; run chmod go-rwx %s", path, mode, path)
         server.lead(await authority.acquire())
         self._serve_metrics(server)
-        if new:  # said when nothing can remove them again
-            logger.info("made the keys of a new pool in %s", directory)
         for work in (self._report(server), self._keys.run()):
             self._opened.push_async_callback(_end, asyncio.get_running_loop().create_task(work))
 
@@ -235,7 +200,7 @@ class StandaloneHub:
             await server.start()
         except OSError as error:
             why = (error.strerror or str(error)).removeprefix(f"hub cannot listen on {self.options.listen}: ").partition(" (addr=")[0]
-            raise HubError(
+            raise ConfigurationError(
                 f"--listen {self.options.listen} cannot be listened on: {why}; give an address of this machine and a free port"
             ) from error
         self._server = server
@@ -257,7 +222,7 @@ class StandaloneHub:
         try:
             metrics = MetricsServer(split_address(self.options.metrics), render, lambda: server.leading)
         except OSError as error:
-            raise HubError(f"--metrics {self.options.metrics} cannot be listened on: {error.strerror or error}") from error
+            raise ConfigurationError(f"--metrics {self.options.metrics} cannot be listened on: {error.strerror or error}") from error
         self._opened.push_async_callback(asyncio.to_thread, metrics.stop)
         self.metrics_port = metrics.port
 
@@ -293,35 +258,18 @@ class StandaloneHub:
 
     @property
     def server(self) -> HubServer:
-        """The hub itself, for asking as its owner does.
-
-        Raises:
-            HubError: this hub is not started, or stopped.
-        """
-        if self._server is None:
-            raise HubError(f"the hub of pool {self.options.pool} is stopped")
+        """The hub itself, for asking as its owner does. Only while it is started."""
+        assert self._server is not None, "this hub is stopped"
         return self._server
 
     def snapshot(self) -> PoolSnapshot:
-        """The pool right now.
-
-        Raises:
-            HubError: this hub is not started, or stopped.
-        """
+        """The pool right now."""
         return self.server.snapshot(self.uid)
 
     def configure(self, **changes: Any) -> None:
-        """Change fields of the pool's `PoolConfig` from now on, as an owner does who edits a spec.
-
-        Raises:
-            HubError: this hub is not started, or a value is impossible.
-        """
-        if self._keys is None:
-            raise HubError(f"the hub of pool {self.options.pool} is not started")
-        try:
-            self._keys.configure(**changes)
-        except ValueError as error:
-            raise HubError(str(error)) from error
+        """Change fields of the pool's `PoolConfig` from now on, as an owner does who edits a spec."""
+        assert self._keys is not None, "this hub is stopped"
+        self._keys.configure(**changes)
 
     @property
     def accepted_keys(self) -> tuple[str, ...]:
@@ -332,19 +280,3 @@ class StandaloneHub:
 async def _end(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
-
-
-def _absent(directory: Path) -> tuple[Path, ...]:
-    """What is not there of a directory and those above it, the deepest first."""
-    path = directory.absolute()
-    return tuple(folder for folder in (path, *path.parents) if not folder.exists())
-
-
-def _remove(made: tuple[Path, ...]) -> None:
-    """Remove a state directory that this start has made, and the empty folders above it that it made for it."""
-    for number, folder in enumerate(made):
-        if number == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                folder.rmdir()

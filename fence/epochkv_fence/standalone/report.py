@@ -12,8 +12,6 @@ from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
 
 MAX_LINES: Final = 10
 """Of one kind from one comparison; more engines than that become one line with their number."""
-PUSH_SECONDS: Final = 60.0
-"""While weights are pushed engines differ: for so long that is no news."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +98,13 @@ def _engines(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
 
 
 def _each(views: list[EngineView], level: int, one: str, many: str) -> Iterable[LogLine]:
+    """One line for each, or one for all; `one` may name fields of the view."""
     if len(views) > MAX_LINES:
         yield LogLine(level, f"{len(views)} {many}", {"engines": len(views)})
         return
     for view in views:
-        yield LogLine(level, f"engine {engine_name(view)} {one}", {"engine": engine_name(view), "instance": view.instance.hex()})
+        name = engine_name(view)
+        yield LogLine(level, f"engine {name} {one.format(view)}", {"engine": name, "instance": view.instance.hex()})
 
 
 def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
@@ -123,13 +123,7 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
         what = f"weights {called(weights.hex(), now.labels.get(weights, ''))}"
         text = f"engine {engine_name(views[0])} holds {what}" if len(views) == 1 else f"{len(views)} engines hold {what}: {_names(views)}"
         yield LogLine(logging.INFO, text, {"weights": weights.hex(), "engines": len(views)})
-    for view in unknown[:MAX_LINES]:
-        yield LogLine(
-            logging.INFO, f"the weights of engine {engine_name(view)} are unknown: {view.weights_note}", {"engine": engine_name(view)}
-        )
-    if len(unknown) > MAX_LINES:
-        yield LogLine(logging.INFO, f"the weights of {len(unknown)} engines are unknown", {"engines": len(unknown)})
-    yield from _divergence(before, now)
+    yield from _each(unknown, logging.INFO, "holds unknown weights: {0.weights_note}", "engines hold unknown weights")
     for weights, label in now.labels.items():
         if before.leading and before.labels.get(weights) != label:
             yield LogLine(logging.INFO, f"weights {weights.hex()[:8]} are called {label}", {"weights": weights.hex(), "label": label})
@@ -137,27 +131,9 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
 
 def _tiers(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
     """Engines that cannot use their tiers, or not all of them. As a rule they cannot from their start to their end."""
-    told = {view.instance: view.tiers_note for view in before.engines if view.tiers_off}
-    new = [view for view in now.limited if told.get(view.instance) != view.tiers_note]
-    for view in new[:MAX_LINES]:
-        yield LogLine(
-            logging.WARNING,
-            f"engine {engine_name(view)} lacks tiers: {view.tiers_note}",
-            {"engine": engine_name(view), "reason": view.tiers_off},
-        )
-    if len(new) > MAX_LINES:
-        yield LogLine(logging.WARNING, f"{len(new)} engines lack tiers", {"engines": len(new)})
-
-
-def _divergence(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
-    """Engines differ while weights are pushed; for longer than that they have missed one."""
-    old, new = ([view for view in snapshot.diverged if (view.diverged_seconds or 0.0) > PUSH_SECONDS] for snapshot in (before, now))
-    if new and not old:
-        hold = "holds" if len(new) == 1 else "hold"
-        text = f"{counted(len(new), 'engine')} {hold} other weights than most for more than {PUSH_SECONDS:g} s: {_names(new)}"
-        yield LogLine(logging.WARNING, text, {"diverged": len(new)})
-    elif old and not now.diverged:
-        yield LogLine(logging.INFO, "the engines of each fingerprint hold the same weights again")
+    known = {view.instance: view.tiers_note for view in before.engines if view.tiers_off}
+    new = [view for view in now.limited if known.get(view.instance) != view.tiers_note]
+    yield from _each(new, logging.WARNING, "lacks tiers: {0.tiers_note}", "engines lack tiers")
 
 
 def _memory(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:

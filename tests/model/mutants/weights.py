@@ -136,7 +136,7 @@ def _with_holdings(kind: Callable[[], Holdings]) -> MakeHub:
 
 
 class _KnowsEverybody(Hub):
-    """A hub that has only begun to lead does not say that it may not know every engine."""
+    """A hub that became leader just now does not say that it may not know every engine."""
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         return [self._settled(action) for action in super().step(event, now)]

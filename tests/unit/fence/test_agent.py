@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from epochkv_fence.protocol.agent import (
+    NO_LEASE,
     Adopt,
     Adopted,
     AdoptFailed,
     Agent,
-    AgentState,
     Beat,
     Left,
     Poked,
@@ -66,8 +66,6 @@ def test_a_lease_counts_from_sending() -> None:
     agent.step(grant(0, 1), 110.0)
     agent.step(Adopted(1), 111.0)
     assert agent.view == (1, 130.0)
-    assert agent.state(129.9) is AgentState.SHARING
-    assert agent.state(130.0) is AgentState.UNASSIGNED
 
 
 def test_the_lease_moves_only_once_the_epoch_is_adopted() -> None:
@@ -84,10 +82,10 @@ def test_an_instance_that_has_left_has_no_lease_and_takes_nothing() -> None:
     agent.step(Poked(), 101.0)
     assert agent.step(grant(2, 2), 102.0) == [Adopt(2)]
     assert agent.step(Left(), 103.0) == [Send(Leave(INSTANCE))]
-    assert agent.state(103.0) is AgentState.UNASSIGNED
+    assert agent.view.lease_until == NO_LEASE
     for late in (Adopted(2), grant(1, 1), Settled(), Poked(), Tick(), Proposed(9), Left()):
         assert agent.step(late, 104.0) == []
-    assert agent.state(104.0) is AgentState.UNASSIGNED
+    assert agent.view.lease_until == NO_LEASE
     assert agent.deadline() == float("inf")
 
 
@@ -124,7 +122,7 @@ def test_grants_that_are_dropped(message: Received, now: float, reason: str) -> 
 def test_the_epoch_survives_lease_loss() -> None:
     agent = at_epoch(3)
     agent.step(Tick(), 500.0)  # heartbeat 2, long after the lease
-    assert agent.state(500.0) is AgentState.UNASSIGNED
+    assert agent.view == (3, 130.0)
     assert agent.step(grant(2, 2), 500.0) == []
     assert agent.step(grant(2, 3), 500.0) == []  # same epoch: nothing to adopt
     assert agent.view == (3, 530.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from hack.loopback import free_port
 from hack.waiting import eventually
 from tests.support.cli import inside
 from tests.support.fence import NEW, OLD, OTHER, FakeEngine, engine_with, push
-from tests.support.hub import CLI, Agents, HubProcess, epochkv, interruptible, using
+from tests.support.hub import CLI, Agents, HubProcess, HubWorld, epochkv, interruptible, using
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +143,17 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("reset", "--on-failure", "pray"), "use 'bypass' or 'crash'"),
         (("reset", "-o", "yaml"), "--output"),
         (("wait",), "EPOCH"),
+        (("wait", "x"), "EPOCH"),
+        (("wait", "9007199254740992"), "EPOCH"),
+        (("wait", "7", "--timeout", "-5"), "--timeout is -5.0"),
         (("update", "--version", "v"), "COMMAND"),
         (("update", "--", "true"), "--version"),
         (("update", "--version", "step-\udcff", "--", "touch", "/nowhere"), "no Unicode text"),
         (("status", "--config", "/nowhere"), "/nowhere"),
+        (("status", "--config", ""), "give the path of the pool's connection.json"),
         (("frobnicate",), "frobnicate"),
         (("hub", "--pool", "p", "--listen", "7700", "--state", "/nowhere/x"), "--listen is '7700'"),
         (("hub", "--pool", "bad name!", "--listen", "tcp://127.0.0.1:0", "--state", "/nowhere/x"), "--pool is 'bad name!'"),
-        (("hub", "--pool", "", "--listen", "tcp://*:0", "--state", "/nowhere/x"), "--pool is ''"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--reclaim", "RemoveAll"), "needs --store-admin"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--store-admin", "m:1"), "http://host:9003"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--advertise", "h"), "--advertise"),
@@ -165,12 +170,6 @@ def test_wrong_usage_is_status_2_and_named(
     assert named in errors
     assert "Traceback" not in errors
     assert not Path("/nowhere").exists()
-
-
-def test_without_a_configuration_it_says_what_to_give() -> None:
-    done = epochkv("status")
-    assert done.returncode == 2
-    assert "set EPOCHKV_CONFIG" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["hub", "reset", "status", "wait", "engines", "weights", "update", "keys rotate", "keys retire"])
@@ -241,3 +240,58 @@ def test_weights_shows_who_holds_what(hub: HubProcess, agents: Agents) -> None:
     assert json.loads(epochkv("weights", "--json", config=hub.folder).stdout)["equal"] is True
     status = epochkv("status", config=hub.folder).stdout
     assert "weights   77777777 3 engines" in status
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_a_command_that_may_not_be_executed_is_status_126_as_in_a_shell(
+    world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "push.sh").write_text("#!/bin/sh\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, status, why in (
+        (str(tmp_path / "push.sh"), 126, "may not be executed by this user"),
+        ("push.sh", 126, "may not be executed by this user"),
+        (str(tmp_path), 126, "is a directory"),
+        (str(tmp_path / "absent.sh"), 127, "is not a command"),
+        ("absent.sh", 127, "is not a command"),
+        ("state", 127, "is not a command"),  # a directory on PATH
+    ):
+        done = inside(capsys, "update", "--config", str(world.folder), "--version", "v", "--", name)
+        assert done == (status, "", f"epochkv: {name} {why}; nothing was asked of the pool\n")
+    assert world.snapshot().target == 0
+
+
+def test_a_key_of_another_pool_is_a_mistake_of_the_configuration(
+    world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(world.folder, tmp_path / "other")
+    path = folder / "connection.json"
+    content = json.loads(path.read_text())
+    right = content["pool"]["uid"]
+    content["pool"]["uid"] = "another-uid"
+    path.write_text(json.dumps(content))
+    for arguments in (("status",), ("update", "--version", "v", "--", "touch", str(tmp_path / "x"))):
+        status, out, errors = inside(capsys, arguments[0], "--config", str(folder), *arguments[1:])
+        assert (status, out) == (2, "")
+        assert errors.startswith(f"epochkv: the key speaks for the pool with uid {right}, and {path} names policy with uid another-uid")
+        assert errors.count("\n") == 1
+    assert not (tmp_path / "x").exists()
+    assert world.snapshot().target == 0
+
+
+def test_a_command_that_only_asks_says_that_it_was_interrupted(world: HubWorld, tmp_path: Path) -> None:
+    folder = shutil.copytree(world.folder, tmp_path / "other")
+    content = json.loads((folder / "connection.json").read_text())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        content["hub"]["endpoint"] = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        (folder / "connection.json").write_text(json.dumps(content))
+        command = [*CLI, "status", "--timeout", "60", "--config", str(folder)]
+        with interruptible():
+            child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        silent.settimeout(60)
+        silent.accept()[0].close()  # it asks, and nobody answers
+        child.send_signal(signal.SIGINT)
+        assert child.communicate(timeout=30) == ("", "epochkv: interrupted\n")
+        assert child.returncode == 130

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -12,14 +13,19 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from epochkv_fence.client import Pool
+from epochkv_fence.connection import ConfigurationError, Connection
+from epochkv_fence.net import generate_keypair
+from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.loopback import free_port
 from hack.waiting import eventually
-from tests.support.fence import NEW, OLD, engine_with, push
+from tests.support.fence import NEW, OLD, LoopThread, engine_with, push
 from tests.support.hub import Agents, HubProcess, epochkv, using
 
 # ------------------------------------------------------------------------------------------------------------------ hub
@@ -96,7 +102,7 @@ def test_a_log_worth_reading(tmp_path: Path) -> None:
             "epoch 1 published after ",
             "engine rollout-a holds weights 3f2a9c1e",
             "weights 3f2a9c1e are called step-1",
-            "the weights of engine rollout-a are unknown: asleep",
+            "engine rollout-a holds unknown weights: asleep",
             "not acknowledged, fenced by its lease: rollout-a",
             "engine rollout-a left",
         ):
@@ -240,15 +246,14 @@ def test_keys_are_rotated_under_a_running_hub(tmp_path: Path) -> None:
             agent, _ = agents.start("reads-its-keys-again")
             stays, _ = fixed.start("keeps-its-keys")
             eventually(lambda: using(agent, 0) and using(stays, 0))
-            assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
+            done = epochkv("keys", "rotate", "--state", str(hub.state))
+            assert done.stdout == f"new client key in {hub.folder}; the one before is accepted for 86400 s\n", done.stderr
             eventually(lambda: "a new client key is accepted" in hub.text(), "the hub notices")
             assert epochkv("status", config=hub.folder).returncode == 0
             assert epochkv("status", config=old).returncode == 0
             again = epochkv("keys", "rotate", "--state", str(hub.state))
             assert again.returncode == 5
             assert "the key before is still accepted" in again.stderr
-            time.sleep(5.0)  # longer than two leases and margins
-            assert "is not accepted any more" not in hub.text()
             stays.stop()
             assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
             eventually(lambda: epochkv("status", "--timeout", "5", config=old).returncode == 4, "the old key goes", 60)
@@ -269,3 +274,74 @@ def test_keys_of_a_directory_that_has_none(tmp_path: Path) -> None:
         assert done.returncode == 5
         assert "holds no keys; give the --state directory" in done.stderr
         assert epochkv("keys", command, "--state", str(tmp_path / "absent")).returncode == 5
+
+
+# ---------------------------------------------------------------------------------------------------------- words of the log
+
+
+def copy_with(folder: Path, target: Path, change: Callable[[Path], None]) -> Path:
+    shutil.copytree(folder, target)
+    change(target)
+    return target
+
+
+def foreign_key(folder: Path) -> None:
+    pair = generate_keypair()
+    (folder / "client.pub").write_text(pair.public)
+    (folder / "client.key").write_text(pair.secret)
+
+
+def foreign_hub(folder: Path) -> None:
+    (folder / "hub.pub").write_text(generate_keypair().public)
+
+
+def test_the_log_says_who_is_refused_once(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state") as hub:
+        stranger = copy_with(hub.folder, tmp_path / "stranger", foreign_key)
+        for _ in range(3):
+            assert epochkv("status", "--timeout", "3", config=stranger).returncode == 4
+        refused = [line for line in hub.text().splitlines() if "is refused" in line]
+        assert len(refused) == 1, hub.text()
+        assert "WARNING a client at 127.0.0.1 is refused: its key is of no pool of this hub, or was retired. Give it" in refused[0]
+        lost = copy_with(hub.folder, tmp_path / "lost", foreign_hub)
+        assert epochkv("status", "--timeout", "3", config=lost).returncode == 4
+        eventually(lambda: "a connection failed its CURVE handshake: a client with the hub.pub of another hub" in hub.text())
+        assert "is refused" not in "".join(hub.text().splitlines()[-1:])
+
+
+def test_the_log_says_that_keys_were_retired_and_who_is_refused_then(tmp_path: Path) -> None:
+    with HubProcess(tmp_path / "state", "--lease-seconds", "1") as hub:
+        old = copy_with(hub.folder, tmp_path / "old", lambda folder: None)
+        with Agents(old) as agents:
+            agent, _ = agents.start("keeps-its-key")
+            eventually(lambda: using(agent, 0))
+            assert epochkv("keys", "rotate", "--state", str(hub.state)).returncode == 0
+            eventually(lambda: "a new client key is accepted; the one before as well" in hub.text())
+            assert "is refused" not in hub.text()
+            assert epochkv("keys", "retire", "--state", str(hub.state)).returncode == 0
+            eventually(lambda: "the client key before is not accepted any more: `epochkv keys retire`" in hub.text())
+            eventually(lambda: "a client at 127.0.0.1 is refused" in hub.text(), "the engine dials again", 30)
+
+
+@pytest.mark.parametrize("name", ["", "Policy", "-policy", "a..b", "a.-b", "ns/policy", "policy\n", "a" * 254])
+def test_a_pool_has_a_name_that_kubernetes_would_take(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        StandaloneHub(HubOptions(name, "tcp://127.0.0.1:0", tmp_path / "state"))
+    assert str(caught.value).startswith(f"--pool is {name!r}; give a name as Kubernetes has them: at most 253 characters, ")
+    assert not (tmp_path / "state").exists()
+    assert HubOptions("a-b.c-d", "tcp://127.0.0.1:0", tmp_path).checked().pool == "a-b.c-d"
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists() or not Path("/proc/net/if_inet6").read_text(), reason="no IPv6 here")
+def test_ipv6_from_the_engine_to_the_metrics(tmp_path: Path) -> None:
+    with closing(LoopThread()) as loop:
+        hub = StandaloneHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state", metrics="[::1]:0"))
+        loop.run(hub.start())
+        with Agents(hub.connection_file.parent) as agents:
+            assert Connection.load(hub.connection_file, {}).hub.endpoint.startswith("tcp://[::1]:")
+            agent, _ = agents.start()
+            eventually(lambda: using(agent, 0))
+            assert epochkv("reset", config=hub.connection_file).returncode == 0
+            got = subprocess.run(["curl", "-sg", f"http://[::1]:{hub.metrics_port}/healthz"], capture_output=True, text=True, check=True)
+            assert got.stdout == "ok\n"
+            loop.run(hub.stop())

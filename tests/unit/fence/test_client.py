@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.client import Pool, PoolClosed, ResetTimeout
+from epochkv_fence.client import ArgumentError, Pool, PoolClosed, ResetTimeout
 from epochkv_fence.standalone.credentials import retire_previous, rotate_keys
 from hack.waiting import eventually
+from tests.support.cli import inside
 from tests.support.hub import HubWorld, hub_world, together, using
 
 
@@ -82,26 +83,6 @@ def test_an_engine_that_never_acknowledges_is_named_and_fenced_by_its_lease(tmp_
         assert time.monotonic() >= agents[0][0].view.lease_until or agents[0][0].view.epoch == 1
 
 
-def test_progress_is_told_with_names(tmp_path: Path) -> None:
-    with hub_world(tmp_path / "state", lease_seconds=30.0) as world:
-        ((_, engine),) = world.serving(1)
-        engine.is_busy = True
-        told = []
-        pool = world.connect()
-        pool.reset(timeout_s=4.0, progress=told.append)
-        assert [standing.recorded for standing in told][-1]
-        assert told[-1].names == ("engine-0",)
-        assert not told[-1].published
-
-
-def test_waiting_for_what_nobody_asked_for_ends(world: HubWorld) -> None:
-    pool = world.connect()
-    with pytest.raises(
-        ResetTimeout, match=r"epoch 5 is not published after 0\.3 s: nobody has asked for it \(the target is 0\)\. Waiting asks"
-    ):
-        pool.wait(5, timeout_s=0.3)
-
-
 def test_status_shows_the_engines_by_name(world: HubWorld) -> None:
     agents = world.serving(2)
     agents[1][1].num_old_epoch = 2
@@ -130,25 +111,7 @@ def test_an_engine_that_was_reset_alone_is_shown_at_once_and_until_the_next_epoc
     eventually(lambda: [engine.state for engine in pool.engines()] == ["sharing", "sharing"])
 
 
-def test_an_engine_that_fails_to_tell_goes_on(world: HubWorld) -> None:
-    ((agent, engine),) = world.serving(1)
-    engine.adopted.clear()
-    engine.reset_at = 0  # `private()` raises now
-    agent.poke()
-    eventually(lambda: agent.counters["hook_errors"] > 0)
-    assert [found.state for found in world.connect().engines()] == ["sharing"]
-
-
 # ---------------------------------------------------------------------------------------------------------- many at once
-
-
-def test_named_epochs_of_many_threads_converge_to_the_maximum(world: HubWorld) -> None:
-    world.serving(2)
-    pool, other = world.connect(), world.connect()
-    resets = together([lambda epoch=epoch: (pool, other)[epoch % 2].reset(epoch=epoch) for epoch in range(1, 17)])
-    assert all(reset.published for reset in resets)
-    snapshot = world.snapshot()
-    assert (snapshot.target, snapshot.published) == (16, 16)
 
 
 def test_resets_of_many_threads_are_all_newer_than_their_calls(world: HubWorld) -> None:
@@ -261,26 +224,6 @@ def test_it_cannot_be_pickled(world: HubWorld) -> None:
         pickle.dumps(world.connect())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "match"),
-    [
-        ({"epoch": -1}, ValueError, "epoch is -1"),
-        ({"epoch": 2**53}, ValueError, "it must be from 0 to"),
-        ({"epoch": True}, TypeError, "give an integer"),
-        ({"epoch": "7"}, TypeError, "give an integer"),
-        ({"timeout_s": 0}, ValueError, "timeout_s is 0"),
-        ({"timeout_s": float("nan")}, ValueError, "timeout_s is nan"),
-        ({"timeout_s": None}, ValueError, "timeout_s is None"),
-        ({"on_failure": "fallback"}, ValueError, "use 'bypass' or 'crash'"),
-    ],
-)
-def test_arguments_that_cannot_be_meant(world: HubWorld, arguments: dict[str, object], kind: type[Exception], match: str) -> None:
-    pool = world.connect()
-    with pytest.raises(kind, match=match):
-        pool.reset(**arguments)  # type: ignore[arg-type]
-    assert world.snapshot().target == 0
-
-
 def test_a_new_key_is_taken_without_a_restart(world: HubWorld) -> None:
     (agent, _), *_rest = world.serving(1)
     pool = world.connect()
@@ -297,3 +240,19 @@ def test_a_new_key_is_taken_without_a_restart(world: HubWorld) -> None:
     reset = pool.reset(timeout_s=60)
     assert reset.published
     eventually(lambda: using(agent, reset.epoch) and agent.view.lease_until > lease, "the engine took the new key")
+
+
+def test_an_epoch_that_can_only_be_a_slip_is_refused_unless_forced(world: HubWorld, capsys: pytest.CaptureFixture[str]) -> None:
+    pool = world.connect()
+    assert pool.reset(epoch=1_000_000).published
+    with pytest.raises(ArgumentError, match=r"epoch is 2000001, and the pool's target is 1000000; a target never goes down again"):
+        pool.reset(epoch=2_000_001)
+    config = ("--config", str(world.folder))
+    code, _, errors = inside(capsys, "reset", *config, "--epoch", "999999999999")
+    assert (code, errors.startswith("epochkv: --epoch is 999999999999, and the pool's target is 1000000")) == (2, True)
+    assert "force" in errors
+    assert world.snapshot().target == 1_000_000
+    assert pool.reset(epoch=2_000_000).epoch == 2_000_000
+    assert pool.reset(epoch=5).noop  # below the target, however far
+    assert inside(capsys, "reset", *config, "--epoch", "4000000", "--force")[0] == 0
+    assert pool.reset(epoch=9_000_000, force=True).epoch == 9_000_000

@@ -34,11 +34,11 @@ from tests.support.fence import NEW, OTHER, FenceWorld
 from tests.support.hub import Switch
 
 Question = Status | Bump | Label
-Say = Callable[[list[bytes]], object]
+Report = Callable[[list[bytes]], object]
 
 
 @contextmanager
-def false_hub(answer: Callable[[Question, Say], None]) -> Iterator[Connection]:
+def false_hub(answer: Callable[[Question, Report], None]) -> Iterator[Connection]:
     """A ROUTER with CURVE that any key may reach; `answer` gets each question and a way to send frames back."""
     hub, client = generate_keypair(), generate_keypair()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -73,7 +73,7 @@ def false_hub(answer: Callable[[Question, Say], None]) -> Iterator[Connection]:
         context.destroy(linger=0)
 
 
-def honest(message: Question, say: Say) -> None:
+def honest(message: Question, say: Report) -> None:
     """What a hub says that publishes at once, of a pool with one engine."""
     match message:
         case Status(request, after=after):
@@ -111,7 +111,7 @@ GARBAGE: list[list[bytes]] = [
 
 
 def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() -> None:
-    def answer(message: Question, say: Say) -> None:
+    def answer(message: Question, say: Report) -> None:
         for frames in GARBAGE:
             say(frames)
         request = message.request  # of the wrong kind, about another epoch, page, weights or label, and no hub's answer at all
@@ -140,7 +140,7 @@ def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() 
 
 
 def test_a_hub_that_answers_garbage_only_is_no_hub() -> None:
-    def answer(message: Question, say: Say) -> None:
+    def answer(message: Question, say: Report) -> None:
         for frames in GARBAGE:
             say(frames)
 
@@ -152,7 +152,7 @@ def test_a_hub_that_answers_garbage_only_is_no_hub() -> None:
 def test_a_hub_that_falls_silent_after_the_first_answer() -> None:
     asked: list[Bump] = []
 
-    def answer(message: Question, say: Say) -> None:
+    def answer(message: Question, say: Report) -> None:
         if isinstance(message, Bump):
             asked.append(message)
         else:
@@ -168,7 +168,7 @@ def test_a_hub_that_falls_silent_after_the_first_answer() -> None:
 def test_a_label_that_nobody_notes() -> None:
     asked: list[Label] = []
 
-    def answer(message: Question, say: Say) -> None:
+    def answer(message: Question, say: Report) -> None:
         if isinstance(message, Label):
             asked.append(message)
             for answer in (Labelled(message.request, OTHER, "step-1"), Labelled(message.request, NEW, "step-2")):
@@ -187,13 +187,13 @@ def test_a_label_that_nobody_notes() -> None:
 
 
 def test_a_hub_that_never_settles_proves_nothing() -> None:
-    def answer(message: Question, say: Say) -> None:
+    def answer(message: Question, say: Report) -> None:
         if isinstance(message, Status):
             engines = [EngineStatus(b"e" * 16, 0, engine="a", weights=NEW)]
             say(encode(Status(message.request, total=1, engines=engines, lease_seconds=30.0, settling_seconds=20.0)))
 
     with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
-        with pytest.raises(WeightsDiverged, match=r"the hub has only begun to lead, and may not know every engine for another 20 s$"):
+        with pytest.raises(WeightsDiverged, match=r"the hub became leader just now; the list of engines is complete in 20 s$"):
             pool.wait_weights(timeout_s=0.5)
 
 

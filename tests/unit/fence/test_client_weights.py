@@ -5,7 +5,6 @@ from __future__ import annotations
 from epochkv_fence.client import Engine, UnknownWeights, WeightsReport, WeightsStanding
 from epochkv_fence.client.results import outliers, report
 from epochkv_fence.net import EngineIdentity
-from epochkv_fence.protocol.messages import MAX_LABELS
 from hack.waiting import eventually
 from tests.support.fence import NEW, OLD, OTHER, Running, engine_with, push
 from tests.support.hub import HubWorld
@@ -48,13 +47,6 @@ def test_engines_that_take_them_one_after_the_other(world: HubWorld) -> None:
     assert ("engine-2",) in [standing.waits_for for standing in told]
 
 
-def test_a_wait_without_a_label_and_without_a_push(world: HubWorld) -> None:
-    pool = world.connect()
-    holding(world)
-    assert groups(pool.wait_weights()) == [(OLD.hex(), "", EVERYBODY)]
-    assert pool.status().labels == {}
-
-
 def test_the_engine_that_a_push_missed_gets_it_from_a_second_one(world: HubWorld) -> None:
     """The weights that most engines hold already are new, then."""
     engines, pool = holding(world), world.connect()
@@ -79,41 +71,6 @@ def test_what_a_push_that_has_returned_left_on_its_way_is_waited_for(world: HubW
     assert groups(report) == [(NEW.hex(), "step-1", EVERYBODY)]
 
 
-def test_weights_of_before_come_back_under_their_name(world: HubWorld) -> None:
-    """Roll-back: they are new to the engines, and the label of before is still theirs."""
-    engines, pool = holding(world), world.connect()
-    for weights, label in ((NEW, "step-1"), (OTHER, "step-2")):
-        with pool.weight_update(label, timeout_s=20):
-            push(engines, weights)
-    assert [group.label for group in pool.weights().groups] == ["step-2"]
-    assert pool.status().labels == {NEW.hex(): "step-1", OTHER.hex(): "step-2"}, "of weights that nobody holds any more, too"
-    with pool.weight_update(timeout_s=20) as update:
-        push(engines, NEW)
-    assert groups(update.report) == [(NEW.hex(), "step-1", EVERYBODY)]
-    with pool.weight_update("best so far", timeout_s=20) as update:
-        push(engines, OTHER)
-    assert pool.status().labels == {NEW.hex(): "step-1", OTHER.hex(): "best so far"}, "of two names the newest counts"
-
-
-def test_the_newest_labels_are_kept(world: HubWorld) -> None:
-    engines, pool = holding(world, num_engines=1), world.connect()
-    for step in range(MAX_LABELS + 2):
-        push(engines, bytes([step]) * 16)
-        eventually(lambda step=step: pool.weights().ids == {bytes([step]).hex() * 16})  # type: ignore[misc]
-        pool.wait_weights(label=f"step-{step}", timeout_s=20)
-    assert list(pool.status().labels.values()) == [f"step-{step}" for step in range(2, MAX_LABELS + 2)]
-
-
-def test_two_updates_at_once_disturb_nobody(world: HubWorld) -> None:
-    engines, one, other = holding(world), world.connect(), world.connect()
-    with one.weight_update("first", timeout_s=20) as first, other.weight_update("second", timeout_s=20) as second:
-        push(engines, NEW)
-    for update in (first, second):
-        assert update.report is not None
-        assert update.report.ids == {NEW.hex()}
-    assert one.status().labels == {NEW.hex(): "first"}, "its block ended last"
-
-
 # ------------------------------------------------------------------------------------------------------------ it did not
 
 
@@ -130,24 +87,6 @@ def test_an_engine_that_missed_the_push_is_named(world: HubWorld) -> None:
     with pool.weight_update("step-1 again", timeout_s=20) as update:  # for those that have it already this push changes nothing
         push(engines, NEW)
     assert groups(update.report) == [(NEW.hex(), "step-1 again", EVERYBODY)]
-
-
-def test_a_push_that_reached_one_alone_names_all_others(world: HubWorld) -> None:
-    """Most engines hold the same: the old weights."""
-    engines, pool = holding(world), world.connect()
-    assert missed(pool, lambda: push(engines[1:2], NEW)).engines == ("engine-0", "engine-2")
-
-
-def test_half_a_push_is_not_the_push(world: HubWorld) -> None:
-    engines, pool = holding(world), world.connect()
-
-    def breaks_off() -> None:
-        push(engines, NEW)
-        push(engines[:1], OTHER)
-
-    error = missed(pool, breaks_off)
-    assert (error.engines, error.report.equal) == (("engine-0",), False)
-    assert "hold the same weights after" in str(diverged(lambda: pool.wait_weights(timeout_s=0.5)))
 
 
 def test_a_push_that_changes_nothing_is_told_so(world: HubWorld) -> None:
@@ -173,18 +112,6 @@ def test_an_engine_of_unknown_weights_is_named_with_its_note(world: HubWorld) ->
     push(engines, "asleep")
     eventually(lambda: len(pool.weights().unknown) == 3)
     assert diverged(lambda: pool.wait_weights(timeout_s=0.5)).engines == EVERYBODY
-
-
-def test_one_that_slept_before_the_push_and_wakes_with_old_weights(world: HubWorld) -> None:
-    engines, pool = holding(world), world.connect()
-    push(engines[2:], "asleep")
-    eventually(lambda: pool.weights().unknown != ())
-
-    def wakes() -> None:
-        push(engines[:2], NEW)
-        push(engines[2:], OLD)
-
-    assert missed(pool, wakes).engines == ("engine-2",)
 
 
 def test_a_pool_without_engines_proves_nothing(world: HubWorld) -> None:

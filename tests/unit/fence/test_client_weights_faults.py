@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,17 +36,6 @@ def test_an_engine_that_joins_while_it_is_waited_for_counts(world: HubWorld) -> 
 
     report = pool.wait_weights(timeout_s=30, other_than=[OLD.hex()], progress=join)
     assert groups(report) == [(NEW.hex(), "", (*EVERYBODY, "late"))]
-
-
-def test_an_engine_that_starts_again_with_base_weights_is_named(world: HubWorld) -> None:
-    engines, pool = holding(world), world.connect()
-
-    def restarts() -> None:
-        push(engines, NEW)
-        engines[0][0].stop()
-        world.agents.start("engine-0", engine=engine_with(OLD))
-
-    assert missed(pool, restarts, timeout_s=2.0).engines == ("engine-0",)
 
 
 def test_one_that_leaves_is_not_waited_for(world: HubWorld) -> None:
@@ -99,7 +86,7 @@ def test_a_hub_that_begins_to_lead_says_that_it_may_not_know_everybody(tmp_path:
         pool = world.connect()
         eventually(lambda: pool.weights().ids == {OLD.hex()} and len(pool.engines()) == 3, "all are back")
         error = diverged(lambda: pool.wait_weights(timeout_s=0.5))
-        assert re.search(r"the hub has only begun to lead, and may not know every engine for another 3\d s$", str(error))
+        assert re.search(r"the hub became leader just now; the list of engines is complete in 3\d s$", str(error))
         assert error.engines == ()
 
 
@@ -124,15 +111,6 @@ def test_one_that_a_new_hub_has_not_heard_is_no_proof(world: HubWorld) -> None:
         assert error.engines == ("cut off",)
     finally:
         switch.close()
-
-
-def test_labels_survive_the_hub(world: HubWorld) -> None:
-    engines, pool = holding(world), world.connect()
-    with pool.weight_update("step-1", timeout_s=20):
-        push(engines, NEW)
-    world.stop_hub()
-    world.start_hub()
-    assert pool.status(timeout_s=30).labels == {NEW.hex(): "step-1"}
 
 
 def test_a_hub_that_is_killed_in_the_middle_costs_time_alone(tmp_path: Path) -> None:
@@ -289,14 +267,3 @@ def test_asyncio_a_pool_that_is_closed_ends_what_waits(world: HubWorld) -> None:
                 await pool.close()
 
     asyncio.run(body())
-
-
-def test_the_environment_alone_connects(world: HubWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    content: dict[str, Any] = json.loads((world.folder / "connection.json").read_text())
-    del content["hub"]["credentials_dir"]
-    monkeypatch.setenv("EPOCHKV_CONFIG", json.dumps(content))
-    for name, file in (("HUB_PUBLIC", "hub.pub"), ("CLIENT_PUBLIC", "client.pub"), ("CLIENT_SECRET", "client.key")):
-        monkeypatch.setenv(f"EPOCHKV_{name}_KEY", (world.folder / file).read_text())
-    with Pool.connect() as pool:
-        assert pool.reset().published
-    assert os.environ["EPOCHKV_CONFIG"].startswith("{")

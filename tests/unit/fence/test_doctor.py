@@ -202,7 +202,6 @@ OTHER = "b" * 32
         (pool(engine("late", **BEHIND), target=5), "epoch", Level.WARNING, "epoch 5 is asked for and 4 is published: it waits for late"),
         (pool(engine(), target=5), "epoch", Level.WARNING, "waits for leases that are out"),
         (pool(engine("late", **BEHIND)), "engines", Level.WRONG, "late is at epoch 3, and 4 is published"),
-        (pool(engine("new", **BEHIND, age_seconds=2.0)), "engines", Level.WARNING, "if that lasts, it stalls"),
         (pool(), "engines", Level.WARNING, "no engine is connected"),
         (pool(settling_seconds=9.0), "engines", Level.WARNING, "the list of engines is complete in 9 s"),
         (pool(engine(state="unknown", weights="", weights_note="it sleeps")), "engines", Level.WARNING, "e0 shares nothing: it sleeps"),
@@ -262,8 +261,6 @@ def test_the_exit_status_prefers_what_is_wrong() -> None:
         ({"EPOCHKV_ATTACH": "1"}, ["epochkv"], "", ""),
         ({"EPOCHKV_ATTACH": "1"}, ["other"], "the connector is not installed here", "pip install"),
         ({"EPOCHKV_ATTACH": "yes"}, ["epochkv"], "EPOCHKV_ATTACH is 'yes'; it must be 1", "export EPOCHKV_ATTACH=1"),
-        ({"EPOCHKV_FENCE": "yes"}, ["epochkv"], "EPOCHKV_FENCE is 'yes'; it must be 1", "export EPOCHKV_FENCE=1"),
-        ({"EPOCHKV_ATTACH": "1", "VLLM_PLUGINS": "a,epochkv"}, ["epochkv"], "", ""),
         (
             {"EPOCHKV_ATTACH": "1", "VLLM_PLUGINS": "a,b"},
             ["epochkv"],
@@ -272,11 +269,8 @@ def test_the_exit_status_prefers_what_is_wrong() -> None:
         ),
         ({"VLLM_PLUGINS": ""}, ["epochkv"], "engines share nothing", "export VLLM_PLUGINS=epochkv"),
         ({"EPOCHKV_LOCAL_CAPACITY": "abc"}, ["epochkv"], "EPOCHKV_LOCAL_CAPACITY is 'abc'; it must be a size", "=64Gi"),
-        ({"EPOCHKV_LOCAL_CAPACITY": "64Gi"}, ["epochkv"], "", ""),
-        ({"VERL_USE_EXTERNAL_PLUGINS": "auto"}, [], "", ""),
         ({"VERL_USE_EXTERNAL_PLUGINS": "x, EpochKV"}, [], "", ""),
         ({"VERL_USE_EXTERNAL_PLUGINS": "x"}, [], "refuses the block kv_store", "export VERL_USE_EXTERNAL_PLUGINS=x,epochkv"),
-        ({"VERL_USE_EXTERNAL_PLUGINS": "none"}, [], "verl does not load epochkv", "=epochkv"),
     ],
 )
 def test_plugins_that_the_environment_leaves_out(environ: dict[str, str], there: list[str], said: str, fix: str) -> None:

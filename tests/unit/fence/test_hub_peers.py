@@ -6,7 +6,7 @@ import pytest
 
 from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.instances import MAX_INSTANCES
-from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Leave, Propose, Reclaim, Reclaimed, Refusal, Status
+from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Leave, Propose, Refusal
 from tests.unit.fence.helpers import HOLD, Driver, instance, led
 
 # ----------------------------------------------------------------------------------------------------- nudges, dead instances
@@ -54,13 +54,6 @@ def test_a_heartbeat_that_comes_after_its_instance_has_left_brings_nobody_back()
     hub.hear(Leave(instance(1)), b"peer1")
     hub.beat(1)
     assert hub.round() == []
-    assert hub.hub.state.instances.known == {}
-
-
-def test_an_instance_leaves_that_nobody_knows() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
-    hub.hear(Leave(instance(1)), b"peer1")
     assert hub.hub.state.instances.known == {}
 
 
@@ -135,20 +128,6 @@ def test_a_trainer_bumps_repeats_itself_and_hears_of_the_publication() -> None:
     assert (answers[-1].engines, answers[-1].laggards, answers[-1].old_epoch_requests) == (2, 0, 2)
 
 
-def test_status_lists_live_instances_in_pages() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
-    for number in range(100):
-        hub.beat(number, pod=f"pod-{number:03}", engine="e")
-    hub.hear(Status(request=1))
-    hub.round()
-    (first,) = hub.of(Status)
-    hub.hear(Status(request=2, after=first.engines[-1].instance))
-    _, second = hub.of(Status)
-    assert (first.request, first.total, second.total) == (1, 100, 100)
-    assert [engine.pod for engine in first.engines + second.engines] == [f"pod-{n:03}" for n in range(100)]
-
-
 def test_a_message_that_is_not_for_a_hub_is_answered() -> None:
     hub = led()
     hub.step(ev.Heard(b"p", BumpStatus(1, 1, 1, 1)))
@@ -175,34 +154,3 @@ def test_the_snapshot_names_laggards_and_carried_requests() -> None:
     snapshot = hub.hub.snapshot(hub.now)
     assert snapshot.converged
     assert snapshot.reset_seconds == pytest.approx(2.0)
-
-
-# --------------------------------------------------------------------------------------------------------------- reclaim
-
-
-def test_one_engine_at_a_time_is_asked_to_reclaim_until_nothing_is_left() -> None:
-    hub = led()
-    hub.ask(1)
-    hub.beat(1, epoch=1)
-    hub.beat(2, epoch=1)
-    hub.round()
-    hub.step(ev.Tick())
-    (first,) = hub.of(Reclaim)
-    assert first.below == 1
-    hub.step(ev.Heard(b"p", Reclaimed(first.instance, 1, removed=12, number=first.number)))
-    assert hub.hub.snapshot(hub.now).reclaimed == 0
-    hub.now += 10.0
-    hub.step(ev.Tick())
-    second = hub.of(Reclaim)[-1]
-    assert second.instance != first.instance
-    hub.step(ev.Heard(b"p", Reclaimed(second.instance, 1, removed=0, number=second.number)))
-    assert hub.hub.snapshot(hub.now).reclaimed == 1
-    hub.now += 100.0
-    hub.step(ev.Tick())
-    assert len(hub.of(Reclaim)) == 2
-
-
-def test_a_lie_about_reclaiming_a_future_epoch_is_ignored() -> None:
-    hub = led(epoch=1)
-    hub.step(ev.Heard(b"p", Reclaimed(instance(1), 9, removed=0)))
-    assert hub.hub.snapshot(hub.now).reclaimed == 0

@@ -47,7 +47,7 @@ def test_a_rotation_keeps_the_key_before_and_everything_else(tmp_path: Path) -> 
     folder_fits(tmp_path, second)
     with pytest.raises(
         StateError,
-        match="the key before is still accepted for 100 s, even if an engine still uses it; rotate again afterwards, or drop it now",
+        match="the key before is still accepted for 100 s; rotate again afterwards, or drop it now",
     ):
         rotate_keys(tmp_path, 100.0)
     assert retire_previous(tmp_path).accepted == (second.client.public,)
@@ -69,7 +69,7 @@ def test_of_many_rotations_at_once_one_is_done(tmp_path: Path) -> None:
     assert done == [read_keys(tmp_path)]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"version": 1}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"version": 1}'])
 def test_what_is_no_keys_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "keys.json").write_bytes(content)
     for call in (lambda: ensure_keys(tmp_path, "u"), lambda: rotate_keys(tmp_path, 1.0), lambda: retire_previous(tmp_path)):
@@ -82,9 +82,8 @@ def test_what_is_no_keys_is_named(tmp_path: Path, content: bytes) -> None:
     [
         {"version": 2},
         {"root_secret": "00"},
-        {"root_secret": "no hex"},
         {"client": {"public": "x", "secret": "y"}},
-        {"previous": {"public": "x", "rotated_at": 0, "retire_at": 0}},
+        {"previous": {"public": "x", "retire_at": 0}},
     ],
 )
 def test_keys_that_are_changed_by_hand_are_named(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -158,7 +157,7 @@ def test_a_running_hub_repairs_what_a_killed_rotation_left_before_it_retires_a_k
         done = subprocess.run([sys.executable, "-c", KILLED_ROTATION, str(state), "0"], check=False)
         assert done.returncode == 9
         eventually(lambda: len(hub.accepted_keys) == 2, "the hub takes the new key all the same")
-        time.sleep(3.0)  # three looks
+        time.sleep(3.0)  # three checks
         assert old in hub.accepted_keys  # its grace is over, and the folder has no other
         assert (world.folder / "client.pub").read_text().strip() == old
         obstacle.rmdir()
@@ -172,7 +171,7 @@ def test_a_running_hub_repairs_what_a_killed_rotation_left_before_it_retires_a_k
 
 
 def test_a_key_that_was_not_judged_is_not_retired(tmp_path: Path) -> None:
-    """Somebody rotates again between the hub's look and what it does about it."""
+    """Somebody rotates again between the hub's check and what it does about it."""
     first = ensure_keys(tmp_path, "uid-1")
     second = rotate_keys(tmp_path, 0.0)
     third = rotate_keys(tmp_path, 1000.0)
@@ -180,33 +179,6 @@ def test_a_key_that_was_not_judged_is_not_retired(tmp_path: Path) -> None:
     assert kept == third == read_keys(tmp_path)
     assert kept.accepted == (third.client.public, second.client.public)
     assert retire_previous(tmp_path, second.client.public).accepted == (third.client.public,)
-
-
-def test_a_trainers_key_stays_although_no_engine_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with hub_world(tmp_path / "state", lease_seconds=0.5) as world:
-        ((agent, engine),) = world.serving(1)
-        hub, state = world.hub, world.options.state
-        assert hub is not None
-        content = json.loads((world.folder / "connection.json").read_text())
-        del content["hub"]["credentials_dir"]
-        files = {"HUB_PUBLIC": "hub.pub", "CLIENT_PUBLIC": "client.pub", "CLIENT_SECRET": "client.key"}
-        variables = {f"EPOCHKV_{name}_KEY": (world.folder / file).read_text() for name, file in files.items()}
-        with Pool.connect(Connection.load(content, variables), 20) as trainer:
-            with trainer.weight_update("v1", timeout_s=60) as update:
-                previous = rotate_keys(state, 86_400.0).previous
-                assert previous is not None
-                eventually(lambda: len(hub.accepted_keys) == 2)
-                eventually(lambda: all(view.key_index == 0 for view in world.snapshot().engines), "engines use the new key", 60)
-                assert hub._keys is not None
-                enough = previous.rotated_at + 2 * hub._keys.config.fence_timeout_seconds + 3.0
-                eventually(lambda: time.time() > enough, "what engines need is over", 60)
-                assert previous.public in hub.accepted_keys
-                engine.holds = b"w" * 16
-                agent.poke()
-            assert update.report is not None
-            assert [group.label for group in update.report.groups] == ["v1"]
-        monkeypatch.setattr("epochkv_fence.standalone.credentials.KEEP_SECONDS", 1.0)
-        eventually(lambda: len(hub.accepted_keys) == 1, "no engine uses it, and trainers have had their time")
 
 
 HOLDER = """
@@ -231,16 +203,9 @@ def test_keys_that_somebody_holds_are_not_waited_for_for_ever(tmp_path: Path) ->
     assert ensure_keys(tmp_path, "uid-1") == keys
 
 
-@pytest.mark.parametrize("content", [b'{"local": {', b"[1]", b"\xff\xfe", b"[" * 100_000])
-def test_a_connection_file_that_is_none_is_kept_aside(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_connection_file_that_is_none_is_named(tmp_path: Path) -> None:
     keys = ensure_keys(tmp_path, "uid-1")
-    for number in range(2):
-        path = write_client(tmp_path, keys, "policy", "tcp://h:1")
-        assert not caplog.records
-        path.write_bytes(content + b"\n" * number)
+    path = write_client(tmp_path, keys, "policy", "tcp://h:1")
+    path.write_bytes(b"[1]")
+    with pytest.raises(StateError, match=r"connection\.json is not a JSON object; correct it, or remove it"):
         write_client(tmp_path, keys, "policy", "tcp://h:1")
-        folder_fits(tmp_path, keys)
-        aside = path.with_name("connection.json.bad" + (".1" if number else ""))
-        assert aside.read_bytes() == content + b"\n" * number
-        assert str(aside) in caplog.text
-        caplog.clear()

@@ -33,7 +33,6 @@ from epochkv_fence.protocol.messages import (
     decode,
     encode,
 )
-from epochkv_fence.protocol.pool import PoolConfig
 
 INSTANCE = bytes(range(16))
 WEIGHTS = bytes(range(16, 32))
@@ -165,20 +164,6 @@ def test_refused(frames: list[bytes], code: Refusal, named: str) -> None:
 def test_what_the_other_side_would_refuse_is_not_sent() -> None:
     with pytest.raises(WireError, match="Heartbeat has"):
         encode(Heartbeat(INSTANCE, 0, stats={f"{'x' * 240}{n:03}": 0.0 for n in range(300)}))
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"uid": ""}, "uid is empty"),
-        ({"lease_seconds": 0.0}, "lease_seconds is 0.0"),
-        ({"weights_grace_seconds": -1.0}, "weights_grace_seconds is -1.0"),
-        ({"reclaim": "Wipe"}, "use one of Delete, RemoveAll, Retain"),
-    ],
-)
-def test_a_pool_configuration_that_cannot_be(change: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        PoolConfig(**{"uid": "u", "name": "ns/p", "client_public_keys": (), **change})  # type: ignore[arg-type]
 
 
 def test_keys_are_read_from_files_and_never_shown(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from epochkv_fence.mooncake_admin import MooncakeAdmin, Removed, StoreAdminError, _Call, check_admin_url
+from epochkv_fence.mooncake_admin import MooncakeAdmin, Removed, StoreAdminError, _Master, check_admin_url
 from hack.waiting import eventually
 
 Handler = Callable[[socket.socket, str], None]
@@ -78,22 +78,12 @@ def test_keys_and_bytes_are_told_and_what_is_read_stays() -> None:
     assert [line for line in asked if "remove_all" in line] == ["POST /api/v1/remove_all?force=false HTTP/1.1"]
 
 
-def test_a_store_that_grew_meanwhile_gave_nothing_back() -> None:
-    handle, _ = working(before=10, after=50)
-    with server(handle) as url:
-        assert remove_all(url) == Removed(3, 0)
-
-
 def test_without_a_metric_the_bytes_are_unknown() -> None:
     with server(lambda sock, line: answer(sock, OK % 2 if "remove_all" in line else b"nothing")) as url:
         assert remove_all(url) == Removed(2, None)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"[]", b"null", b"ok", b'{"success":false,"removed_count":1}', b'{"success":true}', b'{"success":true,"removed_count":true}',
-     b'{"success":true,"removed_count":-1}', b'{"success":true,"removed_count":"1"}', b"[" * 100_000, b"\xff\xfe"],
-)  # fmt: skip
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"success":false,"removed_count":1}', b'{"success":true,"removed_count":-1}', b"\xff\xfe"])
 def test_an_answer_that_is_none_is_an_error(body: bytes) -> None:
     with (
         server(lambda sock, line: answer(sock, body)) as url,
@@ -102,16 +92,12 @@ def test_an_answer_that_is_none_is_an_error(body: bytes) -> None:
         remove_all(url)
 
 
-def test_a_refusal_names_status_and_text() -> None:
-    with server(lambda sock, line: answer(sock, b"service plane is not active", "503 Service Unavailable")) as url:
-        with pytest.raises(StoreAdminError, match="HTTP 503: service plane is not active"):
-            remove_all(url)
-
-
 def test_a_standby_is_passed_over() -> None:
     handle, _ = working()
     with server(lambda sock, line: answer(sock, b"service plane is not active", "503 X")) as standby, server(handle) as leader:
         assert remove_all(standby, leader) == Removed(3, 4000)
+        with pytest.raises(StoreAdminError, match="HTTP 503: service plane is not active"):
+            remove_all(standby)
 
 
 @pytest.mark.parametrize("after", ["hangs up", "answers that it failed", "answers nonsense", "hangs"])
@@ -150,19 +136,12 @@ def test_a_master_that_cannot_be_reached_is_passed_over() -> None:
         assert remove_all(f"http://127.0.0.1:{port}", leader) == Removed(3, 4000)
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"garbage\r\n\r\n", b"HTTP/1.1 99999 X\r\n\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab"]
-)
-def test_what_is_not_http_is_an_error(garbage: bytes) -> None:
-    with server(lambda sock, line: sock.sendall(garbage)) as url, pytest.raises(StoreAdminError):
+def test_what_is_not_http_is_an_error() -> None:
+    with server(lambda sock, line: sock.sendall(b"garbage\r\n\r\n")) as url, pytest.raises(StoreAdminError):
         remove_all(url)
 
 
-def test_nobody_listening_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(StoreAdminError, match="refused"):
-        remove_all(f"http://127.0.0.1:{port}")
+def test_a_store_without_an_address_is_an_error() -> None:
     with pytest.raises(StoreAdminError, match="no admin address is known"):
         remove_all()
 
@@ -196,74 +175,9 @@ def test_a_master_that_hangs_or_drips_costs_the_deadline_and_leaves_no_thread() 
 
 def test_nothing_is_removed_after_the_deadline() -> None:
     handle, asked = working()
-    answered = threading.Event()
-    until = time.monotonic() + 2.2
-
-    def slow(sock: socket.socket, line: str) -> None:
-        while time.monotonic() < until:
-            time.sleep(0.01)
-        handle(sock, line)
-        answered.set()
-
-    with server(slow) as url:
-        with pytest.raises(StoreAdminError):
-            remove_all(url, seconds=2.0)
-        assert answered.wait(20)
-        eventually(lambda: threads() == 0, "the thread ends")
-        with pytest.raises(StoreAdminError, match="too late"):
-            _Call(url, until)._remove_all()  # as the thread of a process that slept would go on
-    assert [line for line in asked if "remove_all" in line] == []
-
-
-def test_a_slow_look_up_of_the_name_does_not_make_a_removal_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle, asked = working()
-    before = time.monotonic() + 3.0  # the store is asked twice before that, also on a busy machine
-    looked_up: list[float] = []
-    real = socket.getaddrinfo
-
-    def slow(host: str, *rest: object, **more: object) -> object:
-        found = real("127.0.0.1", *rest, **more)  # type: ignore[arg-type]
-        if asked:  # the look-up for the removal
-            time.sleep(max(0.0, before + 0.2 - time.monotonic()))
-        looked_up.append(time.monotonic())
-        return found
-
-    with server(handle) as url:
-        monkeypatch.setattr("epochkv_fence.mooncake_admin.socket.getaddrinfo", slow)
-        admin = MooncakeAdmin(lambda uid: [url.replace("127.0.0.1", "master.example")], before - time.monotonic())
-        started = time.monotonic()
-        with pytest.raises(StoreAdminError, match=r"no answer within [\d.]+ s") as told:
-            asyncio.run(admin.remove_all("u-1"))
-        assert "within 10 s" not in str(told.value)
-        assert time.monotonic() - started < 20
-        eventually(lambda: threads() == 0, "the thread ends")
-    assert [at >= before for at in looked_up] == [False, True]
-    assert len(asked) == 1
-    assert "/metrics" in asked[0]
-
-
-def test_a_call_that_is_given_up_while_its_connection_is_made_ends() -> None:
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
-        address = listener.getsockname()
-        fillers = []
-        try:
-            for _ in range(8):  # nobody accepts: with the queue full the kernel drops what arrives
-                filler = socket.socket()
-                filler.setblocking(False)
-                filler.connect_ex(address)
-                fillers.append(filler)
-            call = _Call(f"http://127.0.0.1:{address[1]}", time.monotonic() + 3600.0)
-            future = call.start()
-            eventually(lambda: call._sock is not None, "it dials")
-            with pytest.raises(TimeoutError):
-                future.result(0.5)
-            call.abort()
-            assert isinstance(future.exception(20), StoreAdminError)
-            assert not call.may_land
-            eventually(lambda: threads() == 0, "the thread ends")
-        finally:
-            for filler in fillers:
-                filler.close()
+    with server(handle) as url, pytest.raises(StoreAdminError, match="too late"):
+        _Master(url, time.monotonic()).remove_all()  # as the thread of a process that slept would go on
+    assert asked == []
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.net import AgentThread, ClientKeys, HubServer, UnknownPool, generate_keypair
-from epochkv_fence.protocol.authority import PoolRecord, Term
-from epochkv_fence.protocol.messages import Source
+from epochkv_fence.net import AgentThread, HubServer, UnknownPool
+from epochkv_fence.protocol.authority import Term
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
 
@@ -59,23 +57,6 @@ def test_an_epoch_is_asked_for_and_published_by_agreement(world: FenceWorld) -> 
     assert snapshot.published_at is not None
     assert abs(snapshot.published_at - time.time()) < 60
     eventually(lambda: POOL in world.changes)
-
-
-def test_older_keys_are_removed_after_publication(world: FenceWorld) -> None:
-    hub, agents = serving(world, 1)
-    engine = agents[0][1]
-    world.request(hub, 1)
-    eventually(lambda: world.thread.call(lambda: hub.snapshot(POOL)).reclaimed == 1)
-    assert engine.reclaims == [(1, ())]
-
-
-def test_a_restarted_agent_is_a_new_instance_and_joins(world: FenceWorld) -> None:
-    hub, agents = serving(world)
-    assert agents[0][0].stop()
-    agent, engine = world.agent(hub.endpoint)
-    eventually(lambda: agent.view.epoch == 0)
-    assert engine.adopted == [0]
-    assert not using(agents[0][0], 0)
 
 
 def test_a_reset_does_not_wait_for_an_engine_that_was_stopped(world: FenceWorld) -> None:
@@ -190,17 +171,6 @@ def test_an_authority_that_fails_is_tried_again(world: FenceWorld) -> None:
     eventually(lambda: world.published() == 1)
 
 
-def test_asked_before_it_leads(world: FenceWorld) -> None:
-    hub = world.hub()
-    agent, _ = world.agent(hub.endpoint)
-    world.request(hub, 3)
-    eventually(lambda: hub.counters["received"] >= 1)
-    assert agent.view.epoch is None
-    world.lead(hub)
-    eventually(lambda: world.published() == 3)
-    assert world.authority.records[POOL] == PoolRecord(3, 3, True, Source.SPEC)
-
-
 def test_an_engine_that_never_acknowledges_is_waited_for_no_longer_than_lease_and_margin() -> None:
     world = FenceWorld(lease_seconds=1.0)
     try:
@@ -219,14 +189,12 @@ def test_an_engine_that_never_acknowledges_is_waited_for_no_longer_than_lease_an
         world.close()
 
 
-def test_without_a_hub_the_lease_runs_out(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_hub_the_lease_runs_out() -> None:
     short = FenceWorld(lease_seconds=0.5)
     try:
         hub, agents = serving(short, 1)
-        with caplog.at_level(logging.DEBUG):
-            short.thread.run(hub.stop())
-            eventually(lambda: time.monotonic() >= agents[0][0].view.lease_until)
-            eventually(lambda: "no live lease" in caplog.text)
+        short.thread.run(hub.stop())
+        eventually(lambda: time.monotonic() >= agents[0][0].view.lease_until)
         assert agents[0][0].view.epoch == 0
     finally:
         short.close()
@@ -303,20 +271,6 @@ def test_an_endpoint_that_is_none_is_logged_and_never_raised(caplog: pytest.LogC
         assert agent.stop()
     finally:
         world.close()
-
-
-def test_a_key_is_replaced_without_a_gap(world: FenceWorld) -> None:
-    hub, agents = serving(world, 1)
-    fresh = generate_keypair()
-    both = world.reconfigure(client_public_keys=(world.pool_pair.public, fresh.public))
-    world.thread.call(lambda: hub.set_pool(both))
-    newcomer, _ = world.agent(hub.endpoint, ClientKeys(world.hub_pair.public, *fresh))
-    eventually(lambda: using(newcomer, 0))
-    only_new = world.reconfigure(client_public_keys=(fresh.public,))
-    world.thread.call(lambda: hub.set_pool(only_new))
-    agents[0][0].poke()
-    eventually(lambda: hub.counters["refused_pool"] >= 1)  # an open connection with the old key is refused, too
-    assert using(newcomer, 0)
 
 
 def test_a_removed_pool_is_gone_and_may_come_back(world: FenceWorld) -> None:

@@ -31,13 +31,10 @@ def world() -> Iterator[FenceWorld]:
 
 
 STEPS = [
-    (Hub, "_begin_round"),
     (Hub, "_finish_round"),
     (Hub, "_tick"),
-    (Hub, "tick_at"),
     (Hub, "round_at"),
     (machine, "_heartbeat"),
-    (machine, "recorded"),
     (machine, "acquire"),
 ]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from epochkv_fence.net import ClientKeys, CredentialsError, generate_keypair
-from epochkv_fence.net.keys import MAX_READS, KeyReader
+from epochkv_fence.net.keys import KeyReader
 from hack.waiting import eventually
 from tests.support.fence import FenceWorld
 
@@ -25,16 +25,13 @@ class HangingFiles:
         self.back.set()
         self.num_hanging = 0
         self._all = [self.back]
-        self._lock = threading.Lock()
 
     def __call__(self) -> ClientKeys:
         keys, back = self.keys, self.back
         if not back.is_set():
-            with self._lock:
-                self.num_hanging += 1
+            self.num_hanging += 1
             assert back.wait(60)
-            with self._lock:
-                self.num_hanging -= 1
+            self.num_hanging -= 1
         return keys
 
     def hang(self) -> threading.Event:
@@ -76,7 +73,7 @@ def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_
             time.sleep(0.01)
         eventually(lambda: agent.counters["credentials_errors"] >= 1)
         assert caplog.text.count("the file system hangs") == 1
-        assert 1 <= files.num_hanging <= MAX_READS
+        assert files.num_hanging == 1
         world.request(hub, 1)
         eventually(lambda: agent.view.epoch == 1, "resets go on, too")
         assert agent.stop()
@@ -85,58 +82,16 @@ def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_
         world.close()
 
 
-def test_new_keys_are_taken_when_the_file_system_is_back(files: HangingFiles) -> None:
-    world = FenceWorld(lease_seconds=LEASE)
-    try:
-        hub = world.hub()
-        world.lead(hub)
-        files.keys = world.client_keys
-        agent, _ = world.agent(hub.endpoint, credentials=files)
-        eventually(lambda: agent.view.epoch == 0)
-        back = files.hang()
-        eventually(lambda: files.num_hanging >= 1, "a read hangs")
-        new = generate_keypair()
-        world.thread.call(lambda: hub.set_pool(world.reconfigure(client_public_keys=(new.public, world.pool_pair.public))))
-        files.keys = ClientKeys(world.hub_pair.public, *new)
-        back.set()
-        eventually(lambda: agent.counters["key_changes"] == 1)
-        assert time.monotonic() < agent.view.lease_until
-    finally:
-        world.close()
-
-
-def test_a_hung_read_is_told_once_and_others_are_tried_beside_it(files: HangingFiles) -> None:
-    told = threading.Semaphore(0)
-    reader = KeyReader(files, told.release, seconds=0.02)
-    old, first = files.keys, files.hang()
+def test_a_hung_read_is_said_once_and_counts_when_it_ends(files: HangingFiles) -> None:
+    reader = KeyReader(files, lambda: None, seconds=0.02)
+    back = files.hang()
     reader.begin()
-    eventually(lambda: files.num_hanging == 1)
-    reader.begin()
-    assert files.num_hanging == 1  # within its deadline there is no second one
     answer = eventually(reader.answer)
     assert isinstance(answer, TimeoutError)
-    assert reader.answer() is None
-    new = files.keys = ClientKeys(old.hub_public, *generate_keypair())
-    files.hang().set()  # mounted anew: the next one answers
     reader.begin()
-    assert told.acquire(timeout=10)
-    assert reader.answer() == new
-    first.set()
-    assert told.acquire(timeout=10)
-    assert reader.answer() is None  # the old keys came too late
-
-
-def test_reads_that_hang_are_few(files: HangingFiles) -> None:
-    reader = KeyReader(files, lambda: None, seconds=0.0)
-    back = files.hang()
-    for _ in range(3 * MAX_READS):
-        reader.begin()
-    eventually(lambda: files.num_hanging == MAX_READS)
-    reader.begin()
-    time.sleep(0.05)
-    assert files.num_hanging == MAX_READS
+    assert (reader.answer(), files.num_hanging) == (None, 1)
     back.set()
-    eventually(lambda: reader.answer() == files.keys)
+    assert eventually(reader.answer) == files.keys
 
 
 def test_what_reading_raises_is_an_answer() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -162,30 +161,6 @@ def test_the_hubs_own_key_is_replaced(world: FenceWorld) -> None:
     vault.keys = world.client_keys
     eventually(lambda: all(agent.counters["key_changes"] == 1 for agent in agents))
     eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent in agents))
-
-
-def test_keys_are_read_from_a_folder_that_is_swapped(world: FenceWorld, tmp_path: Path) -> None:
-    """As the kubelet does it: a symbolic link to a folder is replaced by one to another folder."""
-    new = generate_keypair()
-    for name, pair in (("first", world.pool_pair), ("second", new)):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "hub.pub").write_text(world.hub_pair.public)
-        (folder / "client.pub").write_text(pair.public)
-        (folder / "client.key").write_text(pair.secret + "\n")
-    link = tmp_path / "current"
-    link.symlink_to("first")
-    hub = world.hub()
-    world.lead(hub)
-    accept(world, hub, new, world.pool_pair)
-    agent, _ = world.agent(hub.endpoint, credentials=lambda: ClientKeys.load(link))
-    eventually(lambda: agent.view.epoch == 0)
-    (tmp_path / "next").symlink_to("second")
-    (tmp_path / "next").rename(link)
-    eventually(lambda: agent.counters["key_changes"] == 1)
-    accept(world, hub, new)
-    lease = agent.view.lease_until
-    eventually(lambda: agent.view.lease_until > lease)
 
 
 def test_an_engine_that_is_given_the_keys_of_another_pool_shares_nothing_there(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
