@@ -47,9 +47,9 @@ class HubSide:
         """A message comes."""
         now, new = process.clock.read(self.world.now), False
         if isinstance(message, Heartbeat):
-            new = process.told.hear(message, message.instance in process.hub.state.instances.known, now)
+            new = process.history.hear(message, message.instance in process.hub.state.instances.known, now)
         elif isinstance(message, Leave):
-            process.told.leave(message.instance)
+            process.history.leave(message.instance)
         self.step(process, ev.Heard(peer, message), new_weights=new)
 
     def step(self, process: HubProcess, event: ev.Event, *, new_weights: bool = False) -> None:
@@ -57,7 +57,7 @@ class HubSide:
         world = self.world
         now = process.clock.read(world.now)
         if isinstance(event, ev.Acquired):
-            process.told.led_at = now
+            process.history.led_at = now
         actions = process.hub.step(event, now)
         world.checks.shown(process, actions, now, new_weights=new_weights)
         if isinstance(event, ev.Observed) and process.hub.term is not None:

@@ -18,7 +18,7 @@ from epochkv_fence.protocol.agent import Agent
 from epochkv_fence.protocol.authority import Term
 from epochkv_fence.protocol.messages import WEIGHTS_BYTES, Message
 from epochkv_fence.protocol.pool import PoolConfig, ReclaimPolicy
-from tests.model.views import Told
+from tests.model.views import HubHistory
 
 START = 1000.0
 STAYS = float("inf")
@@ -233,7 +233,7 @@ class HubProcess:
     queue: list[ev.Action] = field(default_factory=list)
     target: int = 0  # highest seen in this process
     published: int = 0
-    told: Told = field(default_factory=Told)
+    history: HubHistory = field(default_factory=HubHistory)
     steps: int = 0
 
 

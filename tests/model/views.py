@@ -1,6 +1,6 @@
 """What a hub was told of weights, kept apart from the hub: what it shows and what it has removed is compared with this.
 
-One `Told` per hub process. It takes the heartbeats that reach this process, as they reach it, and knows nothing else.
+One `HubHistory` per hub process. It takes the heartbeats that reach this process, as they reach it, and knows nothing else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Instance:
 
 
 @dataclass(slots=True)
-class Told:
+class HubHistory:
     """To one hub process.
 
     Attributes:

@@ -131,7 +131,7 @@ class WriteThroughCache:
 
 
 class HubProxy:
-    """Has methods of the hub called on its thread: `hub(HubService.look, uid)`. Waits for the hub's loop, which never waits for us."""
+    """Has methods of the hub called on its thread: `hub(HubService.snapshot, uid)`. Waits for the hub's loop, which never waits for us."""
 
     def __init__(self, thread: LoopThread, hub: HubService) -> None:
         self._thread = thread

@@ -20,7 +20,7 @@ from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, invalid_status
-from epochkv_operator.hub.service import AcceptedKeys, HubLook, HubService
+from epochkv_operator.hub.service import AcceptedKeys, HubService, HubSnapshot
 from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS
@@ -104,22 +104,22 @@ class PoolReconciler:
         )
         problem, again = problem or refused, retry or again
 
-        look = HubLook()
+        snapshot = HubSnapshot()
 
         def compute(newest: Json) -> Json:
-            nonlocal look
-            status, look = newest.get("status") or {}, self.hub(HubService.look, pool.metadata.uid, newest)
-            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, look.view, problem)
-            return pool_status(pool, seen, context, status, now()) if look.known or keys is None else status
+            nonlocal snapshot
+            status, snapshot = newest.get("status") or {}, self.hub(HubService.snapshot, pool.metadata.uid, newest)
+            seen = observe(self.store, key.namespace, POOL_LABEL, key.name, snapshot.view, problem)
+            return pool_status(pool, seen, context, status, now()) if snapshot.known or keys is None else status
 
         await self.reporter.report(obj, compute)
-        if not look.known and keys is not None:
+        if not snapshot.known and keys is not None:
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
-        self._tell_ahead(obj, pool, look.view)
-        if look.incomplete_seconds > 0:
-            self.wake(key, look.incomplete_seconds)  # what is not known by then is gone
-        if look.overdue_seconds > 0:
-            self.wake(key, look.overdue_seconds)
+        self._tell_ahead(obj, pool, snapshot.view)
+        if snapshot.incomplete_seconds > 0:
+            self.wake(key, snapshot.incomplete_seconds)  # what is not known by then is gone
+        if snapshot.overdue_seconds > 0:
+            self.wake(key, snapshot.overdue_seconds)
         if again is not None:
             raise again
 
@@ -285,27 +285,27 @@ class EngineReconciler:
         refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None
         if pool is not None and refusal is not None:
             problem = problem or _not_ready(pool, refusal)
-        look = await self._report(key, obj, engine, pool, problem)
-        if not look.known:
+        snapshot = await self._report(key, obj, engine, pool, problem)
+        if not snapshot.known:
             return  # a new hub is about to read the pool's record, and wakes this engine then
-        if look.incomplete_seconds > 0:
-            self.wake(key, look.incomplete_seconds)  # what is not known by then is gone
+        if snapshot.incomplete_seconds > 0:
+            self.wake(key, snapshot.incomplete_seconds)  # what is not known by then is gone
         if again is not None:
             raise again
 
-    async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> HubLook:
+    async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> HubSnapshot:
         """Write the status, unless the hub does not know the pool yet; what the hub knows."""
-        look = HubLook()
+        snapshot = HubSnapshot()
 
         def compute(newest: Json) -> Json:
-            nonlocal look
+            nonlocal snapshot
             status = newest.get("status") or {}
-            look = self.hub(HubService.look, pool.metadata.uid) if pool is not None else look
-            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, look.view, problem)
-            return engine_status(engine, pool, seen, status, now()) if look.known else status
+            snapshot = self.hub(HubService.snapshot, pool.metadata.uid) if pool is not None else snapshot
+            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, snapshot.view, problem)
+            return engine_status(engine, pool, seen, status, now()) if snapshot.known else status
 
         await self.reporter.report(obj, compute)
-        return look
+        return snapshot
 
 
 def _waits(namespace: str, pool: str) -> Problem:

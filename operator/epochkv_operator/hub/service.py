@@ -86,7 +86,7 @@ class AcceptedKeys:
 
 
 @dataclass(frozen=True)
-class HubLook:
+class HubSnapshot:
     """What the hub knows about a pool at one moment.
 
     Attributes:
@@ -231,11 +231,11 @@ class HubService:
         """Whether an epoch that was asked for is not published yet."""
         return pool_uid in self._served and not self._server.snapshot(pool_uid).converged
 
-    def look(self, pool_uid: str, newest: Json | None = None) -> HubLook:
+    def snapshot(self, pool_uid: str, newest: Json | None = None) -> HubSnapshot:
         """What reconcilers ask for, by one call: they ask for each engine. `newest`: the pool, if its status is to be doubted, too."""
         served = self._served.get(pool_uid)
         if served is None:
-            return HubLook()
+            return HubSnapshot()
         snapshot, unix_seconds, now = self._server.snapshot(pool_uid), time.time(), time.monotonic()
         served.history.take(snapshot, unix_seconds, now)
         led_since = served.history.led_since
@@ -246,7 +246,7 @@ class HubService:
             doubted = self._doubted(newest, snapshot.published) if newest is not None else 0
             proof, granted = self._authority.proof(pool_uid, view.published), self._authority.granted(pool_uid)
             view = replace(view, proof=proof, granted=granted, doubted=doubted)
-        return HubLook(snapshot.leading, view, max(0.0, incomplete), served.history.overdue_in(now) or 0.0)
+        return HubSnapshot(snapshot.leading, view, max(0.0, incomplete), served.history.overdue_in(now) or 0.0)
 
     def _doubted(self, pool: Json, served: int) -> int:
         """The epoch in a pool's status, if nobody has proved it, nor published it since; else 0."""
