@@ -106,8 +106,9 @@ def hub(
         advertise=advertise,
         metrics=metrics,
     )
+    made = StandaloneHub(options)
     configure_logs(log_format)
-    raise typer.Exit(asyncio.run(serve(StandaloneHub(options), log_format)))
+    raise typer.Exit(asyncio.run(serve(made, log_format)))
 
 
 async def serve(made: StandaloneHub, log_format: LogFormat) -> Exit:

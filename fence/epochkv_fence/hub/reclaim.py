@@ -92,16 +92,16 @@ class Reported:
     def __init__(self) -> None:
         self._last: dict[bytes, float] = {}
         self._lost_at = NEVER
-        self._look_at = math.inf
+        self._check_at = math.inf
 
     def hear(self, weights: bytes, grace: float, now: float) -> None:
         """An engine holds these weights."""
         if weights not in self._last and len(self._last) >= MAX_WEIGHTS:
             self._lost_at = now
-            self._look_at = min(self._look_at, now + grace)
+            self._check_at = min(self._check_at, now + grace)
             return
         self._last[weights] = now
-        self._look_at = min(self._look_at, now + grace)
+        self._check_at = min(self._check_at, now + grace)
 
     def within(self, grace: float, now: float) -> list[bytes] | None:
         """The weights of the last `grace` seconds; None: there were too many to remember."""
@@ -109,9 +109,9 @@ class Reported:
             return None
         return sorted(weights for weights, at in self._last.items() if now < at + grace)
 
-    def look_at(self) -> float:
+    def check_at(self) -> float:
         """When `expire` may find something. That is never too late while `grace` does not get shorter."""
-        return self._look_at
+        return self._check_at
 
     def expire(self, grace: float, now: float) -> bool:
         """Forget weights that no engine reported for `grace` seconds; return whether there were any."""
@@ -122,7 +122,7 @@ class Reported:
         if lost:
             self._lost_at = NEVER
         times = [*self._last.values(), *([self._lost_at] if self._lost_at > NEVER else [])]
-        self._look_at = min(times, default=math.inf) + grace
+        self._check_at = min(times, default=math.inf) + grace
         return lost or bool(over)
 
 
@@ -173,9 +173,9 @@ class Reclaimer:
     def start_weights(self, at: float) -> None:
         """The store may hold keys of weights that no engine holds any more."""
         self._changes += 1
-        self.look_again(at)
+        self.check_again(at)
 
-    def look_again(self, at: float) -> None:
+    def check_again(self, at: float) -> None:
         """The hub may know by then which weights are unheld. The pause holds all the same, so that changing engines cost little."""
         if self._changes > self._confirmed_changes:
             self.due_at = min(self.due_at, max(at, self._pause_until))
@@ -188,7 +188,7 @@ class Reclaimer:
         """Ask one engine; or the store itself, if it is this pool's alone and no engine was there for long.
 
         Args:
-            keep: the weights whose keys stay; empty: the hub cannot tell now, and `look_again` says when it may.
+            keep: the weights whose keys stay; empty: the hub cannot tell now, and `check_again` says when it may.
             able: the instances that can answer.
         """
         epochs, weights = published > self._confirmed_below, self._changes > self._confirmed_changes

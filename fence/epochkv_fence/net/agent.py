@@ -256,7 +256,7 @@ def _line(text: str) -> str:
 
 
 KEYS_SECONDS: Final = 10.0
-"""Between two looks at the credentials before the length of a lease is known; then it is a third of a lease."""
+"""Between two reads of the credentials before the length of a lease is known; then it is a third of a lease."""
 MIN_KEYS_SECONDS: Final = 0.5
 
 

@@ -201,9 +201,9 @@ class ServedPool:
     def round_at(self, counters: Counter[str], now: float) -> float:
         return self._due(lambda: self.hub.round_at(now), counters, math.inf)
 
-    def _due(self, look: Callable[[], float], counters: Counter[str], otherwise: float) -> float:
+    def _due(self, when: Callable[[], float], counters: Counter[str], otherwise: float) -> float:
         try:
-            return max(look(), self.failed_until)
+            return max(when(), self.failed_until)
         except Exception:
             self.failed(counters)
             return otherwise

@@ -127,7 +127,7 @@ logger = logging.getLogger("epochkv.hub")
 
 REPORT_SECONDS: Final = 0.1
 REPORT_SHARE: Final = 20
-"""Looking at thousands of engines takes time that the hub needs: pause this many times as long as it took."""
+"""A snapshot of thousands of engines takes time that the hub needs: pause this many times as long as it took."""
 RENDER_SECONDS: Final = 2.0
 
 
@@ -211,12 +211,12 @@ class StandaloneHub:
             return
         loop = asyncio.get_running_loop()
 
-        async def look() -> tuple[PoolSnapshot, dict[str, int]]:
+        async def taken() -> tuple[PoolSnapshot, dict[str, int]]:
             return server.snapshot(self.uid), dict(server.counters)
 
         def render() -> str:
             """On a metrics thread: the snapshot is taken on the loop."""
-            snapshot, counters = asyncio.run_coroutine_threadsafe(look(), loop).result(RENDER_SECONDS)
+            snapshot, counters = asyncio.run_coroutine_threadsafe(taken(), loop).result(RENDER_SECONDS)
             return exposition(self.options.pool, snapshot, counters, self.options.lease_seconds, time.time())
 
         try:
@@ -228,11 +228,11 @@ class StandaloneHub:
 
     async def _report(self, server: HubServer) -> None:
         """Log what has changed, at most ten times a second; also what time alone changes, such as silence."""
-        look_seconds = max(0.5, self.options.lease_seconds / 4)
+        check_seconds = max(0.5, self.options.lease_seconds / 4)
         before: PoolSnapshot | None = None
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(look_seconds):
+                async with asyncio.timeout(check_seconds):
                     await self._changed.wait()
             self._changed.clear()
             began = time.monotonic()

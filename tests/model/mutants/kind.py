@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.machine import Hub
+from epochkv_fence.hub.machine import Hub, HubState
 from epochkv_fence.hub.rules import RULES
-from epochkv_fence.hub.state import HubState
 from epochkv_fence.protocol.pool import PoolConfig
 from tests.model.parts import Rules
 

@@ -138,30 +138,30 @@ class _NeverSweeps(Reclaimer):
         return
 
 
-class _Looking(Reclaimer):
+class _Checking(Reclaimer):
     """Looks again for what to sweep on some occasions only."""
 
-    looks = True
+    checks = True
 
     def start_weights(self, at: float) -> None:
         self._changes += 1
-        super().look_again(at)
+        super().check_again(at)
 
-    def look_again(self, at: float) -> None:
-        if self.looks:
-            super().look_again(at)
+    def check_again(self, at: float) -> None:
+        if self.checks:
+            super().check_again(at)
 
 
-class _LooksAgain(Hub):
+class _ChecksAgain(Hub):
     """When it was said that it is too early, and when engines say what they hold: only one of both."""
 
     def __init__(self, config: PoolConfig, *, early: bool) -> None:
         super().__init__(config)
         self.early = early
-        self.state.reclaimer = self.looking = _Looking()
+        self.state.reclaimer = self.checking = _Checking()
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
-        self.looking.looks = isinstance(event, ev.Tick) == self.early
+        self.checking.checks = isinstance(event, ev.Tick) == self.early
         return super().step(event, now)
 
 
@@ -212,8 +212,8 @@ STORE_MUTANTS = {
     "Retain lets weights be swept": Mutant(Rules(hub=without(may_remove=lambda config: True)), "4", {**LONG, "policy": "Retain"}),
     "weights are never swept": Mutant(Rules(hub=with_part(reclaimer=_NeverSweeps)), "4", SWEEPING),
     "weights are swept once a leadership": Mutant(Rules(hub=with_part(reported=_Remembered)), "4", SWEEPING),
-    "what may not be swept yet is forgotten": Mutant(Rules(hub=partial(_LooksAgain, early=False)), "4", SWEEPING),
-    "nobody looks again for what to sweep": Mutant(Rules(hub=partial(_LooksAgain, early=True)), "4", SWEEPING),
+    "what may not be swept yet is forgotten": Mutant(Rules(hub=partial(_ChecksAgain, early=False)), "4", SWEEPING),
+    "nobody looks again for what to sweep": Mutant(Rules(hub=partial(_ChecksAgain, early=True)), "4", SWEEPING),
     "any answer ends a sweep": Mutant(Rules(hub=with_part(reclaimer=_AnyAnswerCounts)), "4", {**SWEEPING, "busy_store": True}),
     "an answer to an older sweep counts": Mutant(
         Rules(hub=with_part(reclaimer=_LateAnswersCount)), "4", {**SWEEPING, "disorder": 0.9, "engines": 1}

@@ -201,15 +201,6 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             assert "only its caches were reset" not in status
 
 
-def test_an_engine_of_unknown_weights_is_shown_with_its_note(hub: HubProcess, agents: Agents) -> None:
-    agent, _ = agents.start("sleeper", engine=engine_with("asleep"))
-    eventually(lambda: using(agent, target(hub)))
-    assert "1: 0 in use, 0 isolated, 1 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout
-    _, row = epochkv("engines", config=hub.folder).stdout.splitlines()
-    assert row.split()[:3] == ["sleeper", "unknown", "-"]
-    assert row.split()[-1] == "asleep"
-
-
 # -------------------------------------------------------------------------------------------------------------- weights
 
 

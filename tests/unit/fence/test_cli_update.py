@@ -104,12 +104,6 @@ def test_an_engine_that_missed_the_push_is_status_3_and_named(pushed: HubProcess
     assert done.stderr.endswith("after 1 s: the weights did not change. Now 3f2a9c1e: engine-0, engine-1\n")
 
 
-def test_a_pool_without_engines_got_no_weights(pushed: HubProcess) -> None:
-    done = epochkv("update", "--version", "v", "--timeout", "0.5", "--", "true", config=pushed.folder)
-    assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == "epochkv: not all engines of pool policy hold the same weights after 0.5 s: no engine is there\n"
-
-
 def test_a_command_that_fails_passes_its_status_and_nothing_is_waited_for(pushed: HubProcess, pushed_agents: Agents) -> None:
     agent, _ = pushed_agents.start()
     eventually(lambda: using(agent, 0))

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import ArgumentError, Pool, PoolClosed, ResetTimeout
-from epochkv_fence.standalone.credentials import retire_previous, rotate_keys
 from hack.waiting import eventually
 from tests.support.cli import inside
 from tests.support.hub import HubWorld, hub_world, together, using
@@ -97,18 +96,6 @@ def test_status_shows_the_engines_by_name(world: HubWorld) -> None:
         ("engine-1", "sharing", 0, "fp"),
     ]
     assert pool.engines()[0].instance == agents[0][0]._agent.instance.hex()
-
-
-def test_an_engine_that_was_reset_alone_is_shown_at_once_and_until_the_next_epoch(world: HubWorld) -> None:
-    agents = world.serving(2)
-    pool = world.connect()
-    assert [engine.state for engine in pool.engines()] == ["sharing", "sharing"]
-    agents[1][1].reset_at = 0
-    agents[1][0].poke()
-    eventually(lambda: [engine.state for engine in pool.engines()] == ["sharing", "isolated"])
-    reset = pool.reset()
-    assert (reset.published, reset.laggards) == (True, ())
-    eventually(lambda: [engine.state for engine in pool.engines()] == ["sharing", "sharing"])
 
 
 # ---------------------------------------------------------------------------------------------------------- many at once
@@ -222,24 +209,6 @@ def test_close_while_others_wait_ends_them(world: HubWorld) -> None:
 def test_it_cannot_be_pickled(world: HubWorld) -> None:
     with pytest.raises(TypeError, match="send its configuration and connect there"):
         pickle.dumps(world.connect())
-
-
-def test_a_new_key_is_taken_without_a_restart(world: HubWorld) -> None:
-    (agent, _), *_rest = world.serving(1)
-    pool = world.connect()
-    state = world.options.state
-    old = (world.folder / "client.pub").read_text()
-    rotate_keys(state, 3600)
-    assert (world.folder / "client.pub").read_text() != old
-    eventually(lambda: len(world.hub.accepted_keys) == 2)  # type: ignore[union-attr]
-    assert pool.reset().published  # with the key before
-    assert using(agent, 1) or eventually(lambda: using(agent, 1))
-    retire_previous(state)
-    eventually(lambda: len(world.hub.accepted_keys) == 1)  # type: ignore[union-attr]
-    lease = agent.view.lease_until
-    reset = pool.reset(timeout_s=60)
-    assert reset.published
-    eventually(lambda: using(agent, reset.epoch) and agent.view.lease_until > lease, "the engine took the new key")
 
 
 def test_an_epoch_that_can_only_be_a_slip_is_refused_unless_forced(world: HubWorld, capsys: pytest.CaptureFixture[str]) -> None:

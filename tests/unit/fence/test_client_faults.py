@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from epochkv_fence.client import HubUnreachable, Pool, ResetNotRecorded, WeightsDiverged
+from epochkv_fence.client import HubUnreachable, Pool, ResetNotRecorded
 from epochkv_fence.connection import Connection
 from epochkv_fence.net import generate_keypair
 from epochkv_fence.protocol.messages import (
@@ -83,12 +82,6 @@ def honest(message: Question, say: Report) -> None:
             say(encode(BumpStatus(request, epoch, epoch, epoch)))
         case Label(request, weights, label):
             say(encode(Labelled(request, weights, label)))
-
-
-def test_a_hub_that_is_honest_suffices() -> None:
-    with false_hub(honest) as connection, Pool.connect(connection, 20) as pool:
-        assert pool.reset().published
-        assert [group.label for group in pool.wait_weights(label="step-1").groups] == ["step-1"]
 
 
 GARBAGE: list[list[bytes]] = [
@@ -184,46 +177,6 @@ def test_a_label_that_nobody_notes() -> None:
         assert len(asked) >= 3  # it was repeated
         assert {(label.weights, label.label) for label in asked} == {(NEW, "step-1")}
         assert len({label.request for label in asked}) == 1
-
-
-def test_a_hub_that_never_settles_proves_nothing() -> None:
-    def answer(message: Question, say: Report) -> None:
-        if isinstance(message, Status):
-            engines = [EngineStatus(b"e" * 16, 0, engine="a", weights=NEW)]
-            say(encode(Status(message.request, total=1, engines=engines, lease_seconds=30.0, settling_seconds=20.0)))
-
-    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
-        with pytest.raises(WeightsDiverged, match=r"the hub became leader just now; the list of engines is complete in 20 s$"):
-            pool.wait_weights(timeout_s=0.5)
-
-
-def test_what_is_not_the_protocol_at_all() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    stopping = threading.Event()
-
-    def serve() -> None:
-        while not stopping.is_set():
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
-            with sock:
-                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
-
-    threading.Thread(target=serve, daemon=True).start()
-    pair = generate_keypair()
-    variables = {
-        "EPOCHKV_HUB_PUBLIC_KEY": pair.public,
-        "EPOCHKV_CLIENT_PUBLIC_KEY": pair.public,
-        "EPOCHKV_CLIENT_SECRET_KEY": pair.secret,
-    }
-    content = {"pool": {"name": "p", "uid": "u"}, "hub": {"endpoint": f"tcp://127.0.0.1:{listener.getsockname()[1]}"}}
-    try:
-        with pytest.raises(HubUnreachable, match=r"no answer from the hub"):
-            Pool.connect(Connection.load(content, variables), 1.0)
-    finally:
-        stopping.set()
-        listener.close()
 
 
 def client_of(world: FenceWorld, folder: Path, endpoint: str) -> Path:

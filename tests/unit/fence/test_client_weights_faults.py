@@ -66,18 +66,6 @@ def test_one_that_dies_is_waited_for_until_its_lease_is_over(world: HubWorld) ->
 # --------------------------------------------------------------------------------------------------------------- the hub
 
 
-def test_a_hub_that_restarts_during_the_push_misses_nobody(world: HubWorld) -> None:
-    engines, pool = holding(world), world.connect()
-    with pool.weight_update("step-1", timeout_s=60) as update:
-        world.stop_hub()
-        push(engines, NEW)
-        world.start_hub()
-        assert pool.status(timeout_s=30).settling_seconds > 0
-    assert groups(update.report) == [(NEW.hex(), "step-1", EVERYBODY)]
-    assert pool.status().settling_seconds == 0
-    assert pool.status().labels == {NEW.hex(): "step-1"}
-
-
 def test_a_hub_that_begins_to_lead_says_that_it_may_not_know_everybody(tmp_path: Path) -> None:
     with hub_world(tmp_path / "state", lease_seconds=30.0) as world:
         holding(world)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from epochkv_fence.hub import machine
-from epochkv_fence.hub.machine import Hub
-from epochkv_fence.hub.state import HubState
+from epochkv_fence.hub.machine import Hub, HubState
 from epochkv_fence.net import ClientKeys, generate_keypair
 from epochkv_fence.net.gate import Bucket, Client, PoolQueue, Receiver, Router
 from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message

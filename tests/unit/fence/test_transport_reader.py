@@ -71,24 +71,6 @@ def test_every_message_is_taken_once_and_in_order_while_answers_are_sent(context
     assert taken == list(range(5000))
 
 
-def test_sending_alone_does_not_lose_what_came_meanwhile(context: zmq.Context) -> None:
-    left, right = pair(context)
-    taken: list[bytes] = []
-
-    async def run() -> None:
-        reader = SocketReader(left, lambda: taken.append(left.recv(zmq.NOBLOCK)))
-        for number in range(200):
-            right.send(b"x")
-            await asyncio.sleep(0.0005)
-            left.send(b"y", zmq.NOBLOCK)
-            reader.kick()
-            await until(lambda at_least=number + 1: len(taken) >= at_least)
-        reader.close()
-
-    asyncio.run(run())
-    assert len(taken) == 200
-
-
 def test_a_flood_does_not_keep_timers_from_running(context: zmq.Context) -> None:
     left, right = pair(context)
     for _ in range(50 * BURST_MESSAGES):

@@ -11,9 +11,7 @@ import pytest
 
 from epochkv_fence.mooncake_admin import Removed, StoreAdminError
 from epochkv_fence.net import HubServer, PoolSnapshot
-from epochkv_fence.protocol.messages import Label, Labelled, encode
 from hack.waiting import eventually
-from tests.security.wire import raw
 from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld
 
 
@@ -108,22 +106,6 @@ def test_without_engines_a_store_of_one_pool_is_swept(store: Store) -> None:
         world.close()
 
 
-def test_an_engine_reports_the_bytes_it_gave_back() -> None:
-    world = FenceWorld(reclaim_seconds=0.2)
-    try:
-        hub = world.hub()
-        world.lead(hub)
-        engine = Removing()
-        agent, _ = world.agent(hub.endpoint, engine=engine)
-        eventually(lambda: agent.view.epoch == 0)
-        engine.left_to_reclaim = 7
-        world.request(hub, 1)
-        eventually(lambda: snapshot(world, hub).reclaimed == 1)
-        assert (snapshot(world, hub).reclaimed_keys, snapshot(world, hub).reclaimed_bytes) == (7, 70)
-    finally:
-        world.close()
-
-
 def test_keys_of_weights_that_nobody_holds_any_more_are_removed() -> None:
     world = FenceWorld(lease_seconds=0.5, reclaim_seconds=0.2, weights_grace_seconds=0.0)
     try:
@@ -135,26 +117,5 @@ def test_keys_of_weights_that_nobody_holds_any_more_are_removed() -> None:
         agent.poke()
         eventually(lambda: (0, (b"w" * 16,)) in engine.reclaims)
         assert snapshot(world, hub).published == 0
-    finally:
-        world.close()
-
-
-def test_a_label_outlives_the_hub_that_took_it() -> None:
-    world = FenceWorld()
-    try:
-        hub = world.hub()
-        world.lead(hub)
-        agent, _ = world.agent(hub.endpoint)
-        eventually(lambda: agent.view.epoch == 0)
-        world.authority.failing = True
-        with raw(hub.endpoint, world.client_keys) as client:
-            client.socket.send_multipart(encode(Label(3, WEIGHTS, "step-1")))
-            eventually(lambda: hub.counters["note labels_failed"] >= 1)
-            world.authority.failing = False
-            assert client.ask(encode(Label(3, WEIGHTS, "step-1"))) == Labelled(3, WEIGHTS, "step-1")
-        world.thread.run(hub.stop())
-        second = world.hub(hub.endpoint)
-        world.lead(second)
-        eventually(lambda: [(group.label, group.engines) for group in snapshot(world, second).weights] == [("step-1", 1)])
     finally:
         world.close()
