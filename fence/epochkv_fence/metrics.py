@@ -14,30 +14,55 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_SECONDS: Final = 5.0
 
 
+POOL_GAUGES: Final[dict[str, tuple[str, Callable[[PoolSnapshot, float, float], float]]]] = {
+    "epochkv_pool_target_epoch": ("Highest epoch recorded for the pool", lambda pool, lease, now: pool.target),
+    "epochkv_pool_published_epoch": (
+        "Highest epoch proved: no engine uses an older one",
+        lambda pool, lease, now: pool.published,
+    ),
+    "epochkv_pool_reset_overdue_seconds": (
+        "For how long a reset is unpublished beyond lease and margin; 0 while none is late",
+        lambda pool, lease, now: pool.overdue_seconds(lease, now),
+    ),
+    "epochkv_pool_old_epoch_requests": (
+        "Requests that run on under an older epoch",
+        lambda pool, lease, now: pool.old_epoch_requests,
+    ),
+    "epochkv_pool_weights_diverged_engines": (
+        "Engine processes that hold other weights than most of their kind",
+        lambda pool, lease, now: len(pool.diverged),
+    ),
+    "epochkv_pool_tiers_off_engines": (
+        "Engine processes that cannot use their tiers, or not all of them",
+        lambda pool, lease, now: len(pool.limited),
+    ),
+    "epochkv_pool_reclaimed_keys": (
+        "Keys of older epochs and weights removed from the store since this hub leads",
+        lambda pool, lease, now: pool.reclaimed_keys,
+    ),
+    "epochkv_pool_reclaimed_bytes": (
+        "Bytes of the store given back since this hub leads, as far as they are known",
+        lambda pool, lease, now: pool.reclaimed_bytes,
+    ),
+}
+"""What both hubs say of a pool: for each name its text and its value, of a snapshot, the lease in seconds and Unix seconds."""
+ENGINES: Final = ("epochkv_pool_engines", f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})")
+
+
 def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int], lease_seconds: float, now: float) -> str:
     """All metrics of one pool. `now`: Unix seconds."""
     labels = f'namespace="",pool="{_escaped(pool)}"'
     states = [view.state for view in snapshot.engines]
-    engines = f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})"
     by_state = {f',state="{state}"': states.count(state) for state in ENGINE_STATES}
     outcomes = {f',outcome="{_escaped(name)}"': value for name, value in sorted(counters.items())}
-    took = {} if snapshot.reset_seconds is None else {"": snapshot.reset_seconds}
-    diverged, limited, keys = {"": len(snapshot.diverged)}, {"": len(snapshot.limited)}, {"": snapshot.reclaimed_keys}
-    overdue = snapshot.overdue_seconds(lease_seconds, now)
     families: list[tuple[str, str, str, Mapping[str, float]]] = [
         ("epochkv_hub_leading", "gauge", "1 while this hub leads", {"": snapshot.leading}),
-        ("epochkv_pool_target_epoch", "gauge", "Highest epoch recorded for the pool", {"": snapshot.target}),
-        ("epochkv_pool_published_epoch", "gauge", "Highest epoch proved: no engine uses an older one", {"": snapshot.published}),
-        *([("epochkv_pool_last_reset_seconds", "gauge", "Time the latest reset took", took)] if took else []),
-        ("epochkv_pool_reset_overdue_seconds", "gauge", "For how long a reset is unpublished beyond lease and margin", {"": overdue}),
-        ("epochkv_pool_engines", "gauge", engines, by_state),
-        ("epochkv_pool_weights_diverged_engines", "gauge", "Live engines that hold other weights than most of their fingerprint", diverged),
-        ("epochkv_pool_tiers_off_engines", "gauge", "Live engines that cannot use their tiers, or not all of them", limited),
-        ("epochkv_pool_old_epoch_requests", "gauge", "Requests that run under older epochs", {"": snapshot.old_epoch_requests}),
-        ("epochkv_pool_reclaimed_keys", "gauge", "Keys of older epochs and weights removed from the store since this hub started", keys),
-        ("epochkv_pool_reclaimed_bytes", "gauge", "Bytes of them, as far as they are known", {"": snapshot.reclaimed_bytes}),
+        *((name, "gauge", text, {"": value(snapshot, lease_seconds, now)}) for name, (text, value) in POOL_GAUGES.items()),
+        (ENGINES[0], "gauge", ENGINES[1], by_state),
         ("epochkv_hub_messages_total", "counter", "Messages and connections by outcome", outcomes),
     ]
+    if snapshot.reset_seconds is not None:
+        families.append(("epochkv_pool_last_reset_seconds", "gauge", "Time the latest reset took", {"": snapshot.reset_seconds}))
     lines = []
     for name, kind, text, values in families:
         lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]

@@ -9,6 +9,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from epochkv_fence.metrics import ENGINES, POOL_GAUGES
 from epochkv_fence.protocol.pool import ENGINE_STATES
 
 REGISTRY = CollectorRegistry(auto_describe=True)
@@ -54,40 +55,19 @@ HUB_FAULTS: Final = ("steps_failed", "take_failed", "tasks_failed", "turns_faile
 for _outcome in HUB_FAULTS:
     HUB_MESSAGES.labels(outcome=_outcome)
 
-TARGET_EPOCH = _gauge("epochkv_pool_target_epoch", "Highest epoch recorded for the pool", _POOL)
-PUBLISHED_EPOCH = _gauge("epochkv_pool_published_epoch", "Highest epoch proved: no engine uses an older one", _POOL)
+GAUGES: Final = {name: _gauge(name, text, _POOL) for name, (text, _) in POOL_GAUGES.items()}
 RESET_SECONDS = _histogram(
     "epochkv_pool_reset_seconds",
     "Time from recording an epoch to publishing it",
     _POOL,
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )
-RESET_OVERDUE = _gauge(
-    "epochkv_pool_reset_overdue_seconds",
-    "For how long a reset is unpublished beyond lease and margin; 0 while none is late",
-    _POOL,
-)
-POOL_ENGINES = _gauge("epochkv_pool_engines", f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})", (*_POOL, "state"))
-OLD_EPOCH_REQUESTS = _gauge("epochkv_pool_old_epoch_requests", "Requests that run on under an older epoch", _POOL)
-WEIGHTS_DIVERGED = _gauge(
-    "epochkv_pool_weights_diverged_engines", "Engine processes that hold other weights than most of their kind", _POOL
-)
-TIERS_OFF = _gauge("epochkv_pool_tiers_off_engines", "Engine processes that cannot use their tiers, or not all of them", _POOL)
-RECLAIMED_KEYS = _gauge(
-    "epochkv_pool_reclaimed_keys", "Keys of older epochs and weights removed from the store since this operator leads", _POOL
-)
-RECLAIMED_BYTES = _gauge(
-    "epochkv_pool_reclaimed_bytes", "Bytes of the store given back since this operator leads, as far as they are known", _POOL
-)
-_BY_POOL = (
-    *(TARGET_EPOCH, PUBLISHED_EPOCH, RESET_SECONDS, RESET_OVERDUE, OLD_EPOCH_REQUESTS, WEIGHTS_DIVERGED, TIERS_OFF),
-    *(RECLAIMED_KEYS, RECLAIMED_BYTES),
-)
+POOL_ENGINES = _gauge(*ENGINES, (*_POOL, "state"))
 
 
 def forget_pool(namespace: str, pool: str) -> None:
     """Drop the series of a pool that is gone, so that it does not linger on dashboards."""
-    for family in _BY_POOL:
+    for family in (RESET_SECONDS, *GAUGES.values()):
         with suppress(KeyError):
             family.remove(namespace, pool)
     for state in ENGINE_STATES:

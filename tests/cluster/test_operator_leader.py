@@ -48,7 +48,7 @@ def test_the_lease_is_renewed_while_the_main_loop_stands_still(namespace: Namesp
             port = await leader.serve(generate_keypair())
             time.sleep(10.0)  # noqa: ASYNC251 - three times the Lease's duration, and no other task of this loop runs
             assert leader.not_leading() is None
-            assert port(HubService.look, "nobody").view is None
+            assert port(HubService.snapshot, "nobody").view is None
             assert leader.hung() is None
             await asyncio.sleep(0)
             assert not holding.done()

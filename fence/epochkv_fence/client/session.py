@@ -11,27 +11,22 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Final
+from typing import Final
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from epochkv_fence.client.arguments import check_timeout
 from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
 from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
-from epochkv_fence.net.dealer import MONITORED, set_options
+from epochkv_fence.net.dealer import REDIAL_SECONDS, Link, LinkEvent
+from epochkv_fence.net.gate import SocketReader
 from epochkv_fence.net.keys import ClientKeys
 from epochkv_fence.protocol.messages import BumpStatus, EngineStatus, Error, Labelled, Message, Refusal, Status, WireError, decode, encode
 
 logger = logging.getLogger(__name__)
 
-REDIAL_SECONDS: Final = 0.5
-"""After a refused handshake, upon which libzmq never dials again: the hub may learn of our pool, or its key, later."""
-SILENCE_SECONDS: Final = 3.0
-"""Asked and not answered for so long: dial anew. Doubles while it does not help."""
-MAX_SILENCE_SECONDS: Final = 12.0
+TEND_SECONDS: Final = 0.1
 MAX_QUEUED: Final = 64
 NOBODY: Final = "nobody listens there"
 KEY_REFUSED: Final = "it refuses our key, which is of no pool that this hub serves, or was retired"
@@ -86,15 +81,13 @@ class Session:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.counters: Counter[str] = Counter()
-        self._dealer: zmq.asyncio.Socket | None = None
+        self._link: Link | None = None
+        self._readers: list[SocketReader] = []
         self._task: asyncio.Task[None] | None = None
         self._conversations: dict[int, Conversation] = {}
         self._next_request = secrets.randbits(62)
         self.problem = NOBODY
         self._refused_since: float | None = None
-        self._unanswered_since: float | None = None
-        self._patience = SILENCE_SECONDS
-        self._asking = asyncio.Event()
 
     # ------------------------------------------------------------------ life
 
@@ -127,18 +120,9 @@ class Session:
 
     def send(self, message: Message) -> None:
         """Best effort: without a connection it is dropped, and asked for again when there is one."""
-        if self._unanswered_since is None:
-            self._unanswered_since = time.monotonic()
-            self._asking.set()
-        if self._dealer is None:
-            return
-        try:
-            sent: Any = self._dealer.send_multipart(encode(message), zmq.NOBLOCK)
-            if asyncio.isfuture(sent):
-                sent.add_done_callback(_swallow)
-            self.counters["sent"] += 1
-        except zmq.ZMQError:
-            self.counters["unsent"] += 1
+        if self._link is not None:
+            self.counters["sent" if self._link.send(encode(message)) else "unsent"] += 1
+            self._readers[0].kick()
 
     async def explain(self) -> str:
         """`problem`, or that the name of the hub's host is none. Returns within `RESOLVE_SECONDS`."""
@@ -160,60 +144,53 @@ class Session:
 
     async def _run(self, keys: ClientKeys) -> None:
         """Until it is cancelled. The context ends here, on its own thread: ended by garbage collection it could wait for ever."""
-        context = zmq.asyncio.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             while True:
                 try:
-                    await self._dial(context, keys)
+                    self._tend(context, keys)
+                    keys = self._link.keys if self._link is not None else keys
                 except Exception as error:
-                    self.counters["failed"] += 1
-                    self.problem = f"the client's connection failed: {error!r}"
+                    self.problem = str(error) if isinstance(error, ConfigurationError) else f"the client's connection failed: {error!r}"
                     logger.debug("the connection failed", exc_info=True)
-                await asyncio.sleep(REDIAL_SECONDS if self._conversations else 4 * REDIAL_SECONDS)
-                try:
-                    keys = self.connection.client_keys()  # they may have been rotated
-                except ConfigurationError as error:
-                    self.problem = str(error)
+                await asyncio.sleep(TEND_SECONDS)
         finally:
+            self._hang_up()
             context.destroy(linger=0)
 
-    async def _dial(self, context: zmq.asyncio.Context, keys: ClientKeys) -> None:
-        """One socket, until it is time for another one."""
-        loop = asyncio.get_running_loop()
-        dealer = _open(context, keys, "[" in self.connection.hub.endpoint)
-        monitor: zmq.asyncio.Socket = dealer.get_monitor_socket(MONITORED)
-        work = [loop.create_task(part) for part in (self._receive(dealer), self._watch(monitor), self._notice_silence())]
-        self._dealer = dealer
-        try:
-            dealer.connect(self.connection.hub.endpoint)
-            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            self._dealer = None
-            for task in work:
-                task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
-            with contextlib.suppress(zmq.ZMQError):
-                dealer.disable_monitor()
-            monitor.close(linger=0)
-            dealer.close(linger=0)
-            self.counters["hung_up"] += 1
-
-    async def _receive(self, dealer: zmq.asyncio.Socket) -> None:
-        while True:
-            frames = await dealer.recv_multipart()
-            self._unanswered_since = None
-            self._patience = SILENCE_SECONDS
-            try:
-                message = decode(frames)
-            except WireError as error:
-                self.counters["wire_errors"] += 1
-                self.problem = f"the hub's answer is not one: {error.text}"
-                self._unanswered_since = time.monotonic()
-                continue
-            if self._take(message):
+    def _tend(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClientKeys) -> None:
+        """Dial when that is due, with the keys that there are by then: they may have been rotated."""
+        if self._link is not None and time.monotonic() < self._link.redial_at:
+            return
+        if self._link is not None:
+            keys = self.connection.client_keys()
+            if keys == self._link.keys:
+                self._link.redial()
                 return
+        self._hang_up()
+        # As an agent's, but a trainer that waits dials sooner than thousands of agents that all come back.
+        link = self._link = Link(context, self.connection.hub.endpoint, keys, handshake_ms=1500, reconnect_max_ms=1000)
+        self._readers = [SocketReader(link.socket, lambda: self._receive(link)), SocketReader(link.monitor, lambda: self._watch(link))]
+
+    def _hang_up(self) -> None:
+        for reader in self._readers:
+            reader.close()
+        if self._link is not None:
+            self._link.close()
+        self._link, self._readers = None, []
+
+    def _receive(self, link: Link) -> None:
+        frames = link.receive()
+        if frames is None:
+            raise zmq.Again
+        try:
+            message = decode(frames)
+        except WireError as error:
+            self.counters["wire_errors"] += 1
+            self.problem = f"the hub's answer is not one: {error.text}"
+            return
+        if self._take(message):
+            link.redial_at = time.monotonic() + REDIAL_SECONDS
 
     def _take(self, message: Message) -> bool:
         """Returns whether this connection is of no use any more: its key was accepted when it was made, and is not now."""
@@ -235,47 +212,23 @@ class Session:
                 self.counters["unexpected"] += 1
         return False
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Returns when this socket will never connect again."""
-        while True:
-            event = int(parse_monitor_message(await monitor.recv_multipart())["event"])
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.problem = "it is connected and does not answer"
-                self._refused_since = None
-                for conversation in self._conversations.values():
-                    conversation.put(None)
-            elif event == zmq.EVENT_DISCONNECTED:
-                self.problem = "the connection is lost"
-            else:
-                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                    self.problem = KEY_REFUSED
-                else:
-                    self.problem = NO_HANDSHAKE
-                if self._refused_since is None:
-                    self._refused_since = time.monotonic()
-                return
-
-    async def _notice_silence(self) -> None:
-        """Returns when somebody has been asking in vain for too long; costs nothing while nobody asks."""
-        while True:
-            await self._asking.wait()
-            while (since := self._unanswered_since) is not None and self._conversations:
-                if time.monotonic() >= since + self._patience:
-                    self._patience = min(2 * self._patience, MAX_SILENCE_SECONDS)
-                    self._unanswered_since = time.monotonic()
-                    return
-                await asyncio.sleep(0.1)
-            self._unanswered_since = None
-            self._asking.clear()
-
-
-def _open(context: zmq.asyncio.Context, keys: ClientKeys, ipv6: bool) -> zmq.asyncio.Socket:
-    """As an agent's, but a trainer that waits dials sooner than thousands of agents that all come back."""
-    dealer = context.socket(zmq.DEALER)
-    set_options(dealer, keys, handshake_ms=1500, reconnect_max_ms=1000)
-    if ipv6:  # not for names: libzmq would take their IPv6 address alone
-        dealer.setsockopt(zmq.IPV6, 1)
-    return dealer
+    def _watch(self, link: Link) -> None:
+        events = link.events()
+        if not events:
+            raise zmq.Again
+        for event in events:
+            match event:
+                case LinkEvent.CONNECTED:
+                    self.problem = "it is connected and does not answer"
+                    self._refused_since = None
+                    link.redial_at = math.inf  # what is asked now sets it
+                    for conversation in self._conversations.values():
+                        conversation.put(None)
+                case LinkEvent.DISCONNECTED:
+                    self.problem = "the connection is lost"
+                case _:
+                    self.problem = KEY_REFUSED if event is LinkEvent.REFUSED else NO_HANDSHAKE
+                    self._refused_since = self._refused_since or time.monotonic()
 
 
 async def resolve(host: str, port: int, seconds: float) -> list[tuple[object, ...]]:
@@ -293,11 +246,6 @@ async def resolve(host: str, port: int, seconds: float) -> list[tuple[object, ..
         raise TimeoutError(f"the name {host} was not resolved within {seconds:g} s") from error
     except (OSError, UnicodeError) as error:
         raise OSError(f"the name {host} cannot be resolved ({getattr(error, 'strerror', None) or error})") from error
-
-
-def _swallow(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

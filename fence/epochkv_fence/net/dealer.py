@@ -54,26 +54,6 @@ EVENTS: Final = {
 }
 
 
-def set_options(dealer: zmq.Socket[Any], keys: ClientKeys, *, handshake_ms: int = 10_000, reconnect_max_ms: int = 500) -> None:
-    """The options of a client's socket, before it connects."""
-    for option, value in (
-        (zmq.TCP_KEEPALIVE, 1),
-        (zmq.TCP_KEEPALIVE_IDLE, 2),
-        (zmq.TCP_KEEPALIVE_INTVL, 1),
-        (zmq.TCP_KEEPALIVE_CNT, 2),
-        (zmq.TCP_MAXRT, 3000),
-        (zmq.CONNECT_TIMEOUT, 1000),
-        (zmq.HANDSHAKE_IVL, handshake_ms),
-        (zmq.RECONNECT_IVL, 100),
-        (zmq.RECONNECT_IVL_MAX, reconnect_max_ms),
-        (zmq.IMMEDIATE, 1),
-        (zmq.LINGER, 0),
-        (zmq.MAXMSGSIZE, 4 * MAX_MESSAGE_BYTES),
-    ):
-        dealer.setsockopt(option, value)
-    keys.apply(dealer)
-
-
 class Link:
     """A connection, being made or made. Used by one thread.
 
@@ -82,21 +62,42 @@ class Link:
         keys: what it dials with.
         connected: the hub has accepted the keys, and the connection stands.
         redial_at: when to call `redial`, on the monotonic clock; infinity while all is well.
-        opened_at: when it was made.
 
     Raises:
         zmq.ZMQError: `endpoint` is none.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: ClientKeys) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        keys: ClientKeys,
+        *,
+        handshake_ms: int = 10_000,
+        reconnect_max_ms: int = 500,
+    ) -> None:
         self.endpoint = endpoint
         self.keys = keys
         self.connected = False
-        self.opened_at = time.monotonic()
-        self.redial_at = self.opened_at + SILENT_REDIAL_SECONDS
+        self.redial_at = time.monotonic() + SILENT_REDIAL_SECONDS
         self._patience = SILENT_REDIAL_SECONDS
         self.socket = context.socket(zmq.DEALER)
-        set_options(self.socket, keys)
+        for option, value in (
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 2),
+            (zmq.TCP_KEEPALIVE_INTVL, 1),
+            (zmq.TCP_KEEPALIVE_CNT, 2),
+            (zmq.TCP_MAXRT, 3000),
+            (zmq.CONNECT_TIMEOUT, 1000),
+            (zmq.HANDSHAKE_IVL, handshake_ms),
+            (zmq.RECONNECT_IVL, 100),
+            (zmq.RECONNECT_IVL_MAX, reconnect_max_ms),
+            (zmq.IMMEDIATE, 1),
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, 4 * MAX_MESSAGE_BYTES),
+        ):
+            self.socket.setsockopt(option, value)
+        keys.apply(self.socket)
         if "[" in endpoint:  # not for names: libzmq would take their IPv6 address alone
             self.socket.setsockopt(zmq.IPV6, 1)
         self.monitor: Any = self.socket.get_monitor_socket(MONITORED)

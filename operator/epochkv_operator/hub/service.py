@@ -268,7 +268,7 @@ class HubService:
         for uid, served in self._served.items():
             snapshot = self._server.snapshot(uid)
             served.history.take(snapshot, time.time(), time.monotonic())
-            export(served.key.namespace, served.key.name, snapshot, served.history, served.config.lease_seconds, time.time())
+            export(served.key.namespace, served.key.name, snapshot, served.config.lease_seconds, time.time())
 
     def _remove(self, uid: str) -> None:
         self._server.remove_pool(uid)

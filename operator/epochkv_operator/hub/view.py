@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from epochkv_fence.metrics import POOL_GAUGES
 from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolSnapshot
 from epochkv_operator import metrics
 from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView, WeightsGroup, name_of
@@ -97,19 +98,13 @@ def key_view(snapshot: PoolSnapshot, generation: int, accepted: int) -> KeysView
     return KeysView(generation, accepted, tuple(old) if accepted > 1 else ())
 
 
-def export(namespace: str, pool: str, snapshot: PoolSnapshot, history: PoolHistory, lease_seconds: float, now: float) -> None:
+def export(namespace: str, pool: str, snapshot: PoolSnapshot, lease_seconds: float, now: float) -> None:
     """Set the pool's gauges. `now`: Unix seconds."""
-    metrics.TARGET_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.target)
-    metrics.PUBLISHED_EPOCH.labels(namespace=namespace, pool=pool).set(snapshot.published)
-    metrics.RESET_OVERDUE.labels(namespace=namespace, pool=pool).set(snapshot.overdue_seconds(lease_seconds, now))
+    for name, (_, value) in POOL_GAUGES.items():
+        metrics.GAUGES[name].labels(namespace=namespace, pool=pool).set(value(snapshot, lease_seconds, now))
     states = [engine.state for engine in snapshot.engines]
     for state in ENGINE_STATES:
         metrics.POOL_ENGINES.labels(namespace=namespace, pool=pool, state=state).set(states.count(state))
-    metrics.OLD_EPOCH_REQUESTS.labels(namespace=namespace, pool=pool).set(snapshot.old_epoch_requests)
-    metrics.WEIGHTS_DIVERGED.labels(namespace=namespace, pool=pool).set(len(snapshot.diverged))
-    metrics.TIERS_OFF.labels(namespace=namespace, pool=pool).set(len(snapshot.limited))
-    metrics.RECLAIMED_KEYS.labels(namespace=namespace, pool=pool).set(history.total[0])
-    metrics.RECLAIMED_BYTES.labels(namespace=namespace, pool=pool).set(history.total[1])
 
 
 def _outliers(snapshot: PoolSnapshot) -> Iterator[Outlier]:

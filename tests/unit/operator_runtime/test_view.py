@@ -84,7 +84,7 @@ def test_engines_by_state_and_those_that_differ_are_counted() -> None:
     engines = [engine("fine"), late, engine("alone", isolated=True), engine("asleep", weights=None), engine("slow", converged=False)]
     engines += [engine("limited", tiers_off="TiersOff"), engine("gone", tiers_off="TiersOff", alive=False)]
     open_since = replace(EMPTY, target=2, published=1, behind_since=100.0, engines=engines, diverged=[late])
-    export("rl", "gauges", open_since, PoolHistory(), 30.0, 140.0)
+    export("rl", "gauges", open_since, 30.0, 140.0)
 
     def gauge(state: str) -> float | None:
         return REGISTRY.get_sample_value("epochkv_pool_engines", {"namespace": "rl", "pool": "gauges", "state": state})
