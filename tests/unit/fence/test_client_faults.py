@@ -224,38 +224,3 @@ def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool(tmp_path: Path) -
             switch.close()
         new.close()
         old.close()
-
-
-def test_another_hub_takes_over_in_the_middle_of_a_reset(tmp_path: Path) -> None:
-    old = FenceWorld(lease_seconds=1.0)
-    new = FenceWorld(lease_seconds=1.0)
-    new.authority, new.hub_pair, new.pool_pair, new.config = old.authority, old.hub_pair, old.pool_pair, old.config
-    first = old.hub()
-    old.lead(first)
-    switch = Switch(int(first.endpoint.rpartition(":")[2]))
-    try:
-        agent, engine = old.agent(switch.endpoint)
-        eventually(lambda: agent.view.epoch == 0)
-        engine.is_busy = True
-        with Pool.connect(client_of(old, tmp_path / "client", switch.endpoint), 20) as pool:
-            results: list[object] = []
-            thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
-            thread.start()
-            eventually(lambda: old.authority.records[old.config.uid].target == 1, "recorded by the first hub")
-            thaw = old.thread.freeze()
-            second = new.hub()
-            new._terms = old._terms
-            new.lead(second)
-            switch.turn(int(second.endpoint.rpartition(":")[2]))
-            assert old.published() == 0
-            engine.is_busy = False
-            thread.join(60)
-            thaw.set()
-            assert (results[0].epoch, results[0].published) == (1, True)  # type: ignore[attr-defined]
-            assert second.leading
-            eventually(lambda: agent.view.epoch == 1)
-    finally:
-        thaw.set()
-        switch.close()
-        new.close()
-        old.close()

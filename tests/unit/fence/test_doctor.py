@@ -72,17 +72,6 @@ def test_a_pool_that_is_well(world: HubWorld, doctor: Doctor) -> None:
     assert text.splitlines()[-1] == "3 ok"
 
 
-def test_the_versions_of_an_engine_and_of_its_hub_reach_a_client(world: HubWorld) -> None:
-    long = {f"package-{number}": "1\n" + "0" * 100 for number in range(9)}
-    for name, versions in (("known", RUNS), ("long", long), ("older", {})):
-        join(world, name, versions=versions)
-    status = known(world, 3).status()
-    found = {engine.name: engine.versions for engine in status.engines}
-    assert (found["known"], found["older"]) == (RUNS, {})
-    assert found["long"] == {f"package-{number}": "1 " + "0" * 62 for number in range(8)}, "cut to what a message can carry"
-    assert status.hub_version == RUNS["epochkv"]
-
-
 def test_an_engine_that_stalls_and_lacks_tiers(world: HubWorld, doctor: Doctor) -> None:
     stalls, limited = FakeEngine(), FakeEngine()
     limited.lacks = ("SavesOnly", "loads are off: set kv_load_failure_policy to recompute")
@@ -110,15 +99,6 @@ def test_keys_that_the_hub_refuses(world: HubWorld, tmp_path: Path, doctor: Doct
     assert pair.secret not in json.dumps(findings)
     (wrong / "hub.pub").write_text(generate_keypair().public)
     assert "hub.pub is not the key of that hub" in finding(doctor(wrong)[1], "hub")["text"]
-
-
-def test_a_key_of_another_pool(world: HubWorld, tmp_path: Path, doctor: Doctor) -> None:
-    other = shutil.copytree(world.folder, tmp_path / "other")
-    content = json.loads((other / "connection.json").read_text())
-    content["pool"]["uid"] = "somebody-else"
-    (other / "connection.json").write_text(json.dumps(content))
-    found = finding(doctor(other)[1], "hub")
-    assert (found["level"], "somebody-else" in found["text"]) == ("wrong", True)
 
 
 def test_a_hub_that_is_gone_or_hangs_or_is_none(world: HubWorld, tmp_path: Path, doctor: Doctor) -> None:

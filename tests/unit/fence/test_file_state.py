@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,35 +76,6 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused(tmp_path / "file", "cannot be used .*give a --state directory that this user can write")
     refused(Path("/proc/epochkv"), "cannot be used")
-
-
-def test_a_directory_that_this_user_cannot_write_is_refused(tmp_path: Path) -> None:
-    record_of(tmp_path)
-    run_without_rights(tmp_path, lambda: tmp_path.chmod(0o555))
-
-
-def run_without_rights(directory: Path, prepare: Callable[[], object]) -> None:
-    """Open as somebody who may only read: rights do not bind root, so root becomes nobody in a child."""
-    prepare()
-    for parent in (directory, *directory.parents):
-        if parent == Path("/"):
-            break
-        if os.geteuid() == 0 and parent.stat().st_uid == 0 and parent != directory:
-            parent.chmod(parent.stat().st_mode | 0o055)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setgid(65534)
-                os.setuid(65534)
-            asyncio.run(opened(directory))
-        except StateError as error:
-            status = 0 if "give a --state directory that this user can write" in str(error) else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 FULL_DISK = """
