@@ -16,8 +16,8 @@ from tests.model.parts import Engine, HubProcess, Violation
 if TYPE_CHECKING:
     from tests.model.world import World
 
-LOOK_EVERY = 8
-"""Steps of a hub from one look at what it shows to the next."""
+SNAPSHOT_EVERY = 8
+"""Steps of a hub from one snapshot that is checked to the next."""
 CERTAIN_LABELS = 8
 """Of the newest labels that were answered; older ones may have had to go, as repetitions of others came late."""
 
@@ -104,7 +104,7 @@ class Checks:
             ):
                 raise Violation(f"V: {who} answers a trainer, and {wrong}")
         process.steps += 1
-        if hub.term is not None and (new_weights or process.steps % LOOK_EVERY == 0):
+        if hub.term is not None and (new_weights or process.steps % SNAPSHOT_EVERY == 0):
             wrong = told.wrong_view(hub, hub.snapshot(now), now)
             if wrong:
                 raise Violation(f"V: {who}: {wrong}")

@@ -94,59 +94,12 @@ class Alarm:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tells the owner of a hub that a pool's snapshot has changed: at once when an epoch did, else so seldom that it costs little.
-
-
-CHANGE_SHARE: Final = 0.05
-"""Telling changes other than of epochs takes no more than this share of the time. Who is told may look at every engine."""
-MIN_CHANGE_GAP_SECONDS: Final = 0.02
-
-
-class Changes:
-    """What has changed and was not told yet.
-
-    Args:
-        on_change: called with the pool's uid. What it raises is logged.
-    """
-
-    def __init__(self, on_change: Callable[[str], None]) -> None:
-        self._on_change = on_change
-        self._changed: set[str] = set()
-        self._told: dict[str, object] = {}
-        self._tell_at: dict[str, float] = {}
-
-    def add(self, uid: str) -> None:
-        self._changed.add(uid)
-
-    def forget(self, uid: str) -> None:
-        self._changed.discard(uid)
-        self._told.pop(uid, None)
-        self._tell_at.pop(uid, None)
-
-    def tell(self, epochs: Callable[[str], object], now: float) -> float:
-        """Tell what may be told now; returns when to tell the rest. `epochs`: changes of these are told at once."""
-        due = math.inf
-        for uid in list(self._changed):
-            current, tell_at = epochs(uid), self._tell_at.get(uid, -math.inf)
-            if current == self._told.get(uid) and now < tell_at:
-                due = min(due, tell_at)
-                continue
-            self._changed.discard(uid)
-            self._told[uid] = current
-            began = time.monotonic()
-            try:
-                self._on_change(uid)
-            except Exception:
-                logger.exception("on_change failed for pool %s", uid)
-            ended = time.monotonic()
-            self._tell_at[uid] = ended + max(MIN_CHANGE_GAP_SECONDS, (ended - began) / CHANGE_SHARE)
-        return due
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The pools that a hub serves: for each its state machine, the keys and limits of its clients, and the care for steps that fail.
 
 
+CHANGE_SHARE: Final = 0.05
+"""Reporting changes other than of epochs takes no more than this share of the time. Who hears of it may read every engine."""
+MIN_CHANGE_GAP_SECONDS: Final = 0.02
 FAILED_STEP_SECONDS: Final = 0.25
 QUIET_SECONDS: Final = 10.0
 """Between two stack traces of one pool: whoever makes its steps fail may do so without end."""
@@ -157,6 +110,7 @@ class ServedPool:
 
     Attributes:
         bucket, costs, queue: see `router.LimitedPool`.
+        changed: its snapshot has, and the hub's owner has not heard of it.
         failed_until: a tick or round of it failed; the next one comes not before.
     """
 
@@ -166,6 +120,9 @@ class ServedPool:
         self.bucket = Bucket.full(POOL_RATE, POOL_BURST, now := time.monotonic())
         self.costs = Bucket.full(COST_RATE, COST_BURST, now)
         self.queue = PoolQueue()
+        self.changed = False
+        self._reported: object = None
+        self._report_at = -math.inf
         self.failed_until = -math.inf
         self._traces = Seldom(QUIET_SECONDS)
 
@@ -189,9 +146,22 @@ class ServedPool:
             published_at=unix(found.published_at),
         )
 
-    def epochs(self) -> tuple[int, int, bool]:
-        """What the hub's owner is told at once when it changes."""
-        return self.hub.target, self.hub.published, self.hub.term is not None
+    def report(self, on_change: Callable[[str], None], now: float) -> float:
+        """Report a change: at once when an epoch did, else so seldom that it costs little. Returns when to report it."""
+        if not self.changed:
+            return math.inf
+        epochs = self.hub.target, self.hub.published, self.hub.term is not None
+        if epochs == self._reported and now < self._report_at:
+            return self._report_at
+        self.changed, self._reported = False, epochs
+        began = time.monotonic()
+        try:
+            on_change(self.config.uid)
+        except Exception:
+            logger.exception("on_change failed for pool %s", self.config.uid)
+        ended = time.monotonic()
+        self._report_at = ended + max(MIN_CHANGE_GAP_SECONDS, (ended - began) / CHANGE_SHARE)
+        return math.inf
 
     # ------------------------------------------------------------------ what is due, whatever fails
 
@@ -468,7 +438,7 @@ class HubServer:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._bind = bind
-        self._changes = Changes(on_change or (lambda uid: None))
+        self._on_change = on_change or (lambda uid: None)
         self._on_step_down = on_step_down or (lambda: None)
         self._why_deposed = why_deposed
         self._pools = Pools()
@@ -524,7 +494,6 @@ class HubServer:
         pool = self._pools.remove(uid)
         if pool is not None:
             self._act(pool, ev.SteppedDown())
-            self._changes.forget(uid)
             self._effects.forget(pool)
 
     def request(self, uid: str, epoch: int) -> None:
@@ -575,7 +544,7 @@ class HubServer:
     def _turn(self, now: float) -> float:
         """Everything that is due; returns when to look again (at the latest: what happens looks again by itself)."""
         due = min((self._tick(pool, now) for pool in self._pools), default=math.inf)
-        due = min(due, self._changes.tell(lambda uid: self._pools[uid].epochs(), now))
+        due = min([due, *(pool.report(self._on_change, now) for pool in self._pools)])
         if not self._round_running and self._term is not None:
             round_due = min((pool.round_at(self.counters, now) for pool in self._pools), default=math.inf)
             round_due = max(round_due, self._round_began + ROUND_GAP_SECONDS)
@@ -649,7 +618,7 @@ class HubServer:
                 if isinstance(action, ev.Send):
                     self._router.send(action.peer, action.message)
                 elif isinstance(action, ev.Changed):
-                    self._changes.add(pool.config.uid)
+                    pool.changed = True
                 else:
                     self._effects.do(pool, action)
         except Exception:

@@ -180,8 +180,9 @@ class Database:
         connection = self._connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
             connection.execute(f"PRAGMA {pragma}")
-        with self.transaction():  # also takes SQLite's lock, for the life of the process
-            application, version = self._made(connection)
+        with self.transaction():  # takes SQLite's lock, for the life of the process
+            pass
+        application, version = self._made(connection)
         if application != APPLICATION_ID:
             raise StateError(f"{self.path} is not the state of an EpochKV hub; give another --state")
         if version != SCHEMA_VERSION:
@@ -196,15 +197,14 @@ class Database:
 
     def _made(self, connection: sqlite3.Connection) -> tuple[int, int]:
         """Make what an empty file lacks. Returns the application id and the version."""
-        (application,) = connection.execute("PRAGMA application_id").fetchone()
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-        if (application, version, num_tables) != (0, 0, 0):
-            return application, version
-        for statement in _statements(_SCHEMA):
-            connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        found = tuple(
+            int(connection.execute(query).fetchone()[0])
+            for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_schema")
+        )
+        if found != (0, 0, 0):
+            return found[0], found[1]
+        made = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION};"
+        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {made} COMMIT;")
         return APPLICATION_ID, SCHEMA_VERSION
 
     # ------------------------------------------------------------------ errors
@@ -231,17 +231,6 @@ class Database:
             f"{self.path} is damaged ({detail}), so nobody knows which epochs were used. "
             "Never restore an older copy: remove the whole directory and start a new pool, whose engines get its new client folder"
         )
-
-
-def _statements(script: str) -> list[str]:
-    """The statements of a script (`executescript` would commit the open transaction)."""
-    found, text = [], ""
-    for line in script.strip().splitlines(keepends=True):
-        text += line
-        if sqlite3.complete_statement(text):
-            found.append(text)
-            text = ""
-    return found
 
 
 def _inode(path: Path) -> tuple[int, int]:
