@@ -153,6 +153,7 @@ class Session:
                 except Exception as error:
                     self.problem = str(error) if isinstance(error, ConfigurationError) else f"the client's connection failed: {error!r}"
                     logger.debug("the connection failed", exc_info=True)
+                    await asyncio.sleep(REDIAL_SECONDS)
                 await asyncio.sleep(TEND_SECONDS)
         finally:
             self._hang_up()
