@@ -64,7 +64,7 @@ def test_the_environment_alone_is_enough(folder: Path) -> None:
 
 
 def test_a_mapping_and_the_connectors_other_keys_are_fine() -> None:
-    content = {**CONTENT, "local": {"capacity_bytes": 1 << 30}, "tracker": True}
+    content = {**CONTENT, "local": {"capacity_bytes": 1 << 30}}
     assert Connection.load(content, {}).hub.endpoint == "tcp://hub.example:7700"
 
 
