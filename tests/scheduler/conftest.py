@@ -29,8 +29,10 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[str,
     from tests.support.scheduler import Rig
     from tests.support.scheduler_config import EngineOptions
 
-    # On a machine that stands still during a look at the weights, the next look need not wait for its share of the time.
+    # On a machine that stands still, the next look at the weights need not wait for its share of the time, and no answer or plan expires.
     monkeypatch.setattr("epochkv_connector.weights.watch.SHARE", 1)
+    monkeypatch.setattr("epochkv_connector.tiers.lookup.READ_LEASE_SECONDS", 1e6)
+    monkeypatch.setattr("epochkv_connector.tiers.hits.PLAN_TTL_SECONDS", 1e6)
     had = hasattr(kv_cache_utils, "NONE_HASH")
     before = getattr(kv_cache_utils, "NONE_HASH", None)
     made: list[Any] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,35 +131,6 @@ def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(
     assert keys(Pin(b"r", 1)) is not None
 
 
-def test_our_lines_are_vllms_with_our_name(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import patches
-
-    seen: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(f"{record.levelname} {record.getMessage()}")
-
-    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [Handler(logging.INFO)])
-    ours = [logging.getLogger(name) for name in ("epochkv_connector", "epochkv_fence")]
-    for logger in ours:
-        monkeypatch.setattr(logger, "handlers", [])
-        logger.setLevel(logging.NOTSET)
-    try:
-        patches.share_log_handlers()
-        patches.share_log_handlers()  # one for each connector of the process
-        logging.getLogger("epochkv_connector.store.connection").info("L2 store ready at %s", "h:1")
-        logging.getLogger("epochkv_fence.net").warning("EpochKV: lost")
-        logging.getLogger("epochkv_fence.net").debug("nobody asks")
-    finally:
-        for logger in ours:
-            logger.setLevel(logging.NOTSET)
-    assert seen == ["INFO EpochKV: L2 store ready at h:1", "WARNING EpochKV: lost"]
-    assert [record.getMessage() for record in caplog.records if record.name == "epochkv_connector.store.connection"] == [
-        "L2 store ready at h:1"
-    ], "somebody else's handlers see it as it was"
-
-
 class Speculative:
     """vLLM's speculative configuration, as far as blocks are concerned."""
 
@@ -260,48 +230,6 @@ def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(ma
         rig.connector.scheduler.reclaim(3, ())
 
 
-def test_stats_travel_add_up_and_reach_prometheus(make_rig: MakeRig) -> None:
-    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-
-    from epochkv_connector.connector import EpochKVConnector
-
-    rig = make_rig()
-    rig.connector._reporter._at = float("inf")  # nothing is told while it serves
-    rig.adopt(3)
-    rig.serve(prompt(1, 4 * BLOCK))
-    rig.connector._reporter._at = float("-inf")
-    first = rig.connector.get_kv_connector_stats()
-    assert first is not None
-    assert first.data["gauges"]["epoch"] == 3.0
-    assert first.data["counters"]["adoptions"] == 1
-    assert rig.connector.get_kv_connector_stats() is None  # at most once a second
-    rig.connector._reporter._at = float("-inf")
-    second = rig.connector.get_kv_connector_stats()
-    assert second is not None
-    assert "adoptions" not in second.data["counters"]  # increments
-    rebuilt = EpochKVConnector.build_kv_connector_stats(first.to_dict())
-    rebuilt.aggregate(EpochKVConnector.build_kv_connector_stats({"counters": {"adoptions": 2}, "gauges": {"epoch": 4.0}}))
-    assert rebuilt.reduce()["adoptions"] == 3
-    assert rebuilt.reduce()["epoch"] == 4.0
-    metrics = EpochKVConnector.build_prom_metrics(
-        rig.vllm_config, {Gauge: Gauge, Counter: Counter, Histogram: Histogram}, ["engine"], {0: ["0"]}
-    )
-    metrics.observe(rebuilt.to_dict())
-    assert REGISTRY.get_sample_value("vllm:epochkv_adoptions_total", {"engine": "0"}) == 3
-    assert REGISTRY.get_sample_value("vllm:epochkv_epoch", {"engine": "0"}) == 4.0
-
-
-def test_registration_by_name_may_be_repeated() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from epochkv_connector.connector import EpochKVConnector
-    from epochkv_connector.engine import plugin
-
-    plugin.register()
-    plugin.register()
-    assert KVConnectorFactory.get_connector_class_by_name("EpochKVConnector") is EpochKVConnector
-
-
 def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
     from epochkv_connector.wire import BlockMove, LoadJob, Phase, SaveJob, StepMetadata
     from epochkv_connector.worker.role import WorkerRole
@@ -335,16 +263,3 @@ def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
     assert [ack.job_id for ack in side.drain(0.0).acks] == [1]
     assert side.results() == ({"a"}, {"a"})
     assert side.acks().acks == []
-
-
-def test_after_a_step_that_raised_everything_is_refused() -> None:
-    from epochkv_connector.wire import LoadJob, StepMetadata
-    from epochkv_connector.worker.role import WorkerRole
-
-    side = WorkerRole(0, None)
-    side.new_step()
-    side.refuse(StepMetadata(loads=(LoadJob(1, "a", None, (), 1.0),)))
-    assert side.results() == ({"a"}, {"a"})
-    side.new_step()
-    side.start(StepMetadata(loads=(LoadJob(2, "b", None, (), 1.0),)), idle=False)
-    assert side.results() == ({"b"}, {"b"})

@@ -139,39 +139,6 @@ def test_groups_are_told_apart(listened: Callable[..., Any], groups: tuple[str, 
         assert router.blocks("CPU", group)
 
 
-def test_without_l1_only_clearings_are_told(listened: Callable[..., Any]) -> None:
-    rig, router = listened(l1_bytes=None, store=SharedStore())
-    rig.adopt(0)
-    rig.serve(prompt(1, LENGTH))
-    rig.adopt(1, weights="w1")
-    rig.serve(prompt(1, LENGTH))
-    router.listen()
-    assert router.blocks("CPU") == set()
-    assert any(type(event).__name__ == "AllBlocksCleared" for event in router.heard)
-
-
-def test_an_error_in_the_events_ends_them_and_nothing_else(listened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import events
-
-    rig, router = listened()
-    rig.adopt(0)
-
-    def fails(*_: Any) -> None:
-        raise KeyError("an event of another version")
-
-    monkeypatch.setattr(events, "host_block_stored", fails)
-    first = rig.serve(prompt(1, LENGTH))
-    rig.block_pool.reset_prefix_cache()
-    again = rig.serve(prompt(1, LENGTH))
-    assert rig.cached[again] == 8 * BLOCK
-    assert rig.outputs[first] == rig.outputs[again]
-    assert rig.connector._guard.errors == {"events": 1}
-    assert not rig.side.state.broken
-    router.listen()
-    assert router.blocks("CPU") == set()
-    assert rig.leaks() == {}
-
-
 def stored(*names: int, parent: int | None = None, medium: str = "GPU", group: int = 0) -> BlockStored:
     return BlockStored(list(names), parent, [0] * len(names), 1, None, medium, None, group_idx=group)
 
@@ -195,11 +162,6 @@ def test_a_child_in_l1_waits_for_its_parent_wherever_that_appears() -> None:
     assert told.pass_on([host(3, 2)]) == []
     device = stored(1, 2)
     assert told.pass_on([device]) == [device, host(3, 2)]
-
-
-def test_a_long_chain_in_the_wrong_order() -> None:
-    events = [host(name, name - 1 or None) for name in range(20_000, 0, -1)]
-    assert [event.block_hashes[0] for event in stream().pass_on(events)] == list(range(1, 20_001))
 
 
 def test_a_child_that_left_l1_while_it_waited_is_never_told() -> None:

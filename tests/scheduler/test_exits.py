@@ -17,14 +17,10 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 
-from epochkv_connector.tiers import hits, lookup
 from epochkv_connector.tiers.hits import PLAN_TTL_STEPS
 from tests.scheduler.exits import EXITS, exits, traced
 from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
-
-PATIENT_SECONDS = 1e6
-"""A machine that stands still for seconds lets no answer and no plan expire."""
 
 
 @dataclass
@@ -165,8 +161,6 @@ def test_dropped_after_our_answer(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, scenario: Callable[..., Held], cancelled: bool
 ) -> None:
     """Asked again, nothing is pinned or looked up twice; cancelled, all is given back at once; let go, the hit is used."""
-    monkeypatch.setattr(lookup, "READ_LEASE_SECONDS", PATIENT_SECONDS)
-    monkeypatch.setattr(hits, "PLAN_TTL_SECONDS", PATIENT_SECONDS)
     held = scenario(make_rig, monkeypatch)
     rig = held.rig
     others = held.held()

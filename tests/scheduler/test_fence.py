@@ -45,25 +45,6 @@ def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig
     assert ready == [False, True]
 
 
-def test_the_adopted_root_is_the_global(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    vllms_own = global_root()
-    rig.adopt(0)
-    zero = global_root()
-    rig.adopt(1)
-    assert len({vllms_own, zero, global_root()}) == 3
-    assert global_root() is rig.pins.root.snapshot.root
-
-
-def test_a_lower_epoch_is_refused(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(3)
-    root = global_root()
-    rig.adopt(2)
-    assert rig.pins.root.snapshot.epoch == 3
-    assert global_root() is root
-
-
 # ---------------------------------------------------------------------------------------------- bypass
 
 

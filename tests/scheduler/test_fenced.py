@@ -10,7 +10,7 @@ import pytest
 from tests.scheduler.fenced import FencedRig, MooncakeStore, Nixl, Offloading, SimpleCPUOffload, Stock
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
 from tests.scheduler.transfers import HAND_OVER
-from tests.support.scheduler import BLOCK, RequestStatus, prompt
+from tests.support.scheduler import BLOCK, RequestStatus
 
 STOCKS: dict[str, Callable[[], Stock]] = {
     "none": Stock,
@@ -46,12 +46,6 @@ def begin_load(rig: FencedRig) -> Any:
     rig.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     return request
-
-
-def share(make_rig: MakeRig, num: int, **options: Any) -> list[FencedRig]:
-    """Engines of epoch 0 on one Mooncake store."""
-    objects: dict[str, Any] = {}
-    return [fenced(make_rig, MooncakeStore(objects), **options) for _ in range(num)]
 
 
 # ---------------------------------------------------------------------------------------------- what each change hides
@@ -98,26 +92,6 @@ def test_without_a_lease_nothing_is_found(make_rig: MakeRig, make_stock: Callabl
     push_out(rig)
     assert found(rig) == WHOLE
     rig.check_clean()
-
-
-def test_two_engines_share_while_their_weights_and_epochs_are_equal(make_rig: MakeRig) -> None:
-    a, b = share(make_rig, 2)
-    a.serve(TOKENS)
-    assert found(b) == WHOLE
-    other = prompt(2, LENGTH)
-    a.weights = "w1"
-    a.serve(other)
-    assert found(b, other) == 0
-    b.weights = "w1"
-    third = prompt(3, LENGTH)
-    a.serve(third)
-    assert found(b, third) == WHOLE
-    a.adopt(1)
-    fourth = prompt(4, LENGTH)
-    a.serve(fourth)
-    assert found(b, fourth) == 0
-    for rig in (a, b):
-        rig.check_clean()
 
 
 @pytest.mark.parametrize("with_fence", [False, True])
@@ -332,22 +306,6 @@ def test_kv_of_another_engine_has_our_names_only_with_its_tag(make_rig: MakeRig,
     consumer.run()
     assert consumer.cached[request.request_id] == LENGTH - 1
     assert found(consumer) == (WHOLE if tagged else 0)
-    producer.run()
-    for rig in (producer, consumer):
-        rig.check_clean()
-
-
-def test_kv_that_arrives_under_other_names_is_its_requests_alone(make_rig: MakeRig) -> None:
-    producer, consumer, handed = transfers(make_rig)
-    consumer.stock.hold_loads = True
-    request = consumer.add(TOKENS, params=handed)
-    consumer.step()
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    consumer.adopt(1)
-    consumer.release()
-    consumer.run()
-    assert consumer.cached[request.request_id] == LENGTH - 1
-    assert found(consumer) == 0
     producer.run()
     for rig in (producer, consumer):
         rig.check_clean()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from epochkv_connector.naming.pins import PinnedHasher, plain_hasher
 from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, RequestStatus, global_root, prompt
@@ -14,16 +12,6 @@ from tests.support.scheduler import BLOCK, RequestStatus, global_root, prompt
 def first_name(rig: Any, request: Any, root: bytes) -> Any:
     """What the request's first block has to be called under this root."""
     return rig.connector.scheduler.hashing.first(request, root)
-
-
-def test_a_long_prompt_is_hashed_by_vllms_own_hasher(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
-    request = rig.add(prompt(1, 2 * BLOCK), max_tokens=2 * BLOCK)
-    assert request._block_hasher is rig.hasher
-    rig.run()
-    assert len(request.block_hashes) == 4
-    assert request.block_hashes[0] == first_name(rig, request, rig.pins.pin_of(request).root)
-    rig.check_clean()
 
 
 def test_a_short_prompt_gives_its_first_hash_to_us_and_the_next_to_vllm(make_rig: MakeRig) -> None:
@@ -40,40 +28,6 @@ def test_a_short_prompt_gives_its_first_hash_to_us_and_the_next_to_vllm(make_rig
     assert request._block_hasher is rig.hasher
     rig.run()
     assert len(request.block_hashes) == 2
-
-
-def test_a_request_that_waits_is_renamed_whoever_hashes_for_it(make_rig: MakeRig) -> None:
-    rig = make_rig(max_num_seqs=1, epoch=0)
-    rig.add(prompt(2, 5), max_tokens=4)
-    request = rig.add(prompt(1, 3 * BLOCK), max_tokens=2 * BLOCK)
-    rig.step()
-    before = list(request.block_hashes)
-    rig.adopt(1, weights="w1")
-    rig.run()
-    assert request.block_hashes[0] == first_name(rig, request, rig.pins.pin_of(request).root) != before[0]
-    assert len(request.block_hashes) == 5
-    assert request._block_hasher is rig.hasher
-
-
-@pytest.mark.parametrize("strange", [None, lambda request: [b"x" * 32]])
-def test_another_hasher_may_be_put_before_vllms_until_the_request_is_pinned_again(make_rig: MakeRig, strange: Any) -> None:
-    rig = make_rig(max_num_seqs=1, epoch=0)
-    rig.add(prompt(2, 5), max_tokens=4)
-    request = rig.add(prompt(1, 3 * BLOCK))
-
-    class Detached:
-        def __init__(self) -> None:
-            self.inner = rig.hasher
-
-        def __call__(self, request: Any) -> list[bytes]:
-            return [] if strange is None else strange(request)
-
-    request._block_hasher = Detached()
-    rig.adopt(1, weights="w1")
-    rig.run()
-    assert request._block_hasher is rig.hasher
-    assert request.block_hashes[0] == first_name(rig, request, rig.pins.pin_of(request).root)
-    assert len(request.block_hashes) == 3
 
 
 def test_a_session_whose_only_hash_vllm_cuts_off_is_named_by_its_pin_again(make_rig: MakeRig) -> None:

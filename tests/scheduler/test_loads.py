@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.scheduler.state import TRANSITIONS, LoadEvent, LoadState
 from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
@@ -41,15 +40,6 @@ def test_a_block_that_the_store_lost_or_tore_is_recomputed(make_rig: MakeRig, fa
     request = rig.serve(tokens)
     assert len(spoiled) >= 5
     assert rig.cached[request] == 0
-    rig.check_clean()
-
-
-def test_l2_only_loads_through_the_staging_ring(make_rig: MakeRig) -> None:
-    store = SharedStore()
-    rig, tokens = filled(make_rig, store=store, l1_bytes=None, extra={"staging_slots": 32})
-    request = rig.serve(tokens)
-    assert rig.cached[request] == 8 * BLOCK
-    assert len(store.fetched) == 8
     rig.check_clean()
 
 
@@ -111,18 +101,6 @@ def test_a_failed_load_does_not_stand_in_the_way_of_others_that_hold_blocks(make
     rig.check_clean()
 
 
-def test_without_the_cooldown_the_same_load_is_tried_again_and_hangs(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault that the rule excludes: vLLM 0.32 never schedules the second load."""
-    rig, tokens = filled(make_rig, num_blocks=10)
-    rig.workers[0].fail_loads = lambda job: True
-    monkeypatch.setattr(rig.tiers.loads, "loaded", lambda done: None)  # keep the failed blocks in the index: hit again
-    monkeypatch.setitem(TRANSITIONS[LoadState.SENT], LoadEvent.FAIL, LoadState.NONE)
-    request = rig.add(tokens)
-    with pytest.raises(AssertionError, match="not idle"):
-        rig.run(50)
-    assert request.request_id not in rig.finished
-
-
 def test_the_cooldown_ends_when_the_request_was_scheduled(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     rig.workers[0].fail_loads = lambda job: True
@@ -172,21 +150,6 @@ def test_aborted_between_the_taken_back_success_and_the_final_report(make_rig: M
     rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     rig.run()
     assert not rig.connector.has_pending_push_work()
-    rig.check_clean()
-
-
-def test_aborted_with_a_plan_open(make_rig: MakeRig) -> None:
-    """The scheduler asked, could not allocate, and the client went away."""
-    rig, tokens = filled(make_rig)
-    blocker = rig.add(prompt(50, 6 * BLOCK), max_tokens=2 * BLOCK)
-    rig.step()
-    waiting = rig.add(tokens)
-    rig.step()
-    assert waiting.status is RequestStatus.WAITING
-    assert rig.tiers.leak_report()["plans"] >= 1
-    rig.scheduler.finish_requests(waiting.request_id, RequestStatus.FINISHED_ABORTED)
-    rig.run()
-    assert blocker.request_id in rig.finished
     rig.check_clean()
 
 
@@ -272,20 +235,6 @@ def test_loads_are_off_unless_failed_ones_are_recomputed(make_rig: MakeRig, capl
     request = rig.serve(tokens)
     assert rig.cached[request] == 0
     assert rig.tiers.stats()["slots_indexed"] > 0  # it was there to be loaded
-    rig.check_clean()
-
-
-def test_saves_hold_gpu_blocks_until_the_copy_is_acknowledged(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
-    rig.workers[0].hold_saves = True
-    request = rig.add(prompt(1, LENGTH))
-    rig.step()
-    rig.step()
-    assert request.request_id in rig.finished
-    assert rig.free_at_start - rig.block_pool.get_num_free_blocks() == 8
-    assert rig.connector.has_pending_push_work()
-    release(rig)
-    rig.run()
     rig.check_clean()
 
 

@@ -41,16 +41,6 @@ def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> N
     rig.check_clean()
 
 
-def test_an_epoch_that_this_engine_has_not_used_is_kept(make_rig: MakeRig) -> None:
-    """Of engines that are reset together the first one's proposal may have brought it before the turn of the others."""
-    rig = make_rig(store=SharedStore())
-    rig.adopt(1)
-    root = global_root()
-    assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert global_root() is root
-    assert rig.pins.root.snapshot.shared is True
-
-
 def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the proposal: whoever hears of the reset knows by then that somebody asked for its end."""
     told: list[str] = []
@@ -194,13 +184,3 @@ def test_a_reset_without_a_hub_replaces_the_private_root(make_rig: MakeRig) -> N
     assert rig.cached[rig.serve(tokens)] == 0
     assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
     rig.check_clean()
-
-
-def test_a_local_reset_asks_for_the_next_epoch(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig()
-    asked: list[int] = []
-    monkeypatch.setattr(rig.side.weights.link, "propose", asked.append)
-    rig.adopt(4)
-    rig.serve(prompt(1, LENGTH))
-    rig.scheduler.reset_prefix_cache(reset_connector=True)
-    assert asked == [5]

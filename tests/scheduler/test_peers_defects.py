@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
+from tests.scheduler.rigs import LENGTH, MakeRig, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -48,18 +46,6 @@ def test_a_save_outlives_its_request_and_a_namesake_gets_nothing_of_it(make_rig:
     rig.check_clean()
 
 
-def test_a_load_outlives_its_request_and_a_namesake_waits_for_nothing_of_it(make_rig: MakeRig) -> None:
-    rig, tokens = filled(make_rig, num_blocks=40)
-    rig.scheduler.reset_prefix_cache()
-    first = begin_load(rig, tokens)
-    rig.scheduler.finish_requests(first.request_id, RequestStatus.FINISHED_ABORTED)
-    assert first.request_id in rig.scheduler.requests, "its blocks are held until the load is reported"
-    release(rig)
-    rig.run()
-    assert rig.cached[rig.serve(tokens, request_id=first.request_id)] == 8 * BLOCK
-    rig.check_clean()
-
-
 def test_a_preempted_requests_save_reads_its_own_blocks(make_rig: MakeRig) -> None:
     """vllm#51637: the blocks were freed by the preemption and given to another request, whose KV was stored under the victim's key."""
     rig = make_rig(num_blocks=30, epoch=0)
@@ -77,25 +63,6 @@ def test_a_preempted_requests_save_reads_its_own_blocks(make_rig: MakeRig) -> No
     rig.run()
     rig.scheduler.reset_prefix_cache()
     assert rig.cached[rig.serve(prompt(1, LENGTH))] == 8 * BLOCK
-    rig.check_clean()
-
-
-def test_frees_are_never_delayed_by_a_save(make_rig: MakeRig) -> None:
-    """vllm PR#41180: delayed frees made resets fail. Our saves hold their own references, for as long as the copy takes."""
-    rig = make_rig(epoch=0)
-    rig.workers[0].hold_saves = True
-    answers: list[Any] = []
-    finished = rig.connector.request_finished_all_groups
-    rig.connector.request_finished_all_groups = lambda *args: answers.append(finished(*args)) or answers[-1]
-    request = rig.add(prompt(1, LENGTH), max_tokens=2)
-    while request.request_id not in rig.finished:
-        rig.step()
-    assert answers == [(False, None)]
-    assert request.request_id not in rig.scheduler.requests
-    release(rig)
-    rig.step()
-    assert rig.scheduler.reset_prefix_cache()
-    rig.run()
     rig.check_clean()
 
 

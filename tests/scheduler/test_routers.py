@@ -82,13 +82,6 @@ def test_an_idle_engine_tells_of_new_weights_and_of_a_reset(listened: Listened) 
         assert router.where == set()
 
 
-def test_without_events_nothing_steps(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
-    rig.serve(TOKENS)
-    rig.adopt(1)
-    assert not rig.scheduler.has_requests()
-
-
 @pytest.mark.parametrize("kv_events", [True, False])
 def test_an_engine_that_waits_is_woken_when_there_is_something_to_tell(make_rig: MakeRig, kv_events: bool) -> None:
     rig = make_rig(epoch=0, kv_events=kv_events)

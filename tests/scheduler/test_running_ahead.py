@@ -146,7 +146,7 @@ class Schedule:
             worker.hold_loads, worker.hold_saves = self.source.random() < 0.3, self.source.random() < 0.3
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_drafts", [0, 1, 4])
 @pytest.mark.parametrize("kind", ["AheadRig", "AsyncRig"])
 def test_no_new_block_is_missed_and_none_is_late(make_rig: MakeRig, kind: str, num_drafts: int, seed: int) -> None:
@@ -190,17 +190,3 @@ def test_a_decoding_request_is_looked_at_once_a_block(make_rig: MakeRig) -> None
     rig.side.steps.candidates._boundaries.due = count
     rig.steps(4 * BLOCK)
     assert looked == 16 * 4
-
-
-def test_an_error_at_the_end_of_a_request_costs_its_last_block_and_nothing_else(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig(AsyncRig, **PRIVATE)
-
-    def broken(*args: Any) -> None:
-        raise RuntimeError("no such block")
-
-    monkeypatch.setattr(rig.side.steps.candidates, "at_end", broken)
-    assert rig.serve(prompt(1, BLOCK + 3), max_tokens=BLOCK - 2) in rig.finished
-    assert rig.connector._guard.errors == {"request_finished": 1}
-    assert rig.side.state.broken
-    assert rig.leaks() == {}
-    assert rig.block_pool.get_num_free_blocks() == rig.free_at_start

@@ -34,26 +34,6 @@ def test_hybrid_groups_come_back_whole(make_rig: MakeRig, groups: tuple[str, ...
     rig.check_clean()
 
 
-def test_a_hybrid_load_overtaken_by_an_adoption(make_rig: MakeRig) -> None:
-    rig = make_rig(groups=("full", "48"), num_blocks=24, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    for seed in range(100, 108):
-        rig.serve(prompt(seed, LENGTH))
-    (worker,) = rig.workers
-    worker.hold_loads = True
-    request = rig.add(tokens)
-    rig.step()
-    assert len(worker.loads) == 1
-    rig.adopt(1, weights="w1")
-    worker.hold_loads = False
-    worker.work()
-    rig.run()
-    assert worker.invalidated == [request.request_id]
-    assert rig.cached[request.request_id] == 0
-    rig.check_clean()
-
-
 def test_without_prefix_caching_the_tiers_still_work(make_rig: MakeRig) -> None:
     rig = make_rig(caching=False, epoch=0)
     tokens = prompt(1, LENGTH)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from epochkv_connector.wire import Tier
-from tests.scheduler.rigs import MakeRig, release
-from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
+from tests.scheduler.rigs import MakeRig
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 LENGTH = 8 * BLOCK + 1
 SLOT_BYTES = 2304
@@ -135,25 +135,4 @@ def test_a_preempted_request_gets_two_groups_again(make_rig: MakeRig) -> None:
     assert [job.request_id for job in jobs] == [request.request_id], "it was not loaded again"
     assert {move.group for job in jobs for move in job.moves} == {0, 1}
     assert {request.request_id, other.request_id} <= rig.finished
-    rig.check_clean()
-
-
-@pytest.mark.parametrize("groups", HYBRIDS.values(), ids=HYBRIDS)
-def test_several_hits_of_one_step_share_what_is_there(make_rig: MakeRig, groups: tuple[str, ...]) -> None:
-    """Two hits of one step and an L1 that holds both only if no slot is given away twice."""
-    prompts = [prompt(seed, LENGTH) for seed in (1, 2, 3)]
-    store = stored(make_rig, groups, prompts)
-    slots = 12 * len(groups)
-    rig = make_rig(groups=groups, num_blocks=30 * len(groups), store=store, l1_bytes=slots * SLOT_BYTES, epoch=0)
-    rig.serve(prompts[0])
-    assert rig.scheduler.reset_prefix_cache()
-    jobs = watched(rig)
-    rig.workers[0].hold_loads = True
-    requests = [rig.add(tokens) for tokens in (prompts[1], prompts[0], prompts[2])]
-    rig.step()
-    loading = [request.request_id for request in requests if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
-    assert len(loading) >= 2
-    assert [job.request_id for job in jobs] == loading
-    release(rig)
-    rig.run()
     rig.check_clean()

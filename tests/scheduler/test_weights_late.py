@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_load, every_layout, found, num_saved
-from tests.support.scheduler import BLOCK, SharedStore, prompt, several
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 # ---------------------------------------------------------------------------------------------- H2: a change behind a step
 
@@ -65,15 +65,6 @@ def test_an_ended_digest_stays_ended_until_the_next_epoch(make_rig: MakeRig) -> 
     rig.check_clean()
 
 
-def test_other_digests_of_the_epoch_go_on(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
-    late_hit(rig)
-    rig.run()
-    found(rig)
-    assert found(rig) == WHOLE
-    assert rig.pins.root.snapshot.shared
-
-
 def test_a_lost_lease_does_not_bring_an_ended_digest_back(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
     found(rig)
@@ -105,18 +96,6 @@ def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig
     rig.run()
     assert rig.leaks() == {}
     assert not any(rig.foreign_tokens.values())
-
-
-def test_an_engine_without_tiers_sees_a_change_behind_a_step_too(make_rig: MakeRig) -> None:
-    rig = make_rig(l1_bytes=None, epoch=0)
-    assert rig.tiers is None
-    found(rig)
-    asked = late_hit(rig)
-    assert asked == [1]
-    rig.run()
-    rig.weights = "w0"
-    assert found(rig, prompt(5, LENGTH)) == 0
-    assert not any(rig.stale_tokens.values())
 
 
 @every_layout
@@ -169,14 +148,6 @@ def test_a_preempted_request_finds_none_of_its_blocks_while_nobody_knows_the_wei
     rig.check_clean()
 
 
-def test_a_change_behind_a_step_without_a_hub_asks_nobody(make_rig: MakeRig) -> None:
-    rig = make_rig(hub=False)
-    found(rig)
-    assert late_hit(rig) == []
-    rig.run()
-    assert found(rig, prompt(5, LENGTH)) == 0
-
-
 # ---------------------------------------------------------------------------------------------- H3: ranks that differ
 
 
@@ -216,59 +187,6 @@ def test_a_rank_that_holds_other_weights_after_the_step_stores_nothing_anywhere(
     rig.run()
     assert len({key.split("/")[3] for key in store.objects}) == 1  # names of both ranks' weights, of one question
     assert not any(rig.foreign_tokens.values())
-
-
-def test_two_engines_of_which_one_lost_a_rank_never_mix_shards(make_rig: MakeRig) -> None:
-    """What went wrong without: one engine's rank 1 stores, an honest engine adds shard 0 under the name, a third reads both."""
-    engines = several(make_rig, 3, num_ranks=2, num_blocks=12)
-    skewed = engines[0]
-    skewed.add(TOKENS, max_tokens=2)
-    output = skewed.scheduler.schedule()
-    skewed.write_past("w1", 0)
-    skewed.update(output)
-    skewed.run()
-    honest = engines[1]
-    assert found(honest) == 0
-    third = engines[2]
-    assert found(third) == WHOLE
-    honest.check_clean()
-    third.check_clean()
-
-
-def test_a_push_that_missed_a_rank_has_a_name_of_its_own(make_rig: MakeRig) -> None:
-    engines = several(make_rig, 2, num_ranks=2, num_blocks=12)
-    half = engines[0]
-    found(half)
-    half.executor.on_call = lambda name: half.executor.write("w1", 0) if name == "update_weights" else None
-    half.executor.collective_rpc("update_weights")
-    half.write_past("w1", 0)
-    assert found(half) == 0
-    assert found(half) == WHOLE
-    whole = engines[1]
-    assert found(whole) == WHOLE  # of before
-    whole.weights = "w1"
-    assert found(whole) == 0
-    half = engines[0]
-    half.executor.on_call = lambda name: half.executor.write("w1") if name == "update_weights" else None
-    half.executor.collective_rpc("update_weights")
-    half.write_past("w1", 1)
-    assert found(half) == WHOLE
-    for rig in engines:
-        rig.check_clean()
-
-
-def test_ranks_that_swapped_their_weights_are_told_apart(make_rig: MakeRig) -> None:
-    rig = make_rig(num_ranks=2, epoch=0)
-    rig.executor.ranks[:] = ["a", "b"]
-    rig._weights = "a|b"
-    rig.executor.collective_rpc("update_weights")
-    found(rig)
-    first = rig.watch.value
-    rig.executor.ranks[:] = ["b", "a"]
-    rig._weights = "b|a"
-    rig.executor.collective_rpc("update_weights")
-    assert found(rig) == 0
-    assert rig.watch.value != first
 
 
 KINDS: dict[str, dict[str, Any]] = {

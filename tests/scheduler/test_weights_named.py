@@ -117,17 +117,6 @@ def test_a_push_while_a_session_waits_for_its_next_turn(make_rig: MakeRig) -> No
     rig.check_clean()
 
 
-def test_several_pushes_between_two_steps_are_one_change(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
-    found(rig)
-    changes = rig.watch.counters["changes"]
-    for index in range(20):
-        rig.weights = f"w{index + 1}"
-    rig.weights = "w0"
-    assert found(rig) == WHOLE
-    assert rig.watch.counters["changes"] <= changes + 2, "there and back: the first call of a push is looked at while the engine idles"
-
-
 # ---------------------------------------------------------------------------------------------- H1: weights that return
 
 
@@ -152,49 +141,3 @@ def test_a_roll_back_while_requests_run_across_both_changes_brings_no_wrong_bloc
         assert found(first, [*tokens, 9]) >= WHOLE  # what the second engine has stored meanwhile, too
     first.check_clean()
     second.check_clean()
-
-
-@every_layout
-def test_a_roll_back_while_a_request_waits_for_a_load(make_rig: MakeRig) -> None:
-    engines = several(make_rig, 2, num_blocks=16)
-    rig = engines[0]
-    rig.serve(TOKENS)
-    push_out(rig)
-    (worker,) = rig.workers
-    worker.hold_loads = True
-    request = rig.add(TOKENS, max_tokens=2 * BLOCK)
-    rig.step()
-    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    for weights in ("w1", "w0"):
-        rig.weights = weights
-        rig.step()
-    worker.hold_loads = False
-    worker.work()
-    rig.run()
-    assert worker.invalidated == [request.request_id]
-    said = list(request.all_token_ids)
-    other = engines[1]
-    found(other, [*said, 9])
-    rig = engines[0]
-    found(rig, [*said, 9])
-    rig.check_clean()
-    other.check_clean()
-
-
-def test_engines_with_equal_weights_share_whichever_way_they_got_them(make_rig: MakeRig) -> None:
-    engines = several(make_rig, 2, num_blocks=12)
-    first = engines[0]
-    first.weights = "w1"
-    found(first)
-    second = engines[1]
-    assert found(second) == 0  # it missed the push
-    second.write_past("w1")
-    second.executor.collective_rpc("never_heard_of")
-    assert found(second) == WHOLE
-    first = engines[0]
-    first.weights = "w2"
-    assert found(first) == 0
-    first.weights = "w1"
-    assert found(first) == WHOLE
-    for rig in engines:
-        rig.check_clean()

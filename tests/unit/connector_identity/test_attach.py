@@ -69,10 +69,8 @@ def test_a_capacity_of_the_environment_wins_over_the_document(given: str, num_by
 
 WRONG: list[tuple[dict[str, str], str]] = [
     ({"EPOCHKV_ATTACH": "yes please"}, r"^EPOCHKV_ATTACH is 'yes please'; it must be 1, or 0 for off$"),
-    ({"EPOCHKV_ATTACH": "true"}, r"^EPOCHKV_ATTACH is 'true'"),
     ({"EPOCHKV_CONFIG": ""}, r"^EPOCHKV_ATTACH is 1 and EPOCHKV_CONFIG is not set; set it to the path .*or unset EPOCHKV_ATTACH$"),
     ({"EPOCHKV_CONFIG": "/nowhere/connection.json"}, r"^EPOCHKV_CONFIG: '/nowhere/connection.json' cannot be read \(No such file"),
-    ({"EPOCHKV_CONFIG": "{"}, r"^EPOCHKV_CONFIG: .*is not a JSON object"),
     ({"EPOCHKV_CONFIG": "{}"}, r"pool is missing; .*every pool's connection.json has it"),
     (
         {"EPOCHKV_CONFIG": json.dumps({**DOCUMENT, "verfy": 1})},
@@ -83,7 +81,7 @@ WRONG: list[tuple[dict[str, str], str]] = [
             {"EPOCHKV_LOCAL_CAPACITY": size},
             r"^EPOCHKV_LOCAL_CAPACITY is '.*'; it must be a size such as 64Gi, or a number of bytes, from 512 to",
         )
-        for size in ("64GB", "much", "-1Gi", "0", "64", "2Ei", "1e999999", "1e9999999999999999999", "NaN", "64 Gi")
+        for size in ("64GB", "-1Gi", "64", "2Ei", "1e9999999999999999999", "NaN")
     ),
 ]
 
@@ -224,13 +222,6 @@ def test_every_engine_of_a_real_vllm_is_joined(model: str) -> None:
     assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["as expected"]), done.stderr
     assert "EPOCHKV_ATTACH joins this engine to pool policy" in done.stdout + done.stderr
     assert "EPOCHKV_ATTACH is 1, but this engine has a kv_transfer_config of its own" in done.stdout + done.stderr
-
-
-def test_what_does_not_fit_is_told_by_the_variable_that_was_set() -> None:
-    text = f"kv_connector_extra_config: local.capacity_bytes is {64 << 30}, which takes more; lower local.capacity_bytes, or raise it"
-    told = plugin.in_their_words(text, {"EPOCHKV_LOCAL_CAPACITY": "64Gi"})
-    assert told == "EPOCHKV_LOCAL_CAPACITY is 64Gi, which takes more; lower EPOCHKV_LOCAL_CAPACITY, or raise it"
-    assert plugin.in_their_words(text, {}) == text.replace("kv_connector_extra_config", "EPOCHKV_CONFIG")
 
 
 @pytest.mark.parametrize("transfer", ["{}", {"kv_connector": "MooncakeStoreConnector", "kv_connector_extra_config": "x"}])

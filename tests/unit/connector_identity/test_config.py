@@ -27,56 +27,36 @@ def test_the_smallest_configuration_has_no_tier_and_no_hub() -> None:
 WRONG: list[tuple[dict[str, Any], str, str, str]] = [
     # what is given, the key in the message, the value in the message, what is allowed
     ({"verify": "half"}, "verify", "'half'", '"full" or "header"'),
-    ({"verify": 1}, "verify", "1", '"full" or "header"'),
     ({"local": 64}, "local", "64", "capacity_bytes"),
-    ({"local": []}, "local", "[]", "capacity_bytes"),
     ({"local": {}}, "local.capacity_bytes", "missing", "leave local out for no L1"),
     ({"local": {"capacity_bytes": 0}}, "local.capacity_bytes", "0", "whole number of bytes from 512"),
-    ({"local": {"capacity_bytes": -1}}, "local.capacity_bytes", "-1", "whole number of bytes from 512"),
     ({"local": {"capacity_bytes": True}}, "local.capacity_bytes", "true", "whole number of bytes"),
-    ({"local": {"capacity_bytes": "much"}}, "local.capacity_bytes", "'much'", "whole number of bytes"),
-    ({"local": {"capacity_bytes": "4096"}}, "local.capacity_bytes", "'4096'", "whole number of bytes"),
-    ({"local": {"capacity_bytes": 4096.0}}, "local.capacity_bytes", "4096.0", "whole number of bytes"),
+    ({"local": {"capacity_bytes": "4096"}}, "local.capacity_bytes", "'4096'", "write it without quotes"),
+    ({"local": {"capacity_bytes": 4096.0}}, "local.capacity_bytes", "4096.0", "write it without a decimal point"),
     ({"local": {"capacity_bytes": 10**40}}, "local.capacity_bytes", "1" + 40 * "0", "to 1125899906842624"),
-    ({"local": {"capacity_bytes": None}}, "local.capacity_bytes", "null", "leave local out for no L1"),
-    ({"distributed": {}}, "distributed.master_address", "missing", "leave distributed out for no L2"),
     ({"distributed": {"protocol": "tcp"}}, "distributed.master_address", "missing", "host:port"),
-    ({"distributed": {"master_address": ""}}, "distributed.master_address", "''", "host:port"),
-    ({"distributed": {"master_address": "host"}}, "distributed.master_address", "'host'", "host:port"),
     ({"distributed": {"master_address": "host:0"}}, "distributed.master_address", "'host:0'", "host:port"),
     ({"distributed": {"master_address": "host:65536"}}, "distributed.master_address", "'host:65536'", "host:port"),
-    ({"distributed": {"master_address": "http://host:1"}}, "distributed.master_address", "'http://host:1'", "host:port"),
     ({"distributed": {"master_address": "etcd://a:1;b"}}, "distributed.master_address", "'etcd://a:1;b'", "host:port"),
     ({"distributed": {"master_address": "h:1", "protocol": "roce"}}, "distributed.protocol", "'roce'", '"rdma" or "tcp"'),
-    ({"distributed": {"master_address": "h:1", "protocol": "TCP"}}, "distributed.protocol", "'TCP'", '"rdma" or "tcp"'),
     ({"distributed": {"master_address": "h:1", "metadata_server": ""}}, "distributed.metadata_server", "''", "P2PHANDSHAKE"),
-    ({"allow_untested_vllm": "yes"}, "allow_untested_vllm", "'yes'", "true or false"),
-    ({"allow_untested_vllm": 1}, "allow_untested_vllm", "1", "true or false"),
+    ({"tracker": "yes"}, "tracker", "'yes'", "true or false"),
+    ({"tracker": True, "distributed": {"master_address": "h:1"}}, "tracker", "true", "false with an L2"),
     ({"lookup_wait_ms": math.nan}, "lookup_wait_ms", "NaN", "from 0 to 60000"),
-    ({"lookup_wait_ms": None}, "lookup_wait_ms", "null", "from 0 to 60000"),
     ({"lookup_deadline_ms": 0}, "lookup_deadline_ms", "0", "above 0"),
-    ({"lookup_deadline_ms": -0.5}, "lookup_deadline_ms", "-0.5", "above 0"),
     ({"lookup_deadline_ms": math.inf}, "lookup_deadline_ms", "Infinity", "at most 600000"),
-    ({"lookup_deadline_ms": True}, "lookup_deadline_ms", "true", "a number of milliseconds"),
     ({"job_deadline_seconds": 1e9}, "job_deadline_seconds", "1000000000.0", "at most 3600"),
-    ({"min_load_tokens": -1}, "min_load_tokens", "-1", "from 0"),
     ({"min_load_tokens": 1.5}, "min_load_tokens", "1.5", "a whole number"),
     ({"staging_slots": 0}, "staging_slots", "0", "from 1"),
-    ({"min_load_tokens": 1 << 40}, "min_load_tokens", str(1 << 40), "to 2147483648"),
-    ({"pool": None}, "pool", "null", "name, uid"),
+    ({"tracker_capacity": 1 << 40}, "tracker_capacity", str(1 << 40), "to 2147483648"),
     ({"pool": {"name": "p"}}, "pool.uid", "missing", "the pool's uid"),
-    ({"pool": {"name": "p", "uid": ""}}, "pool.uid", "empty", "give the pool's uid"),
     ({"pool": {"name": "p", "uid": 7}}, "pool.uid", "7", "the pool's uid"),
     ({"hub": {}}, "hub.endpoint", "missing", "leave hub out"),
     ({"hub": {"endpoint": "http://hub:7700"}}, "hub.endpoint", "'http://hub:7700'", "like tcp://host:7700"),
-    ({"hub": {"endpoint": "ipc:///run/hub"}}, "hub.endpoint", "'ipc:///run/hub'", "like tcp://host:7700"),
-    ({"hub": {"endpoint": "tcp://hub"}}, "hub.endpoint", "'tcp://hub'", "like tcp://host:7700"),
     ({"hub": {"endpoint": "tcp://hub:70000"}}, "hub.endpoint", "'tcp://hub:70000'", "like tcp://host:7700"),
-    ({"hub": {"endpoint": ""}}, "hub.endpoint", "''", "like tcp://host:7700"),
     ({"hub": {"endpoint": "tcp://h:1", "credentials_dir": 5}}, "hub.credentials_dir", "5", "hub.pub"),
     ({"verify": {"a": [1] * 1000}}, "verify", '{"a": [1, 1', '"full" or "header"'),
     ({"config_file": 3}, "config_file", "3", "the path of a JSON file"),
-    ({"config_file": ""}, "config_file", "''", "the path of a JSON file"),
 ]
 
 
@@ -95,10 +75,7 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(extra: dic
     ("extra", "named", "meant"),
     [
         ({"local": {"capacityBytes": 1}}, "local.capacityBytes is 1", "did you mean local.capacity_bytes?"),
-        ({"local": {"capacity": 1, "capacity_bytes": 1}}, "local.capacity is 1", "the keys of local are: capacity_bytes"),
-        ({"distributed": {"master": "h:1"}}, "distributed.master is 'h:1'", "did you mean distributed.master_address?"),
-        ({"minLoadTokens": 1}, "minLoadTokens is 1", "did you mean min_load_tokens?"),
-        ({"hub": {"endpont": "x"}}, "hub.endpont is 'x'", "did you mean hub.endpoint?"),
+        ({"master_address": "h:1"}, "master_address is 'h:1'", "did you mean distributed.master_address?"),
         ({"qqq": None}, "qqq is null", "the keys are: allow_untested_vllm, config_file, distributed"),
         ({"configFile": "x"}, "configFile is 'x'", "did you mean config_file?"),
         ({"new\nline": 1}, "new\\nline is 1", "the keys are"),
@@ -174,12 +151,10 @@ def test_the_environment_alone_may_hold_it_and_folders_are_relative_to_the_file(
     ("text", "words"),
     [
         ("{garbage", "EPOCHKV_CONFIG: '{garbage' is not a JSON object"),
-        ('{"pool": 3}', "EPOCHKV_CONFIG: pool is 3; it must be an object with the keys name, uid"),
         ('{"pool": {"name": "p", "uid": "u"}, "loca": {}}', "EPOCHKV_CONFIG: loca is {}, but there is no such key; did you mean local?"),
         ('{"pool": {"name": "p", "uid": "u"}, "lookup_wait_ms": NaN}', "is not a JSON object"),
         ("/absent/connection.json", "EPOCHKV_CONFIG: '/absent/connection.json' cannot be read (No such file or directory)"),
         ("/", "EPOCHKV_CONFIG: '/' is a directory without a connection.json; give the path of that file"),
-        ("[1]", "EPOCHKV_CONFIG: '[1]' cannot be read"),
         ("{" * 100_000, "is not a JSON object"),
     ],
 )
@@ -229,7 +204,3 @@ def test_a_byte_order_mark_in_a_file_is_taken(tmp_path: Path) -> None:
     path.write_text(json.dumps(POOL), encoding="utf-16")
     with pytest.raises(ConfigError, match=f"{path} is not a JSON object"):
         ConnectorConfig.parse({"config_file": str(path)}, {})
-
-
-def test_a_byte_order_mark_in_the_environment_is_taken() -> None:
-    assert ConnectorConfig.parse({}, {"EPOCHKV_CONFIG": "\ufeff" + json.dumps(POOL)}).pool.uid == "u-1"

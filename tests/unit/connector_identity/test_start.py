@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import vllm
-from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 
@@ -42,13 +41,6 @@ SENTENCE = "kv_connector_extra_config: local.capacity is 1, but there is no such
 
 Start = Callable[..., None]
 pytestmark = pytest.mark.skipif(current_platform.is_unspecified(), reason="this vLLM was built for other machines: it configures no engine")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What vLLM makes of the arguments of an engine without a connector."""
-    model = write_model_dir(tmp_path_factory.mktemp("model"))
-    return EngineArgs(model=str(model), skip_tokenizer_init=True, enforce_eager=True).create_engine_config()
 
 
 @pytest.fixture
@@ -164,25 +156,6 @@ def run(*arguments: str, cwd: Path | None = None) -> tuple[int, list[str]]:
     return done.returncode, done.stderr.strip().splitlines()
 
 
-def test_a_python_program_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
-    """In a process of its own, as plugins are called once in each; `LLM(...)` does no other thing first."""
-    code = (
-        "from vllm import EngineArgs\n"
-        "def make(transfer, **more):\n"
-        f"    EngineArgs({str(write_model_dir(tmp_path))!r}, skip_tokenizer_init=True, enforce_eager=True, kv_transfer_config=transfer, "
-        "**more).create_engine_config()\n"
-        f"make({child(local={'capacity_bytes': 1 << 20})!r})\n"
-        "try:\n"
-        f"    make({child()!r}, distributed_executor_backend='external_launcher', tensor_parallel_size=2)\n"
-        "except RuntimeError as error:\n"
-        "    assert 'external_launcher with 2 ranks' in str(error), error\n"
-        f"make({child(**WRONG)!r})\n"  # the third engine of its process
-    )
-    status, lines = run("-c", code)
-    assert (status, lines[-1].partition(":")[0]) == (1, "epochkv_connector.config.ConfigError"), lines
-    assert SENTENCE in lines[-1]
-
-
 def test_the_server_ends_in_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
     model = ["--model", str(write_model_dir(tmp_path)), "--skip-tokenizer-init", "--enforce-eager"]
     status, lines = run("-m", "vllm.entrypoints.openai.api_server", *model, "--kv-transfer-config", json.dumps(child(**WRONG)))
@@ -191,7 +164,7 @@ def test_the_server_ends_in_one_line_before_anything_is_loaded(tmp_path: Path) -
     assert not any(line.startswith("Traceback") for line in lines)
 
 
-@pytest.mark.parametrize("module", ["connector", "stats", "engine.plugin"])
+@pytest.mark.parametrize("module", ["connector", "engine.plugin"])
 def test_a_vllm_without_the_names_we_need_is_a_sentence(tmp_path: Path, module: str) -> None:
     """Before a constructor could look at the version, an import has failed."""
     (tmp_path / "vllm").mkdir()

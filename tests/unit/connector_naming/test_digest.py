@@ -179,13 +179,6 @@ def test_scalars_and_nothing(way: Way) -> None:
     assert len({value(torch.tensor(1.0)), value(torch.tensor(2.0)), value(torch.tensor([1.0])), value(torch.empty(0))}) == 4
 
 
-def test_packed_integers_of_four_bits_show_one_of_them(way: Way) -> None:
-    packed = many(10, 128, 64, dtype=torch.int32)
-    other = packed.clone()
-    other[77, 13] ^= 0x10
-    assert value(packed) != value(other)
-
-
 # ---------------------------------------------------------------------------------------------- where tensors lie
 
 
@@ -207,17 +200,11 @@ def test_a_slice_of_one_dimension_and_one_of_three(way: Way) -> None:
     assert value(box) == value(box.contiguous())
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
-def test_a_transposed_tensor_shows_changes_too(way: Way, change: str) -> None:
-    stored = many(14, SIDE, SIDE)
-    changed = CHANGES[change](stored)
-    assert value(stored.t()) != value(changed.t())
-
-
 def test_the_same_bytes_read_in_another_order_are_other_weights(way: Way) -> None:
     """A square matrix and its transposed view have the same memory, type and shape."""
     tensor = many(15, SIDE, SIDE)
-    assert value(tensor) != value(tensor.t())
+    turned = [tensor.t(), *(change(tensor).t() for change in CHANGES.values())]
+    assert len({value(tensor), *map(value, turned)}) == len(turned) + 1
 
 
 def test_equal_content_in_another_storage_order_is_never_taken_for_other_content(way: Way) -> None:
@@ -270,11 +257,6 @@ def test_a_tied_tensor_is_read_once_and_untying_it_shows(way: Way) -> None:
     assert tied.value != apart.value
     tensor[0, 0] += 1
     assert digest([("embed", tensor), ("head", tensor)]).value != tied.value
-
-
-def test_two_views_of_one_memory_are_both_read(way: Way) -> None:
-    tensor = many(21, SIDE, SIDE)
-    assert digest([("a", tensor), ("b", tensor.t())]).num_bytes == 2 * tensor.numel() * 4
 
 
 class Partitioned(torch.nn.Parameter):

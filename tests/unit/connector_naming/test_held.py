@@ -97,18 +97,6 @@ def test_every_one_of_them_changes_the_digest() -> None:
         seen.add(found)
 
 
-def test_a_change_of_a_tied_weight_shows_and_so_does_the_end_of_the_tie() -> None:
-    model = Model()
-    worker = Worker(model)
-    before = value(worker)
-    model.lm_head.weight = nn.Parameter(model.embed.weight.detach().clone())
-    untied = value(worker)
-    assert untied != before
-    with torch.no_grad():
-        model.lm_head.weight[3, 3] += 1
-    assert value(worker) not in (before, untied)
-
-
 @pytest.mark.parametrize("ending", sorted(LEFT_OUT))
 @pytest.mark.parametrize("prefix", ["", "some_"])
 def test_what_is_left_out_has_a_reason_and_changes_nothing(ending: str, prefix: str) -> None:
@@ -202,13 +190,6 @@ def test_a_drafter_counts_under_names_of_its_own() -> None:
     assert [prefix for prefix, _ in models(Worker(model, draft))] == ["", "draft."]
 
 
-def test_a_drafter_that_shares_the_models_embedding_is_tied_to_it() -> None:
-    model, draft = Model(), Model()
-    draft.embed = model.embed
-    read = digest(weights(Worker(model, draft))).num_bytes
-    assert read == digest(weights(Worker(model))).num_bytes + digest(weights(Worker(draft))).num_bytes - 16 * 8 * 4
-
-
 # ---------------------------------------------------------------------------------------------- weights that kernels hide
 
 
@@ -267,10 +248,3 @@ def test_weights_that_are_yet_to_come_are_not_taken_for_the_packed_ones() -> Non
     layer.weight = nn.Parameter(torch.empty(4, 8, device="meta"))
     mark(layer)
     assert layer.__dict__[PACKED] == before
-
-
-def test_a_layer_without_a_quant_method_may_be_empty() -> None:
-    model = Model()
-    model.norm = nn.Module()
-    model.norm.weight = nn.Parameter(torch.empty(0))
-    assert "norm.weight" in names(Worker(model))

@@ -5,7 +5,7 @@ For each: one changed weight changes the digest, although no tensor of the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -152,29 +152,6 @@ def test_a_quantised_weight_of_eight_bits_and_its_scales(listening: None) -> Non
     assert len(others | {value(plain)}) == 3
 
 
-def test_weights_of_four_bits_as_gptq_and_awq_keep_them() -> None:
-    """Packed integers, zero points, scales and an order of groups, all visible."""
-
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.quant_method = object()
-            self.input_size_per_partition = self.output_size_per_partition = SIZE
-            integers = torch.arange(SIZE * SIZE // 8, dtype=torch.int32)
-            self.qweight = nn.Parameter(integers.view(SIZE // 8, SIZE).clone(), requires_grad=False)
-            self.qzeros = nn.Parameter(torch.zeros(1, SIZE // 8, dtype=torch.int32), requires_grad=False)
-            self.scales = nn.Parameter(torch.ones(1, SIZE, dtype=torch.bfloat16), requires_grad=False)
-            self.g_idx = nn.Parameter(torch.zeros(SIZE, dtype=torch.int32), requires_grad=False)
-
-    model = nn.ModuleDict({"proj": Packed()})
-    seen = {value(model)}
-    for name in ("qweight", "qzeros", "scales", "g_idx"):
-        with torch.no_grad():
-            getattr(model["proj"], name).view(-1)[-1] += 1
-        seen.add(value(model))
-    assert len(seen) == 5
-
-
 def test_a_head_that_is_tied_to_the_embedding_and_packed_for_itself(listening: None) -> None:
     """vLLM keeps the embedding's tensor for look-ups and packs a copy of it for the head."""
     from vllm.model_executor.layers import utils
@@ -196,35 +173,3 @@ def test_a_packed_weight_of_a_drafter(listening: None) -> None:
     same, again, other = (value(model, draft) for draft in drafts)
     assert same == again
     assert len({same, other, value(model)}) == 3
-
-
-class Vision(nn.Module):
-    """A tower as of Qwen2-VL: patches by a convolution, blocks, a merger; beside a language model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.patch_embed = nn.Conv3d(3, 8, (2, 4, 4), bias=False)
-        self.rotary = nn.Module()
-        self.rotary.register_buffer("inv_freq", torch.arange(4.0), persistent=False)
-        self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16)])
-        self.merger = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
-
-
-CHANGES: dict[str, Callable[[Vision], torch.Tensor]] = {
-    "patches": lambda vision: vision.patch_embed.weight,
-    "frequencies": lambda vision: vision.rotary.inv_freq,
-    "attention": lambda vision: vision.blocks[0].self_attn.in_proj_weight,
-    "merger": lambda vision: vision.merger[1].bias,
-}
-
-
-@pytest.mark.parametrize("place", list(CHANGES))
-def test_a_weight_of_a_vision_tower(place: str) -> None:
-    def model(change: float = 0.0) -> nn.Module:
-        vision = Vision()
-        with torch.no_grad():
-            CHANGES[place](vision).view(-1)[-1] += change
-        return nn.ModuleDict({"visual": vision, "language_model": nn.ModuleDict({"norm": nn.LayerNorm(8)})})
-
-    assert value(model()) == value(model()) != value(model(1.0))

@@ -126,10 +126,6 @@ def test_tensors_with_gaps_transposed_empty_and_on_meta() -> None:
     assert not sample.holds()
 
 
-def test_no_tensors_at_all() -> None:
-    assert Sample([]).holds()
-
-
 def test_a_comparison_is_of_the_moment_it_was_made() -> None:
     tensor = torch.zeros(100)
     sample = Sample([("t", tensor)])
@@ -137,12 +133,6 @@ def test_a_comparison_is_of_the_moment_it_was_made() -> None:
     tensor += 1
     assert before()
     assert not sample.compare()()
-
-
-def test_another_draw_is_of_other_elements() -> None:
-    tensor = torch.arange(1_000_000)
-    found = {bytes(Sample([("t", tensor)], 100)._groups[0].then) for _ in range(5)}
-    assert len(found) == 5
 
 
 @pytest.mark.parametrize("kind", [OnHost, OnDevice])
