@@ -40,20 +40,6 @@ def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monk
     assert rig.cached[again] == 8 * BLOCK
 
 
-def test_a_request_that_always_fails_is_served_alone(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig(epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-
-    def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("an error of ours")
-
-    monkeypatch.setattr(rig.pins, "repin", broken)
-    request = rig.serve(tokens)
-    assert rig.cached[request] == 0
-    check_unharmed(rig)
-
-
 def test_a_load_overtaken_while_our_code_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)

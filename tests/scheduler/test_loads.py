@@ -189,22 +189,6 @@ def test_a_multiconnector_loser_gets_real_blocks_and_zero_tokens(make_rig: MakeR
 
 
 @every_layout
-def test_ranks_that_report_in_different_steps(make_rig: MakeRig) -> None:
-    rig, tokens = filled(make_rig, num_ranks=2)
-    request = begin_load(rig, tokens)
-    first, second = rig.workers
-    first.hold_loads = False
-    first.work()
-    rig.step()
-    assert request.request_id not in rig.scheduler.finished_recving_kv_req_ids
-    second.hold_loads = False
-    second.work()
-    rig.run()
-    assert rig.cached[request.request_id] == 8 * BLOCK
-    rig.check_clean()
-
-
-@every_layout
 def test_one_rank_that_misses_a_block_fails_the_load_on_all(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig, num_ranks=2)
     rig.workers[1].fail_loads = lambda job: True

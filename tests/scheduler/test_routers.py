@@ -14,7 +14,7 @@ from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, push_out
 from tests.scheduler.router import findable
 from tests.support.routers.aibrix import AibrixIndex
 from tests.support.routers.llmd import LlmdIndex
-from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, SharedStore, prompt
+from tests.support.scheduler import BLOCK, OwnRoot, SharedStore, prompt
 
 Listened = Callable[..., Any]
 SHORT = prompt(3, BLOCK - 1)
@@ -249,21 +249,3 @@ def test_the_rules_of_routers_over_a_change_of_names(listened: Listened, weights
     b.scheduler.reset_prefix_cache()
     fleet.listen()
     assert fleet.llmd.find(TOKENS) == {"b": 8}, "L1 has them still"
-
-
-def test_routers_and_evictions(listened: Listened) -> None:
-    rig, router = listened(epoch=0, num_blocks=12, l1_bytes=10 * 2304)
-    index = LlmdIndex(BLOCK)
-    for seed in range(6):
-        request = rig.add(prompt(seed, LENGTH))
-        rig.run()
-        assert request.status is RequestStatus.FINISHED_LENGTH_CAPPED
-    router.listen()
-    for payload in router.payloads:
-        index.read("a", payload)
-    assert index.dropped == []
-    assert index.blocks("a") == len(router.where)
-    for seed in range(6):
-        names = rig.request(prompt(seed, LENGTH)).block_hashes[:8]
-        held = [any((medium, 0, int.from_bytes(name, "big") % (1 << 64)) in router.where for medium in ("GPU", "CPU")) for name in names]
-        assert index.find(prompt(seed, LENGTH)).get("a", 0) == (held.index(False) if False in held else 8)

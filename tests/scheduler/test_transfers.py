@@ -51,9 +51,7 @@ def changed(handed: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 BAD = {
     "none": lambda handed: {key: value for key, value in handed.items() if key != "epochkv"},
-    "null": lambda handed: {**handed, "epochkv": None},
     "text": lambda handed: {**handed, "epochkv": "yes"},
-    "list": lambda handed: {**handed, "epochkv": list(handed["epochkv"].items())},
     "empty": lambda handed: {**handed, "epochkv": {}},
     "pool": lambda handed: changed(handed, pool="another"),
     "epoch": lambda handed: changed(handed, epoch=1),
@@ -62,7 +60,6 @@ BAD = {
     "adapter": lambda handed: changed(handed, adapter="00" * 32),
     "early": lambda handed: changed(handed, made=handed["epochkv"]["made"] - 3600),
     "late": lambda handed: changed(handed, made=handed["epochkv"]["made"] + 3600),
-    "never": lambda handed: changed(handed, made=None),
     "nan": lambda handed: changed(handed, made=float("nan")),
     "forever": lambda handed: changed(handed, seconds="forever"),
 }

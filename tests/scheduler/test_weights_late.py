@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_load, every_layout, found, num_saved
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, begin_load, every_layout, found, num_saved
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 # ---------------------------------------------------------------------------------------------- H2: a change behind a step
@@ -65,19 +65,6 @@ def test_an_ended_digest_stays_ended_until_the_next_epoch(make_rig: MakeRig) -> 
     rig.check_clean()
 
 
-def test_a_lost_lease_does_not_bring_an_ended_digest_back(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
-    found(rig)
-    late_hit(rig)
-    rig.run()
-    rig.weights = "w0"
-    rig.lease_until = 0.0
-    found(rig)
-    rig.lease_until = float("inf")
-    assert found(rig) == 0
-    assert not rig.pins.root.snapshot.shared
-
-
 @every_layout
 def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig: MakeRig) -> None:
     """Its success is recorded and cannot be taken back: waiting for it would keep the engine stepping for ever."""
@@ -114,38 +101,6 @@ def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: Ma
     rig.run()
     assert rig.watch.counters["late"] == 2
     assert len(store.objects) == before
-
-
-@every_layout
-def test_a_request_stranded_over_a_roll_back_is_named_anew_when_it_is_preempted(make_rig: MakeRig) -> None:
-    """Its first name is right again, and those of blocks that it computed with other weights are not."""
-    rig = make_rig(epoch=0)
-    request = rig.add(TOKENS, max_tokens=4 * BLOCK)
-    rig.steps(3)
-    rig.weights = "w1"
-    rig.steps(BLOCK)
-    rig.weights = "w0"
-    rig.steps(BLOCK)
-    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
-    rig.step()
-    rig.step()
-    rig.run()
-    assert request.request_id in rig.finished
-    rig.check_clean()
-
-
-@every_layout
-def test_a_preempted_request_finds_none_of_its_blocks_while_nobody_knows_the_weights(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
-    rig.executor.answers = lambda answer: alter(answer, weights=None, note="loading")
-    rig.weights = "w1"
-    request = rig.add(TOKENS, max_tokens=BLOCK)
-    rig.steps(3)
-    rig.weights = "w2"
-    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
-    rig.run()
-    assert request.request_id in rig.finished
-    rig.check_clean()
 
 
 # ---------------------------------------------------------------------------------------------- H3: ranks that differ

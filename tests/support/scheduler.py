@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -270,11 +270,6 @@ def prompt(seed: int, length: int) -> list[int]:
     return [source.randrange(3, 500) for _ in range(length)]
 
 
-def sum_stale(rigs: Iterable[Rig]) -> int:
-    """Stale tokens over all requests of these engines."""
-    return sum(sum(rig.stale_tokens.values()) for rig in rigs)
-
-
 def global_root() -> bytes:
     """vLLM's module global as it is now."""
     return kv_cache_utils.NONE_HASH
@@ -299,18 +294,6 @@ class OwnRoot:
         return self._root is root
 
 
-def several(make_rig: Callable[..., Any], num: int, store: SharedStore | None = None, **options: Any) -> list[Any]:
-    """Engines of epoch 0 on one store, none of which moves another into bypass."""
-    shared = store or SharedStore()
-    rigs = []
-    for _ in range(num):
-        rig = make_rig(store=shared, **options)
-        rig.pins.root._global = OwnRoot(rig.pins.root.snapshot.root)
-        rig.adopt(0)
-        rigs.append(rig)
-    return rigs
-
-
 __all__ = [
     "BLOCK",
     "FakeWorker",
@@ -320,8 +303,6 @@ __all__ = [
     "SharedStore",
     "global_root",
     "prompt",
-    "several",
-    "sum_stale",
     "write_credentials",
     "write_model_dir",
 ]

@@ -111,7 +111,7 @@ def test_addresses_of_masters_are_taken(address: str) -> None:
         max_size=5,
     )
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_whatever_comes_in_only_a_sentence_comes_out(extra: dict[str, Any]) -> None:
     said, config = "one sentence", None
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -156,10 +158,21 @@ def run(*arguments: str, cwd: Path | None = None) -> tuple[int, list[str]]:
     return done.returncode, done.stderr.strip().splitlines()
 
 
-def test_the_server_ends_in_one_line_before_anything_is_loaded(tmp_path: Path) -> None:
-    model = ["--model", str(write_model_dir(tmp_path)), "--skip-tokenizer-init", "--enforce-eager"]
-    status, lines = run("-m", "vllm.entrypoints.openai.api_server", *model, "--kv-transfer-config", json.dumps(child(**WRONG)))
-    assert status == 1
+def serve(arguments: list[str], told: Path) -> None:
+    """vLLM's server, in a process of its own that has vLLM already."""
+    sys.stderr = told.open("w")
+    sys.argv = ["api_server", *arguments]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+def test_the_server_ends_in_one_line_before_anything_is_loaded(base: Any, tmp_path: Path) -> None:
+    told, model = tmp_path / "told", ["--model", str(write_model_dir(tmp_path / "model")), "--skip-tokenizer-init", "--enforce-eager"]
+    given = [*model, "--kv-transfer-config", json.dumps(child(**WRONG))]
+    server = multiprocessing.get_context("fork").Process(target=serve, args=(given, told))
+    server.start()
+    server.join(240)
+    lines = told.read_text().strip().splitlines()
+    assert server.exitcode == 1, lines
     assert lines[-1].startswith(f"EpochKV cannot start: {SENTENCE}")
     assert not any(line.startswith("Traceback") for line in lines)
 
