@@ -45,7 +45,7 @@ def test_the_schedules_reached_what_they_are_for() -> None:
     """Runs after them: a schedule without loads, roll-backs or late changes proves nothing."""
     if reached["schedules"] < len(SEEDS) + len(SEEDS[::3]):
         pytest.skip("this process has not run all of the random schedules")
-    for name in ("loads_done", "blocks_stored", "watch_late", "watch_unseen", "watch_unknown", "watch_changes", "poisoned", "restart"):
+    for name in ("loads_done", "blocks_stored", "watch_late", "watch_unseen", "watch_unknown", "watch_changes", "invalidated", "restart"):
         assert reached[name] > 0, (name, reached)
 
 

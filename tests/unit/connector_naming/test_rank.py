@@ -154,7 +154,7 @@ def test_weights_that_change_while_they_are_read_are_unknown(
     answer = digest_weights(worker, 1)
     assert answer["weights"] is None
     assert says in answer["note"]
-    assert not worker.held.look(1).holds()
+    assert not worker.held.compare(1).holds()
 
 
 # ---------------------------------------------------------------------------------------------- load_weights
@@ -267,7 +267,7 @@ def test_a_comparison_of_a_step_sees_storages_that_were_swapped(worker: Worker, 
         worker.model.first.data = same
     else:
         worker.model.first = nn.Parameter(same)
-    assert not worker.held.look(1).holds()
+    assert not worker.held.compare(1).holds()
     assert not is_unchanged(worker, 1)
 
 
