@@ -1,93 +1,15 @@
-"""What real engines tell: KV events over vLLM's publisher, and metrics of vLLM and of the connector on `/metrics`."""
+"""Metrics of vLLM and of the connector on `/metrics` of real engines."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import msgspec
-import pytest
-import zmq
-from vllm.distributed.kv_events import KVEventBatch
 
 from hack.observe.catalog import VLLM
 from hack.standalone.engine import Engine
-from hack.waiting import eventually
-from tests.engine.conftest import BLOCKS, CACHED, Pair, Prompts, Reference, check
+from tests.engine.conftest import CACHED, Pair, Prompts, Reference, check
 
 PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
-
-
-class Router:
-    """A subscriber: the blocks that it believes to be where."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.where: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
-        self.clearings = 0
-        self._socket = zmq.Context.instance().socket(zmq.SUB)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(endpoint)
-        self._decoder = msgspec.msgpack.Decoder(KVEventBatch)
-
-    def listen(self) -> None:
-        """Take what has arrived."""
-        while self._socket.poll(0):
-            for event in self._decoder.decode(self._socket.recv_multipart()[-1]).events:
-                self._believe(event)
-
-    def _believe(self, event: Any) -> None:
-        kind = type(event).__name__
-        if kind == "AllBlocksCleared":
-            self.clearings += 1
-            for names in self.where.values():
-                names.clear()
-        elif kind == "BlockStored":
-            self.where[event.medium].update(event.block_hashes)
-        else:
-            self.where[event.medium].difference_update(event.block_hashes)
-
-    def hears(self, medium: str, count: int, what: str) -> None:
-        """Poll until so many blocks are believed to be there."""
-
-        def heard() -> bool:
-            self.listen()
-            return len(self.where[medium]) == count
-
-        eventually(heard, f"{what}: {len(self.where[medium])} blocks in {medium}, not {count}")
-
-
-@pytest.fixture
-def router(pair: Pair, prompts: Prompts) -> Iterator[Router]:
-    """Hears A, and believes nothing of what was before."""
-    router = Router(pair.events_of(pair.a.name))
-    deadline = time.monotonic() + 30.0
-    while not router.clearings:  # a subscription takes effect late
-        assert time.monotonic() < deadline, "no event arrives"
-        pair.pool.bump()
-        pair.a.complete(prompts(8), 2)
-        router.listen()
-    eventually(lambda: pair.a.metric("vllm:epochkv_bypass") == 0 or pair.a.complete(prompts(8), 2) is None, "A uses the epoch")
-    pair.a.complete(prompts(8), 2)
-    router.listen()
-    yield router
-    router._socket.close(0)
-
-
-def test_a_router_hears_of_l1_and_of_every_clearing(pair: Pair, prompts: Prompts, reference: Reference, router: Router) -> None:
-    prompt = prompts()
-    assert pair.save_through_a(prompt) == reference(prompt, pair.model)
-    router.hears("CPU", BLOCKS, "a prompt was saved")
-    assert router.where["CPU"] <= router.where["GPU"]
-    clearings = router.clearings
-    pair.pool.bump()
-    pair.a.complete(prompts(8), 2)
-    router.hears("CPU", 0, "an epoch change clears")
-    assert router.clearings == clearings + 1
-    pair.save_through_a(prompts())
-    router.hears("CPU", BLOCKS, "the new epoch is saved")
 
 
 def metrics_page(engine: Engine) -> str:
