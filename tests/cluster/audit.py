@@ -17,21 +17,9 @@ def host_iptables() -> str:
     return re.sub(r"\[\d+:\d+\]|^#.*$", "", _run("iptables-save"), flags=re.MULTILINE)
 
 
-def host_sysctls() -> dict[str, str]:
-    """Settings that a cluster needs differently inside."""
-    names = ("net/ipv4/ip_forward", "net/ipv4/conf/all/route_localnet", "net/ipv4/conf/all/forwarding")
-    return {name: Path("/proc/sys", name).read_text().strip() for name in names}
-
-
 def interfaces() -> set[str]:
     """Network interfaces of the host."""
     return {path.name for path in Path("/sys/class/net").iterdir()}
-
-
-def routes_within(second_octets: tuple[int, ...]) -> list[str]:
-    """Routes of the host to 10.N.0.0/16 for these N."""
-    wanted = tuple(f"10.{octet}." for octet in second_octets)
-    return [line for line in _run("ip", "-4", "route").splitlines() if any(part in line for part in wanted)]
 
 
 def mounts_with(*parts: str) -> list[str]:
@@ -42,20 +30,6 @@ def mounts_with(*parts: str) -> list[str]:
 def cgroups(name: str) -> list[str]:
     """Cgroup folders of a cluster, in every hierarchy."""
     return [str(path) for depth in ("", "*/") for path in Path("/sys/fs/cgroup").glob(f"{depth}epochkv/{name}")]
-
-
-def cgroup_pids(name: str) -> set[int]:
-    """Pids (of the host) of all containers of a cluster."""
-    return {int(pid) for top in cgroups(name) for file in Path(top).rglob("cgroup.procs") for pid in file.read_text().split()}
-
-
-def started(pids: set[int]) -> dict[int, str]:
-    """Pid -> start time in ticks, of those that live."""
-    found = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            found[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return found
 
 
 def namespaces(pid: int) -> dict[str, str]:
@@ -71,16 +45,4 @@ def processes_in(wanted: dict[str, str]) -> set[int]:
             with contextlib.suppress(OSError):
                 if any(str((folder / "ns" / kind).readlink()) == identity for kind, identity in wanted.items()):
                     found.add(int(folder.name))
-    return found
-
-
-def processes_naming(text: str) -> list[str]:
-    """Command lines (zombies have none) that contain a text."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if text in line:
-                    found.append(f"{folder.name} {line}")
     return found

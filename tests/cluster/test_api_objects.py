@@ -148,10 +148,9 @@ def test_a_pool_settles(clean: Cluster, spec: str) -> None:
     assert len(verdicts) == (2 if has_store else 0)
 
 
-@pytest.mark.parametrize("bound", [True, False], ids=["with-pool", "pool-missing"])
 @pytest.mark.parametrize("spec", ENGINE_SPECS)
-def test_an_engine_settles(clean: Cluster, spec: str, bound: bool) -> None:
-    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"])) if bound and spec != "no-pool" else None
+def test_an_engine_settles(clean: Cluster, spec: str) -> None:
+    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"])) if spec != "no-pool" else None
     engine = parse_engine(clean.create("InferenceEngine", "rollout", ENGINE_SPECS[spec]))
     clean.execute(plan_engine(engine, pool, Observed(clean.children()), CONTEXT))
     children = clean.settled_children("Deployment", "rollout")
@@ -179,30 +178,6 @@ def test_plans_follow_a_changing_pool(clean: Cluster) -> None:
         deployment = next(child for child in children if (child["kind"], child["metadata"]["name"]) == ("Deployment", "rollout"))
         generations.append(deployment["metadata"]["generation"])
     assert generations[0] < generations[1] < generations[2]  # each change of tiers rolls the engines
-
-
-def test_an_epoch_writes_to_no_child(clean: Cluster) -> None:
-    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"]))
-    clean.execute(plan_pool(pool, Observed(clean.children()), CONTEXT))
-    body = {"spec": {"resetEpoch": 8}}
-    status, live = clean.request("PATCH", f"{clean.collection('KVCachePool')}/policy", body, "application/merge-patch+json")
-    assert status == 200
-    assert plan_pool(parse_pool(live), Observed(clean.children()), CONTEXT) == Plan()
-
-
-def test_drift_is_repaired(clean: Cluster) -> None:
-    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"]))
-    clean.execute(plan_pool(pool, Observed(clean.children()), CONTEXT))
-    path = f"{clean.collection('StatefulSet')}/policy-store"
-    drift = {"spec": {"template": {"spec": {"containers": [{"name": "store", "image": "evil:1"}]}}}}
-    assert clean.request("PATCH", path, drift, "application/strategic-merge-patch+json")[0] == 200
-    plan = plan_pool(pool, Observed(clean.children()), CONTEXT)
-    assert plan.details == (
-        "apply StatefulSet planned/policy-store: spec.template.spec.containers[store].image was changed by somebody else",
-    )
-    clean.execute(plan)
-    assert clean.request("GET", path)[1]["spec"]["template"]["spec"]["containers"][0]["image"] == CONTEXT.store_image
-    assert plan_pool(pool, Observed(clean.children()), CONTEXT) == Plan()
 
 
 def test_statuses_fit_the_schema(clean: Cluster) -> None:

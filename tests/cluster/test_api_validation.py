@@ -132,33 +132,11 @@ def test_epochs_in_status_never_go_down(plane: ControlPlane, made: Any) -> None:
     assert (code, answer["status"]) == (200, {"targetEpoch": 5, "epoch": 5})
 
 
-def test_status_through_the_main_resource_is_ignored(plane: ControlPlane, made: Any) -> None:
-    made("KVCachePool", "split", {"local": {"capacity": "1Gi"}})
-    assert patch_status(plane, "KVCachePool", "split", {"targetEpoch": 5, "epoch": 5})[0] == 200
-    body = {"status": None, "spec": {"resetEpoch": 6}}
-    code, answer = send(plane, "PATCH", f"{collection('KVCachePool')}/split", body, "application/merge-patch+json")
-    assert (code, answer["status"]["epoch"], answer["spec"]["resetEpoch"]) == (200, 5, 6)
-
-
 def kubectl(plane: ControlPlane, *arguments: str, stdin: str | None = None, ok: bool = True) -> str:
     command = [str(plane.kubectl), "--kubeconfig", str(plane.kubeconfig), *arguments]
     done = subprocess.run(command, input=stdin, text=True, capture_output=True, timeout=60, check=False)
     assert (done.returncode == 0) is ok, done.stdout + done.stderr
     return done.stdout if ok else done.stderr
-
-
-@pytest.mark.parametrize(
-    ("spec", "says"),
-    [
-        ({"distributed": {"mooncake": {"master": {"replicas": 3}, "store": {"segmentSize": "1Gi"}}}}, "set backend: Etcd or replicas: 1"),
-        ({"local": {"capacity": "1Gi"}, "resetEpok": 1}, 'unknown field "spec.resetEpok"'),
-        ({"local": {"capacity": "lots"}}, "must be a Kubernetes quantity of at least 1Mi, such as 64Gi"),
-    ],
-)
-def test_kubectl_apply_refuses_with_a_sentence(plane: ControlPlane, spec: Json, says: str) -> None:
-    """Plain `kubectl apply -f`, without any flag."""
-    message = kubectl(plane, "apply", "-f", "-", stdin=json.dumps(manifest("KVCachePool", "wrong", spec)), ok=False)
-    assert says in message
 
 
 def test_kubectl_lists_scales_and_selects(plane: ControlPlane, made: Any) -> None:
@@ -183,23 +161,6 @@ def test_kubectl_lists_scales_and_selects(plane: ControlPlane, made: Any) -> Non
     assert {"kvcachepool.epochkv.io/wide", "inferenceengine.epochkv.io/other"} <= set(listed)
     message = kubectl(plane, "scale", "kvp/wide", "--replicas=0", ok=False)
     assert "greater than or equal to 1" in message
-
-
-def test_an_epoch_that_is_out_already_is_accepted_and_left_to_a_condition(plane: ControlPlane, made: Any) -> None:
-    """Trainers raise the target, too, and a GitOps tool that lags behind must not be stuck on a refusal."""
-    made("KVCachePool", "counted", {"local": {"capacity": "1Gi"}, "resetEpoch": 3})
-    assert patch_status(plane, "KVCachePool", "counted", {"targetEpoch": 5, "epoch": 5})[0] == 200
-    for epoch in (4, 5):
-        kubectl(plane, "patch", "kvp/counted", "--type=merge", "-p", json.dumps({"spec": {"resetEpoch": epoch}}))
-    lower = kubectl(plane, "patch", "kvp/counted", "--type=merge", "-p", '{"spec":{"resetEpoch":2}}', ok=False)
-    assert "never goes down" in lower
-
-
-def test_kubectl_wait_sees_the_epoch(plane: ControlPlane, made: Any) -> None:
-    """The documented way to wait for a reset."""
-    made("KVCachePool", "waited", {"local": {"capacity": "1Gi"}, "resetEpoch": 7})
-    assert patch_status(plane, "KVCachePool", "waited", {"targetEpoch": 7, "epoch": 7})[0] == 200
-    kubectl(plane, "wait", "--for=jsonpath={.status.epoch}=7", "kvp/waited", "--timeout=10s")
 
 
 def test_every_field_is_explained(plane: ControlPlane) -> None:

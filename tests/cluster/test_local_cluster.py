@@ -1,4 +1,4 @@
-"""Full local clusters: repaired by the next `up`, two side by side, and nothing left afterwards."""
+"""A full local cluster: repaired by the next `up`, and nothing left of one, not even of an `up` that was killed."""
 
 from __future__ import annotations
 
@@ -154,44 +154,6 @@ def test_up_again_changes_nothing_and_repairs_what_died(cluster: Cluster) -> Non
     assert set(cluster.answers(cluster.pods()[0])[1:]) == set(cluster.pods())
 
 
-def test_two_clusters_side_by_side_and_nothing_is_left_of_one(cluster: Cluster, other: Cluster) -> None:
-    rules, sysctls, links = audit.host_iptables(), audit.host_sysctls(), audit.interfaces()
-    other.up(print)
-    other.run_workload()
-    assert set(other.answers(other.pods()[0])[1:]) == set(other.pods())
-    assert set(cluster.answers(cluster.pods()[0])[1:]) == set(cluster.pods())
-    assert set(other.pods()).isdisjoint(cluster.pods())
-
-    network, run, data = other.network, other.kubeconfig().parent, other.node.state.data
-    octets = tuple(int(cidr.split(".")[1]) for cidr in (network.range, network.services))
-    pids, inside = set(other.pids().values()), audit.namespaces(other.pids()["init"])
-    containers = audit.cgroup_pids(other.name)
-    lives = audit.started(pids | containers)
-    # What is to disappear is there now: otherwise the checks below would mean nothing.
-    assert len(containers) >= 2
-    assert set(lives) == pids | containers
-    assert audit.processes_in(inside) >= pids
-    assert audit.interfaces() - links == {network.device}
-    assert audit.routes_within(octets)
-    assert "KUBE-SERVICES" in other.node.run(["iptables-save"]).stdout
-    assert audit.cgroups(other.name)
-
-    other.down(print)
-    assert audit.processes_in(inside) == set()
-    assert audit.started(pids | containers).items() & lives.items() == set()
-    assert audit.processes_naming(str(run)) == []
-    assert audit.mounts_with(str(run), str(data)) == []
-    assert audit.interfaces() == links
-    assert audit.routes_within(octets) == []
-    assert audit.host_iptables() == rules
-    assert audit.host_sysctls() == sysctls
-    assert audit.cgroups(other.name) == []
-    assert not run.exists()
-    assert not data.exists()
-    assert all(line.alive for line in cluster.status())
-    assert set(cluster.answers(cluster.pods()[0])[1:]) == set(cluster.pods())
-
-
 def test_down_works_after_an_up_that_was_killed_and_on_nothing(other: Cluster) -> None:
     log = subprocess.DEVNULL
     command = [sys.executable, "-m", "hack.cluster", "up", "--name", other.name]
@@ -206,9 +168,12 @@ def test_down_works_after_an_up_that_was_killed_and_on_nothing(other: Cluster) -
     for file in records.iterdir():
         file.unlink()
     assert audit.processes_in(inside)
+    rules, links = audit.host_iptables(), audit.interfaces()
     other.down(print)
     assert audit.processes_in(inside) == set()
     assert audit.cgroups(other.name) == []
+    assert audit.mounts_with(str(records.parent)) == []
+    assert (audit.host_iptables(), links - audit.interfaces() - {other.network.device}) == (rules, set())
     assert not records.parent.exists()
     other.down(print)  # nothing there: success
     done = subprocess.run([sys.executable, "-m", "hack.cluster", "down", "--name", other.name], check=False, capture_output=True, text=True)

@@ -40,9 +40,8 @@ def external(space: Namespace) -> dict[str, dict[str, Any]]:
     return {engine["name"]: engine for engine in space.status("policy").get("externalEngines") or []}
 
 
-def test_they_join_count_and_leave(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator, contextlib.ExitStack() as stack:
-        operator.wait_ready()
+def test_they_join_count_and_leave(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
         pool = namespace.create_pool("policy", **POOL)
         connection = mounted(namespace, tmp_path)
         assert (connection.pool.name, connection.pool.uid) == ("policy", pool["metadata"]["uid"])
@@ -81,10 +80,9 @@ def test_they_join_count_and_leave(plane: ControlPlane, namespace: Namespace, tm
         eventually(lambda: namespace.status("policy").get("epoch") == 2, "those that left hold nothing up")
 
 
-def test_an_engine_that_was_reset_alone_brings_the_next_epoch(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+def test_an_engine_that_was_reset_alone_brings_the_next_epoch(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
     """Clear means clear, for the whole pool: the others go with it, and one epoch serves several that ask."""
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator, contextlib.ExitStack() as stack:
-        operator.wait_ready()
+    with contextlib.ExitStack() as stack:
         namespace.create_pool("policy", **POOL)
         connection = mounted(namespace, tmp_path)
         engines = [stack.enter_context(joined(connection, name)) for name in ("fine", "alone", "alone-too")]
@@ -100,42 +98,36 @@ def test_an_engine_that_was_reset_alone_brings_the_next_epoch(plane: ControlPlan
         assert [engine.epoch for engine in engines] == [1, 1, 1]
 
 
-def test_requests_of_an_older_epoch_are_counted_until_they_end(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        with joined(mounted(namespace, tmp_path), "ray") as engine:
-            eventually(lambda: engine.epoch == 0, "joined")
-            engine.running = 5
-            namespace.bump("policy", 1)
-            eventually(
-                lambda: (namespace.status("policy").get("engines") or {}).get("oldEpochRequests") == 5, f"counted\n{operator.tail()}"
-            )
-            found = condition(namespace.status("policy"), "Drained")
-            assert (found["status"], found["reason"]) == ("False", "OldEpochRequests")
-            assert "ray (5)" in found["message"]
-            assert external(namespace)["ray"]["oldEpochRequests"] == 5
-            eventually(lambda: operator.metric("epochkv_pool_old_epoch_requests") == 5, "metric")
-            engine.running = 0
-            eventually(lambda: condition(namespace.status("policy"), "Drained").get("status") == "True", f"drained\n{operator.tail()}")
+def test_requests_of_an_older_epoch_are_counted_until_they_end(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
+    namespace.create_pool("policy", **POOL)
+    with joined(mounted(namespace, tmp_path), "ray") as engine:
+        eventually(lambda: engine.epoch == 0, "joined")
+        engine.running = 5
+        namespace.bump("policy", 1)
+        eventually(lambda: (namespace.status("policy").get("engines") or {}).get("oldEpochRequests") == 5, f"counted\n{operator.tail()}")
+        found = condition(namespace.status("policy"), "Drained")
+        assert (found["status"], found["reason"]) == ("False", "OldEpochRequests")
+        assert "ray (5)" in found["message"]
+        assert external(namespace)["ray"]["oldEpochRequests"] == 5
+        eventually(lambda: operator.metric("epochkv_pool_old_epoch_requests") == 5, "metric")
+        engine.running = 0
+        eventually(lambda: condition(namespace.status("policy"), "Drained").get("status") == "True", f"drained\n{operator.tail()}")
 
 
-def test_a_pod_of_an_inference_engine_is_not_external(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        labels = {
-            "app.kubernetes.io/managed-by": "epochkv-operator",
-            "epochkv.io/engine": "rollout",
-            "epochkv.io/pool": "policy",
-            "app.kubernetes.io/component": "engine",
-        }
-        pod = {"metadata": {"name": "rollout-0", "labels": labels}, "spec": {"containers": [{"name": "engine", "image": "none"}]}}
-        namespace.request("POST", f"/api/v1/namespaces/{namespace.name}/pods", pod)
-        connection = mounted(namespace, tmp_path)
-        with joined(connection, "rollout", pod="rollout-0"), joined(connection, "ray", pod="ray-head"):
-            eventually(lambda: set(external(namespace)) == {"ray-head"}, f"one of the two; log:\n{operator.tail()}")
-            assert namespace.status("policy")["engines"]["total"] == 2
+def test_a_pod_of_an_inference_engine_is_not_external(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
+    namespace.create_pool("policy", **POOL)
+    labels = {
+        "app.kubernetes.io/managed-by": "epochkv-operator",
+        "epochkv.io/engine": "rollout",
+        "epochkv.io/pool": "policy",
+        "app.kubernetes.io/component": "engine",
+    }
+    pod = {"metadata": {"name": "rollout-0", "labels": labels}, "spec": {"containers": [{"name": "engine", "image": "none"}]}}
+    namespace.request("POST", f"/api/v1/namespaces/{namespace.name}/pods", pod)
+    connection = mounted(namespace, tmp_path)
+    with joined(connection, "rollout", pod="rollout-0"), joined(connection, "ray", pod="ray-head"):
+        eventually(lambda: set(external(namespace)) == {"ray-head"}, f"one of the two; log:\n{operator.tail()}")
+        assert namespace.status("policy")["engines"]["total"] == 2
 
 
 def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from hack.waiting import eventually
 from tests.cluster.fault_proxy import Fault, FaultProxy
 from tests.cluster.fence_engines import FenceEngine, client_keys
 from tests.cluster.operator_harness import CHILDREN, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
-from tests.cluster.test_operator_faults import OneWrite
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
@@ -188,43 +187,3 @@ def test_an_operator_that_dies_in_mid_rotation_is_followed_by_one_that_goes_on(
         assert stubborn.agent.stop(5.0)
         eventually(lambda: "previous.pub" not in secret(namespace), f"retired; log:\n{second.tail()}", 60)
         assert newcomer.leased
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_killed_after_each_single_write_of_a_rotation_the_next_one_goes_on(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
-    namespace.create_pool("policy", **POOL)
-    operator = OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig)
-    with operator:
-        operator.wait_ready()
-        before = eventually(lambda: secret(namespace), f"the Secret; log:\n{operator.tail()}")
-        eventually(lambda: condition(namespace.status("policy"), "Ready").get("status") == "True", "settled")
-    namespace.patch_spec("policy", keys={"generation": 1})
-
-    def settled() -> bool:
-        return (
-            secret(namespace).get("generation") == "1"
-            and "previous.pub" not in secret(namespace)
-            and namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}
-            and condition(namespace.status("policy"), "KeysRotated").get("status") == "True"
-        )
-
-    lives: list[str] = []
-    rotated: dict[str, str] = {}
-    while not settled():
-        assert len(lives) < 30, lives
-        proxy.decide = one = OneWrite()
-        namespace.delete(LEASES, "epochkv-operator")
-        with operator:
-            eventually(lambda one=one: one.written or settled(), f"a write; log:\n{operator.tail()}", 60)
-            if one.written:
-                eventually(lambda one=one: any(f"{m} {p}" == one.written for m, p, _ in proxy.faults), f"{one.written} carried out")
-        lives.append(one.written)
-        now = secret(namespace)
-        assert now["root.secret"] == before["root.secret"]
-        assert now["client.pub"] == before["client.pub"] or now["generation"] == "1"
-        if now["generation"] == "1":
-            rotated = rotated or now
-            assert now["client.pub"] == rotated["client.pub"], "one rotation, one new key"
-            assert now.get("previous.pub", before["client.pub"]) == before["client.pub"]
-    assert sum("secrets/policy-fence" in write for write in lives) == 2, lives

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hack.cluster.controlplane import ControlPlane
 from hack.loopback import port_open
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
@@ -57,80 +54,41 @@ def reclaimed(space: Namespace) -> tuple[str | None, str | None, int | None]:
     return found.get("status"), found.get("reason"), status.get("reclaim", {}).get("epoch", 0)
 
 
-def test_remove_all_wipes_the_store_after_it_has_published(
-    plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path
-) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        served(operator, namespace, mooncake, "RemoveAll")
-        with engine(operator, namespace):
-            namespace.bump("policy", 1)
-            eventually(lambda: mooncake.keys() == [], f"wiped; log:\n{operator.tail()}")
-            assert namespace.status("policy")["epoch"] == 1, "published before"
-            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
-            found = namespace.status("policy")["reclaim"]
-            assert (found["policy"], found["epoch"]) == ("RemoveAll", 1)
-            assert found["keys"] >= 5
-            assert found["bytes"] >= 5 * 4096
-            assert found["completionTime"]
-            assert operator.metric("epochkv_pool_reclaimed_keys") == found["keys"]
-            assert operator.metric("epochkv_pool_reclaimed_bytes") == found["bytes"]
-
-
-@pytest.mark.slow  # `tests/unit/fence/test_wipe.py`, on a clock of its own
-def test_a_master_that_hangs_delays_no_publication(plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        served(operator, namespace, mooncake, "RemoveAll")
-        with engine(operator, namespace) as reader:
-            assert mooncake.master is not None
-            mooncake.master.freeze()
-            try:
-                namespace.bump("policy", 1)
-                eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-                assert reader.epoch == 1
-                eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "said so")
-                time.sleep(4)  # the wipe is tried again and again
-                assert reclaimed(namespace)[:2] == ("False", "Reclaiming")
-            finally:
-                mooncake.master.thaw()
-            eventually(lambda: mooncake.keys() == [], f"wiped; log:\n{operator.tail()}")
-            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
-
-
-def test_delete_without_any_engine_is_done_through_the_master(
-    plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path
-) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        served(operator, namespace, mooncake, "Delete")
+def test_remove_all_wipes_the_store_after_it_has_published(namespace: Namespace, operator: OperatorProcess, mooncake: Mooncake) -> None:
+    served(operator, namespace, mooncake, "RemoveAll")
+    with engine(operator, namespace):
         namespace.bump("policy", 1)
-        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-        eventually(lambda: mooncake.keys() == [], f"swept; log:\n{operator.tail()}", 90)
+        eventually(lambda: mooncake.keys() == [], f"wiped; log:\n{operator.tail()}")
+        assert namespace.status("policy")["epoch"] == 1, "published before"
         eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
         found = namespace.status("policy")["reclaim"]
-        assert (found["policy"], found["epoch"], found["keys"]) == ("Delete", 1, 5)
+        assert (found["policy"], found["epoch"]) == ("RemoveAll", 1)
+        assert found["keys"] >= 5
+        assert found["bytes"] >= 5 * 4096
+        assert found["completionTime"]
+        own = f'{{namespace="{namespace.name}",pool="policy"}}'
+        assert operator.metric(f"epochkv_pool_reclaimed_keys{own}") == found["keys"]
+        assert operator.metric(f"epochkv_pool_reclaimed_bytes{own}") == found["bytes"]
 
 
-def test_delete_is_asked_of_an_engine(plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        served(operator, namespace, mooncake, "Delete", 2)
-        with engine(operator, namespace) as remover:
-            namespace.bump("policy", 1)
-            eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-            eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
-            assert set(remover.removed) == {1}
-            found = namespace.status("policy")["reclaim"]
-            assert (found["policy"], found["epoch"], found["keys"], found["bytes"]) == ("Delete", 1, 3, 3 * 1000)
-            assert len(mooncake.keys()) == 2, "this engine only says so; nobody else removes while it is there"
-    mooncake.flush()
+def test_delete_without_any_engine_is_done_through_the_master(namespace: Namespace, operator: OperatorProcess, mooncake: Mooncake) -> None:
+    served(operator, namespace, mooncake, "Delete")
+    namespace.bump("policy", 1)
+    eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
+    eventually(lambda: mooncake.keys() == [], f"swept; log:\n{operator.tail()}", 90)
+    eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
+    found = namespace.status("policy")["reclaim"]
+    assert (found["policy"], found["epoch"], found["keys"]) == ("Delete", 1, 5)
 
 
-@pytest.mark.slow  # `tests/unit/fence/test_reclaim.py`, on a clock of its own
-def test_retain_leaves_everything(plane: ControlPlane, namespace: Namespace, mooncake: Mooncake, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        served(operator, namespace, mooncake, "Retain", 2)
+def test_delete_is_asked_of_an_engine(namespace: Namespace, operator: OperatorProcess, mooncake: Mooncake) -> None:
+    served(operator, namespace, mooncake, "Delete", 2)
+    with engine(operator, namespace) as remover:
         namespace.bump("policy", 1)
         eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-        time.sleep(8)  # a hold time and more
-        assert len(mooncake.keys()) == 2
-        assert reclaimed(namespace)[:2] == (None, None)
-        assert namespace.status("policy")["reclaim"] == {"policy": "Retain"}
+        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
+        assert set(remover.removed) == {1}
+        found = namespace.status("policy")["reclaim"]
+        assert (found["policy"], found["epoch"], found["keys"], found["bytes"]) == ("Delete", 1, 3, 3 * 1000)
+        assert len(mooncake.keys()) == 2, "this engine only says so; nobody else removes while it is there"
     mooncake.flush()

@@ -205,6 +205,7 @@ def break_hub_secret(space: Namespace) -> Any:
     return hub["data"]
 
 
+@pytest.mark.slow  # `test_chart_upgrade.py` works with the chart's rights and no others; the unit tests compare the chart with the table
 @pytest.mark.timeout(600)
 def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: ControlPlane, tmp_path: Path) -> None:
     home, team = Namespace.create_in(audited, HOME), Namespace.create_in(audited, TEAM)

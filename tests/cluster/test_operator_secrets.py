@@ -112,18 +112,6 @@ def test_a_secret_without_its_owner_or_with_a_foreign_field_stays_the_pools(name
     eventually(lambda: secret(namespace) == {**before, "theirs": "x"}, f"put right; log:\n{operator.tail()}")
 
 
-def test_an_orphan_of_a_deleted_pool_gives_its_names_to_nobody(namespace: Namespace, operator: OperatorProcess) -> None:
-    namespace.create_pool("policy", **POOL)
-    namespace.create_engine("rollout", **ENGINE)
-    before = settled(namespace)
-    namespace.request("DELETE", f"{POOLS.format(namespace.name)}/policy", {"propagationPolicy": "Orphan"})
-    eventually(lambda: namespace.pool("policy") is None, "gone")
-    assert not (namespace.get(SECRETS, "policy-fence") or {"metadata": {}})["metadata"].get("ownerReferences")
-    namespace.create_pool("policy", **POOL)
-    eventually(lambda: secret(namespace).get("root.secret") not in (None, before["root.secret"]), f"new keys; log:\n{operator.tail()}")
-    assert secret(namespace)["client.pub"] != before["client.pub"]
-
-
 def test_a_deleted_secret_says_that_it_is_back(namespace: Namespace, operator: OperatorProcess) -> None:
     namespace.create_pool("policy", **POOL)
     namespace.create_engine("rollout", **ENGINE)

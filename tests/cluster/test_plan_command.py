@@ -145,37 +145,7 @@ def test_what_the_api_server_would_refuse_is_an_error_with_file_field_and_fix(
     assert "spec.resetEpoch never goes down: it is 7; to reset, set 8 or higher" in errors
 
 
-def test_who_may_not_apply_is_told_so(namespace: Namespace, operator: OperatorProcess, plan: Plan, tmp_path: Path) -> None:
-    """A person with rights on EpochKV's kinds and on nothing else can plan."""
-    apply(namespace, pool(), engine())
-    settled(namespace)
-    kubectl(namespace.plane, "-n", namespace.name, "create", "serviceaccount", "person")
-    rules = [
-        {"apiGroups": ["epochkv.io"], "resources": ["*"], "verbs": ["get", "list", "create", "patch"]},
-    ]
-    group = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}"
-    namespace.create(f"{group}/roles", {"metadata": {"name": "person"}, "rules": rules})
-    subject = {"kind": "ServiceAccount", "name": "person", "namespace": namespace.name}
-    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "person"}
-    namespace.create(f"{group}/rolebindings", {"metadata": {"name": "person"}, "roleRef": role, "subjects": [subject]})
-    config = yaml.safe_load(namespace.plane.kubeconfig.read_text())
-    token = kubectl(namespace.plane, "-n", namespace.name, "create", "token", "person").strip()
-    config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]
-    file = tmp_path / "person.yaml"
-    file.write_text(yaml.safe_dump(config))
-    status, _, errors = plan(engine(args=["--enforce-eager"]), kubeconfig=file)
-    assert status == 2, errors
-    rules[0]["verbs"] = ["get", "list"]
-    namespace.request("PUT", f"{group.format(namespace.name)}/roles/person", {"metadata": {"name": "person"}, "rules": rules})
-
-    def refused() -> bool:
-        status, _, errors = plan(engine(args=["--enforce-eager"]), kubeconfig=file)
-        return status == 1 and "inferenceengines" in errors and "ask for this right, or leave out --live" in errors
-
-    eventually(refused, "the right is gone")
-
-
-def test_no_cluster_and_no_namespace_are_said(namespace: Namespace, plan: Plan, tmp_path: Path) -> None:
+def test_no_cluster_no_right_and_no_namespace_are_said(namespace: Namespace, plan: Plan, tmp_path: Path) -> None:
     status, _, errors = plan(pool(), kubeconfig=tmp_path / "none")
     assert (status, "set KUBECONFIG, or leave out --live" in errors) == (1, True), errors
     config = yaml.safe_load(namespace.plane.kubeconfig.read_text())
@@ -183,6 +153,8 @@ def test_no_cluster_and_no_namespace_are_said(namespace: Namespace, plan: Plan, 
     (tmp_path / "away").write_text(yaml.safe_dump(config))
     status, _, errors = plan(pool(), kubeconfig=tmp_path / "away")
     assert (status, "https://127.0.0.1:1: " in errors) == (1, True), errors
+    status, _, errors = plan(pool(), kubeconfig=namespace.plane.kubeconfig_for("somebody"))
+    assert (status, "ask for this right, or leave out --live" in errors) == (1, True), errors
     status, _, errors = plan(pool(), arguments=("--context", "nobody"))
     assert (status, "nobody" in errors) == (1, True), errors
     status, _, errors = plan({**pool(), "metadata": {"name": "policy", "namespace": "nowhere"}}, arguments=("-n", "nowhere"))

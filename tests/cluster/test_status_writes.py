@@ -60,12 +60,6 @@ def test_a_field_that_has_changed_refuses_the_write(space: Namespace, pool: dict
     assert space.status("policy")["epoch"] == 2
 
 
-def test_an_epoch_never_goes_down_this_way_either(space: Namespace, pool: dict[str, Any]) -> None:
-    with pytest.raises(Invalid, match="never goes"):
-        run(lambda client: client.patch_status_fields(ref_of(pool), {"targetEpoch": 3}, {"epoch": 1}))
-    assert space.status("policy")["epoch"] == 2
-
-
 def test_a_namesake_is_left_alone(space: Namespace, pool: dict[str, Any]) -> None:
     namesake = ref_of(pool)._replace(uid="another-life")
     with pytest.raises(Invalid):

@@ -76,6 +76,7 @@ def pins(name: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow  # the release makes one, too
 def test_the_sbom_lists_exactly_what_is_pinned() -> None:
     done = subprocess.run(["make", "sbom"], cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
