@@ -1,4 +1,4 @@
-"""Copy the generated CRDs into the chart, wrapped so that `crds.install` and `crds.keep` decide about them.
+"""What the chart has of the operator: its CRDs, wrapped so that `crds.install` and `crds.keep` decide about them, and its rights.
 
 The chart keeps its CRDs in `templates/`, because Helm never upgrades what lies in a chart's `crds/` folder.
 
@@ -9,12 +9,15 @@ The chart keeps its CRDs in `templates/`, because Helm never upgrades what lies 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
+from epochkv_operator.kube.resources import rights
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "crds"
-TARGET = ROOT / "charts/epochkv/templates/crds"
+TEMPLATES = ROOT / "charts/epochkv/templates"
 
 HEADER = "{{- /* Made from crds/%s by hack/sync_chart.py; do not edit. */}}\n{{- if .Values.crds.install }}\n"
 KEEP = """\
@@ -31,15 +34,32 @@ def template(name: str, text: str) -> str:
     return HEADER % name + head + metadata + "  annotations:\n" + KEEP + rest + "{{- end }}\n"
 
 
+def rules() -> str:
+    """The helper with what the operator may do in the namespaces that it serves, from `epochkv_operator/kube/resources.py`."""
+    verbs: dict[tuple[str, str], list[str]] = {}
+    for right in rights("home", (None,), "lease", "hub"):
+        if right.namespace is None and not right.name:
+            resource = f"{right.resource}/{right.subresource}" if right.subresource else right.resource
+            verbs.setdefault((right.group, resource), []).append(right.verb)
+    merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for (group, resource), allowed in verbs.items():
+        merged.setdefault((group, tuple(allowed)), []).append(resource)
+    lines = ["{{- /* Made by hack/sync_chart.py; do not edit. */}}", '{{- define "epochkv.rules" -}}']
+    for (group, allowed), resources in merged.items():
+        lines += [f"- apiGroups: [{group or json.dumps('')}]", f"  resources: [{', '.join(resources)}]", f"  verbs: [{', '.join(allowed)}]"]
+    return "\n".join([*lines, "{{- end }}"]) + "\n"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m hack.sync_chart", description="Copy the CRDs into the chart.")
+    parser = argparse.ArgumentParser(prog="python -m hack.sync_chart", description="Copy the CRDs and the rights into the chart.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a copy differs")
     check = parser.parse_args().check
-    wanted = {TARGET / path.name: template(path.name, path.read_text()) for path in sorted(SOURCE.glob("*.yaml"))}
+    wanted = {TEMPLATES / "crds" / path.name: template(path.name, path.read_text()) for path in sorted(SOURCE.glob("*.yaml"))}
+    wanted[TEMPLATES / "_rules.tpl"] = rules()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if check:
-            print(f"{path.relative_to(ROOT)} differs from crds/{path.name}: run 'make generate'", file=sys.stderr)
+            print(f"{path.relative_to(ROOT)} is not what the operator says: run 'make generate'", file=sys.stderr)
         else:
             path.write_text(wanted[path])
     return 1 if check and stale else 0

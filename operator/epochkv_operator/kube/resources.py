@@ -1,8 +1,8 @@
 """The kinds this operator reads or writes, their REST paths, and what the operator has to be allowed.
 
-One table, because watches, applies and prunes must agree on it. `rights` follows from it: the chart grants exactly these, tests run with
-them, and `epochkv doctor` asks for them. Discovery (`/api`, `/apis`) comes with `system:discovery`. There is no right on `finalizers`: no
-owner reference sets `blockOwnerDeletion`.
+One table, because watches, applies and prunes must agree on it. `rights` follows from it: the chart's roles are made from it
+(`hack/sync_chart.py`), tests run with them, and `epochkv doctor` asks for them. Discovery (`/api`, `/apis`) comes with
+`system:discovery`. There is no right on `finalizers`: no owner reference sets `blockOwnerDeletion`.
 """
 
 from __future__ import annotations
@@ -154,5 +154,6 @@ def _served(scope: str | None) -> Iterable[Right]:
     for resource in (*CHILDREN, *OPTIONAL):
         yield from right(resource, KEEP if resource in KEPT else (*KEEP, "delete"))
     yield from right(PODS, ("list", "watch"))
+    # The names of the pools' Secrets are not known beforehand, so a role cannot list them.
     yield from right(SECRETS, ("get", "create", "update", "delete"))
     yield from right(EVENTS, ("create",))

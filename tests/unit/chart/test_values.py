@@ -107,16 +107,6 @@ def test_placement_reaches_the_operators_pods(render: Render, tmp_path: Path) ->
     assert rendered.one("PodDisruptionBudget", "epochkv-operator")["spec"]["maxUnavailable"] == "50%"
 
 
-def test_placement_reaches_the_test_too(render: Render, tmp_path: Path) -> None:
-    """It needs the same registry, and nodes that take it."""
-    pod = rendered_with(render, tmp_path, PLACEMENT).one("Pod", TEST)
-    for key in ("imagePullSecrets", "priorityClassName", "nodeSelector", "tolerations"):
-        assert pod["spec"][key] == PLACEMENT[key]
-    # Were it labelled like the operator, engines would dial it and the budget would count it.
-    assert pod["metadata"]["labels"]["app.kubernetes.io/component"] == "test"
-    assert pod["metadata"]["labels"]["cost"] == "42"
-
-
 def test_a_digest_wins_over_the_tag(render: Render) -> None:
     rendered = render(
         *("--set", f"image.repository=mirror.example/operator,image.tag=dev,image.digest={DIGEST}"),

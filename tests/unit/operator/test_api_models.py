@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,17 +73,11 @@ def test_a_status_of_a_newer_operator_is_read() -> None:
     [
         ("1Ki", 1024),
         ("1.5Gi", 1610612736),
-        ("1k", 1000),
-        ("1M", 10**6),
         ("1e3", 1000),
-        ("1E3", 1000),
-        ("1E", 10**18),
         ("1Ei", 2**60),
         ("500m", Decimal("0.5")),
-        ("3u", Decimal("0.000003")),
         ("7n", Decimal("0.000000007")),
         (".5", Decimal("0.5")),
-        ("5.", 5),
         ("+2", 2),
         ("-2Mi", -2 * 2**20),
         (12, 12),
@@ -108,15 +102,6 @@ def test_generated_files_are_up_to_date() -> None:
     assert main(["--check"]) == 0
 
 
-def test_check_notices_a_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--root", str(tmp_path)]) == 0
-    assert main(["--check", "--root", str(tmp_path)]) == 0
-    changed = tmp_path / "crds" / "epochkv.io_kvcachepools.yaml"
-    changed.write_text(changed.read_text().replace("minimum: 1", "minimum: 0", 1))
-    assert main(["--check", "--root", str(tmp_path)]) == 1
-    assert "crds/epochkv.io_kvcachepools.yaml is not what the models say" in capsys.readouterr().err
-
-
 BOUNDS = {
     "string": {"minLength", "maxLength", "pattern", "format", "enum"},
     "integer": {"minimum", "maximum", "format"},
@@ -124,31 +109,87 @@ BOUNDS = {
     "array": {"minItems", "maxItems", "items"},
     "object": {"maxProperties", "properties", "additionalProperties", "required"},
 }
+BOOLEANS = {
+    *(f"InferenceEngine.spec.env[].valueFrom.{kind}KeyRef.optional" for kind in ("configMap", "secret")),
+    "KVCachePool.status.granting",
+}
+"""As in pods, and a fact: elsewhere a third value comes later."""
+WRONG_NAMES = re.compile("phase|timestamp|(timeout|duration|interval|period|delay|lease)$", re.IGNORECASE)
+CAMEL = re.compile(r"[a-z][a-z0-9]*(?:[A-Z][a-z0-9]*)*")
 
 
 def nodes(schema: Json, path: str) -> Iterator[tuple[str, Json]]:
+    """Every schema in a schema, with its path. Metadata is Kubernetes' own."""
     yield path, schema
     for name, child in schema.get("properties", {}).items():
-        yield from nodes(child, f"{path}.{name}")
+        if name != "metadata" or "." in path:
+            yield from nodes(child, f"{path}.{name}")
     for key in ("items", "additionalProperties"):
         if key in schema:
             yield from nodes(schema[key], f"{path}[]")
 
 
+def oddities(path: str, node: Json) -> Iterator[str]:
+    """What the conventions of Kubernetes APIs, as kube-api-linter checks them on Go types, say against names, defaults and statuses."""
+    for name, child in node.get("properties", {}).items():
+        if name != "metadata" or "." in path:
+            if "description" not in child:
+                yield f"{name} is not explained"
+            if not CAMEL.fullmatch(name) or WRONG_NAMES.search(name):
+                yield f"{name} is no name for it"
+    yield from (f"{name} has a default and is required" for name in node.get("required", ()) if "default" in node["properties"][name])
+    if path.count(".") == 1 and path.endswith(".status"):
+        found = node["properties"].get("conditions", {})
+        if next(iter(node["properties"])) != "conditions" or found.get("x-kubernetes-list-map-keys") != ["type"] or node.get("required"):
+            yield "conditions come first, a map by type; a status is written field by field"
+
+
+def unbounded(path: str, node: Json) -> Iterator[str]:
+    """A bound on the wrong type is silently ignored by the API server; an unbounded string, list or map makes CEL too expensive."""
+    if node.get("x-kubernetes-int-or-string"):
+        if "maxLength" not in node:
+            yield "unbounded"
+        return
+    kind = node["type"]
+    said = {key for key in node if not key.startswith("x-kubernetes-")} - {"description", "type", "default"}
+    if said - BOUNDS[kind]:
+        yield f"{said - BOUNDS[kind]} has no effect"
+    if kind == "string" and not {"maxLength", "enum"} & node.keys() and node.get("format") != "date-time":
+        yield "unbounded"
+    if kind == "integer" and (
+        node.get("format") not in ("int32", "int64") or (".spec" in path and not {"minimum", "maximum"} <= node.keys())
+    ):
+        yield "an integer without its size or bounds"
+    if kind == "array":
+        lists, items = node.get("x-kubernetes-list-type"), node["items"]
+        keyed = lists == "map" and set(node.get("x-kubernetes-list-map-keys") or [""]) <= set(items.get("required", ()))
+        if "maxItems" not in node or (items.get("type") == "object" and not items.get("required")):
+            yield "unbounded, or of items that nobody can tell apart"
+        if not keyed and (lists not in ("atomic", "set") or (lists == "set" and items.get("type") == "object")):
+            yield f"list type {lists}: applies of several managers do not merge"
+    if isinstance(node.get("additionalProperties"), dict) and "maxProperties" not in node:
+        yield "unbounded"
+    if kind == "boolean" and path not in BOOLEANS:
+        yield "a boolean"
+
+
 @pytest.mark.parametrize("crd", CRDS, ids=lambda crd: crd.kind)
-def test_schemas_say_nothing_without_effect(crd: Crd) -> None:
-    """A bound on the wrong type is silently ignored by the API server, an unbounded string or list makes CEL too expensive."""
+def test_schemas_keep_the_conventions_of_kubernetes(crd: Crd) -> None:
+    [version] = manifest(crd)["spec"]["versions"]
+    assert "status" in version["subresources"]
+    schema = version["schema"]["openAPIV3Schema"]
+    assert [
+        f"{path}: {text}" for path, node in nodes(schema, crd.kind) for rule in (oddities, unbounded) for text in rule(path, node)
+    ] == []
+
+
+@pytest.mark.parametrize("crd", CRDS, ids=lambda crd: crd.kind)
+def test_every_cel_rule_points_at_a_field_and_says_what_to_do(crd: Crd) -> None:
+    """A rule of the whole object has no field of its own: without `fieldPath`, the API server writes `<nil>`."""
     schema = manifest(crd)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    for path, node in nodes(schema, crd.kind):
-        if node.get("x-kubernetes-int-or-string"):
-            assert "maxLength" in node
-            continue
-        said = {key for key in node if not key.startswith("x-kubernetes-")} - {"description", "type", "default"}
-        assert said <= BOUNDS[node["type"]], f"{path}: {said - BOUNDS[node['type']]}"
-        if path.startswith(f"{crd.kind}.spec"):
-            assert "description" in node or path.endswith("[]"), f"{path} is not explained"
-            if node["type"] == "string":
-                assert "maxLength" in node or "enum" in node, f"{path} is unbounded"
-            if node["type"] == "array":
-                assert "maxItems" in node, f"{path} is unbounded"
-                assert node["x-kubernetes-list-type"] in ("atomic", "set", "map"), path
+    entries = [(path, entry) for path, node in nodes(schema, crd.kind) for entry in node.get("x-kubernetes-validations", ())]
+    assert len(entries) > 15
+    for path, entry in entries:
+        assert "." in path or entry.get("fieldPath"), f"{path}: {entry['message']}"
+        assert entry["reason"] in ("FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired")
+        assert re.search("must be|: |; |never|needs exactly one|cannot|set exactly", entry["message"]), f"{path}: {entry['message']!r}"

@@ -43,13 +43,6 @@ def names(objects: tuple[Json, ...]) -> set[str]:
     return {f"{obj['kind']}/{obj['metadata']['name']}" for obj in objects}
 
 
-def test_first_plan_creates_everything_and_says_so() -> None:
-    plan = plan_pool(pool("l1"), Observed(), CONTEXT)
-    assert names(plan.apply) == {"ConfigMap/policy-connection"}
-    assert (plan.delete, plan.problem) == ((), None)
-    assert plan.details == ("apply ConfigMap rl/policy-connection: it does not exist",)
-
-
 @pytest.mark.parametrize("spec", POOL_SPECS)
 def test_second_plan_is_empty(spec: str) -> None:
     assert plan_pool(pool(spec), Observed(settle_pool(spec)), CONTEXT) == Plan()
@@ -283,12 +276,6 @@ def test_a_changed_pool_settles_after_one_plan(before: Json, after: Json, engine
     assert set(live) == {(obj["kind"], obj["metadata"]["name"]) for obj in everything(after, engine_spec)}
     assert plan_pool(wanted, Observed(list(live.values())), CONTEXT) == Plan()
     assert plan_engine(engine(engine_spec), wanted, Observed(list(live.values())), CONTEXT) == Plan()
-
-
-@thorough
-@given(pools, engines, st.integers(0, 2**53 - 1))
-def test_an_epoch_changes_no_object(pool_spec: Json, engine_spec: Json, epoch: int) -> None:
-    assert everything(pool_spec, engine_spec) == everything({**pool_spec, "resetEpoch": epoch}, engine_spec)
 
 
 @thorough

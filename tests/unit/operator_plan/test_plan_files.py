@@ -133,11 +133,6 @@ def test_the_command_shows_what_is_made_and_ends_with_0(tmp_path: Path, capsys: 
     assert shown["objects"][1]["steps"][1] == "apply Deployment default/rollout: it does not exist; starts 3 pods"
 
 
-def test_an_engine_without_its_pool_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, output, _ = inside(capsys, "plan", "-f", str(write(tmp_path / "f.yaml", engine())))
-    assert (status, "note: KVCachePool default/policy is not known here" in output) == (0, True)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
