@@ -103,7 +103,7 @@ lint: setup-engine ## ruff, mypy --strict, import walls and circles, generated f
 	@$(DEV) -m ruff format --check .
 	@$(ENGINE) -m mypy
 	@.build/venv-engine/bin/lint-imports
-	@$(DEV) -m epochkv_operator.api.generate --check
+	@$(DEV) -m hack.api_reference --check
 	@$(DEV) -m epochkv_connector.config.reference --check
 	@$(DEV) -m hack.model_support --check
 	@$(DEV) -m hack.sync_chart --check
@@ -114,7 +114,7 @@ census: setup ## Lines by package; fails on import circles
 	@$(DEV) -m hack.census
 
 generate: setup ## Write the CRDs, the references of API, configuration, models and metrics, the chart's copies
-	@$(DEV) -m epochkv_operator.api.generate
+	@$(DEV) -m hack.api_reference
 	@$(DEV) -m epochkv_connector.config.reference
 	@$(DEV) -m hack.model_support
 	@$(DEV) -m hack.sync_chart

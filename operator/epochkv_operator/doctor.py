@@ -260,22 +260,9 @@ async def _operators(client: KubeClient, scope: ClusterScope) -> list[Finding]:
     findings = []
     for operator in found:
         about = f"operator {operator.namespace}"
-        findings += [judge_deployment(operator)]
         findings += await guarded("lease", _lease(client, operator), about)
         findings += await guarded("rbac", _rights(client, operator), about)
     return findings
-
-
-def judge_deployment(operator: Operator) -> Finding:
-    """Whether its pods are ready."""
-    about = f"operator {operator.namespace}"
-    wanted = operator.deployment["spec"].get("replicas", 1)
-    ready = (operator.deployment.get("status") or {}).get("readyReplicas", 0)
-    if not wanted:
-        back = f"kubectl -n {operator.namespace} scale deployment {operator.deployment['metadata']['name']} --replicas=2"
-        return Finding("operator", Level.WRONG, "it is scaled to zero, so nothing is granted, reset or reconciled", back, about)
-    level = Level.OK if ready >= wanted else Level.WARNING if ready else Level.WRONG
-    return Finding("operator", level, f"{ready} of {wanted} pods are ready", "" if level is Level.OK else operator.logs, about)
 
 
 async def _lease(client: KubeClient, operator: Operator) -> list[Finding]:

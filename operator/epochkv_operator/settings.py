@@ -44,11 +44,6 @@ class Settings:
         return self.hub_endpoint or f"tcp://epochkv-hub.{self.namespace}.svc:{self.hub_bind.rsplit(':', 1)[-1]}"
 
     @property
-    def canary(self) -> bool:
-        """Whether our own Lease can be seen through the watches of the served namespaces."""
-        return not self.watch_namespaces or self.namespace in self.watch_namespaces
-
-    @property
     def scopes(self) -> tuple[str | None, ...]:
         """Namespaces to list; `(None,)` stands for the whole cluster."""
         return self.watch_namespaces or (None,)

@@ -24,7 +24,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     given = getattr(item, "funcargs", {})
     logs = sorted(given["tmp_path"].glob("operator-*.log")) if "tmp_path" in given else []
     if report.failed:
-        for log in [*([given["operator"].log_file] if "operator" in given else []), *logs]:
+        ours = [given["operator"].log_file] if isinstance(given.get("operator"), OperatorProcess) else []
+        for log in [*ours, *logs]:
             lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
             report.sections.append((f"end of {log.name}", "\n".join(lines)))
     return report

@@ -12,7 +12,7 @@ from hack.cluster.binaries import build
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.chart_releases import CHART, Release
-from tests.cluster.operator_harness import POOLS, Namespace, OperatorProcess, install_crds
+from tests.cluster.operator_harness import POOLS, Namespace
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 LOCAL = {"capacity": "64Mi"}
@@ -148,24 +148,6 @@ def test_who_has_rights_in_two_namespaces_only_can_install(bare: ControlPlane, t
         assert done.returncode == 0, done.stderr
     # Without the namespaces it would need the whole cluster, and that is what the API server says then.
     assert "forbidden" in team.helm("upgrade", "team", str(CHART), "--set", "crds.install=false", kubeconfig=owner).stderr
-
-
-def test_an_operator_that_nobody_refused_is_reported(bare: ControlPlane, tmp_path: Path) -> None:
-    """The chart does not see a release for the whole cluster where its installer may not. The operator of that release sees the other."""
-    install_crds(bare)
-    for name in ("everywhere", "neighbour"):
-        Namespace.create_in(bare, name)
-    with (
-        OperatorProcess(bare, "everywhere", tmp_path, watch_namespace=None) as whole,
-        OperatorProcess(bare, "neighbour", tmp_path, lease_duration_seconds=5) as other,
-    ):
-        whole.wait_ready()
-        other.wait_ready()
-        eventually(lambda: whole.logged("another operator leads in this cluster"), "reported")
-        (line,) = whole.logged("another operator leads in this cluster")
-        assert (line["level"], line["lease"]) == ("error", "neighbour/epochkv-operator")
-        # Who serves some namespaces has good neighbours.
-        assert not other.logged("another operator leads in this cluster")
 
 
 def take_over(told: str) -> str:

@@ -141,7 +141,7 @@ def test_what_is_well_is_said_in_one_line_each(world: World) -> None:
     assert [one for one in findings if one["level"] != "ok"] == []
     assert status == 0
     said = {one["check"]: one["text"] for one in findings}
-    assert set(said) == {"cluster", "crds", "rbac", "operator", "lease", "hub", "conditions"}
+    assert set(said) == {"cluster", "crds", "rbac", "lease", "hub", "conditions"}
     assert "answers in" in said["hub"]
     assert "renewed" in said["lease"]
 

@@ -71,11 +71,3 @@ app.kubernetes.io/component: test
 {{ include "epochkv.testSelector" . }}
 {{ include "epochkv.commonLabels" . }}
 {{- end }}
-
-{{/* The operator sees its own Lease through a watch, as a proof that its watches are alive. */}}
-{{- define "epochkv.canaryRule" -}}
-- apiGroups: [coordination.k8s.io]
-  resources: [leases]
-  resourceNames: [epochkv-operator]
-  verbs: [list, watch]
-{{- end }}

@@ -1,4 +1,4 @@
-"""kopf watches our two kinds and our Lease, and does nothing more: every handler is an `on.event` that hands the raw object to a sink.
+"""kopf watches our two kinds, and does nothing more: every handler is an `on.event` that hands the raw object to a sink.
 
 kopf's own reconciliation is not used: create, update and delete handlers, timers, daemons, indices, finalizers, patches.
 It writes to the objects that it watches and keeps state in annotations, and one 4xx ends a timer for good (measured).
@@ -18,7 +18,7 @@ import kopf
 import structlog
 
 from epochkv_operator.kube.client import KubeClient
-from epochkv_operator.kube.resources import LEASES, PRIMARY, Resource
+from epochkv_operator.kube.resources import PRIMARY, Resource
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -53,7 +53,7 @@ class _NoHistory(kopf.DiffBaseStorage):
         """Nothing is kept."""
 
 
-def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
+def kopf_settings() -> kopf.OperatorSettings:
     """Each value was measured to matter; the reasons are beside them."""
     result = kopf.OperatorSettings()
     result.networking.error_backoffs = _Backoffs()
@@ -64,31 +64,29 @@ def kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     # Kinds and namespaces are fixed at start: no need to list CRDs and namespaces, so no right to.
     result.scanning.disabled = True
     result.posting.enabled = False
-    result.watching.server_timeout = 300  # an integer: the API server refuses "300.0"
-    result.watching.client_timeout = 330.0
+    # A watch that hangs ends then, and goes on at the version that it had. An integer: the API server refuses "60.0".
+    result.watching.server_timeout = 60
+    result.watching.client_timeout = 65.0
     result.watching.reconnect_backoff = 0.1
     result.watching.chunk_size = 200
     result.queueing.exit_timeout = 0.5
     result.persistence.diffbase_storage = _NoHistory()
-    result.watching.field_selectors[(LEASES.group, LEASES.version, LEASES.plural)] = f"metadata.name={settings.lease_name}"
     return result
 
 
-def kopf_registry(sink: Sink, gap: Gap, client: KubeClient, settings: Settings) -> kopf.OperatorRegistry:
+def kopf_registry(sink: Sink, gap: Gap, client: KubeClient) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
     _login(registry, client, gap)
     for resource in PRIMARY:
         _watch(registry, resource, sink)
-    if settings.canary:
-        _watch(registry, LEASES, sink)
     return registry
 
 
 async def drive(sink: Sink, gap: Gap, client: KubeClient, settings: Settings, started: asyncio.Event) -> None:
     """Watch until cancelled. Returns or raises when kopf gives up, upon which the process must end."""
     await kopf.operator(
-        registry=kopf_registry(sink, gap, client, settings),
-        settings=kopf_settings(settings),
+        registry=kopf_registry(sink, gap, client),
+        settings=kopf_settings(),
         standalone=True,
         clusterwide=not settings.watch_namespaces,
         namespaces=list(settings.watch_namespaces),

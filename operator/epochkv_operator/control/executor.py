@@ -1,20 +1,10 @@
-"""Carries out a plan: server-side applies in order, then prunes. What would change nothing is not sent: a steady cluster sees no writes.
-
-Whether something differs cannot be seen by comparing a manifest with the live object: the server fills in defaults and
-rewrites quantities. So the answer of an apply is the reference: its values at the paths we own are remembered together
-with a digest of the manifest. As long as the manifest is the same and the live values at those paths are the same,
-nothing is sent. After a restart each child is applied once; the server recognises an apply that changes nothing and
-writes nothing.
-"""
+"""Carries out a plan: server-side applies in order, then prunes. The server recognises an apply that changes nothing."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import structlog
 
@@ -26,74 +16,6 @@ from epochkv_operator.kube.store import Store
 from epochkv_operator.planning.context import Observed, Problem, listed
 from epochkv_operator.planning.names import controller_of
 from epochkv_operator.planning.plan import ABSENT, BY_OTHERS, Plan
-
-
-def project(desired: Any, live: Any) -> Any:
-    """The live values at the paths that `desired` has. Lists of named things are matched by name, other lists taken
-    whole.
-    """
-    if isinstance(desired, dict):
-        if not isinstance(live, dict):
-            return live
-        return {key: project(value, live.get(key)) for key, value in desired.items()}
-    if isinstance(desired, list) and isinstance(live, list):
-        if desired and all(isinstance(item, dict) and "name" in item for item in desired):
-            named = {item.get("name"): item for item in live if isinstance(item, dict)}
-            return [project(item, named.get(item["name"])) for item in desired]
-        return live
-    return live
-
-
-def _digest(manifest: Json) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-class Applier:
-    """Remembers per object what was applied. Forgetting is harmless: one more apply."""
-
-    def __init__(self, client: KubeClient) -> None:
-        self._client = client
-        self._applied: dict[tuple[str, str, str], tuple[str, str, Any]] = {}  # -> uid, digest of the manifest, projection of the answer
-
-    async def apply(self, desired: Json, live: Json | None) -> Json | None:
-        """Apply, unless that would change nothing. Returns the new live object when something was sent, else None.
-
-        Raises:
-            ApiError: refused or unreachable; nothing is remembered then.
-        """
-        desired = _leave_replicas_alone(desired, live)
-        key, said = identity(desired), _digest(desired)
-        if (
-            live is not None
-            and not live["metadata"].get("deletionTimestamp")
-            and self._applied.get(key) == (live["metadata"]["uid"], said, project(desired, live))
-        ):
-            return None
-        resource = by_kind(desired["kind"])
-        answer = await self._apply(resource, desired, live)
-        if live is None or answer["metadata"].get("resourceVersion") != live["metadata"].get("resourceVersion"):
-            metrics.API_WRITES.labels(kind=desired["kind"], operation="apply").inc()
-        self._applied[key] = (answer["metadata"]["uid"], said, project(desired, answer))
-        return answer
-
-    async def _apply(self, resource: Resource, desired: Json, live: Json | None) -> Json:
-        """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its
-        name, an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there.
-        """
-        namespace = desired["metadata"]["namespace"]
-        try:
-            return await self._client.apply(resource, namespace, desired)
-        except Invalid:
-            if live is None or "spec" not in desired:
-                raise
-            with contextlib.suppress(Invalid):  # the first refusal says more
-                path, spec = resource.path(namespace, desired["metadata"]["name"]), {"spec": desired["spec"]}
-                await self._client.request("PATCH", path, query={"fieldManager": MANAGED_BY}, body=spec, content_type=MERGE_PATCH)
-                return await self._client.apply(resource, namespace, desired)
-            raise
-
-    def forget(self, kind: str, namespace: str, name: str) -> None:
-        self._applied.pop((kind, namespace, name), None)
 
 
 def _leave_replicas_alone(desired: Json, live: Json | None) -> Json:
@@ -126,7 +48,6 @@ class Executor:
     def __init__(self, client: KubeClient, store: Store) -> None:
         self._client = client
         self._store = store
-        self._applier = Applier(client)
         self._made: dict[str, dict[tuple[str, str, str], str]] = {}
 
     async def bring_about(
@@ -165,10 +86,6 @@ class Executor:
                     continue
             found.append(live)
         return found
-
-    def forget(self, kind: str, obj: Json) -> None:
-        """A child is gone: what was applied to it is not worth remembering."""
-        self._applier.forget(kind, obj["metadata"]["namespace"], obj["metadata"]["name"])
 
     def gone(self, about: str) -> None:
         """The pool or engine is gone, and with it what was made for it."""
@@ -212,17 +129,32 @@ class Executor:
     async def _apply(self, about: str, desired: Json, why: str) -> bool:
         """Whether something was written."""
         live = self._live(desired)
-        answer = await self._applier.apply(desired, live)
+        answer = await self._send(by_kind(desired["kind"]), _leave_replicas_alone(desired, live), live)
         self._made[about][identity(desired)] = controller_of(desired).get("uid", "")
-        if answer is None:
-            return False
         self._store.upsert(desired["kind"], answer)
         if live is not None and answer["metadata"]["resourceVersion"] == live["metadata"]["resourceVersion"]:
             return False
+        metrics.API_WRITES.labels(kind=desired["kind"], operation="apply").inc()
         verb = "created" if live is None else "updated"
         reason = why.split(": ", 1)[-1]
         log.info("child applied", object=about, child=f"{desired['kind']} {desired['metadata']['name']}", what=verb, reason=reason)
         return True
+
+    async def _send(self, resource: Resource, desired: Json, live: Json | None) -> Json:
+        """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its
+        name, an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there.
+        """
+        namespace = desired["metadata"]["namespace"]
+        try:
+            return await self._client.apply(resource, namespace, desired)
+        except Invalid:
+            if live is None or "spec" not in desired:
+                raise
+            with contextlib.suppress(Invalid):  # the first refusal says more
+                path, spec = resource.path(namespace, desired["metadata"]["name"]), {"spec": desired["spec"]}
+                await self._client.request("PATCH", path, query={"fieldManager": MANAGED_BY}, body=spec, content_type=MERGE_PATCH)
+                return await self._client.apply(resource, namespace, desired)
+            raise
 
     async def _delete(self, about: str, child: Json, why: str) -> bool:
         metadata = child["metadata"]
@@ -232,7 +164,6 @@ class Executor:
             return False  # gone, or a namesake: the watch will tell
         self._made[about].pop(identity(child), None)
         metrics.API_WRITES.labels(kind=child["kind"], operation="delete").inc()
-        self._applier.forget(child["kind"], metadata["namespace"], metadata["name"])
         log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason=why.split(": ", 1)[-1])
         return True
 

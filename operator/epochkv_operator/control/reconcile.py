@@ -26,7 +26,6 @@ from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json, Kub
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, pool_of
-from epochkv_operator.planning.conditions import epoch_ahead
 from epochkv_operator.planning.context import Context, HubView, Observed, Problem
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
@@ -78,7 +77,6 @@ class PoolReconciler:
     hub: HubProxy
     wake: Callable[[Key, float], None]
     served: Callable[[], frozenset[str]]
-    _judged: dict[str, int] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> None:
         obj = self.store.get(key.kind, key.namespace, key.name)
@@ -115,7 +113,6 @@ class PoolReconciler:
         await self.reporter.report(obj, compute)
         if not snapshot.known and keys is not None:
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
-        self._tell_ahead(obj, pool, snapshot.view)
         if snapshot.incomplete_seconds > 0:
             self.wake(key, snapshot.incomplete_seconds)  # what is not known by then is gone
         if snapshot.overdue_seconds > 0:
@@ -129,7 +126,6 @@ class PoolReconciler:
         self.reporter.forget(key)
         self.executor.gone(str(key))
         for uid in self.hub(HubService.forget, key.namespace, key.name):
-            self._judged.pop(uid, None)
             log.info("pool gone", object=str(key), uid=uid)
 
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
@@ -181,18 +177,6 @@ class PoolReconciler:
     def _unused(self, key: Key, pool: KVCachePool) -> bool:
         """Nobody alive has used the older key for as long as a lease can last."""
         return self.hub(HubService.old_key_idle_seconds, pool.metadata.uid) >= pool.spec.reset.fence_timeout_seconds
-
-    def _tell_ahead(self, obj: Json, pool: KVCachePool, view: HubView | None) -> None:
-        """One Event for each `spec.resetEpoch` that resets nothing, because the pool was at that epoch already."""
-        uid, asked = pool.metadata.uid, pool.spec.reset_epoch
-        if view is None or view.target < asked:
-            return
-        seen_before = (obj.get("status") or {}).get("observedGeneration") == pool.metadata.generation
-        before = self._judged.get(uid, asked if seen_before else 0)
-        self._judged[uid] = asked
-        if asked > before and epoch_ahead(asked, view):
-            note = f"spec.resetEpoch {asked} resets nothing: the pool is at epoch {view.target} already. Set {view.target + 1} or higher"
-            self.reporter.tell(obj, reason="EpochAhead", action="Reset", note=note)
 
 
 #: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.

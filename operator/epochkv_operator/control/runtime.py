@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -30,7 +29,7 @@ from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.lease import LeaseLost, new_identity
-from epochkv_operator.kube.resources import CHILDREN, ENGINES, LEASES, OPTIONAL, POOLS, PRIMARY, Resource
+from epochkv_operator.kube.resources import ENGINES, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import EventRecorder, StatusWriter
 from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, indexed, key_of, only_epochs_differ
 from epochkv_operator.kube.watch import Watches
@@ -84,7 +83,6 @@ class Probes:
 
 
 log = structlog.get_logger(__name__)
-CANARY_SECONDS = 60.0
 ENGINES_SECONDS = 1.0
 """Engines of a pool are looked at this long after its epoch moved. Most resets are through by then, and none competes with the statuses
 of many engines."""
@@ -106,11 +104,8 @@ class Operator:
         self.probes = Probes()
         self._stop = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], str] = {}
-        self._canary_seen = 0.0
-        self._others: set[str] = set()  # namespaces of other operators that were reported
         self._leader: Leader | None = None
         self._watches: Watches | None = None
-        self._executor: Executor | None = None
 
     async def main(self) -> int:
         """Run until SIGTERM, SIGINT or a failure, and say in the log what it was. Returns the exit status."""
@@ -172,9 +167,8 @@ class Operator:
         await watches.complete()
         gc.collect()
         gc.freeze()  # what is there now stays: looking through it for garbage, again and again, would hold up both loops
-        self._canary_seen = time.monotonic()
         hub = await leader.serve(keys)
-        executor = self._executor = Executor(client, self.store)
+        executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
         pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after, watches.served)
@@ -193,10 +187,7 @@ class Operator:
         """`driver.Sink`: an object that kopf has listed or watched."""
         if event_type is None and self._watches is not None:
             self._watches.soon()
-        if resource is LEASES:
-            self._lease_seen(event_type, obj)
-        else:
-            self.observed(resource, event_type, obj)
+        self.observed(resource, event_type, obj)
 
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
         """`watch.Seen`: an object seen by a watch or a list."""
@@ -205,30 +196,12 @@ class Operator:
         if event_type == "DELETED":
             if self.store.remove(resource.kind, obj):
                 self._enqueue(resource, obj)
-            if resource in (*CHILDREN, *OPTIONAL) and self._executor is not None:
-                self._executor.forget(resource.kind, obj)
             return
         if resource is POOLS and (hub := self._hub) is not None:
             # The fast path: an epoch that was asked for does not wait in the queue. Nor does it wait for the store, which may know
             # this state from the answer to a write.
             hub.seen(obj)
         self._take(resource, obj)
-
-    def _lease_seen(self, event_type: str | None, lease: Json) -> None:
-        """Ours is the canary. One that is renewed elsewhere, while we serve every namespace, is of somebody who undoes our work."""
-        holder, namespace = (lease.get("spec") or {}).get("holderIdentity"), lease["metadata"]["namespace"]
-        if holder == self.identity:
-            self._canary_seen = time.monotonic()
-            return
-        known = {self.settings.namespace, *self._others}
-        if holder and event_type == "MODIFIED" and not self.settings.watch_namespaces and namespace not in known:
-            self._others.add(namespace)
-            log.error(
-                "another operator leads in this cluster, and this one serves every namespace: both write to the same pools and engines;"
-                " end one of them, or give both namespaces of their own (watchNamespaces)",
-                lease=f"{namespace}/{lease['metadata']['name']}",
-                holder=holder,
-            )
 
     @property
     def _hub(self) -> HubProxy | None:
@@ -328,14 +301,6 @@ class Operator:
             age = self._watches.oldest_list_seconds() if self._watches is not None else 0.0
             return f"a kind was last listed {age:.0f} s ago" if age > 3 * self.settings.resync_seconds + 60 else None
 
-        def canary() -> str | None:
-            silent = time.monotonic() - self._canary_seen if self._canary_seen else 0.0
-            return (
-                f"our own Lease was last seen through the watches {silent:.0f} s ago"
-                if silent > max(CANARY_SECONDS, 4 * self.settings.lease_duration_seconds)
-                else None
-            )
-
         def leading() -> str | None:
             return None if self._leader is not None and self._leader.listening else "standing by: the hub is not bound here"
 
@@ -348,7 +313,7 @@ class Operator:
         def hub_loop() -> str | None:
             return self._leader.hung() if self._leader is not None else None
 
-        self.probes.live = {"queue": queue, "lists": lists, "watches": canary, "hub": hub_loop}
+        self.probes.live = {"queue": queue, "lists": lists, "hub": hub_loop}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges
 

@@ -137,9 +137,6 @@ def rights(home: str, scopes: Sequence[str | None], lease: str, hub_secret: str)
         (EVENTS, "create", ""),
     ):
         found.append(Right(resource.group, resource.plural, verb, home, name))
-    for scope in scopes:
-        if scope in (None, home):  # it sees its own Lease through its watches
-            found += [Right(LEASES.group, LEASES.plural, verb, scope, lease) for verb in ("list", "watch")]
     return found
 
 

@@ -11,12 +11,10 @@ No text holds an age: a pool in which nothing changes is not written to.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from epochkv_fence import quantity
 from epochkv_fence.protocol.messages import CONTROL, TIER_REASONS
 from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.engine import InferenceEngine
@@ -32,7 +30,7 @@ from epochkv_operator.planning.context import (
     name_of,
     short_id,
 )
-from epochkv_operator.planning.engine import leader_selector, local_bytes, workload_of
+from epochkv_operator.planning.engine import leader_selector, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
 from epochkv_operator.planning.workload import Health, find, health, rollout, select
@@ -41,7 +39,6 @@ _ASKER: Final = {"Spec": "spec.resetEpoch", "Trainer": "a trainer", "Engine": "a
 _NO_HUB: Final = "no hub leads this pool at the moment"
 _NO_HUB_NO_LEASE: Final = f"{_NO_HUB}; engines whose lease ends serve without shared KV"
 _MAX_OUTLIERS: Final = 5
-_ABOUT_MEMORY: Final = re.compile(r"memory|OOMKilled", re.IGNORECASE)
 MAX_KINDS: Final = 4
 """Fingerprints of which the weights are named."""
 
@@ -77,7 +74,7 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         found = [_ready_without_pods(parts, state), *parts, *notes]
     else:
         found = [*_with_ready(parts, problem, Condition("Ready", "True", "Ready", "the engine serves")), *notes]
-    return [_with_local_memory(condition, engine, living(pool)) for condition in found]
+    return found
 
 
 def _progressing(engine: InferenceEngine, observed: Observed, state: Health) -> Condition:
@@ -95,16 +92,6 @@ def _progressing(engine: InferenceEngine, observed: Observed, state: Health) -> 
         reason, why = found.stalled
         return Condition(kind, "False", reason, f"{found.text}; {why}")
     return Condition(kind, "True", "RollingOut", found.text)
-
-
-def _with_local_memory(condition: Condition, engine: InferenceEngine, pool: KVCachePool | None) -> Condition:
-    """A message about memory, with what the operator added to what the user asked for: the amounts in it are not the user's own."""
-    local = local_bytes(engine.spec, pool)
-    about = condition.type in ("Ready", "Available", "Progressing") and _ABOUT_MEMORY.search(condition.message)
-    if pool is None or not local or not about:
-        return condition
-    added = f"{quantity.from_bytes(local)} of each memory amount are the L1 of KVCachePool {pool.metadata.name} (spec.local.capacity)"
-    return replace(condition, message=f"{condition.message} ({added}, which are added to what spec.resources says)")
 
 
 def _idle(engine: InferenceEngine, state: Health) -> bool:

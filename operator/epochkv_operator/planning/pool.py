@@ -45,8 +45,6 @@ _SSD_DEREGISTER = (
 def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
     """Every object of a pool except its Secret, which holds random keys and is made by the runtime.
 
-    `num_stores`: how many there have to be now, where some that are to go still hold blocks; None: as the spec says.
-
     Raises:
         InvalidTemplate: an override in a `template` that belongs to the operator.
     """

@@ -337,23 +337,6 @@ def test_a_rollout_does_not_make_an_engine_unready() -> None:
     assert (by_type(conditions)["Ready"], by_type(conditions)["Progressing"]) == (("True", "Ready"), ("True", "RollingOut"))
 
 
-def test_messages_about_memory_say_what_was_added() -> None:
-    """The amounts in them are not those that the user wrote."""
-    added = (
-        "(1Gi of each memory amount are the L1 of KVCachePool policy (spec.local.capacity), which are added to what spec.resources says)"
-    )
-    crashed = Observed(engine_children(counts(1, 2, 1, ROLLING)), [revision("b", 2, **CRASHED)])
-    with_l1, without = (engine_conditions(ROLLOUT, wanted, crashed) for wanted in (pool("l1-l2"), POLICY))
-    for kind in ("Ready", "Available", "Progressing"):
-        assert message(with_l1, kind).endswith(added)
-    assert "spec.local" not in message(with_l1, "PoolBound") + message(without, "Available")
-    unrelated = engine_conditions(ROLLOUT, pool("l1-l2"), Observed(engine_children(counts(1, 2, 1, ROLLING, DENIED))))
-    assert "spec.local" not in message(unrelated, "Available")
-    refused = Problem("ApplyRefused", "Deployment rollout: resources.requests: Invalid value: 9Gi: must be less than memory limit of 3Gi")
-    conditions = engine_conditions(ROLLOUT, pool("l1-l2"), Observed(engine_children(ready(2)), (), CONVERGED, refused))
-    assert message(conditions, "Ready").startswith(refused.message + " (1Gi of each memory amount")
-
-
 SPANNING = engine({"model": {"name": "big"}, "poolRef": {"name": "policy"}, "replicas": 2, "parallelism": {"tensor": 8, "nodes": 2}})
 LWS = replace(CONTEXT, served=frozenset({"LeaderWorkerSet"}))
 

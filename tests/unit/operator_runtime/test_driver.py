@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import islice
 
 from epochkv_operator.control.driver import kopf_settings
-from epochkv_operator.settings import Settings
 
 
 def test_kopf_tries_again_for_as_long_as_it_is_refused() -> None:
-    backoffs = kopf_settings(Settings("epochkv-system")).networking.error_backoffs
+    backoffs = kopf_settings().networking.error_backoffs
     assert not isinstance(backoffs, float)
     seconds = list(islice(backoffs, 2000))
     assert len(seconds) == 2000, "an hour of them is not enough"

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epochkv_operator.api.base import POOL_LABEL
-from epochkv_operator.control.executor import project
 from epochkv_operator.control.worker import WorkQueue
 from epochkv_operator.kube.client import Conflict, KubeClient
 from epochkv_operator.kube.resources import POOLS, ObjectRef, Resource
@@ -298,20 +297,6 @@ def test_of_a_pod_no_spec_is_kept() -> None:
     body = {**obj("p", "u", 1), "spec": {"containers": []}, "status": {"phase": "Running"}}
     assert slim("Pod", body) == {**obj("p", "u", 1), "status": {"phase": "Running"}}
     assert slim("Deployment", body)["spec"] == {"containers": []}
-
-
-def test_projection_sees_our_paths_only() -> None:
-    desired = {"spec": {"containers": [{"name": "c", "image": "i"}], "ports": [1, 2]}}
-    live = {
-        "spec": {
-            "containers": [{"name": "side", "image": "x"}, {"name": "c", "image": "i2", "tty": True}],
-            "ports": [1],
-            "other": 1,
-        },
-        "status": {},
-    }
-    assert project(desired, live) == {"spec": {"containers": [{"name": "c", "image": "i2"}], "ports": [1]}}
-    assert project(desired, {"spec": {"containers": []}}) == {"spec": {"containers": [None], "ports": None}}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""Write the CRDs and the API reference from the models, or fail when they differ.
+
+python -m hack.api_reference             write
+python -m hack.api_reference --check     fail when a file differs (lint)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from epochkv_operator.api.base import API_VERSION, GROUP, Json
+from epochkv_operator.api.generate import CRDS, Crd, manifest
+
+_COMMAND = "python -m hack.api_reference"
+_HEADER = f"# Generated from the models by `{_COMMAND}`; do not edit.\n"
+_PAGE_HEADER = """# API reference
+
+Generated from the models by `python -m hack.api_reference`; do not edit.
+Group and version: `{version}`. Unknown fields are rejected (`kubectl` validates strictly by default).
+"""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Without anchors: each schema stands where it applies."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _render(crd: Crd) -> str:
+    text: str = yaml.dump(manifest(crd), Dumper=_Dumper, sort_keys=False, width=4096, allow_unicode=True)
+    return _HEADER + text
+
+
+def _files(root: Path) -> dict[Path, str]:
+    """Every generated file and what it must contain."""
+    crds = {root / "crds" / f"{GROUP}_{crd.plural}.yaml": _render(crd) for crd in CRDS}
+    return {**crds, root / "docs" / "reference" / "api.md": _markdown()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 when everything is (now) up to date, 1 when `--check` finds a difference."""
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file differs")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="root of the repository")
+    options = parser.parse_args(arguments)
+    stale = {path: text for path, text in _files(options.root).items() if not path.exists() or path.read_text(encoding="utf-8") != text}
+    for path, text in stale.items():
+        name = path.relative_to(options.root)
+        if options.check:
+            print(f"{name} is not what the models say: run {_COMMAND} and commit the result", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {name}")
+    return 1 if options.check and stale else 0
+
+
+def _markdown() -> str:
+    """The API reference page, from the same CRDs that the API server enforces."""
+    parts = [_PAGE_HEADER.format(version=API_VERSION)]
+    for crd in CRDS:
+        schema = manifest(crd)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        parts.append(f"\n## {crd.kind} (`{crd.short_name}`)\n\n{schema['description']}\n")
+        for section in ("spec", "status"):
+            parts.append(f"\n### {section}\n\n| field | type | default | meaning |\n|---|---|---|---|\n")
+            parts.extend(_rows(schema["properties"][section], section))
+        parts.append("\n### Rejected at admission\n\n")
+        parts.extend(f"- {line}\n" for line in sorted(set(_messages(schema, ""))))
+    return "".join(parts)
+
+
+def _rows(schema: Json, path: str) -> Iterator[str]:
+    required = schema.get("required", ())
+    for name, child in schema.get("properties", {}).items():
+        here = f"{path}.{name}"
+        default = f"`{_plain(child['default'])}`" if "default" in child else ("required" if name in required else "")
+        yield f"| `{here}` | {_type(child)} | {default} | {child.get('description', '').replace('|', chr(92) + '|')} |\n"
+        if child.get("type") == "object":
+            yield from _rows(child, here)
+        elif child.get("type") == "array":
+            yield from _rows(child["items"], f"{here}[]")
+
+
+def _type(schema: Json) -> str:
+    if schema.get("x-kubernetes-int-or-string"):
+        percent = any("percentage" in entry["message"] for entry in schema.get("x-kubernetes-validations", ()))
+        return "number or percentage" if percent else "quantity"
+    if "enum" in schema:
+        return " \\| ".join(f"`{value}`" for value in schema["enum"])
+    kind = schema.get("type", "object")
+    if kind == "array":
+        return f"list of {_type(schema['items'])}"
+    if kind == "object" and "additionalProperties" in schema:
+        return f"map to {_type(schema['additionalProperties'])}"
+    bounds = [f"{word} {schema[key]}" for key, word in (("minimum", "at least"), ("maximum", "at most")) if key in schema]
+    return f"{kind}, {', '.join(bounds)}" if bounds else str(kind)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def _messages(schema: Json, path: str) -> Iterator[str]:
+    for entry in schema.get("x-kubernetes-validations", ()):
+        yield f"`{(path + entry.get('fieldPath', '')).removeprefix('.')}`: {entry['message']}"
+    for name, child in schema.get("properties", {}).items():
+        yield from _messages(child, f"{path}.{name}")
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            yield from _messages(schema[key], f"{path}[]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
