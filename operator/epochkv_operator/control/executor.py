@@ -60,12 +60,29 @@ class Executor:
         made |= {identity(child): controller_of(child).get("uid", "") for child in seen.children}
         plan = planned(seen)
         try:
+            if not await self._owner_stays(plan):
+                return None, None
             strangers = await self._strangers(seen, plan)
         except ApiError as error:
             return _problem("", error, Forbidden="ReadForbidden", other="ReadFailed"), error
         if strangers:
             plan = planned(replace(seen, children=(*seen.children, *strangers)))
         return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan, tell)
+
+    async def _owner_stays(self, plan: Plan) -> bool:
+        """Who took owner references away may be the garbage collector, of an owner that is deleted without its children
+        (`--cascade=orphan`), which its watch has not shown yet. Given back, they would have the children deleted, too.
+        """
+        for desired, why in zip(plan.apply, plan.details, strict=False):
+            if ": metadata.ownerReferences" not in why:
+                continue
+            owner = controller_of(desired)
+            try:
+                live = (await self._client.get(by_kind(owner["kind"]), desired["metadata"]["namespace"], owner["name"]))["metadata"]
+            except NotFound:
+                return False
+            return bool(live["uid"] == owner["uid"] and not live.get("deletionTimestamp"))
+        return True
 
     async def _strangers(self, seen: Observed, plan: Plan) -> list[Json]:
         """Live objects of wanted names that do not carry the label which `seen` was selected by.

@@ -21,7 +21,7 @@ from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.names import VERSION_ANNOTATION
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.pool import desired_pool
-from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool, variables
+from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool
 
 Json = dict[str, Any]
 GOLDEN = Path(__file__).parent / "golden"
@@ -150,39 +150,6 @@ def test_l1_is_added_to_the_memory_asked_for(resources: Json, expected: Json) ->
     assert containers(deployment)[0]["resources"] == expected
     without = one(desired_engine(engine({**ENGINE_SPECS["minimal"], "resources": resources}), pool("external"), CONTEXT), "Deployment")
     assert containers(without)[0]["resources"] == resources
-
-
-@pytest.mark.parametrize("spec", ["rdma", "rdma-plugin", "external-rdma"])
-def test_pods_with_rdma(spec: str) -> None:
-    """What Mooncake's guides give them: root with two capabilities and the devices, the host's or those of a device plugin."""
-    wanted = pool(spec)
-    workloads = [one(desired_engine(engine("minimal"), wanted, CONTEXT), "Deployment")]
-    workloads += [one(desired_pool(wanted, CONTEXT), "StatefulSet")] if spec != "external-rdma" else []
-    for workload in workloads:
-        pod = workload["spec"]["template"]["spec"]
-        container = pod["containers"][0]
-        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK", "SYS_RESOURCE"]}
-        assert (pod["securityContext"]["runAsUser"], "runAsNonRoot" in pod["securityContext"]) == (0, False)
-        plugin = spec == "rdma-plugin"
-        assert any("hostPath" in volume for volume in pod["volumes"]) is not plugin
-        assert (container["resources"].get("limits") or {}).get("rdma/hca_shared_devices_a") == (1 if plugin else None)
-        assert variables(container).get("MC_GID_INDEX") == ("3" if plugin else None)
-        assert variables(container).get("MC_STORE_CLUSTER_ID") == ("shared" if spec == "external-rdma" else None)
-
-
-def test_a_store_with_a_disk() -> None:
-    """Each line was found by running Mooncake: who is asked for blocks on disk listens on a port that the kernel chooses."""
-    objects = desired_pool(pool("ssd"), CONTEXT)
-    store, values = containers(one(objects, "StatefulSet"))[0], variables(containers(one(objects, "StatefulSet"))[0])
-    assert "--enable_offload=true" in containers(one(objects, "Deployment"))[0]["args"]
-    assert values["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] in {mount["mountPath"] for mount in store["volumeMounts"]}
-    # 2 GiB, 4 MiB of page tables, 16 MiB, 320 MiB; a quarter of the segment and 64 MiB for the disk.
-    assert store["resources"]["limits"]["memory"] == f"{2048 + 4 + 16 + 320 + 512 + 64}Mi"
-    policy = next(obj for obj in objects if obj["kind"] == "NetworkPolicy" and obj["metadata"]["name"] == "policy-store")
-    assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": 10000, "endPort": 65535}]
-    without = desired_pool(pool(), CONTEXT)
-    assert "--enable_offload=true" not in containers(one(without, "Deployment"))[0]["args"]
-    assert not any(name.startswith("MOONCAKE_OFFLOAD") for name in variables(containers(one(without, "StatefulSet"))[0]))
 
 
 @pytest.mark.parametrize(("segment", "failures"), [("256Mi", 60), ("64Gi", 60 + 128), ("2Ti", 60 + 150)])

@@ -185,13 +185,6 @@ def test_only_the_first_pod_of_a_group_answers() -> None:
     assert everyone == {key: value for key, value in leaders.items() if "leaderworkerset" not in key}
 
 
-def test_where_groups_are_placed_is_for_leaderworkerset_to_read() -> None:
-    where = {"leaderworkerset.sigs.k8s.io/exclusive-topology": "rack"}
-    lws = one(objects({**SPANNING, "template": {"metadata": {"annotations": {**where, "note": "x"}}}}), "LeaderWorkerSet")
-    assert lws["metadata"]["annotations"].items() >= where.items()
-    assert "note" not in lws["metadata"]["annotations"]
-
-
 def test_without_leaderworkerset_nothing_is_changed_and_its_name_is_said() -> None:
     wanted = engine({**ENGINE_SPECS["minimal"], **SPANNING})
     before = Observed(tuple(desired_engine(engine(), pool(), CONTEXT)))
@@ -229,6 +222,13 @@ def test_what_prometheus_is_told() -> None:
     named = json.dumps(objects({}) + desired_pool(pool(), EVERYTHING))
     assert all(f'"name": "{port}", "containerPort"' in named for port in ports.values())
     assert not [obj for obj in desired_pool(pool("external"), EVERYTHING) if obj["kind"] == "PodMonitor"]
+
+
+def test_where_groups_are_placed_is_for_leaderworkerset_to_read() -> None:
+    where = {"leaderworkerset.sigs.k8s.io/exclusive-topology": "rack"}
+    lws = one(objects({**SPANNING, "template": {"metadata": {"annotations": {**where, "note": "x"}}}}), "LeaderWorkerSet")
+    assert lws["metadata"]["annotations"].items() >= where.items()
+    assert "note" not in lws["metadata"]["annotations"]
 
 
 def test_an_engine_called_default_leaves_the_namespaces_own_account_alone() -> None:

@@ -253,15 +253,6 @@ def everything(pool_spec: Json, engine_spec: Json) -> tuple[Json, ...]:
 
 
 @thorough
-@given(pools, engines)
-def test_plans_settle(pool_spec: Json, engine_spec: Json) -> None:
-    """Planning again on the result yields nothing, for the pool and the engine, whoever else's objects are about."""
-    wanted, live = pool(pool_spec), served(everything(pool_spec, engine_spec))
-    assert plan_pool(wanted, Observed(live), CONTEXT) == Plan()
-    assert plan_engine(engine(engine_spec), wanted, Observed(live), CONTEXT) == Plan()
-
-
-@thorough
 @given(pools, pools, engines)
 def test_a_changed_pool_settles_after_one_plan(before: Json, after: Json, engine_spec: Json) -> None:
     live = {(obj["kind"], obj["metadata"]["name"]): obj for obj in served(everything(before, engine_spec))}

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_fence.net import generate_keypair
-from epochkv_fence.net.keys import CredentialsError, check_key
 from epochkv_operator.keys import (
     CHECK,
     FIELDS,
@@ -67,11 +66,6 @@ def test_a_changed_or_missing_field_is_seen(field: str, value: str | None) -> No
 def test_another_key_of_the_hub_leaves_the_rest_whole() -> None:
     """The hub's key pair may be new: then every Secret has the one before."""
     assert whole({**content(KEYS, POOL), HUB: OTHER.public}, POOL) == replace(KEYS, hub_public=OTHER.public)
-
-
-def test_a_text_that_is_no_key_is_named_and_raises_nothing_else() -> None:
-    with pytest.raises(CredentialsError, match=r"it is not a CURVE key"):
-        check_key("it", NO_BINARY)
 
 
 def test_only_the_end_of_an_older_key_and_a_rotation_follow() -> None:

@@ -69,39 +69,6 @@ def test_this_loop_standing_still_does_not_stop_the_other(thread: LoopThread) ->
     asyncio.run(scenario())
 
 
-def test_cancelling_the_wait_cancels_the_work(thread: LoopThread) -> None:
-    ended = threading.Event()
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
-
-    async def scenario() -> None:
-        task = asyncio.create_task(thread.run(work()))
-        await asyncio.sleep(0.1)
-        task.cancel()
-
-    asyncio.run(scenario())
-    assert ended.wait(10)
-
-
-def test_stopping_cancels_what_still_runs() -> None:
-    thread, ended = LoopThread("short"), threading.Event()
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.set()
-
-    asyncio.run_coroutine_threadsafe(work(), thread.loop)
-    thread.call(lambda: None)
-    thread.stop()
-    assert ended.is_set()
-
-
 def test_the_hub_knows_its_own_writes_before_the_stores_owner_does() -> None:
     store, told = Store(indexed), []
     cache = WriteThroughCache(store, lambda kind, obj: told.append((kind, obj)))
@@ -125,3 +92,21 @@ def test_without_leadership_nothing_is_written() -> None:
     for verb in ("POST", "PUT", "PATCH", "DELETE"):
         with pytest.raises(Unavailable, match="last renewed"):
             asyncio.run(client.request(verb, "/api/v1/namespaces/a/pods"))
+
+
+def test_cancelling_the_wait_cancels_the_work(thread: LoopThread) -> None:
+    ended = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def scenario() -> None:
+        task = asyncio.create_task(thread.run(work()))
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    asyncio.run(scenario())
+    assert ended.wait(10)

@@ -131,14 +131,6 @@ def test_a_long_queue_is_not_stuck_while_it_moves() -> None:
     asyncio.run(scenario())
 
 
-def test_an_older_state_never_replaces_a_newer_one() -> None:
-    store = Store(indexed)
-    assert store.upsert("Pod", obj("p", "u1", 7))
-    assert not store.upsert("Pod", obj("p", "u1", 6))
-    assert not store.upsert("Pod", obj("p", "u1", 7))
-    assert store.get("Pod", "a", "p") == obj("p", "u1", 7)
-
-
 def test_a_list_removes_what_vanished_but_not_what_is_newer_than_it() -> None:
     store = Store(indexed)
     store.upsert("Pod", obj("gone", "u1", 3))
