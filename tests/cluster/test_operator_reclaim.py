@@ -13,7 +13,7 @@ from hack.loopback import port_open
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, POOLS, Namespace, OperatorProcess, condition
 from tests.cluster.store_processes import announce, pool_store, put
 
 
@@ -27,6 +27,14 @@ def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
     with pool_store(tmp_path_factory.mktemp("mooncake"), f"127.9.{os.getpid() % 250 + 1}.1") as store:
         store.stores[0].wait_until(lambda: port_open(store.store_ports[0]), 60, "accepting connections")
         yield store
+
+
+@pytest.fixture(autouse=True)
+def _alone(namespace: Namespace) -> Iterator[None]:
+    """The pool of a test leaves nothing that empties the store of the next one."""
+    yield
+    namespace.delete(POOLS, "policy")
+    eventually(lambda: namespace.pool("policy") is None, "the pool is gone")
 
 
 @contextlib.contextmanager

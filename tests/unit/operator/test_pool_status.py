@@ -92,7 +92,7 @@ def test_pool_status_in_full() -> None:
         engines=[
             rank("p0", 8, old_epoch_requests=2),
             rank("p1", 7),
-            rank("ray-1", None, engine="trainer-a", rank=3, old_epoch_requests=1, weights=None),
+            rank("ray-1", None, engine="trainer-a", rank=3, old_epoch_requests=1, alive=False, weights="c" * 32),
             rank("", 8, engine="trainer-b", weights="b" * 32),
         ],
         laggards=[("p1", "Behind"), ("ray-1/3", "NotAssigned")],
@@ -159,7 +159,8 @@ def test_a_hub_that_has_just_begun_to_lead_reports_nobody_as_gone() -> None:
     assert {item["type"]: item["status"] for item in gone["conditions"]}["WeightsConverged"] == "True"
 
     children = engine_children(ready(2))
-    before = engine_status(ROLLOUT, POLICY, Observed(children, PODS, HubView(7, 7, [rank("p0"), rank("p1")])), {}, NOW)
+    limited = rank("p1", tiers_off="TiersOff", tiers_note="why")
+    before = engine_status(ROLLOUT, POLICY, Observed(children, PODS, HubView(7, 7, [rank("p0"), limited])), {}, NOW)
     young = HubView(7, 7, [rank("p0")], complete=False)
     assert engine_status(ROLLOUT, POLICY, Observed(children, PODS, young), before, later) == before
     lost = engine_status(ROLLOUT, POLICY, Observed(children, PODS, HubView(7, 7, [rank("p0")])), before, later)
