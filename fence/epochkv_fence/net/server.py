@@ -110,6 +110,7 @@ class ServedPool:
 
     Attributes:
         bucket, costs, queue: see `router.LimitedPool`.
+        say: logs which of the calls for it fail.
         changed: its snapshot has, and the hub's owner has not heard of it.
         failed_until: a tick or round of it failed; the next one comes not before.
     """
@@ -120,6 +121,7 @@ class ServedPool:
         self.bucket = Bucket.full(POOL_RATE, POOL_BURST, now := time.monotonic())
         self.costs = Bucket.full(COST_RATE, COST_BURST, now)
         self.queue = PoolQueue()
+        self.say = SayOnce(logger, first="")
         self.changed = False
         self._reported: object = None
         self._report_at = -math.inf
@@ -294,7 +296,7 @@ class Effects:
         self._store_deadline = store_deadline_seconds
         self._counters = counters
         self._answer = answer
-        self._said: dict[str, SayOnce] = {}
+        self._say = SayOnce(logger, first="")
         self._tasks: set[asyncio.Task[None]] = set()
 
     def do(self, pool: ServedPool, call: ev.Call) -> None:
@@ -306,7 +308,7 @@ class Effects:
             what, seconds = "sweep" if call.sweep else "wipe", self._store_deadline
         else:
             what, seconds = WRITES[type(call)], self._deadline
-        removed = await self._call(pool.config.name, what, seconds, lambda: self._made(pool.config.uid, call))
+        removed = await self._call(pool.say, pool.config.name, what, seconds, lambda: self._made(pool.config.uid, call))
         if removed is None or not self._answer(pool, ev.Done(call, True, removed)):
             self._answer(pool, ev.Done(call, False))
 
@@ -330,19 +332,17 @@ class Effects:
 
     async def load(self, pool: ServedPool) -> PoolRecord | None:
         """The pool's record; None: no answer."""
-        return await self._call(pool.config.name, "load", self._deadline, partial(self._authority.load, pool.config.uid))
+        return await self._call(pool.say, pool.config.name, "load", self._deadline, partial(self._authority.load, pool.config.uid))
 
     async def verify(self, term: Term) -> bool | None:
         """The leadership read; None: no answer."""
-        return await self._call("leadership", "verify", self._deadline, partial(self._authority.verify, term))
+        return await self._call(self._say, "leadership", "verify", self._deadline, partial(self._authority.verify, term))
 
-    def forget(self, pool: ServedPool) -> None:
-        self._said.pop(pool.config.name, None)
-
-    async def _call(self, name: str, what: str, seconds: float, call: Callable[[], Awaitable[T]]) -> T | None:
+    async def _call(self, say: SayOnce, name: str, what: str, seconds: float, call: Callable[[], Awaitable[T]]) -> T | None:
         """What `call` answered; None when it failed or gave no answer in time: it may still take effect.
 
         Args:
+            say: logs only what changes.
             name: of the pool, for the log.
             what: one word for the kind of call.
             seconds: the deadline.
@@ -350,22 +350,15 @@ class Effects:
         try:
             async with asyncio.timeout(seconds):
                 answer = await call()
-        except (AuthorityError, StoreAdminError, TimeoutError, OSError) as error:
-            reason = f"no answer within {seconds} s" if isinstance(error, TimeoutError) else str(error)
-            self._failed(name, what, "failed", logging.WARNING, f"{what} failed: {reason}; trying again")
-            return None
         except Exception as error:
-            self._failed(name, what, repr(error), logging.ERROR, f"{what} failed: {error!r}; trying again")
+            known = isinstance(error, (AuthorityError, StoreAdminError, TimeoutError, OSError))
+            reason = f"no answer within {seconds} s" if isinstance(error, TimeoutError) else str(error) if known else repr(error)
+            self._counters[f"{what}_failed"] += 1
+            state, level = ("failed", logging.WARNING) if known else (reason, logging.ERROR)
+            say(what, state, level, "%s: %s failed: %s; trying again", name, what, reason)
             return None
-        self._say(name, what, "", logging.INFO, f"{what} works again")
+        say(what, "", logging.INFO, "%s: %s works again", name, what)
         return answer
-
-    def _failed(self, name: str, what: str, state: str, level: int, text: str) -> None:
-        self._counters[f"{what}_failed"] += 1
-        self._say(name, what, state, level, text)
-
-    def _say(self, name: str, topic: str, state: str, level: int, text: str) -> None:
-        self._said.setdefault(name, SayOnce(logger, first=""))(topic, state, level, "%s: %s", name, text)
 
     # ------------------------------------------------------------------ tasks
 
@@ -494,7 +487,6 @@ class HubServer:
         pool = self._pools.remove(uid)
         if pool is not None:
             self._act(pool, ev.SteppedDown())
-            self._effects.forget(pool)
 
     def request(self, uid: str, epoch: int) -> None:
         """`spec.resetEpoch` asks for `epoch`. Remembered while this hub does not lead; lower or repeated asks change nothing."""
