@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from epochkv_operator.planning.context import PUSH_SECONDS
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine, client_keys
@@ -50,42 +44,6 @@ def column(space: Namespace, plane: ControlPlane) -> str:
     command = [str(plane.kubectl), f"--kubeconfig={plane.kubeconfig}", "-n", space.name, "get", "kvp", "policy"]
     head, row = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     return row[head.index("WEIGHTS") : head.index("STORES")].strip()
-
-
-@pytest.mark.slow  # `tests/unit/operator_runtime/test_view.py` has the minute, on a clock of its own
-@pytest.mark.timeout(300)
-def test_a_push_shows_and_one_that_misses_an_engine_is_named_after_a_minute(
-    plane: ControlPlane, namespace: Namespace, tmp_path: Path
-) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator, fleet(operator, namespace, 3) as engines:
-        assert said(namespace) == ("True", "Converged")
-        assert column(namespace, plane) == "3f2a9c1e 3/3"
-        began = datetime.now(UTC).replace(microsecond=0)
-        for number, engine in enumerate(engines[:2]):
-            engine.push(B)
-            eventually(lambda n=number: held(namespace).get(B.hex()) == n + 1, f"shown; log:\n{operator.tail()}")
-        assert list(held(namespace).items()) == [(B.hex(), 2), (A.hex(), 1)], "the most first"
-        eventually(lambda: said(namespace) == ("False", "Updating"), f"told; log:\n{operator.tail()}")
-        since = datetime.fromisoformat(namespace.status("policy")["weights"][0]["since"])
-        assert began <= since <= datetime.now(UTC)
-        assert column(namespace, plane) == "77aa00ff 2/3"
-        assert namespace.events("Updating") == []
-        assert operator.metric("epochkv_pool_weights_diverged_engines") == 1
-
-        eventually(lambda: said(namespace) == ("False", "Diverged"), f"a push takes no longer; log:\n{operator.tail()}", PUSH_SECONDS + 30)
-        status = namespace.status("policy")
-        assert "engine-2 holds 3f2a9c1e instead of 77aa00ff" in condition(status, "WeightsConverged")["message"]
-        assert condition(status, "Ready")["status"] == "True", "everybody serves"
-        assert (status["targetEpoch"], status["epoch"]) == (0, 0), "and shares with those that hold the same"
-        eventually(lambda: namespace.events("Diverged"), "an Event")
-        before = namespace.versions()
-        time.sleep(4)
-        assert namespace.versions() == before, "engines that stay apart are not written about again and again"
-
-        engines[2].push(B)
-        eventually(lambda: held(namespace) == {B.hex(): 3}, f"shown; log:\n{operator.tail()}")
-        assert said(namespace) == ("True", "Converged")
-        assert datetime.fromisoformat(namespace.status("policy")["weights"][0]["since"]) == since, "a time is written once"
 
 
 def test_weights_that_nobody_can_tell_are_said_to_be_unknown(plane: ControlPlane, namespace: Namespace, operator: OperatorProcess) -> None:

@@ -13,9 +13,9 @@ from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import MERGE_PATCH, ApiError, Conflict, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import Resource, by_kind, identity
 from epochkv_operator.kube.store import Store
-from epochkv_operator.planning.context import Observed, Problem, listed
+from epochkv_operator.planning.context import Observed, Problem
 from epochkv_operator.planning.names import controller_of
-from epochkv_operator.planning.plan import ABSENT, BY_OTHERS, Plan
+from epochkv_operator.planning.plan import Plan
 
 
 def _leave_replicas_alone(desired: Json, live: Json | None) -> Json:
@@ -48,16 +48,11 @@ class Executor:
     def __init__(self, client: KubeClient, store: Store) -> None:
         self._client = client
         self._store = store
-        self._made: dict[str, dict[tuple[str, str, str], str]] = {}
 
-    async def bring_about(
-        self, about: str, seen: Observed, planned: Callable[[Observed], Plan], tell: Callable[[str], None]
-    ) -> tuple[Problem | None, ApiError | None]:
+    async def bring_about(self, about: str, seen: Observed, planned: Callable[[Observed], Plan]) -> tuple[Problem | None, ApiError | None]:
         """Plan, and do what the plan says, unless an object that it would make is there already and is somebody else's:
-        an apply would take that over by force. `tell` is given what somebody else had changed or deleted. Returns as `execute`.
+        an apply would take that over by force. Returns as `execute`.
         """
-        made = self._made.setdefault(about, {})
-        made |= {identity(child): controller_of(child).get("uid", "") for child in seen.children}
         plan = planned(seen)
         try:
             if not await self._owner_stays(plan):
@@ -67,7 +62,7 @@ class Executor:
             return _problem("", error, Forbidden="ReadForbidden", other="ReadFailed"), error
         if strangers:
             plan = planned(replace(seen, children=(*seen.children, *strangers)))
-        return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan, tell)
+        return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan)
 
     async def _owner_stays(self, plan: Plan) -> bool:
         """Who took owner references away may be the garbage collector, of an owner that is deleted without its children
@@ -104,11 +99,7 @@ class Executor:
             found.append(live)
         return found
 
-    def gone(self, about: str) -> None:
-        """The pool or engine is gone, and with it what was made for it."""
-        self._made.pop(about, None)
-
-    async def execute(self, about: str, plan: Plan, tell: Callable[[str], None]) -> tuple[Problem | None, ApiError | None]:
+    async def execute(self, about: str, plan: Plan) -> tuple[Problem | None, ApiError | None]:
         """Do what the plan says. What fails for one object does not hold up the others.
 
         Returns what to tell the user about objects that could not be written, and the error to try again on once the user was told.
@@ -117,13 +108,10 @@ class Executor:
         problem: Problem | None = None
         again: ApiError | None = None
         silent = 0
-        restored: list[str] = []
         steps = (*((obj, self._apply) for obj in plan.apply), *((obj, self._delete) for obj in plan.delete))
         for (what, step), why in zip(steps, plan.details, strict=True):
-            theirs = self._theirs(about, what, why)
             try:
-                if await step(about, what, why) and theirs:
-                    restored.append(theirs)
+                await step(about, what, why.split(": ", 1)[-1])
             except ApiError as error:
                 name = f"{what['kind']} {what['metadata']['name']}: "
                 problem = problem or _problem(name, error, Invalid="ApplyRefused", Forbidden="ApplyForbidden", other="ApplyFailed")
@@ -131,31 +119,17 @@ class Executor:
                 silent += error.status == 0
                 if silent >= MAX_SILENT:
                     break
-        if restored:
-            tell(f"put back as the spec says: {listed(restored)}")
         return problem, again
 
-    def _theirs(self, about: str, what: Json, why: str) -> str:
-        """What somebody else did to an object that this process had made, in words; empty: nothing."""
-        name = f"{what['kind']} {what['metadata']['name']}"
-        if why.endswith(BY_OTHERS):
-            return f"{name}: {why.split(': ', 1)[1]}"
-        known = self._made[about].get(identity(what))
-        return f"{name} was deleted" if why.endswith(ABSENT) and known == controller_of(what).get("uid") else ""
-
-    async def _apply(self, about: str, desired: Json, why: str) -> bool:
-        """Whether something was written."""
+    async def _apply(self, about: str, desired: Json, reason: str) -> None:
         live = self._live(desired)
         answer = await self._send(by_kind(desired["kind"]), _leave_replicas_alone(desired, live), live)
-        self._made[about][identity(desired)] = controller_of(desired).get("uid", "")
         self._store.upsert(desired["kind"], answer)
         if live is not None and answer["metadata"]["resourceVersion"] == live["metadata"]["resourceVersion"]:
-            return False
+            return
         metrics.API_WRITES.labels(kind=desired["kind"], operation="apply").inc()
         verb = "created" if live is None else "updated"
-        reason = why.split(": ", 1)[-1]
         log.info("child applied", object=about, child=f"{desired['kind']} {desired['metadata']['name']}", what=verb, reason=reason)
-        return True
 
     async def _send(self, resource: Resource, desired: Json, live: Json | None) -> Json:
         """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its
@@ -173,16 +147,14 @@ class Executor:
                 return await self._client.apply(resource, namespace, desired)
             raise
 
-    async def _delete(self, about: str, child: Json, why: str) -> bool:
+    async def _delete(self, about: str, child: Json, reason: str) -> None:
         metadata = child["metadata"]
         try:
             await self._client.delete(by_kind(child["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
         except (NotFound, Conflict):
-            return False  # gone, or a namesake: the watch will tell
-        self._made[about].pop(identity(child), None)
+            return  # gone, or a namesake: the watch will tell
         metrics.API_WRITES.labels(kind=child["kind"], operation="delete").inc()
-        log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason=why.split(": ", 1)[-1])
-        return True
+        log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason=reason)
 
     def _live(self, desired: Json) -> Json | None:
         return self._store.get(*identity(desired))

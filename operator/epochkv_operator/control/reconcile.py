@@ -97,9 +97,7 @@ class PoolReconciler:
             problem, retry = problem or trouble, retry or late
         context = context_for(self.settings, keys, self.served())
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
-        refused, again = await self.executor.bring_about(
-            str(key), children, lambda seen: plan_pool(pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
-        )
+        refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem, again = problem or refused, retry or again
 
         snapshot = HubSnapshot()
@@ -124,7 +122,6 @@ class PoolReconciler:
         """The pool is gone."""
         self.secrets.forget(key.namespace, key.name)
         self.reporter.forget(key)
-        self.executor.gone(str(key))
         for uid in self.hub(HubService.forget, key.namespace, key.name):
             log.info("pool gone", object=str(key), uid=uid)
 
@@ -208,7 +205,6 @@ class EngineReconciler:
         if obj is None:
             self._new.pop(key, None)
             self.reporter.forget(key)
-            self.executor.gone(str(key))
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
             return
@@ -263,9 +259,7 @@ class EngineReconciler:
         keys = self.secrets.known(pool.metadata.uid) if pool is not None else None
         context = context_for(self.settings, keys, self.served())
         children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
-        problem, again = await self.executor.bring_about(
-            str(key), children, lambda seen: plan_engine(engine, pool, seen, context), lambda note: self.reporter.tell_restored(obj, note)
-        )
+        problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
         refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None
         if pool is not None and refusal is not None:
             problem = problem or _not_ready(pool, refusal)

@@ -130,10 +130,6 @@ class Reporter:
             self._told[about, note] = now
             self._events.emit(obj, warning=True, reason=reason, action=action, note=note)
 
-    def tell_restored(self, obj: Json, note: str) -> None:
-        """Children that somebody else had changed or deleted are as they should be again."""
-        self.tell(obj, reason="ChildRestored", action="Apply", note=note)
-
     def _tell(self, obj: Json, before: Json, after: Json) -> None:
         about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
         old = conditions_by_type(before)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import yaml
@@ -205,19 +202,3 @@ def test_every_supported_kubernetes_gets_the_same(render: Render, version: str) 
 
 def test_an_older_kubernetes_is_refused(render: Render) -> None:
     assert "kubeVersion: >=1.35.0-0" in render("--kube-version", "1.34.9").error
-
-
-def test_notes_tell_how_to_reset(helm: str, tmp_path: Path) -> None:
-    # `helm template` does not print notes, so a copy of the chart renders them into a ConfigMap.
-    chart = shutil.copytree(CHART, tmp_path / "epochkv")
-    (chart / "templates/NOTES.txt").rename(chart / "templates/_notes.tpl")
-    (chart / "templates/notes.yaml").write_text(
-        'kind: ConfigMap\nmetadata: {name: notes}\ndata:\n  notes: {{ include (print $.Template.BasePath "/_notes.tpl") . | quote }}\n'
-    )
-    command = [helm, "template", "demo", str(chart), "--namespace", "ml", "--show-only", "templates/notes.yaml"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
-    notes = yaml.safe_load(result.stdout)["data"]["notes"]
-    assert "runs in namespace ml" in notes
-    assert """kubectl patch kvp POOL --type=merge -p '{"spec":{"resetEpoch":N}}'""" in notes
-    assert "--for=jsonpath='{.status.epoch}'=N" in notes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -267,41 +266,3 @@ def test_a_changed_pool_settles_after_one_plan(before: Json, after: Json, engine
     assert set(live) == {(obj["kind"], obj["metadata"]["name"]) for obj in everything(after, engine_spec)}
     assert plan_pool(wanted, Observed(list(live.values())), CONTEXT) == Plan()
     assert plan_engine(engine(engine_spec), wanted, Observed(list(live.values())), CONTEXT) == Plan()
-
-
-@thorough
-@given(pools, engines)
-def test_every_pod_satisfies_restricted(pool_spec: Json, engine_spec: Json) -> None:
-    """The Pod Security Standard `restricted`, v1.34, by hand; the API server's own judgement is asked in the cluster tests."""
-    pods = [obj["spec"]["template"]["spec"] for obj in everything(pool_spec, engine_spec) if "template" in obj.get("spec", {})]
-    assert pods
-    for spec in pods:
-        assert spec["automountServiceAccountToken"] is False
-        assert spec["enableServiceLinks"] is False
-        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
-        assert spec["securityContext"]["runAsNonRoot"] is True
-        assert spec["securityContext"]["runAsUser"] > 0
-        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        for container in [*spec["containers"], *spec.get("initContainers", [])]:
-            security = container["securityContext"]
-            assert security["allowPrivilegeEscalation"] is False
-            assert security["capabilities"] == {"drop": ["ALL"]}
-        for volume in spec.get("volumes", []):
-            assert set(volume) - {"name"} <= {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
-
-
-@thorough
-@given(pools, engines)
-def test_objects_are_owned_labelled_and_plain_json(pool_spec: Json, engine_spec: Json) -> None:
-    objects = everything(pool_spec, engine_spec)
-    assert json.loads(json.dumps(objects)) == list(objects)
-    seen = [(obj["kind"], obj["metadata"]["name"]) for obj in objects]
-    assert len(seen) == len(set(seen))
-    for obj in objects:
-        meta = obj["metadata"]
-        assert meta["namespace"] == "rl"
-        assert meta["labels"]["app.kubernetes.io/managed-by"] == "epochkv-operator"
-        assert [owner["controller"] for owner in meta["ownerReferences"]] == [True]
-        if "template" in obj.get("spec", {}):
-            selector, labelled = obj["spec"]["selector"]["matchLabels"], obj["spec"]["template"]["metadata"]["labels"]
-            assert selector.items() <= labelled.items()

@@ -151,14 +151,6 @@ def test_mistakes_end_with_1_because_2_says_that_pods_are_replaced(
     assert says in errors
 
 
-def test_files_without_our_kinds_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "f.yaml", {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "trainer"}})
-    status, _, errors = inside(capsys, "plan", "-f", str(file))
-    assert status == 1
-    assert f"no KVCachePool or InferenceEngine in {file}" in errors
-    assert "Pod trainer" in errors
-
-
 def test_a_template_that_belongs_to_the_operator_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """CEL cannot see into templates, so admission takes it, and the operator would report it in a condition."""
     wrong = engine(template={"spec": {"containers": [{"name": "engine", "image": "x"}]}})

@@ -54,6 +54,6 @@ def test_owner_references_are_given_back_for_an_owner_that_stays(owner: Json | N
     client, store = Client(owner), Store(indexed)
     store.upsert("ConfigMap", orphan)
     executor = Executor(client, store)
-    done = executor.bring_about("pool", Observed([orphan]), lambda seen: plan_pool(wanted, seen, CONTEXT), lambda note: None)
+    done = executor.bring_about("pool", Observed([orphan]), lambda seen: plan_pool(wanted, seen, CONTEXT))
     assert asyncio.run(done) == (None, None)
     assert client.applied == applied
