@@ -143,24 +143,6 @@ def test_a_list_removes_what_vanished_but_not_what_is_newer_than_it() -> None:
     assert store.get("Pod", "a", "newer") is not None
 
 
-def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
-    store = Store(indexed)
-    store.upsert("Pod", obj("p", "u1", 3, "a"))
-    store.upsert("Pod", obj("p", "u2", 3, "b"))
-    assert [item["metadata"]["uid"] for item in store.every("Pod") if item["metadata"]["namespace"] == "a"] == ["u1"]
-    store.retain("Pod", set(), 10, "a")
-    assert store.get("Pod", "a", "p") is None
-    assert store.get("Pod", "b", "p") is not None
-
-
-def test_a_slow_list_does_not_bring_a_deleted_object_back() -> None:
-    store = Store(indexed)
-    store.upsert("Pod", obj("p", "u1", 3))
-    store.remove("Pod", obj("p", "u1", 8))
-    assert not store.upsert("Pod", obj("p", "u1", 3))
-    assert store.get("Pod", "a", "p") is None
-
-
 def test_behind_is_who_is_not_known_or_was_last_seen_in_an_older_state() -> None:
     store = Store(indexed)
     store.upsert("Pod", obj("old", "u1", 3))
