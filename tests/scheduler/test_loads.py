@@ -52,15 +52,6 @@ def test_a_store_that_does_not_answer_costs_one_deadline(make_rig: MakeRig) -> N
     rig.check_clean()
 
 
-def test_a_store_that_is_down_is_a_miss(make_rig: MakeRig) -> None:
-    store = SharedStore(down=True)
-    rig = make_rig(store=store, epoch=0)
-    request = rig.serve(prompt(1, LENGTH))
-    assert store.asked
-    assert rig.cached[request] == 0
-    rig.check_clean()
-
-
 def test_a_poisoned_load_with_barely_enough_blocks_does_not_hang(make_rig: MakeRig) -> None:
     """vLLM leaves it in `_inflight_prefills`; a second load that must fit beside its own reservation never schedules."""
     rig, tokens = filled(make_rig, num_blocks=10)
@@ -189,15 +180,6 @@ def test_a_multiconnector_loser_gets_real_blocks_and_zero_tokens(make_rig: MakeR
 
 
 @every_layout
-def test_one_rank_that_misses_a_block_fails_the_load_on_all(make_rig: MakeRig) -> None:
-    rig, tokens = filled(make_rig, num_ranks=2)
-    rig.workers[1].fail_loads = lambda job: True
-    request = rig.serve(tokens)
-    assert rig.cached[request] == 0
-    rig.check_clean()
-
-
-@every_layout
 def test_an_adoption_between_the_reports_of_two_ranks(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig, num_ranks=2)
     request = begin_load(rig, tokens)
@@ -219,13 +201,4 @@ def test_loads_are_off_unless_failed_ones_are_recomputed(make_rig: MakeRig, capl
     request = rig.serve(tokens)
     assert rig.cached[request] == 0
     assert rig.tiers.stats()["slots_indexed"] > 0  # it was there to be loaded
-    rig.check_clean()
-
-
-def test_saves_that_found_no_slot_are_made_in_later_steps(make_rig: MakeRig) -> None:
-    """Also when no further block is completed meanwhile: here the staging ring holds a quarter of the prompt."""
-    store = SharedStore()
-    rig = make_rig(store=store, l1_bytes=None, extra={"staging_slots": 2}, epoch=0)
-    rig.serve(prompt(1, 8 * BLOCK + 3), max_tokens=6)
-    assert len(store.objects) == 8
     rig.check_clean()

@@ -171,22 +171,3 @@ def test_no_new_block_is_missed_and_none_is_late(make_rig: MakeRig, kind: str, n
     rig.run(3000)
     assert counts[0] > 50
     rig.check_clean()
-
-
-def test_a_decoding_request_is_looked_at_once_a_block(make_rig: MakeRig) -> None:
-    rig = make_rig(Rig, num_blocks=400, **PRIVATE)
-    for index in range(16):
-        rig.add(prompt(index, BLOCK + index), max_tokens=1000)
-    rig.step()
-    looked = 0
-    due = rig.side.steps.candidates._boundaries.due
-
-    def count(scheduled: Any) -> list[str]:
-        nonlocal looked
-        found = due(scheduled)
-        looked += len(found)
-        return list(found)
-
-    rig.side.steps.candidates._boundaries.due = count
-    rig.steps(4 * BLOCK)
-    assert looked == 16 * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from epochkv_connector.engine import blocks
 from epochkv_connector.tiers.hits import PromptBlocks
 from epochkv_connector.tiers.layout import longest_hit
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, found, on_layouts, release
-from tests.support.ahead import AsyncRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import STATE
 
@@ -211,33 +209,3 @@ def others(rig: Any, but: Any) -> list[list[int]]:
     """GPU blocks of all other requests, by group."""
     living = [request_id for request_id in rig.scheduler.requests if request_id != but.request_id]
     return [group for request_id in living for group in rig.scheduler.kv_cache_manager.get_block_ids(request_id)]
-
-
-# ---------------------------------------------------------------------------------------------- results of another time
-
-
-@on_states
-def test_results_of_an_older_epoch_or_of_no_job_change_nothing_while_vllm_runs_ahead(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
-    rig = make_rig(AsyncRig, epoch=0)
-    (worker,) = rig.workers
-    worker.hold_saves = True
-    rig.add(TOKENS, max_tokens=6)
-    rig.steps(2)
-    (job,) = worker.saves
-    old = rig.watch.counters["late"]
-    rig.adopt(1, weights="w1")
-    release(rig)
-    acks = list(worker.acks)
-    assert {ack.job_id for ack in acks} == {job.job_id}
-    rig.run()
-    assert rig.tiers.state.index.num_indexed == 0, "copied under the names of epoch 0"
-    assert rig.tiers.state.jobs.ignored_acks == 0
-    worker.acks += [*acks, *(dataclasses.replace(ack, job_id=ack.job_id + 1000) for ack in acks)]
-    rig.executor.late[0].append(10**6)
-    assert found(rig) == 0
-    assert rig.tiers.state.jobs.ignored_acks == 2 * len(acks)
-    assert rig.watch.counters["late"] == old, "nobody has asked that"
-    assert states(rig) == layout.count(STATE)
-    forget(rig)
-    assert found(rig) == WHOLE
-    rig.check_clean()

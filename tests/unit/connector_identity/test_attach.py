@@ -145,14 +145,6 @@ def test_arguments_that_are_used_twice_are_joined_once(caplog: pytest.LogCapture
     assert caplog.messages == ["EpochKV: EPOCHKV_ATTACH joins this engine to pool policy, L1 of 0.1 GiB and L2 at 127.0.0.1:50051"]
 
 
-def test_an_engine_without_a_tier_is_told_of_the_variable(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "share_log_handlers", lambda: None)
-    bare = json.dumps({key: DOCUMENT[key] for key in ("pool", "hub")})
-    with caplog.at_level(logging.INFO, "epochkv_connector"):
-        joined({**ON, "EPOCHKV_CONFIG": bare})
-    assert "without a tier: set EPOCHKV_LOCAL_CAPACITY" in caplog.text
-
-
 @pytest.mark.parametrize("kind", [dict, lambda content: KVTransferConfig(**content)])
 def test_the_file_of_vllms_mooncake_connector_reaches_it(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM reads it from a variable only, whatever its configuration says."""

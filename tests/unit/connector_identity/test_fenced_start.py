@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from epochkv_connector.config import ConfigError
 from epochkv_connector.engine import fenced, plugin
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.limits import MULTI
-from tests.support.hub import hub_world
 
 CONNECTION = {"pool": {"name": "p", "uid": "u"}, "local": {"capacity_bytes": 1 << 30}}
 
@@ -97,25 +95,6 @@ def test_the_pool_has_to_be_named(start: Start, monkeypatch: pytest.MonkeyPatch,
         start()
 
 
-def test_a_connection_that_cannot_be_read_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("EPOCHKV_CONFIG", str(tmp_path / "nowhere.json"))
-    with pytest.raises(ConfigError, match=r"EPOCHKV_CONFIG.*nowhere\.json"):
-        start()
-
-
-def test_a_connection_of_another_pool_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    path = tmp_path / "state/client/connection.json"
-    monkeypatch.setenv("EPOCHKV_CONFIG", str(path))
-    with hub_world(tmp_path / "state"):
-        assert start() is not None
-        content = json.loads(path.read_text())
-        content["pool"]["uid"] = "somebody-else"
-        path.write_text(json.dumps(content))
-        with pytest.raises(ConfigError, match=r"^EPOCHKV_CONFIG names another pool than its keys: .*somebody-else"):
-            start()
-    assert start() is not None, "the hub is gone"
-
-
 def test_only_one_and_zero_are_answers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPOCHKV_FENCE", "yes")
     with pytest.raises(ConfigError, match=r"EPOCHKV_FENCE is 'yes'; it must be 1 .* or 0"):
@@ -126,12 +105,6 @@ def test_only_one_and_zero_are_answers(start: Start, monkeypatch: pytest.MonkeyP
 def test_without_the_variable_everything_is_left_to_vllm(start: Start, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     monkeypatch.delenv("EPOCHKV_FENCE") if value is None else monkeypatch.setenv("EPOCHKV_FENCE", value)
     assert start("HF3FSKVConnector") is None
-
-
-def test_ranks_that_schedule_for_themselves_are_refused(start: Start) -> None:
-    with pytest.raises(UnsupportedEngine, match=r"external_launcher with 2 ranks"):
-        start(distributed_executor_backend="external_launcher", world_size=2)
-    assert start(distributed_executor_backend="external_launcher", world_size=1) is not None
 
 
 def test_another_scheduler_is_refused(start: Start, base: Any, monkeypatch: pytest.MonkeyPatch) -> None:

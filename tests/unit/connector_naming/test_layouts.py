@@ -14,7 +14,7 @@ from torch import nn
 
 from epochkv_connector.engine import patches
 from epochkv_connector.weights import digest as packing
-from epochkv_connector.weights.digest import Unreadable, digest, packed, weights
+from epochkv_connector.weights.digest import digest, packed, weights
 from tests.unit.connector_naming.workers import Worker
 
 SIZE = 64
@@ -97,18 +97,6 @@ def test_a_weight_that_a_cpu_kernel_packed_away(listening: None, dtype: torch.dt
     assert not torch.equal(
         plain["proj"].cpu_linear(reading, plain["proj"].weight, None), other["proj"].cpu_linear(reading, other["proj"].weight, None)
     )
-
-
-@needs_cpu_kernels
-def test_a_weight_that_was_packed_away_before_anybody_listened() -> None:
-    from vllm.model_executor.layers import utils
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
-    layer = Linear(drawn())
-    getattr(utils.dispatch_cpu_unquantized_gemm, "__wrapped__", utils.dispatch_cpu_unquantized_gemm)(layer, remove_weight=True)
-    with pytest.raises(Unreadable, match="proj"):
-        value(nn.ModuleDict({"proj": layer}))
 
 
 def test_a_reload_of_a_packed_weight(listening: None) -> None:
