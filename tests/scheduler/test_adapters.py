@@ -345,7 +345,7 @@ def test_an_error_of_ours_does_not_keep_vllm_from_loading(make: MakeRig, monkeyp
     def broken() -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(rig.side.weights.adapters, "look", broken)
+    monkeypatch.setattr(rig.side.weights.adapters, "ask", broken)
     load(rig, adapter(), "one")
     assert rig.executor.adapters[0].loads == [PATH]
     assert rig.connector._guard.errors == {"weights": 1}
