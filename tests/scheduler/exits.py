@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import sys
 import textwrap
@@ -44,6 +45,7 @@ def waiting_loop() -> ast.While:
     return loop
 
 
+@functools.cache
 def exits() -> dict[int, str]:
     """Line of each `break` and `continue` of the loop -> the innermost condition it stands under."""
     found: dict[int, str] = {}

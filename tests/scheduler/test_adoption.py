@@ -73,7 +73,7 @@ def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(make_
 
 
 @every_layout
-def test_a_load_under_way_is_poisoned(make_rig: MakeRig) -> None:
+def test_a_load_under_way_is_invalidated(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     loading = begin_load(rig, tokens)
     (worker,) = rig.workers

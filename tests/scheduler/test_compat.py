@@ -81,29 +81,6 @@ def test_mla_on_a_cpu_without_amx_uses_no_tier_and_says_why(
     assert [line.partition(":")[2].partition(":")[0] for line in said] == [" no tier is used"]
 
 
-@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
-def test_ranks_that_nobody_brings_together_are_refused(make_rig: MakeRig, role: str) -> None:
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    from epochkv_connector.connector import EpochKVConnector
-    from epochkv_connector.engine import interface
-
-    rig = make_rig(num_ranks=2)
-    parallel = rig.vllm_config.parallel_config
-
-    def build(backend: Any, num_ranks: int) -> None:
-        parallel.distributed_executor_backend, parallel.world_size = backend, num_ranks
-        EpochKVConnector(rig.vllm_config, interface.KVConnectorRole[role], rig.kv_cache_config).shutdown()
-
-    sentence = "external_launcher with 2 ranks: each process schedules for its own rank only.*use 'mp' or 'ray'"
-    for refused in ("external_launcher", type("Own", (ExecutorWithExternalLauncher,), {})):
-        with pytest.raises(interface.UnsupportedEngine, match=sentence):
-            build(refused, 2)
-        build(refused, 1)
-    build("mp", 2)
-    build(None, 2)
-
-
 def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.lora.request import LoRARequest
     from vllm.v1.core import kv_cache_utils

@@ -11,7 +11,6 @@ from vllm.v1 import kv_cache_interface as specs
 
 from epochkv_connector.engine import describe
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind
-from tests.scheduler.rigs import MakeRig
 
 ATTENTION: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float32}
 STATE: dict[str, Any] = {"block_size": 16, "shapes": ((4, 4), (8,)), "dtypes": (torch.float32, torch.float32)}
@@ -120,9 +119,3 @@ def test_ranks_that_hold_the_same_bytes_are_counted_by_group() -> None:
 def test_drafts_take_a_block_off_attention_and_nothing_off_states() -> None:
     layout = layout_of(specs.FullAttentionSpec(**ATTENTION), mamba("align"), drafts=True)
     assert [group.eagle for group in layout.groups] == [True, False]
-
-
-def test_the_layout_of_a_real_scheduler(make_rig: MakeRig) -> None:
-    rig = make_rig(groups=("48", "full"))
-    layout = describe.cache_layout(rig.vllm_config, rig.kv_cache_config)
-    assert [group.kind for group in layout.groups] == [GroupKind.SLIDING, GroupKind.FULL]

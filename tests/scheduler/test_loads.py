@@ -52,7 +52,7 @@ def test_a_store_that_does_not_answer_costs_one_deadline(make_rig: MakeRig) -> N
     rig.check_clean()
 
 
-def test_a_poisoned_load_with_barely_enough_blocks_does_not_hang(make_rig: MakeRig) -> None:
+def test_an_invalidated_load_with_barely_enough_blocks_does_not_hang(make_rig: MakeRig) -> None:
     """vLLM leaves it in `_inflight_prefills`; a second load that must fit beside its own reservation never schedules."""
     rig, tokens = filled(make_rig, num_blocks=10)
     assert rig.block_pool.get_num_free_blocks() == 9  # exactly what the prompt needs
@@ -117,7 +117,7 @@ def test_aborted_while_loading(make_rig: MakeRig) -> None:
 
 
 @every_layout
-def test_aborted_while_a_poisoned_load_is_under_way(make_rig: MakeRig) -> None:
+def test_aborted_while_an_invalidated_load_is_under_way(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
     rig.adopt(1, weights="w1")

@@ -146,7 +146,7 @@ def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: Ma
 
 
 @every_layout
-def test_a_local_reset_poisons_a_load_under_way(make_rig: MakeRig) -> None:
+def test_a_local_reset_invalidates_a_load_under_way(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
     (worker,) = rig.workers

@@ -79,7 +79,7 @@ def hook_after_delegating(patch: pytest.MonkeyPatch, rig: Any) -> None:
     rig.executor.collective_rpc = collective_rpc
 
 
-def no_strand(patch: pytest.MonkeyPatch, rig: Any) -> None:
+def no_detach(patch: pytest.MonkeyPatch, rig: Any) -> None:
     rig.pins.detach = lambda request, num_named: None
 
 
@@ -185,7 +185,7 @@ MUTANTS = [
     skip_a_rank,
     digest_after_the_step,
     hook_after_delegating,
-    no_strand,
+    no_detach,
     detach_only_running_requests,
     detach_whole_requests_late,
     a_generation_that_returns,

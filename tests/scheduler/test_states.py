@@ -42,31 +42,6 @@ def states(rig: Any) -> int:
 
 
 @on_states
-@pytest.mark.parametrize("retention", [None, 0])
-def test_a_state_is_found_in_l1_after_the_gpu_has_forgotten_it(make_rig: MakeRig, layout: tuple[str, ...], retention: int | None) -> None:
-    rig = make_rig(retention=retention, epoch=0)
-    rig.serve(TOKENS)
-    assert states(rig) == layout.count(STATE)
-    forget(rig)
-    assert found(rig) == WHOLE
-    rig.check_clean()
-
-
-@on_states
-def test_a_state_is_found_in_l2_by_another_engine(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
-    store = SharedStore()
-    options: dict[str, Any] = {**AT_END_OF_PROMPT, "store": store, "l1_bytes": None, "extra": {"staging_slots": 64}}
-    first = make_rig(**options, epoch=0)
-    first.serve(TOKENS)
-    first.check_clean()
-    second = make_rig(**options, epoch=0)
-    assert found(second) == WHOLE
-    stored = [f"/g{group}/" for group, kind in enumerate(layout) if kind == STATE]
-    assert sum(any(group in key for group in stored) for key in store.fetched) == len(stored)
-    second.check_clean()
-
-
-@on_states
 @pytest.mark.parametrize("kept", [3 * BLOCK, 3 * BLOCK + 5, 6 * BLOCK])
 def test_a_prompt_that_stops_between_two_states_finds_the_one_before(make_rig: MakeRig, kept: int) -> None:
     """States of every second block; attention holds every block. vLLM 0.31 keeps those inside of chunks as well."""

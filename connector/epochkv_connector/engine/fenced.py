@@ -37,19 +37,9 @@ from epochkv_fence.connection import CONFIG_ENV, FENCE_ENV
 
 logger = logging.getLogger("vllm.epochkv")
 
-_FROM_TOKENS = "it makes its keys from tokens alone, so no name of ours reaches them and KV of older weights would be found"
 _REMEDY = "use EpochKVConnector, MooncakeStoreConnector or OffloadingConnector in its place, or unset EPOCHKV_FENCE"
 
-REFUSED = {
-    "AIBrixOffloadingConnectorV1Type1": _FROM_TOKENS,
-    "DecodeBenchConnector": "it fills blocks with numbers that no model has computed",
-    "ExampleConnector": _FROM_TOKENS,
-    "FlexKVConnectorV1": _FROM_TOKENS,
-    "HF3FSKVConnector": _FROM_TOKENS,
-    "LMCacheConnectorV1": "it makes its keys from tokens, in a library that was not tested with names of ours",
-    "LMCacheMPConnector": "it makes its keys from tokens and the request's salt, in a library that was not tested with names of ours",
-}
-"""Connectors that were looked at, and why they cannot be fenced."""
+_UNKNOWN = "its keys may be made of tokens alone, so that no name of ours reaches them and KV of older weights would be found"
 
 
 class Foreign(NamedTuple):
@@ -68,11 +58,8 @@ def why_refused(name: str, module: str) -> str | None:
     """Why an engine with this connector cannot be fenced, and what to do; None: it can. `module`: its `kv_connector_module_path`."""
     if module:
         remedy = f"remove kv_connector_module_path for vLLM's own {name}, or unset EPOCHKV_FENCE" if name in KNOWN else _REMEDY
-        return f"kv_connector_module_path is {module}, and nobody has looked at what its keys are made of; {remedy}"
-    if name in (*KNOWN, MULTI):
-        return None
-    why = REFUSED.get(name, "nobody has looked at what its keys are made of")
-    return f"{why}; {_REMEDY}"
+        return f"kv_connector_module_path is {module}: {_UNKNOWN}; {remedy}"
+    return None if name in (*KNOWN, MULTI) else f"{_UNKNOWN}; {_REMEDY}"
 
 
 def leaves(connector: Any | None) -> Iterator[Any]:

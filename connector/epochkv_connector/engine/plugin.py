@@ -17,14 +17,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from epochkv_connector.config import (
-    EXTRA,
     MAX_BYTES,
     MIN_BYTES,
     MOONCAKE,
@@ -125,16 +124,6 @@ def refuse_other_pool(environ: Mapping[str, str]) -> None:
         raise ConfigError(f"{CONFIG_ENV} names another pool than its keys: {answer.text}")
 
 
-def in_their_words(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """What is wrong with a configuration that came from here, by the names of the variables that the user wrote."""
-    key = "local.capacity_bytes"
-    size = environ.get(CAPACITY_ENV, "").strip()
-    if size and key in text:
-        value = f"{EXTRA}: {key} is {capacity(size)}"
-        return text.replace(value, f"{CAPACITY_ENV} is {size}").replace(key, CAPACITY_ENV)
-    return text.replace(f"{EXTRA}: ", f"{CONFIG_ENV}: ")
-
-
 def capacity(text: str) -> int:
     """Bytes of a size such as `64Gi`.
 
@@ -207,20 +196,19 @@ def check(vllm_config: Any) -> None:
         SystemExit: the same as one line, in a command of vLLM.
     """
     attached = is_attached(vllm_config.kv_transfer_config)
-    with _one_line(
-        f"; or unset {ATTACH_ENV}, which joined this engine to the pool" if attached else "", in_their_words if attached else str
-    ):
+    remedy = f"; change {CONFIG_ENV} or {CAPACITY_ENV}, or unset {ATTACH_ENV}, which joined this engine to the pool"
+    with _one_line(remedy if attached else ""):
         limits.check_before_load(vllm_config)
         if fenced.check(vllm_config) is not None:
             refuse_other_pool(os.environ)
 
 
 @contextmanager
-def _one_line(remedy: str = "", said: Callable[[str], str] = str) -> Iterator[None]:
+def _one_line(remedy: str = "") -> Iterator[None]:
     try:
         yield
     except (ConfigError, UnsupportedEngine) as error:
-        text = f"{said(str(error))}{remedy}"
+        text = f"{error}{remedy}"
         if is_command_of_vllm():
             raise SystemExit(f"EpochKV cannot start: {text}") from None
         raise type(error)(text) from None

@@ -18,11 +18,11 @@ from epochkv_connector.wire import Tier
 
 
 class Admission:
-    """Answers vLLM's questions about waiting requests. `loads_off`: why loads are never answered, or None."""
+    """Answers vLLM's questions about waiting requests; with no hit of a tier unless it `may_load`."""
 
-    def __init__(self, state: SharedState, loads_off: str | None) -> None:
+    def __init__(self, state: SharedState, *, may_load: bool) -> None:
         self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
-        self._loads_off = loads_off
+        self._may_load = may_load
 
     def arrive(self, request: Any) -> None:
         """Pin a new request, and begin its L2 lookup."""
@@ -34,7 +34,7 @@ class Admission:
         pin = self._pins.pin_of(request)
         usable = (
             not self._state.broken
-            and self._loads_off is None
+            and self._may_load
             and snapshot.in_use
             and pin is not None
             and self._pins.may_save(pin)

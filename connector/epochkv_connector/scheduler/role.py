@@ -37,7 +37,7 @@ from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.tiers.manager import TierManager
 from epochkv_connector.weights.adapters import Adapters
-from epochkv_connector.weights.executor import EngineRanks, NoRanks, join
+from epochkv_connector.weights.executor import EngineRanks, join
 from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import object_bytes
@@ -184,7 +184,8 @@ class SchedulerRole:
         global_root = blocks.GlobalRoot()
         described = describe.describe_engine(vllm_config, kv_cache_config)
         core, scheduler = patches.builders()
-        ranks = NoRanks() if core is None or scheduler is None else EngineRanks(core.model_executor, describe.engine_id(vllm_config))
+        executor = core.model_executor if core is not None and scheduler is not None else None
+        ranks = EngineRanks(executor, describe.engine_id(vllm_config))
         layouts: list[RankLayout] | None = guard.run("layouts", ranks.layouts, lambda: None)
         digests = None if layouts is None else [layout.digest.hex() for layout in layouts]
         self.fingerprint = fingerprint({**described, "layouts": digests})
@@ -198,12 +199,13 @@ class SchedulerRole:
         transfer = patches.parent_config() or vllm_config.kv_transfer_config
         policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))  # without a connector nobody loads
         self._unused = self._find_unused(layouts or [], policy)
+        off = {one.what for one in self._unused}
         self.state = state = SharedState(self.pins, self.tiers, guard.note, core)
         self.requests, self.counters = state.requests, state.counters
-        self.admission = Admission(state, unused.why_no_loads(vllm_config, policy))
+        self.admission = Admission(state, may_load=not off & {unused.NOTHING, unused.NO_LOADS})
         self.weights = WeightChanges(state, self.admission, self._link)
         candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config))
-        self.steps = Steps(state, self.weights, candidates, unused.why_no_saves(vllm_config), local_worker)
+        self.steps = Steps(state, self.weights, candidates, not off & {unused.NOTHING, unused.NO_SAVES}, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
         self._start_link()
 
@@ -224,18 +226,21 @@ class SchedulerRole:
     def _find_unused(self, layouts: Sequence[RankLayout], policy: str) -> list[unused.Unused]:
         """What this engine cannot use, said in one line."""
         silent = describe.num_worker_ranks(self._vllm_config) - len(layouts)
-        built = unused.Built(
+        found = unused.find_unused(
+            self._config,
+            self._vllm_config,
+            policy=policy,
+            no_weights=self.pins.root.member.forced_bypass,
             error=self._guard.first.get("tiers", ""),
             layout_problem=self.tiers.state.layout.problem() if self.tiers is not None else None,
             refusals=[*(layout.why_no_slots for layout in layouts), *["it did not answer"] * silent],
-            hash_algorithm=self.hashing.algorithm if blocks.hash_seed_is_random(self.hashing.algorithm) else None,
+            random_hashes=self.hashing.algorithm if blocks.hash_seed_is_random(self.hashing.algorithm) else None,
         )
-        found = unused.find_unused(self._config, self._vllm_config, policy, self.pins.root.member.forced_bypass, built)
         if found:
             logger.warning("EpochKV: %s", unused.line(found))
         return found
 
-    def _watch_weights(self, ranks: EngineRanks | NoRanks, adapters: Adapters, core: Any | None, scheduler: Any | None) -> None:
+    def _watch_weights(self, ranks: EngineRanks, adapters: Adapters, core: Any | None, scheduler: Any | None) -> None:
         """Names are made of the weights that the ranks hold, from the first on."""
         weights = self.weights
         weights.watch = watch = Watch(
@@ -250,7 +255,7 @@ class SchedulerRole:
         patches.hide_adapters_from_hashes()
         if self.pins.root.member.forced_bypass is not None:
             watch.refuse(self.pins.root.member.forced_bypass)
-        if isinstance(ranks, EngineRanks):
+        if core is not None and scheduler is not None:
             join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
         watch.before_schedule()
 

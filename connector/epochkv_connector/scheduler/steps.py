@@ -169,17 +169,17 @@ class Steps:
     """Builds the metadata of each step, and takes its results.
 
     Args:
-        saves_off: why nothing is saved, or None.
+        may_save: False: nothing is saved.
         local_worker: finds the worker role when it lives in this process.
     """
 
     def __init__(
-        self, state: SharedState, weights: WeightChanges, candidates: SaveCandidates, saves_off: str | None, local_worker: FindWorker
+        self, state: SharedState, weights: WeightChanges, candidates: SaveCandidates, may_save: bool, local_worker: FindWorker
     ) -> None:
         self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
         self._weights = weights
         self.candidates = candidates
-        self._saves_off = saves_off
+        self._may_save = may_save
         self._local_worker = local_worker
         self._settle = False  # saves have let go of GPU blocks that ranks may still read
         self._used_adapters: set[tuple[int, int]] = set()  # (id, number of the question) of what is saved next
@@ -198,7 +198,7 @@ class Steps:
                 return metadata
             if self._tiers is None:
                 return StepMetadata(newest_epoch=snapshot.epoch, digest_number=number)
-            if snapshot.in_use and scheduled and self._saves_off is None:
+            if snapshot.in_use and scheduled and self._may_save:
                 views = list(self.candidates.of_step(self._tiers.saves.planner, scheduler_output, snapshot))
                 if views:
                     self._collect(self._tiers, views, snapshot)
@@ -240,7 +240,7 @@ class Steps:
 
     def save_last_blocks(self, request: Any) -> None:
         """Save what is complete only now that the request has ended; its blocks are its own until we return."""
-        if self._tiers is None or self._state.broken or self._saves_off is not None:
+        if self._tiers is None or self._state.broken or not self._may_save:
             return
         try:
             snapshot = self._state.apply()

@@ -21,12 +21,16 @@ MIN_RING_SECONDS = 0.05
 """A busy engine takes its inputs between steps, and looks with its next step anyway."""
 
 
-class EngineRanks:
-    """The ranks behind an executor of vLLM (`watch.Ranks`)."""
+def _nobody(*_: Any, **__: Any) -> list[Any]:
+    raise RuntimeError("this scheduler has no engine whose ranks could be asked")
 
-    def __init__(self, executor: Any, engine_id: str) -> None:
+
+class EngineRanks:
+    """The ranks behind an executor of vLLM (`watch.Ranks`); None: a scheduler without an engine, which can ask nobody."""
+
+    def __init__(self, executor: Any | None, engine_id: str) -> None:
         self._executor = executor
-        self._rpc = executor.collective_rpc  # as it was before `join` put the watch in front of it
+        self._rpc = _nobody if executor is None else executor.collective_rpc  # as it was before `join` put the watch in front of it
         self._held = rank.held_by(engine_id)
 
     @property
@@ -41,7 +45,7 @@ class EngineRanks:
 
     def layouts(self) -> list[RankLayout]:
         """How KV and its host slots lie on every rank."""
-        return list(self._rpc(rank.layout))
+        return list(self._rpc(rank.layout)) if self._executor is not None else []
 
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         return list(self._rpc(rank.digest_weights, args=(number,)))
@@ -54,27 +58,6 @@ class EngineRanks:
 
     def end_device_work(self) -> None:
         self._rpc(rank.end_device_work)
-
-
-class NoRanks:
-    """A scheduler without an engine: there is nobody to ask."""
-
-    asleep = False
-    num_writes = 0
-
-    def layouts(self) -> list[RankLayout]:
-        return []
-
-    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
-        raise RuntimeError("this scheduler has no engine whose ranks could be asked for their weights")
-
-    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
-        raise RuntimeError("this scheduler has no engine whose ranks could be asked for their adapters")
-
-    def are_unchanged(self, number: int) -> bool:
-        return False
-
-    def end_device_work(self) -> None: ...
 
 
 def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: Callable[[Callable[[], None]], None]) -> None:

@@ -116,7 +116,7 @@ class JobRunner:
         for job_id in step.refused:
             self._saves.refuse(job_id)
         for request_id in step.invalidated:
-            self._poison(request_id)
+            self._invalidate(request_id)
         for load in step.loads:
             self._loads.take(load)
         for save in step.saves:
@@ -164,7 +164,7 @@ class JobRunner:
         report.failed_recving.update(invalidated)
         return report
 
-    def _poison(self, request_id: str) -> None:
+    def _invalidate(self, request_id: str) -> None:
         """Report once more, finished and failed; a load of it that is still under way makes that report itself."""
         if self._loads.invalidate(request_id):
             self._rank.counters.add("invalidated_under_way")

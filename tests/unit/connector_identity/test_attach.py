@@ -177,7 +177,7 @@ for kind in (EngineArgs, AsyncEngineArgs):
 assert make(kv_offloading_size=1.0)[1] == "OffloadingConnector"
 for more, said in (
     ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "external_launcher with 2 ranks"),
-    ({}, "EPOCHKV_LOCAL_CAPACITY is 1024Ti, which takes"),
+    ({}, "local.capacity_bytes is 1125899906842624, which takes"),
 ):
     if not more:
         os.environ["EPOCHKV_LOCAL_CAPACITY"] = "1024Ti"
@@ -185,7 +185,7 @@ for more, said in (
         make(**more)
     except (RuntimeError, ValueError) as error:
         assert said in str(error), error
-        assert str(error).endswith("or unset EPOCHKV_ATTACH, which joined this engine to the pool"), error
+        assert "change EPOCHKV_CONFIG or EPOCHKV_LOCAL_CAPACITY, or unset EPOCHKV_ATTACH, which joined" in str(error), error
     else:
         raise AssertionError("accepted")
 os.environ["EPOCHKV_ATTACH"] = "0"

@@ -16,6 +16,7 @@ import pytest
 import vllm
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from epochkv_connector.config import ConfigError
 from epochkv_connector.engine import plugin
@@ -121,9 +122,10 @@ def test_an_l1_larger_than_the_machine_is_refused_where_ranks_are_on_it(start: S
 
 
 def test_ranks_that_a_launcher_starts_are_refused(start: Start) -> None:
-    for transfer in (child(), multi(child())):
+    derived = type("Own", (ExecutorWithExternalLauncher,), {})
+    for transfer, backend in ((child(), "external_launcher"), (multi(child()), "external_launcher"), (child(), derived)):
         with pytest.raises(UnsupportedEngine, match="distributed_executor_backend is external_launcher with 2 ranks") as caught:
-            start(transfer, distributed_executor_backend="external_launcher", world_size=2)
+            start(transfer, distributed_executor_backend=backend, world_size=2)
         assert "\n" not in str(caught.value)
         start(transfer, distributed_executor_backend="external_launcher", world_size=1)
         start(transfer, distributed_executor_backend="mp", world_size=2)

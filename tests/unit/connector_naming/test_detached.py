@@ -38,7 +38,7 @@ def test_named_blocks_keep_their_names_and_later_ones_get_random_ones() -> None:
     assert request._block_hasher(request) == [(3).to_bytes(8, "big"), (4).to_bytes(8, "big")]
 
 
-def test_a_second_change_strands_again_and_wraps_once() -> None:
+def test_a_second_change_detaches_again_and_wraps_once() -> None:
     request = Request([b"hash0000", b"hash0001"], two_more)
     random = numbers()
     detach(request, 2, random)

@@ -343,7 +343,7 @@ class Schedule:
                 self.world.finish(live.request_id)
             if live.state != "loading":
                 self._remove(live)
-        for _ in range(3):  # a invalidated load needs one more round
+        for _ in range(3):  # an invalidated load needs one more round
             self.world.step()
             for worker in self.world.workers:
                 while acks := worker.work() + worker.release():

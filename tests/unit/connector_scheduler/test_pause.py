@@ -133,7 +133,7 @@ def test_a_late_success_of_an_older_load_ends_the_pause(world: World) -> None:
     assert hit(world, 99) == 40
 
 
-def test_a_trial_that_was_poisoned_is_no_trial(world: World) -> None:
+def test_a_trial_that_was_invalidated_is_no_trial(world: World) -> None:
     fail_until_paused(world)
     world.clock.now += FIRST_PAUSE_SECONDS + 0.01
     begin(world, 50)

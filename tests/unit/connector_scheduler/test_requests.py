@@ -82,7 +82,7 @@ def test_vllm_hears_of_a_load_once_and_of_no_success_whose_names_have_changed(se
     Load(random.Random(seed)).run()
 
 
-def test_a_poisoned_success_is_only_ever_hidden() -> None:
+def test_an_invalidated_success_is_only_ever_hidden() -> None:
     for state in (LoadState.INVALIDATED, LoadState.OVERTAKEN):
         assert TRANSITIONS[state].get(LoadEvent.SUCCEED, LoadState.REPEATED) is LoadState.REPEATED
 

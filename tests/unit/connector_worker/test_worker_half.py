@@ -226,7 +226,7 @@ def test_replicas_of_a_shard_put_each_block_once(store: ObedientStore) -> None:
     assert len(store.seen) == 4, "the work is shared"
 
 
-def test_poisoned_ids_are_reported_once_more_and_only_once(store: ObedientStore) -> None:
+def test_invalidated_ids_are_reported_once_more_and_only_once(store: ObedientStore) -> None:
     rig = Rig(store)
     rig.step(invalidated=["a", "b"])
     report = rig.collect()
