@@ -30,7 +30,7 @@ from tests.support.scheduler_oracle import Oracle
 from tests.support.scheduler_worker import Cell, Content
 from tests.support.store import parse_key
 
-ADOPTIONS = 1000
+ADOPTIONS = 500
 DEADLINE_SECONDS = 60.0
 
 
