@@ -19,10 +19,6 @@ Key = tuple[int, bytes]
 """(KV cache group, block hash)"""
 
 
-class SlotError(RuntimeError):
-    """The index contradicts itself; names the slot."""
-
-
 class HostIndex:
     """Slots, their references and their names. All operations are O(number of slots named in the call).
 
@@ -91,8 +87,7 @@ class HostIndex:
         return True
 
     def unreserve(self, count: int) -> None:
-        if count > self.num_reserved:
-            raise SlotError(f"{count} reservations given back, {self.num_reserved} exist")
+        assert count <= self.num_reserved, f"{count} reservations given back, {self.num_reserved} exist"
         self.num_reserved -= count
 
     def pin(self, slots: Iterable[int]) -> None:
@@ -101,8 +96,7 @@ class HostIndex:
         for slot in slots:
             count = refs[slot]
             if not count:
-                if names[slot] is None:
-                    raise SlotError(f"slot {slot} holds nothing that a hit can refer to")
+                assert names[slot] is not None, f"slot {slot} holds nothing that a hit can refer to"
                 del (idle if slot in idle else self._dead)[slot]
                 self.num_held += 1
             refs[slot] = count + 1
@@ -111,8 +105,7 @@ class HostIndex:
         """Drop one reference each. Give slots in reverse chain order: what is dropped first is evicted first."""
         for slot in slots:
             refs = self._refs[slot]
-            if refs < 1:
-                raise SlotError(f"slot {slot} is released once too often")
+            assert refs > 0, f"slot {slot} is released once too often"
             self._refs[slot] = refs - 1
             if refs == 1:
                 self.num_held -= 1
@@ -124,16 +117,10 @@ class HostIndex:
                     self._dead[slot] = None
 
     def allocate(self, count: int, reserved: bool = False) -> list[int]:
-        """Anonymous slots with one reference each. Raises SlotError, and takes nothing, when not that many can be had.
-
-        `reserved`: use up a promise made before; otherwise the caller has checked `num_available`.
-        """
+        """Anonymous slots with one reference each. `reserved`: use up a promise; otherwise the caller has checked `num_available`."""
         if reserved:
             self.unreserve(count)
-        if count > self.num_available:
-            if reserved:
-                self.num_reserved += count
-            raise SlotError(f"{count} slots wanted, {self.num_available} available of {self.num_slots}")
+        assert count <= self.num_available, f"{count} slots wanted, {self.num_available} available of {self.num_slots}"
         slots = []
         for _ in range(count):
             if self._free:
@@ -149,8 +136,8 @@ class HostIndex:
 
     def insert(self, slot: int, group: int, block_hash: bytes) -> bool:
         """Name an anonymous slot. False if the block is in another slot already, or this is a staging ring."""
-        if self._refs[slot] < 1 or self._names[slot] is not None:
-            raise SlotError(f"slot {slot} is not an anonymous slot of a job")
+        assert self._refs[slot] > 0, f"slot {slot} is nobody's"
+        assert self._names[slot] is None, f"slot {slot} is not anonymous"
         names = self._maps[group]
         if not self.indexed or block_hash in names:
             return False
@@ -172,8 +159,7 @@ class HostIndex:
 
     def _unname(self, slot: int) -> None:
         name = self._names[slot]
-        if name is None:
-            raise SlotError(f"slot {slot} has no name to lose")
+        assert name is not None, f"slot {slot} has no name to lose"
         self._names[slot] = None
         del self._maps[name[0]][name[1]]
         if self._on_evict is not None:

@@ -133,29 +133,3 @@ def test_decoding_requests_are_looked_at_once_a_block() -> None:
         assert len(due) in (6, 7)
         for name in due:
             boundaries.later(name, SIZE)
-
-
-def test_who_is_due_and_not_scheduled_stays_due() -> None:
-    boundaries = Boundaries(1)
-    boundaries.start(["a", "b"])
-    assert boundaries.due({"b"}) == ["b"]
-    boundaries.later("b", 3)
-    assert boundaries.due({"b"}) == []
-    assert boundaries.due({"a", "b"}) == ["a"]
-    boundaries.forget("a")
-    assert boundaries.due({"a"}) == []
-    assert boundaries.due({"a", "b"}) == ["b"]
-
-
-def test_a_request_that_starts_again_is_due_at_once_and_not_twice() -> None:
-    boundaries = Boundaries(4)
-    boundaries.start(["a"])
-    boundaries.due({"a"})
-    boundaries.later("a", 9)
-    boundaries.start(["a"])
-    assert boundaries.due({"a"}) == ["a"]
-    boundaries.later("a", 0)
-    assert boundaries.due({"a"}) == ["a"]
-    boundaries.later("a", 9)
-    assert [boundaries.due({"a"}) for _ in range(3)] == [[], [], ["a"]]
-    assert len(boundaries) == 1

@@ -67,16 +67,6 @@ def test_what_another_engine_saved_is_found_in_l2(cfg, layout) -> None:
     world.assert_idle()
 
 
-def test_l2_alone_keeps_no_index_and_saves_by_name() -> None:
-    world = World(L2)
-    world.free(world.save("a", PROMPT, SNAP))
-    assert SNAP.namespace
-    assert all(world.store.holds(SNAP.namespace, 0, name) for name in chain(SNAP.root, PROMPT))
-    world.tiers.finish("a")
-    world.assert_idle()
-    assert world.tiers.stats()["slots_indexed"] == 0
-
-
 def test_a_prefix_in_l1_and_the_rest_in_l2() -> None:
     world = World(BOTH)
     world.free(world.save("a", PROMPT[:20], SNAP))

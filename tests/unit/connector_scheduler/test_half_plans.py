@@ -24,30 +24,6 @@ def test_a_shrunk_hit_loads_what_was_accepted_and_frees_the_rest(num: int) -> No
     world.assert_idle()
 
 
-def test_a_second_commit_changes_nothing() -> None:
-    world = planned()
-    assert commit(world, 40) is True
-    before = world.tiers.leak_report()
-    assert commit(world, 40) is True
-    assert world.tiers.leak_report() == before
-    assert len(world.step().loads) == 1
-    assert commit(world, 40) is True
-    assert world.step().loads == ()
-    assert commit(world, 0) is None
-    assert world.tiers.loads.is_open("b")
-    world.work()
-    world.assert_idle()
-
-
-def test_zero_tokens_abort_also_with_real_blocks() -> None:
-    world = planned()
-    assert commit(world, 0, blocks=[[1, 2, 3]]) is None
-    assert world.tiers.stats()["plans_aborted"] == 1
-    assert world.step().loads == ()
-    world.tiers.finish("b")
-    world.assert_idle()
-
-
 @pytest.mark.parametrize(
     ("num", "snap", "blocks", "why"),
     [
@@ -95,12 +71,6 @@ def test_a_block_that_vllm_would_cache_unfilled_fails_before_it_is_sent() -> Non
     blocks = world.allocate(0, 40)
     blocks[0][6] = world.pool.new()  # below the window, yet allocated: vLLM would cache it under its name
     assert commit(world, 40, blocks=blocks) is False
-
-
-def test_a_finished_request_gives_its_plan_back() -> None:
-    world = planned()
-    world.tiers.finish("b")
-    world.assert_idle()
 
 
 def test_plans_that_nobody_asks_for_expire_by_steps_and_by_time() -> None:
@@ -238,20 +208,3 @@ def test_a_load_in_turns_that_loses_a_block_is_not_believed_at_all() -> None:
     assert world.tiers.stats()["loads_failed"] == 1
     world.tiers.finish("b")
     world.assert_idle()
-
-
-def test_allocation_for_one_hit_never_takes_blocks_of_another_hit_of_the_step() -> None:
-    # L1 holds request x's prompt as its oldest blocks; y needs fetching. Both are accepted in one step, y first.
-    world = World(config(l1_slots=10, l2=True))
-    x, y = [1000 + token for token in range(21)], PROMPT[:21]
-    world.free(world.save("sx", x, SNAP))
-    world.tiers.finish("sx")
-    world.free(world.save("other", [2000 + token for token in range(21)], SNAP))
-    world.tiers.finish("other")
-    stored(world, y)
-    assert world.load("y", y, SNAP) == (20, True)
-    assert world.load("x", x, SNAP) == (20, True)
-    job_y, job_x = world.step().loads
-    assert not {move.slot for move in job_y.moves} & {move.slot for move in job_x.moves}
-    world.work()
-    assert world.workers[0].reports == [("y", False), ("x", False)]

@@ -44,24 +44,6 @@ def test_only_complete_confirmed_blocks_are_saved_and_only_once() -> None:
     assert world.step().saves == (), "another request's save of the same names is under way"
 
 
-def test_gpu_blocks_stay_referenced_until_every_rank_has_copied() -> None:
-    world = World(config(l1_slots=50, ranks=2), ranks=2)
-    blocks = [[]]
-    world.compute(blocks, chain(SNAP.root, PROMPT), 0, 40)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], SNAP)
-    world.step()
-    world.free(blocks)
-    world.tiers.finish("a")
-    world.tiers.on_acks(world.workers[0].work())
-    assert world.tiers.state.jobs.num_gpu_blocks
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0, "one rank has not confirmed"
-    world.tiers.finish("b")
-    world.tiers.on_acks(world.workers[1].work())
-    assert not world.tiers.state.jobs.num_gpu_blocks
-    assert sum(world.pool.refs.values()) == 0
-    world.assert_idle()
-
-
 def test_carried_requests_are_not_saved() -> None:
     world = World(BOTH)
     world.save("a", PROMPT, SNAP)

@@ -77,19 +77,6 @@ def test_equals_the_definition(case: tuple[CacheLayout, int, int, frozenset[tupl
     assert answer == brute_force(layout, local, limit, present)
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 8])
-@pytest.mark.parametrize("eagle", [False, True])
-def test_every_window_with_every_single_gap(block_size: int, eagle: bool) -> None:
-    blocks = {(0, block) for block in range(7)}
-    for window in range(2, 4 * block_size + 3):
-        layout = CacheLayout((GroupLayout(GroupKind.SLIDING, block_size, window, eagle=eagle),), block_size)
-        for gap in range(7):
-            for limit in range(6 * block_size):
-                present = frozenset(blocks - {(0, gap)})
-                answer = longest_hit(layout, 0, limit, lambda group, block, present=present: (group, block) in present)
-                assert answer == brute_force(layout, 0, limit, present), (window, gap, limit)
-
-
 @given(cases(eagle=False))
 @settings(max_examples=200, deadline=None)
 def test_everything_needed_is_present(case: tuple[CacheLayout, int, int, frozenset[tuple[int, int]]]) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from epochkv_connector.tiers.jobs import Copied, Jobs, Loaded, Outcome, Released, Stored
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
@@ -136,21 +131,3 @@ def test_overdue_jobs_are_counted_and_kept() -> None:
     assert table.num_overdue(20.0) == 0
     assert table.num_overdue(20.1) == 2
     assert len(table) == 2
-
-
-@given(st.permutations(range(4)), st.integers(1, 4))
-@settings(max_examples=50, deadline=None)
-def test_every_interleaving_of_ranks_and_phases_ends_empty(order: list[int], ranks: int) -> None:
-    table = opened(ranks)
-    per_rank = [
-        [JobAck(1, r, Phase.COPIED, 0, BLOCKS), JobAck(2, r, Phase.LOADED, 0, BLOCKS), JobAck(1, r, Phase.STORED, 0, 1)]
-        for r in range(ranks)
-    ]
-    turn = itertools.cycle([rank % ranks for rank in order] + list(range(ranks)))
-    outcomes: list[Outcome] = []
-    while any(per_rank):
-        queue = per_rank[next(turn)]
-        if queue:
-            outcomes += table.acknowledge(queue.pop(0))
-    assert sorted(type(outcome).__name__ for outcome in outcomes) == sorted(["Copied", "Stored", "Loaded", "Released", "Released"])
-    assert len(table) == 0

@@ -8,14 +8,10 @@ import mmap
 from pathlib import Path
 
 import pytest
-import torch
 
 from epochkv_connector import touch
 from epochkv_connector.touch import Touch, write_pages
-from epochkv_connector.worker.layout import GroupSpec
-from epochkv_connector.worker.runner import JobRunner
-from epochkv_connector.worker.staging import HostRegion, Staging
-from tests.unit.connector_worker.worker_rig import ObedientStore
+from epochkv_connector.worker.staging import HostRegion
 
 MIB = 1 << 20
 
@@ -80,29 +76,8 @@ def test_the_time_is_bounded_and_what_is_left_is_said(caplog: pytest.LogCaptureF
     assert resident_pages(address, len(memory)) == 0
 
 
-def test_large_memory_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(touch, "LARGE_BYTES", 128 * MIB)
-    memory, address = fresh(192 * MIB)
-    said: list[str] = []
-    assert Touch(address, len(memory), "test", threads=2, say=said.append).run() == len(memory)
-    assert said[0] == "test: touching 0.2 GiB on 2 threads"
-    assert "touched in" in said[1]
-
-
 def test_memory_that_cannot_be_had_is_an_error() -> None:
     memory, address = fresh(2 * mmap.PAGESIZE)
     assert ctypes.CDLL(None).munmap(ctypes.c_void_p(address + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE)) == 0
     with pytest.raises(OSError, match="cannot be had"):
         Touch(address, len(memory), "test").run()
-
-
-def test_the_region_is_touched_before_a_store_hears_of_it() -> None:
-    heard: list[int] = []
-
-    def open_store(region: HostRegion) -> ObedientStore:
-        heard.append(resident_pages(region.address, region.num_bytes) - -(-region.num_bytes // mmap.PAGESIZE))
-        return ObedientStore()
-
-    staging = Staging({"layer": torch.zeros((4, 1 << 20), dtype=torch.uint8)}, {0: GroupSpec(["layer"])}, 8, 4)
-    JobRunner(staging, open_store=open_store).shutdown()  # type: ignore[arg-type]  # a double
-    assert heard == [0]

@@ -47,17 +47,6 @@ def test_a_settled_step_begins_when_copies_are_over(monkeypatch: pytest.MonkeyPa
     assert rig.block(8) == wanted
 
 
-def test_a_step_without_the_word_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    copies = SlowCopies(monkeypatch)
-    rig.step(saves=[save(1, [move(3, 0, 30)])])
-    assert copies.began.wait(10)
-    WorkerRole(0, rig.worker).settle(StepMetadata())
-    assert not rig.collect().acks
-    copies.go_on.set()
-    assert not rig.until_acked(1, Phase.COPIED).failed
-
-
 @pytest.mark.parametrize("namespace", [None, NAMESPACE])
 def test_a_copy_that_is_late_has_failed(monkeypatch: pytest.MonkeyPatch, namespace: str | None) -> None:
     """What it read may be of the step that used its blocks again; the one behind it does not begin."""

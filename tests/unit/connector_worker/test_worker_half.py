@@ -17,8 +17,7 @@ import torch
 from epochkv_connector.naming.identity import object_key
 from epochkv_connector.store.queues import StoreOutcome
 from epochkv_connector.wire import BlockMove, Phase, StepMetadata, Tier
-from epochkv_connector.worker.layout import GroupSpec, LayoutError
-from epochkv_connector.worker.staging import Staging, StagingStream
+from epochkv_connector.worker.staging import StagingStream
 from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_BLOCKS, NUM_SLOTS, ObedientStore, Rig, load, move, name_of, save
 
 
@@ -295,11 +294,6 @@ def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> No
         (2, Phase.COPIED, True),
         (2, Phase.STORED, True),
     ]
-
-
-def test_a_layout_that_cannot_be_cut_is_an_error_at_registration() -> None:
-    with pytest.raises(LayoutError, match="no dimension"):
-        Staging({"a": torch.zeros(4, 4)}, {0: GroupSpec(["a"])}, 4, num_blocks=3)
 
 
 def test_waiting_for_copies_releases_the_blocks_of_an_idle_engine() -> None:
