@@ -140,27 +140,6 @@ def _then(first: Callable[P, T], after: Callable[[], None]) -> Callable[P, T]:
     return both
 
 
-class _EngineNames:
-    """What is named after the weights of this engine (`weights.watch.WeightNames`). An error of ours leaves nothing named."""
-
-    def __init__(self, weights: WeightChanges, core: Any | None, scheduler: Any | None, guard: Guard) -> None:
-        self._weights, self._core, self._scheduler, self._guard = weights, core, scheduler, guard
-        self.tell = weights.tell
-
-    def hold(self, weights: bytes | None, note: str) -> None:
-        self._guard.run("hold", lambda: self._weights.hold(weights), self._weights.break_off)
-
-    def end(self, weights: bytes) -> None:
-        self._guard.run("end", lambda: self._weights.end(weights), self._weights.break_off)
-
-    def clear_encoder(self) -> bool:
-        if self._core is None or self._scheduler is None or blocks.encoder_outputs_in_use(self._scheduler):
-            return False
-        self._scheduler.reset_encoder_cache()
-        self._core.model_executor.reset_encoder_cache()
-        return True
-
-
 class SchedulerRole:
     """See the module's docstring.
 
@@ -203,7 +182,7 @@ class SchedulerRole:
         self.state = state = SharedState(self.pins, self.tiers, guard.note, core)
         self.requests, self.counters = state.requests, state.counters
         self.admission = Admission(state, may_load=not off & {unused.NOTHING, unused.NO_LOADS})
-        self.weights = WeightChanges(state, self.admission, self._link)
+        self.weights = WeightChanges(state, self.admission, self._link, core, scheduler)
         candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config))
         self.steps = Steps(state, self.weights, candidates, not off & {unused.NOTHING, unused.NO_SAVES}, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
@@ -245,7 +224,7 @@ class SchedulerRole:
         weights = self.weights
         weights.watch = watch = Watch(
             ranks,
-            _EngineNames(weights, core, scheduler, self._guard),
+            weights,
             describe.num_worker_ranks(self._vllm_config),
             time.monotonic,
             has_encoder=limits.is_multimodal(self._vllm_config),
@@ -257,7 +236,7 @@ class SchedulerRole:
             watch.refuse(self.pins.root.member.forced_bypass)
         if core is not None and scheduler is not None:
             join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
-        watch.before_schedule()
+        self._guard.run("weights", watch.before_schedule, weights.break_off)
 
     def _start_link(self) -> None:
         self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_rank or 0))
@@ -330,10 +309,7 @@ class SchedulerRole:
 
     def _told(self) -> tuple[bytes | None, str]:
         """What heartbeats say of the weights. Any thread."""
-        bypass, watch = self.pins.root.member.forced_bypass, self.weights.watch
-        if bypass is not None or watch is None:
-            return None, bypass or ""
-        value, note = watch.told
+        value, note = self.weights.watch.told
         return (None if value is None else value[:WEIGHTS_BYTES]), note
 
     def tiers_told(self) -> tuple[str, str]:
@@ -382,8 +358,7 @@ class SchedulerRole:
         """Counters since the last report, and what holds now."""
         # `dict` copies at once; the agent's thread counts there meanwhile.
         totals: dict[str, float] = {**dict(self.counters), **dict(self.pins.counters)}
-        if self.weights.watch is not None:
-            totals |= {f"weights_{name}": count for name, count in dict(self.weights.watch.counters).items()}
+        totals |= {f"weights_{name}": count for name, count in dict(self.weights.watch.counters).items()}
         store = {} if self.store_keys is None else self.store_keys.client.stats()
         counted, held = metrics.split(self.gauges())
         of_store, client = metrics.split({f"store_{name}": value for name, value in store.items()})

@@ -210,7 +210,7 @@ class Steps:
         """Save what these requests offer. Ranks compare the adapters that the names speak of before they save."""
         for view in views:
             pin = self._pins.pin_of(self._requests.vllm(view.request_id))
-            if pin is not None and pin.adapter and self._weights.adapters is not None:
+            if pin is not None and pin.adapter:
                 self._used_adapters.add((pin.adapter, self._weights.adapters.number(pin.adapter)))
         # Events of L1 tell the tokens of a block, which are known while its request lives.
         self._state.events.offer(self._requests.vllm, tiers.saves.collect(views, snapshot))

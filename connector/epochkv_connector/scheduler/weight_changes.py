@@ -21,13 +21,15 @@ class WeightChanges:
 
     Attributes:
         link: to the hub.
-        watch: looks at the weights of the ranks; None: nobody does, so nothing is named.
-        adapters: looks at their adapters; None: nobody does, so no request with an adapter is named.
+        watch, adapters: what looks at the weights of the ranks, and at their adapters. Whoever makes them sets them before anything
+            is asked: they tell this object what they find.
     """
 
-    def __init__(self, state: SharedState, admission: Admission, link: HubLink) -> None:
-        self.watch: Watch | None = None
-        self.adapters: Adapters | None = None
+    watch: Watch
+    adapters: Adapters
+
+    def __init__(self, state: SharedState, admission: Admission, link: HubLink, core: Any | None, scheduler: Any | None) -> None:
+        self._core, self._scheduler = core, scheduler
         self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
         self._admission = admission
         self.link = link
@@ -55,6 +57,14 @@ class WeightChanges:
             self.ask_for_next_epoch()
         self._state.apply()
 
+    def clear_encoder(self) -> bool:
+        """Forget outputs of an encoder that were made with other weights; False: some are in use still."""
+        if self._core is None or self._scheduler is None or blocks.encoder_outputs_in_use(self._scheduler):
+            return False
+        self._scheduler.reset_encoder_cache()
+        self._core.model_executor.reset_encoder_cache()
+        return True
+
     def break_off(self) -> None:
         """A change of weights could not be followed: this engine names nothing that anybody finds, until it restarts."""
         self._state.broken = True
@@ -62,17 +72,15 @@ class WeightChanges:
 
     def digest_number(self) -> int:
         """Of the question that ranks compare their weights with behind this step; -1: nothing is named."""
-        return self.watch.number if self.watch is not None and self.watch.value is not None else -1
+        return self.watch.number if self.watch.value is not None else -1
 
     def late(self, report: WorkerReport) -> None:
         """Ranks saw other weights, or adapters, behind a step than those that its blocks are named after."""
         try:
             for number in report.late:
-                if self.watch is not None:
-                    self.watch.late(number)
+                self.watch.late(number)
             for adapter_id, number in report.replaced:
-                if self.adapters is not None:
-                    self.adapters.late(adapter_id, number)
+                self.adapters.late(adapter_id, number)
         except Exception as error:
             self._state.on_error("late", error)
             self.break_off()
@@ -113,5 +121,5 @@ class WeightChanges:
     def adapter_arrived(self, request: Any) -> None:
         """A new request may be the first of its adapter."""
         adapter = getattr(request, "lora_request", None)
-        if self.adapters is not None and adapter is not None:
+        if adapter is not None:
             self.adapters.arrived(adapter)

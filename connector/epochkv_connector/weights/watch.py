@@ -105,8 +105,8 @@ class Ranks(Protocol):
 class WeightNames(Protocol):
     """What is named after the weights."""
 
-    def hold(self, weights: bytes | None, note: str) -> None:
-        """The engine holds these from now on; None: nobody knows, and `note` says why. Called when either changes."""
+    def hold(self, weights: bytes | None) -> None:
+        """The engine holds these from now on; None: nobody knows. Called when `Watch.told`, which says why, has changed."""
 
     def end(self, weights: bytes) -> None:
         """Blocks under names of these were computed with others: the names are used here no more in this epoch."""
@@ -305,4 +305,4 @@ class Watch:
             level = logging.INFO if note in (ASLEEP, STARTED, WRITING) else logging.WARNING
             logger.log(level, "EpochKV: the weights are unknown, so nothing is reused or saved: %s", note)
         self.value, self.told = value, (value, note)
-        self._names.hold(value, note)
+        self._names.hold(value)

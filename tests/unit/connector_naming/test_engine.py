@@ -117,7 +117,7 @@ class Joined:
         except Exception as error:
             self.errors.append(error)
 
-    def hold(self, weights: bytes | None, note: str) -> None:
+    def hold(self, weights: bytes | None) -> None:
         self.told.append(weights)
 
     def end(self, weights: bytes) -> None:

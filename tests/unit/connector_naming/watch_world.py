@@ -55,8 +55,8 @@ class World:
     def end_device_work(self) -> None:
         self.log.append("wait")
 
-    def hold(self, weights: bytes | None, note: str) -> None:
-        self.log.append(("hold", weights, note) if weights is None else ("hold", weights))
+    def hold(self, weights: bytes | None) -> None:
+        self.log.append(("hold", *self.watch.told) if weights is None else ("hold", weights))
 
     def end(self, weights: bytes) -> None:
         self.log.append(("end", weights))
