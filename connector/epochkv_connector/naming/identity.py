@@ -144,7 +144,6 @@ KEY_DIGEST_BYTES = 16
 
 _NAMESPACE = re.compile(r"[0-9a-z]{1,8}/[0-9a-f]{16}/e(?P<epoch>0|[1-9][0-9]*)/w[0-9a-f]{16}")
 _HEX16 = "[0-9a-f]{16}"
-_ECMASCRIPT_SPECIAL = re.compile(r"([\^$\\.*+?()\[\]{}|/])")
 
 
 class KeyCodecError(ValueError):
@@ -173,13 +172,8 @@ def key_digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=KEY_DIGEST_BYTES).digest()
 
 
-def prefix_pattern(prefix: str) -> str:
-    """Regular expression for Mooncake's `remove_by_regex` (ECMAScript, search) that matches the keys starting with `prefix`."""
-    return "^" + _ECMASCRIPT_SPECIAL.sub(r"\\\1", prefix)
-
-
 def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: int | None = None, *, others: bool = False) -> str:
-    """Regular expression (as `prefix_pattern`) that matches the keys of this pool with an epoch below `epoch`.
+    """Regular expression for Mooncake's `remove_by_regex` (ECMAScript, search): the keys of this pool with an epoch below `epoch`.
 
     One pattern instead of one call per epoch: a reclaim costs one walk of the master for each pattern.
 
@@ -207,7 +201,7 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
 def other_weights_pattern(
     pool: str, keep: Sequence[bytes], fingerprint: str | None = None, group: int | None = None, *, others: bool = False
 ) -> str:
-    """Regular expression (as `prefix_pattern`) that matches the keys of this pool, of any epoch, whose weights are not in `keep`.
+    """As `older_pattern`: the keys of this pool, of any epoch, whose weights are not in `keep`.
 
     Args:
         keep: digests of weights, at least 8 bytes each; at least one of them.

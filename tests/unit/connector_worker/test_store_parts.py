@@ -55,13 +55,6 @@ def test_what_is_no_namespace_is_refused(text: str) -> None:
         parse_key(text + "/g0/r0/00")
 
 
-@given(st.text(min_size=1, max_size=20), st.text(max_size=10))
-def test_a_prefix_pattern_matches_the_prefix_literally(prefix: str, rest: str) -> None:
-    pattern = re.compile(keys.prefix_pattern(prefix))
-    assert pattern.search(prefix + rest)
-    assert not pattern.search("\x00" + prefix + rest) or ("\x00" + prefix + rest).startswith(prefix)
-
-
 @given(st.integers(1, 2000), st.integers(0, 4000))
 def test_older_pattern_compares_numbers(epoch: int, other: int) -> None:
     pattern = re.compile(keys.older_pattern("0a1b2c3d", epoch))
