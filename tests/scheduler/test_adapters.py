@@ -139,6 +139,28 @@ def test_a_request_that_comes_first_has_its_adapter_loaded_and_is_named_by_it(ma
         assert rig.executor.adapters[0].loads == [PATH], "once, as without us"
 
 
+def test_other_weights_of_the_model_make_other_names(make: MakeRig) -> None:
+    rig = make()
+    tokens = prompt(1, LENGTH)
+    load(rig, adapter(), "one")
+    assert serve(rig, adapter(), tokens) == 0
+    rig.weights = "w1"
+    assert serve(rig, adapter(), tokens) == 0
+    rig.weights = "w0"
+    assert serve(rig, adapter(), tokens) == ALL
+
+
+def test_what_was_computed_without_a_lease_is_not_named(make: MakeRig, store: SharedStore) -> None:
+    rig = make()
+    load(rig, adapter(), "one")
+    lease, rig.lease_until = rig.lease_until, 0.0
+    assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
+    assert not store.objects
+    rig.lease_until = lease
+    assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
+    assert len(store.objects) == 8
+
+
 # ---------------------------------------------------------------------------------------------- replaced
 
 
@@ -337,6 +359,20 @@ def test_a_rank_that_cannot_say_leaves_its_engine_without_names_and_it_says_so_o
     assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
     assert serve(rig, adapter(), prompt(1, LENGTH)) == ALL
     rig.check_clean()
+
+
+def test_ranks_that_hold_different_tensors_share_nothing_with_ranks_that_hold_the_same_ones(make: MakeRig) -> None:
+    """One of them missed a push."""
+    tokens = prompt(1, LENGTH)
+    whole = make(num_ranks=2)
+    load(whole, adapter(), "one")
+    assert serve(whole, adapter(), tokens) == 0
+    half = make(num_ranks=2)
+    half.executor.adapters[1].disk = {PATH: "old"}
+    load(half, adapter(), "one")
+    request = add(half, adapter(), tokens)
+    half.run()
+    assert half.cached[request.request_id] == 0
 
 
 def test_an_error_of_ours_does_not_keep_vllm_from_loading(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

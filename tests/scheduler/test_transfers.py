@@ -60,6 +60,7 @@ BAD = {
     "adapter": lambda handed: changed(handed, adapter="00" * 32),
     "early": lambda handed: changed(handed, made=handed["epochkv"]["made"] - 3600),
     "late": lambda handed: changed(handed, made=handed["epochkv"]["made"] + 3600),
+    "never": lambda handed: changed(handed, made=None),
     "nan": lambda handed: changed(handed, made=float("nan")),
     "forever": lambda handed: changed(handed, seconds="forever"),
 }

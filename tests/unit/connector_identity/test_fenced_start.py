@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from epochkv_connector.config import ConfigError
 from epochkv_connector.engine import fenced, plugin
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.limits import MULTI
+from tests.support.hub import hub_world
 
 CONNECTION = {"pool": {"name": "p", "uid": "u"}, "local": {"capacity_bytes": 1 << 30}}
 
@@ -90,6 +92,25 @@ def test_the_pool_has_to_be_named(start: Start, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.delenv("EPOCHKV_CONFIG") if value is None else monkeypatch.setenv("EPOCHKV_CONFIG", value)
     with pytest.raises(ConfigError, match=r"EPOCHKV_FENCE is set and EPOCHKV_CONFIG is not; set it to the pool's connection\.json"):
         start()
+
+
+def test_a_connection_of_another_pool_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "state/client/connection.json"
+    monkeypatch.setenv("EPOCHKV_CONFIG", str(path))
+    with hub_world(tmp_path / "state"):
+        assert start() is not None
+        content = json.loads(path.read_text())
+        content["pool"]["uid"] = "somebody-else"
+        path.write_text(json.dumps(content))
+        with pytest.raises(ConfigError, match=r"^EPOCHKV_CONFIG names another pool than its keys: .*somebody-else"):
+            start()
+    assert start() is not None, "the hub is gone"
+
+
+def test_ranks_that_schedule_for_themselves_are_refused(start: Start) -> None:
+    with pytest.raises(UnsupportedEngine, match=r"external_launcher with 2 ranks"):
+        start(distributed_executor_backend="external_launcher", world_size=2)
+    assert start(distributed_executor_backend="external_launcher", world_size=1) is not None
 
 
 def test_only_one_and_zero_are_answers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,12 @@ def test_a_comparison_is_of_the_moment_it_was_made() -> None:
     assert not sample.compare()()
 
 
+def test_another_draw_is_of_other_elements() -> None:
+    tensor = torch.arange(1_000_000)
+    found = {bytes(Sample([("t", tensor)], 100)._groups[0].then) for _ in range(5)}
+    assert len(found) == 5
+
+
 @pytest.mark.parametrize("kind", [OnHost, OnDevice])
 def test_both_ways_of_comparing_see_one_bit(kind: type[OnHost | OnDevice]) -> None:
     """A GPU has one, a CPU the other; host memory will do for both."""
