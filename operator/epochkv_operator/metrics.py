@@ -39,7 +39,7 @@ LOOP_LAG = _histogram(
 )
 LAST_LIST = _gauge(
     "epochkv_operator_last_list_timestamp_seconds",
-    "When one of our kinds was last listed and compared with what its watch had shown (unix time)",
+    "When a kind was last listed and compared with what its watch had shown (unix time)",
     ["kind"],
 )
 MISSED = _counter("epochkv_operator_missed_objects", "Objects that a list showed, and the watches had not brought in time", ["kind"])

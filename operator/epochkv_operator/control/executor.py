@@ -151,8 +151,8 @@ class Executor:
         metadata = child["metadata"]
         try:
             await self._client.delete(by_kind(child["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
-        except (NotFound, Conflict):
-            return  # gone, or a namesake: the watch will tell
+        except NotFound:
+            return
         metrics.API_WRITES.labels(kind=child["kind"], operation="delete").inc()
         log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason=reason)
 

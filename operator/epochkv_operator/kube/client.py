@@ -238,11 +238,11 @@ class KubeClient:
         pages = [page async for page in self.pages(resource, namespace, label_selector)]
         return [item for items, _ in pages for item in items], pages[-1][1]
 
-    async def shown(self, resource: Resource, namespace: str | None) -> tuple[dict[str, int], int]:
+    async def shown(self, resource: Resource, namespace: str | None, label_selector: str = "") -> tuple[dict[str, int], int]:
         """Versions of all objects of a kind by uid, and the version of the list. Nothing else of them is sent but metadata."""
         found: dict[str, int] = {}
         version = 0
-        async for items, of_list in self.pages(resource, namespace, accept=SHOWN_ACCEPT):
+        async for items, of_list in self.pages(resource, namespace, label_selector, SHOWN_ACCEPT):
             version = of_list
             found |= {item["metadata"]["uid"]: int(item["metadata"]["resourceVersion"]) for item in items}
         return found, version

@@ -1,10 +1,9 @@
-"""Keeps the store complete: one list-and-watch for each kind and scope, and lists that find what kopf's watches have lost.
+"""Keeps the store complete: one list-and-watch for each kind and scope, and lists that find what a watch has lost.
 
-Children, pods and kinds of other projects are listed as a whole, watched from there, and listed anew when the version has expired. A watch
-lasts a minute at most, so one that hangs loses nothing.
-The two kinds of our own are watched by kopf (`control/driver.py`), which tells what exists, never what went while it did not watch. So they
-are compared regularly: a LIST that shows uids and versions only. The watch gets some time to bring what it has not brought yet; a kind of
-which it does not bring everything is read as a whole, and what vanished goes.
+Children, pods and kinds of other projects are listed as a whole, watched from there, and listed anew when the version has expired. The two
+kinds of our own are watched by kopf (`control/driver.py`), which tells what exists, never what went while it did not watch. Every kind is
+compared regularly: a LIST that shows uids and versions only. The watch gets some time to bring what it has not brought yet; a kind of which
+it does not bring everything is read as a whole, and what vanished goes.
 
 A cluster may begin or cease to serve a kind of another project at any time, or not let us list it.
 """
@@ -26,6 +25,7 @@ from epochkv_operator.kube.store import Store
 
 log = structlog.get_logger(__name__)
 FOLLOWED: Final = (*CHILDREN, PODS, *OPTIONAL)
+COMPARED: Final = (*PRIMARY, *CHILDREN, PODS)
 AFTER_RELIST_SECONDS: Final = 1.0
 AGAIN_SECONDS: Final = 0.1
 """Between the end of a watch and the next one."""
@@ -91,7 +91,7 @@ class Watches:
         self._due = time.monotonic() + self._period_seconds
 
     async def compare(self) -> None:
-        """Compare our own kinds, in each period and when that is wanted `soon`, for ever."""
+        """Compare all kinds, in each period and when that is wanted `soon`, for ever."""
         while True:
             self._wakeup.clear()
             try:
@@ -99,7 +99,7 @@ class Watches:
                     await self._wakeup.wait()
             except TimeoutError:
                 self._due = time.monotonic() + self._period_seconds  # now, so that a `soon` during the LIST is kept
-                for resource in PRIMARY:
+                for resource in COMPARED:
                     if not await self._try(resource, self._compare):
                         self._due = min(self._due, time.monotonic() + RETRY_SECONDS)
 
@@ -116,7 +116,7 @@ class Watches:
 
     def oldest_list_seconds(self) -> float:
         """Age of the least recently completed comparison; 0 before the first round is through."""
-        return time.monotonic() - min(self.listed_at.values()) if len(self.listed_at) == len(PRIMARY) else 0.0
+        return time.monotonic() - min(self.listed_at.values()) if len(self.listed_at) == len(COMPARED) else 0.0
 
     # ---- list and watch ----
 
@@ -212,7 +212,7 @@ class Watches:
 
     async def _compare(self, resource: Resource) -> None:
         for scope in self._scopes:
-            shown, version = await self._client.shown(resource, scope)
+            shown, version = await self._client.shown(resource, scope, _selector(resource))
             await self._brought(resource, shown, PATIENCE_SECONDS)
             await self._take_in(resource, scope, shown, version)
         self._listed(resource)
@@ -231,7 +231,7 @@ class Watches:
         if behind := self._store.behind(resource.kind, shown):
             log.warning("the watches lack objects, reading them", kind=resource.kind, objects=behind)
             metrics.MISSED.labels(kind=resource.kind).inc(behind)
-            async for page, _ in self._client.pages(resource, scope):
+            async for page, _ in self._client.pages(resource, scope, _selector(resource)):
                 for obj in page:
                     self._seen(resource, None, obj)
         for obj in self._store.retain(resource.kind, shown, version, scope):
@@ -265,3 +265,7 @@ class Watches:
         if self._problem.get(resource) != str(error):
             self._problem[resource] = str(error)
             log.warning("cannot list, trying again", kind=resource.kind, error=str(error))
+
+
+def _selector(resource: Resource) -> str:
+    return "" if resource in PRIMARY else CHILD_SELECTOR
