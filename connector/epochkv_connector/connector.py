@@ -44,10 +44,7 @@ def _nothing() -> None:
 
 
 class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Host-memory and Mooncake tiers behind vLLM's prefix cache, fenced by weights and epochs.
-
-    It has more than 20 methods because vLLM's interface has: all but a few are entry points of vLLM.
-    """
+    """Host-memory and Mooncake tiers behind vLLM's prefix cache, fenced by weights and epochs."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         """Raises:

@@ -83,11 +83,6 @@ def has_ranks_here(vllm_config: Any) -> bool:
     return started_here and int(parallel.data_parallel_size_local) > 0
 
 
-def l1_share(vllm_config: Any, num_bytes: int) -> int:
-    """The bytes of an engine's L1 that are on one machine."""
-    return num_bytes // num_machines(vllm_config)
-
-
 def group_replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
     """Consecutive tensor-parallel ranks that hold identical KV, by KV cache group (unknown before 0.31: 1).
 

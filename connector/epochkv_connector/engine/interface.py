@@ -44,14 +44,9 @@ def _mooncake() -> str:
     return ""
 
 
-def check_version(allow_untested: bool, version: str | None = None) -> None:
-    """Raise `UnsupportedEngine` unless vLLM's minor version was tested.
-
-    Args:
-        allow_untested: accept any version (configuration key `allow_untested_vllm`).
-        version: for tests; default `vllm.__version__`.
-    """
-    found = vllm.__version__ if version is None else version
+def check_version(allow_untested: bool) -> None:
+    """Raise `UnsupportedEngine` unless vLLM's minor version was tested, or untested ones are allowed (`allow_untested_vllm`)."""
+    found = vllm.__version__
     match = re.match(r"(\d+)\.(\d+)", found)
     minor = (int(match[1]), int(match[2])) if match else (-1, -1)
     first, last = TESTED_VERSIONS

@@ -13,7 +13,6 @@ from typing import Any
 
 from epochkv_connector.config import NAME, ConnectorConfig, check_devices, check_fits
 from epochkv_connector.engine import describe
-from epochkv_connector.engine.describe import has_ranks_here, l1_share
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 
 MULTI = "MultiConnector"
@@ -75,7 +74,8 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     if here:
         check_devices(config)
         if config.local is not None:
-            check_fits(l1_share(vllm_config, config.local.capacity_bytes), "local.capacity_bytes", config.local.capacity_bytes)
+            given = config.local.capacity_bytes
+            check_fits(given // describe.num_machines(vllm_config), "local.capacity_bytes", given)
     return config
 
 
@@ -91,7 +91,7 @@ def check_before_load(vllm_config: Any) -> None:
     ours = [child.get("kv_connector_extra_config") or {} for child in children if child.get("kv_connector") == NAME]
     ours = [extra] if name == NAME else ours
     for given in ours:
-        check_start(vllm_config, given, children, here=has_ranks_here(vllm_config))
+        check_start(vllm_config, given, children, here=describe.has_ranks_here(vllm_config))
 
 
 def check_siblings(children: Sequence[Mapping[str, Any]]) -> None:

@@ -14,10 +14,10 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from epochkv_connector import metrics
 from epochkv_connector.config import ConnectorConfig
@@ -127,17 +127,6 @@ def start_client(settings: StoreSettings) -> StoreClient:
 
 
 logger = logging.getLogger("vllm.epochkv")
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _then(first: Callable[P, T], after: Callable[[], None]) -> Callable[P, T]:
-    def both(*args: P.args, **kwargs: P.kwargs) -> T:
-        result = first(*args, **kwargs)
-        after()
-        return result
-
-    return both
 
 
 class SchedulerRole:
@@ -297,15 +286,25 @@ class SchedulerRole:
         """What the agent's thread may ask of this engine."""
         return FenceHooks(
             ready=self.pins.root.ready,
-            adopt=_then(self.pins.root.adopt, self.state.tell_soon),
+            adopt=self._adopt,
             busy=self.pins.busy,
             old_epoch_requests=self.pins.old_epoch_requests,
             isolated=lambda: self.pins.root.waiting_after_reset,
             weights=self._told,
             tiers=self.tiers_told,
-            stats=_then(self.gauges, self.state.tell_soon),  # heartbeats go on without a hub: routers hear of a lost lease
+            stats=self._report,
             reclaim=self.reclaim,
         )
+
+    def _adopt(self, epoch: int) -> None:
+        self.pins.root.adopt(epoch)
+        self.state.tell_soon()
+
+    def _report(self) -> dict[str, float]:
+        """Heartbeats go on without a hub: so routers hear of a lost lease."""
+        gauges = self.gauges()
+        self.state.tell_soon()
+        return gauges
 
     def _told(self) -> tuple[bytes | None, str]:
         """What heartbeats say of the weights. Any thread."""
