@@ -200,7 +200,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, **ON, "EPOCHKV_LOCAL_CAPACITY": "1Mi", **environ}
+    variables = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **ON, "EPOCHKV_LOCAL_CAPACITY": "1Mi", **environ}
     return subprocess.run([sys.executable, *command], env=variables, capture_output=True, text=True, timeout=240, check=False)
 
 
