@@ -94,14 +94,6 @@ def test_a_load_that_misses_a_byte_fails_and_writes_no_block(store: ObedientStor
     assert rig.worker.stats()[f"load_failed_store_{outcome}"] == 1
 
 
-def test_the_verified_part_of_a_failed_load_may_be_kept(store: ObedientStore) -> None:
-    rig = Rig(store)
-    store.objects[object_key(NAMESPACE, 0, 0, name_of(30))] = b"x" * (LAYERS * 64)
-    rig.step(loads=[load(1, [move(8, 5, 30, Tier.STORE), move(9, 6, 40, Tier.STORE)], NAMESPACE)])
-    ack = rig.until_acked(1, Phase.LOADED)
-    assert (ack.failed, ack.filled_slots) == (True, (5,))
-
-
 def test_a_deadline_fails_the_load_at_once_and_names_the_slots_that_are_still_written(store: ObedientStore) -> None:
     rig = Rig(store)
     store.policy = lambda kind, transfers: None
