@@ -77,6 +77,14 @@ def test_a_doubted_block_is_free_after_its_last_reader() -> None:
     assert index.allocate(1) == [slot]
 
 
+def test_releasing_twice_makes_no_second_owner() -> None:
+    index = HostIndex(1, 1)
+    slots = index.allocate(1)
+    index.unpin(slots)
+    with pytest.raises(AssertionError):
+        index.unpin(slots)
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Random use, against a plain model: who refers to what, and what must still be findable."""
 
