@@ -173,11 +173,13 @@ def _build_module(module: Module, folder: Path, report: Report) -> None:
 def _go_build(module: Module, staging: Path, report: Report) -> None:
     """Download, compile and link. What is left is told by the packages that are left."""
     cwd, started = TOOLS / module.name, time.monotonic()
-    # Without cgo no C compiler is needed, and the programs are static.
-    env = {**os.environ, "GOFLAGS": "-buildvcs=false -mod=readonly", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
+    # Without cgo no C compiler is needed, and the programs are static. Without what debuggers read, and with a lazy collector,
+    # compiling takes three quarters of the CPU.
+    flags = "-buildvcs=false -trimpath -gcflags=all=-dwarf=false"
+    env = {**os.environ, "GOFLAGS": f"{flags} -mod=readonly", "GOGC": "400", "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
     if not cwd.is_dir():
         cwd = _unpinned(module.name.removeprefix("kubernetes-"), staging / "module", env)
-        env["GOFLAGS"] = "-buildvcs=false -mod=mod"
+        env["GOFLAGS"] = f"{flags} -mod=mod"
     listed = subprocess.run(
         ["go", "list", "-deps", "-tags", module.tags, *module.packages], cwd=cwd, env=env, capture_output=True, text=True, check=False
     )
@@ -185,10 +187,10 @@ def _go_build(module: Module, staging: Path, report: Report) -> None:
         raise ClusterError(f"the Go modules of {module.name} cannot be read or downloaded in {cwd}:\n{_tail(listed.stderr)}")
     total, compiling = len(listed.stdout.split()), time.monotonic()
     report(f"{module.name}: modules are there after {clock(compiling - started)}")
-    flags = ["-v", "-trimpath", "-tags", module.tags, "-ldflags", f"-s -w {module.ldflags}", "-o", f"{staging}/"]
+    arguments = ["-v", "-tags", module.tags, "-ldflags", f"-s -w {module.ldflags}", "-o", f"{staging}/"]
     log = staging / "build.log"  # a line for each package
     with log.open("wb") as output:
-        process = subprocess.Popen(["go", "build", *flags, *module.packages], cwd=cwd, stdout=output, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(["go", "build", *arguments, *module.packages], cwd=cwd, stdout=output, stderr=subprocess.STDOUT, env=env)
         while True:
             try:
                 code = process.wait(timeout=15)
