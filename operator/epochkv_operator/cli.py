@@ -61,8 +61,8 @@ def plan(
 ) -> None:
     """Show what the operator would apply and delete for pools and engines, why, and which pods that replaces.
 
-    Without --live, every object is new, and only the schema judges it. With --live, the API server judges the files in a dry run, and
-    engines that a changed pool restarts are shown, too, in whatever file they are.
+    Without --live, every object is new, and only the schema judges it. With --live, kubectl has the API server judge the
+    files in a dry run, and engines that a changed pool restarts are shown, too, in whatever file they are.
 
     \b
       epochkv plan -f pool.yaml -f engine.yaml

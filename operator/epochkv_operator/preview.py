@@ -6,9 +6,8 @@ defaults, images and keys that only the running operator knows cancel out.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,24 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
-from kubernetes.aio import client as kubernetes_client
-from kubernetes.aio import config as kubernetes_config
 
 from epochkv_operator import __version__
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import API_VERSION, GROUP
-from epochkv_operator.kube.client import (
-    APPLY_PATCH,
-    MERGE_PATCH,
-    ApiError,
-    Forbidden,
-    Invalid,
-    Json,
-    KubeClient,
-    NotFound,
-    missing_kubeconfig,
-)
-from epochkv_operator.kube.resources import ENGINES, POOLS, by_kind, identity
+from epochkv_operator.kube.client import Json
+from epochkv_operator.kube.resources import ENGINES, POOLS, identity
 from epochkv_operator.planning.context import Context, Observed
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.settings import Settings
@@ -41,7 +28,7 @@ from epochkv_operator.settings import Settings
 Pools = dict[tuple[str, str], Json]
 """By namespace and name."""
 KINDS: Final = (POOLS.kind, ENGINES.kind)
-DEADLINE_SECONDS: Final = 30.0
+KUBECTL_SECONDS: Final = 60.0
 _SUFFIXES: Final = (".yaml", ".yml", ".json")
 _LAST_APPLIED: Final = "kubectl.kubernetes.io/last-applied-configuration"
 _UNKNOWN_UID: Final = "known-after-apply"
@@ -102,7 +89,7 @@ def planned(
     served = frozenset({"LeaderWorkerSet"})
     rendered = Context(settings.endpoint, operator_namespace, __version__, settings.store_image, settings.engine_image, served=served)
     if live:
-        return asyncio.run(_live(paths, namespace, context, rendered))
+        return _live(paths, namespace, context, rendered)
     manifests, skipped = read(paths, namespace, "default")
     subjects = [Subject(None, _with_uid(obj), source) for obj, source in manifests]
     return outcomes(subjects, {}, _pools(one.after for one in subjects), rendered), skipped
@@ -187,113 +174,58 @@ def _with_uid(obj: Json) -> Json:
 # ---------------------------------------------------------------------------------------------------------------- cluster
 
 
-async def _live(paths: Sequence[str], namespace: str | None, context: str | None, rendered: Context) -> tuple[list[Outcome], list[str]]:
-    client, default_namespace = await _connect(context)
-    try:
-        manifests, skipped = read(paths, namespace, default_namespace)
-        subjects = await _subjects(client, manifests)
-        subjects += await _engines_of_changed_pools(client, subjects)
-        before = _pools(one.before for one in subjects if one.before is not None)
-        after = _pools(one.after for one in subjects)
-        for subject in subjects:
-            key = _pool_key(subject.after)
-            if key[1] and key not in after and (pool := await _found(client, KINDS[0], *key)) is not None:
-                before[key] = after[key] = pool
-        return outcomes(subjects, before, after, rendered), skipped
-    except Forbidden as error:
-        raise CannotPlan(f"{error.message}: ask for this right, or leave out --live") from error
-    except ApiError as error:
-        raise CannotPlan(f"{client.configuration.host}: {error}") from error
-    finally:
-        await client.close()
-
-
-async def _connect(context: str | None) -> tuple[KubeClient, str]:
-    """A client as `kubectl` would have it, and the namespace of the kubeconfig's context."""
-    file = os.environ.get("KUBECONFIG") or kubernetes_config.KUBE_CONFIG_DEFAULT_LOCATION
-    configuration = kubernetes_client.Configuration()
-    if (missing := missing_kubeconfig()) is not None:
-        raise CannotPlan(f"{missing}: set KUBECONFIG, or leave out --live")
-    try:
-        contexts, current = kubernetes_config.list_kube_config_contexts(file)
-        await kubernetes_config.load_kube_config(
-            config_file=file, context=context, client_configuration=configuration, persist_config=False
-        )
-    except (kubernetes_config.ConfigException, OSError) as error:
-        raise CannotPlan(f"{file}: {error}: set KUBECONFIG, or leave out --live") from error
-    chosen = next((one for one in contexts if one["name"] == context), None) if context else current
-    configuration.client_session_kwargs = {"trust_env": False}
-    return KubeClient(configuration, DEADLINE_SECONDS), ((chosen or {}).get("context") or {}).get("namespace") or "default"
-
-
-async def _found(client: KubeClient, kind: str, namespace: str, name: str) -> Json | None:
-    resource = by_kind(kind)
-    try:
-        return {"kind": kind, "apiVersion": resource.api_version, **await client.get(resource, namespace, name)}
-    except NotFound:
-        return None
-
-
-async def _subjects(client: KubeClient, manifests: Sequence[tuple[Json, str]]) -> list[Subject]:
+def _live(paths: Sequence[str], namespace: str | None, context: str | None, rendered: Context) -> tuple[list[Outcome], list[str]]:
+    """`kubectl` asks the cluster: it knows the kubeconfig, and what an apply of these files would do."""
+    kubectl = ("kubectl", f"--request-timeout={KUBECTL_SECONDS:.0f}s", *(("--context", context) if context else ()))
+    default = _run(kubectl, "config", "view", "--minify", "-o", "jsonpath={..namespace}") or "default"
+    manifests, skipped = read(paths, namespace, default)
+    names = ",".join(f"{kind.plural}.{GROUP}" for kind in (POOLS, ENGINES))
+    live = [
+        obj
+        for place in sorted({obj["metadata"]["namespace"] for obj, _ in manifests})
+        for obj in json.loads(_run(kubectl, "get", names, "-n", place, "-o", "json", "--show-managed-fields"))["items"]
+    ]
+    current = {identity(obj): obj for obj in live}
     subjects, problems = list[Subject](), list[str]()
     for obj, source in manifests:
-        live = await _found(client, *identity(obj))
+        before = current.get(identity(obj))
+        flags = "apply", "--dry-run=server", *_ownership(before), "-o", "json", "-f", "-"
         try:
-            after = {"kind": obj["kind"], "apiVersion": API_VERSION, **await _as_applied(client, obj, live)}
-        except NotFound as error:
-            namespace = obj["metadata"]["namespace"]
-            missing = "EpochKV's kinds do not exist: install the chart first"
-            if error.message.startswith("namespaces"):
-                missing = f"namespace {namespace} does not exist: create it first"
-            problems.append(f"{source}: {missing}, or plan without --live")
-        except Invalid as error:
-            problems.append(f"{source}: {error.message}")
+            after = json.loads(_run(kubectl, *flags, manifest=obj, source=source))
+        except CannotPlan as error:
+            problems += error.problems
         else:
-            subjects.append(Subject(live, after if live is not None else _with_uid(after), source))
+            subjects.append(Subject(before, after if before is not None else _with_uid(after), source))
     if problems:
         raise CannotPlan(*problems)
-    return subjects
-
-
-async def _as_applied(client: KubeClient, obj: Json, live: Json | None) -> Json:
-    """What the API server would hold after `kubectl apply`, by a dry run: defaults filled in, rules checked.
-
-    A field that the user took out of the file goes, as with kubectl: by its note of what was applied last, else by who owns the field.
-    """
-    metadata: Json = (live or {}).get("metadata", {})
-    noted = (metadata.get("annotations") or {}).get(_LAST_APPLIED)
-    applied = {entry["manager"] for entry in metadata.get("managedFields") or () if entry.get("operation") == "Apply"}
-    query = {"dryRun": "All", "fieldValidation": "Strict", "fieldManager": "kubectl-client-side-apply"}
-    body, content_type = obj, MERGE_PATCH
-    if noted is not None:
-        body = _with_removals(json.loads(noted), obj)
-    else:
-        content_type = APPLY_PATCH
-        query |= {"fieldManager": applied.pop() if len(applied) == 1 else "kubectl", "force": "true"}
-    path = by_kind(obj["kind"]).path(obj["metadata"]["namespace"], obj["metadata"]["name"])
-    return await client.request("PATCH", path, query=query, body=body, content_type=content_type)
-
-
-def _with_removals(before: Any, after: Json) -> Json:
-    """The merge patch of `kubectl apply`: what the file has, and null for what it had."""
-    patch = dict(after)
-    for key, value in (before if isinstance(before, dict) else {}).items():
-        if key not in after:
-            patch[key] = None
-        elif isinstance(value, dict) and isinstance(after[key], dict):
-            patch[key] = _with_removals(value, after[key])
-    return patch
-
-
-async def _engines_of_changed_pools(client: KubeClient, subjects: Sequence[Subject]) -> list[Subject]:
-    """Engines in no file that a pool of the files may restart."""
-    known = {identity(one.after) for one in subjects}
+    pools = _pools(live) | _pools(one.after for one in subjects)
     changed = {identity(one.after)[1:] for one in subjects if one.before is None or one.before["spec"] != one.after["spec"]}
-    found = []
-    for namespace in sorted({namespace for namespace, _ in changed}):
-        engines = [{"kind": ENGINES.kind, **engine} for engine in (await client.list(ENGINES, namespace))[0]]
-        found += [Subject(one, one) for one in engines if _pool_key(one) in changed and identity(one) not in known]
-    return found
+    known = {identity(one.after) for one in subjects}
+    subjects += [Subject(one, one) for one in live if _pool_key(one) in changed and identity(one) not in known]
+    return outcomes(subjects, _pools(live), pools, rendered), skipped
+
+
+def _ownership(live: Json | None) -> tuple[str, ...]:
+    """Flags with which `kubectl apply` removes the fields that the file has no more: the same as they were applied with."""
+    metadata: Json = (live or {}).get("metadata", {})
+    owners = {entry["manager"] for entry in metadata.get("managedFields") or () if entry.get("operation") == "Apply"}
+    if live is None or _LAST_APPLIED in (metadata.get("annotations") or {}):
+        return ()
+    return "--server-side", "--force-conflicts", f"--field-manager={owners.pop() if len(owners) == 1 else 'kubectl'}"
+
+
+def _run(kubectl: Sequence[str], *arguments: str, manifest: Json | None = None, source: str = "kubectl") -> str:
+    """What it prints. Raises `CannotPlan` with what it complains of, after `source`."""
+    text = json.dumps(manifest) if manifest is not None else None
+    try:
+        ran = subprocess.run([*kubectl, *arguments], input=text, capture_output=True, text=True, timeout=2 * KUBECTL_SECONDS, check=False)
+    except FileNotFoundError as error:
+        raise CannotPlan("--live needs kubectl on the PATH: install it, or leave out --live") from error
+    except subprocess.TimeoutExpired as error:
+        raise CannotPlan(f"{source}: no answer from the cluster within {error.timeout:.0f} s") from error
+    if ran.returncode != 0:
+        raise CannotPlan(f"{source}: {ran.stderr.strip()}: mend it, or leave out --live")
+    return ran.stdout
 
 
 # ------------------------------------------------------------------------------------------------------------------ files
