@@ -31,7 +31,7 @@ from epochkv_fence.connection import (
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.api.generate import CRDS, manifest
 from epochkv_operator.keys import decoded
-from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound, missing_kubeconfig
+from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, LEASES, POOLS, SECRETS, Resource, Right, rights
 from epochkv_operator.planning.names import component_name
 from epochkv_operator.settings import Settings
@@ -71,12 +71,11 @@ async def examine_cluster(scope: ClusterScope) -> list[Finding]:
 
     async def connect() -> list[Finding]:
         nonlocal client
-        if (missing := missing_kubeconfig()) is not None:
-            raise CannotLook(f"no cluster to look at: {missing}", "export KUBECONFIG=PATH   # or give --config to look at one pool")
         try:
             client = await KubeClient.connect(API_SECONDS)
         except (ConfigException, OSError, ValueError) as error:
-            raise CannotLook(f"no cluster to look at: {error}", "export KUBECONFIG=PATH") from error
+            remedy = "export KUBECONFIG=PATH   # or give --config to look at one pool"
+            raise CannotLook(f"no cluster to look at: {error}", remedy) from error
         version = await _request(client, "GET", "/version")
         return [Finding("cluster", Level.OK, f"{client.configuration.host} ({version.get('gitVersion', 'no version')}) answers")]
 

@@ -202,14 +202,6 @@ class SecretConflict(Exception):
     """A Secret of that name exists and is not ours to replace."""
 
 
-@dataclass(frozen=True)
-class Ensured:
-    """A pool's keys, and what to tell the user when somebody else had changed the Secret."""
-
-    keys: FenceKeys
-    note: str = ""
-
-
 @dataclass
 class _Pool:
     """What is known of one pool's Secret."""
@@ -257,8 +249,9 @@ class FenceSecrets:
         """The pool is gone, or another one of its name has come: nobody may ever be given its keys again."""
         self._pools = {uid: pool for uid, pool in self._pools.items() if pool.place != (namespace, name)}
 
-    async def ensure(self, pool: Json) -> Ensured:
-        """Make sure that the pool's Secret exists, is bound to this pool's uid and holds what it should.
+    async def ensure(self, pool: Json) -> tuple[FenceKeys, str]:
+        """Make sure that the pool's Secret exists, is bound to this pool's uid and holds what it should. Returns the keys, and what to
+        tell the user when somebody else had changed the Secret.
 
         Raises:
             SecretConflict: the Secret belongs to somebody else.
@@ -271,7 +264,7 @@ class FenceSecrets:
         known = self._pools[uid]
         known.refusal = None
         try:
-            ensured = await self._ensure(pool, known)
+            keys, note = await self._ensure(pool, known)
         except SecretConflict as error:
             known.conflict, known.refusal = True, str(error)
             raise
@@ -279,10 +272,9 @@ class FenceSecrets:
             known.refusal = f"Secret {'/'.join(_place(pool))} with the pool's keys cannot be read or made: {error.message}"
             raise
         known.conflict = False
-        self._remember(known, ensured.keys)
-        return ensured
+        return self._remember(known, keys), note
 
-    async def _ensure(self, pool: Json, known: _Pool) -> Ensured:
+    async def _ensure(self, pool: Json, known: _Pool) -> tuple[FenceKeys, str]:
         (namespace, name), uid = _place(pool), pool["metadata"]["uid"]
         try:
             found = await self._client.get(SECRETS, namespace, name)
@@ -300,7 +292,7 @@ class FenceSecrets:
         wanted = content(keys, uid)
         if owner is None or note or any(fields.get(field) != wanted.get(field) for field in FIELDS):
             await self._put(pool, found, keys, note or "its owner was missing")
-        return Ensured(keys, note)
+        return keys, note
 
     def _judge(self, pool: Json, known: _Pool, fields: Fields) -> tuple[FenceKeys, str]:
         """What the Secret should hold, and what to tell the user if somebody else has changed it."""
@@ -324,19 +316,19 @@ class FenceSecrets:
             return replace(found, hub_public=self._hub_public), note
         return found, ""
 
-    async def _make(self, pool: Json, known: _Pool) -> Ensured:
+    async def _make(self, pool: Json, known: _Pool) -> tuple[FenceKeys, str]:
         """There is no Secret: make it as it was, or a new one."""
         place, status = "/".join(_place(pool)), pool.get("status") or {}
         if known.keys is not None:
             note = f"Secret {place} was deleted: it is back with the same keys. To replace the client key, raise spec.keys.generation"
             await self._create(pool, known.keys, "it was deleted")
-            return Ensured(known.keys, note)
+            return known.keys, note
         keys = made(self._hub_public, _asked(pool))
         served = "keys" in status
         known.new = not served and not {"epoch", "targetEpoch", "granting", "proof"} & status.keys()
         await self._create(pool, keys, "it was deleted while no operator ran" if served else "the pool is new")
         lost = "was deleted while no operator ran: its keys are new, engines restart with them, and KV that is stored is not found any more"
-        return Ensured(keys, f"Secret {place} {lost} (misses)" if served else "")
+        return keys, f"Secret {place} {lost} (misses)" if served else ""
 
     # ---- rotation ----
 

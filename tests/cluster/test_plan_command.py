@@ -161,4 +161,4 @@ def test_no_cluster_no_right_and_no_namespace_are_said(namespace: Namespace, pla
     status, _, errors = plan(pool(), arguments=("--context", "nobody"))
     assert (status, "nobody" in errors) == (1, True), errors
     status, _, errors = plan({**pool(), "metadata": {"name": "policy", "namespace": "nowhere"}}, arguments=("-n", "nowhere"))
-    assert (status, 'manifests.yaml: Error from server (NotFound)' in errors) == (1, True), errors
+    assert (status, "manifests.yaml: Error from server (NotFound)" in errors) == (1, True), errors

@@ -89,7 +89,7 @@ class Executor:
         for desired in plan.apply:
             if identity(desired) in known:
                 continue
-            live = self._live(desired)
+            live = self._store.get(*identity(desired))
             if live is None:
                 metadata = desired["metadata"]
                 try:
@@ -122,7 +122,7 @@ class Executor:
         return problem, again
 
     async def _apply(self, about: str, desired: Json, reason: str) -> None:
-        live = self._live(desired)
+        live = self._store.get(*identity(desired))
         answer = await self._send(by_kind(desired["kind"]), _leave_replicas_alone(desired, live), live)
         self._store.upsert(desired["kind"], answer)
         if live is not None and answer["metadata"]["resourceVersion"] == live["metadata"]["resourceVersion"]:
@@ -155,6 +155,3 @@ class Executor:
             return
         metrics.API_WRITES.labels(kind=child["kind"], operation="delete").inc()
         log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason=reason)
-
-    def _live(self, desired: Json) -> Json | None:
-        return self._store.get(*identity(desired))

@@ -63,10 +63,9 @@ OLD_KEY_SECONDS = 1.0
 
 
 @dataclass(eq=False)
-class PoolReconciler:
-    """Brings pools to what they should be. Raises what another try may solve.
-
-    `wake`: look at a key after a delay; `served`: kinds of other projects that there are.
+class _Reconciler:
+    """Brings objects of one kind to what they should be. `wake`: look at a key after a delay; `served`: kinds of other projects that there
+    are.
     """
 
     settings: Settings
@@ -75,22 +74,36 @@ class PoolReconciler:
     reporter: Reporter
     secrets: FenceSecrets
     hub: HubProxy
+    client: KubeClient
     wake: Callable[[Key, float], None]
     served: Callable[[], frozenset[str]]
 
     async def reconcile(self, key: Key) -> None:
+        """Raises what another try may solve."""
         obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
+            self.reporter.forget(key)
             self._forget(key)
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
             return
         try:
-            pool = parse_pool(obj)
+            await self._reconcile(key, obj)
         except InvalidObject as error:
+            # Of an engine, it may be the pool: one that cannot be read is not a missing one, so nothing is changed until it can.
             message = str(error)
             await self.reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
-            return
+
+    def _forget(self, key: Key) -> None:
+        raise NotImplementedError
+
+    async def _reconcile(self, key: Key, obj: Json) -> None:
+        raise NotImplementedError
+
+
+class PoolReconciler(_Reconciler):
+    async def _reconcile(self, key: Key, obj: Json) -> None:
+        pool = parse_pool(obj)
         keys, problem, retry = await self._keys(key, obj)
         if keys is not None:
             keys, trouble, late = await self._serve(key, obj, pool, keys)
@@ -119,9 +132,7 @@ class PoolReconciler:
             raise again
 
     def _forget(self, key: Key) -> None:
-        """The pool is gone."""
         self.secrets.forget(key.namespace, key.name)
-        self.reporter.forget(key)
         for uid in self.hub(HubService.forget, key.namespace, key.name):
             log.info("pool gone", object=str(key), uid=uid)
 
@@ -130,10 +141,10 @@ class PoolReconciler:
         uid = obj["metadata"]["uid"]
         decided = self.secrets.decided(uid)
         try:
-            ensured = await self.secrets.ensure(obj)
-            if ensured.note:
-                self.reporter.tell(obj, reason="SecretRestored", action="Secret", note=ensured.note)
-            return ensured.keys, None, None
+            keys, note = await self.secrets.ensure(obj)
+            if note:
+                self.reporter.tell(obj, reason="SecretRestored", action="Secret", note=note)
+            return keys, None, None
         except SecretConflict as error:
             return None, Problem("SecretConflict", str(error)), None
         except (Forbidden, Invalid) as error:
@@ -183,41 +194,16 @@ FENCE_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(eq=False)
-class EngineReconciler:
-    """Brings engines to what they should be. Raises what another try may solve.
-
-    `wake`: look at a key after a delay; `served`: kinds of other projects that there are.
-    """
-
-    settings: Settings
-    store: Store
-    executor: Executor
-    reporter: Reporter
-    secrets: FenceSecrets
-    hub: HubProxy
-    client: KubeClient
-    wake: Callable[[Key, float], None]
-    served: Callable[[], frozenset[str]]
+class EngineReconciler(_Reconciler):
     _new: dict[Key, float] = field(default_factory=dict)
 
-    async def reconcile(self, key: Key) -> None:
-        obj = self.store.get(key.kind, key.namespace, key.name)
-        if obj is None:
-            self._new.pop(key, None)
-            self.reporter.forget(key)
-            raise ObjectGone(f"{key} is gone")
-        if obj["metadata"].get("deletionTimestamp"):
-            return
+    def _forget(self, key: Key) -> None:
+        self._new.pop(key, None)
+
+    async def _reconcile(self, key: Key, obj: Json) -> None:
         name = pool_of(obj)
         pool_obj = await self._pool(key.namespace, name) if name else None
-        try:
-            engine = parse_engine(obj)
-            pool = parse_pool(pool_obj) if pool_obj is not None else None
-        except InvalidObject as error:
-            # An unreadable pool is not a missing one: nothing is changed until it can be read.
-            message = str(error)
-            await self.reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
-            return
+        engine, pool = parse_engine(obj), parse_pool(pool_obj) if pool_obj is not None else None
         if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.decided(pool.metadata.uid):
             await self._wait_for_keys(key, obj, engine, pool)
             return

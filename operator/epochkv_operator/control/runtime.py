@@ -24,7 +24,7 @@ from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.leader import HubProxy, Leader, watch_lag
 from epochkv_operator.control.reconcile import EngineReconciler, PoolReconciler
 from epochkv_operator.control.reporter import Reporter
-from epochkv_operator.control.worker import OutageBackoff, Worker, WorkQueue, recheck_seconds
+from epochkv_operator.control.worker import Worker, WorkQueue, recheck_seconds
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
@@ -100,7 +100,6 @@ class Operator:
         self.identity = new_identity()
         self.store = Store(indexed)
         self.queue: WorkQueue[Key] = WorkQueue()
-        self.outage = OutageBackoff(self.queue)
         self.probes = Probes()
         self._stop = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], str] = {}
@@ -125,7 +124,7 @@ class Operator:
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
         client = await KubeClient.connect()
-        leader = self._leader = Leader(self.settings, self.identity, self.store, self._take, self._wake, self.outage.over)
+        leader = self._leader = Leader(self.settings, self.identity, self.store, self._take, self._wake, self.queue.hurry)
         client.may_not_write = leader.not_leading
         try:
             if not await self._unless_stopped(leader.acquire()):
@@ -156,7 +155,9 @@ class Operator:
                 await self._unless_stopped(self._prepare(client, leader, watches), *self._tasks)
             return await self._wait_for_the_end()
         finally:
-            await self._end(kopf_task)
+            await _cancel([task for task in self._tasks if task is not kopf_task], 3.0)
+            self.queue.close()
+            await leader.close_hub()
 
     async def _prepare(self, client: KubeClient, leader: Leader, watches: Watches) -> None:
         statuses = StatusWriter(client, self.store, self._take)
@@ -171,12 +172,10 @@ class Operator:
         executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
-        pools = PoolReconciler(self.settings, self.store, executor, reporter, secrets, hub, self.queue.add_after, watches.served)
-        engines = EngineReconciler(
-            self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served
-        )
+        given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served)
+        pools, engines = PoolReconciler(*given), EngineReconciler(*given)
         recheck = recheck_seconds(self.settings.resync_seconds)
-        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, self.outage, recheck)
+        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, recheck)
         self._start("hub", leader.watch_hub())
         self._start("lists", watches.compare())
         self._start("hub-secret", secret.guard(keys))
@@ -224,20 +223,14 @@ class Operator:
         """Look at what the object affects. While the hub is at a reset, after a delay: it wakes the key when it is through."""
         for key in affected(self.store, resource.kind, obj):
             of_pool = resource is POOLS and key.kind == ENGINES.kind
-            self._look(key, engines_seconds if of_pool else delay_seconds)
+            self.queue.add_after(key, engines_seconds if of_pool else delay_seconds)
 
     def _look_at_all(self) -> None:
         """The cluster serves other kinds than before, so any object may want others."""
         for resource in PRIMARY:
             objects = self.store.every(resource.kind)
             for index, obj in enumerate(objects):
-                self._look(key_of(resource.kind, obj), LOOK_AGAIN_SECONDS * index / len(objects))
-
-    def _look(self, key: Key, delay_seconds: float) -> None:
-        if delay_seconds:
-            self.queue.add_after(key, delay_seconds)
-        else:
-            self.queue.add(key)
+                self.queue.add_after(key_of(resource.kind, obj), LOOK_AGAIN_SECONDS * index / len(objects))
 
     def _wake(self, pool: Key, delay_seconds: float) -> None:
         """The hub has news about a pool; its engines report epochs, too, and follow when it has come to rest."""
@@ -280,12 +273,6 @@ class Operator:
         if not ended:
             log.info("shutting down on signal")
         return 1 if ended else 0
-
-    async def _end(self, kopf_task: asyncio.Task[None] | None) -> None:
-        await _cancel([task for task in self._tasks if task is not kopf_task], 3.0)
-        self.queue.close()
-        if self._leader is not None:
-            await self._leader.close_hub()
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()

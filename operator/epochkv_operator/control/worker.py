@@ -24,6 +24,7 @@ K = TypeVar("K", bound=Hashable)
 
 BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_MAX_SECONDS = 30.0
+SPREAD_SECONDS = 1.0
 
 
 class WorkQueue(Generic[K]):
@@ -52,6 +53,9 @@ class WorkQueue(Generic[K]):
 
     def add_after(self, key: K, delay_seconds: float) -> None:
         """Serve the key after a delay, or earlier if somebody adds it. Of two delays the shorter one counts."""
+        if not delay_seconds:
+            self.add(key)
+            return
         if key in self._ready:
             return
         due = self._clock() + delay_seconds
@@ -88,6 +92,11 @@ class WorkQueue(Generic[K]):
         self.add_after(key, delay)
         return delay
 
+    def hurry(self) -> None:
+        """The API server answers again: no key that failed waits out its backoff."""
+        for key in self._failures:
+            self.add_after(key, random.uniform(0.0, SPREAD_SECONDS))
+
     def __len__(self) -> int:
         return len(self._ready)
 
@@ -123,32 +132,6 @@ class WorkQueue(Generic[K]):
 
 
 log = structlog.get_logger(__name__)
-SPREAD_SECONDS = 1.0
-
-
-class OutageBackoff:
-    """Keys that wait for the API server: when it answers again, none of them waits out its backoff. All methods run on one loop."""
-
-    def __init__(self, queue: WorkQueue[Key]) -> None:
-        self._queue = queue
-        self._waiting: set[Key] = set()
-
-    def waits(self, key: Key) -> None:
-        """The key was put off because the API server did not answer, or had an error."""
-        self._waiting.add(key)
-
-    def served(self, key: Key) -> None:
-        self._waiting.discard(key)
-
-    def over(self) -> None:
-        """The API server answers again."""
-        if self._waiting:
-            log.info("the API server answers again", objects_waiting=len(self._waiting))
-        for key in self._waiting:
-            self._queue.add_after(key, random.uniform(0.0, SPREAD_SECONDS))
-        self._waiting.clear()
-
-
 DEADLINE_SECONDS = 60.0
 Reconcile = Callable[[Key], Awaitable[None]]
 
@@ -164,11 +147,8 @@ def recheck_seconds(resync_seconds: float) -> dict[str, float]:
 class Worker:
     """Serves keys of several kinds. Several workers may share one queue: call `run` several times. `recheck`: see `recheck_seconds`."""
 
-    def __init__(
-        self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], outage: OutageBackoff, recheck: Mapping[str, float]
-    ) -> None:
+    def __init__(self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], recheck: Mapping[str, float]) -> None:
         self._queue = queue
-        self._outage = outage
         self._reconcilers = reconcilers
         self._recheck = recheck
         self._problems: dict[Key, str] = {}
@@ -192,7 +172,6 @@ class Worker:
                     self._queue.add_after(key, self._recheck[key.kind] * random.uniform(0.8, 1.2))
 
     def _served(self, key: Key, result: str) -> None:
-        self._outage.served(key)
         if self._problems.pop(key, None):
             log.info("reconciling works again", object=str(key))
         metrics.RECONCILE_SECONDS.labels(kind=key.kind).observe(self._queue.done(key))
@@ -202,8 +181,6 @@ class Worker:
         """Back off. One log line per problem, not per attempt; a conflict is no problem at all."""
         at_least = error.retry_after_seconds or 0.0 if isinstance(error, Unavailable) else 0.0
         delay = self._queue.retry(key, at_least)
-        if isinstance(error, Unavailable | TimeoutError):
-            self._outage.waits(key)
         metrics.RECONCILES.labels(kind=key.kind, result="conflict" if isinstance(error, Conflict) else "error").inc()
         problem = f"{type(error).__name__}: {error}"
         if isinstance(error, Conflict) or self._problems.get(key) == problem:

@@ -129,6 +129,13 @@ def _asked_again(check: Callable[[str, str], None]) -> aiohttp.TraceConfig:
     return trace
 
 
+def _kubeconfig() -> str:
+    paths = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    if not any(Path(path).expanduser().exists() for path in paths.split(os.pathsep)):
+        raise kubernetes_config.ConfigException(f"{paths.replace(os.pathsep, ' and ')} not found")
+    return paths
+
+
 class KubeClient:
     """Requests to one API server. Not bound to a namespace; every method may raise `ApiError` and nothing else."""
 
@@ -154,11 +161,8 @@ class KubeClient:
         configuration = kubernetes_client.Configuration()
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
             kubernetes_config.load_incluster_config(client_configuration=configuration)
-        else:
-            await kubernetes_config.load_kube_config(
-                config_file=os.environ.get("KUBECONFIG") or kubernetes_config.KUBE_CONFIG_DEFAULT_LOCATION,
-                client_configuration=configuration,
-            )
+            return cls(configuration, deadline_seconds)
+        await kubernetes_config.load_kube_config(_kubeconfig(), client_configuration=configuration)
         return cls(configuration, deadline_seconds)
 
     async def close(self) -> None:
@@ -316,13 +320,3 @@ class KubeClient:
                     yield json.loads(line)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Unavailable(0, "Unreachable", str(error) or type(error).__name__, f"WATCH {path}") from error
-
-
-def missing_kubeconfig() -> str | None:
-    """Which files are looked for, when none of them is there; None when one is, and in a pod, which needs none."""
-    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
-        return None
-    paths = (os.environ.get("KUBECONFIG") or "~/.kube/config").split(os.pathsep)
-    if any(Path(path).expanduser().exists() for path in paths):
-        return None
-    return f"{' and '.join(paths)} not found"

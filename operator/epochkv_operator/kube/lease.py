@@ -20,7 +20,7 @@ import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
-from epochkv_operator.kube.client import AlreadyExists, ApiError, Conflict, Json, KubeClient, NotFound
+from epochkv_operator.kube.client import ApiError, Conflict, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import LEASES
 
 log = structlog.get_logger(__name__)
@@ -137,7 +137,6 @@ class LeaseHolder:
         try:
             self._lease = await self._client.get(LEASES, self.namespace, self.name)
         except NotFound:
-            now = _timestamp()
             body = {
                 "apiVersion": "coordination.k8s.io/v1",
                 "kind": "Lease",
@@ -146,20 +145,8 @@ class LeaseHolder:
                     "namespace": self.namespace,
                     "labels": {"app.kubernetes.io/part-of": "epochkv", "app.kubernetes.io/managed-by": MANAGED_BY},
                 },
-                "spec": {
-                    "holderIdentity": self.identity,
-                    "leaseDurationSeconds": self.duration_seconds,
-                    "acquireTime": now,
-                    "renewTime": now,
-                    "leaseTransitions": 0,
-                },
             }
-            started = time.monotonic()
-            try:
-                self._lease = await self._client.create(LEASES, self.namespace, body)
-            except AlreadyExists:
-                return None
-            return self._won(started)
+            self._lease = await self._client.create(LEASES, self.namespace, body)  # held by nobody yet
         spec = self._lease.get("spec", {})
         version = self._lease["metadata"]["resourceVersion"]
         now_monotonic = time.monotonic()

@@ -92,7 +92,9 @@ class StatusWriter:
                 answer = await self._send(ref, obj, patch, remaining, fields)
             except NotFound as error:
                 raise ObjectGone(f"{ref} is gone") from error
-            except (Conflict, _FieldsChanged):
+            except (Conflict, Invalid) as error:
+                if isinstance(error, Invalid) and not fields:
+                    raise
                 attempt += 1
                 if attempt > 3:
                     await asyncio.sleep(min(0.005 * 2 ** min(attempt, 6), 0.2))
@@ -109,15 +111,8 @@ class StatusWriter:
     async def _send(self, ref: ObjectRef, obj: Json, patch: Json, seconds: float, fields: Sequence[str] | None) -> Json:
         if not fields:
             return await self._client.patch_status(ref, str(resource_version(obj)), patch, seconds)
-        try:
-            seen = {name: obj["status"].get(name) for name in fields}
-            return await self._client.patch_status_fields(ref, seen, patch, seconds)
-        except Invalid as error:
-            raise _FieldsChanged from error
-
-
-class _FieldsChanged(Exception):
-    """What `decide` depended on is not what it saw."""
+        seen = {name: obj["status"].get(name) for name in fields}
+        return await self._client.patch_status_fields(ref, seen, patch, seconds)
 
 
 log = structlog.get_logger(__name__)

@@ -95,18 +95,6 @@ def transport(pool: KVCachePool) -> Transport | None:
     return used.transport if used is not None else None
 
 
-def uses_rdma(pool: KVCachePool) -> bool:
-    """True when blocks travel over RDMA, which needs privileged pods."""
-    used = transport(pool)
-    return used is not None and used.protocol == "RDMA"
-
-
-def rdma_resource(pool: KVCachePool) -> str | None:
-    """What a device plugin calls the devices that each pod needs one of; None: the host's."""
-    used = transport(pool)
-    return used.resource_name if used is not None else None
-
-
 def connection(pool: KVCachePool, context: Context) -> Json:
     """The connector's configuration (`kv_connector_extra_config`) for one pool."""
     metadata = pool.metadata

@@ -121,11 +121,6 @@ class HubView:
     complete: bool = True
     """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
 
-    @property
-    def unknown(self) -> list[EngineView]:
-        """Live engines whose weights are not known; they share nothing."""
-        return [engine for engine in self.engines if engine.alive and engine.weights is None]
-
 
 @dataclass(frozen=True)
 class Condition:

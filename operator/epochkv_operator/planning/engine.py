@@ -277,7 +277,8 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
         "containers": [container],
         "volumes": volumes,
     }
-    return podspec.with_rdma(pod, wiring.rdma_resource(pool)) if pool is not None and wiring.uses_rdma(pool) else pod
+    transport = wiring.transport(pool) if pool is not None else None
+    return podspec.with_rdma(pod, transport.resource_name) if transport is not None and transport.protocol == "RDMA" else pod
 
 
 def local_bytes(spec: InferenceEngineSpec, pool: KVCachePool | None) -> int:

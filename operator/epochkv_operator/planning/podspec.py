@@ -228,11 +228,8 @@ def _refuse(overrides: Json, container: str, path: str) -> None:
 def _owned(item: Json, container: str, path: str) -> Iterator[str]:
     """What overrides of the operator's own container must leave alone."""
     yield from _removals(item, ("env", "volumeMounts"), path)
-    for key, remedy in (
-        ("command", "use spec.args" if container == "engine" else "remove it"),
-        ("args", "use spec.args" if container == "engine" else "remove it"),
-        ("image", "use spec.image" if container == "engine" else "use spec.distributed.mooncake.image"),
-    ):
+    arguments, image = ("use spec.args", "spec.image") if container == "engine" else ("remove it", "spec.distributed.mooncake.image")
+    for key, remedy in (("command", arguments), ("args", arguments), ("image", f"use {image}")):
         if key in item:
             yield f"{path}.{key} belongs to the operator: {remedy}"
     for variable in _objects(item.get("env")):

@@ -156,8 +156,8 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
-    if wiring.uses_rdma(pool):
-        spec = podspec.with_rdma(spec, wiring.rdma_resource(pool))
+    if mooncake.transport.protocol == "RDMA":
+        spec = podspec.with_rdma(spec, mooncake.transport.resource_name)
     if mooncake.store.ssd is not None:
         spec = podspec.with_disk(spec, quantity.to_bytes(mooncake.store.ssd.capacity), mooncake.store.ssd.storage_class_name, _SSD_MOUNT)
     return {

@@ -34,10 +34,6 @@ class Health:
     """`Available` when every wanted pod is ready and up to date."""
     message: str
 
-    @property
-    def available(self) -> bool:
-        return self.reason == "Available"
-
 
 def find(children: Iterable[Json], kind: str, name: str, owner_uid: str) -> Json | None:
     """The live object of that kind and name, if this owner controls it."""

@@ -56,7 +56,6 @@ def test_origin_weights_and_outliers() -> None:
     groups = [(group.id, group.label, group.engines, group.since.timestamp()) for group in view.weights]
     assert groups == [(A.hex(), "step-3", 1, 1e9 - 30), (B.hex(), "", 1, 1e9 - 90)]
     assert [(outlier.name, outlier.holds, outlier.most_hold) for outlier in view.outliers] == [("late", B.hex(), A.hex())]
-    assert [item.engine for item in view.unknown] == ["asleep"]
     assert [item.alive for item in view.engines] == [True, True, True, False]
     assert view_of(replace(snapshot, leading=False), PoolHistory(), 1e9, 0.0) is None
 

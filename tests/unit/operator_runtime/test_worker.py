@@ -7,7 +7,7 @@ import contextlib
 from collections import Counter
 from itertools import pairwise
 
-from epochkv_operator.control.worker import OutageBackoff, Worker, WorkQueue
+from epochkv_operator.control.worker import Worker, WorkQueue
 from epochkv_operator.kube.client import Invalid, Unavailable
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Key, engine_key, pool_key
@@ -29,7 +29,7 @@ async def serve_until_quiet(seen: Counter[Key]) -> None:
             raise Invalid(422, "Invalid", "not yet", "PATCH")
 
     queue: WorkQueue[Key] = WorkQueue()
-    task = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, OutageBackoff(queue), {HEALTHY.kind: 0.2}).run())
+    task = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, {HEALTHY.kind: 0.2}).run())
     for key in (GONE, BROKEN, HEALTHY):
         queue.add(key)
     try:
@@ -65,7 +65,7 @@ def test_keys_that_need_no_request_leave_others_their_turn() -> None:
 
     async def scenario() -> None:
         queue: WorkQueue[Key] = WorkQueue()
-        worker = Worker(queue, {engine_key("a", "b").kind: reconcile}, OutageBackoff(queue), {})
+        worker = Worker(queue, {engine_key("a", "b").kind: reconcile}, {})
         for number in range(1000):
             queue.add(engine_key("a", str(number)))
         workers = [asyncio.create_task(worker.run()) for _ in range(4)]
@@ -89,13 +89,13 @@ def test_when_an_outage_is_over_nobody_waits_out_a_backoff() -> None:
         done.set()
 
     async def scenario() -> None:
-        worker = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, outage, {}).run())
+        worker = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, {}).run())
         queue.add(HEALTHY)
         async with asyncio.timeout(60):
             while len(tries) < 8:
                 queue.add(HEALTHY)  # as events of its objects would
                 await asyncio.sleep(0.01)
-            outage.over()
+            queue.hurry()
             began = asyncio.get_running_loop().time()
             await done.wait()
         worker.cancel()
@@ -103,5 +103,5 @@ def test_when_an_outage_is_over_nobody_waits_out_a_backoff() -> None:
         assert tries[-1] - began < 10
 
     queue: WorkQueue[Key] = WorkQueue()
-    outage, done = OutageBackoff(queue), asyncio.Event()
+    done = asyncio.Event()
     asyncio.run(scenario())
