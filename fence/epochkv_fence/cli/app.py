@@ -7,6 +7,7 @@ The extra in brackets is what to install when that is missing: `plan = "epochkv_
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
@@ -38,25 +39,10 @@ def plugin_names() -> list[str]:
 def load_plugin(name: str) -> Any:
     """The command `name`; None when no package that is here adds it."""
     entry = _found().get(name)
-    if entry is None:
-        return None
-    try:
-        command = typer.main.get_command(entry.load())
-    except ModuleNotFoundError:  # an image may leave packages out
-        return None
-    run = command.callback
-
-    def with_libraries(*arguments: Any, **options: Any) -> Any:
-        try:
-            return run(*arguments, **options) if run is not None else None
-        except ModuleNotFoundError as error:
-            extras = ",".join(entry.extras)
-            remedy = f"; install epochkv[{extras}]" if extras else ""
-            say_error(f"{error.name} is not installed, and `epochkv {name}` needs it{remedy}")
-            sys.exit(Exit.FAILED)
-
-    command.callback = with_libraries
-    return command
+    if entry is not None:
+        with contextlib.suppress(ModuleNotFoundError):  # an image may leave packages out
+            return typer.main.get_command(entry.load())
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -102,8 +88,13 @@ class _Commands(TyperGroup):
         return super().get_command(ctx, cmd_name) or load_plugin(cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
-        with asking.interruptible(""):
-            return super().invoke(ctx)
+        try:
+            with asking.interruptible(""):
+                return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            extras = ",".join(_found()[ctx.invoked_subcommand].extras if ctx.invoked_subcommand in _found() else ())
+            say_error(f"{error.name} is not installed, and `epochkv {ctx.invoked_subcommand}` needs it; install epochkv[{extras}]")
+            sys.exit(Exit.FAILED)
 
 
 app = typer.Typer(

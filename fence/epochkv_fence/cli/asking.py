@@ -98,13 +98,10 @@ def connect(config: str | None, timeout: float, consequence: str | None = None) 
 
 
 @contextmanager
-def _asking(progress: StatusLine, output: Output) -> Iterator[None]:
+def _asking(output: Output) -> Iterator[None]:
     """The error of an epoch that is late goes to stderr; with JSON what is known of it is a document on stdout as well."""
     try:
-        try:
-            yield
-        finally:
-            progress.stop()
+        yield
     except ResetTimeout as error:
         if output is Output.JSON:
             show_reset(error.reset, output)
@@ -143,16 +140,15 @@ def reset(
     Exit status: 0 published (with --no-wait: recorded); 3 recorded, not published in time; 4 no hub recorded it. With -o json, the
     command also prints JSON when it ends with 3.
     """
-    progress = StatusLine(reset_waits_for)
     with interruptible(f". {NOTHING_ASKED}"):
         pool = connect(config, timeout, NOTHING_ASKED)
-    with interruptible(MAY_BE_RECORDED), closing(pool), _asking(progress, output):
+    with interruptible(MAY_BE_RECORDED), closing(pool), _asking(output):
         done = pool.reset(
             epoch,
             wait=wait,
             timeout_s=timeout,
             on_failure=on_failure,  # type: ignore[arg-type]
-            progress=progress,
+            progress=StatusLine(reset_waits_for),
             force=force,
         )
     show_reset(done, output, wait)
@@ -177,9 +173,8 @@ def wait(
     Exit status: 0 published; 3 not in time, and the message says whether anybody has asked for it; 4 no hub answers. With -o json, the
     command also prints JSON when it ends with 3.
     """
-    progress = StatusLine(wait_waits_for)
-    with closing(connect(config, timeout)) as pool, _asking(progress, output):
-        done = pool.wait(epoch, timeout, progress)
+    with closing(connect(config, timeout)) as pool, _asking(output):
+        done = pool.wait(epoch, timeout, StatusLine(wait_waits_for))
     show_wait(done, output)
 
 
@@ -274,13 +269,12 @@ def update(
 
 def _push(command: Sequence[str], version: str, config: str | None, timeout: float, output: Output) -> WeightsReport:
     """Run the command, and wait until every engine holds the weights that it pushed."""
-    progress = StatusLine(push_waits_for)
     made: Update | None = None
     has_ended = False
     try:
         with (
             closing(connect(config, timeout, NOTHING_ASKED)) as pool,
-            pool.weight_update(version, timeout_s=timeout, progress=progress) as made,
+            pool.weight_update(version, timeout_s=timeout, progress=StatusLine(push_waits_for)) as made,
         ):
             status = run(command, environment(os.environ, config, version), to_stderr=output is Output.JSON)
             if status != 0:
@@ -298,8 +292,6 @@ def _push(command: Sequence[str], version: str, config: str | None, timeout: flo
     except KeyboardInterrupt:
         say_error(f"interrupted; {ENDED_WELL if has_ended else NOT_STARTED}")
         raise typer.Exit(Exit.INTERRUPTED) from None
-    finally:
-        progress.stop()
     assert made.report is not None
     return made.report
 

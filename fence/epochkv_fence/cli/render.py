@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from rich.console import Console
-from rich.status import Status as Spinner
 from rich.table import Table
 
 from epochkv_fence.client import Engine, PoolStatus, Reset, Standing, WeightsReport, WeightsStanding
@@ -195,38 +194,19 @@ def proved(num_engines: int) -> str:
 
 
 class StatusLine:
-    """What is waited for, on stderr: a line that changes on a terminal, a line every few seconds elsewhere.
-
-    Called from the client's thread.
-
-    Args:
-        text: says in words what is waited for.
-    """
+    """What is waited for, a line on stderr every few seconds; `text` says it in words. Called from the client's thread."""
 
     def __init__(self, text: Callable[[Any], str]) -> None:
         self._text = text
-        self._console = Console(stderr=True)
-        self._spinner: Spinner | None = None
         self._say_at: float | None = None
 
     def __call__(self, standing: Standing | WeightsStanding) -> None:
         """Show this now, or later if it is too early to bother anybody."""
-        text = self._text(standing)
         if self._say_at is None:  # not from when this was made: the command of an update runs in between
             self._say_at = time.monotonic() + FIRST_LINE_SECONDS
-        if self._console.is_terminal:
-            if self._spinner is None:
-                self._spinner = self._console.status(text)
-                self._spinner.start()
-            self._spinner.update(text)
         elif time.monotonic() >= self._say_at:
             self._say_at = time.monotonic() + PROGRESS_SECONDS
-            print(f"epochkv: {text}", file=sys.stderr)
-
-    def stop(self) -> None:
-        if self._spinner is not None:
-            self._spinner.stop()
-            self._spinner = None
+            say_error(self._text(standing))
 
 
 def reset_waits_for(standing: Standing, recorder: str = "a hub to record it") -> str:
