@@ -104,7 +104,7 @@ lint: setup-engine ## ruff, mypy --strict, import walls and circles, generated f
 	@$(ENGINE) -m mypy
 	@.build/venv-engine/bin/lint-imports
 	@$(DEV) -m hack.api_reference --check
-	@$(DEV) -m epochkv_connector.config.reference --check
+	@$(DEV) -m hack.config_reference --check
 	@$(DEV) -m hack.model_support --check
 	@$(DEV) -m hack.sync_chart --check
 	@$(DEV) -m hack.observe --check
@@ -115,7 +115,7 @@ census: setup ## Lines by package; fails on import circles
 
 generate: setup ## Write the CRDs, the references of API, configuration, models and metrics, the chart's copies
 	@$(DEV) -m hack.api_reference
-	@$(DEV) -m epochkv_connector.config.reference
+	@$(DEV) -m hack.config_reference
 	@$(DEV) -m hack.model_support
 	@$(DEV) -m hack.sync_chart
 	@$(DEV) -m hack.observe

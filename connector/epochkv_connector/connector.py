@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from epochkv_connector.config import ConfigError
 from epochkv_connector.engine import blocks, describe, interface, limits, patches
 from epochkv_connector.engine.interface import (
     KVConnectorBase_V1,
@@ -29,6 +28,7 @@ from epochkv_connector.weights.rank import held_by
 from epochkv_connector.wire import RankLayout, StepMetadata, WorkerReport
 from epochkv_connector.worker.role import WorkerRole
 from epochkv_connector.worker.runner import JobRunner, build_runner
+from epochkv_fence.connection import ConfigurationError
 
 logger = logging.getLogger("vllm.epochkv")
 
@@ -48,7 +48,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         """Raises:
-        ConfigError, interface.UnsupportedEngine: the engine must not start like this; the message says what to change.
+        ConfigurationError, interface.UnsupportedEngine: the engine must not start like this; the message says what to change.
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         patches.share_log_handlers()
@@ -56,7 +56,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             extra = self._kv_transfer_config.kv_connector_extra_config
             self._epochkv_config = limits.check_start(vllm_config, extra, limits.children_of(patches.parent_config()))
-        except (ConfigError, interface.UnsupportedEngine) as error:
+        except (ConfigurationError, interface.UnsupportedEngine) as error:
             logger.error("EpochKV cannot start: %s", error)  # vLLM's traces follow, one for each process
             raise
         self._reporter = Reporter(self._guard.errors)

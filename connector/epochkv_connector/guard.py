@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from epochkv_connector.config import ConfigError
+from epochkv_fence.connection import ConfigurationError
 
 logger = logging.getLogger("vllm.epochkv")
 
@@ -36,10 +36,10 @@ class Guard:
         return fallback()
 
     def build(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """As `run`, for what is made at start. Raises ConfigError: an impossible configuration ends the start."""
+        """As `run`, for what is made at start. Raises ConfigurationError: an impossible configuration ends the start."""
         try:
             return work()
-        except ConfigError as error:
+        except ConfigurationError as error:
             logger.error("EpochKV cannot start: %s", error)
             raise
         except Exception as error:

@@ -1,6 +1,6 @@
 """The link to the hub: credentials, the agent's thread, and a reason in words when there is none.
 
-The engine serves whatever is wrong: no hub in the configuration, unreadable credentials, a bad endpoint, a library that fails.
+The engine serves whatever is wrong: no hub in the configuration, unreadable credentials, a library that fails.
 The root then stays in bypass, and the reason is kept for status and logged once.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.engine.interface import running
-from epochkv_fence.connection import HubRef, check_endpoint, read_client_keys, read_root_secret
+from epochkv_fence.connection import HubRef, read_client_keys, read_root_secret
 from epochkv_fence.protocol.messages import INSTANCE_BYTES
 
 logger = logging.getLogger("vllm.epochkv.link")
@@ -59,7 +59,6 @@ class HubLink:
         if config.hub is None:
             return
         try:
-            check_endpoint(config.hub.endpoint, "hub.endpoint")
             secret = read_root_secret(config.hub)
             self._keys = read_client_keys(config.hub)
             self.secret = secret

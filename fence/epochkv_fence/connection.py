@@ -83,7 +83,7 @@ class HubRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             description="The hub's address, as this engine reaches it.",
-            extra={"allowed": "an address like tcp://host:7700", "fits": is_endpoint},
+            extra={"allowed": "an address like tcp://host:7700"},
         ),
     ]
     credentials_dir: Annotated[
@@ -92,10 +92,7 @@ class HubRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="The folder of the keys; in a file, relative to that file. An engine that cannot read them at its start serves in "
             f"bypass. Without it, the keys come from `{HUB_PUBLIC_ENV}`, `{CLIENT_PUBLIC_ENV}`, `{CLIENT_SECRET_ENV}` and "
             f"`{ROOT_SECRET_ENV}`.",
-            extra={
-                "allowed": "the directory with hub.pub, client.pub, client.key and root.secret",
-                "remedy": "leave it out to take them from the environment",
-            },
+            extra={"allowed": "the directory with hub.pub, client.pub, client.key and root.secret"},
         ),
     ] = None
 

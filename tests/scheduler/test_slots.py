@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.config import ConfigError, ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.scheduler.role import mean_object_bytes
 from epochkv_connector.weights import executor as joining
 from epochkv_connector.wire import RankLayout
 from epochkv_connector.worker import runner as runner_module
 from epochkv_connector.worker.runner import JobRunner
+from epochkv_fence.connection import ConfigurationError
 from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import rank_kv_cache_config
@@ -153,5 +154,5 @@ def test_a_rank_measures_its_tensors_and_stays_within_its_share(
 def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig, runners: list[JobRunner]) -> None:
     rig = make_rig(groups=("unlike",), l1_bytes=UNLIKE - 1)
     wanted = rf"local\.capacity_bytes is {UNLIKE - 1}; one block takes {UNLIKE} bytes on each of 1 ranks, so give at least {UNLIKE} "
-    with pytest.raises(ConfigError, match=wanted):
+    with pytest.raises(ConfigurationError, match=wanted):
         lay_out(rig, runners)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from epochkv_connector.config import NAME, ConfigError, ConnectorConfig
+from epochkv_connector.config import NAME, ConnectorConfig
 from epochkv_connector.engine import limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 from epochkv_connector.engine.limits import MULTI
@@ -33,7 +33,7 @@ from epochkv_connector.guard import Guard
 from epochkv_connector.naming.pins import brings_kv
 from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.stats import Reporter
-from epochkv_fence.connection import CONFIG_ENV, FENCE_ENV
+from epochkv_fence.connection import CONFIG_ENV, FENCE_ENV, ConfigurationError
 
 logger = logging.getLogger("vllm.epochkv")
 
@@ -157,19 +157,19 @@ def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> Connect
     """The pool that this engine is fenced for; None: nobody asks for the fence, or the engine has our connector, which brings it.
 
     Raises:
-        ConfigError, UnsupportedEngine: it cannot be fenced; the message says what to change.
+        ConfigurationError, UnsupportedEngine: it cannot be fenced; the message says what to change.
     """
     variables = os.environ if environ is None else environ
     if not is_asked_for(variables):
         return None
     value = variables[FENCE_ENV].strip()
     if value != "1":
-        raise ConfigError(f"{FENCE_ENV} is {value!r}; it must be 1 for the fence under the engine's own caches, or 0")
+        raise ConfigurationError(f"{FENCE_ENV} is {value!r}; it must be 1 for the fence under the engine's own caches, or 0")
     given = limits.connectors_of(vllm_config.kv_transfer_config)
     if any(one.get("kv_connector") == NAME for one in given):
         return None
     if not variables.get(CONFIG_ENV, "").strip():
-        raise ConfigError(f"{FENCE_ENV} is set and {CONFIG_ENV} is not; set it to the pool's connection.json, or to its text")
+        raise ConfigurationError(f"{FENCE_ENV} is set and {CONFIG_ENV} is not; set it to the pool's connection.json, or to its text")
     config = ConnectorConfig.parse({}, variables)
     check_version(config.allow_untested_vllm)
     for one in given:
@@ -212,7 +212,7 @@ def fence(scheduler: Any) -> None:
     """Put the fence under this scheduler, which has just been made: vLLM's global root is not set yet, and no request has come.
 
     Raises:
-        ConfigError, UnsupportedEngine: it cannot be fenced; `check` said so before the model was loaded.
+        ConfigurationError, UnsupportedEngine: it cannot be fenced; `check` said so before the model was loaded.
     """
     config = check(scheduler.vllm_config)
     if config is not None:

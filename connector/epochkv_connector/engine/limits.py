@@ -64,7 +64,7 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
         here: ranks of the engine are on this machine, so its memory and devices count.
 
     Raises:
-        ConfigError, UnsupportedEngine: it cannot; the message says what to change.
+        ConfigurationError, UnsupportedEngine: it cannot; the message says what to change.
     """
     config = ConnectorConfig.parse(extra)
     check_version(config.allow_untested_vllm)
@@ -83,7 +83,7 @@ def check_before_load(vllm_config: Any) -> None:
     """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector.
 
     Raises:
-        ConfigError, UnsupportedEngine: as there.
+        ConfigurationError, UnsupportedEngine: as there.
     """
     transfer = vllm_config.kv_transfer_config
     name, extra = getattr(transfer, "kv_connector", None), getattr(transfer, "kv_connector_extra_config", None) or {}

@@ -26,11 +26,7 @@ from typing import Any
 from epochkv_connector.config import (
     MAX_BYTES,
     MIN_BYTES,
-    MOONCAKE,
-    MOONCAKE_ENV,
-    MOONCAKE_KEY,
     NAME,
-    ConfigError,
     ConnectorConfig,
     gib,
     shown,
@@ -40,23 +36,18 @@ from epochkv_connector.engine import fenced, limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.patches import share_log_handlers
 from epochkv_fence import quantity
-from epochkv_fence.client.probe import NoHub, apart, probe_hub
-from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, ConfigurationError, Connection
+from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, ConfigurationError
 
 logger = logging.getLogger(__name__)
-
-_made: list[Any] = []
-"""Configurations that came from here: vLLM's commands make an engine's configuration more than once."""
 
 
 def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> None:
     """Configure the connector for an engine that has none, if the environment says so.
 
     Raises:
-        ConfigError: a variable has a value that it cannot have; the message names it and the remedy.
+        ConfigurationError: a variable has a value that it cannot have; the message names it and the remedy.
     """
-    _name_mooncake_file(arguments.kv_transfer_config)
-    if not is_on(environ) or is_attached(arguments.kv_transfer_config):
+    if not is_on(environ) or getattr(arguments.kv_transfer_config, "kv_connector", None) == NAME:  # vLLM's commands ask twice
         return
     share_log_handlers()
     found = _configured(arguments)
@@ -65,29 +56,22 @@ def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> No
         return
     extra = extra_config(environ)
     config = ConnectorConfig.parse(extra, environ)
-    refuse_other_pool(environ)
     from vllm.config import KVTransferConfig
 
     arguments.kv_transfer_config = KVTransferConfig(**transfer_config(extra))
-    _made.append(arguments.kv_transfer_config)
     level = logging.INFO if config.has_tiers else logging.WARNING
     logger.log(level, "EpochKV: %s joins this engine to pool %s, %s", ATTACH_ENV, config.pool.name, _tiers(config))
-
-
-def is_attached(transfer: Any) -> bool:
-    """Whether this `kv_transfer_config` came from here."""
-    return any(transfer is made for made in _made)
 
 
 def is_on(environ: Mapping[str, str]) -> bool:
     """Whether `EPOCHKV_ATTACH` is 1.
 
     Raises:
-        ConfigError: it is neither 1, 0 nor empty.
+        ConfigurationError: it is neither 1, 0 nor empty.
     """
     value = environ.get(ATTACH_ENV, "").strip()
     if value not in ("", "0", "1"):
-        raise ConfigError(f"{ATTACH_ENV} is {shown(value)}; it must be 1, or 0 for off")
+        raise ConfigurationError(f"{ATTACH_ENV} is {shown(value)}; it must be 1, or 0 for off")
     return value == "1"
 
 
@@ -95,10 +79,10 @@ def extra_config(environ: Mapping[str, str]) -> dict[str, Any]:
     """`kv_connector_extra_config`: the pool's document stays where it is, so that only a size of our own stands here.
 
     Raises:
-        ConfigError: there is no document, or the size is none.
+        ConfigurationError: there is no document, or the size is none.
     """
     if not environ.get(CONFIG_ENV, "").strip():
-        raise ConfigError(
+        raise ConfigurationError(
             f"{ATTACH_ENV} is 1 and {CONFIG_ENV} is not set; set it to the path of the pool's connection.json or to its text, "
             f"or unset {ATTACH_ENV}"
         )
@@ -106,36 +90,18 @@ def extra_config(environ: Mapping[str, str]) -> dict[str, Any]:
     return {"local": {"capacity_bytes": capacity(text)}} if text else {}
 
 
-def refuse_other_pool(environ: Mapping[str, str]) -> None:
-    """Ask the hub whether the keys are those of the document's pool. Such an engine would join, and share with nobody.
-
-    A hub that does not answer is no error: the engine serves without it, as ever.
-
-    Raises:
-        ConfigError: they are another pool's.
-    """
-    try:
-        connection = Connection.load(None, environ)
-        connection.client_keys()
-    except ConfigurationError:  # no hub, or keys that come later
-        return
-    answer, _ = apart(lambda: probe_hub(connection))
-    if isinstance(answer, NoHub) and answer.trouble == "pool":
-        raise ConfigError(f"{CONFIG_ENV} names another pool than its keys: {answer.text}")
-
-
 def capacity(text: str) -> int:
     """Bytes of a size such as `64Gi`.
 
     Raises:
-        ConfigError: it is none, or no L1 can have it.
+        ConfigurationError: it is none, or no L1 can have it.
     """
     try:
         size = quantity.parse(text)
     except (ValueError, ArithmeticError):
         size = Decimal(0)
     if not MIN_BYTES <= size <= MAX_BYTES:
-        raise ConfigError(
+        raise ConfigurationError(
             f"{CAPACITY_ENV} is {shown(text)}; it must be a size such as 64Gi, or a number of bytes, from {MIN_BYTES} to "
             f"{quantity.from_bytes(MAX_BYTES)}; or unset it for the L1 of the connection document"
         )
@@ -155,15 +121,6 @@ def _tiers(config: ConnectorConfig) -> str:
     return " and ".join(tiers) or f"without a tier: set {CAPACITY_ENV} to a size for an L1, or add local or distributed to {CONFIG_ENV}"
 
 
-def _name_mooncake_file(transfer: Any) -> None:
-    """vLLM's Mooncake connector reads its file from a variable only; verl's users name it in the connector's configuration."""
-    given = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
-    extra = given.get("kv_connector_extra_config")
-    path = extra.get(MOONCAKE_KEY) if isinstance(extra, Mapping) else None  # what is none, vLLM refuses in its own words
-    if given.get("kv_connector") == MOONCAKE and isinstance(path, str):
-        os.environ[MOONCAKE_ENV] = path
-
-
 def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -181,7 +138,7 @@ def attach(arguments: Any) -> None:
     """Join an engine to the pool that the environment names; see `before_engine`.
 
     Raises:
-        ConfigError: the message says what to change.
+        ConfigurationError: the message says what to change.
         SystemExit: the same as one line, in a command of vLLM.
     """
     with _one_line():
@@ -192,26 +149,22 @@ def check(vllm_config: Any) -> None:
     """Refuse an engine that our connector would refuse once its model is loaded.
 
     Raises:
-        ConfigError, UnsupportedEngine: the message says what to change.
+        ConfigurationError, UnsupportedEngine: the message says what to change.
         SystemExit: the same as one line, in a command of vLLM.
     """
-    attached = is_attached(vllm_config.kv_transfer_config)
-    remedy = f"; change {CONFIG_ENV} or {CAPACITY_ENV}, or unset {ATTACH_ENV}, which joined this engine to the pool"
-    with _one_line(remedy if attached else ""):
+    with _one_line():
         limits.check_before_load(vllm_config)
-        if fenced.check(vllm_config) is not None:
-            refuse_other_pool(os.environ)
+        fenced.check(vllm_config)
 
 
 @contextmanager
-def _one_line(remedy: str = "") -> Iterator[None]:
+def _one_line() -> Iterator[None]:
     try:
         yield
-    except (ConfigError, UnsupportedEngine) as error:
-        text = f"{error}{remedy}"
+    except (ConfigurationError, UnsupportedEngine) as error:
         if is_command_of_vllm():
-            raise SystemExit(f"EpochKV cannot start: {text}") from None
-        raise type(error)(text) from None
+            raise SystemExit(f"EpochKV cannot start: {error}") from None
+        raise
 
 
 def is_command_of_vllm() -> bool:

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.config import ConfigError, ConnectorConfig, check_fits
+from epochkv_connector.config import ConnectorConfig, check_fits
 from epochkv_connector.engine import describe
 from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.store.client import StoreClient
@@ -32,6 +32,7 @@ from epochkv_connector.worker.jobs import LoadTasks, SaveTasks
 from epochkv_connector.worker.layout import GroupSpec, group_view, layout_digest, slot_stride
 from epochkv_connector.worker.rank import LoadTask, OpenStore, Rank, Report, SaveTask, Stage, is_open, remaining
 from epochkv_connector.worker.staging import HostRegion, Staging
+from epochkv_fence.connection import ConfigurationError
 
 if TYPE_CHECKING:
     from epochkv_connector.wire import StepMetadata
@@ -235,13 +236,13 @@ def slot_count(config: ConnectorConfig, slot_bytes: int, num_ranks: int) -> int:
         slot_bytes: from one slot to the next.
 
     Raises:
-        ConfigError: the share has no room for one slot.
+        ConfigurationError: the share has no room for one slot.
     """
     if config.local is None:
         return config.staging_slots
     count = config.local.capacity_bytes // (slot_bytes * num_ranks)
     if count < 1:
-        raise ConfigError(
+        raise ConfigurationError(
             f"local.capacity_bytes is {config.local.capacity_bytes}; one block takes {slot_bytes} bytes on each of "
             f"{num_ranks} ranks, so give at least {slot_bytes * num_ranks} (or leave local out for no L1)"
         )
@@ -252,7 +253,7 @@ def build_runner(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
     """What executes this rank's jobs.
 
     Raises:
-        LayoutError, ConfigError, OSError, RuntimeError: this engine cannot be staged.
+        LayoutError, ConfigurationError, OSError, RuntimeError: this engine cannot be staged.
     """
     layout = describe.cache_layout(vllm_config, kv_cache_config)
     ranks, rank = describe.num_worker_ranks(vllm_config), describe.worker_rank(vllm_config)

@@ -1,6 +1,6 @@
 """How engines, stores and trainers reach a pool: the connector's configuration and Mooncake's environment.
 
-The schema of the configuration is `connector/epochkv_connector/config/__init__.py`. It holds no epoch: epochs reach engines
+The schema of the configuration is `connector/epochkv_connector/config.py`. It holds no epoch: epochs reach engines
 only through the fence, so a reset never changes a pod template."""
 
 from __future__ import annotations

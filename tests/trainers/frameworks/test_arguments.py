@@ -12,8 +12,9 @@ import pytest
 import typing_extensions
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from epochkv_connector.config import NAME, ConfigError
+from epochkv_connector.config import NAME
 from epochkv_connector.engine import limits
+from epochkv_fence.connection import ConfigurationError
 
 Make = Callable[[Path, dict[str, Any]], Any]
 """The configuration that vLLM makes of what a framework makes of a model and a `kv_transfer_config`."""
@@ -68,7 +69,7 @@ def test_an_engine_would_join_the_pool(make: Make, weights: tuple[Path, Path], t
 @pytest.mark.parametrize("make", FRAMEWORKS)
 def test_a_misspelt_key_of_ours_is_refused_by_its_name(make: Make, weights: tuple[Path, Path], transfer: dict[str, Any]) -> None:
     transfer["kv_connector_extra_config"]["locale"] = transfer["kv_connector_extra_config"].pop("local")
-    with pytest.raises((ConfigError, RuntimeError), match="locale"):  # Ray turns errors of this step into RuntimeError
+    with pytest.raises((ConfigurationError, RuntimeError), match="locale"):  # Ray turns errors of this step into RuntimeError
         make(weights[0], transfer)
 
 

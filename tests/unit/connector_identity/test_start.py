@@ -18,9 +18,9 @@ from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from epochkv_connector.config import ConfigError
 from epochkv_connector.engine import plugin
 from epochkv_connector.engine.interface import UnsupportedEngine
+from epochkv_fence.connection import ConfigurationError
 from tests.support.scheduler import write_model_dir
 
 POOL = {"name": "p", "uid": "u"}
@@ -63,7 +63,7 @@ def start(base: Any) -> Start:
 
 @pytest.mark.parametrize("transfer", [child(**WRONG), multi(child("Other"), child(**WRONG)), multi(child(**WRONG))])
 def test_a_wrong_configuration_is_refused_before_anything_is_loaded(start: Start, transfer: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         start(transfer)
     assert str(caught.value).startswith(SENTENCE)
     assert "\n" not in str(caught.value)
@@ -107,14 +107,16 @@ def test_everything_else_is_left_to_vllm(start: Start, transfer: dict[str, Any] 
 
 @pytest.mark.parametrize("given", [5, 511])
 def test_an_l1_that_holds_no_block_of_any_model_is_refused_before_one_is_loaded(start: Start, given: int) -> None:
-    with pytest.raises(ConfigError, match=rf"local\.capacity_bytes is {given}; it must be a whole number of bytes from 512 to"):
+    with pytest.raises(ConfigurationError, match=rf"local\.capacity_bytes is {given}: Expected `int` >= 512"):
         start(child(local={"capacity_bytes": given}))
 
 
 def test_an_l1_larger_than_the_machine_is_refused_where_ranks_are_on_it(start: Start) -> None:
     large = child(local={"capacity_bytes": 1 << 50})
     for here in ({"distributed_executor_backend": "mp"}, {"distributed_executor_backend": "uni"}):
-        with pytest.raises(ConfigError, match=r"capacity_bytes is 1125899906842624, .*lower local\.capacity_bytes, or raise that limit"):
+        with pytest.raises(
+            ConfigurationError, match=r"capacity_bytes is 1125899906842624, .*lower local\.capacity_bytes, or raise that limit"
+        ):
             start(large, **here)
     start(large, distributed_executor_backend="ray")
     start(large, distributed_executor_backend="mp", data_parallel_size_local=0)
@@ -151,7 +153,7 @@ def test_commands_of_vllm_end_in_one_line(start: Start, monkeypatch: pytest.Monk
             start(child(**WRONG))
     for program in (("/x/train.py",), ("/x/vllm", "trainer.main")):
         as_command(*program)
-        with pytest.raises(ConfigError, match=SENTENCE):
+        with pytest.raises(ConfigurationError, match=SENTENCE):
             start(child(**WRONG))
 
 

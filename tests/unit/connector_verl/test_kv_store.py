@@ -49,12 +49,6 @@ def altered(world: HubWorld, folder: Path, **keys: Any) -> str:
     return str(copy / "connection.json")
 
 
-def mooncake_file(folder: Path, address: Any) -> str:
-    path = folder / "mooncake.json"
-    path.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_address": address, "protocol": "tcp"}))
-    return str(path)
-
-
 def block(**keys: Any) -> dict[str, Any]:
     return {"enable": True, **keys}
 
@@ -63,33 +57,22 @@ def block(**keys: Any) -> dict[str, Any]:
 
 
 def test_the_defaults_change_nothing() -> None:
-    assert parse({}) == KvStore(False, None, "kv_both", None, None, "fallback")
+    assert parse({}) == KvStore()
     assert resolve({}, {"name": "sglang"}, {}) is None
 
 
 WRONG: list[tuple[Any, str]] = [
-    ({"on_failure": "explode"}, r"rollout\.kv_store: on_failure is 'explode'; it must be \"crash\" or \"fallback\""),
-    ({"on_failure": None}, r"on_failure is null; it must be"),
-    (
-        {"enabled": True},
-        r"enabled is true, but there is no such key; did you mean enable\? the keys are: config_path, enable, extra_config",
-    ),
-    ({"kv_conector": "x"}, r"did you mean kv_connector\?"),
-    ({"enable": "yes"}, r"enable is 'yes'; it must be true or false"),
-    ({"enable": 1}, r"enable is 1; it must be true or false"),
-    (
-        {"kv_connector": "LMCacheConnector"},
-        r'kv_connector is \'LMCacheConnector\'; it must be "EpochKVConnector" or "MooncakeStoreConnector"',
-    ),
-    ({"kv_role": "both"}, r'kv_role is \'both\'; it must be "kv_both"'),
-    ({"config_path": " "}, r"config_path is ' '; it must be the path of a JSON file"),
-    ({"config_path": 7}, r"config_path is 7; it must be the path of a JSON file"),
-    ({"extra_config": "x"}, r"extra_config is 'x'; it must be a mapping"),
-    (
-        "on",
-        r"rollout\.kv_store is 'on'; it must be a block with the keys enable, kv_connector, kv_role, config_path, extra_config, on_failure",
-    ),
-    (["enable"], r"it must be a block"),
+    ({"on_failure": "explode"}, r"rollout\.kv_store: on_failure is 'explode': Invalid enum value"),
+    ({"on_failure": None}, r"on_failure is null: Expected `str`"),
+    ({"enabled": True}, r"enabled is true, but there is no such key"),
+    ({"enable": "yes"}, r"enable is 'yes': Expected `bool`"),
+    ({"enable": 1}, r"enable is 1: Expected `bool`"),
+    ({"kv_connector": "LMCacheConnector"}, r"kv_connector is 'LMCacheConnector'"),
+    ({"kv_role": "both"}, r"kv_role is 'both': Invalid enum value"),
+    ({"config_path": 7}, r"config_path is 7: Expected `str"),
+    ({"extra_config": "x"}, r"extra_config is 'x': Expected `object`"),
+    ("on", r"rollout\.kv_store: Expected `object`, got `str`; docs/trainers/verl\.md says"),
+    (["enable"], r"Expected `object`, got `array`"),
 ]
 
 
@@ -136,16 +119,6 @@ def test_a_document_in_the_drivers_environment_reaches_the_engines(world: HubWor
     assert found["kv_connector_extra_config"] == content
 
 
-def test_mooncakes_file_stands_for_vllms_own_connector(master: str, tmp_path: Path) -> None:
-    path = mooncake_file(tmp_path, master)
-    expected = {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"mooncake_config_path": path}}
-    assert resolve(block(config_path=path), VLLM, {}) == expected
-    assert resolve(block(), VLLM, {"MOONCAKE_CONFIG_PATH": path}) == expected
-    found = resolve(block(kv_connector="MooncakeStoreConnector", extra_config={"load_async": False}), VLLM, {"MOONCAKE_CONFIG_PATH": path})
-    assert found is not None
-    assert found["kv_connector_extra_config"] == {"mooncake_config_path": path, "load_async": False}
-
-
 def test_a_path_is_absolute_for_workers_that_run_elsewhere(world: HubWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(world.folder.parent)
     found = expand(parse(block(config_path="client/connection.json")), {})
@@ -158,23 +131,13 @@ def test_a_file_that_cannot_be_meant_is_refused_whatever_on_failure_says(world: 
         (tmp_path / name).write_text(text)
     ours = str(world.folder / "connection.json")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "config_path is missing; it must be the path of a JSON file, or set EPOCHKV_CONFIG or MOONCAKE_CONFIG_PATH"),
-        ({"kv_connector": "MooncakeStoreConnector"}, "config_path is missing; .*, or set MOONCAKE_CONFIG_PATH$"),
+        ({}, "config_path is missing; it must be the path of a connection.json, or set EPOCHKV_CONFIG"),
         ({"config_path": str(tmp_path / "absent")}, "config_path: '.*absent' cannot be read .No such file"),
         ({"config_path": str(tmp_path)}, "config_path: .* is a directory without a connection.json"),
         ({"config_path": str(tmp_path / "text")}, "text is not a JSON object"),
         ({"config_path": str(tmp_path / "list")}, "list is not a JSON object"),
-        ({"config_path": str(tmp_path / "other")}, "has neither the key pool .* nor master_server_address"),
-        (
-            {"config_path": ours, "kv_connector": "MooncakeStoreConnector"},
-            "a file for EpochKVConnector; set kv_connector to EpochKVConnector",
-        ),
-        (
-            {"config_path": ours, "extra_config": {"verfy": 1}},
-            r"kv_store: extra_config: verfy is 1, but there is no such key; did you mean ver",
-        ),
-        ({"config_path": ours, "extra_config": {"config_file": ours}}, "extra_config has config_file, .*; give the file as config_path"),
-        ({"config_path": mooncake_file(tmp_path, 5)}, "master_server_address is 5; it must be host:port"),
+        ({"config_path": str(tmp_path / "other")}, "model is 1, but there is no such key"),
+        ({"config_path": ours, "extra_config": {"verfy": 1}}, r"kv_store: extra_config: verfy is 1, but there is no such key"),
     ]
     for given, said in cases:
         with pytest.raises(BlockError, match=said):
@@ -206,7 +169,6 @@ def test_what_does_not_answer(world: HubWorld, master: str, tmp_path: Path, capl
     for given, said in (
         ({"config_path": gone}, f"the hub tcp://127.0.0.1:{nobody} cannot be used: nobody listens"),
         ({"config_path": lost}, f"the Mooncake master 127.0.0.1:{nobody} cannot be used: nobody listens"),
-        ({"config_path": mooncake_file(tmp_path, f"127.0.0.1:{nobody}")}, f"the Mooncake master 127.0.0.1:{nobody} cannot be used"),
     ):
         with pytest.raises(StoreUnreachable, match=f"{said}.*; on_failure is crash; start it, or"):
             resolve(block(on_failure="crash", **given), VLLM, {})

@@ -11,7 +11,6 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.config import ConfigError
 from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import (
     GroupSpec,
@@ -25,6 +24,7 @@ from epochkv_connector.worker.layout import (
 )
 from epochkv_connector.worker.runner import slot_count
 from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream
+from epochkv_fence.connection import ConfigurationError
 from tests.unit.connector_scheduler.rig import config
 from tests.unit.connector_worker.worker_rig import LAYERS, NUM_SLOTS, Rig
 
@@ -305,7 +305,7 @@ def test_capacity_is_split_over_ranks() -> None:
 
 
 def test_an_l1_smaller_than_a_block_says_what_to_give() -> None:
-    with pytest.raises(ConfigError, match=r"local.capacity_bytes is 3072.*at least 3076"):
+    with pytest.raises(ConfigurationError, match=r"local.capacity_bytes is 3072.*at least 3076"):
         slot_count(config(l1_slots=6), 769, 4)
 
 

@@ -1,0 +1,91 @@
+"""Write the reference of the connector's keys from the fields of its models, or fail when it differs. Needs no vLLM.
+
+python -m hack.config_reference             write
+python -m hack.config_reference --check     fail when the page differs (lint)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from msgspec import inspect
+
+from epochkv_connector.config import EXTRA, PAGE, ConnectorConfig
+
+_COMMAND: Final = "python -m hack.config_reference"
+_HEADER: Final = (
+    "# Configuration of the connector\n\n"
+    f"Generated from the models by `{_COMMAND}`; do not edit.\n\n"
+    f"These are the keys of `{EXTRA}` in vLLM's `--kv-transfer-config`. The operator writes them into its engines. "
+    "[L2 without Kubernetes](../standalone.md) has whole command lines.\n\n"
+    "A value that is not allowed, or a key that is not here, ends the start with one line that names it.\n\n"
+    "| key | type | default | allowed | meaning |\n|---|---|---|---|---|\n"
+)
+
+
+def markdown() -> str:
+    """The whole page."""
+    model = inspect.type_info(ConnectorConfig)
+    assert isinstance(model, inspect.StructType)
+    return _HEADER + "".join(_rows(model, ""))
+
+
+def _rows(model: inspect.StructType, path: str) -> Iterator[str]:
+    """One for each key; an object comes before its keys."""
+    for field in model.fields:
+        meta = field.type
+        assert isinstance(meta, inspect.Metadata), f"{field.name} has no description"
+        words, inner = meta.extra or {}, meta.type
+        kinds = inner.types if isinstance(inner, inspect.UnionType) else (inner,)
+        one = next(kind for kind in kinds if not isinstance(kind, inspect.NoneType))
+        kind, allowed = _allowed(one, words)
+        default = "required" if field.required else "" if field.default is None else f"`{json.dumps(field.default)}`"
+        unit = f", {words['unit']}" if "unit" in words else ""
+        cells = (f"`{path}{field.name}`", kind + unit, default, allowed, (meta.extra_json_schema or {})["description"])
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+        if isinstance(one, inspect.StructType):
+            yield from _rows(one, f"{path}{field.name}.")
+
+
+def _allowed(kind: inspect.Type, words: Mapping[str, Any]) -> tuple[str, str]:
+    """The type's name, and the values it may hold."""
+    match kind:
+        case inspect.BoolType():
+            return "boolean", "true or false"
+        case inspect.IntType():
+            return "integer", f"a whole number of {words['unit']} from {kind.ge} to {kind.le}"
+        case inspect.FloatType():
+            bounds = f"from {kind.ge:g} to {kind.le:g}" if kind.gt is None else f"above {kind.gt:g}, at most {kind.le:g}"
+            return "number", f"a number of {words['unit']} {bounds}"
+        case inspect.LiteralType(values=values):
+            return "string", " or ".join(f'"{word}"' for word in values)
+        case inspect.StructType():
+            return "object", ""
+    return "string", words["allowed"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 when the page is (now) up to date, 1 when `--check` finds a difference."""
+    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page differs")
+    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="root of the repository")
+    options = parser.parse_args(arguments)
+    path, text = options.root / PAGE, markdown()
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return 0
+    if options.check:
+        print(f"{PAGE} is not what the models say: run {_COMMAND} and commit the result", file=sys.stderr)
+        return 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
