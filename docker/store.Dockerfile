@@ -22,8 +22,8 @@ RUN python3 -m venv /build && /build/bin/pip install --no-cache-dir --require-ha
 
 FROM base
 COPY --from=build /opt/mooncake /opt/mooncake
-# The store service on memory that is touched before it is mounted; needs nothing else of the connector.
-COPY connector/epochkv_connector/__init__.py connector/epochkv_connector/storenode.py connector/epochkv_connector/touch.py /opt/epochkv/epochkv_connector/
+# The store service on memory that has its pages before it is mounted; needs nothing else of the connector.
+COPY connector/epochkv_connector/__init__.py connector/epochkv_connector/storenode.py /opt/epochkv/epochkv_connector/
 ENV PYTHONPATH=/opt/epochkv PATH=/opt/mooncake/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 EXPOSE 50051 9003 8088 9300

@@ -1,84 +1,69 @@
-"""Mooncake's store service on memory that was touched before it is mounted: `python -m epochkv_connector.storenode`.
+"""Mooncake's store service on memory that has its pages before it is mounted: `python -m epochkv_connector.storenode`.
 
 Mooncake maps its segment and mounts it in one call, so first use falls into the transfers of whoever puts first, and its one
-TCP thread answers nobody meanwhile. Here the segment is an anonymous file in memory, touched, and then mounted by Mooncake's
-own call for such files. With RDMA nothing changes: registering memory with the device touches it. Arguments and environment
-are those of `mooncake.mooncake_store_service`. Needs Mooncake and `touch` only; the store image has nothing else of EpochKV.
+TCP thread answers nobody meanwhile. Here the segment is an anonymous file in memory, filled by the kernel, and then mounted by
+Mooncake's own call for such files. With RDMA nothing changes: registering memory with the device touches it. Arguments and
+environment are those of `mooncake.mooncake_store_service`. Needs Mooncake only; the store image has nothing else of EpochKV.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import mmap
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from mooncake import mooncake_store_service as service
-
-from epochkv_connector.touch import TOUCH_SECONDS, Touch, advise
 
 logger = logging.getLogger("epochkv.storenode")
 
 SLAB_BYTES = 4 << 20
 """Mooncake cuts segments into these."""
+FILL_BYTES = 256 << 20
 MEMORY_NAME = "epochkv-segment"
 RETRY_SECONDS = 1.0
 STOP_POLL_SECONDS = 0.2
 
 
 class SegmentMemory:
-    """An anonymous file in memory, as large as the segment, and its first use."""
+    """An anonymous file in memory, as large as the segment."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Make the file; nothing is touched yet. Raises OSError: there is no room for it."""
+        """Make the file; it has no pages yet. Raises OSError: there is no room for it."""
         self.num_bytes = -(-num_bytes // SLAB_BYTES) * SLAB_BYTES
         self._file = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self._file, self.num_bytes)
-        self._stop: Callable[[], None] = lambda: None
+        self.stopped = False
 
     @property
     def path(self) -> str:
         """What this process, and nobody else, can open."""
         return f"/proc/self/fd/{self._file}"
 
-    def touch(self) -> int:
-        """Give it its pages; bytes that have them. Raises OSError: there is no memory."""
-        memory = mmap.mmap(self._file, self.num_bytes)
-        start = ctypes.c_char.from_buffer(memory)
-        try:
-            advise(ctypes.addressof(start), self.num_bytes)
-            touch = Touch(ctypes.addressof(start), self.num_bytes, "store segment", seconds=TOUCH_SECONDS, say=logger.info)
-            self._stop = touch.stop
-            return touch.run()
-        finally:
-            del start  # or the map could not be closed
-            memory.close()
-
-    def stop(self) -> None:
-        self._stop()
+    def fill(self) -> None:
+        """Give it its pages, until it is `stopped`. Raises OSError: there is no memory."""
+        for start in range(0, self.num_bytes, FILL_BYTES):
+            if not self.stopped:
+                os.posix_fallocate(self._file, start, min(FILL_BYTES, self.num_bytes - start))
 
     def close(self) -> None:
         os.close(self._file)
 
 
-class TouchedStoreService(service.MooncakeStoreService):
+class FilledStoreService(service.MooncakeStoreService):
     """The service, with a segment of its own making where first use would matter."""
 
     async def start_store_service(self, max_wait_time: float = 60, shutdown_event: Any = None) -> bool:
-        """Touch the segment, connect, mount it. False: shut down meanwhile, or not within `max_wait_time` seconds of trying."""
+        """Fill the segment, connect, mount it. False: shut down meanwhile, or not within `max_wait_time` seconds of trying."""
         size = self.config.global_segment_size
         if size == 0 or self.config.protocol != "tcp":
             return bool(await super().start_store_service(max_wait_time, shutdown_event))
         memory = SegmentMemory(size)
-        touching = asyncio.ensure_future(asyncio.to_thread(memory.touch))
-        while not (await asyncio.wait([touching], timeout=STOP_POLL_SECONDS))[0]:
-            if shutdown_event is not None and shutdown_event.is_set():
-                memory.stop()
-        touching.result()
+        filling = asyncio.ensure_future(asyncio.to_thread(memory.fill))
+        while not (await asyncio.wait([filling], timeout=STOP_POLL_SECONDS))[0]:
+            memory.stopped = shutdown_event is not None and shutdown_event.is_set()
+        filling.result()
         deadline = time.monotonic() + max_wait_time
         self.config.global_segment_size = 0  # for the parent: connect, and mount nothing
         started = await super().start_store_service(max_wait_time, shutdown_event)
@@ -90,7 +75,7 @@ class TouchedStoreService(service.MooncakeStoreService):
             if result["ret"] == 0:
                 self.mounted_segment_ids = list(result["segment_ids"])
                 memory.close()
-                logger.info("mounted %d bytes, touched before", memory.num_bytes)
+                logger.info("mounted %d bytes of filled memory", memory.num_bytes)
                 return True
             logger.warning("mounting the segment returned %s", result["ret"])
             if time.monotonic() + RETRY_SECONDS > deadline or (shutdown_event is not None and shutdown_event.is_set()):
@@ -99,7 +84,7 @@ class TouchedStoreService(service.MooncakeStoreService):
 
 
 def main() -> None:
-    service.MooncakeStoreService = TouchedStoreService  # which its own `main` makes
+    service.MooncakeStoreService = FilledStoreService  # which its own `main` makes
     service.sync_main()
 
 

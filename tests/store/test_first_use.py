@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -18,21 +19,17 @@ from tests.support.store import Memory
 SEGMENT_BYTES = 256 << 20
 
 
-def status_bytes(pid: int, field: str) -> int:
-    """A field of /proc/PID/status in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise AssertionError(f"no {field}")
+def filled_bytes(pid: int) -> int:
+    """Of the segment, as long as its file is open in the process."""
+    files = [file.stat() for file in Path(f"/proc/{pid}/fd").iterdir() if "epochkv-segment" in os.readlink(file)]
+    return sum(file.st_blocks * 512 for file in files)
 
 
-def test_a_segment_is_touched_before_it_is_mounted(stores: Mooncake, connect: ConnectTo) -> None:
+def test_a_segment_has_its_pages_before_it_is_mounted(stores: Mooncake, connect: ConnectTo) -> None:
     stores.start_master()
     store = stores.start_store(SEGMENT_BYTES)
-    assert status_bytes(store.popen.pid, "VmHWM") >= SEGMENT_BYTES, "untouched memory was mounted"
-    maps = Path(f"/proc/{store.popen.pid}/maps").read_text().splitlines()
-    eventually(lambda: sum("epochkv-segment" in line for line in maps) == 1, "only Mooncake's mapping is left", 5)
+    [mapped] = [file for file in Path(f"/proc/{store.popen.pid}/map_files").iterdir() if "epochkv-segment" in os.readlink(file)]
+    assert mapped.stat().st_blocks * 512 >= SEGMENT_BYTES, "memory without pages was mounted"
     memory = Memory(8, 1 << 20)
     client = connect(stores.address, memory)
     wanted = [memory.fill(slot, slot) for slot in range(8)]
@@ -43,7 +40,7 @@ def test_a_segment_is_touched_before_it_is_mounted(stores: Mooncake, connect: Co
     assert [bytes(memory.payload(slot)) for slot in range(8)] == wanted
 
 
-def test_a_touched_segment_comes_back_after_the_master(stores: Mooncake) -> None:
+def test_a_filled_segment_comes_back_after_the_master(stores: Mooncake) -> None:
     master = stores.start_master()
     stores.start_store(SEGMENT_BYTES)
     name = stores.segments()
@@ -59,7 +56,7 @@ def test_a_store_that_waits_for_its_master_ends_when_it_is_told(stores: Mooncake
     stores.master.kill()
     store.kill()
     store = stores.start_store(SEGMENT_BYTES, wait=False)
-    eventually(lambda: status_bytes(store.popen.pid, "VmHWM") >= SEGMENT_BYTES, "touched without a master", 30)
+    eventually(lambda: filled_bytes(store.popen.pid) >= SEGMENT_BYTES, "filled without a master", 30)
     store.popen.terminate()
     assert store.popen.wait(30) == 0
 

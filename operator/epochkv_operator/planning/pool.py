@@ -28,8 +28,7 @@ _STORE_OVERHEAD_BYTES = 320 * 2**20
 _PAGE_TABLE_SHARE = 512  # 8 bytes for each page of 4 KiB; a pod pays for them, too
 _STORE_MODULE = "epochkv_connector.storenode"  # in our image; an image of the owner's is only known to have Mooncake
 _PLAIN_STORE_MODULE = "mooncake.mooncake_store_service"
-_LONGEST_TOUCH_SECONDS = 300  # `epochkv_connector.touch` gives up then
-_SLOW_TOUCH_BYTES_PER_SECOND = 2**28
+_SLOW_FILL_BYTES_PER_SECOND = 2**28
 _STORE_LOCAL_BUFFER_BYTES = 16 * 2**20
 _SSD_WRITE_BUFFER_BYTES = 64 * 2**20
 _SSD_MOUNT = "/ssd"
@@ -132,7 +131,7 @@ def _master_arguments(pool: KVCachePool, etcd: str | None) -> list[str]:
 def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     segment = quantity.to_bytes(mooncake.store.segment_size)
     memory = _store_memory(segment, 0 if mooncake.store.ssd is None else _ssd_buffer_bytes(segment) + _SSD_WRITE_BUFFER_BYTES)
-    touch_seconds = min(_LONGEST_TOUCH_SECONDS, segment // _SLOW_TOUCH_BYTES_PER_SECOND)
+    fill_seconds = segment // _SLOW_FILL_BYTES_PER_SECOND
     container: Json = {
         "name": "store",
         "image": mooncake.image or context.store_image,
@@ -141,8 +140,8 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "env": [podspec.pod_ip(), *podspec.environment(_store_environment(pool, mooncake, segment) | _ssd_environment(mooncake, segment))],
         "ports": [podspec.port("health", STORE_HEALTH_PORT)],
         "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
-        # The segment is touched, and setup may wait for the master for a minute; only then does the process listen.
-        "startupProbe": podspec.tcp_probe(STORE_REST_PORT, period=2, failures=60 + touch_seconds // 2),
+        # The kernel fills the segment, and setup may wait for the master for a minute; only then does the process listen.
+        "startupProbe": podspec.tcp_probe(STORE_REST_PORT, period=2, failures=60 + fill_seconds // 2),
         # 503 while the master is away: not ready, but nothing that a restart would mend.
         "readinessProbe": podspec.http_probe("/health", STORE_HEALTH_PORT, period=3, failures=4),
         "livenessProbe": podspec.tcp_probe(STORE_REST_PORT, period=10, failures=3),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 from pathlib import Path
 
 import pytest
 
-from epochkv_connector import touch
-from epochkv_connector.touch import Touch, write_pages
-from epochkv_connector.worker.staging import HostRegion
+from epochkv_connector.worker import staging
+from epochkv_connector.worker.staging import HostRegion, populate
 
 MIB = 1 << 20
 
@@ -50,34 +48,14 @@ def test_the_region_is_private_asks_for_huge_pages_and_is_resident() -> None:
 
 
 def test_a_kernel_without_a_word_for_it_has_its_pages_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-
-    def write(address: int, num_bytes: int) -> None:
-        written.append(num_bytes)
-        write_pages(address, num_bytes)
-
-    monkeypatch.setattr(touch, "_MADV_POPULATE_WRITE", 9999)
-    monkeypatch.setattr(touch, "write_pages", write)
+    monkeypatch.setattr(staging, "_MADV_POPULATE_WRITE", 9999)
     region = HostRegion(3, 32 * MIB, pin=False)
-    assert written == [64 * MIB, 32 * MIB]
     assert resident_pages(region.address, region.num_bytes) == region.num_bytes // mmap.PAGESIZE
 
 
-def fresh(num_bytes: int) -> tuple[mmap.mmap, int]:
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def test_the_time_is_bounded_and_what_is_left_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    memory, address = fresh(192 * MIB)
-    with caplog.at_level(logging.WARNING):
-        assert Touch(address, len(memory), "test", seconds=0.0).run() == 0
-    assert "test: 0.0 GiB of 0.2 GiB have pages" in caplog.text
-    assert resident_pages(address, len(memory)) == 0
-
-
 def test_memory_that_cannot_be_had_is_an_error() -> None:
-    memory, address = fresh(2 * mmap.PAGESIZE)
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     assert ctypes.CDLL(None).munmap(ctypes.c_void_p(address + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE)) == 0
     with pytest.raises(OSError, match="cannot be had"):
-        Touch(address, len(memory), "test").run()
+        populate(address, len(memory))

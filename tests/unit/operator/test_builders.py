@@ -152,9 +152,9 @@ def test_l1_is_added_to_the_memory_asked_for(resources: Json, expected: Json) ->
     assert containers(without)[0]["resources"] == resources
 
 
-@pytest.mark.parametrize(("segment", "failures"), [("256Mi", 60), ("64Gi", 60 + 128), ("2Ti", 60 + 150)])
-def test_a_store_has_time_to_touch_its_segment(segment: str, failures: int) -> None:
-    """A slow machine touches 256 MiB a second; after 300 s a store goes on with what it has."""
+@pytest.mark.parametrize(("segment", "failures"), [("256Mi", 60), ("64Gi", 60 + 128), ("2Ti", 60 + 4096)])
+def test_a_store_has_time_to_fill_its_segment(segment: str, failures: int) -> None:
+    """A slow machine fills 256 MiB a second."""
     spec = json.loads(json.dumps(POOL_SPECS["l1-l2"]))
     spec["distributed"]["mooncake"]["store"]["segmentSize"] = segment
     store = containers(one(desired_pool(pool(spec), CONTEXT), "StatefulSet"))[0]
