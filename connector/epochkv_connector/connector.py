@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from epochkv_connector.engine import blocks, describe, interface, limits, patches
@@ -168,10 +168,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             return self.scheduler.reset_cache()  # in the worker role there is none
 
         return self._guard.run("reset_cache", reset, lambda: False)
-
-    def take_events(self) -> Iterable[Any]:
-        """Events go through the block pool's own queue, in order with its own."""
-        return ()
 
     # ------------------------------------------------------------------ worker role
 

@@ -154,7 +154,7 @@ class FakeExecutor:
         held = self.ranks[index]
         self.asked[index] = (number, held)
         value = hashlib.sha256(held.encode()).digest()
-        return self.answers({"number": number, "weights": value, "note": "", "bytes": 1, "seconds": 0.0, "rank": index})
+        return self.answers({"number": number, "weights": value, "note": "", "rank": index})
 
     def _of_ours(self, method: Any, args: tuple[Any, ...]) -> list[Any] | None:
         if method is rank_calls.digest_weights:

@@ -46,7 +46,7 @@ class Foreign(NamedTuple):
     """A connector that names of ours can stand under.
 
     Attributes:
-        prepare: once, with the scheduler's half; raises `UnsupportedEngine` where it is not as it was.
+        prepare: once, with the scheduler's half.
         renamed: a request has other names; the number says how many of its hash blocks keep theirs.
     """
 
@@ -73,11 +73,7 @@ def leaves(connector: Any | None) -> Iterator[Any]:
 
 
 def prepare(connector: Any | None) -> None:
-    """Make the scheduler's half of a connector, and of those that it holds, ready for names that change.
-
-    Raises:
-        UnsupportedEngine: one is not as it was when it was looked at.
-    """
+    """Make the scheduler's half of a connector, and of those that it holds, ready for names that change."""
     for one in leaves(connector):
         KNOWN[type(one).__name__].prepare(one)
 
@@ -86,24 +82,6 @@ def renamed(connector: Any | None, request: Any, num_kept: int) -> None:
     """Have a connector, and those that it holds, forget what they remember of the names of a request."""
     for one in leaves(connector):
         KNOWN[type(one).__name__].renamed(one, request, num_kept)
-
-
-def _need(owner: Any, name: str, *attributes: str) -> None:
-    missing = [attribute for attribute in attributes if not hasattr(owner, attribute)]
-    if missing:
-        raise UnsupportedEngine(
-            f"EPOCHKV_FENCE is set and {name} of this vLLM has no {', '.join(missing)}, where it keeps names of requests; {_REMEDY}"
-        )
-
-
-def _prepare_offloading(connector: Any) -> None:
-    _need(connector.connector_scheduler, "OffloadingConnector", "_req_status", "config")
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
-
-    fields = {*scheduler.RequestGroupState.__dataclass_fields__, *scheduler.GroupOffloadConfig._fields}
-    wanted = {"offload_keys", "next_stored_chunk_idx", "hashes_per_chunk"}
-    if not wanted <= fields:
-        _need(scheduler.RequestGroupState, "OffloadingConnector", *sorted(wanted - fields))
 
 
 def _rename_offloaded(connector: Any, request: Any, num_kept: int) -> None:
@@ -120,8 +98,6 @@ def _rename_offloaded(connector: Any, request: Any, num_kept: int) -> None:
 
 def _prepare_mooncake(connector: Any) -> None:
     """Its reset empties the whole master, under every other engine. Names do what the reset is for."""
-    _need(connector.connector_scheduler, "MooncakeStoreConnector", "load_specs", "client")
-    _need(connector.connector_scheduler.client, "MooncakeStoreConnector's client", "discard")
     connector.reset_cache = lambda: True
 
 
@@ -142,7 +118,7 @@ KNOWN = {
     "NixlConnector": _BY_REQUEST,
     "NixlPullConnector": _BY_REQUEST,
     "NixlPushConnector": _BY_REQUEST,
-    "OffloadingConnector": Foreign(_prepare_offloading, _rename_offloaded),
+    "OffloadingConnector": Foreign(renamed=_rename_offloaded),
     "SimpleCPUOffloadConnector": Foreign(),  # it looks up by a request's hashes of that moment, and stores under vLLM's name of the block
 }
 """Connectors whose keys are vLLM's block hashes, or that bring blocks of one request."""

@@ -23,10 +23,6 @@ CODEC_VERSION = 2
 """Bump when the bytes of an L2 object or the order of layers inside it change."""
 
 
-class IdentityError(ValueError):
-    """The identity cannot be formed; the message names the file or field and the remedy."""
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What holds now, read once per operation.
@@ -87,15 +83,10 @@ def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str, weig
     Keyed, so that names cannot be guessed (block hashes may be non-cryptographic).
 
     Args:
+        epoch: 0 or more.
         weights: digest of what the ranks hold (`weights.watch`).
-
-    Raises:
-        IdentityError: negative epoch or empty secret, pool uid, fingerprint or weights.
     """
-    if epoch < 0:
-        raise IdentityError(f"epoch is {epoch}; a shared root exists for epochs from 0 on")
-    if not secret or not pool_uid or not fingerprint or not weights:
-        raise IdentityError("secret, pool uid, fingerprint and weights must not be empty; a shared root names all four")
+    assert all((secret, pool_uid, fingerprint, weights)), "a shared root names all four"
     message = _packed(b"epochkv", pool_uid.encode(), epoch.to_bytes(8, "big"), fingerprint.encode(), weights)
     return hmac.new(secret, message, hashlib.sha256).digest()
 
@@ -113,15 +104,9 @@ def adapter_root(root: bytes, adapter: bytes, applied: str) -> bytes:
 def fingerprint(fields: Mapping[str, Any]) -> str:
     """Digest (64 hex digits) of everything that changes KV bytes or their layout (`describe.describe_engine`).
 
-    `fields` must be JSON: an object that JSON cannot represent is an error rather than a digest of its address.
-
-    Raises:
-        IdentityError: a value is not JSON.
+    `fields` must be JSON: an object that JSON cannot represent is an error (`TypeError`) rather than a digest of its address.
     """
-    try:
-        canonical = json.dumps({"codec": CODEC_VERSION, **fields}, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise IdentityError(f"fingerprint fields are not JSON: {error}") from error
+    canonical = json.dumps({"codec": CODEC_VERSION, **fields}, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -182,12 +167,8 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
         fingerprint: only keys of this one (first 16 hex digits or more); None: of any.
         group: only keys of this KV cache group; None: of any.
         others: only keys of other fingerprints than `fingerprint`.
-
-    Raises:
-        KeyCodecError: there is no epoch below 0, or `pool` or `fingerprint` is not that part of a namespace.
     """
-    if epoch <= 0 or not re.fullmatch(r"[0-9a-z]{1,8}", pool):
-        raise KeyCodecError(f"no keys of pool {pool!r} are older than epoch {epoch}; expected [0-9a-z]{{1,8}} and an epoch above 0")
+    assert epoch > 0, "no keys are older than epoch 0"
     digits = str(epoch)
     below = [r"[0-9]"] if len(digits) > 1 else []
     below += [rf"[1-9][0-9]{{{length - 1}}}" for length in range(2, len(digits))]
@@ -206,12 +187,9 @@ def other_weights_pattern(
     Args:
         keep: digests of weights, at least 8 bytes each; at least one of them.
         pool, fingerprint, group, others: as of `older_pattern`.
-
-    Raises:
-        KeyCodecError: `keep` is empty, or something is not that part of a namespace.
     """
-    if not keep or any(len(weights) < 8 for weights in keep) or not re.fullmatch(r"[0-9a-z]{1,8}", pool):
-        raise KeyCodecError(f"weights to keep of pool {pool!r} are {list(keep)!r}; expected at least one digest of at least 8 bytes")
+    assert keep, "a pattern that keeps no weights"
+    assert all(len(weights) >= 8 for weights in keep)
     kept = "|".join(sorted({weights.hex()[:16] for weights in keep}))
     return rf"^{pool}\/{_fingerprint_part(fingerprint, others)}\/e[0-9]+\/w(?!({kept})\/)" + _group(rf"{_HEX16}\/", group)
 
@@ -219,8 +197,6 @@ def other_weights_pattern(
 def _fingerprint_part(fingerprint: str | None, others: bool) -> str:
     if fingerprint is None:
         return _HEX16
-    if not re.fullmatch(r"[0-9a-f]{16,}", fingerprint):
-        raise KeyCodecError(f"{fingerprint!r} is not a fingerprint; expected at least 16 hex digits")
     return rf"(?!{fingerprint[:16]}\/){_HEX16}" if others else fingerprint[:16]
 
 

@@ -53,14 +53,6 @@ def why_unreadable(error: Exception) -> str:
     return str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
 
 
-@dataclass(frozen=True, slots=True)
-class Digested:
-    """A digest and the bytes it was made of."""
-
-    value: bytes
-    num_bytes: int
-
-
 def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensor itself, or the tensors that a wrapper keeps its bytes in (torchao, GGUF's partitions)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -106,8 +98,8 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield in_a_line(rows.contiguous()).view(torch.int8)
 
 
-def digest(tensors: Iterable[tuple[str, torch.Tensor]], extra: Any = (), *, deadline: float = float("inf")) -> Digested:
-    """One digest for all of them.
+def digest(tensors: Iterable[tuple[str, torch.Tensor]], extra: Any = (), *, deadline: float = float("inf")) -> bytes:
+    """One digest (32 bytes) for all of them.
 
     Args:
         tensors: by name, all on one device or on the host.
@@ -132,7 +124,6 @@ class _Book:
     header: list[Any] = field(default_factory=list)
     sums: dict[torch.device, _Host | _Device] = field(default_factory=dict)
     seen: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    num_bytes: int = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.is_meta:
@@ -150,18 +141,17 @@ class _Book:
         if device is None:
             device = self.sums[tensor.device] = _Host() if tensor.device.type == "cpu" else _Device(tensor.device)
         for data in _flat(ordered):
-            self.num_bytes += data.numel()
             device.add(data, self.check)
 
     def check(self) -> None:
         if time.monotonic() > self.deadline:
             raise Unreadable("reading the weights took too long")
 
-    def close(self, extra: Any) -> Digested:
+    def close(self, extra: Any) -> bytes:
         final = hashlib.sha256(json.dumps([self.header, extra], separators=(",", ":")).encode())
         for device in self.sums.values():
             final.update(device.close())
-        return Digested(final.digest(), self.num_bytes)
+        return final.digest()
 
 
 class _Host:
@@ -396,7 +386,7 @@ def mark(layer: Any) -> None:
     """Keep the digest of the layer's parameters at the layer, before they are packed away. Weights on `meta` are yet to come."""
     parameters = [(name, tensor) for name, tensor in layer._parameters.items() if tensor is not None]
     if not any(tensor.is_meta for _, tensor in parameters):
-        layer.__dict__[PACKED] = digest(parameters).value.hex()
+        layer.__dict__[PACKED] = digest(parameters).hex()
 
 
 def packed(worker: Any) -> list[list[str]]:

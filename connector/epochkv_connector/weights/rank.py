@@ -59,7 +59,7 @@ def digest_of(model: Any, dtype: torch.dtype | None) -> bytes:
             extra.append([name, str(float(value)) if isinstance(value, (int, float)) else repr(value)])
     if not tensors:
         raise Unreadable("it has no tensors")
-    found = digest(tensors, extra).value
+    found = digest(tensors, extra)
     setattr(model, KNOWN, found)
     return found
 
@@ -190,8 +190,7 @@ DIGEST_SECONDS = 60.0
 """Of one digest on one rank: at 5 GB/s, 300 GB. Then the weights are unknown."""
 
 Answer = dict[str, Any]
-"""`number`: of the question; `weights`: 32 bytes, or None; `note`: why None; `bytes`, `seconds`: what was read and how long it took;
-`rank`: whose answer."""
+"""`number`: of the question; `weights`: 32 bytes, or None; `note`: why None; `rank`: whose answer."""
 
 
 class Places:
@@ -324,26 +323,24 @@ def _notice_writes(model: Any, held: Held) -> None:
 
 def digest_weights(worker: Any, number: int) -> Answer:
     """Digest everything this rank holds, and draw a new sample."""
-    began = time.monotonic()
-    answer: Answer = {"number": number, "weights": None, "note": "", "bytes": 0, "seconds": 0.0, "rank": getattr(worker, "rank", 0)}
+    answer: Answer = {"number": number, "weights": None, "note": "", "rank": getattr(worker, "rank", 0)}
     held: Held | None = None
     try:
         held = _held(worker)
         held.forget()
-        writes = held.writes
+        writes, deadline = held.writes, time.monotonic() + DIGEST_SECONDS
         _synchronize()
         sample = Sample(weights(worker))
         places = Places(worker)
-        found = digest(weights(worker), packed(worker), deadline=began + DIGEST_SECONDS)
+        found = digest(weights(worker), packed(worker), deadline=deadline)
         if not sample.holds() or places.lie != Places(worker).lie or writes != held.writes:
             raise Unreadable("weights were written while they were read")
-        held.number, held.value, held.sample, held.places, held.seen = number, found.value, sample, places, writes
-        answer |= {"weights": found.value, "bytes": found.num_bytes}
+        held.number, held.value, held.sample, held.places, held.seen = number, found, sample, places, writes
+        answer["weights"] = found
     except Exception as error:
         answer["note"] = why_unreadable(error)
     if held is not None and held.value is None:
         held.number = number
-    answer["seconds"] = time.monotonic() - began
     return answer
 
 

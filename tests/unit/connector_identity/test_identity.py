@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from epochkv_connector.naming import identity
 from epochkv_connector.naming import identity as keys
-from epochkv_connector.naming.identity import IdentityError
 from tests.support.store import parse_key
 
 SECRET = bytes(range(32))
@@ -54,7 +53,7 @@ def test_a_root_needs_every_part() -> None:
     good = (SECRET, UID, 0, FINGERPRINT, WEIGHTS)
     for index, bad in enumerate((b"", "", -1, "", b"")):
         arguments: Any = (*good[:index], bad, *good[index + 1 :])
-        with pytest.raises(IdentityError):
+        with pytest.raises((AssertionError, OverflowError)):
             identity.shared_root(*arguments)
 
 
@@ -77,7 +76,7 @@ def test_the_fingerprint_ignores_order_and_notices_everything_else() -> None:
 
 
 def test_a_fingerprint_of_an_object_is_refused() -> None:
-    with pytest.raises(IdentityError, match="not JSON"):
+    with pytest.raises(TypeError, match="not JSON"):
         identity.fingerprint({"model": object()})
 
 

@@ -39,7 +39,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
 
 
 def value(*tensors: torch.Tensor, extra: Any = ()) -> bytes:
-    return digest([(f"t{index}", tensor) for index, tensor in enumerate(tensors)], extra).value
+    return digest([(f"t{index}", tensor) for index, tensor in enumerate(tensors)], extra)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,14 +158,14 @@ def test_a_border_between_tensors_that_moves_shows(way: Way) -> None:
 def test_names_types_shapes_and_what_else_is_told_count(way: Way) -> None:
     tensor = many(9, 48, 48)
     values = [
-        digest([("a", tensor)]).value,
-        digest([("b", tensor)]).value,
-        digest([("a", tensor.view(24, 96))]).value,
-        digest([("a", tensor.view(torch.int32))]).value,
-        digest([("a", tensor)], ["more"]).value,
-        digest([("a", tensor), ("empty", torch.empty(0))]).value,
-        digest([("a", tensor), ("empty", torch.empty(0, 3))]).value,
-        digest([]).value,
+        digest([("a", tensor)]),
+        digest([("b", tensor)]),
+        digest([("a", tensor.view(24, 96))]),
+        digest([("a", tensor.view(torch.int32))]),
+        digest([("a", tensor)], ["more"]),
+        digest([("a", tensor), ("empty", torch.empty(0))]),
+        digest([("a", tensor), ("empty", torch.empty(0, 3))]),
+        digest([]),
     ]
     assert len(set(values)) == len(values)
 
@@ -252,11 +252,9 @@ def test_a_tied_tensor_is_read_once_and_untying_it_shows(way: Way) -> None:
     tensor = many(20, 300, 40)
     tied = digest([("embed", tensor), ("head", tensor)])
     apart = digest([("embed", tensor), ("head", tensor.clone())])
-    assert tied.num_bytes == tensor.numel() * 4
-    assert apart.num_bytes == 2 * tied.num_bytes
-    assert tied.value != apart.value
+    assert tied != apart
     tensor[0, 0] += 1
-    assert digest([("embed", tensor), ("head", tensor)]).value != tied.value
+    assert digest([("embed", tensor), ("head", tensor)]) != tied
 
 
 class Partitioned(torch.nn.Parameter):

@@ -68,7 +68,7 @@ def names(worker: Any) -> list[str]:
 
 
 def value(worker: Any) -> bytes:
-    return digest(weights(worker), packed(worker)).value
+    return digest(weights(worker), packed(worker))
 
 
 def test_parameters_buffers_and_plain_tensors_are_weights() -> None:

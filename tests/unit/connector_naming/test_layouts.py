@@ -22,7 +22,7 @@ SIZE = 64
 
 def value(model: nn.Module, draft: nn.Module | None = None) -> bytes:
     worker = Worker(model, draft)
-    return digest(weights(worker), packed(worker)).value
+    return digest(weights(worker), packed(worker))
 
 
 class Linear(nn.Module):

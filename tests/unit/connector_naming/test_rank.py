@@ -63,8 +63,7 @@ def worker() -> Iterator[Worker]:
 def test_an_answer_says_what_was_read(worker: Worker) -> None:
     answer = digest_weights(worker, 7)
     assert len(answer["weights"]) == 32
-    assert (answer["number"], answer["rank"], answer["note"], answer["bytes"]) == (7, 3, "", 2 * 40 * 30 * 4)
-    assert answer["seconds"] >= 0
+    assert (answer["number"], answer["rank"], answer["note"]) == (7, 3, "")
     assert digest_weights(worker, 8)["weights"] == answer["weights"]
 
 
