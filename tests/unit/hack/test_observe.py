@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 
 from hack.observe import __main__ as command
-from hack.observe.boards import FOLDER, check_board
 from hack.observe.catalog import catalog
 from hack.observe.queries import BadQuery, check
 from hack.observe.reference import PAGE, ROOT
@@ -40,25 +38,6 @@ def test_lint_fails_when_a_metric_is_renamed(capsys: pytest.CaptureFixture[str],
 def test_a_query_for_what_does_not_exist_is_refused(expression: str, why: str) -> None:
     with pytest.raises(BadQuery, match=re.escape(why)):
         check(expression, KNOWN)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "why"),
-    [
-        ('"legendFormat": "{{pod}}"', '"legendFormat": "{{podd}}"', "has the label podd of its legend"),
-        (
-            '"query": "label_values(epochkv_pool_target_epoch, namespace)"',
-            '"query": "label_values(epochkv_hub_leading, pod)"',
-            "no label pod",
-        ),
-        ("$namespace", "$namespaces", "names $namespaces, which the board has not"),
-    ],
-)
-def test_a_board_that_names_what_does_not_exist_is_refused(old: str, new: str, why: str) -> None:
-    text = (ROOT / FOLDER / "epochkv-fleet.json").read_text()
-    assert old in text
-    with pytest.raises(BadQuery, match=re.escape(why)):
-        check_board(json.loads(text.replace(old, new)), KNOWN)
 
 
 def test_queries_of_the_documentation_ask_for_what_exists() -> None:
