@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from epochkv_connector.naming.identity import KeyCodecError, object_key
+from epochkv_connector.naming.identity import object_key
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.store.queues import StoreOutcome, Transfer
@@ -184,13 +184,11 @@ def parse_key(key: str) -> BlockKey:
     """Inverse of `object_key(identity.namespace(...), ...)`.
 
     Raises:
-        KeyCodecError: not a block key.
+        ValueError: not a block key.
     """
     match = _KEY.fullmatch(key)
     if match is None:
-        raise KeyCodecError(
-            f"{key!r} is not a block key; expected <pool8>/<fingerprint16>/e<epoch>/w<weights16>/g<group>/r<shard>/<hash hex>"
-        )
+        raise ValueError(f"{key!r} is not a block key; expected <pool8>/<fingerprint16>/e<epoch>/w<weights16>/g<group>/r<shard>/<hash hex>")
     return BlockKey(
         pool=match["uid"],
         fingerprint=match["fingerprint"],

@@ -159,11 +159,8 @@ def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> Connect
 def _check_engine(vllm_config: Any) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    try:
-        limits.check_launcher(vllm_config.parallel_config)
-        limits.check_encoder_transfer(vllm_config)
-    except UnsupportedEngine as error:
-        raise UnsupportedEngine(f"{FENCE_ENV} is set and {error}") from None
+    limits.check_launcher(vllm_config.parallel_config)
+    limits.check_encoder_transfer(vllm_config)
     kind = vllm_config.scheduler_config.get_scheduler_cls()
     if not (isinstance(kind, type) and issubclass(kind, Scheduler)):
         raise UnsupportedEngine(
@@ -199,9 +196,7 @@ def fence(scheduler: Any) -> None:
 
 def _around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Put what `make` makes of this method in its place, on this object alone."""
-    method = getattr(owner, name, None)
-    if method is None:
-        raise UnsupportedEngine(f"{FENCE_ENV} is set and {type(owner).__name__} of this vLLM has no {name}; unset the variable")
+    method = getattr(owner, name)
     setattr(owner, name, functools.wraps(method)(make(method)))
 
 

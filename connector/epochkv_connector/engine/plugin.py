@@ -26,6 +26,7 @@ from typing import Any
 from epochkv_connector.config import (
     MAX_BYTES,
     MIN_BYTES,
+    MODULE,
     NAME,
     ConnectorConfig,
     gib,
@@ -41,11 +42,29 @@ from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, Confi
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except (ConfigurationError, UnsupportedEngine) as error:
+        if is_command_of_vllm():
+            raise SystemExit(f"EpochKV cannot start: {error}") from None
+        raise
+
+
+def is_command_of_vllm() -> bool:
+    """Whether this process runs `vllm ...` or `python -m vllm...`, rather than a program that could catch an error."""
+    module = getattr(sys.modules["__main__"], "__spec__", None)
+    return module.name.startswith("vllm.") if module is not None else Path(sys.argv[0]).name == "vllm"
+
+
+@_one_line()
 def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> None:
     """Configure the connector for an engine that has none, if the environment says so.
 
     Raises:
         ConfigurationError: a variable has a value that it cannot have; the message names it and the remedy.
+        SystemExit: the same as one line, in a command of vLLM.
     """
     if not is_on(environ) or getattr(arguments.kv_transfer_config, "kv_connector", None) == NAME:  # vLLM's commands ask twice
         return
@@ -64,11 +83,7 @@ def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> No
 
 
 def is_on(environ: Mapping[str, str]) -> bool:
-    """Whether `EPOCHKV_ATTACH` is 1.
-
-    Raises:
-        ConfigurationError: it is neither 1, 0 nor empty.
-    """
+    """Whether `EPOCHKV_ATTACH` is 1."""
     value = environ.get(ATTACH_ENV, "").strip()
     if value not in ("", "0", "1"):
         raise ConfigurationError(f"{ATTACH_ENV} is {shown(value)}; it must be 1, or 0 for off")
@@ -76,11 +91,7 @@ def is_on(environ: Mapping[str, str]) -> bool:
 
 
 def extra_config(environ: Mapping[str, str]) -> dict[str, Any]:
-    """`kv_connector_extra_config`: the pool's document stays where it is, so that only a size of our own stands here.
-
-    Raises:
-        ConfigurationError: there is no document, or the size is none.
-    """
+    """`kv_connector_extra_config`: the pool's document stays where it is, so that only a size of our own stands here."""
     if not environ.get(CONFIG_ENV, "").strip():
         raise ConfigurationError(
             f"{ATTACH_ENV} is 1 and {CONFIG_ENV} is not set; set it to the path of the pool's connection.json or to its text, "
@@ -91,11 +102,7 @@ def extra_config(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def capacity(text: str) -> int:
-    """Bytes of a size such as `64Gi`.
-
-    Raises:
-        ConfigurationError: it is none, or no L1 can have it.
-    """
+    """Bytes of a size such as `64Gi` that an L1 can have."""
     try:
         size = quantity.parse(text)
     except (ValueError, ArithmeticError):
@@ -128,23 +135,13 @@ def register() -> None:
     from epochkv_connector.weights.digest import mark
 
     if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, "epochkv_connector.connector", NAME)
-    patches.around_arguments(attach, check)
+        KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    patches.around_arguments(before_engine, check)
     patches.before_packing(mark)
     fenced.install()
 
 
-def attach(arguments: Any) -> None:
-    """Join an engine to the pool that the environment names; see `before_engine`.
-
-    Raises:
-        ConfigurationError: the message says what to change.
-        SystemExit: the same as one line, in a command of vLLM.
-    """
-    with _one_line():
-        before_engine(arguments)
-
-
+@_one_line()
 def check(vllm_config: Any) -> None:
     """Refuse an engine that our connector would refuse once its model is loaded.
 
@@ -152,22 +149,5 @@ def check(vllm_config: Any) -> None:
         ConfigurationError, UnsupportedEngine: the message says what to change.
         SystemExit: the same as one line, in a command of vLLM.
     """
-    with _one_line():
-        limits.check_before_load(vllm_config)
-        fenced.check(vllm_config)
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    try:
-        yield
-    except (ConfigurationError, UnsupportedEngine) as error:
-        if is_command_of_vllm():
-            raise SystemExit(f"EpochKV cannot start: {error}") from None
-        raise
-
-
-def is_command_of_vllm() -> bool:
-    """Whether this process runs `vllm ...` or `python -m vllm...`, rather than a program that could catch an error."""
-    module = getattr(sys.modules["__main__"], "__spec__", None)
-    return module.name.startswith("vllm.") if module is not None else Path(sys.argv[0]).name == "vllm"
+    limits.check_before_load(vllm_config)
+    fenced.check(vllm_config)

@@ -131,19 +131,11 @@ _NAMESPACE = re.compile(r"[0-9a-z]{1,8}/[0-9a-f]{16}/e(?P<epoch>0|[1-9][0-9]*)/w
 _HEX16 = "[0-9a-f]{16}"
 
 
-class KeyCodecError(ValueError):
-    """A namespace or key that this codec did not write; the message shows it and the expected form."""
-
-
 def epoch_of(namespace: str) -> int:
-    """The epoch a namespace was born in.
-
-    Raises:
-        KeyCodecError: not a namespace.
-    """
+    """The epoch a namespace was born in; `ValueError`: it is none."""
     match = _NAMESPACE.fullmatch(namespace)
     if match is None:
-        raise KeyCodecError(f"{namespace!r} is not a namespace; expected <pool8>/<fingerprint16>/e<epoch>/w<weights16>")
+        raise ValueError(f"{namespace!r} is not a namespace; expected <pool8>/<fingerprint16>/e<epoch>/w<weights16>")
     return int(match["epoch"])
 
 

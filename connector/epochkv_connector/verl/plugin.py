@@ -17,14 +17,12 @@ from epochkv_connector.verl.kv_store import TRANSFER, resolve
 
 logger = logging.getLogger(__name__)
 
-TESTED: Final = "0.9."
 BLOCK: Final = "kv_store"
 ROLLOUT: Final = "actor_rollout_ref.rollout"
 
 
 def install() -> None:
     """Wrap what a driver calls, and the class that configurations become. A second call changes nothing."""
-    import verl
     import verl.utils
     import verl.utils.config
     from verl.workers.config import RolloutConfig
@@ -32,8 +30,6 @@ def install() -> None:
     validate = verl.utils.config.validate_config
     if hasattr(validate, "__wrapped__"):
         return
-    if not str(verl.__version__).startswith(TESTED):
-        logger.warning("EpochKV: verl %s was not tested with the block %s: only %sx was", verl.__version__, BLOCK, TESTED)
     verl.utils.config.validate_config = verl.utils.validate_config = _expanding(validate)
     RolloutConfig.__init__ = _taking_block(RolloutConfig.__init__)
 

@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from epochkv_connector.naming.identity import KeyCodecError, epoch_of, object_key, replica_owner
+from epochkv_connector.naming.identity import epoch_of, object_key, replica_owner
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.queues import Counters, Notices, Ticket, Transfer
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob
@@ -357,7 +357,7 @@ class Rank:
         """Whether the namespace is of an older epoch than this rank was told of."""
         try:
             return epoch_of(namespace) < self.newest_epoch
-        except KeyCodecError:
+        except ValueError:
             return False
 
     def count_copy(self, kind: str, pairs: Sequence[Pair], seconds: float) -> None:
