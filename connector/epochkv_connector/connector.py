@@ -254,7 +254,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EpochKVStats:
         """Rebuild stats in the API process."""
-        return EpochKVStats.received(data)
+        return EpochKVStats(data) if data else EpochKVStats()
 
     @classmethod
     def build_prom_metrics(

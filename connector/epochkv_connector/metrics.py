@@ -11,22 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from epochkv_connector.store.queues import StoreOutcome
+
 PREFIX = "vllm:epochkv_"
 OTHER = "other"
 SCHEDULER_RANK = "scheduler"
 """Value of the label `rank` for the scheduler role's own store client."""
 
-_OUTCOMES = (
-    "ok", "absent", "pending", "expired", "transfer", "full", "unreachable", "size", "foreign",
-    "timeout", "dropped", "cancelled", "down", "closed", "error",
-)  # fmt: skip
+_OUTCOMES = tuple(outcome.value for outcome in StoreOutcome)
+_FAILURES = tuple(outcome for outcome in _OUTCOMES if outcome != "ok")
 _JOB = (
     "deadline", "error", "no_store", "other_rank", "invalidated", "shutdown", "slot_busy", "slot_mismatch",
     "weights",
 )  # fmt: skip
 _SAVE = (*_JOB, "overtaken")
-_LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _OUTCOMES if outcome != "ok"))
-_PUT = tuple(dict.fromkeys((*_JOB, "stale", *(outcome for outcome in _OUTCOMES if outcome != "ok"))))
+_LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _FAILURES))
+_PUT = tuple(dict.fromkeys((*_JOB, "stale", *_FAILURES)))
 _PLACES = (
     "acknowledgement", "acks", "adopt", "allocate", "build_connector_meta", "emergency", "end", "events", "finish_step",
     "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "hold", "isolate",
@@ -201,9 +201,6 @@ GAUGES: tuple[Family, ...] = (
 )
 
 # fmt: on
-
-IGNORED = frozenset({"errors"})
-"""Reported for heartbeats, and no series: the sum of all errors."""
 
 
 class Mapped:

@@ -8,9 +8,8 @@ the series.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +21,6 @@ from epochkv_connector.store.queues import Notices
 logger = logging.getLogger("vllm.epochkv.stats")
 
 COUNTERS, GAUGES, RANKS = "counters", "gauges", "ranks"
-
-
-def _numbers(values: object, *, finite: bool) -> dict[str, float]:
-    """The numbers of a report, by name."""
-    if not isinstance(values, dict):
-        return {}
-    return {str(name): value for name, value in values.items() if isinstance(value, (int, float)) and (not finite or math.isfinite(value))}
 
 
 @dataclass
@@ -51,17 +43,6 @@ class EpochKVStats(KVConnectorStats):
                 GAUGES: dict(gauges or {}),
                 RANKS: {rank: dict(values) for rank, values in (ranks or {}).items() if values},
             }
-        )
-
-    @classmethod
-    def received(cls, data: object) -> EpochKVStats:
-        """What another process sent, without values that are not numbers: an error here would end vLLM's output handler."""
-        found = data if isinstance(data, dict) else {}
-        ranks = found.get(RANKS)
-        return cls.of(
-            _numbers(found.get(COUNTERS), finite=True),
-            _numbers(found.get(GAUGES), finite=False),
-            {str(rank): _numbers(values, finite=False) for rank, values in ranks.items()} if isinstance(ranks, dict) else {},
         )
 
     def reset(self) -> None:
@@ -126,34 +107,19 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
         """Record one report. Never raises: that would end vLLM's output handler, and with it every request."""
         try:
             labels = self.per_engine_labelvalues[engine_idx]
-            stats = EpochKVStats.received(transfer_stats_data).data
-            for name, value in stats[COUNTERS].items():
+            for name, value in transfer_stats_data.get(COUNTERS, {}).items():
                 if (found := metrics.COUNTER_OF.find(name)) is not None:
                     self._counters[found[0].name].labels(*labels, *found[1]).inc(value)
-                else:
-                    self._say_unknown(name)
-            self._set(labels, stats[GAUGES].items(), None)
-            for rank, values in stats[RANKS].items():
-                self._set(labels, values.items(), rank if rank == metrics.SCHEDULER_RANK or _is_rank(rank) else metrics.OTHER)
+            self._set(labels, transfer_stats_data.get(GAUGES, {}))
+            for rank, values in transfer_stats_data.get(RANKS, {}).items():
+                self._set(labels, values, rank)
         except Exception as error:
             self._notices.say("error", "EpochKV: metrics of engine %d cannot be recorded: %r", engine_idx, error)
 
-    def _set(self, labels: list[object], values: Iterable[tuple[str, float]], rank: str | None) -> None:
-        for name, value in values:
-            found = metrics.GAUGE_OF.find(name)
-            if found is None or found[0].per_rank is (rank is None):
-                self._say_unknown(name)
-                continue
-            family, own = found
-            self._gauges[family.name].labels(*labels, *(() if rank is None else (rank,)), *own).set(value)
-
-    def _say_unknown(self, name: str) -> None:
-        if name not in metrics.IGNORED:
-            self._notices.say("name", "EpochKV: %r is reported and has no series", name)
-
-
-def _is_rank(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 5
+    def _set(self, labels: list[object], values: Mapping[str, float], *rank: str) -> None:
+        for name, value in values.items():
+            if (found := metrics.GAUGE_OF.find(name)) is not None:
+                self._gauges[found[0].name].labels(*labels, *rank, *found[1]).set(value)
 
 
 INTERVAL_SECONDS = 1.0
