@@ -75,7 +75,7 @@ class Pushes:
         self, label: str | None, engines: Iterable[str] | None, timeout_s: float, progress: WeightsProgress | None
     ) -> Update:
         """Before the push: note who holds what."""
-        names, _ = check_weights(engines, timeout_s, label, (), progress)
+        names, _ = check_weights(engines, timeout_s, label, ())
         status = await self._queries.status(timeout_s)
         before = report(chosen(status.engines, names)[0], status.labels)
         return Update(label, before, before.common, names)
@@ -88,7 +88,7 @@ class Pushes:
         other_than: Iterable[str] = (),
         progress: WeightsProgress | None = None,
     ) -> WeightsReport:
-        names, digests = check_weights(engines, timeout_s, label, other_than, progress)
+        names, digests = check_weights(engines, timeout_s, label, other_than)
         called_at = time.monotonic()
         until, pause, show = called_at + max(timeout_s, SETTLE_SECONDS), FIRST_POLL_SECONDS, Reporter(progress)
         while True:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from epochkv_fence.client.arguments import check_jump, check_reset, check_wait
+from epochkv_fence.client.arguments import check_epoch, check_jump, check_reset, check_timeout
 from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolError, Reset, ResetNotRecorded, ResetTimeout
 from epochkv_fence.client.session import MAX_RETRY_SECONDS, Conversation, Queries
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Status
@@ -176,7 +176,7 @@ class Resets:
         progress: Progress | None = None,
         force: bool = False,
     ) -> Reset:
-        check_reset(epoch, timeout_s, on_failure, progress)
+        check_reset(epoch, timeout_s, on_failure)
         called_at = time.monotonic()
         until = called_at + timeout_s
         try:
@@ -267,7 +267,8 @@ class Resets:
     # ------------------------------------------------------------------ waiting
 
     async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
-        check_wait(epoch, timeout_s, progress)
+        check_epoch(epoch)
+        check_timeout(timeout_s)
         called_at = time.monotonic()
         until, report = called_at + timeout_s, Reporter(progress)
         with self._session.conversation() as conversation:
