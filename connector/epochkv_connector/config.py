@@ -5,8 +5,7 @@ with the same keys, and the variable may hold the JSON itself; inline keys win. 
 with a file, or its environment, alone. Clients use the same `pool` and `hub` (`epochkv_fence.connection`).
 
 A field declares its key once (`msgspec.Meta`): type, bounds and description, and in `extra` what the reference page says besides:
-`allowed` (what a text may be) and `unit` (of a number). Last, what this machine can give: memory for L1, and RDMA devices. Needs
-neither vLLM nor torch.
+`allowed` (what a text may be) and `unit` (of a number). Last, the memory that this machine can give. Needs neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ PAGE: Final = "docs/reference/connector-config.md"
 MIN_BYTES: Final = 512
 """Of L1: a block of any model takes at least this (`worker.layout.slot_stride`)."""
 MAX_BYTES: Final = 1 << 50
-MAX_COUNT: Final = 1 << 31
 
 
 class LocalTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -151,15 +149,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             extra={"unit": "milliseconds"},
         ),
     ] = 500.0
-    min_load_tokens: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=MAX_COUNT,
-            description="Ignore hits that add fewer tokens than this to the GPU hit.",
-            extra={"unit": "tokens"},
-        ),
-    ] = 0
     job_deadline_seconds: Annotated[
         float,
         Meta(
@@ -231,7 +220,6 @@ def transfer_config(extra: Mapping[str, Any], role: str = "kv_both") -> dict[str
 
 
 ROOT = Path("/")
-DEVICES = "sys/class/infiniband"
 UNLIMITED_V1 = 1 << 60
 """cgroup v1 says "no limit" as the largest multiple of a page below 2**63."""
 
@@ -266,33 +254,6 @@ def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
         raise ConfigurationError(
             f"{EXTRA}: {key} is {value}, which takes {num_bytes} bytes ({gib(num_bytes)}) on this machine; it must stay below "
             f"{limit} bytes ({gib(limit)}, {source}) with room for vLLM; lower {key}, or raise that limit"
-        )
-
-
-def check_devices(config: ConnectorConfig, root: Path = ROOT) -> None:
-    """Raise `ConfigurationError` for RDMA without a device, or with one that this machine does not have.
-
-    Args:
-        root: for tests: where `sys` is.
-    """
-    store = config.distributed
-    if store is None or store.protocol != "rdma":
-        return
-    folder = root / DEVICES
-    try:
-        there = sorted(path.name for path in folder.iterdir())
-    except OSError:
-        there = []
-    if not there:
-        raise ConfigurationError(
-            f'{EXTRA}: distributed.protocol is "rdma"; it must be "tcp" on this machine, which has no RDMA device (/{DEVICES} is '
-            "empty); use tcp here and for the stores, or give the container its devices"
-        )
-    unknown = [name for name in filter(None, (part.strip() for part in store.device_name.split(","))) if name not in there]
-    if unknown:
-        raise ConfigurationError(
-            f"{EXTRA}: distributed.device_name is {store.device_name!r}; this machine has no {', '.join(unknown)}; "
-            f"it must be of: {', '.join(there)}"
         )
 
 

@@ -91,7 +91,7 @@ COUNTERS: tuple[Family, ...] = (
     # hits
     _family("lookup_calls", "calls", "Times that the scheduler asked for external hits, repeated questions included.", "lookups"),
     _family("lookups", "lookups", "Answered lookups, by result.", label="result", plans_opened="hit", lookups_missed="miss",
-        lookups_below_min="below_min", lookups_deferred="deferred", lookups_paused="paused"),
+        lookups_deferred="deferred", lookups_paused="paused"),
     _family("hit_tokens", "tokens", "Prompt tokens of accepted hits, by the tier that held them.", label="tier", tokens_hit_host="L1",
         tokens_hit_store="L2"),
     _family("planned_tokens", "tokens", "Prompt tokens of hits that were offered to the scheduler, by tier.", label="tier",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from epochkv_connector.config import NAME, ConnectorConfig, check_devices, check_fits
+from epochkv_connector.config import NAME, ConnectorConfig, check_fits
 from epochkv_connector.engine import describe
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 
@@ -61,7 +61,7 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     Args:
         extra: `kv_connector_extra_config` of our connector.
         siblings: children of the MultiConnector that ours is in, ours among them, as configured; empty: there is none.
-        here: ranks of the engine are on this machine, so its memory and devices count.
+        here: ranks of the engine are on this machine, so its memory counts.
 
     Raises:
         ConfigurationError, UnsupportedEngine: it cannot; the message says what to change.
@@ -71,11 +71,9 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     check_siblings(siblings)
     check_launcher(vllm_config.parallel_config)
     check_encoder_transfer(vllm_config)
-    if here:
-        check_devices(config)
-        if config.local is not None:
-            given = config.local.capacity_bytes
-            check_fits(given // describe.num_machines(vllm_config), "local.capacity_bytes", given)
+    if here and config.local is not None:
+        given = config.local.capacity_bytes
+        check_fits(given // describe.num_machines(vllm_config), "local.capacity_bytes", given)
     return config
 
 

@@ -276,7 +276,7 @@ class HitPlanner:
     def begin(self, req: RequestView, snap: Snapshot) -> None:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
-        if self._state.is_usable and req.root == snap.root and max_tokens >= max(1, self._state.config.min_load_tokens):
+        if self._state.is_usable and req.root == snap.root and max_tokens > 0:
             self._query(req, self.find(req), 0, max_tokens, self._state.namespace(snap))
 
     def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> Hit:
@@ -297,7 +297,7 @@ class HitPlanner:
             self.plans.pop(req.request_id)
             self.release(plan)
         max_tokens = self._max_tokens(req)
-        if max_tokens - num_local_tokens < max(1, self._state.config.min_load_tokens):
+        if max_tokens <= num_local_tokens:
             return MISS
         found = self.find(req)
         query = self._query(req, found, num_local_tokens, max_tokens, namespace)
@@ -393,9 +393,8 @@ class HitPlanner:
         return tokens_by_tier(self._layout, host, store, num_tokens)
 
     def _open(self, plan: Plan, now: float) -> None:
-        num_tokens = plan.hit.num_tokens or 0
-        if num_tokens < max(1, self._state.config.min_load_tokens):
-            self._count["lookups_below_min" if num_tokens else "lookups_missed"] += 1
+        if (plan.hit.num_tokens or 0) <= 0:
+            self._count["lookups_missed"] += 1
             plan.hit = MISS
             plan.clear()
         else:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from epochkv_connector.store.client import StoreClient
 
 COUNTERS = (
-    *("lookups", "lookups_deferred", "lookups_missed", "lookups_below_min", "lookups_paused", "hits_shrunk"),
+    *("lookups", "lookups_deferred", "lookups_missed", "lookups_paused", "hits_shrunk"),
     *("tokens_planned_host", "tokens_planned_store"),
     *("plans_opened", "plans_committed", "plans_aborted", "plans_expired", "plans_over_cap", "plans_dropped"),
     *("loads_failed_before_send", "loads_done", "loads_failed", "blocks_loaded"),

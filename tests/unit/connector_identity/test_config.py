@@ -44,7 +44,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"lookup_wait_ms": math.nan}, "lookup_wait_ms is NaN", "`float` >= 0.0"),
     ({"lookup_deadline_ms": 0}, "lookup_deadline_ms is 0", "`float` > 0.0"),
     ({"lookup_deadline_ms": math.inf}, "lookup_deadline_ms is Infinity", "<= 600000.0"),
-    ({"min_load_tokens": 1.5}, "min_load_tokens is 1.5", "Expected `int`"),
     ({"pool": {"name": "p"}}, "pool.uid is missing", ""),
     ({"pool": {"name": "p", "uid": 7}}, "pool.uid is 7", "Expected `str`"),
     ({"hub": {}}, "hub.endpoint is missing", ""),

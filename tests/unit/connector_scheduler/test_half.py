@@ -112,14 +112,6 @@ def test_a_block_that_one_shard_misses_is_not_there() -> None:
     assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20
 
 
-def test_too_small_a_hit_is_not_worth_a_load() -> None:
-    world = World(config(l1_slots=50, min_load_tokens=24))
-    world.save("a", PROMPT[:21], SNAP)
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 0
-    world.save("c", list(range(100, 125)), SNAP)
-    assert world.tiers.hits.answer(view("d", list(range(100, 141)), SNAP.root), 0, SNAP).num_tokens == 24
-
-
 def test_an_unsupported_layout_answers_nothing() -> None:
     mamba = CacheLayout((GroupLayout(GroupKind.UNSUPPORTED, 4, name="MambaSpec"),), 4)
     world = World(BOTH, mamba)
