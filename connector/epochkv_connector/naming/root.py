@@ -165,6 +165,21 @@ class RootState:
         """This engine's caches were reset alone; it waits for the pool's next epoch. Any thread."""
         return self._reset_at_epoch is not None and self.epoch <= self._reset_at_epoch
 
+    @property
+    def waiting_for_epoch(self) -> bool:
+        """It shares nothing before the pool's next epoch, which it has asked for: after a reset of its own, or blocks of other weights
+        than their names say. Any thread."""
+        return self.waiting_after_reset or (self.epoch, self.weights) in self._ended
+
+    @property
+    def lost(self) -> str:
+        """Why it names nothing until it restarts, and what to do; empty: it does, or the weights say why not. Any thread."""
+        if self.overwritten:
+            return "somebody else has overwritten vLLM's block-hash root: restart the engine"
+        if self._forbidden and self.member.forced_bypass is None:
+            return "a change of its weights could not be followed: restart the engine"
+        return ""
+
     def _refresh(self) -> None:
         if self._settled and time.monotonic() < self._lease_until() and self._global.is_bound(self.snapshot.root):
             return

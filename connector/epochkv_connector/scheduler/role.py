@@ -289,7 +289,7 @@ class SchedulerRole:
             adopt=self._adopt,
             busy=self.pins.busy,
             old_epoch_requests=self.pins.old_epoch_requests,
-            isolated=lambda: self.pins.root.waiting_after_reset,
+            isolated=lambda: self.pins.root.waiting_for_epoch,
             weights=self._told,
             tiers=self.tiers_told,
             stats=self._report,
@@ -307,7 +307,9 @@ class SchedulerRole:
         return gauges
 
     def _told(self) -> tuple[bytes | None, str]:
-        """What heartbeats say of the weights. Any thread."""
+        """What heartbeats say of the weights that names are made of. Any thread."""
+        if lost := self.pins.root.lost:
+            return None, lost
         value, note = self.weights.watch.told
         return (None if value is None else value[:WEIGHTS_BYTES]), note
 

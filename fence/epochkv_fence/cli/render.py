@@ -18,7 +18,7 @@ from epochkv_fence.client.results import SHOWN_DIGITS, called, listed, report
 from epochkv_fence.common import duration
 from epochkv_fence.standalone.report import counted
 
-ALONE: Final = "only its caches were reset; it has asked for the next epoch"
+ALONE: Final = "its names of this epoch are given up; it has asked for the next epoch"
 FIRST_LINE_SECONDS: Final = 2.0
 PROGRESS_SECONDS: Final = 10.0
 WIDTH: Final = 140

@@ -188,7 +188,7 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             engine.reset_at = 0
             agent.poke()
             eventually(lambda: "1: 0 in use, 1 isolated, 0 of unknown weights, 0 behind" in epochkv("status", config=hub.folder).stdout)
-            remedy = "only its caches were reset; it has asked for the next epoch"
+            remedy = "its names of this epoch are given up; it has asked for the next epoch"
             assert f"cleared: {remedy}" in epochkv("status", config=hub.folder).stdout
             head, row = epochkv("engines", config=hub.folder).stdout.splitlines()
             assert head.split() == ["ENGINE", "STATE", "WEIGHTS", "EPOCH", "OLD-REQ", "AGE", "HEARD", "INSTANCE", "NOTE"]
@@ -198,7 +198,7 @@ def test_an_engine_that_was_reset_alone_is_shown_with_the_remedy(tmp_path: Path)
             assert epochkv("reset", config=hub.folder).returncode == 0
             status = epochkv("status", config=hub.folder).stdout
             assert "1: 1 in use, 0 isolated, 0 of unknown weights, 0 behind" in status
-            assert "only its caches were reset" not in status
+            assert "it has asked for the next epoch" not in status
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
