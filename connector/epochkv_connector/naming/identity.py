@@ -116,7 +116,7 @@ def pool_prefix(pool_uid: str) -> str:
 
 
 def namespace(pool_uid: str, fingerprint_hex: str, epoch: int, weights: bytes) -> str:
-    """Prefix of every L2 key of this pool, layout, epoch and weights; `object_keys` shows its form."""
+    """Prefix of every L2 key of this pool, layout, epoch and weights; `object_key` shows its form."""
     return f"{pool_prefix(pool_uid)}/{fingerprint_hex[:16]}/e{epoch}/w{weights.hex()[:16]}"
 
 

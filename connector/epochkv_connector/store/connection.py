@@ -422,7 +422,7 @@ class StoreConnection:
         if outcome is StoreOutcome.OK:
             logger.info("L2 store ready at %s (%s)", master, detail)
         else:
-            logger.warning("the L2 master at %s takes requests but %s (%s)", master, detail, _advice(outcome))
+            logger.warning("the L2 master at %s accepts connections, but %s (%s)", master, detail, _advice(outcome))
         return True
 
     def _canary(self) -> tuple[StoreOutcome, str]:

@@ -52,7 +52,7 @@ def seal(obj: memoryview, digest: bytes, layout: bytes, *, checksum: bool) -> No
 
     Args:
         obj: writable, `END_BYTES + payload + END_BYTES` bytes.
-        digest: `keys.key_digest` of the object's key.
+        digest: `naming.identity.key_digest` of the object's key.
         layout: 16 bytes that say how the payload was cut from KV tensors.
         checksum: also store the payload's xxh3-128.
     """

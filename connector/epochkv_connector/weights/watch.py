@@ -209,7 +209,7 @@ class Watch:
         try:
             self._ranks.end_device_work()
         except Exception as error:
-            logger.warning("EpochKV: the device was not waited for before weights may be written: %r", error)
+            logger.warning("EpochKV: the device could not be synchronized before weights are written: %r", error)
 
     # ------------------------------------------------------------------ when it looks
 

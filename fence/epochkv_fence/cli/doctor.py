@@ -126,7 +126,7 @@ def doctor(
     ] = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="Lines for people, or JSON.")] = Output.TABLE,
 ) -> None:
-    """Say what is wrong, and how to mend it. Nothing is changed.
+    """Say what is wrong, and how to fix it. Nothing is changed.
 
     With --config or the variable EPOCHKV_CONFIG it looks at that pool, without Kubernetes. Otherwise, and with an option of clusters,
     it looks at the cluster of the kubeconfig (or of the pod it runs in).

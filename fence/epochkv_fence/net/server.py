@@ -79,7 +79,7 @@ class Alarm:
             due = self._turn(now)
         except Exception:
             self._counters["turns_failed"] += 1
-            logger.exception("the hub's turn failed")
+            logger.exception("an iteration of the hub's loop failed")
             due = now + FAILED_TURN_SECONDS
         when = self._loop.time() + max(0.0, due - now)
         if self._timer is not None:
@@ -109,7 +109,7 @@ class ServedPool:
     """A pool's state machine and what its driver keeps beside it. A pool that is removed and set again is a new one.
 
     Attributes:
-        bucket, costs, queue: see `router.LimitedPool`.
+        bucket, costs, queue: see `gate.LimitedPool`.
         say: logs which of the calls for it fail.
         changed: its snapshot has, and the hub's owner has not heard of it.
         failed_until: a tick or round of it failed; the next one comes not before.
@@ -387,7 +387,7 @@ class Effects:
 # ----------------------------------------------------------------------------------------------------------------------
 # The hub of one authority: the pools' state machines, the leadership reads that serve them all, and what they ask to be done.
 #
-# Everything runs in one event loop: bursts of messages (`router`) and one timer for all that is due. Every call to the authority or
+# Everything runs in one event loop: bursts of messages (`gate`) and one timer for all that is due. Every call to the authority or
 # a store is a task with a deadline. A read that does not answer means no grants in that round; only a read that
 # answers "somebody else" makes this hub step down. A pool whose step fails is tried again, and harms no other pool.
 

@@ -138,7 +138,7 @@ def _begin_anew(gap: Gap) -> aiohttp.ClientMiddlewareType:
         response.close()
         if "watch" not in request.url.query:
             raise aiohttp.ClientPayloadError("the list expired between two pages")  # which has kopf list from the first page
-        log.info("a watch begins anew", path=request.url.path, reason="its version has expired")
+        log.info("watch restarted", path=request.url.path, reason="its version has expired")
         gap()
         request.url = request.url.without_query_params("resourceVersion")
         return await send(request)

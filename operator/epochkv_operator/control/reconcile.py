@@ -2,7 +2,7 @@
 pool it refers to, its status).
 
 No reset is driven here. `spec.resetEpoch` is handed to the hub (`hub/service.py`), which records the epoch (`hub/authority.py`)
-and follows it until it is published (`epochkv_fence/hub/resets.py`).
+and follows it until it is published (`epochkv_fence/hub/machine.py`).
 """
 
 from __future__ import annotations

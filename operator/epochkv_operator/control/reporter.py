@@ -123,7 +123,7 @@ class Reporter:
     def tell(self, obj: Json, *, reason: str, action: str, note: str) -> None:
         """Something that no condition's change would say: a warning, as an Event and in the log."""
         about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
-        log.warning("told the user", object=about, reason=reason, note=note)
+        log.warning("warning event emitted", object=about, reason=reason, note=note)
         now = time.monotonic()
         self._told = {what: at for what, at in self._told.items() if now < at + REPEAT_SECONDS}
         if (about, note) not in self._told:  # who does the same again each second gets one Event a minute

@@ -152,7 +152,7 @@ class Watches:
                 log.debug("a watch was cut", kind=resource.kind, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
             except ApiError as error:
-                log.info("a watch begins anew", kind=resource.kind, reason=str(error))
+                log.info("watch restarted", kind=resource.kind, reason=str(error))
                 version = None
                 await asyncio.sleep(AGAIN_SECONDS if isinstance(error, Expired) else RETRY_SECONDS)
 
@@ -192,7 +192,7 @@ class Watches:
         served = self._served | {resource.kind} if everywhere else self._served - {resource.kind}
         if self._problem.get(resource) != why:
             self._problem[resource] = why
-            log.info("kind of another project", kind=resource.kind, why=why)
+            log.info("optional kind", kind=resource.kind, why=why)
         if served != self._served:
             self._served = served
             self._changed()
@@ -229,7 +229,7 @@ class Watches:
     async def _take_in(self, resource: Resource, scope: str | None, shown: dict[str, int], version: int) -> None:
         """Read the kind as a whole if the store lacks something of what a LIST showed; let go what it did not show."""
         if behind := self._store.behind(resource.kind, shown):
-            log.warning("the watches lack objects, reading them", kind=resource.kind, objects=behind)
+            log.warning("watch cache incomplete, listing again", kind=resource.kind, objects=behind)
             metrics.MISSED.labels(kind=resource.kind).inc(behind)
             async for page, _ in self._client.pages(resource, scope, _selector(resource)):
                 for obj in page:

@@ -8,7 +8,7 @@ import msgspec
 
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, WeightsView
-from epochkv_operator.hub.view import PoolHistory, export, key_view, view_of
+from epochkv_operator.hub.service import PoolHistory, export, key_view, view_of
 from epochkv_operator.metrics import REGISTRY, forget_pool
 
 A, B = b"a" * 16, b"b" * 16
