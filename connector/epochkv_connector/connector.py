@@ -55,7 +55,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._guard = Guard()
         try:
             extra = self._kv_transfer_config.kv_connector_extra_config
-            self._epochkv_config = limits.check_start(vllm_config, extra, limits.children_of(patches.parent_config()))
+            siblings = limits.children_of(patches.parent_config())
+            here = role is KVConnectorRole.WORKER or describe.has_ranks_here(vllm_config)
+            self._epochkv_config = limits.check_start(vllm_config, extra, siblings, here=here)
         except (ConfigurationError, interface.UnsupportedEngine) as error:
             logger.error("EpochKV cannot start: %s", error)  # vLLM's traces follow, one for each process
             raise

@@ -21,7 +21,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -42,18 +42,6 @@ _REMEDY = "use EpochKVConnector, MooncakeStoreConnector or OffloadingConnector i
 _UNKNOWN = "its keys may be made of tokens alone, so that no name of ours reaches them and KV of older weights would be found"
 
 
-class Foreign(NamedTuple):
-    """A connector that names of ours can stand under.
-
-    Attributes:
-        prepare: once, with the scheduler's half.
-        renamed: a request has other names; the number says how many of its hash blocks keep theirs.
-    """
-
-    prepare: Callable[[Any], None] = lambda connector: None
-    renamed: Callable[[Any, Any, int], None] = lambda connector, request, num_kept: None
-
-
 def why_refused(name: str, module: str) -> str | None:
     """Why an engine with this connector cannot be fenced, and what to do; None: it can. `module`: its `kv_connector_module_path`."""
     if module:
@@ -72,18 +60,6 @@ def leaves(connector: Any | None) -> Iterator[Any]:
         yield connector
 
 
-def prepare(connector: Any | None) -> None:
-    """Make the scheduler's half of a connector, and of those that it holds, ready for names that change."""
-    for one in leaves(connector):
-        KNOWN[type(one).__name__].prepare(one)
-
-
-def renamed(connector: Any | None, request: Any, num_kept: int) -> None:
-    """Have a connector, and those that it holds, forget what they remember of the names of a request."""
-    for one in leaves(connector):
-        KNOWN[type(one).__name__].renamed(one, request, num_kept)
-
-
 def _rename_offloaded(connector: Any, request: Any, num_kept: int) -> None:
     """It copies a request's hashes, each once. It copies again what is not there, before it looks or stores."""
     side = connector.connector_scheduler
@@ -96,11 +72,6 @@ def _rename_offloaded(connector: Any, request: Any, num_kept: int) -> None:
         state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, kept)
 
 
-def _prepare_mooncake(connector: Any) -> None:
-    """Its reset empties the whole master, under every other engine. Names do what the reset is for."""
-    connector.reset_cache = lambda: True
-
-
 def _rename_in_mooncake(connector: Any, request: Any, num_kept: int) -> None:
     """Its look-up may be under way, or answered, under the names before. What it stores, it names when it stores."""
     if num_kept == 0:
@@ -108,20 +79,23 @@ def _rename_in_mooncake(connector: Any, request: Any, num_kept: int) -> None:
         connector.connector_scheduler.load_specs.pop(request.request_id, None)
 
 
-_BY_REQUEST = Foreign()
-"""Blocks of one request come from another engine (P/D). The tag of that engine says whether they may have our names (`naming.pins`)."""
+def _keeps_no_names(connector: Any, request: Any, num_kept: int) -> None:
+    """It brings blocks of one request from another engine (P/D), whose tag says whether they may have our names (`naming.pins`). Or it
+    looks up by a request's hashes of that moment, and stores under vLLM's name of the block."""
 
-KNOWN = {
-    "MooncakeConnector": _BY_REQUEST,
-    "MooncakeStoreConnector": Foreign(_prepare_mooncake, _rename_in_mooncake),
-    "MoRIIOConnector": _BY_REQUEST,
-    "NixlConnector": _BY_REQUEST,
-    "NixlPullConnector": _BY_REQUEST,
-    "NixlPushConnector": _BY_REQUEST,
-    "OffloadingConnector": Foreign(renamed=_rename_offloaded),
-    "SimpleCPUOffloadConnector": Foreign(),  # it looks up by a request's hashes of that moment, and stores under vLLM's name of the block
+
+KNOWN: dict[str, Callable[[Any, Any, int], None]] = {
+    "MooncakeConnector": _keeps_no_names,
+    "MooncakeStoreConnector": _rename_in_mooncake,
+    "MoRIIOConnector": _keeps_no_names,
+    "NixlConnector": _keeps_no_names,
+    "NixlPullConnector": _keeps_no_names,
+    "NixlPushConnector": _keeps_no_names,
+    "OffloadingConnector": _rename_offloaded,
+    "SimpleCPUOffloadConnector": _keeps_no_names,
 }
-"""Connectors whose keys are vLLM's block hashes, or that bring blocks of one request."""
+"""Connectors that names of ours can stand under, and how each forgets the names of a request but those of the first so many hash blocks.
+Their keys are vLLM's block hashes, or they bring blocks of one request."""
 
 
 def is_asked_for(environ: Mapping[str, str] | None = None) -> bool:
@@ -190,7 +164,9 @@ def fence(scheduler: Any) -> None:
     config = check(scheduler.vllm_config)
     if config is not None:
         patches.share_log_handlers()
-        prepare(scheduler.connector)
+        for connector in leaves(scheduler.connector):
+            if type(connector).__name__ == "MooncakeStoreConnector":  # its reset empties the whole master, under every other engine
+                connector.reset_cache = lambda: True  # names do what the reset is for
         setattr(scheduler, ATTRIBUTE, Fence(scheduler, config))
 
 
@@ -317,7 +293,12 @@ class Fence:
 
     def _renamed(self, request: Any, num_kept: int) -> None:
         """A connector that kept names would save KV under wrong ones, so an error here ends the names of this engine."""
-        self.guard.run("renamed", lambda: renamed(self._scheduler.connector, request, num_kept), self.role.weights.break_off)
+
+        def tell() -> None:
+            for connector in leaves(self._scheduler.connector):
+                KNOWN[type(connector).__name__](connector, request, num_kept)
+
+        self.guard.run("renamed", tell, self.role.weights.break_off)
 
     def _admit(self, output: Any) -> None:
         """Tokens of these requests are computed: they keep what they have over an adoption."""

@@ -55,7 +55,7 @@ def handoff_seconds(connectors: Sequence[Mapping[str, Any]]) -> float:
     return min(map(float, leases), default=LEASE_SECONDS) / 2
 
 
-def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[Mapping[str, Any]], *, here: bool = True) -> ConnectorConfig:
+def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[Mapping[str, Any]], *, here: bool) -> ConnectorConfig:
     """The connector's configuration, if this engine can start with it.
 
     Args:
