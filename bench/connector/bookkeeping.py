@@ -72,11 +72,11 @@ def filled_books(prompts: Sequence[Sequence[bytes]], names: Names) -> TierManage
     num_slots = 2 * sum(len(hashes) for hashes in prompts)
     config = ConnectorConfig.parse({"pool": {"name": "p", "namespace": "n", "uid": "u"}, "local": {"capacity_bytes": num_slots}}, {})
     tiers = TierManager(config, LAYOUT, num_ranks=1, num_slots=num_slots, store=None, ids=itertools.count(), clock=time.monotonic)
-    tiers.bind_block_pool(Blocks())
+    tiers.bind_block_pool(Blocks(), BLOCK_TOKENS)
     tiers.adopt(names)
     for index, hashes in enumerate(prompts):
         blocks = [list(range(1, len(hashes) + 1))]
-        tiers.saves.collect([ScheduledRequestView(f"s{index}", len(hashes) * BLOCK_TOKENS, hashes, BLOCK_TOKENS, ROOT, blocks)], names)
+        tiers.saves.collect([ScheduledRequestView(f"s{index}", len(hashes) * BLOCK_TOKENS, hashes, blocks)], names)
         acknowledge(tiers, tiers.end_step())
         tiers.finish(f"s{index}")
     return tiers
@@ -107,21 +107,21 @@ def measure(num_tokens: int, repeats: int) -> Cost:
         for _ in range(BATCH):
             number = next(serial)
             hashes = prompts[number % NUM_PROMPTS]
-            view = RequestView(f"r{number}", num_tokens, hashes, BLOCK_TOKENS, ROOT)
+            view = RequestView(f"r{number}", num_tokens, hashes)
             began = clock()
             found = tiers.hits.find(view)
             walked = hits.longest_hit(LAYOUT, 0, num_tokens - BLOCK_TOKENS, found.present, found.first_absent)
             a = clock()
             hit = tiers.hits.answer(view, 0, names)
             b = clock()
-            tiers.loads.commit(view, group_blocks, hit.num_tokens or 0, names)
+            tiers.loads.commit(view, group_blocks, hit or 0, names)
             c = clock()
             jobs = tiers.end_step()
             d = clock()
             acknowledge(tiers, jobs)
             tiers.finish(view.request_id)
-            if hit.num_tokens != walked or walked != num_tokens - BLOCK_TOKENS or len(jobs.loads) != 1:
-                raise RuntimeError(f"a prompt in L1 was answered with {hit.num_tokens} of {num_tokens} tokens")
+            if hit != walked or walked != num_tokens - BLOCK_TOKENS or len(jobs.loads) != 1:
+                raise RuntimeError(f"a prompt in L1 was answered with {hit} of {num_tokens} tokens")
             walk, lookup, commit, step = walk + a - began, lookup + b - a, commit + c - b, step + d - c
         for total, into in ((walk, cost.walk), (lookup, cost.lookup), (commit, cost.commit), (step, cost.step)):
             into.append(total / BATCH)

@@ -93,20 +93,20 @@ class Engine:
             clock=time.monotonic,
             keys_of=None if store is None else keys_of,
         )
-        self._tiers.bind_block_pool(Blocks())
+        self._tiers.bind_block_pool(Blocks(), BLOCK_TOKENS)
         self._tiers.adopt(self._names)
 
     def serve(self, request_id: str, hashes: Sequence[bytes]) -> int:
         """Look the prompt up, load what was found, save the rest; blocks that were found."""
         names, tiers = self._names, self._tiers
-        view = RequestView(request_id, len(hashes) * BLOCK_TOKENS + 1, hashes, BLOCK_TOKENS, ROOT)
+        view = RequestView(request_id, len(hashes) * BLOCK_TOKENS + 1, hashes)
         gpu_blocks = [list(range(1, len(hashes) + 1))]
         tiers.hits.begin(view, names)
-        hit = tiers.hits.answer(view, 0, names).num_tokens or 0
+        hit = tiers.hits.answer(view, 0, names) or 0
         if hit and not tiers.loads.commit(view, gpu_blocks, hit, names):
             raise RuntimeError(f"{request_id}: a hit of {hit} tokens was not kept")
         self._work(tiers.end_step())
-        tiers.saves.collect([ScheduledRequestView(request_id, view.num_tokens, hashes, BLOCK_TOKENS, ROOT, gpu_blocks)], names)
+        tiers.saves.collect([ScheduledRequestView(request_id, view.num_tokens, hashes, gpu_blocks)], names)
         self._work(tiers.end_step())
         tiers.finish(request_id)
         return hit // BLOCK_TOKENS

@@ -94,8 +94,6 @@ COUNTERS: tuple[Family, ...] = (
         lookups_deferred="deferred", lookups_paused="paused"),
     _family("hit_tokens", "tokens", "Prompt tokens of accepted hits, by the tier that held them.", label="tier", tokens_hit_host="L1",
         tokens_hit_store="L2"),
-    _family("planned_tokens", "tokens", "Prompt tokens of hits that were offered to the scheduler, by tier.", label="tier",
-        tokens_planned_host="L1", tokens_planned_store="L2"),
     _family("hits_shrunk", "hits", "Hits cut because host slots were short."),
     _family("plans", "plans", "Reservations of hits, by how they ended.", label="end", plans_committed="committed", plans_aborted="aborted",
         plans_expired="expired", plans_over_cap="over_cap", plans_dropped="dropped"),

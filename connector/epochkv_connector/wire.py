@@ -127,9 +127,8 @@ class JobAck:
             the units of `SaveJob` (the job's whole range when nothing went wrong); aggregated over ranks by
             intersection. Loads: `num_blocks` counts the blocks of the job that are filled, `start_block` is 0.
         failed: at least one block is missing.
-        filled_slots: loads: slots that now hold verified L2 bytes and may be indexed in L1.
-        failed_slots: failed loads: slots whose block did not reach the GPU; empty with `failed` set: unknown (as it is,
-            like `filled_slots`, where a slot stands for several blocks).
+        filled_slots: loads: slots that now hold verified L2 bytes and may be indexed in L1; unknown in a failed load where a slot stands
+            for several blocks.
         busy_slots: slots that this rank may still write or read after this acknowledgement (a deadline passed while
             a transfer ran). They are given to nobody until the rank acknowledges `Phase.RELEASED` for the job.
     """
@@ -141,7 +140,6 @@ class JobAck:
     num_blocks: int
     failed: bool = False
     filled_slots: tuple[int, ...] = ()
-    failed_slots: tuple[int, ...] = ()
     busy_slots: tuple[int, ...] = ()
 
 

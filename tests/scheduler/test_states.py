@@ -94,7 +94,7 @@ def kept_and_saved(rig: Any, tokens: list[int]) -> tuple[int, int]:
     kept = int(rig.scheduler.kv_cache_manager.get_computed_blocks(request)[1])
     state = rig.tiers.state
     held = PromptBlocks(state.index, request.block_hashes, [1] * len(rig.options.groups))
-    return kept, longest_hit(state.layout, 0, len(tokens) - 1, held.present)
+    return kept, longest_hit(state.layout, 0, len(tokens) - 1, held.present, held.first_absent)
 
 
 @on_layouts(("full", STATE), ("full", "48"), ("full", STATE, "48"))

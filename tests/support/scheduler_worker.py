@@ -341,7 +341,7 @@ class FakeWorker:
         self.acks.append(JobAck(job.job_id, self.rank, Phase.STORED, job.start_block, job.num_blocks))
 
     def _load(self, job: LoadJob) -> None:
-        failed_slots: list[int] = []
+        num_failed = 0
         filled: list[int] = []
         broken = self.fail_loads(job) or self._is_bad(job)
         for move in job.moves:
@@ -354,14 +354,14 @@ class FakeWorker:
                 lost = self.rig.store.lose(key) or self.rig.store.corrupt(key)  # corruption is found by the checksum
                 content = None if lost else self.rig.store.objects.get(key)
             if content is None or broken:
-                failed_slots.append(move.slot)
+                num_failed += 1
                 continue
             self.rig.gpu[move.gpu_block] = content
             if move.source is Tier.STORE:
                 self.slots[move.slot] = content
                 filled.append(move.slot)
         self.finished.add(job.request_id)
-        if failed_slots:
+        if num_failed:
             self.failed.add(job.request_id)
         self.acks.append(
             JobAck(
@@ -369,10 +369,9 @@ class FakeWorker:
                 self.rank,
                 Phase.LOADED,
                 0,
-                len(job.moves) - len(failed_slots),
-                failed=bool(failed_slots),
+                len(job.moves) - num_failed,
+                failed=num_failed > 0,
                 filled_slots=tuple(filled),
-                failed_slots=tuple(failed_slots),
             )
         )
 

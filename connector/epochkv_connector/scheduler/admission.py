@@ -47,17 +47,11 @@ class Admission:
     def _begin_lookup(self, request: Any, snapshot: Snapshot) -> None:
         tiers = self._usable(request, snapshot)
         if tiers is not None:
-            tiers.hits.begin(self._view(request, snapshot), snapshot)
+            tiers.hits.begin(self._view(request), snapshot)
 
-    def _view(self, request: Any, snapshot: Snapshot) -> RequestView:
-        # A current pin is told as the snapshot's root: pins of adapters derive from it and are as current.
-        return RequestView(
-            request_id=request.request_id,
-            num_tokens=request.num_tokens,
-            block_hashes=request.block_hashes,
-            hash_block_size=self._state.hash_block_size,
-            root=snapshot.root,
-        )
+    @staticmethod
+    def _view(request: Any) -> RequestView:
+        return RequestView(request.request_id, request.num_tokens, request.block_hashes)
 
     def answer(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the local ones are loaded; `(None, False)`: drop the local hit and ask again next step."""
@@ -72,8 +66,8 @@ class Admission:
         tiers = self._usable(request, snapshot)
         if tiers is None or record.load is not LoadState.NONE or tiers.loads.is_open(record.request_id):
             return 0, False  # open: a rank's acknowledgement of the load before was lost, and no second job would go out
-        hit = tiers.hits.answer(self._view(request, snapshot), num_local, snapshot)
-        return hit.num_tokens, bool(hit.num_tokens)
+        num_tokens = tiers.hits.answer(self._view(request), num_local, snapshot)
+        return num_tokens, bool(num_tokens)
 
     def name(self, request: Any, *, must: bool) -> tuple[Request, Repin, Snapshot]:
         """Bring the names of a request that vLLM considers to what holds now, and the tiers with them. `must`: see `Pins.repin`."""
@@ -117,7 +111,7 @@ class Admission:
             return
         record, loading = self._requests.see(request), False
         if self._tiers is not None:
-            loading = self._tiers.loads.commit(self._view(request, snapshot), blocks.get_block_ids(), num_external, snapshot)
+            loading = self._tiers.loads.commit(self._view(request), blocks.get_block_ids(), num_external, snapshot)
         self._pins.begin_load(request)
         if not loading:
             self._requests.on(record, LoadEvent.FAIL_UNSENT)

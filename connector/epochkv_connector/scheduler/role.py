@@ -239,7 +239,7 @@ class SchedulerRole:
         self.hashing.hash_block_size = state.hash_block_size
         patches.before_reset(manager, self.steps.let_go)
         if self.tiers is not None:
-            self.tiers.bind_block_pool(blocks.BlockPoolAdapter(block_pool))
+            self.tiers.bind_block_pool(blocks.BlockPoolAdapter(block_pool), state.hash_block_size)
         state.outgoing.bind(block_pool, self.tiers)
 
     def on_new_request(self, request: Any) -> None:

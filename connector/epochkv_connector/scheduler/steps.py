@@ -105,7 +105,7 @@ class SaveCandidates:
             confirmed = blocks.num_confirmed_tokens(request, scheduled[request_id], len(drafts.get(request_id, ())))
             boundaries.later(request_id, confirmed - confirmed % size + size - blocks.num_expected_tokens(request))
             again = request_id in lacked
-            view = self._view(record, confirmed, snapshot, again=again, states=offered.get(request_id, ()))
+            view = self._view(record, confirmed, again=again, states=offered.get(request_id, ()))
             if view is not None:
                 yield view
             elif again:
@@ -118,7 +118,7 @@ class SaveCandidates:
             record.num_offered = 0
         saves.forget_request(request_id)
 
-    def at_end(self, request: Any, snapshot: Snapshot) -> ScheduledRequestView | None:
+    def at_end(self, request: Any) -> ScheduledRequestView | None:
         """The request if it has blocks that are complete only now that it has ended. While it has its blocks.
 
         With async scheduling the last token of a block is known a step after its KV was computed. But vLLM schedules no step
@@ -127,10 +127,10 @@ class SaveCandidates:
         record, pin = self._requests.get(request.request_id), self._pins.pin_of(request)
         if record is None or record.load is not LoadState.NONE or pin is None or pin.loading or not pin.admitted:
             return None  # vLLM counts as computed what is being loaded, by whatever connector
-        return self._view(record, blocks.num_final_tokens(request), snapshot)
+        return self._view(record, blocks.num_final_tokens(request))
 
     def _view(
-        self, record: Request, confirmed: int, snapshot: Snapshot, *, again: bool = False, states: Sequence[tuple[int, int, int]] = ()
+        self, record: Request, confirmed: int, *, again: bool = False, states: Sequence[tuple[int, int, int]] = ()
     ) -> ScheduledRequestView | None:
         """The request with its complete blocks, or None if nothing is new (and not `again`) or nothing may be saved."""
         request: Any = record.vllm
@@ -145,8 +145,6 @@ class SaveCandidates:
             request_id=record.request_id,
             num_confirmed_tokens=confirmed,
             block_hashes=request.block_hashes,
-            hash_block_size=self._state.hash_block_size,
-            root=snapshot.root,
             group_block_ids=blocks.group_block_ids(self._state.manager, record.request_id),
             states=states,
         )
@@ -244,7 +242,7 @@ class Steps:
             return
         try:
             snapshot = self._state.apply()
-            view = self.candidates.at_end(request, snapshot) if snapshot.in_use else None
+            view = self.candidates.at_end(request) if snapshot.in_use else None
             if view is not None:
                 self._collect(self._tiers, (view,), snapshot)
         except Exception as error:

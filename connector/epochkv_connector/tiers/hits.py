@@ -15,16 +15,15 @@ block is done by built-ins over slices of the prompt's hashes, some hundred at a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Final
 
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.tiers.layout import Hit, RequestView, align_down, longest_hit, needed_range, tokens_by_tier
-from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS, LoadPause, Lookups, Query, QueryState
+from epochkv_connector.tiers.layout import RequestView, align_down, longest_hit, needed_range
+from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS, LoadPause, Lookups, Query
 from epochkv_connector.tiers.state import HostIndex, Key, TierState
-from epochkv_connector.wire import Tier
 
 ABSENT: Final = -1
 """In a column of slots: not in L1."""
@@ -135,7 +134,7 @@ class Plan:
 
     Attributes:
         root, num_local_tokens: with the request id, what the answer is valid for.
-        hit: the answer; a plan with 0 tokens is a remembered miss and holds nothing.
+        num_tokens: the answer, tokens beyond the local ones; 0: a remembered miss, which holds nothing.
         spans: the blocks of each group that is restored, in the groups' order: those with a slot are referenced in L1 (`num_pinned`), the
             others are to be fetched from L2 (`num_missing`).
         reserved: slots promised for the latter; fewer where blocks only pass through (a staging ring).
@@ -145,9 +144,9 @@ class Plan:
     request_id: str
     root: bytes
     num_local_tokens: int
-    hit: Hit
     namespace: str | None
     valid_until: float
+    num_tokens: int = 0
     spans: list[Span] = field(default_factory=list)
     num_pinned: int = 0
     num_missing: int = 0
@@ -177,7 +176,7 @@ class Plan:
 
     def clear(self) -> None:
         """Promise nothing (any more); what was held is the caller's to give back."""
-        self.spans, self.num_pinned, self.num_missing, self.reserved = [], 0, 0, 0
+        self.spans, self.num_tokens, self.num_pinned, self.num_missing, self.reserved = [], 0, 0, 0, 0
 
 
 class PlanTable:
@@ -241,9 +240,6 @@ SLOT_WAIT_STEPS = 2
 """So many steps a hit that lacks slots waits for saves to give theirs back. An engine without work takes no step, so puts that have
 long ended are told in the first one after it; with asynchronous scheduling what a step told is known two steps later."""
 
-MISS = Hit(0)
-ASK_AGAIN = Hit(None)
-
 
 class HitPlanner:
     """Answers lookups and holds what it promised.
@@ -276,77 +272,77 @@ class HitPlanner:
     def begin(self, req: RequestView, snap: Snapshot) -> None:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
-        if self._state.is_usable and req.root == snap.root and max_tokens > 0:
-            self._query(req, self.find(req), 0, max_tokens, self._state.namespace(snap))
+        if self._state.is_usable and max_tokens > 0:
+            self._query(req, self.find(req), snap, 0, max_tokens)
 
-    def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> Hit:
+    def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> int | None:
         """How many tokens beyond the local ones the tiers give, held by a plan; the same question again finds the same plan.
+        None: ask again next step.
 
         The hit never covers the last token: vLLM has to compute one, and with a sliding window a load of the whole
         prompt would leave out a block that this token attends to.
         """
         self._count["lookups"] += 1
-        if not self._state.is_usable or req.root != snap.root:
-            return MISS
+        if not self._state.is_usable:
+            return 0
         now, namespace = self._state.clock(), self._state.namespace(snap)
         plan = self.plans.get(req.request_id)
         if plan is not None:
-            if plan.answers(num_local_tokens, req.root, namespace, now):
+            if plan.answers(num_local_tokens, snap.root, namespace, now):
                 self.plans.refresh(plan, self._step, now)
-                return plan.hit
+                return plan.num_tokens
             self.plans.pop(req.request_id)
             self.release(plan)
         max_tokens = self._max_tokens(req)
         if max_tokens <= num_local_tokens:
-            return MISS
+            return 0
         found = self.find(req)
-        query = self._query(req, found, num_local_tokens, max_tokens, namespace)
-        plan = Plan(req.request_id, req.root, num_local_tokens, MISS, namespace, now + PLAN_TTL_SECONDS)
+        query = self._query(req, found, snap, num_local_tokens, max_tokens)
+        plan = Plan(req.request_id, snap.root, num_local_tokens, namespace, now + PLAN_TTL_SECONDS)
         if query is not None and self._lookups is not None:
-            state = self._lookups.poll(query)
-            if state is QueryState.PENDING:
+            if self._lookups.is_pending(query):
                 self._count["lookups_deferred"] += 1
-                return ASK_AGAIN
-            if state is QueryState.READY and query.found is not None:
+                return None
+            if query.found is not None:
                 self._state.known.add(query.found)
                 self._state.known.discard(key for key in query.blocks if key not in query.found)
                 found.remote = query.found
                 plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
         self._fill(plan, whole, found)
-        if num_local_tokens + (plan.hit.num_tokens or 0) < whole and self._await_slots(req.request_id):
+        if num_local_tokens + plan.num_tokens < whole and self._await_slots(req.request_id):
             self._count["lookups_deferred"] += 1
-            return ASK_AGAIN
+            return None
         self._open(plan, now)
-        return plan.hit
+        return plan.num_tokens
 
     def _await_slots(self, request_id: str) -> bool:
         """Whether a hit that lacks slots is worth asking for again: saves are open, and it has not waited for them yet."""
         return self._state.jobs.num_saves > 0 and self._step < self._lacking.setdefault(request_id, self._step) + SLOT_WAIT_STEPS
 
     def _max_tokens(self, req: RequestView) -> int:
-        full = min(req.num_tokens - 1, len(req.block_hashes) * req.hash_block_size)
+        full = min(req.num_tokens - 1, len(req.block_hashes) * self._state.hash_block_size)
         return align_down(max(0, full), self._layout.alignment_tokens)
 
     def find(self, req: RequestView) -> PromptBlocks:
-        scales = [group.block_size // req.hash_block_size for group in self._layout.groups]
-        return PromptBlocks(self._index, req.block_hashes, scales)
+        return PromptBlocks(self._index, req.block_hashes, self._state.scales)
 
-    def _query(self, req: RequestView, found: PromptBlocks, local: int, max_tokens: int, namespace: str | None) -> Query | None:
+    def _query(self, req: RequestView, found: PromptBlocks, snap: Snapshot, local: int, max_tokens: int) -> Query | None:
         """The request's L2 query, begun if need be; None when L2 is not to be asked."""
+        namespace = self._state.namespace(snap)
         if self._lookups is None or namespace is None:
             return None
         if not self.pause.allows():
             self._count["lookups_paused"] += 1
             return None
-        query = self._lookups.get(req.request_id, namespace, req.root)
+        query = self._lookups.get(req.request_id, namespace, snap.root)
         if query is not None:
             return query
         wanted: list[Key] = []
         for group, spec in self._layout.restored:
             span = found.blocks(group, local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0))
             wanted += [(group, name) for name, slot in zip(span.names, span.slots, strict=True) if slot == ABSENT]
-        return self._lookups.begin(req.request_id, namespace, req.root, wanted) if wanted else None
+        return self._lookups.begin(req.request_id, namespace, snap.root, wanted) if wanted else None
 
     def _fill(self, plan: Plan, total: int, found: PromptBlocks) -> None:
         """Make the plan promise the longest hit up to `total` tokens that can be held. Takes nothing yet."""
@@ -368,7 +364,6 @@ class HitPlanner:
                 break  # not even one slot of the ring
             limit = total - max(1, excess // self._unit_blocks) * alignment
             total = longest_hit(self._layout, local, limit, found.present, found.first_absent) if limit > local else local
-        plan.hit = MISS
         plan.clear()
 
     def _slots_for(self, num_missing: int) -> int:
@@ -383,24 +378,14 @@ class HitPlanner:
         local = plan.num_local_tokens
         plan.choose([found.locate(group, needed_range(spec, local, total)) for group, spec in self._layout.restored])
         plan.reserved = self._slots_for(plan.num_missing)
-        plan.hit = Hit(total - local, self._sources(plan, total - local))
-
-    def _sources(self, plan: Plan, num_tokens: int) -> Mapping[Tier, int]:
-        if not plan.num_missing or not plan.num_pinned:  # nearly every hit; counting its blocks cost 5 us
-            return {Tier.STORE if plan.num_missing else Tier.HOST: num_tokens}
-        store = {span.group: span.num_absent for span in plan.spans}
-        host = {span.group: len(span.slots) - span.num_absent for span in plan.spans}
-        return tokens_by_tier(self._layout, host, store, num_tokens)
+        plan.num_tokens = total - local
 
     def _open(self, plan: Plan, now: float) -> None:
-        if (plan.hit.num_tokens or 0) <= 0:
+        if not plan.num_tokens:
             self._count["lookups_missed"] += 1
-            plan.hit = MISS
             plan.clear()
         else:
             self._count["plans_opened"] += 1
-            for source, tokens in plan.hit.sources.items():
-                self._count[f"tokens_planned_{source.name.lower()}"] += tokens
             if not plan.num_missing:
                 plan.valid_until = float("inf")  # referenced L1 blocks cannot go away
             self._index.pin(plan.pinned())

@@ -9,7 +9,7 @@ request is recomputed (`worker.jobs`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import msgspec
@@ -43,7 +43,7 @@ class Loaded(msgspec.Struct, frozen=True):
     job: LoadJob
     filled: tuple[BlockMove, ...]  # fetched from L2 and verified on every rank
     failed: bool
-    doubted: tuple[BlockMove, ...]  # blocks that did not arrive on some rank
+    doubted: tuple[BlockMove, ...]  # blocks that may not have arrived on some rank
     abandoned: bool
 
 
@@ -67,14 +67,12 @@ class _Open(msgspec.Struct):
     opened_at: float
     gpu_blocks: tuple[int, ...] = ()  # referenced for a save
     num_read: int = 0  # GPU blocks that a save may still read, referenced or not
-    scale: Mapping[int, int] = msgspec.field(default_factory=dict)  # saves: group -> hash blocks per block
+    scale: Sequence[int] = ()  # saves: hash blocks per block, by group
     acked: dict[Phase, set[int]] = msgspec.field(default_factory=dict)
     done: set[Phase] = msgspec.field(default_factory=set)
     ranges: dict[Phase, tuple[int, int]] = msgspec.field(default_factory=dict)  # intersection so far, hash blocks
     filled: set[int] | None = None  # intersection over ranks of filled slots
     failed: bool = False
-    failed_slots: set[int] = msgspec.field(default_factory=set)
-    blamed_all: bool = False
     busy: dict[int, set[int]] = msgspec.field(default_factory=dict)  # rank -> slots
     reads: bool = False  # loads: some block comes from L2
     unreleased: set[int] = msgspec.field(default_factory=set)
@@ -146,7 +144,7 @@ class Jobs:
         self._jobs[job.job_id] = _Open(job, now, unreleased=slots, abandoned=abandoned, reads=reads)
         self._loading[job.request_id] = job.job_id
 
-    def open_save(self, job: SaveJob, gpu_blocks: Iterable[int], scale: Mapping[int, int], now: float) -> None:
+    def open_save(self, job: SaveJob, gpu_blocks: Iterable[int], scale: Sequence[int], now: float) -> None:
         """A save goes out.
 
         Args:
@@ -206,10 +204,7 @@ class Jobs:
         vague = ack.failed and len({move.slot for move in entry.job.moves}) < len(entry.job.moves)
         filled = set() if vague else set(ack.filled_slots) - set(ack.busy_slots)
         entry.filled = filled if entry.filled is None else entry.filled & filled
-        if ack.failed:
-            entry.failed = True
-            entry.failed_slots.update(() if vague else ack.failed_slots)
-            entry.blamed_all = entry.blamed_all or vague or not ack.failed_slots
+        entry.failed = entry.failed or ack.failed
 
     def _complete(self, entry: _Open, phase: Phase) -> Outcome:
         job = entry.job
@@ -232,11 +227,8 @@ class Jobs:
         filled = entry.filled or set()
         arrived = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot in filled)
         doubted: tuple[BlockMove, ...] = ()
-        if entry.failed:
-            unfilled = [m for m in job.moves if m.source is Tier.STORE and m.slot not in filled]
-            named = [move for move in job.moves if move.slot in entry.failed_slots]
-            # A rank that did not say which blocks failed: blame the fetched ones that are not filled, else everything.
-            doubted = tuple(dict.fromkeys([*named, *(unfilled or job.moves)])) if entry.blamed_all else tuple(named)
+        if entry.failed:  # blame the fetched blocks that are not filled, else everything
+            doubted = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot not in filled) or job.moves
         return Loaded(job, arrived, entry.failed, doubted, entry.abandoned)
 
     def _settle(self, entry: _Open) -> list[Outcome]:

@@ -87,20 +87,16 @@ class RequestView:
 
     Attributes:
         num_tokens: prompt, and outputs so far of a request that was preempted.
-        block_hashes: vLLM's, one per `hash_block_size` tokens. Only read, and only during the call; names are copied.
-        root: compared with `Snapshot.root`. For a pin derived from the current root (adapters) give the current root:
-            the hashes carry the difference.
+        block_hashes: vLLM's, made under the current root. Only read, and only during the call; names are copied.
     """
 
     request_id: str
     num_tokens: int
     block_hashes: Sequence[bytes]
-    hash_block_size: int
-    root: bytes
 
 
 class ScheduledRequestView(msgspec.Struct, frozen=True):
-    """A request that computes in this step (or computed before), as saving sees it.
+    """A request that computes in this step (or computed before) under the current root, as saving sees it.
 
     Attributes:
         num_confirmed_tokens: length of the prefix whose KV is in its blocks once this step's forward has run, and cannot be taken
@@ -113,23 +109,8 @@ class ScheduledRequestView(msgspec.Struct, frozen=True):
     request_id: str
     num_confirmed_tokens: int
     block_hashes: Sequence[bytes]
-    hash_block_size: int
-    root: bytes
     group_block_ids: Sequence[Sequence[int]]
     states: Sequence[tuple[int, int, int]] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """Answer of a lookup.
-
-    Attributes:
-        num_tokens: tokens beyond the local ones; None: ask again next step.
-        sources: tokens by tier; their sum is `num_tokens`.
-    """
-
-    num_tokens: int | None
-    sources: Mapping[Tier, int] = field(default_factory=dict)
 
 
 KeysOf = Callable[[str, int, bytes], Sequence[str]]
@@ -173,13 +154,7 @@ def needed_range(group: GroupLayout, num_local_tokens: int, num_total_tokens: in
     return range(first, cdiv(num_total_tokens, group.block_size))
 
 
-def one_by_one(present: Present) -> FirstAbsent:
-    return lambda group, first, end: next((block for block in range(first, end) if not present(group, block)), max(first, end))
-
-
-def longest_hit(
-    layout: CacheLayout, num_local_tokens: int, max_tokens: int, present: Present, first_absent: FirstAbsent | None = None
-) -> int:
+def longest_hit(layout: CacheLayout, num_local_tokens: int, max_tokens: int, present: Present, first_absent: FirstAbsent) -> int:
     """Longest prefix (tokens, at least `num_local_tokens`) that the local blocks and the tiers give together.
 
     Args:
@@ -188,7 +163,6 @@ def longest_hit(
             number of tokens less one (`KVCacheManager.get_computed_blocks`).
         first_absent: says the same as `present`, faster.
     """
-    first_absent = first_absent or one_by_one(present)
     limit = align_down(max_tokens, layout.alignment_tokens)
     partial: list[int] = []  # those that need the last blocks only
     for index, group in layout.restored:

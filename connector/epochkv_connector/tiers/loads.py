@@ -85,8 +85,8 @@ class LoadJobs:
             return True
         plan, draft = self._planner.take(req.request_id), None
         if plan is not None:
-            if plan.root == snap.root and num_tokens <= (plan.hit.num_tokens or 0):
-                draft = self._bind(req, plan, num_tokens, group_block_ids)
+            if plan.root == snap.root and num_tokens <= plan.num_tokens:
+                draft = self._bind(plan, num_tokens, group_block_ids)
             self._planner.release(plan)  # what the draft did not take
         if draft is None:
             self._state.counts["loads_failed_before_send"] += 1
@@ -97,7 +97,7 @@ class LoadJobs:
             self._planner.pause.begin(req.request_id)
         return True
 
-    def _bind(self, req: RequestView, plan: Plan, num_tokens: int, group_block_ids: Sequence[Sequence[int]]) -> LoadDraft | None:
+    def _bind(self, plan: Plan, num_tokens: int, group_block_ids: Sequence[Sequence[int]]) -> LoadDraft | None:
         """Moves for the accepted tokens; takes their holds out of the plan. None if any block is not covered.
 
         vLLM caches every block it allocated here under its name, so every one of them must be filled.
@@ -105,7 +105,6 @@ class LoadJobs:
         total = plan.num_local_tokens + num_tokens
         moves: list[BlockMove] = []
         dropped: list[int] = []  # slots of the plan that the load does not use
-        late: list[int] = []
         for span in plan.spans:
             spec = self._state.layout.groups[span.group]
             first, end = plan.num_local_tokens // spec.block_size, cdiv(total, spec.block_size)
@@ -115,8 +114,7 @@ class LoadJobs:
             if not refused and span.first == first and end - first <= len(span.slots) and not has_null:  # which is the rule
                 moves += _moves(span, gpu_blocks)
                 dropped += span.slots[end - first :]
-            elif refused or not self._bind_window(req, span, first, gpu_blocks, moves, dropped, late):
-                self._index.unpin(reversed(late))
+            elif refused or not self._bind_window(span, first, gpu_blocks, moves, dropped):
                 return None
         num_fetched = sum(move.source is Tier.STORE for move in moves) if plan.num_missing else 0
         num_reserved = min(plan.reserved, num_fetched)
@@ -125,7 +123,7 @@ class LoadJobs:
         plan.clear()
         plan.reserved = unused
         sources = self._sources(moves, num_fetched, num_tokens)
-        return LoadDraft(req.request_id, plan.namespace, moves, num_fetched, num_reserved, sources)
+        return LoadDraft(plan.request_id, plan.namespace, moves, num_fetched, num_reserved, sources)
 
     def _sources(self, moves: Sequence[BlockMove], num_fetched: int, num_tokens: int) -> Mapping[Tier, int]:
         if num_fetched in (0, len(moves)):
@@ -135,31 +133,15 @@ class LoadJobs:
             blocks[move.source][move.group] += 1
         return tokens_by_tier(self._state.layout, blocks[Tier.HOST], blocks[Tier.STORE], num_tokens)
 
-    def _bind_window(
-        self,
-        req: RequestView,
-        span: Span,
-        first: int,
-        gpu_blocks: Sequence[int],
-        moves: list[BlockMove],
-        dropped: list[int],
-        late: list[int],
-    ) -> bool:
-        """As `_bind` for one group of which vLLM left blocks out, or wants others than were planned. False: they cannot be had."""
+    def _bind_window(self, span: Span, first: int, gpu_blocks: Sequence[int], moves: list[BlockMove], dropped: list[int]) -> bool:
+        """As `_bind` for one group of which vLLM left blocks out. False: it wants others than were planned."""
         left = dict(enumerate(span.slots, span.first))
         for block, gpu_block in enumerate(gpu_blocks, first):
             if gpu_block == self.null_block:
                 continue  # out of the window
-            if block in left:
-                slot, name = left.pop(block), span.names[block - span.first]
-            else:
-                # A shrunk hit ends with another window: take its blocks from L1 if they are there.
-                found = self._planner.find(req).blocks(span.group, block, block + 1)
-                slot, name = (found.slots[0], found.names[0]) if found.slots else (ABSENT, b"")
-                if slot == ABSENT or (self._index.is_idle(slot) and self._index.num_available < 1):
-                    return False
-                self._index.pin([slot])
-                late.append(slot)
+            if block not in left:
+                return False  # a shrunk hit ends with another window
+            slot, name = left.pop(block), span.names[block - span.first]
             moves.append(BlockMove(span.group, block, gpu_block, slot, name, Tier.STORE if slot == ABSENT else Tier.HOST))
         dropped += left.values()
         return True

@@ -12,7 +12,6 @@ succeeds. Saves go on.
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -30,12 +29,6 @@ READ_LEASE_SECONDS = 5.0
 (Mooncake `types.h`, `default_kv_lease_ttl`)."""
 
 
-class QueryState(enum.Enum):
-    READY = enum.auto()
-    PENDING = enum.auto()
-    LATE = enum.auto()  # past its deadline: go on without L2
-
-
 @dataclass(slots=True)
 class Query:
     """One request's question: which of these blocks does every shard hold?"""
@@ -47,14 +40,14 @@ class Query:
     shards: list[int]  # keys per block
     answer: Future[Sequence[bool]]
     found: frozenset[Key] | None = None
-    late: bool = False
+    late: bool = False  # past its deadline: go on without L2
 
 
 class Lookups:
     """Open queries, one per request.
 
     Args:
-        wait_seconds: shared by all polls between two calls of `new_step`.
+        wait_seconds: shared by all queries between two calls of `new_step`.
         deadline_seconds: of one query, from its begin.
         clock: monotonic seconds.
     """
@@ -112,25 +105,23 @@ class Lookups:
         self._num_begun += 1
         return query
 
-    def poll(self, query: Query) -> QueryState:
-        """Where the query stands, after waiting at most what is left of the step's wait. READY sets `query.found`."""
-        if query.found is not None:
-            return QueryState.READY
-        if query.late:
-            return QueryState.LATE
+    def is_pending(self, query: Query) -> bool:
+        """Whether to ask again, after waiting at most what is left of the step's wait; if not, `found` is set unless it is too late."""
+        if query.found is not None or query.late:
+            return False
         if not query.answer.done() and self._budget > 0:
             before = self._clock()
             wait([query.answer], timeout=self._budget)
             self._budget = max(0.0, self._budget - (self._clock() - before)) if query.answer.done() else 0.0
         if query.answer.done():
             query.found = self._collect(query)
-            return QueryState.READY
+            return False
         if self._clock() < query.begun_at + self._deadline_seconds:
-            return QueryState.PENDING
+            return True
         query.late = True
         self._num_late += 1
         query.answer.cancel()
-        return QueryState.LATE
+        return False
 
     def _collect(self, query: Query) -> frozenset[Key]:
         try:

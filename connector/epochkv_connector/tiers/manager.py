@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 COUNTERS = (
     *("lookups", "lookups_deferred", "lookups_missed", "lookups_paused", "hits_shrunk"),
-    *("tokens_planned_host", "tokens_planned_store"),
     *("plans_opened", "plans_committed", "plans_aborted", "plans_expired", "plans_over_cap", "plans_dropped"),
     *("loads_failed_before_send", "loads_done", "loads_failed", "blocks_loaded"),
     *("saves_emitted", "blocks_saved", "blocks_stored"),
@@ -80,9 +79,11 @@ class TierManager:
         self.loads = LoadJobs(self.state, self.hits)
         self.saves = SaveJobs(self.state)
 
-    def bind_block_pool(self, pool: BlockPoolAdapter) -> None:
-        """Give access to vLLM's GPU blocks; before the first `loads.commit` and `saves.collect`."""
+    def bind_block_pool(self, pool: BlockPoolAdapter, hash_block_size: int) -> None:
+        """Give access to vLLM's GPU blocks, and tell how many tokens a block hash is of; before the first request."""
         self.saves.pool, self.loads.null_block = pool, pool.null_block_id
+        self.state.hash_block_size = hash_block_size
+        self.state.scales = [group.block_size // hash_block_size for group in self.state.layout.groups]
 
     def finish(self, request_id: str) -> None:
         """The request is over. A load under way stays until every rank reports it; saves stay until acknowledged."""

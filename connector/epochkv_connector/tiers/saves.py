@@ -53,7 +53,7 @@ class SavePlanner:
         self._layout = state.layout
         self._index = state.index
         self._known = state.known
-        self._cursors: dict[str, tuple[bytes, str | None, int]] = {}  # root, namespace, tokens that were looked at
+        self._cursors: dict[str, tuple[str | None, int]] = {}  # namespace, tokens that were looked at
         self._saving: set[Key] = set()
         self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
         self._lacking: dict[int, dict[str, None]] = {}  # the same by number of slots, the longest deferred first
@@ -100,10 +100,10 @@ class SavePlanner:
 
     def draft(self, view: ScheduledRequestView, namespace: str | None, pool: BlockPoolAdapter) -> SaveJob | None:
         """Take slots for the request's new blocks, or None if nothing is to be saved."""
-        unit, size = self._layout.alignment_tokens, view.hash_block_size
+        unit, size = self._layout.alignment_tokens, self._state.hash_block_size
         end = align_down(min(view.num_confirmed_tokens, len(view.block_hashes) * size), unit)
-        root, under, looked_at = self._cursors.get(view.request_id, (view.root, namespace, 0))
-        start = token = looked_at if (root, under) == (view.root, namespace) else 0
+        under, looked_at = self._cursors.get(view.request_id, (namespace, 0))
+        start = token = looked_at if under == namespace else 0
         self.give_up(view.request_id)
         moves: list[BlockMove] = []
         while token < end:
@@ -116,7 +116,7 @@ class SavePlanner:
                 break
             moves.extend(self._take(wanted))
             token += unit
-        self._cursors[view.request_id] = (view.root, namespace, token)
+        self._cursors[view.request_id] = (namespace, token)
         for state in self._states(view, namespace, pool, is_first=start == 0):
             moves.extend(self._take(state))
             last = (state[0].block + 1) * self._layout.groups[state[0].group].block_size
@@ -158,7 +158,7 @@ class SavePlanner:
 
     def _worth(self, view: ScheduledRequestView, group: int, block: int, gpu_block: int, namespace: str | None) -> tuple[Wanted, ...]:
         """The block, unless every tier has it, or will."""
-        name = bytes(view.block_hashes[(block + 1) * self._layout.groups[group].block_size // view.hash_block_size - 1])
+        name = bytes(view.block_hashes[(block + 1) * self._state.scales[group] - 1])
         if (group, name) in self._saving:
             return ()
         slot = self._index.get(group, name)
@@ -184,7 +184,7 @@ class SavePlanner:
         by_boundary: dict[int, dict[int, Wanted]] = {}  # and by group: vLLM may offer a state twice
         for group, gpu_block, tokens in (*view.states, *(self._held_states(view) if is_first else ())):
             spec = self._layout.groups[group]
-            end = tokens // view.hash_block_size
+            end = tokens // self._state.hash_block_size
             if tokens % spec.block_size or not 0 < end <= len(view.block_hashes) or gpu_block == pool.null_block_id:
                 continue  # a state inside of a block (`prefix_match_unit`) has no name of a whole block
             if pool.names(gpu_block, group, bytes(view.block_hashes[end - 1])):
@@ -210,14 +210,13 @@ class SaveJobs:
         self.pool: BlockPoolAdapter | None = None
         self._state = state
         self._jobs: list[SaveJob] = []
-        self._scale: dict[int, int] = {}  # hash blocks per block, by group; an engine has one hash block size
         self._agreed: list[int] = []  # saves that ranks wait to hear of
         self._refused: list[int] = []
 
     def collect(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
         """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps.
 
-        Only blocks named under the current root are saved: to L1, to L2 when the root is shared, or to both.
+        They are saved to L1, to L2 when the root is shared, or to both.
 
         Returns:
             The jobs that go out with the next metadata for it.
@@ -226,18 +225,15 @@ class SaveJobs:
         if not self._state.is_usable or self.pool is None or (self._state.config.local is None and namespace is None):
             return ()
         for view in views:
-            if view.root == snap.root:
-                job = self.planner.draft(view, namespace, self.pool)
-                if job is not None:
-                    self._open(job, view.hash_block_size, self.pool)
+            job = self.planner.draft(view, namespace, self.pool)
+            if job is not None:
+                self._open(job, self.pool)
         return self._jobs[first:]
 
-    def _open(self, job: SaveJob, hash_block_size: int, pool: BlockPoolAdapter) -> None:
+    def _open(self, job: SaveJob, pool: BlockPoolAdapter) -> None:
         gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
         pool.touch(gpu_blocks)
-        if not self._scale:
-            self._scale = {index: group.block_size // hash_block_size for index, group in enumerate(self._state.layout.groups)}
-        self._state.jobs.open_save(job, gpu_blocks, self._scale, self._state.clock())
+        self._state.jobs.open_save(job, gpu_blocks, self._state.scales, self._state.clock())
         self._jobs.append(job)
         self._state.counts["saves_emitted"] += 1
 

@@ -6,7 +6,7 @@ What L1 holds and what L2 is known to hold change together, here (`TierState`), 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from epochkv_connector.config import ConnectorConfig
@@ -234,6 +234,7 @@ class TierState:
         is_usable: blocks of this layout can be saved and loaded, and there are slots for them.
         known: what L2 is known to hold.
         listener: told which blocks L1 holds; None: nobody listens.
+        hash_block_size, scales: tokens of a hash block, and hash blocks per block of each group; known before the first request.
     """
 
     def __init__(
@@ -249,6 +250,8 @@ class TierState:
         self.known = RecentBlocks(KNOWN_IN_STORE_CAPACITY)
         self.jobs = Jobs(num_ranks)
         self.listener: Listener | None = None
+        self.hash_block_size = 0
+        self.scales: Sequence[int] = ()
         self._root: bytes | None = None
 
     def namespace(self, snap: Snapshot) -> str | None:

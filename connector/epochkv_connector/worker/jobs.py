@@ -101,7 +101,6 @@ class LoadTasks:
             if load.stage is not Stage.QUEUED:
                 return
             load.filled += tuple(move.slot for move in filled)
-            load.bad = tuple(move.slot for move, outcome in zip(moves, outcomes, strict=True) if outcome is not StoreOutcome.OK)
             self._rank.slots.fill(filled)
         if bad is None:
             self._queue_scatter(load)
@@ -132,7 +131,6 @@ class LoadTasks:
 
     def _copy(self, load: LoadTask, stream: StagingStream) -> None:
         rank = self._rank
-        load.bad = rank.slots.mismatched(load.piece)
         rank.slots.check_contents(load.piece)
         pairs = [Pair(move.group, move.gpu_block, move.slot) for move in load.piece]
         began = time.monotonic()

@@ -64,7 +64,6 @@ class LoadTask:
     stage: Stage = Stage.QUEUED
     failed: bool = False
     filled: tuple[int, ...] = ()
-    bad: tuple[int, ...] = ()  # slots that are to blame for a failure, where that is known
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket writes to
 
@@ -79,9 +78,8 @@ class LoadTask:
     def ack(self, rank: int, phase: Phase, failed: bool) -> JobAck:
         """The LOADED acknowledgement; slots whose transfer still runs are named busy.
 
-        A failed load in several pieces blames no slot: a slot stands for several of its blocks.
+        A failed load in several pieces names no filled slot: a slot stands for several of its blocks.
         """
-        vague = failed and len(self.pieces) > 1
         return JobAck(
             job_id=self.job.job_id,
             rank=rank,
@@ -89,8 +87,7 @@ class LoadTask:
             start_block=0,
             num_blocks=0 if failed else len(self.job.moves),
             failed=failed,
-            filled_slots=() if vague else tuple(dict.fromkeys(self.filled)),
-            failed_slots=self.bad if failed and not vague else (),
+            filled_slots=() if failed and len(self.pieces) > 1 else tuple(dict.fromkeys(self.filled)),
             busy_slots=self.busy if is_open(self.ticket) else (),
         )
 
@@ -206,12 +203,9 @@ class Slots:
         if held:
             raise JobFailed("slot_busy", f"slots {held} are still in use by an earlier job's transfer")
 
-    def mismatched(self, moves: Iterable[BlockMove]) -> tuple[int, ...]:
-        """Slots that do not hold the very block that the scheduler role believes they hold."""
-        return tuple(move.slot for move in moves if self._contents.get(move.slot) != (move.group, move.block_hash))
-
     def check_contents(self, moves: Iterable[BlockMove]) -> None:
-        bad = self.mismatched(moves)
+        """Refuse slots that do not hold the very block that the scheduler role believes they hold."""
+        bad = [move.slot for move in moves if self._contents.get(move.slot) != (move.group, move.block_hash)]
         if bad:
             raise JobFailed("slot_mismatch", f"slots {bad} do not hold the blocks that were asked for")
 

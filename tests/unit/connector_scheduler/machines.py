@@ -181,20 +181,19 @@ class Worker:
             self.late[job.job_id] = job
             every = tuple(dict.fromkeys(move.slot for move in job.moves))
             self.reports.append((job.request_id, True))
-            return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True, (), every, every)]
+            return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True, (), every)]
         if how == "drop":
             self.reports.append((job.request_id, True))
             return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True)]
-        filled, missing = [], []
+        filled, num_missing = [], 0
         for move in job.moves:  # in order: a slot may stand for several blocks
             lost = how == "partial" and move is job.moves[-1]
             if lost or (move.source is Tier.STORE and not self._fetch(job, move)):
-                missing.append(move.slot)
+                num_missing += 1
                 continue
             if move.source is Tier.STORE:
                 filled.append(move.slot)
             assert self.slots[move.slot] == (move.group, move.block_hash), "a slot had two owners"
             self.gpu[move.gpu_block] = self.slots[move.slot]
-        self.reports.append((job.request_id, bool(missing)))
-        done = len(job.moves) - len(missing)
-        return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, done, bool(missing), tuple(filled), tuple(missing))]
+        self.reports.append((job.request_id, num_missing > 0))
+        return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, len(job.moves) - num_missing, num_missing > 0, tuple(filled))]

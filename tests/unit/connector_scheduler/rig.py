@@ -84,7 +84,7 @@ def _chain(root: bytes, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
 
 def view(request_id: str, tokens: Sequence[int], root: bytes) -> RequestView:
     """What the facade would show of a request with these tokens."""
-    return RequestView(request_id, len(tokens), chain(root, tokens), HASH_BLOCK, root)
+    return RequestView(request_id, len(tokens), chain(root, tokens))
 
 
 class Clock:
@@ -120,7 +120,7 @@ class World:
             clock=self.clock,
             keys_of=keys_of,
         )
-        self.tiers.bind_block_pool(self.pool)  # type: ignore[arg-type]  # a double
+        self.tiers.bind_block_pool(self.pool, HASH_BLOCK)  # type: ignore[arg-type]  # a double
 
     def step(self) -> StepJobs:
         """End a step and hand its jobs to the ranks."""
@@ -236,9 +236,9 @@ class World:
     def load(self, request_id: str, tokens: Sequence[int], snap: Snapshot, local: int = 0) -> tuple[int, bool | None]:
         """Look up and accept everything. Returns the tokens answered and what became of them."""
         hit = self.tiers.hits.answer(view(request_id, tokens, snap.root), local, snap)
-        assert hit.num_tokens is not None
-        blocks = self.allocate(local, local + hit.num_tokens)
-        return hit.num_tokens, self.commit(view(request_id, tokens, snap.root), blocks, hit.num_tokens, snap)
+        assert hit is not None
+        blocks = self.allocate(local, local + hit)
+        return hit, self.commit(view(request_id, tokens, snap.root), blocks, hit, snap)
 
     def assert_idle(self) -> None:
         """Nothing is held by anybody."""
@@ -255,7 +255,7 @@ def scheduled(
     states: Sequence[tuple[int, int, int]] = (),
 ) -> ScheduledRequestView:
     """What the facade would show of a request that computes."""
-    return ScheduledRequestView(request_id, confirmed, chain(root, tokens), HASH_BLOCK, root, blocks, states)
+    return ScheduledRequestView(request_id, confirmed, chain(root, tokens), blocks, states)
 
 
 def check_index(index: HostIndex) -> None:
@@ -295,7 +295,7 @@ def planned(cfg=BOTH, layout: CacheLayout = FULL, l1_tokens: int = 20) -> World:
         world.free(world.save("a", PROMPT[:l1_tokens], SNAP))
         world.tiers.finish("a")
     stored(world, PROMPT, layout)
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 40
     return world
 
 

@@ -44,16 +44,6 @@ def test_only_complete_confirmed_blocks_are_saved_and_only_once() -> None:
     assert world.step().saves == (), "another request's save of the same names is under way"
 
 
-def test_carried_requests_are_not_saved() -> None:
-    world = World(BOTH)
-    world.save("a", PROMPT, SNAP)
-    world.tiers.adopt(snap_of(2))
-    blocks = [[]]
-    world.compute(blocks, chain(SNAP.root, PROMPT), 0, 40)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40)], snap_of(2))
-    assert world.step().saves == ()
-
-
 def test_what_l1_holds_and_l2_lacks_is_put_without_copying() -> None:
     world = World(BOTH)
     world.free(world.save("a", PROMPT, snap_of(1, shared=False)))
@@ -102,7 +92,7 @@ def test_a_block_that_was_gone_is_not_believed_any_more() -> None:
     world.work()
     assert world.workers[0].reports == [("b", True)]
     world.tiers.finish("b")
-    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 20, "L1's own blocks are sound"
+    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP) == 20, "L1's own blocks are sound"
     world.tiers.finish("c")
     world.assert_idle()
 
@@ -137,7 +127,7 @@ def test_a_load_that_some_rank_lacks_is_not_indexed() -> None:
     assert not world.tiers.loads.is_open("b")
     world.tiers.finish("b")
     world.store.objects.clear()
-    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 36
+    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP) == 36
 
 
 # -- new names -------------------------------------------------------------------------------------------------------
@@ -159,7 +149,7 @@ def test_after_a_change_nothing_old_is_found_and_loads_are_named(change: str) ->
     assert world.named == ["b"]
     assert world.tiers.stats()["slots_indexed"] == (5 if change == "adopt" else 0), "the load was not indexed"
     world.store.objects.clear()
-    assert world.tiers.hits.answer(view("d", PROMPT, now.root), 0, now).num_tokens == 0
+    assert world.tiers.hits.answer(view("d", PROMPT, now.root), 0, now) == 0
     for request_id in ("b", "c", "d"):
         world.tiers.finish(request_id)
     world.assert_idle()
@@ -183,9 +173,9 @@ def test_returning_to_a_root_finds_its_l1_again() -> None:
     world.tiers.adopt(SNAP)
     world.free(world.save("a", PROMPT, SNAP))
     world.tiers.adopt(snap_of(1, shared=False))
-    assert world.tiers.hits.answer(view("b", PROMPT, snap_of(1, shared=False).root), 0, snap_of(1, shared=False)).num_tokens == 0
+    assert world.tiers.hits.answer(view("b", PROMPT, snap_of(1, shared=False).root), 0, snap_of(1, shared=False)) == 0
     world.tiers.adopt(SNAP)
-    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
+    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP) == 40
 
 
 def test_adopting_the_same_root_keeps_l1_and_drops_plans() -> None:
@@ -195,10 +185,7 @@ def test_adopting_the_same_root_keeps_l1_and_drops_plans() -> None:
     world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
     world.tiers.adopt(SNAP)
     assert world.tiers.leak_report()["held_slots"] == 0
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP).num_tokens == 40
-
-
-ROOT = b"root"
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 40
 
 
 class Saves:
@@ -209,13 +196,14 @@ class Saves:
         self.num_groups = num_groups
         self.pool: Any = Pool()
         state = TierState(config(l1_slots=num_slots), layout, 1, num_slots, itertools.count(), time.monotonic)
+        state.hash_block_size, state.scales = 4, [1] * num_groups
         self.index, self.planner = state.index, SavePlanner(state)
 
     def draft(self, request_id: str, num_blocks: int = 1) -> SaveJob | None:
         """Offer this many blocks of the request."""
         hashes = [f"{request_id} {index}".encode() for index in range(num_blocks)]
         blocks = [list(range(1, num_blocks + 1)) for _ in range(self.num_groups)]
-        return self.planner.draft(ScheduledRequestView(request_id, 4 * num_blocks, hashes, 4, ROOT, blocks), None, self.pool)
+        return self.planner.draft(ScheduledRequestView(request_id, 4 * num_blocks, hashes, blocks), None, self.pool)
 
     def end(self, draft: SaveJob | None) -> None:
         """The save was copied and nothing of it is kept."""

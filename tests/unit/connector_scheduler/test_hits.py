@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from epochkv_connector.tiers import hits
 from epochkv_connector.tiers.hits import ABSENT, PromptBlocks
-from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, longest_hit, needed_range, one_by_one
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, longest_hit, needed_range
 from epochkv_connector.tiers.state import HostIndex
 
 KINDS = [GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.STATE, GroupKind.PRIVATE]
@@ -69,11 +69,20 @@ def group_serves(group: GroupLayout, index: int, local: int, total: int, present
     return all((index, block) in present for block in blocks)
 
 
+def hit_of(layout: CacheLayout, local: int, limit: int, held: frozenset[tuple[int, int]]) -> int:
+    """`longest_hit` over these blocks."""
+
+    def first_absent(group: int, first: int, end: int) -> int:
+        return next((block for block in range(first, end) if (group, block) not in held), max(first, end))
+
+    return longest_hit(layout, local, limit, lambda group, block: (group, block) in held, first_absent)
+
+
 @given(cases())
 @settings(max_examples=400, deadline=None)
 def test_equals_the_definition(case: tuple[CacheLayout, int, int, frozenset[tuple[int, int]]]) -> None:
     layout, local, limit, present = case
-    answer = longest_hit(layout, local, limit, lambda group, block: (group, block) in present)
+    answer = hit_of(layout, local, limit, present)
     assert answer == brute_force(layout, local, limit, present)
 
 
@@ -81,7 +90,7 @@ def test_equals_the_definition(case: tuple[CacheLayout, int, int, frozenset[tupl
 @settings(max_examples=200, deadline=None)
 def test_everything_needed_is_present(case: tuple[CacheLayout, int, int, frozenset[tuple[int, int]]]) -> None:
     layout, local, limit, present = case
-    total = longest_hit(layout, local, limit, lambda group, block: (group, block) in present)
+    total = hit_of(layout, local, limit, present)
     needed = [(group, block) for group, spec in layout.restored for block in needed_range(spec, local, total)]
     assert set(needed) <= present
     assert len(needed) == len(set(needed))
@@ -153,7 +162,7 @@ def test_equals_vllms_coordinator(vllm_answer, case) -> None:
     assume(all(group.window_tokens % group.block_size == 0 for group in layout.groups if group.kind is GroupKind.CHUNKED))
     # vLLM leaves a private group out of its alignment, and we do not: where its blocks are the largest, our hit may be shorter.
     assume(layout.alignment_tokens == math.lcm(*(group.block_size for _, group in layout.restored)))
-    answer = longest_hit(layout, 0, limit, lambda group, block: (group, block) in present)
+    answer = hit_of(layout, 0, limit, present)
     assert answer == vllm_answer(layout, limit, present)
 
 
@@ -193,7 +202,7 @@ def test_columns_say_what_single_questions_say(
         absent = found.first_absent(group, first, end)
     finally:
         hits.FIRST_STRETCH = before  # type: ignore[misc]
-    assert absent == one_by_one(found.present)(group, first, end)
+    assert absent == next((block for block in range(first, end) if not found.present(group, block)), max(first, end))
     if absent > first:  # what was walked is remembered, and what is asked beside it is looked up
         start = data.draw(st.integers(0, absent - 1))
         blocks = range(start, data.draw(st.integers(start + 1, absent)))

@@ -22,7 +22,7 @@ def load_job() -> LoadJob:
 
 def opened(ranks: int, *, namespace: str | None = "ns") -> Jobs:
     table = Jobs(ranks)
-    table.open_save(save_job(namespace), [10 + block for block in range(BLOCKS)], {0: 1}, 0.0)
+    table.open_save(save_job(namespace), [10 + block for block in range(BLOCKS)], [1], 0.0)
     table.open_load(load_job(), 0.0, reads=True)
     return table
 
@@ -56,7 +56,7 @@ def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
     table = Jobs(1)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block % 2, bytes([block]), Tier.STORE) for block in range(BLOCKS))
     table.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=True)
-    loaded, released = feed(table, [JobAck(2, 0, Phase.LOADED, 0, 0, failed=True, filled_slots=(20, 21), failed_slots=(21,))])
+    loaded, released = feed(table, [JobAck(2, 0, Phase.LOADED, 0, 0, failed=True, filled_slots=(20, 21))])
     assert isinstance(loaded, Loaded)
     assert (loaded.filled, loaded.doubted) == ((), moves)
     assert released == Released((21, 20)), "each slot once"
@@ -67,7 +67,7 @@ def test_a_load_from_host_memory_and_a_save_read_nothing() -> None:
     table = Jobs(1)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block])) for block in range(BLOCKS))
     table.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=False)
-    table.open_save(save_job(), [], {0: 1}, 0.0)
+    table.open_save(save_job(), [], [1], 0.0)
     assert table.num_reads == 0
 
 
@@ -89,7 +89,7 @@ def test_a_rank_counts_once() -> None:
     assert table.ignored_acks == 4
 
 
-def test_a_rank_that_names_no_block_blames_what_was_not_fetched() -> None:
+def test_a_failed_load_blames_what_was_not_fetched_or_else_everything() -> None:
     table = opened(1)
     (loaded, _) = feed(table, [JobAck(2, 0, Phase.LOADED, 0, 0, True, (22, 23))])
     assert isinstance(loaded, Loaded)
@@ -102,7 +102,7 @@ def test_a_rank_that_names_no_block_blames_what_was_not_fetched() -> None:
 
 def test_busy_slots_wait_for_every_rank_that_named_them() -> None:
     table = opened(2)
-    busy = [JobAck(2, rank, Phase.LOADED, 0, 0, True, (), (), (24, 25)) for rank in (0, 1)]
+    busy = [JobAck(2, rank, Phase.LOADED, 0, 0, True, (), (24, 25)) for rank in (0, 1)]
     loaded, released = feed(table, busy)
     assert isinstance(loaded, Loaded)
     assert isinstance(released, Released)

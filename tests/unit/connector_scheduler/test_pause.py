@@ -29,7 +29,7 @@ def stored(world: World, number: int) -> None:
 
 def hit(world: World, number: int) -> int:
     """What a new request with this prompt is promised; nothing is accepted."""
-    tokens = world.tiers.hits.answer(view(f"asks {number}", prompt(number), SNAP.root), 0, SNAP).num_tokens
+    tokens = world.tiers.hits.answer(view(f"asks {number}", prompt(number), SNAP.root), 0, SNAP)
     assert tokens is not None
     world.tiers.finish(f"asks {number}")
     return tokens
