@@ -1,6 +1,6 @@
 """The link to the hub: credentials, the agent's thread, and a reason in words when there is none.
 
-The engine serves whatever is wrong: no hub in the configuration, unreadable credentials, a library that fails.
+The engine serves whatever is wrong: no hub in the configuration, unreadable credentials, an agent that does not start.
 The root then stays in bypass, and the reason is kept for status and logged once.
 """
 
@@ -13,11 +13,11 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.engine.interface import running
-from epochkv_fence.connection import HubRef, read_client_keys, read_root_secret
+from epochkv_fence.connection import read_client_keys, read_root_secret
+from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
 from epochkv_fence.protocol.messages import INSTANCE_BYTES
 
 logger = logging.getLogger("vllm.epochkv.link")
@@ -49,11 +49,9 @@ class HubLink:
     """
 
     def __init__(self, config: ConnectorConfig) -> None:
-        self._hub = config.hub
-        self._pool_uid = config.pool.uid
-        self._removes = config.distributed is not None
-        self._keys: Any = None
-        self._thread: Any = None
+        self._config = config
+        self._keys: ClientKeys | None = None
+        self._thread: AgentThread | None = None
         self.secret: bytes | None = None
         self.problem: str | None = None
         if config.hub is None:
@@ -67,11 +65,23 @@ class HubLink:
 
     def start(self, hooks: FenceHooks, fingerprint: str, rank: int) -> None:
         """Start the agent if there is a hub; a failure is kept in `problem` and logged."""
-        if self._hub is None:
+        hub = self._config.hub
+        if hub is None:
             return
-        if self.problem is None:
+        if self._keys is not None:
+            keys_again = partial(read_client_keys, hub)  # they may be rotated
             try:
-                self._thread = self._make_thread(self._hub, hooks, fingerprint, rank)
+                identity = EngineIdentity(
+                    engine=os.environ.get("EPOCHKV_ENGINE_NAME") or f"{socket.gethostname()}:{os.getpid()}",
+                    pod=os.environ.get("POD_NAME", ""),
+                    rank=rank,
+                    fingerprint=fingerprint,
+                    versions=running(),
+                    pool=self._config.pool.uid,
+                    removes=self._config.distributed is not None,
+                )
+                instance = secrets.token_bytes(INSTANCE_BYTES)
+                self._thread = AgentThread(hub.endpoint, self._keys, instance, identity, hooks, credentials=keys_again)
                 self._thread.start()
             except Exception as error:
                 self._thread = None
@@ -79,24 +89,9 @@ class HubLink:
         if self.problem is not None:
             logger.warning("EpochKV serves without the pool's caches: %s", self.problem)
 
-    def _make_thread(self, hub: HubRef, hooks: FenceHooks, fingerprint: str, rank: int) -> Any:
-        from epochkv_fence.net import AgentThread, EngineIdentity
-
-        identity = EngineIdentity(
-            engine=os.environ.get("EPOCHKV_ENGINE_NAME") or f"{socket.gethostname()}:{os.getpid()}",
-            pod=os.environ.get("POD_NAME", ""),
-            rank=rank,
-            fingerprint=fingerprint,
-            versions=running(),
-            pool=self._pool_uid,
-            removes=self._removes,
-        )
-        keys_again = partial(read_client_keys, hub)  # they may be rotated
-        return AgentThread(hub.endpoint, self._keys, secrets.token_bytes(INSTANCE_BYTES), identity, hooks, credentials=keys_again)
-
     def lease_until(self) -> float:
         """End of the lease on the monotonic clock; 0.0 without one."""
-        return float(self._thread.view.lease_until) if self._thread is not None else 0.0
+        return self._thread.view.lease_until if self._thread is not None else 0.0
 
     def propose(self, epoch: int) -> None:
         """Ask the hub for an epoch; best effort."""
