@@ -5,6 +5,7 @@ The keys are those that verl-project/verl#6373 describes; verl itself never got 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from epochkv_connector.config import EXTRA, ConnectorConfig, explain, shown, transfer_config
-from epochkv_fence.client.probe import NoHub, apart, is_inside, probe_hub, probe_master
+from epochkv_fence.client.probe import NoHub, is_inside, probe_hub, probe_master
+from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.connection import CONFIG_ENV, ConfigurationError, Connection, read_document
 
 logger = logging.getLogger(__name__)
@@ -131,7 +133,8 @@ def resolve(given: Any, rollout: Mapping[str, Any], environ: Mapping[str, str] =
         return None
     _check_beside(rollout)
     expansion = expand(block, environ)
-    problem, _ = apart(lambda: find_problem(expansion))
+    # On a thread of its own: the caller may be in an event loop.
+    problem = on_daemon_thread(lambda: asyncio.run(find_problem(expansion)), "epochkv-probe").result()
     if problem is None:
         if not expansion.config.has_tiers:
             named = expansion.connection.origin

@@ -13,7 +13,6 @@ import importlib.metadata
 import logging
 import os
 import stat
-import sys
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from rich.text import Text
 from epochkv_fence import quantity
 from epochkv_fence.cli import Exit
 from epochkv_fence.cli.render import Output, show_json
-from epochkv_fence.client.probe import HubAnswer, NoHub, apart, is_inside, probe_hub, probe_master
+from epochkv_fence.client.probe import HubAnswer, NoHub, is_inside, probe_hub, probe_master
 from epochkv_fence.client.results import PoolStatus, called, listed, report
 from epochkv_fence.connection import (
     ATTACH_ENV,
@@ -159,13 +158,9 @@ def _of_cluster() -> Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]
 
 def end(examine: Callable[[], Coroutine[Any, Any, list[Finding]]], output: Output) -> None:
     """Print what was found, and end with its exit status."""
-    found, settled = apart(examine)
+    found = asyncio.run(examine())
     show(found, output)
-    status = exit_status(found)
-    if not settled:  # a look-up that cannot be ended would hold up the exit
-        sys.stdout.flush()
-        os._exit(status)
-    raise typer.Exit(Exit(status))
+    raise typer.Exit(Exit(exit_status(found)))
 
 
 def exit_status(findings: Sequence[Finding]) -> int:

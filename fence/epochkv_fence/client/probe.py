@@ -8,21 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal
 
 from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
 from epochkv_fence.client.session import NO_HANDSHAKE, Queries, Session, resolve
-from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.connection import Connection, check_endpoint
 
-T = TypeVar("T")
 DIAL_SECONDS: Final = 3.0
 HUB_SECONDS: Final = 8.0
 """More than a hub that starts refuses keys for, and one redial."""
-END_SECONDS: Final = 1.0
 ETCD: Final = "etcd://"
 
 Dialled = Literal["open", "refused", "silent", "unresolved", "unroutable"]
@@ -111,26 +106,3 @@ async def _connect(address: tuple[object, ...], seconds: float, where: str) -> t
     with contextlib.suppress(OSError):
         await writer.wait_closed()
     return "open", f"{where} takes connections"
-
-
-def apart(work: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, bool]:
-    """Run on an event loop of its own thread, and wait for the result, not for what lingers.
-
-    Returns:
-        The result, and whether nothing lingers: a look-up of a name cannot be ended, and Python waits for it when it exits.
-    """
-    result: Future[T] = Future()
-
-    async def run() -> None:
-        try:
-            result.set_result(await work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    ended = on_daemon_thread(lambda: asyncio.run(run()), "epochkv-probe")
-    answer = result.result()
-    try:
-        ended.result(END_SECONDS)
-    except TimeoutError:
-        return answer, False
-    return answer, True

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from epochkv_fence.client.arguments import check_epoch, check_jump, check_reset, check_timeout
-from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolError, Reset, ResetNotRecorded, ResetTimeout
+from epochkv_fence.client.results import HubUnreachable, OnFailure, PoolError, Reset, ResetNotRecorded, ResetTimeout
 from epochkv_fence.client.session import MAX_RETRY_SECONDS, Conversation, Queries
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Status
 
@@ -23,8 +23,6 @@ FIRST_LISTING_SECONDS: Final = 0.5
 """Most resets are over by then, and nobody has to be listed for them."""
 LISTING_SECONDS: Final = 1.0
 REPORT_SECONDS: Final = 1.0
-SILENT_SHARE: Final = 0.9
-"""Of a lease. One that vanishes from the hub's list and was heard within it has said goodbye: no lease was waited for."""
 
 Progress = Callable[["Standing"], None]
 
@@ -67,48 +65,6 @@ class Reporter:
             self._has_failed = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """An engine below the epoch, as it was listed last; `heard_at` is on our monotonic clock."""
-
-    name: str
-    heard_at: float
-
-
-@dataclass(slots=True)
-class Laggards:
-    """Engines that a call saw below its epoch, and has not seen at it since. The hub lists live engines alone, so this remembers
-    those that fell silent."""
-
-    _seen: dict[bytes, _Seen] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self._seen)
-
-    def take(self, page: Status, engines: Sequence[EngineStatus], epoch: int) -> tuple[str, ...]:
-        """Take a list of the live engines; returns the names of those below `epoch`."""
-        before, now = self._seen, time.monotonic()
-        listed = {engine.instance for engine in engines}
-        # A hub that became leader just now lists those that it has heard; whom it has not heard has not left.
-        settling = page.settling_seconds > 0
-        self._seen = {
-            instance: seen
-            for instance, seen in before.items()
-            if instance not in listed and (settling or now - seen.heard_at >= SILENT_SHARE * page.lease_seconds)
-        }
-        behind = [engine for engine in engines if engine.epoch is None or engine.epoch < epoch]
-        if page.published >= epoch:  # nobody waited for one that has joined since
-            behind = [engine for engine in behind if engine.epoch is not None or engine.instance in before]
-        for engine in behind:
-            self._seen[engine.instance] = _Seen(Engine.of(engine, page.target).name, now - engine.silent_seconds)
-        return tuple(sorted(self._seen[engine.instance].name for engine in behind))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of all of them, live or not."""
-        return tuple(sorted(seen.name for seen in self._seen.values()))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What a trainer asks of a hub about epochs, as coroutines on the client's own loop; both faces of the client share them.
 #
@@ -127,7 +83,8 @@ class ResetAsk:
 
     Attributes:
         newest: the last answer that counts; of a `Status` only what the pool's hub says of the epochs.
-        names: the live engines below the epoch in the newest listing; `late` also remembers those that fell silent.
+        late: names of engines below the epoch when they were listed last, by instance.
+        names: of those in the newest list.
     """
 
     epoch: int
@@ -136,12 +93,26 @@ class ResetAsk:
     noop: bool = False
     newest: BumpStatus | Status | None = None
     names: tuple[str, ...] = ()
-    late: Laggards = field(default_factory=Laggards)
+    late: dict[bytes, str] = field(default_factory=dict)
 
     def take(self, answer: BumpStatus | Status) -> None:
         """Take an answer, unless a newer one came before it."""
         if self.newest is None or answer.published >= self.newest.published:
             self.newest = answer
+
+    def see(self, page: Status, engines: Sequence[EngineStatus]) -> None:
+        """Take a list of the live engines. One that fell silent, or left, is listed no more, and stays late."""
+        behind = [engine for engine in engines if engine.epoch is None or engine.epoch < self.epoch]
+        if page.published >= self.epoch:  # nobody waited for one that has joined since
+            behind = [engine for engine in behind if engine.epoch is not None or engine.instance in self.late]
+        for engine in engines:
+            self.late.pop(engine.instance, None)
+        self.late |= {engine.instance: engine.name(engine.instance) for engine in behind}
+        self.names = tuple(sorted(self.late[engine.instance] for engine in behind))
+
+    @property
+    def laggards(self) -> tuple[str, ...]:
+        return tuple(sorted(self.late.values()))
 
     @property
     def recorded(self) -> bool:
@@ -207,7 +178,7 @@ class Resets:
         await asyncio.sleep(FIRST_LISTING_SECONDS)
         while True:
             if ask.recorded and not ask.published:
-                ask.names = await self._see(ask.late, ask.epoch)
+                await self._see(ask)
             await asyncio.sleep(LISTING_SECONDS)
 
     @staticmethod
@@ -227,13 +198,13 @@ class Resets:
         newest = ask.newest
         assert isinstance(newest, BumpStatus)
         if newest.laggards or not ask.published or ask.late:
-            await self._see(ask.late, ask.epoch)
+            await self._see(ask)
         reset = Reset(
             epoch=ask.epoch,
             published=ask.published,
             duration_s=time.monotonic() - ask.called_at,
             engines=newest.engines,
-            laggards=ask.late.names,
+            laggards=ask.laggards,
             old_epoch_requests=newest.old_epoch_requests,
             noop=ask.noop,
         )
@@ -249,11 +220,10 @@ class Resets:
             "Engines that do not answer leave the older epochs when their leases are over"
         )
 
-    async def _see(self, late: Laggards, epoch: int) -> tuple[str, ...]:
-        """The names of live engines below `epoch`, which `late` remembers; empty if no hub answers soon."""
+    async def _see(self, ask: ResetAsk) -> None:
+        """Note whom it waits for, if a hub answers soon."""
         with contextlib.suppress(PoolError):
-            return late.take(*await self._queries.engines(time.monotonic() + MAX_RETRY_SECONDS), epoch)
-        return ()
+            ask.see(*await self._queries.engines(time.monotonic() + MAX_RETRY_SECONDS))
 
     async def _not_recorded(self, epoch: int | None, timeout_s: float) -> ResetNotRecorded:
         what = f"epoch {epoch}" if epoch is not None else "the next epoch"
@@ -279,13 +249,13 @@ class Resets:
             await self._pursue(ask, lambda: ask.published, report, asks=False)
         page, engines = await self._queries.engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
         if not ask.noop and page.target >= epoch:  # as long as nobody asks, nobody is waited for
-            ask.late.take(page, engines, epoch)
+            ask.see(page, engines)
         reset = Reset(
             epoch=epoch,
             published=page.published >= epoch,
             duration_s=time.monotonic() - called_at,
             engines=len(engines),
-            laggards=ask.late.names,
+            laggards=ask.laggards,
             old_epoch_requests=sum(engine.old_epoch_requests for engine in engines),
             noop=ask.noop,
         )

@@ -149,8 +149,8 @@ class Reset:
         duration_s: from the call to this answer.
         engines: processes that the hub knows.
         laggards: names of those that had not acknowledged. Unpublished: they are waited for, until their leases fence them.
-            Published: they never did, and their leases have fenced them (best effort: who fell silent within the first half
-            second is not known by name).
+            Published: they never did; their leases have fenced them, or they left (best effort: who fell silent within the first
+            half second is not known by name).
         old_epoch_requests: requests that go on under older epochs, each with what it already held.
         noop: the epoch was published before it was asked for, or waited for.
     """

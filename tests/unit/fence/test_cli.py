@@ -148,7 +148,7 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("wait", "7", "--timeout", "-5"), "--timeout is -5.0"),
         (("update", "--version", "v"), "COMMAND"),
         (("update", "--", "true"), "--version"),
-        (("update", "--version", "step-\udcff", "--", "touch", "/nowhere"), "no Unicode text"),
+        (("update", "--version", "step-\udcff", "--", "touch", "/nowhere"), "give one printable line"),
         (("status", "--config", "/nowhere"), "/nowhere"),
         (("status", "--config", ""), "give the path of the pool's connection.json"),
         (("frobnicate",), "frobnicate"),

@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import shutil
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 
 from epochkv_fence.cli.doctor import CannotLook, Finding, Level, check_plugins, exit_status, guarded, judge_pool
 from epochkv_fence.client import Engine, Pool, PoolStatus
-from epochkv_fence.client.probe import apart
 from epochkv_fence.net import EngineIdentity, generate_keypair
 from hack.loopback import free_port
 from hack.waiting import eventually
@@ -214,20 +212,9 @@ def test_one_check_that_hangs_or_breaks_costs_no_other() -> None:
     async def run() -> list[Finding]:
         return [one for work in (hangs(), breaks(), forbidden()) for one in await guarded("x", work, seconds=0.05)]
 
-    found, _ = apart(run)
+    found = asyncio.run(run())
     assert [one.level for one in found] == [Level.UNKNOWN] * 3
     assert ("no answer" in found[0].text, "KeyError" in found[1].text, found[2].fix) == (True, True, "ask for it")
-
-
-def test_what_lingers_does_not_hold_up_the_result() -> None:
-    gate = threading.Event()
-
-    async def well() -> int:
-        asyncio.get_running_loop().run_in_executor(None, gate.wait, 60)
-        return 7
-
-    assert apart(well) == (7, False)
-    gate.set()
 
 
 def test_the_exit_status_prefers_what_is_wrong() -> None:
