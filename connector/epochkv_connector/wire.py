@@ -125,7 +125,7 @@ class JobAck:
     Attributes:
         start_block, num_blocks: saves: the range `[start_block, start_block + num_blocks)` that this rank managed, in
             the units of `SaveJob` (the job's whole range when nothing went wrong); aggregated over ranks by
-            intersection. Loads: `num_blocks` counts the blocks of the job that are filled, `start_block` is 0.
+            intersection.
         failed: at least one block is missing.
         filled_slots: loads: slots that now hold verified L2 bytes and may be indexed in L1; unknown in a failed load where a slot stands
             for several blocks.
@@ -136,8 +136,8 @@ class JobAck:
     job_id: int
     rank: int
     phase: Phase
-    start_block: int
-    num_blocks: int
+    start_block: int = 0
+    num_blocks: int = 0
     failed: bool = False
     filled_slots: tuple[int, ...] = ()
     busy_slots: tuple[int, ...] = ()

@@ -36,7 +36,8 @@ from epochkv_connector.store.queues import (
 
 logger = logging.getLogger(__name__)
 
-_FULL_BACKOFF_SECONDS = (0.25, 4.0)
+_FULL_SECONDS = 1.0
+"""After a put that found no space, nothing is put for so long."""
 
 _OTHER_LAYOUT = (
     "object %s was put by an engine of the same name whose KV tensors are laid out otherwise (another attention backend, order of "
@@ -70,7 +71,7 @@ class StoreClient:
         self._admin = RequestQueue("admin", 1)
         self._queues = (self._gets, self._puts, self._lookups, self._admin)
         self._alarms = Alarms()
-        self._full_pause, self._full_until = 0.0, 0.0  # put thread only
+        self._full_until = 0.0  # put thread only
         self._call_sizes = {
             kind: CallSize(settings.min_call_keys, settings.max_call_keys, settings.fast_call_seconds) for kind in ("get", "put")
         }
@@ -247,11 +248,7 @@ class StoreClient:
         seconds = time.monotonic() - began
         outcomes = [self._known(code) for code in codes]
         if StoreOutcome.FULL in outcomes:
-            low, high = _FULL_BACKOFF_SECONDS
-            self._full_pause = min(max(self._full_pause * 2, low), high)
-            self._full_until = time.monotonic() + self._full_pause
-        else:
-            self._full_pause = 0.0
+            self._full_until = time.monotonic() + _FULL_SECONDS
         return outcomes, self._settle("put", chunk, outcomes, seconds)
 
     def _judge(self, transfer: Transfer, code: int) -> StoreOutcome:

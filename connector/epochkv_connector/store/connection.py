@@ -1,7 +1,7 @@
 """One connection to the Mooncake store: settings, the client, and the state machine that keeps it alive.
 
 Several of Mooncake's limits exist only as environment variables, and their defaults turn a lost packet into minutes:
-they are set here before the library is imported, and an engine whose operator did not set them is told so once.
+they are set here before the library is imported.
 
 Facts that shape `MooncakeClient`, which alone calls the library, measured on the pinned version:
 
@@ -115,12 +115,10 @@ class StoreSettings:
         )
 
 
-def prepare_environment() -> list[str]:
-    """Set what the operator did not set, before Mooncake is imported. Returns these variables."""
-    missing = [name for name in ENVIRONMENT if name not in os.environ]
-    os.environ.update({name: ENVIRONMENT[name] for name in missing})
-    os.environ.setdefault("GLOG_minloglevel", "1")  # otherwise every setup writes a page of INFO lines to stderr
-    return missing
+def prepare_environment() -> None:
+    """Set what the operator did not set, before Mooncake is imported."""
+    for name, value in {**ENVIRONMENT, "GLOG_minloglevel": "1"}.items():  # below 1 every setup writes a page of INFO lines to stderr
+        os.environ.setdefault(name, value)
 
 
 OUTCOMES = {
@@ -298,9 +296,7 @@ class StoreConnection:
             if self.state is not StoreState.NEW:
                 return False
             self.state = StoreState.PROBING
-        missing = prepare_environment()
-        if missing:
-            logger.info("Mooncake variables not set in the environment, using defaults: %s", ", ".join(missing))
+        prepare_environment()
         _UNCLOSED.add(self)
         self._manager.start()
         return True

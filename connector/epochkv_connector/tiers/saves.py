@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.tiers.jobs import Copied, Outcome, Released, Stored
 from epochkv_connector.tiers.layout import GroupKind, ScheduledRequestView, align_down
-from epochkv_connector.tiers.state import Key, TierState
+from epochkv_connector.tiers.state import Key, TierState, block_keys
 from epochkv_connector.wire import BlockMove, JobAck, SaveJob
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class SaveJobs:
             case Stored():
                 self._state.counts["blocks_stored"] += len(outcome.stored)
                 if not outcome.abandoned:
-                    self._state.stored(outcome)
+                    self._state.known.add(block_keys(outcome.stored))
             case Released():
                 self._state.index.unpin(outcome.slots)
 
@@ -282,7 +282,7 @@ class SaveJobs:
             (self._agreed if done.complete else self._refused).append(done.job.job_id)
         self._state.counts["blocks_saved"] += len(done.saved)
         if not done.abandoned:
-            self._state.copied(done)
+            self._state.insert(done.saved)
 
     def is_pending(self) -> bool:
         """Whether a save may still read GPU blocks, or ranks wait to hear that one may be stored, or may not."""

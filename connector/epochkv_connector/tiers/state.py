@@ -11,7 +11,7 @@ from typing import Protocol
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.tiers.jobs import Copied, Jobs, Loaded, Stored
+from epochkv_connector.tiers.jobs import Jobs, Loaded
 from epochkv_connector.tiers.layout import CacheLayout
 from epochkv_connector.wire import BlockMove, Tier
 
@@ -258,25 +258,19 @@ class TierState:
         """Prefix of the L2 keys of what holds now; None: nothing is looked for in L2, nor put there."""
         return snap.namespace if snap.shared and self.config.distributed is not None else None
 
-    def copied(self, done: Copied) -> None:
-        self._insert(done.saved)
-
-    def stored(self, done: Stored) -> None:
-        self.known.add(_keys(done.stored))
-
     def loaded(self, done: Loaded) -> None:
         """Verified L2 bytes in a slot are good on every rank, even when the copy to the GPU came too late."""
-        self._insert(done.filled)
-        self.known.add(_keys(done.filled))
+        self.insert(done.filled)
+        self.known.add(block_keys(done.filled))
         filled = {move.slot for move in done.filled}
         for move in done.doubted:
             if move.source is Tier.HOST:
                 self.index.forget(move.group, move.block_hash)
             elif move.slot not in filled:
-                self.known.discard(_keys((move,)))
+                self.known.discard(block_keys((move,)))
 
-    def _insert(self, moves: Iterable[BlockMove]) -> None:
-        keys = _keys(move for move in moves if self.index.insert(move.slot, move.group, move.block_hash))
+    def insert(self, moves: Iterable[BlockMove]) -> None:
+        keys = block_keys(move for move in moves if self.index.insert(move.slot, move.group, move.block_hash))
         if self.listener is not None:
             self.listener.arrived(keys)
 
@@ -306,5 +300,5 @@ class TierState:
         self.known.clear()
 
 
-def _keys(moves: Iterable[BlockMove]) -> list[Key]:
+def block_keys(moves: Iterable[BlockMove]) -> list[Key]:
     return [(move.group, move.block_hash) for move in moves]

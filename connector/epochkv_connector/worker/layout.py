@@ -88,7 +88,6 @@ class GroupView:
     distances in one storage are one part. There is none where the layers of the group are on other pipeline stages.
     """
 
-    layer_names: tuple[str, ...]
     num_blocks: int
     parts: tuple[Tensor, ...]
     payload_bytes: int
@@ -107,7 +106,7 @@ def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int) 
     """
     tensors = _tensors_of(caches, spec)
     if not tensors:  # the layers are on other pipeline stages
-        return GroupView((), num_blocks, (), 0)
+        return GroupView(num_blocks, (), 0)
     device = tensors[0][1].device
     layouts: list[tuple[Tensor, BlockLayout]] = []
     for name, tensor in tensors:
@@ -116,7 +115,6 @@ def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int) 
         layouts.append((tensor, block_layout(name, tensor, num_blocks)))
     parts = _merge(layouts, num_blocks)
     return GroupView(
-        layer_names=tuple(spec.layer_names),
         num_blocks=num_blocks,
         parts=tuple(parts),
         payload_bytes=sum(layout.num_bytes for _, layout in layouts),

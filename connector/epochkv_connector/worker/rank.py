@@ -84,8 +84,6 @@ class LoadTask:
             job_id=self.job.job_id,
             rank=rank,
             phase=phase,
-            start_block=0,
-            num_blocks=0 if failed else len(self.job.moves),
             failed=failed,
             filled_slots=() if failed and len(self.pieces) > 1 else tuple(dict.fromkeys(self.filled)),
             busy_slots=self.busy if is_open(self.ticket) else (),

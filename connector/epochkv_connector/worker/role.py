@@ -69,7 +69,7 @@ class _Pending:
         for job_id, load in self.loads.items():
             if job_id not in spared:
                 fetched = tuple(move.slot for move in load.moves if move.source is Tier.STORE)
-                acks.append(JobAck(job_id, rank, Phase.LOADED, 0, 0, failed=True, busy_slots=fetched if job_id in lost else ()))
+                acks.append(JobAck(job_id, rank, Phase.LOADED, failed=True, busy_slots=fetched if job_id in lost else ()))
         for job_id, (save, phases) in self.saves.items():
             if job_id not in spared:
                 acks += [JobAck(job_id, rank, phase, save.start_block, 0, failed=True) for phase in sorted(phases)]

@@ -150,7 +150,7 @@ class JobRunner:
             released = [task for task in self._unreleased if not is_open(task.ticket)]
             self._unreleased = [task for task in self._unreleased if is_open(task.ticket)]
         for task in released:
-            report.acks.append(JobAck(task.job.job_id, rank.number, Phase.RELEASED, 0, 0))
+            report.acks.append(JobAck(task.job.job_id, rank.number, Phase.RELEASED))
         for task, phase, failed in ended:
             ack = task.ack(rank.number, phase, failed)
             report.acks.append(ack)

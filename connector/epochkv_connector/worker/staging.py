@@ -185,9 +185,6 @@ POLL_SECONDS = 0.001
 SAY_SECONDS = 30.0
 """How often the log says that copies of a failed job have not ended."""
 
-MAX_SERIES = 4
-"""Rows of one block that lie in so few equally spaced series are written series by series."""
-
 
 @dataclass(frozen=True, slots=True)
 class RowClass:
@@ -231,21 +228,6 @@ def row_classes(parts: Sequence[Tensor]) -> tuple[RowClass, ...]:
     return tuple(RowClass(run, *torch.tensor(rows, dtype=torch.int64, device="cpu").unbind(1)) for run, rows in found)
 
 
-def progressions(values: Tensor) -> list[tuple[int, int, Tensor]]:
-    """Cut the values into few equally spaced ascending series: (first, step, indices of the values in that order)."""
-    ascending, order = torch.sort(values)
-    found: list[tuple[int, int, Tensor]] = []
-    start, numbers = 0, ascending.tolist()
-    while start < len(numbers):
-        end = start + 1
-        step = numbers[end] - numbers[start] if end < len(numbers) else 0
-        while step > 0 and end < len(numbers) and numbers[end] - numbers[end - 1] == step:
-            end += 1
-        found.append((numbers[start], step, order[start:end]))
-        start = end
-    return found
-
-
 class CpuCopies:
     """Copies within host memory, on the calling thread alone. `after` is for `CudaCopies`."""
 
@@ -277,9 +259,9 @@ class _Lens:
         unit = math.gcd(unit, *rows.addresses.tolist(), *rows.block_strides.tolist())
         # Only rows of KV tensors are ever touched in this range; what lies between them is not ours and may not be mapped.
         span = (ctypes.c_uint8 * (high - low)).from_address(low)
-        self.span = torch.frombuffer(span, dtype=ELEMENTS[unit])
         self.shape = (len(rows.addresses), rows.num_bytes // unit)
-        self.blocks = self.span.as_strided(((high - low - rows.num_bytes) // unit + 1, self.shape[1]), (1, 1))
+        shape = ((high - low - rows.num_bytes) // unit + 1, self.shape[1])
+        self.blocks = torch.frombuffer(span, dtype=ELEMENTS[unit]).as_strided(shape, (1, 1))
         self.index, self.steps = (rows.addresses - low) // unit, rows.block_strides // unit
         self._host = region.tensor.view(ELEMENTS[unit])
         self._slot = ((HEADER_BYTES + first) // unit, region.stride // unit, (spacing // unit, 1))
@@ -298,10 +280,6 @@ class _CpuRows:
         # index_select copies whole rows, fastest with 8 bytes to an element; index_copy_ element by element.
         self._lens = _Lens(rows, num_blocks, region, 8)
         self._wide = _Lens(rows, num_blocks, region, 16)
-        self._series: list[tuple[tuple[int, int], tuple[int, int], int, Tensor]] = []
-        series, steps, width = progressions(self._lens.index), self._lens.steps, self._lens.shape[1]
-        if len(series) <= MAX_SERIES and bool((steps == steps[0]).all()):
-            self._series = [((len(order), width), (max(step, 1), 1), first, order) for first, step, order in series]
 
     def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         lens = self._lens
@@ -309,15 +287,8 @@ class _CpuRows:
             torch.index_select(lens.blocks, 0, rows, out=lens.payload(slot))
 
     def scatter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        if not self._series:
-            for rows, slot in zip(self._wide.rows_of(blocks), slots, strict=True):
-                self._wide.blocks.index_copy_(0, rows, self._wide.payload(slot))
-            return
-        lens, step = self._lens, int(self._lens.steps[0])
-        for block, slot in zip(blocks, slots, strict=True):
-            payload = lens.payload(slot)
-            for shape, strides, first, order in self._series:
-                torch.index_select(payload, 0, order, out=lens.span.as_strided(shape, strides, first + block * step))
+        for rows, slot in zip(self._wide.rows_of(blocks), slots, strict=True):
+            self._wide.blocks.index_copy_(0, rows, self._wide.payload(slot))
 
 
 def _spacing(offsets: Tensor) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from epochkv_connector.worker import staging
 from epochkv_connector.worker.layout import GroupSpec
-from epochkv_connector.worker.staging import Pair, Staging, pin_chunks, progressions, row_classes
+from epochkv_connector.worker.staging import Pair, Staging, pin_chunks, row_classes
 from hack.waiting import poll
 
 
@@ -41,16 +41,6 @@ def test_a_region_larger_than_the_limit_is_registered_in_several_pieces() -> Non
     assert len(sizes) == 4
     assert max(sizes) <= 64 << 30
     assert list(pin_chunks(3 * stride, stride)) == [(0, 3 * stride)]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 200), min_size=1, max_size=12, unique=True))
-def test_series_name_every_value_once_and_in_order(values: list[int]) -> None:
-    series = progressions(torch.tensor(values))
-    named = [first + step * place for first, step, order in series for place in range(len(order))]
-    indices = [index for _, _, order in series for index in order.tolist()]
-    assert sorted(indices) == list(range(len(values)))
-    assert named == [values[index] for index in indices] == sorted(values)
 
 
 def test_rows_are_where_plain_indexing_finds_them() -> None:

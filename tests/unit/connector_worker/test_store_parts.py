@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.naming import identity as keys
@@ -114,6 +114,7 @@ def test_the_format_is_what_the_module_says(payload: bytes, checksum: bool) -> N
         assert struct.unpack_from("<Q", end, 120)[0] == xxhash.xxh3_64(end[:120]).intdigest()
 
 
+@settings(deadline=None)
 @given(payloads)
 def test_what_was_sealed_is_accepted(payload: bytes) -> None:
     for checksum in (True, False):
