@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 
-from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
+from epochkv_fence.net.agent import AgentThread, EngineIdentity
+from epochkv_fence.net.keys import ClientKeys
 
 LOOK_SECONDS = 0.002
 

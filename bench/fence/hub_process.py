@@ -15,7 +15,9 @@ import threading
 import time
 from pathlib import Path
 
-from epochkv_fence.net import HubServer, KeyPair, PoolConfig
+from epochkv_fence.net.keys import KeyPair
+from epochkv_fence.net.server import HubServer
+from epochkv_fence.protocol.pool import PoolConfig
 from epochkv_fence.standalone.authority import SqliteAuthority
 
 

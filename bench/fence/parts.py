@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import zmq
 
-from epochkv_fence.net import ClientKeys, generate_keypair
+from epochkv_fence.net.keys import ClientKeys, generate_keypair
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Message, Status, decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,7 @@ import time
 
 import zmq
 
-from epochkv_fence.net import ClientKeys
+from epochkv_fence.net.keys import ClientKeys
 from epochkv_fence.protocol import agent as ag
 from epochkv_fence.protocol.messages import Heartbeat, decode, encode
 

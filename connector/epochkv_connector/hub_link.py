@@ -17,7 +17,8 @@ from functools import partial
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.engine.interface import running
 from epochkv_fence.connection import read_client_keys, read_root_secret
-from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
+from epochkv_fence.net.agent import AgentThread, EngineIdentity
+from epochkv_fence.net.keys import ClientKeys
 from epochkv_fence.protocol.messages import INSTANCE_BYTES
 
 logger = logging.getLogger("vllm.epochkv.link")

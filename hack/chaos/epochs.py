@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from epochkv_fence.net import ClientKeys
+from epochkv_fence.net.keys import ClientKeys
 from tests.cluster.fence_engines import FenceEngine, client_keys
 from tests.cluster.operator_harness import CHILDREN, POOLS, Namespace
 

@@ -32,8 +32,7 @@ from typing import Final
 
 import structlog
 
-from epochkv_fence.net import CredentialsError, KeyPair, generate_keypair
-from epochkv_fence.net.keys import check_key, public_of
+from epochkv_fence.net.keys import CredentialsError, KeyPair, check_key, generate_keypair, public_of
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY, POOL_LABEL
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Forbidden, Invalid, Json, KubeClient, NotFound

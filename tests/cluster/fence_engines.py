@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
+from epochkv_fence.net.agent import AgentThread, EngineIdentity
+from epochkv_fence.net.keys import ClientKeys
 
 FIRST_WEIGHTS = bytes.fromhex("3f2a9c1e" + "0" * 24)
 

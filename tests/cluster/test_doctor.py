@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from epochkv_fence import VERSION
-from epochkv_fence.net import KeyPair, generate_keypair
+from epochkv_fence.net.keys import KeyPair, generate_keypair
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine, client_keys

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.net import ClientKeys
+from epochkv_fence.net.keys import ClientKeys
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fault_proxy import Fault, FaultProxy

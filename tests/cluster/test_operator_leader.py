@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.keys import generate_keypair
 from epochkv_operator.api import parse_pool
 from epochkv_operator.control.leader import Leader
 from epochkv_operator.hub.service import AcceptedKeys, HubService

@@ -6,7 +6,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.keys import generate_keypair
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine

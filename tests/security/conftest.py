@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.net import HubServer
+from epochkv_fence.net.server import HubServer
 from tests.support.fence import FenceWorld
 
 

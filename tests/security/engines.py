@@ -14,7 +14,8 @@ import sys
 import time
 from contextlib import AbstractContextManager
 
-from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity
+from epochkv_fence.net.agent import AgentThread, EngineIdentity
+from epochkv_fence.net.keys import ClientKeys
 from hack.waiting import eventually
 from tests.security.wire import beside
 from tests.support.fence import FakeEngine

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, suppress
 
 import zmq
 
-from epochkv_fence.net import ClientKeys, generate_keypair
+from epochkv_fence.net.keys import ClientKeys, generate_keypair
 from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, Heartbeat, encode
 from tests.security.wire import beside
 

@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from epochkv_fence.net import ClientKeys, HubServer
+from epochkv_fence.net.keys import ClientKeys
+from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, Status, encode
 from hack.waiting import eventually
 from tests.security.engines import engines

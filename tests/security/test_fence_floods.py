@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-from epochkv_fence.net import HubServer
 from epochkv_fence.net.gate import MAX_PEERS, Bucket, Peers
+from epochkv_fence.net.server import HubServer
 from hack.waiting import eventually
 from tests.security.flooder import flooding
 from tests.security.wire import failures

@@ -12,7 +12,8 @@ import time
 import msgspec
 import pytest
 
-from epochkv_fence.net import ClientKeys, HubServer, generate_keypair
+from epochkv_fence.net.keys import ClientKeys, generate_keypair
+from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, BumpStatus, Error, Grant, Refusal, encode
 from hack.standalone.relay import Relay
 from hack.waiting import eventually

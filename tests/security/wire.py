@@ -12,7 +12,8 @@ from typing import Any
 
 import zmq
 
-from epochkv_fence.net import ClientKeys, HubServer, KeyPair
+from epochkv_fence.net.keys import ClientKeys, KeyPair
+from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Message, decode, encode
 from tests.support.fence import POOL, FenceWorld
 

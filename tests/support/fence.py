@@ -10,7 +10,9 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from epochkv_fence.net import AgentThread, ClientKeys, EngineIdentity, HubServer, generate_keypair
+from epochkv_fence.net.agent import AgentThread, EngineIdentity
+from epochkv_fence.net.keys import ClientKeys, generate_keypair
+from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.authority import AuthorityError, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import PoolConfig

@@ -20,7 +20,7 @@ from typing import Any
 
 from epochkv_fence.client import Pool
 from epochkv_fence.connection import Connection
-from epochkv_fence.net import AgentThread, EngineIdentity
+from epochkv_fence.net.agent import AgentThread, EngineIdentity
 from epochkv_fence.protocol.pool import PoolSnapshot
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.loopback import free_port

@@ -23,7 +23,6 @@ from typing import Any, Final
 import msgspec
 
 from epochkv_fence.connection import CONFIG_FILE, ROOT_SECRET_BYTES, ROOT_SECRET_FILE
-from epochkv_fence.net import HubServer
 from epochkv_fence.net.keys import (
     CLIENT_PUBLIC_FILE,
     CLIENT_SECRET_FILE,
@@ -33,6 +32,7 @@ from epochkv_fence.net.keys import (
     check_key,
     generate_keypair,
 )
+from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.pool import PoolConfig
 from epochkv_fence.standalone.authority import StateError, hold
 

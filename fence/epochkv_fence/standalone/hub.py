@@ -15,7 +15,7 @@ from typing import Any, Final
 from epochkv_fence.connection import ConfigurationError, check_endpoint
 from epochkv_fence.metrics import MetricsServer, exposition
 from epochkv_fence.mooncake_admin import MooncakeAdmin, StoreAdmin, check_admin_url
-from epochkv_fence.net import HubServer
+from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot, ReclaimPolicy
 from epochkv_fence.standalone.authority import SqliteAuthority
 from epochkv_fence.standalone.credentials import Keys, KeyWatch, ensure_keys, write_client

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from epochkv_fence.mooncake_admin import MooncakeAdmin
-from epochkv_fence.net import KeyPair
+from epochkv_fence.net.keys import KeyPair
 from epochkv_operator import metrics
 from epochkv_operator.hub.service import HubFailed, HubService, master_urls
 from epochkv_operator.kube.client import Json, KubeClient

@@ -15,7 +15,8 @@ import structlog
 
 from epochkv_fence.metrics import POOL_GAUGES
 from epochkv_fence.mooncake_admin import StoreAdmin
-from epochkv_fence.net import HubServer, KeyPair
+from epochkv_fence.net.keys import KeyPair
+from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolConfig, PoolSnapshot
 from epochkv_operator import metrics

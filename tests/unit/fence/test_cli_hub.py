@@ -21,7 +21,7 @@ import pytest
 
 from epochkv_fence.client import Pool
 from epochkv_fence.connection import ConfigurationError, Connection
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.keys import generate_keypair
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.loopback import free_port
 from hack.waiting import eventually

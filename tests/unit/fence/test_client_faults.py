@@ -13,7 +13,7 @@ import zmq
 
 from epochkv_fence.client import HubUnreachable, Pool, ResetNotRecorded
 from epochkv_fence.connection import Connection
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.keys import generate_keypair
 from epochkv_fence.protocol.messages import (
     Bump,
     BumpStatus,

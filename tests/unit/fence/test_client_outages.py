@@ -14,7 +14,7 @@ import pytest
 from epochkv_fence.client import HubUnreachable, KeyRefused, Pool, ResetNotRecorded, WrongPool
 from epochkv_fence.client.session import RESOLVE_SECONDS
 from epochkv_fence.connection import Connection
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.keys import generate_keypair
 from hack.loopback import free_port
 from hack.waiting import eventually
 from tests.support.hub import HubProcess, HubWorld, Switch, hub_world

@@ -25,7 +25,7 @@ from epochkv_fence.client import (
     WeightsStanding,
 )
 from epochkv_fence.client.results import outliers, report
-from epochkv_fence.net import EngineIdentity
+from epochkv_fence.net.agent import EngineIdentity
 from hack.waiting import eventually
 from tests.support.fence import NEW, OLD, OTHER, Running, engine_with, push
 from tests.support.hub import Agents, HubProcess, HubWorld, Switch, hub_world

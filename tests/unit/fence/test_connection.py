@@ -21,7 +21,7 @@ from epochkv_fence.connection import (
     HubRef,
     read_client_keys,
 )
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.keys import generate_keypair
 
 CONTENT: dict[str, Any] = {"pool": {"name": "policy", "uid": "u-1"}, "hub": {"endpoint": "tcp://hub.example:7700"}}
 SECRET = "5a" * 32

@@ -15,7 +15,8 @@ import pytest
 
 from epochkv_fence.cli.doctor import CannotLook, Finding, Level, check_plugins, exit_status, guarded, judge_pool
 from epochkv_fence.client import Engine, Pool, PoolStatus
-from epochkv_fence.net import EngineIdentity, generate_keypair
+from epochkv_fence.net.agent import EngineIdentity
+from epochkv_fence.net.keys import generate_keypair
 from hack.loopback import free_port
 from hack.waiting import eventually
 from tests.support.cli import inside

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.net import AgentThread, HubServer, UnknownPool
+from epochkv_fence.net.agent import AgentThread
+from epochkv_fence.net.server import HubServer, UnknownPool
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
 

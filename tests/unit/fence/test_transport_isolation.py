@@ -12,8 +12,8 @@ import pytest
 
 from epochkv_fence.hub import machine
 from epochkv_fence.hub.machine import Hub, HubState
-from epochkv_fence.net import ClientKeys, generate_keypair
 from epochkv_fence.net.gate import Bucket, Client, PoolQueue, Receiver, Router
+from epochkv_fence.net.keys import ClientKeys, generate_keypair
 from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message
 from hack.waiting import eventually
 from tests.security.wire import heartbeat, raw

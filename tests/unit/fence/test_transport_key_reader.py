@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.net import ClientKeys, CredentialsError, generate_keypair
-from epochkv_fence.net.keys import KeyReader
+from epochkv_fence.net.keys import ClientKeys, CredentialsError, KeyReader, generate_keypair
 from hack.waiting import eventually
 from tests.support.fence import FenceWorld
 

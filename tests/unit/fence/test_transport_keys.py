@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.net import AgentThread, ClientKeys, CredentialsError, HubServer, KeyPair, generate_keypair
+from epochkv_fence.net.agent import AgentThread
+from epochkv_fence.net.keys import ClientKeys, CredentialsError, KeyPair, generate_keypair
+from epochkv_fence.net.server import HubServer
 from hack.waiting import eventually
 from tests.security.wire import heartbeat, raw
 from tests.support.fence import POOL, SECOND_POOL, FakeEngine, FenceWorld

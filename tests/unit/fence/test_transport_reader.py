@@ -11,8 +11,8 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from epochkv_fence.net import generate_keypair
 from epochkv_fence.net.gate import ADDRESS, BURST_MESSAGES, SocketReader, ZapHandler
+from epochkv_fence.net.keys import generate_keypair
 
 SECONDS = 20
 

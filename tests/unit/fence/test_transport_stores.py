@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from epochkv_fence.mooncake_admin import Removed, StoreAdminError
-from epochkv_fence.net import HubServer, PoolSnapshot
+from epochkv_fence.net.server import HubServer
+from epochkv_fence.protocol.pool import PoolSnapshot
 from hack.waiting import eventually
 from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV, Connection
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.keys import generate_keypair
 from epochkv_operator.api import parse_pool
 from epochkv_operator.keys import FenceKeys, content
 from epochkv_operator.planning.names import component_name

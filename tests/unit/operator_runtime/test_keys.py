@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_fence.net import generate_keypair
+from epochkv_fence.net.keys import generate_keypair
 from epochkv_operator.keys import (
     CHECK,
     FIELDS,
