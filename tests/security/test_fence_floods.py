@@ -51,12 +51,6 @@ def test_garbage_of_an_authenticated_client(world: FenceWorld, hub: HubServer, w
     assert counts["sent"] > 100 * counts.get("answers", 0)
 
 
-def test_well_formed_messages_of_another_pool(world: FenceWorld, hub: HubServer) -> None:
-    with flooding("messages", hub.endpoint, 10_000, world.second_pool(hub)) as counts:
-        stands(world, hub, "dropped_peer", 10_000)
-    assert counts["sent"] >= 10_000
-
-
 def test_messages_of_thousands_of_frames(world: FenceWorld, hub: HubServer) -> None:
     with flooding("frames", hub.endpoint, 5, world.second_pool(hub)) as counts:
         stands(world, hub, "discarded_frames", 100_000)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random
 import secrets
-import socket
 import time
 
 import msgspec
@@ -17,7 +14,7 @@ from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, BumpStatus, Error, Grant, Refusal, encode
 from hack.standalone.relay import Relay
 from hack.waiting import eventually
-from tests.security.wire import FakeHub, failures, heartbeat, pool_instances, raw
+from tests.security.wire import FakeHub, heartbeat, pool_instances, raw
 from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
 # ------------------------------------------------------------------------------------------------------------------ keys
@@ -110,17 +107,6 @@ def test_a_giant_message_is_cut_off_and_hurts_nobody(world: FenceWorld, hub: Hub
         before = agent.view.lease_until
         agent.poke()
         eventually(lambda: agent.view.lease_until > before)
-
-
-def test_bytes_that_are_no_zeromq_at_all(world: FenceWorld, hub: HubServer) -> None:
-    host, port = hub.endpoint.removeprefix("tcp://").split(":")
-    noise = random.Random(1)
-    for _ in range(50):
-        with socket.create_connection((host, int(port))) as plain, contextlib.suppress(OSError):
-            plain.sendall(noise.randbytes(noise.randrange(1, 500)))
-    agent, _ = world.agent(hub.endpoint)
-    eventually(lambda: agent.view.epoch == 0)
-    assert world.thread.call(lambda: failures(hub)) == {}
 
 
 # ------------------------------------------------------------------------------------------------- tampering and replay

@@ -107,21 +107,6 @@ class AuthorityConformance(abc.ABC):
 
         self.run(body)
 
-    def test_what_returned_is_seen_at_once_and_by_the_next_process(self) -> None:
-        async def body(world: Authorities) -> None:
-            first, _ = await world.take_over()
-            for epoch in (1, 2, 5):
-                await first.record(world.uid, epoch, TRAINER)
-                assert await first.load(world.uid) == PoolRecord(epoch, 0, False, TRAINER)
-            await first.publish(world.uid, 4)
-            await first.note_granting(world.uid)
-            wanted = PoolRecord(5, 4, True, TRAINER)
-            assert await first.load(world.uid) == wanted
-            second, _ = await world.take_over()
-            assert await second.load(world.uid) == wanted
-
-        self.run(body)
-
     def test_a_pool_that_is_none_is_gone(self) -> None:
         async def body(world: Authorities) -> None:
             authority, _ = await world.take_over()
@@ -166,19 +151,6 @@ class AuthorityConformance(abc.ABC):
                 await authority.publish(world.uid, 9)
             record = await authority.load(world.uid)
             assert record in (PoolRecord(6, 4, False, TRAINER), PoolRecord(9, 9, False, TRAINER))
-
-        self.run(body)
-
-    def test_the_note_stays(self) -> None:
-        async def body(world: Authorities) -> None:
-            authority, _ = await world.take_over()
-            for _ in range(2):
-                await authority.note_granting(world.uid)
-                assert (await authority.load(world.uid)).granting
-            await authority.record(world.uid, 2, TRAINER)
-            await authority.publish(world.uid, 2)
-            successor, _ = await world.take_over()
-            assert (await successor.load(world.uid)).granting
 
         self.run(body)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.support.hub import HubWorld, hub_world
 from tests.trainers.verl.command_line import BLOCK, REST, checked, configured, run
@@ -52,19 +51,6 @@ def test_the_driver_puts_vllms_configuration_in_the_place_of_the_block(world: Hu
     assert (option, json.loads(value)) == ("--kv_transfer_config", ours(world, local={"capacity_bytes": 1 << 20}))
 
 
-def test_vllm_parses_what_it_gets(world: HubWorld) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    transfer = parser.parse_args(to_vllm(checked(*enabled(world)))).kv_transfer_config
-    assert (type(transfer).__name__, transfer.kv_connector, transfer.kv_load_failure_policy) == (
-        "KVTransferConfig",
-        "EpochKVConnector",
-        "recompute",
-    )
-
-
 def test_a_program_without_verls_driver_gets_the_same_from_rollout_config(world: HubWorld) -> None:
     rollout = configured(*enabled(world)).actor_rollout_ref.rollout
     assert "kv_store" in rollout
@@ -101,17 +87,3 @@ def test_the_driver_as_users_start_it_ends_with_the_sentence(tmp_path: Path) -> 
     assert done.returncode == 1
     assert "BlockError: rollout.kv_store: config_path: " in done.stderr
     assert "absent.json' cannot be read" in done.stderr
-
-
-def test_without_the_plugin_verl_refuses_the_block(world: HubWorld, tmp_path: Path) -> None:
-    """It logs nothing about plugins that are not there, so the refusal has to be loud."""
-    rollout = tmp_path / "rollout.yaml"
-    rollout.write_text(OmegaConf.to_yaml(configured(*enabled(world)).actor_rollout_ref.rollout, resolve=True))
-    code = (
-        "from omegaconf import OmegaConf\nfrom verl.utils.config import omega_conf_to_dataclass\n"
-        f"omega_conf_to_dataclass(OmegaConf.load({str(rollout)!r}))"
-    )
-    done = run("-c", code, VERL_USE_EXTERNAL_PLUGINS="none")
-    assert done.returncode == 1
-    assert "unexpected keyword argument 'kv_store'" in done.stderr
-    assert run("-c", code).returncode == 0, "with it, the same is taken"

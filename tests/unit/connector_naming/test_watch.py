@@ -31,14 +31,6 @@ def test_ranks_are_told_apart_and_folded_in_their_order() -> None:
     assert backwards.started().watch.value == first.watch.value
 
 
-def test_a_call_is_suspected_before_it_is_delegated_and_looked_at_before_the_next_step() -> None:
-    world = World("a").started()
-    world.watch.calling("update_weights")
-    assert world.watch.pending
-    world.ranks = ["b"]  # what the call does
-    assert world.step(0.01) == ["ask", ("hold", digest_of_one("b"))]
-
-
 def test_many_calls_cost_one_digest() -> None:
     world = World("a").started()
     for layer in range(300):

@@ -161,27 +161,6 @@ def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
     assert len(store.seen) == 1, "the second piece was not begun"
 
 
-def test_an_exception_in_any_piece_is_answered_at_once(store: ObedientStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = filled(store)
-    calls = 0
-    scatter = StagingStream.scatter
-
-    def broken(*args: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("injected")
-        scatter(*args)
-
-    monkeypatch.setattr(StagingStream, "scatter", broken)
-    rig.step(loads=[long_load()])
-    assert rig.until_acked(1, Phase.LOADED).failed
-    assert calls == 2
-    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
-    rig.step(loads=[long_load(2)])
-    assert not rig.until_acked(2, Phase.LOADED).failed, "the thread lives on"
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_random_ends_of_long_loads_are_answered_once(seed: int) -> None:
     """The store answers late, in part, wrongly or never; deadlines, invalidation and releases come at random moments."""
