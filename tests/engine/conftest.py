@@ -216,32 +216,6 @@ class Pair:
         """Where the engine of this name publishes its KV events."""
         return f"ipc://{self.folder}/{name}.events"
 
-    def start_from_environment(self) -> Engine:
-        """An engine that nobody provisioned, with base weights: everything it knows of the pool comes from its environment."""
-        files = {"HUB_PUBLIC": "hub.pub", "CLIENT_PUBLIC": "client.pub", "CLIENT_SECRET": "client.key"}
-        config = {
-            "pool": {"name": self.pool.name, "uid": self.pool.uid},
-            "hub": {"endpoint": self.pool.endpoint},
-            "local": {"capacity_bytes": L1_BYTES},
-            "distributed": {"master_address": self.mooncake.address},
-            **PATIENT,
-        }
-        environ = {
-            **PATIENT_ENVIRON,
-            "EPOCHKV_CONFIG": json.dumps(config),
-            "EPOCHKV_ROOT_SECRET": (self.pool.credentials / "root.secret").read_text(),
-            **{f"EPOCHKV_{name}_KEY": (self.pool.credentials / file).read_text() for name, file in files.items()},
-        }
-        connector = {
-            "kv_connector": "EpochKVConnector",
-            "kv_connector_module_path": "epochkv_connector.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-        }
-        engine = Engine(next(self._names), self.weights.base, self.folder, connector, environ=environ, popen=self.servers.popen)
-        self._started.append(engine)
-        return engine
-
     def push(self, model: Path) -> None:
         """New weights for both engines."""
         for engine in self.both:

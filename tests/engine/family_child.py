@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 GAINS = {
@@ -96,11 +95,6 @@ def fill(name: str, tensor: Any, gains: Mapping[str, float]) -> None:
         fitting = next((value for part, value in FILLS.items() if part in name), None)
         values = 0.1 * noise if fitting is None else torch.full_like(noise, fitting if gain is None else gain)
     tensor.copy_(values.to(tensor.dtype))
-
-
-def preparation(gains: Mapping[str, float]) -> partial[None]:
-    """`prepare` of a family, to be sent to its engine."""
-    return partial(prepare, gains)
 
 
 def layout(served: Any) -> list[tuple[str, int]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 
 from epochkv_fence import client
-from hack.engine_api import Answer
 from hack.models import Shape
 from hack.waiting import eventually
 from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, Pair, Prompts, Reference, Weights, check, settled_keys
@@ -43,21 +42,6 @@ def put_starts(pair: Pair) -> float:
     names = ("master_put_start_requests_total", "master_batch_put_start_items_total")
     lines = pair.mooncake.admin("metrics").splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(names))
-
-
-def held_load(pair: Pair, prompts: Sequence[Sequence[int]], thread: Executor) -> tuple[Sequence[int], Future[Answer]]:
-    """The first of `prompts` that B waits for because the store does not answer. B computes one itself while it has no lease,
-    as on a machine that stood still."""
-
-    def waits(answer: Future[Answer]) -> bool:
-        eventually(lambda: answer.done() or pair.b.metric("vllm:num_requests_waiting") >= 1, "B answers, or waits", 60.0)
-        return not answer.done()
-
-    for prompt in prompts:
-        answer = thread.submit(pair.b.complete, prompt)
-        if waits(answer):
-            return prompt, answer
-    raise AssertionError("B waits for none of the loads")
 
 
 def old_keys(pair: Pair, below: int) -> list[str]:

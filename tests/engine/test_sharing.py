@@ -112,12 +112,6 @@ def reset_one(pair: Pair) -> None:
     assert pair.a.reset_prefix_cache(external=True)
 
 
-def reset_everywhere(pair: Pair) -> None:
-    """The same on all engines at once."""
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(lambda engine: engine.reset_prefix_cache(external=True), pair.both)) == [True, True]
-
-
 def pause_everywhere(pair: Pair) -> None:
     """As trainers do: `/pause` with its default `clear_cache`."""
     with ThreadPoolExecutor(2) as threads:
@@ -126,7 +120,7 @@ def pause_everywhere(pair: Pair) -> None:
         engine.resume()
 
 
-@pytest.mark.parametrize("clear", [reset_one, pytest.param(reset_everywhere, marks=pytest.mark.slow), pause_everywhere])
+@pytest.mark.parametrize("clear", [reset_one, pause_everywhere])
 def test_engines_that_clear_their_caches_move_the_pool_on_once(
     pair: Pair, prompts: Prompts, reference: Reference, clear: Callable[[Pair], None]
 ) -> None:

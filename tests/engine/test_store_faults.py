@@ -24,8 +24,6 @@ from tests.engine.store_faults import HUNG_SECONDS, Ambush, FaultyPair, of_anoth
 
 SHAPE = Shape()
 OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4 * 128 * SHAPE.layers + 256
-FORGOTTEN_SECONDS, REMEMBERED_SECONDS = 8, 120
-"""Of a silent store node: in a test that waits for it, and longer than any other test takes."""
 HUNG_LOADS = ("load_failed_store_transfer", "load_failed_store_timeout", "load_failed_deadline")
 
 
@@ -39,22 +37,7 @@ def pair(folder: Path, weights: Weights, prompts: Prompts, reference: Reference,
         pair.end()
 
 
-def test_a_killed_store_node_costs_its_keys(pair: FaultyPair) -> None:
-    pair.nodes_are_forgotten_after(FORGOTTEN_SECONDS)
-    prompt, keys = pair.saved()
-    before = pair.total(pair.b, "load_failed_store_transfer")
-    pair.store.kill()
-    assert set(pair.mooncake.keys()) >= keys, "the master knows already"
-    assert pair.ask(pair.b, prompt).cached == 0
-    pair.grows(pair.b, before, "load_failed_store_transfer")
-    pair.mooncake.start_store(wait=False)
-    eventually(lambda: not keys & set(pair.mooncake.keys()), "the master drops the keys of the dead node", 60.0)
-    assert pair.ask(pair.b, prompt).cached == CACHED, "its own GPU cache"
-    pair.shares()
-
-
 def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) -> None:
-    pair.nodes_are_forgotten_after(REMEMBERED_SECONDS)
     saved = [pair.saved()[0] for _ in range(6)]
     pauses, failed = pair.total(pair.b, "load_pauses"), pair.seen(pair.b, "loads_failed")
     hung = pair.seen(pair.b, *HUNG_LOADS)
@@ -152,22 +135,6 @@ def test_a_key_that_goes_between_lookup_and_load_is_a_miss(pair: FaultyPair) -> 
     pair.shares()
 
 
-@pytest.mark.slow
-def test_a_slow_master_is_used_until_it_is_too_slow(pair: FaultyPair) -> None:
-    other, _ = pair.saved()
-    pair.relay.delay_seconds = 0.2
-    try:
-        pair.shares()
-        assert pair.relay.num_delayed > 0
-        before = pair.total(pair.b, "queries_late", "queries_failed")
-        pair.relay.delay_seconds = 3.0  # above the limit of a call
-        assert pair.ask(pair.b, other).cached == 0
-        pair.grows(pair.b, before, "queries_late", "queries_failed")
-    finally:
-        pair.relay.delay_seconds = 0.0
-    pair.shares()
-
-
 def test_a_cut_line_to_the_master_is_found_again(pair: FaultyPair) -> None:
     prompt, _ = pair.saved()
     before = pair.total(pair.b, "queries_failed", "queries_late")
@@ -210,7 +177,6 @@ def back_in_use(pair: FaultyPair) -> None:
 
 @pytest.mark.parametrize("call", ["reset", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CONTROL)[1:])])
 def test_control_calls_end_while_a_load_hangs(pair: FaultyPair, call: str) -> None:
-    pair.nodes_are_forgotten_after(REMEMBERED_SECONDS)
     prompt, _ = pair.saved()
     pair.store.freeze()
     try:

@@ -7,18 +7,14 @@ tests share two engines and leave both with the same weights.
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
 from epochkv_fence import client
-from hack.standalone.engine import Engine
-from hack.waiting import eventually
 from tests.engine.conftest import Pair, Prompts, Reference, Weights, check
+from tests.engine.names_lab import Traffic
 
 
 @pytest.fixture(scope="module")
@@ -70,22 +66,9 @@ def test_an_engine_that_a_push_missed_is_named_until_it_has_the_weights(pair: Pa
 @contextmanager
 def serving(pair: Pair, prompt: list[int]) -> Iterator[None]:
     """Requests to both engines until the end."""
-    stop, asked = threading.Event(), dict.fromkeys(pair.both, 0)
-
-    def ask(engine: Engine) -> None:
-        while not stop.is_set():
-            engine.complete(prompt)
-            asked[engine] += 1
-
-    with ThreadPoolExecutor(2) as threads:
-        clients = [threads.submit(ask, engine) for engine in pair.both]
-        try:
-            eventually(lambda: all(asked.values()) or any(client.done() for client in clients), "requests are served")
-            yield
-        finally:
-            stop.set()
-        for client in clients:
-            client.result()
+    with Traffic(pair.both, [prompt]) as traffic:
+        traffic.go_on(1)
+        yield
 
 
 @contextmanager
@@ -98,12 +81,7 @@ def paused(pair: Pair, _: list[int]) -> Iterator[None]:
         engine.resume()
 
 
-def idle(pair: Pair, prompt: list[int]) -> AbstractContextManager[None]:
-    """Nobody asks for anything."""
-    return nullcontext()
-
-
-@pytest.mark.parametrize("way", [serving, *(pytest.param(way, marks=pytest.mark.slow) for way in (idle, paused))])
+@pytest.mark.parametrize("way", [serving, pytest.param(paused, marks=pytest.mark.slow)])
 def test_engines_look_by_themselves_and_soon_whatever_they_do(
     pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights,
     way: Callable[[Pair, list[int]], AbstractContextManager[None]],
@@ -120,29 +98,3 @@ def test_engines_look_by_themselves_and_soon_whatever_they_do(
     check(answer, answer.cached, reference(prompt, pair.model))
     other = prompts()
     pair.check_sharing(other, reference(other, pair.model))
-
-
-@pytest.mark.slow
-def test_an_engine_that_restarts_with_base_weights_is_reported_until_the_next_push(
-    pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights
-) -> None:
-    """It comes back from its environment alone; until the push it shares with its equals, of which there are none."""
-    (before,) = trainer.weights().groups
-    assert pair.model != weights.base
-    pair.b.end()
-    pair.b = pair.start_from_environment()
-    pair.b.wait_ready()
-    pair.pool.wait_engines(2)
-    with pytest.raises(client.WeightsDiverged) as missed:
-        trainer.wait_weights(timeout_s=1)
-    (other,) = (group for group in missed.value.report.groups if group.id != before.id)
-    assert other.engines[0].startswith(f"{socket.gethostname()}:"), "an engine without a name is called by its host and process"
-    assert [group.engines for group in missed.value.report.groups if group.id == before.id] == [(pair.a.name,)]
-    prompt = prompts()
-    assert pair.save_through_a(prompt) == reference(prompt, pair.model)
-    answer = pair.b.complete(prompt)
-    check(answer, 0, reference(prompt, weights.base))
-    with trainer.weight_update("healed", timeout_s=60):
-        pair.push(weights.after(pair.model))
-    other_prompt = prompts()
-    pair.check_sharing(other_prompt, reference(other_prompt, pair.model))

@@ -18,7 +18,7 @@ from epochkv_connector.store.queues import StoreOutcome, StoreUnavailable
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
-from tests.support.store import Memory, RawClient, RelayProcess, block_keys, get, pattern, put
+from tests.support.store import Memory, RawClient, block_keys, get, pattern, put
 
 
 def why_not(client: StoreClient, keys: Sequence[str]) -> StoreOutcome:
@@ -137,21 +137,6 @@ def test_setup_is_not_repeated_soon_after_it_failed(connect: ConnectTo) -> None:
         assert client.stats()["setup_failed"] == 1
     finally:
         mute.close()
-
-
-def test_after_a_setup_in_vain_the_master_is_found_when_it_works(stores: Mooncake, connect: ConnectTo) -> None:
-    relay = RelayProcess(stores.address)
-    try:
-        stores.start_master()
-        stores.start_store()
-        relay.delay(3.0)
-        client = connect(relay.address, wait=False, setup_backoff_seconds=(2.0, 60.0))
-        eventually(lambda: client.stats().get("setup_failed", 0) >= 1, "setup fails while the master is slower than a call may be", 20)
-        relay.delay(0.0)
-        assert client.wait_ready(30)
-        assert client.exists(block_keys(1)).result(10) == [False]
-    finally:
-        relay.close()
 
 
 # -- segment owners -------------------------------------------------------------------------------------------------------------

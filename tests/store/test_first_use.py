@@ -40,15 +40,6 @@ def test_a_segment_has_its_pages_before_it_is_mounted(stores: Mooncake, connect:
     assert [bytes(memory.payload(slot)) for slot in range(8)] == wanted
 
 
-def test_a_filled_segment_comes_back_after_the_master(stores: Mooncake) -> None:
-    master = stores.start_master()
-    stores.start_store(SEGMENT_BYTES)
-    name = stores.segments()
-    master.kill()
-    stores.start_master()
-    eventually(lambda: stores.segments() == name, "mounted again", 20)
-
-
 def test_a_store_that_waits_for_its_master_ends_when_it_is_told(stores: Mooncake) -> None:
     stores.start_master()
     store = stores.start_store(SEGMENT_BYTES)

@@ -7,6 +7,7 @@ import os
 import re
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,8 +73,8 @@ class Pods:
             return ""
 
     def end(self) -> None:
-        for process in (*self.stores, *self.masters.values()):
-            process.end(5.0)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda process: process.end(5.0), (*self.stores, *self.masters.values())))
 
 
 @pytest.fixture

@@ -86,10 +86,3 @@ def test_a_file_hub_empties_the_store_after_it_has_published(filled: Mooncake, t
             eventually(lambda: (1, ()) in engine.reclaims, "an engine looks for what was being read", 60)
         finally:
             agents.stop()
-
-
-def test_a_file_hub_sweeps_the_store_when_no_engine_is_left_to_do_it(filled: Mooncake, tmp_path: Path) -> None:
-    options = ("--store-admin", f"http://127.0.0.1:{filled.admin_port}", "--lease-seconds", "1")
-    with HubProcess(tmp_path / "state", *options) as hub, Pool.connect(hub.folder) as pool:
-        assert pool.reset().published
-        eventually(lambda: filled.keys() == [], "the store is swept", 60)

@@ -8,11 +8,10 @@ import pytest
 
 from epochkv_connector.naming.identity import object_key, older_pattern, other_weights_pattern, pool_prefix
 from epochkv_connector.scheduler.role import StoreKeys
-from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.queues import StoreOutcome
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
-from tests.support.store import END_BYTES, NAMESPACE, Memory, RawClient, get, pattern, put
+from tests.support.store import END_BYTES, NAMESPACE, Memory, get, put
 
 
 def unique_key(name: str = "block") -> str:
@@ -120,51 +119,7 @@ def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Moonc
     assert keys.reclaim(uid, own, 10) == (0, 0)
 
 
-def test_leased_objects_survive_a_removal(shared: Mooncake, connect: ConnectTo) -> None:
-    memory = Memory(1, 10)
-    client = connect(shared.address, memory)
-    pool = secrets.token_hex(4)
-    key = object_key(f"{pool}/{'0' * 16}/e1/w{'0' * 16}", 0, 0, b"x")
-    put(client, memory, [key])
-    assert client.exists([key]).result(5) == [True]  # grants the lease
-    assert client.remove_matching(rf"^{pool}\/") == 0
-    assert key in set(shared.keys())
-
-
 # -- bytes that are not ours ------------------------------------------------------------------------------------------------
-
-
-def sealed(client: StoreClient, memory: Memory, raw: RawClient, seed: int) -> bytes:
-    """The stored bytes of a good object under some other key."""
-    key = unique_key()
-    memory.fill(0, seed)
-    assert put(client, memory, [key]) == [StoreOutcome.OK]
-    return raw.get(key, memory.object_bytes)
-
-
-@pytest.mark.parametrize(
-    ("what", "defect"),
-    [
-        ("random bytes", "magic"),
-        ("another key's object", "digest"),
-        ("zeros", "magic"),
-    ],
-)
-def test_foreign_bytes_of_the_right_length_are_refused(shared: Mooncake, connect: ConnectTo, what: str, defect: str) -> None:
-    memory = Memory(1, 5000)
-    client = connect(shared.address, memory)
-    raw = RawClient(shared.address)
-    key = unique_key()
-    foreign = {
-        "random bytes": pattern(99, memory.object_bytes),
-        "another key's object": sealed(client, memory, raw, 3),
-        "zeros": bytes(memory.object_bytes),
-    }[what]
-    raw.put(key, foreign)
-    raw.close()
-    assert client.exists([key]).result(5) == [True]  # the store itself sees nothing wrong
-    assert get(client, memory, [key]) == [StoreOutcome.FOREIGN]
-    assert client.stats()[f"defect_{defect}"] == 1
 
 
 def test_an_object_of_another_layout_is_a_miss_that_is_counted_and_said_once(

@@ -6,11 +6,8 @@ import ctypes
 import mmap
 import re
 import secrets
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from epochkv_connector.naming.identity import object_key
 from epochkv_connector.store.client import StoreClient
@@ -113,16 +110,6 @@ class RawClient:
         assert self._client.batch_get_into([key], [self._address], [num_bytes]) == [num_bytes]
         return self._map[:num_bytes]
 
-    def offer(self, key: str, value: bytes) -> bool:
-        """Put; False if the store takes no more."""
-        self._map[: len(value)] = value
-        codes: list[int] = self._client.batch_put_from([key], [self._address], [len(value)])
-        return codes == [0]
-
-    def lease(self, keys: Sequence[str]) -> None:
-        """Ask whether they are there: what was asked for is not evicted for a while."""
-        self._client.batch_is_exist(list(keys))
-
     def remove(self, key: str) -> bool:
         """By force, also what is being read; False if there was none."""
         code: int = self._client.remove(key, True)
@@ -130,40 +117,6 @@ class RawClient:
 
     def close(self) -> None:
         self._client.close()
-
-
-class RelayProcess:
-    """`hack.standalone.relay` in a process of its own: Mooncake's `setup` holds the GIL, so a relay in this one would stand still."""
-
-    _SOURCE = (
-        "import sys; from hack.standalone.relay import Relay\n"
-        "relay = Relay(sys.argv[1]); print(relay.address, flush=True)\n"
-        "for line in sys.stdin: relay.delay_seconds = float(line); print('done', flush=True)\n"
-    )
-
-    def __init__(self, address: str) -> None:
-        command = [sys.executable, "-c", self._SOURCE, address]
-        root = Path(__file__).resolve().parents[2]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
-        self.address = self._line()
-
-    def delay(self, seconds: float) -> None:
-        """Every chunk, in either direction."""
-        assert self._child.stdin
-        self._child.stdin.write(f"{seconds}\n")
-        self._child.stdin.flush()
-        self._line()
-
-    def _line(self) -> str:
-        assert self._child.stdout
-        return self._child.stdout.readline().strip()
-
-    def close(self) -> None:
-        self._child.kill()
-        self._child.wait(10)
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe:
-                pipe.close()
 
 
 @dataclass(frozen=True, slots=True)
