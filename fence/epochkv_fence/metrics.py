@@ -51,10 +51,10 @@ ENGINES: Final = ("epochkv_pool_engines", f"Engine processes heard of, by state 
 
 def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int], lease_seconds: float, now: float) -> str:
     """All metrics of one pool. `now`: Unix seconds."""
-    labels = f'namespace="",pool="{_escaped(pool)}"'
+    labels = f'namespace="",pool="{pool}"'
     states = [view.state for view in snapshot.engines]
     by_state = {f',state="{state}"': states.count(state) for state in ENGINE_STATES}
-    outcomes = {f',outcome="{_escaped(name)}"': value for name, value in sorted(counters.items())}
+    outcomes = {f',outcome="{name}"': value for name, value in sorted(counters.items())}
     families: list[tuple[str, str, str, Mapping[str, float]]] = [
         ("epochkv_hub_leading", "gauge", "1 while this hub leads", {"": snapshot.leading}),
         *((name, "gauge", text, {"": value(snapshot, lease_seconds, now)}) for name, (text, value) in POOL_GAUGES.items()),
@@ -68,10 +68,6 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int], leas
         lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{{{labels}{extra}}} {int(value) if value == int(value) else value}" for extra, value in values.items()]
     return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 class _IPv6Server(ThreadingHTTPServer):

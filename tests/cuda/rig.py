@@ -8,7 +8,7 @@ import unittest
 import torch
 from torch import Tensor
 
-from epochkv_connector.worker.layout import GroupSpec
+from epochkv_connector.worker.layout import HEADER_BYTES, GroupSpec
 from epochkv_connector.worker.staging import Staging
 
 needs_cuda = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
@@ -37,13 +37,17 @@ class Rig:
         parts = [tensor.select(self.block_dim, block).contiguous().view(torch.uint8).flatten().cpu() for tensor in self.tensors]
         return torch.cat(parts)
 
+    def _payload(self, slot: int) -> Tensor:
+        start = self.stage.region.slot_address(slot) - self.stage.region.address + HEADER_BYTES
+        return self.stage.region.tensor[start : start + self.payload_bytes]
+
     def slot(self, slot: int) -> Tensor:
         """A copy of a slot's payload."""
-        return self.stage.region.payload(slot, self.payload_bytes).clone()
+        return self._payload(slot).clone()
 
     def fill_slot(self, slot: int, value: int) -> None:
         """The same byte everywhere."""
-        self.stage.region.payload(slot, self.payload_bytes).fill_(value)
+        self._payload(slot).fill_(value)
 
     def fill(self, value: int) -> None:
         """Every block, on the current stream."""

@@ -41,9 +41,9 @@ class OnTheHost(unittest.TestCase):
                 round_trip(self, Rig(layout, device="cpu"))
 
     def test_other_platforms_are_refused_by_name(self) -> None:
-        with self.assertRaisesRegex(staging.UnsupportedDevice, r"ROCm \(HIP 7\.1\)"):
+        with self.assertRaisesRegex(RuntimeError, r"ROCm \(HIP 7\.1\)"):
             staging.check_device(torch.device("cuda"), "7.1")
-        with self.assertRaisesRegex(staging.UnsupportedDevice, "'xpu'"):
+        with self.assertRaisesRegex(RuntimeError, "'xpu'"):
             staging.check_device(torch.device("xpu"), None)
 
 

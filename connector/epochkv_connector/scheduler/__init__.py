@@ -1,9 +1,6 @@
 """The scheduler role: vLLM's questions, and what answers them.
 
 `role` puts the parts together that vLLM's calls go to: `admission` of a request, `steps`, and `weight_changes` at any time. They share
-one `state`, with one record for each request.
-
-`tiers` decides which block is where, who holds it and what is under way.
-
-All of it runs on vLLM's scheduler thread and takes no locks.
+one `state`, with one record for each request. All of it runs on vLLM's scheduler
+thread and takes no locks.
 """

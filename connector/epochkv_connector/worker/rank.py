@@ -347,10 +347,7 @@ class Rank:
 
     def is_stale(self, namespace: str) -> bool:
         """Whether the namespace is of an older epoch than this rank was told of."""
-        try:
-            return epoch_of(namespace) < self.newest_epoch
-        except ValueError:
-            return False
+        return epoch_of(namespace) < self.newest_epoch
 
     def count_copy(self, kind: str, pairs: Sequence[Pair], seconds: float) -> None:
         self.counters.add(f"copy_{kind}_blocks", len(pairs))

@@ -48,19 +48,15 @@ Submit = Callable[[Tensor, Tensor, Tensor, int], None]
 of them may have been issued by then."""
 
 
-class UnsupportedDevice(RuntimeError):
-    """The KV tensors are on a device that has no copies here."""
-
-
 def check_device(device: torch.device, hip: str | None = torch.version.hip) -> None:
-    """Raise UnsupportedDevice for what is neither host memory nor an NVIDIA GPU. torch calls the GPUs of ROCm `cuda`, too."""
+    """Raise RuntimeError for what is neither host memory nor an NVIDIA GPU. torch calls the GPUs of ROCm `cuda`, too."""
     if device.type == "cuda" and hip is not None:
         name = f"ROCm (HIP {hip})"
     elif device.type not in ("cpu", "cuda"):
         name = f"a device of type {device.type!r}"
     else:
         return
-    raise UnsupportedDevice(
+    raise RuntimeError(
         f"the KV cache is on {name}; EpochKV copies KV on NVIDIA GPUs and on CPUs only, so this engine keeps none outside its own "
         "cache; take EpochKV's connector out of --kv-transfer-config here"
     )
@@ -419,12 +415,11 @@ class HostRegion:
         """Map `num_slots * stride` bytes.
 
         Raises:
-            ValueError: not at least one slot.
             OSError: the kernel refuses the mapping, or has no memory for it.
             RuntimeError: the driver refuses to page-lock it.
         """
-        if num_slots <= 0 or stride <= 0:
-            raise ValueError(f"a host region of {num_slots} slots of {stride} bytes is impossible; give at least one")
+        assert num_slots > 0
+        assert stride > 0
         self.num_slots = num_slots
         self.stride = stride
         self.num_bytes = num_slots * stride
@@ -448,11 +443,6 @@ class HostRegion:
         """Writable view of header, payload and trailer of a slot."""
         start = self.slot_address(slot) - self.address
         return self.bytes[start : start + object_bytes(payload_bytes)]
-
-    def payload(self, slot: int, payload_bytes: int) -> Tensor:
-        """uint8 view `(payload_bytes,)` of a slot's payload."""
-        start = self.slot_address(slot) - self.address + HEADER_BYTES
-        return self.tensor[start : start + payload_bytes]
 
     def unpin(self) -> None:
         """Give page-locked memory back to the driver; the mapping itself lives as long as anybody refers to it."""
@@ -498,7 +488,7 @@ class Staging:
             groups: those that are copied, by KV cache group id.
 
         Raises:
-            UnsupportedDevice: the tensors are neither on a CPU nor on an NVIDIA GPU.
+            RuntimeError: the tensors are neither on a CPU nor on an NVIDIA GPU.
             LayoutError: the tensors cannot be cut into blocks.
             ValueError, OSError, RuntimeError: see `HostRegion`.
         """

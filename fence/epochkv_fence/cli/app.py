@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
+from epochkv_fence import VERSION
 from epochkv_fence.cli import Exit, asking, doctor, hub
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
@@ -110,10 +111,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        try:
-            print(f"epochkv {importlib.metadata.version('epochkv')}")
-        except importlib.metadata.PackageNotFoundError:
-            print("epochkv, run from its source without being installed")
+        print(f"epochkv {VERSION or 'from source'}")
         raise typer.Exit
 
 

@@ -204,7 +204,6 @@ def weights(
     config: Config = None,
     timeout: Timeout = STATUS_SECONDS,
     output: Out = Output.TABLE,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False,
 ) -> None:
     """List the weights by digest, with the engines that hold them. The largest group comes first, then the one that changed last.
 
@@ -212,10 +211,10 @@ def weights(
 
     \b
       epochkv weights
-      epochkv weights --json | jq .equal
+      epochkv weights -o json | jq .equal
     """
     with closing(connect(config, timeout)) as pool:
-        show_weights(pool.weights(timeout), Output.JSON if as_json else output)
+        show_weights(pool.weights(timeout), output)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -298,14 +297,9 @@ def _push(command: Sequence[str], version: str, config: str | None, timeout: flo
 
 def _check_command(name: str) -> None:
     """End with what a shell would say, before anything is asked of the pool."""
-    if shutil.which(name) is not None:
-        return
-    if shutil.which(name, os.F_OK) is None and not (os.path.dirname(name) and os.path.exists(name)):
-        say_error(f"{name} is not a command; nothing was asked of the pool")
+    if shutil.which(name) is None:
+        say_error(f"{name} is no command that this user may execute; nothing was asked of the pool")
         raise typer.Exit(Exit.NO_COMMAND)
-    why = "is a directory" if os.path.isdir(name) else "may not be executed by this user"
-    say_error(f"{name} {why}; nothing was asked of the pool")
-    raise typer.Exit(Exit.NOT_EXECUTABLE)
 
 
 def environment(environ: Mapping[str, str], config: str | None, version: str) -> dict[str, str]:

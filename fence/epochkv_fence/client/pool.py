@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from concurrent.futures import CancelledError, Future
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
 from epochkv_fence.client.arguments import check_timeout
 from epochkv_fence.client.pushes import WEIGHTS_SECONDS, Pushes, Update, WeightsProgress
@@ -170,10 +170,6 @@ class Face:
     def uid(self) -> str:
         """Of the pool; never reused."""
         return self._connection.pool.uid
-
-    def __reduce__(self) -> NoReturn:
-        kind = type(self).__name__
-        raise TypeError(f"{kind} is a connection of this process and cannot be pickled; send its configuration and connect there")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} at {self._connection.hub.endpoint}>"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import (
+    HEADER_BYTES,
     GroupSpec,
     KVCache,
     LayoutError,
@@ -29,6 +30,11 @@ from tests.unit.connector_scheduler.rig import config
 from tests.unit.connector_worker.worker_rig import LAYERS, NUM_SLOTS, Rig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
+
+
+def payload(region: HostRegion, slot: int, num_bytes: int) -> torch.Tensor:
+    start = region.slot_address(slot) - region.address + HEADER_BYTES
+    return region.tensor[start : start + num_bytes]
 
 
 @dataclass
@@ -109,7 +115,7 @@ def test_gather_then_scatter_is_plain_indexing(cache: Cache, data: st.DataObject
     assert size == len(expected[0])
 
     stream.gather([Pair(group, block, slot) for block, slot in zip(sources, places, strict=True)])
-    assert [stage.region.payload(slot, size).numpy().tobytes() for slot in places] == expected
+    assert [payload(stage.region, slot, size).numpy().tobytes() for slot in places] == expected
     assert [cache.block_bytes(group, block) for block in range(cache.num_blocks)] == before, "gather only reads"
 
     stream.scatter([Pair(group, block, slot) for block, slot in zip(targets, places, strict=True)])
@@ -191,7 +197,7 @@ def test_layers_in_no_order_are_copied_both_ways(why: str) -> None:
     untouched = memory.clone()
     stream.gather([Pair(0, block, 5 - block) for block in range(5)])
     for block in range(5):
-        assert torch.equal(stage.region.payload(5 - block, 12 * 48), torch.cat(blocks[block]))
+        assert torch.equal(payload(stage.region, 5 - block, 12 * 48), torch.cat(blocks[block]))
     stream.scatter([Pair(0, block, block + 1) for block in range(5)])  # block 4 - b comes to b
     for block in range(5):
         assert torch.equal(torch.cat([caches[name][block] for name in names]), torch.cat(blocks[4 - block]))
@@ -210,14 +216,14 @@ def test_a_layer_may_have_several_tensors() -> None:
     conv, ssm = torch.arange(12.0).view(4, 3), torch.arange(20.0).view(4, 5) + 100
     stage = Staging({"mamba": [conv, ssm]}, {0: GroupSpec(["mamba"])}, 1, 4)
     StagingStream(stage).gather([Pair(0, 2, 0)])
-    assert stage.region.payload(0, 32).view(torch.float32).tolist() == [6, 7, 8, 110, 111, 112, 113, 114]
+    assert payload(stage.region, 0, 32).view(torch.float32).tolist() == [6, 7, 8, 110, 111, 112, 113, 114]
 
 
 def test_smaller_kernel_blocks_are_grouped_into_pool_blocks() -> None:
     kernel = torch.arange(12 * 2.0).view(12, 2)  # 4 pool blocks of 3 kernel blocks
     stage = Staging({"a": kernel}, {0: GroupSpec(["a"])}, 1, 4)
     StagingStream(stage).gather([Pair(0, 1, 0)])
-    assert stage.region.payload(0, 24).view(torch.float32).tolist() == [6, 7, 8, 9, 10, 11]
+    assert payload(stage.region, 0, 24).view(torch.float32).tolist() == [6, 7, 8, 9, 10, 11]
 
 
 def test_padded_pages_are_copied_without_the_padding() -> None:
@@ -259,7 +265,7 @@ def test_a_group_whose_layers_are_on_other_pipeline_stages_is_an_empty_block() -
     stream = StagingStream(stage)
     stream.gather([Pair(0, 3, 0), Pair(1, 2, 1)])
     assert len(stage.object_view(0, 0)) == object_bytes(0)
-    assert stage.region.payload(1, 16).view(torch.float32).tolist() == blocks[2].tolist()
+    assert payload(stage.region, 1, 16).view(torch.float32).tolist() == blocks[2].tolist()
     stream.scatter([Pair(0, 0, 0), Pair(1, 0, 1)])
     assert blocks[0].tolist() == blocks[2].tolist()
     assert layout_digest({"a": blocks}, [GroupSpec([]), GroupSpec(["a"])], 4) != layout_digest({"a": blocks}, [GroupSpec(["a"])], 4)
@@ -292,8 +298,8 @@ def test_slots_are_disjoint_and_objects_are_contiguous() -> None:
         region.object_view(slot, 1000)[:] = bytes([slot + 1]) * object_bytes(1000)
     for slot in range(5):
         assert bytes(region.object_view(slot, 1000)) == bytes([slot + 1]) * 1256
-        assert region.payload(slot, 1000).tolist() == [slot + 1] * 1000
-        assert region.payload(slot, 1000).data_ptr() == region.slot_address(slot) + 128
+        assert payload(region, slot, 1000).tolist() == [slot + 1] * 1000
+        assert payload(region, slot, 1000).data_ptr() == region.slot_address(slot) + 128
 
 
 def test_capacity_is_split_over_ranks() -> None:

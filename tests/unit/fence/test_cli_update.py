@@ -145,7 +145,7 @@ def test_an_update_that_is_interrupted_after_its_command(pushed: HubProcess, pus
 def test_a_command_that_is_none_changes_nothing(pushed: HubProcess, tmp_path: Path) -> None:
     done = epochkv("update", "--version", "v", "--", "no-such-command-here", config=pushed.folder)
     assert done.returncode == 127
-    assert "no-such-command-here is not a command; nothing was asked of the pool" in done.stderr
+    assert "no-such-command-here is no command that this user may execute; nothing was asked of the pool" in done.stderr
     broken = tmp_path / "broken"
     broken.write_bytes(b"\x00\x01not a program")
     broken.chmod(0o755)

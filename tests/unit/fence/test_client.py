@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -204,11 +203,6 @@ def test_close_while_others_wait_ends_them(world: HubWorld) -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert [type(error) for error in errors] == [PoolClosed]
-
-
-def test_it_cannot_be_pickled(world: HubWorld) -> None:
-    with pytest.raises(TypeError, match="send its configuration and connect there"):
-        pickle.dumps(world.connect())
 
 
 def test_an_epoch_that_can_only_be_a_slip_is_refused_unless_forced(world: HubWorld, capsys: pytest.CaptureFixture[str]) -> None:
