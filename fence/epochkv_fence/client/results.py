@@ -265,7 +265,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-def report(engines: Iterable[Engine], labels: Mapping[str, str]) -> WeightsReport:
+def report(engines: Sequence[Engine], labels: Mapping[str, str]) -> WeightsReport:
     """Sort engines by what they hold."""
     groups = [
         WeightsGroup(weights, labels.get(weights, ""), _names(members), _since(members), fingerprint)
