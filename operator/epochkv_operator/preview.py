@@ -224,7 +224,7 @@ def _run(kubectl: Sequence[str], *arguments: str, manifest: Json | None = None, 
     except subprocess.TimeoutExpired as error:
         raise CannotPlan(f"{source}: no answer from the cluster within {error.timeout:.0f} s") from error
     if ran.returncode != 0:
-        raise CannotPlan(f"{source}: {ran.stderr.strip()}: mend it, or leave out --live")
+        raise CannotPlan(f"{source}: {ran.stderr.strip()}: fix it, or leave out --live")
     return ran.stdout
 
 

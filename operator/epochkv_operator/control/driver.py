@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import aiohttp
@@ -30,11 +30,33 @@ Gap = Callable[[], None]
 _GONE = 410
 
 
+class _Backoffs:
+    """Seconds between tries of a request that is refused or gets no answer, without an end.
+
+    kopf ends when they end, and the operator with it. Rights that are missing for minutes would then end the hub, which needs few.
+    """
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((0.2, 0.5, 1.0), itertools.repeat(2.0))
+
+
+class _NoHistory(kopf.DiffBaseStorage):
+    """kopf copies what it sees, to find what has changed since. Nobody asks it."""
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        return None
+
+    def fetch(self, *, body: Any) -> None:
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        """Nothing is kept."""
+
+
 def kopf_settings() -> kopf.OperatorSettings:
     """Each value was measured to matter; the reasons are beside them."""
     result = kopf.OperatorSettings()
-    # kopf ends when they do, and the operator with it: rights that are missing for minutes would end the hub, which needs few.
-    result.networking.error_backoffs = (0.2, 0.5, 1.0, *itertools.repeat(2.0, 100_000))
+    result.networking.error_backoffs = _Backoffs()
     # A new leader waits for its first lists: one request without an answer must not take all of that time.
     result.networking.request_timeout = 10.0
     # A failed kopf otherwise lingers for ten minutes: live tasks, dead watches.
@@ -48,6 +70,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     result.watching.reconnect_backoff = 0.1
     result.watching.chunk_size = 200
     result.queueing.exit_timeout = 0.5
+    result.persistence.diffbase_storage = _NoHistory()
     return result
 
 

@@ -8,6 +8,7 @@ and follows it until it is published (`epochkv_fence/hub/machine.py`).
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -63,7 +64,7 @@ OLD_KEY_SECONDS = 1.0
 
 
 @dataclass(eq=False)
-class _Reconciler:
+class _Reconciler(ABC):
     """Brings objects of one kind to what they should be. `wake`: look at a key after a delay; `served`: kinds of other projects that there
     are.
     """
@@ -94,11 +95,13 @@ class _Reconciler:
             message = str(error)
             await self.reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
 
+    @abstractmethod
     def _forget(self, key: Key) -> None:
-        raise NotImplementedError
+        """The object is gone: drop what is held for it."""
 
+    @abstractmethod
     async def _reconcile(self, key: Key, obj: Json) -> None:
-        raise NotImplementedError
+        """The object is there and is not being deleted."""
 
 
 class PoolReconciler(_Reconciler):
