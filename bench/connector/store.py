@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Figure, Progress, Row, repeated
-from epochkv_connector.store.client import StoreClient
-from epochkv_connector.store.connection import StoreSettings, prepare_environment
-from epochkv_connector.store.queues import StoreOutcome, Transfer
+from epochkv_connector.store.client import StoreClient, Transfer
+from epochkv_connector.store.connection import StoreOutcome, StoreSettings, prepare_environment
 from hack.standalone.mooncake import Mooncake
 
 SIZES = {"64 KiB": 64 << 10, "384 KiB": 384 << 10, "2 MiB": 2 << 20}

@@ -26,8 +26,7 @@ from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats, Reporter
 from epochkv_connector.weights.rank import held_by
 from epochkv_connector.wire import RankLayout, StepMetadata, WorkerReport
-from epochkv_connector.worker.role import WorkerRole
-from epochkv_connector.worker.runner import JobRunner, build_runner
+from epochkv_connector.worker.role import JobRunner, WorkerRole, build_runner
 from epochkv_fence.connection import ConfigurationError
 
 logger = logging.getLogger("vllm.epochkv")
@@ -184,6 +183,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
         runner = self._guard.build("register_kv_caches", build, lambda: None)
         held = held_by(self._engine_id)
+        if runner is not None:
+            held.runners.add(runner)
         held.layout = runner.layout if runner is not None else RankLayout(refusal=self._guard.first.get("register_kv_caches", ""))
         self._worker = WorkerRole(rank, runner, self._guard.note, compare=held.compare, adapters=held.adapters)
 

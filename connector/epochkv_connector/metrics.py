@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.store.connection import StoreOutcome
 
 PREFIX = "vllm:epochkv_"
 OTHER = "other"

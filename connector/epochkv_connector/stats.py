@@ -16,7 +16,7 @@ from typing import Any
 from epochkv_connector import metrics
 from epochkv_connector.engine.interface import KVConnectorPromMetrics, KVConnectorStats
 from epochkv_connector.metrics import PREFIX, Family
-from epochkv_connector.store.queues import Notices
+from epochkv_connector.store.connection import Notices
 
 logger = logging.getLogger("vllm.epochkv.stats")
 

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolGone, PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
+from epochkv_fence.protocol.pool import Authority, AuthorityError, PoolGone, PoolRecord, Term
 from epochkv_operator.hub.authority import KubernetesAuthority, Proofs, record_of
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder, new_identity

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol.pool import PoolRecord, Term
 from epochkv_operator.hub.authority import KubernetesAuthority, Proofs
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder

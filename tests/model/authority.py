@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.protocol.authority import PoolRecord, Term, merged_labels
+from epochkv_fence.protocol import pool as ev
+from epochkv_fence.protocol.pool import PoolRecord, Term, merged_labels
 from tests.model.parts import Call, HubProcess
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from epochkv_fence.hub import events as ev
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Status
 from tests.model.parts import Engine, HubProcess, Violation
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.protocol.authority import Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import MAX_LABELS, Error, Heartbeat, Leave, Message, Reclaim, Refusal, Source
+from epochkv_fence.protocol.pool import Term
 from tests.model.parts import Call, HubProcess, Violation
 
 if TYPE_CHECKING:

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.protocol import agent as ag
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.agent import Agent
-from epochkv_fence.protocol.authority import Term
 from epochkv_fence.protocol.messages import WEIGHTS_BYTES, Message
-from epochkv_fence.protocol.pool import PoolConfig, ReclaimPolicy
+from epochkv_fence.protocol.pool import PoolConfig, ReclaimPolicy, Term
 from tests.model.views import HubHistory
 
 START = 1000.0

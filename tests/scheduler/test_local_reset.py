@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_connector.hub_link import FenceHooks
+from epochkv_connector.scheduler.role import FenceHooks
 from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
@@ -44,8 +44,8 @@ def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> N
 def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the proposal: whoever hears of the reset knows by then that somebody asked for its end."""
     told: list[str] = []
-    monkeypatch.setattr("epochkv_connector.hub_link.HubLink.poke", lambda self: told.append(f"poke {hooks.isolated()}"))
-    monkeypatch.setattr("epochkv_connector.hub_link.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
+    monkeypatch.setattr("epochkv_connector.scheduler.role.HubLink.poke", lambda self: told.append(f"poke {hooks.isolated()}"))
+    monkeypatch.setattr("epochkv_connector.scheduler.role.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
     rig = make_rig()
     hooks: FenceHooks = rig.connector.scheduler.hooks()
     rig.adopt(0)

@@ -15,8 +15,8 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.scheduler.role import mean_object_bytes
 from epochkv_connector.weights import executor as joining
 from epochkv_connector.wire import RankLayout
-from epochkv_connector.worker import runner as runner_module
-from epochkv_connector.worker.runner import JobRunner
+from epochkv_connector.worker import role as runner_module
+from epochkv_connector.worker.role import JobRunner
 from epochkv_fence.connection import ConfigurationError
 from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt

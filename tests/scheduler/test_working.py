@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, StepMetadata, Tier
 from epochkv_connector.worker.layout import GroupSpec
-from epochkv_connector.worker.role import WorkerRole
-from epochkv_connector.worker.runner import JobRunner
+from epochkv_connector.worker.role import JobRunner, WorkerRole
 from epochkv_connector.worker.staging import Staging, StagingStream
 from hack.waiting import eventually
 from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore

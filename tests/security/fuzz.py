@@ -28,15 +28,14 @@ import zmq
 
 from epochkv_fence import connection
 from epochkv_fence.connection import ConfigurationError, Connection
-from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.net.gate import Peers
 from epochkv_fence.net.keys import CredentialsError, check_key
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.agent import Agent, Received, Started
 from epochkv_fence.protocol.agent import Send as AgentSend
-from epochkv_fence.protocol.authority import PoolRecord, Term
 from epochkv_fence.protocol.messages import Grant, Message, WireError, decode, encode
-from epochkv_fence.protocol.pool import PoolConfig, ReclaimPolicy
+from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, ReclaimPolicy, Term
 from tests.security.generators import INSTANCES, document, frames, json_text, value, zmtp
 from tests.security.wire import FakeHub, RawClient, failures, heartbeat
 from tests.support.fence import FenceWorld

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.store.client import StoreClient
-from epochkv_connector.store.envelope import NO_LAYOUT
+from epochkv_connector.store.client import NO_LAYOUT, StoreClient
 from hack.standalone.mooncake import Mooncake
 from tests.support.store import Memory, settings
 

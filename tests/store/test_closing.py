@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from epochkv_connector.store.client import StoreClient
-from epochkv_connector.store.connection import StoreState
-from epochkv_connector.store.queues import StoreOutcome, StoreUnavailable
+from epochkv_connector.store.client import StoreClient, StoreUnavailable
+from epochkv_connector.store.connection import StoreOutcome, StoreState
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
 from tests.support.store import Memory, block_keys, get, put, settings

@@ -12,9 +12,8 @@ from contextlib import suppress
 
 import pytest
 
-from epochkv_connector.store.client import StoreClient
-from epochkv_connector.store.connection import StoreState
-from epochkv_connector.store.queues import StoreOutcome, StoreUnavailable
+from epochkv_connector.store.client import StoreClient, StoreUnavailable
+from epochkv_connector.store.connection import StoreOutcome, StoreState
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.store.connection import ENVIRONMENT
-from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.store.connection import ENVIRONMENT, StoreOutcome
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_connector.store.client import StoreClient
-from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.store.connection import StoreOutcome
 from epochkv_operator.planning.connection import client_environment, connection
 from hack.cluster.binaries import build
 from hack.standalone.process import Process

@@ -8,7 +8,7 @@ import pytest
 
 from epochkv_connector.naming.identity import object_key, older_pattern, other_weights_pattern, pool_prefix
 from epochkv_connector.scheduler.role import StoreKeys
-from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.store.connection import StoreOutcome
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
 from tests.support.store import END_BYTES, NAMESPACE, Memory, get, put

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.store.connection import StoreOutcome
 from hack.loopback import free_port, port_open
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo

@@ -1,4 +1,4 @@
-"""What every authority must do, as one suite: `epochkv_fence.protocol.authority`'s promises, terms, crashes and late writes.
+"""What every authority must do, as one suite: `epochkv_fence.protocol.pool`'s promises, terms, crashes and late writes.
 
 Subclass `AuthorityConformance` in a module of tests, name the class `Test...` and say in `authorities` how such a thing is
 made; pytest fixtures reach it through an autouse fixture that sets attributes. Nothing here knows what is behind it.
@@ -17,8 +17,8 @@ from typing import Protocol
 
 import pytest
 
-from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import MAX_EPOCH, MAX_LABELS, Source
+from epochkv_fence.protocol.pool import Authority, AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 
 BODY_SECONDS = 120.0
 TRAINER, OWNER, ENGINE = Source.TRAINER, Source.SPEC, Source.ENGINE

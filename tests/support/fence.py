@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 from epochkv_fence.net.agent import AgentThread, EngineIdentity
 from epochkv_fence.net.keys import ClientKeys, generate_keypair
 from epochkv_fence.net.server import HubServer
-from epochkv_fence.protocol.authority import AuthorityError, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.protocol.pool import PoolConfig
+from epochkv_fence.protocol.pool import AuthorityError, PoolConfig, PoolRecord, Term, merged_labels
 
 T = TypeVar("T")
 POOL, SECOND_POOL = "pool-uid-1", "pool-uid-2"

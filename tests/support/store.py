@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from epochkv_connector.naming.identity import object_key
-from epochkv_connector.store.client import StoreClient
-from epochkv_connector.store.connection import StoreSettings
-from epochkv_connector.store.queues import StoreOutcome, Transfer
+from epochkv_connector.store.client import StoreClient, Transfer
+from epochkv_connector.store.connection import StoreOutcome, StoreSettings
 
 NAMESPACE = "0a1b2c3d/00112233445566ff/e7/w8899aabbccddeeff"
 END_BYTES = 128

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from epochkv_connector.engine import blocks
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.state import LoadEvent, LoadState, Request, SharedState
+from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request, SharedState
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.tiers.layout import ScheduledRequestView
 from epochkv_connector.tiers.manager import TierManager

@@ -5,22 +5,26 @@ Requests that hold blocks go on: what they make of them gets no name. All others
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from epochkv_connector.engine import blocks
-from epochkv_connector.hub_link import HubLink
-from epochkv_connector.scheduler.admission import Admission
-from epochkv_connector.scheduler.state import SharedState
+from epochkv_connector.scheduler.requests import Admission, SharedState
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire import WorkerReport
+
+
+class Link(Protocol):
+    """To the hub (`scheduler.role.HubLink`)."""
+
+    def propose(self, epoch: int) -> None: ...
+    def poke(self) -> None: ...
 
 
 class WeightChanges:
     """Told by `weights.watch` and `weights.adapters`; tells the root, the requests and the hub.
 
     Attributes:
-        link: to the hub.
         watch, adapters: what looks at the weights of the ranks, and at their adapters. Whoever makes them sets them before anything
             is asked: they tell this object what they find.
     """
@@ -28,11 +32,11 @@ class WeightChanges:
     watch: Watch
     adapters: Adapters
 
-    def __init__(self, state: SharedState, admission: Admission, link: HubLink, core: Any | None, scheduler: Any | None) -> None:
+    def __init__(self, state: SharedState, admission: Admission, link: Link, core: Any | None, scheduler: Any | None) -> None:
         self._core, self._scheduler = core, scheduler
         self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
         self._admission = admission
-        self.link = link
+        self._link = link
 
     def hold(self, weights: bytes | None) -> None:
         """The ranks hold these weights from now on; None: unknown. Requests that hold blocks go on without names."""
@@ -87,13 +91,13 @@ class WeightChanges:
 
     def tell(self) -> None:
         if self._state.manager is not None:  # before that nobody listens yet
-            self.link.poke()
+            self._link.poke()
 
     def ask_for_next_epoch(self) -> None:
         """Names of this epoch may be wrong here."""
         epoch = self._pins.root.proposal()
         if epoch is not None:
-            self.link.propose(epoch)
+            self._link.propose(epoch)
 
     def adapters_in_use(self) -> dict[int, Any]:
         """A `LoRARequest` for each adapter of a live request; one that loads in place where there is one."""

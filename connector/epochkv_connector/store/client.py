@@ -1,40 +1,354 @@
 """The L2 store as both roles of the connector see it: never blocks, never raises, never lies.
 
 Requests wait in queues and are served by this client's own threads, because no store call has an upper bound that suits a scheduler:
-a dead master costs 4 s, a hung segment owner 2 s and more. Every request has a deadline for its answer, and a separate end of the use
-of its buffers. While the connection is not READY everything is answered DOWN at once.
+a dead master costs 4 s, a hung segment owner 2 s and more. Two things end separately: the *answer*, which a deadline may give early,
+and the *use of the caller's buffers*, which ends when the store call has really returned. While the connection is not READY
+everything is answered DOWN at once.
 """
 
 from __future__ import annotations
 
+import collections
+import enum
 import functools
+import heapq
+import itertools
 import logging
+import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from operator import methodcaller
+from typing import TypeVar
 
-from epochkv_connector.naming.identity import key_digest
-from epochkv_connector.store import envelope
-from epochkv_connector.store.connection import StoreConnection, StoreSettings, StoreState, outcome_of
-from epochkv_connector.store.queues import (
-    Alarms,
-    CallSize,
-    Counters,
-    Notices,
-    QueuedRequest,
-    RequestQueue,
-    StoreOutcome,
-    StoreUnavailable,
-    Ticket,
-    Transfer,
-    first_chunk,
-    refuse,
-    resolve,
-)
+import xxhash
+
+from epochkv_connector.naming.identity import CODEC_VERSION, key_digest
+from epochkv_connector.store.connection import Counters, Notices, StoreConnection, StoreOutcome, StoreSettings, StoreState, outcome_of
+from epochkv_connector.worker.layout import HEADER_BYTES as END_BYTES
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StoreUnavailable(RuntimeError):
+    """A store call has no answer; `outcome` says why."""
+
+    def __init__(self, outcome: StoreOutcome, detail: str = "") -> None:
+        super().__init__(f"the L2 store gave no answer: {outcome.value}{': ' + detail if detail else ''}")
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One object and the registered memory it comes from or goes to: `view` (writable, header to trailer) at `address`."""
+
+    key: str
+    address: int
+    view: memoryview
+
+
+class Ticket:
+    """A put or get under way.
+
+    Attributes:
+        done: one `StoreOutcome` per transfer, in order. Never fails; on a deadline it is answered early.
+        released: resolved (always after `done`) when the store touches the buffers no more. Until then nobody else
+        may use them.
+    """
+
+    def __init__(self) -> None:
+        self.done: Future[list[StoreOutcome]] = Future()
+        self.released: Future[None] = Future()
+        self._cancelled = threading.Event()
+
+    @property
+    def cancelled(self) -> bool:
+        """True once nothing more of this request should be begun."""
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Begin no further store call for it; what runs runs to its end."""
+        self._cancelled.set()
+
+
+def resolve(future: Future[T], value: T) -> bool:
+    """Set the result unless somebody was faster; True if this call did it."""
+    try:
+        future.set_result(value)
+    except InvalidStateError:
+        return False
+    return True
+
+
+def refuse(future: Future[T], error: Exception) -> bool:
+    """Set the exception unless somebody was faster; True if this call did it."""
+    try:
+        future.set_exception(error)
+    except InvalidStateError:
+        return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """One request in a queue. `abandon(outcome)` answers it without having begun; `run()` does the work and answers."""
+
+    run: Callable[[], None]
+    abandon: Callable[[StoreOutcome], None]
+    weight: int = 1
+
+
+class RequestQueue:
+    """A FIFO served by its own daemon threads. With `max_weight`, the oldest waiting request makes room for the newest."""
+
+    def __init__(self, name: str, num_threads: int, max_weight: int | None = None) -> None:
+        self.name = name
+        self._max_weight = max_weight
+        self._weight = 0
+        self._queue: collections.deque[QueuedRequest] = collections.deque()
+        self._ready = threading.Condition()
+        self._stopping = False
+        self._threads = [threading.Thread(target=self._serve, name=f"epochkv-store-{name}-{i}", daemon=True) for i in range(num_threads)]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def depth(self) -> int:
+        return self._weight
+
+    def submit(self, request: QueuedRequest) -> None:
+        """Queue; may abandon older requests with DROPPED, or `request` itself with CLOSED."""
+        dropped: list[QueuedRequest] = []
+        with self._ready:
+            closed = self._stopping
+            if not closed:
+                self._queue.append(request)
+                self._weight += request.weight
+                while self._max_weight is not None and self._weight > self._max_weight and len(self._queue) > 1:
+                    oldest = self._queue.popleft()
+                    self._weight -= oldest.weight
+                    dropped.append(oldest)
+                self._ready.notify()
+        for oldest in dropped:
+            oldest.abandon(StoreOutcome.DROPPED)
+        if closed:
+            request.abandon(StoreOutcome.CLOSED)
+
+    def abandon_all(self, outcome: StoreOutcome) -> None:
+        with self._ready:
+            waiting, self._weight = list(self._queue), 0
+            self._queue.clear()
+        for request in waiting:
+            request.abandon(outcome)
+
+    def stop(self) -> None:
+        """Accept nothing more, answer what waits with CLOSED, let the threads end after their current call."""
+        with self._ready:
+            self._stopping = True
+            self._ready.notify_all()
+        self.abandon_all(StoreOutcome.CLOSED)
+
+    def _serve(self) -> None:
+        while True:
+            with self._ready:
+                while not self._queue and not self._stopping:
+                    self._ready.wait()
+                if not self._queue:
+                    return
+                request = self._queue.popleft()
+                self._weight -= request.weight
+            try:
+                request.run()
+            except Exception:  # a queue thread must outlive anything one request does
+                logger.exception("store %s request failed unexpectedly", self.name)
+                request.abandon(StoreOutcome.ERROR)
+
+
+class Alarms:
+    """One daemon thread that runs short actions at given times (deadlines, ends of quarantines)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._order = itertools.count()  # among those of one time
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="epochkv-store-alarms", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def at(self, when: float, action: Callable[[], object]) -> None:
+        """Run `action` at `when` (monotonic seconds). Actions must not block; they run late, never early, and at once after `stop`."""
+        with self._changed:
+            if not self._stopping:
+                if not self._heap or when < self._heap[0][0]:
+                    self._changed.notify()
+                heapq.heappush(self._heap, (when, next(self._order), action))
+                return
+        _run_quietly(action)
+
+    def stop(self) -> None:
+        """Run everything that is left at once and end."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def _serve(self) -> None:
+        while True:
+            due: list[Callable[[], object]] = []
+            with self._changed:
+                while not self._stopping and (not self._heap or self._heap[0][0] > self._clock()):
+                    self._changed.wait(self._heap[0][0] - self._clock() if self._heap else None)
+                while self._heap and (self._stopping or self._heap[0][0] <= self._clock()):
+                    due.append(heapq.heappop(self._heap)[2])
+                stopping = self._stopping
+            for action in due:
+                _run_quietly(action)
+            if stopping:
+                return
+
+
+def _run_quietly(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception:
+        logger.exception("a store deadline action failed unexpectedly")
+
+
+class CallSize:
+    """How many objects the next store call of one kind carries: few until calls are seen to be fast, few again after one that was not.
+
+    A call costs the client milliseconds whatever it carries, but one to a hung peer blocks for seconds for each few objects:
+    the first call that meets a hang after a while of work may be long, the ones after it are short.
+    """
+
+    def __init__(self, low: int, high: int, fast_seconds: float) -> None:
+        self._low, self._high, self._fast_seconds = min(low, high), high, fast_seconds
+        self.num_keys = self._low
+
+    def saw(self, num_keys: int, seconds: float, *, succeeded: bool) -> None:
+        """A call of `num_keys` objects ended. Threads may race here: the next call is then smaller or larger by one step."""
+        if not succeeded or seconds > self._fast_seconds:
+            self.num_keys = self._low
+        elif num_keys >= self.num_keys:
+            self.num_keys = min(2 * self.num_keys, self._high)
+
+
+def first_chunk(transfers: Sequence[Transfer], max_keys: int, max_bytes: int) -> Sequence[Transfer]:
+    """The first objects: at most `max_keys`, and at most `max_bytes` unless the first alone is larger; empty for none."""
+    size = 0
+    for index, transfer in enumerate(transfers[:max_keys]):
+        size += len(transfer.view)
+        if index and size > max_bytes:
+            return transfers[:index]
+    return transfers[:max_keys]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Header and trailer around every payload in the store, so that foreign or torn bytes are a failed load and never KV.
+#
+# The store is not trusted to return the bytes that were put: a forced flush while a reader is active hands out another object's
+# bytes with a success code (measured: 5 % of 16 MiB reads), a client of another version may lay bytes out differently, keys can be
+# written by anybody who reaches the port. Both ends carry the digest of the key, the digest of the layout that the writer's KV
+# tensors have (`worker.layout.layout_digest`: engines may have one name and still read the same bytes as other heads or layers), and
+# the length; with `verify: full` the payload's xxh3-128 decides.
+#
+# Layout of either end, 128 bytes, little endian:
+# `magic 8 | codec u16 | flags u16 | zero u32 | key digest 16 | layout digest 16 | payload bytes u64 | payload xxh3-128 16 |
+# zero 48 | xxh3-64 of the 120 bytes before`.
+
+
+LAYOUT_BYTES = 16
+NO_LAYOUT = bytes(LAYOUT_BYTES)
+"""Layout digest of a client that has no KV tensors."""
+
+_HEADER_MAGIC = b"EPOCHKV<"
+_TRAILER_MAGIC = b">EPOCHKV"
+_END = struct.Struct("<8sHHI16s16sQ16s48x")
+_SEAL = struct.Struct("<Q")
+_HAS_CHECKSUM = 1
+_NO_CHECKSUM = bytes(16)
+
+
+class Defect(enum.StrEnum):
+    """Why bytes are not the object that was asked for."""
+
+    MAGIC = "magic"  # not one of our objects
+    SEALED = "sealed"  # header or trailer damaged
+    CODEC = "codec"  # written by another codec version
+    DIGEST = "digest"  # another key's object
+    LAYOUT = "layout"  # written from KV tensors that are laid out otherwise
+    LENGTH = "length"  # another payload size
+    NO_CHECKSUM = "no_checksum"  # written with verify=header, read with verify=full
+    CHECKSUM = "checksum"  # payload differs from what was sealed
+    TORN = "torn"  # header and trailer belong to different writes
+
+
+def seal(obj: memoryview, digest: bytes, layout: bytes, *, checksum: bool) -> None:
+    """Write header and trailer in place around the payload.
+
+    Args:
+        obj: writable, `END_BYTES + payload + END_BYTES` bytes.
+        digest: `naming.identity.key_digest` of the object's key.
+        layout: 16 bytes that say how the payload was cut from KV tensors.
+        checksum: also store the payload's xxh3-128.
+    """
+    payload = obj[END_BYTES : len(obj) - END_BYTES]
+    digest_of_payload = xxhash.xxh3_128_digest(payload) if checksum else _NO_CHECKSUM
+    flags = _HAS_CHECKSUM if checksum else 0
+    obj[:END_BYTES] = _end(_HEADER_MAGIC, flags, digest, layout, len(payload), digest_of_payload)
+    obj[len(obj) - END_BYTES :] = _end(_TRAILER_MAGIC, flags, digest, layout, len(payload), digest_of_payload)
+
+
+def find_defect(obj: memoryview, digest: bytes, layout: bytes, *, checksum: bool) -> Defect | None:
+    """Check both ends (and with `checksum` the payload) of an object read for the key with this digest; None: it is that object."""
+    payload = obj[END_BYTES : len(obj) - END_BYTES]
+    header, trailer = bytes(obj[:END_BYTES]), bytes(obj[len(obj) - END_BYTES :])
+    for raw, magic in ((header, _HEADER_MAGIC), (trailer, _TRAILER_MAGIC)):
+        defect = _end_defect(raw, magic, digest, layout, len(payload))
+        if defect is not None:
+            return defect
+    fields = _END.unpack_from(header)
+    if fields[1:] != _END.unpack_from(trailer)[1:]:
+        return Defect.TORN
+    if not checksum:
+        return None
+    if not fields[2] & _HAS_CHECKSUM:
+        return Defect.NO_CHECKSUM
+    return None if xxhash.xxh3_128_digest(payload) == fields[7] else Defect.CHECKSUM
+
+
+def _end(magic: bytes, flags: int, digest: bytes, layout: bytes, payload_bytes: int, checksum: bytes) -> bytes:
+    body = _END.pack(magic, CODEC_VERSION, flags, 0, digest, layout, payload_bytes, checksum)
+    return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def _end_defect(raw: bytes, magic: bytes, digest: bytes, layout: bytes, payload_bytes: int) -> Defect | None:
+    found_magic, codec, _flags, _zero, found_digest, found_layout, length, _checksum = _END.unpack_from(raw)
+    if found_magic != magic:
+        return Defect.MAGIC
+    if xxhash.xxh3_64_intdigest(raw[: _END.size]) != _SEAL.unpack_from(raw, _END.size)[0]:
+        return Defect.SEALED
+    if codec != CODEC_VERSION:
+        return Defect.CODEC
+    if found_digest != digest:
+        return Defect.DIGEST
+    if found_layout != layout:
+        return Defect.LAYOUT
+    return Defect.LENGTH if length != payload_bytes else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The client.
+
 
 _FULL_SECONDS = 1.0
 """After a put that found no space, nothing is put for so long."""
@@ -51,7 +365,7 @@ MoveChunk = Callable[[Sequence[Transfer]], tuple[list[StoreOutcome], float]]
 class StoreClient:
     """One Mooncake client behind queues, deadlines and a circuit breaker. All public methods may be called from any thread."""
 
-    def __init__(self, settings: StoreSettings, regions: Sequence[tuple[int, int]] = (), *, layout: bytes = envelope.NO_LAYOUT) -> None:
+    def __init__(self, settings: StoreSettings, regions: Sequence[tuple[int, int]] = (), *, layout: bytes = NO_LAYOUT) -> None:
         """Nothing happens before `start`.
 
         Args:
@@ -240,7 +554,7 @@ class StoreClient:
         if time.monotonic() < self._full_until:
             return [StoreOutcome.FULL] * len(chunk), 0.0
         for transfer in chunk:
-            envelope.seal(transfer.view, key_digest(transfer.key), self._layout, checksum=self.settings.verify_payload)
+            seal(transfer.view, key_digest(transfer.key), self._layout, checksum=self.settings.verify_payload)
         began = time.monotonic()
         codes = self._connection.call("put", methodcaller("put", *_columns(chunk)))
         if isinstance(codes, StoreOutcome):
@@ -256,11 +570,11 @@ class StoreClient:
         if code != len(transfer.view):
             return self._known(code) if code < 0 else StoreOutcome.SIZE
         checksum = self.settings.verify_payload
-        defect = envelope.find_defect(transfer.view, key_digest(transfer.key), self._layout, checksum=checksum)
+        defect = find_defect(transfer.view, key_digest(transfer.key), self._layout, checksum=checksum)
         if defect is None:
             return StoreOutcome.OK
         self._counters.add(f"defect_{defect}")
-        if defect is envelope.Defect.LAYOUT:
+        if defect is Defect.LAYOUT:
             self._notices.say(f"defect {defect}", _OTHER_LAYOUT, transfer.key)
         else:
             self._notices.say(f"defect {defect}", "object %s is not what was put there (%s): treated as a miss", transfer.key, defect)

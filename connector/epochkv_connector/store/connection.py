@@ -28,15 +28,79 @@ import secrets
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from typing import Any
 
 from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.store.queues import Counters, Notices, StoreOutcome
 
 logger = logging.getLogger(__name__)
+
+
+class Counters:
+    """Named numbers that only grow. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._values: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: float = 1) -> float:
+        with self._lock:
+            self._values[name] += amount
+            return self._values[name]
+
+    def snapshot(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._values)
+
+
+AGAIN_SECONDS = 60.0
+
+
+class Notices:
+    """Warnings of which each kind is said at most once a minute. Any thread."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger, self._clock = logger, clock
+        self._said: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def say(self, kind: str, message: str, *args: object, exc_info: bool = False) -> None:
+        """Log a warning unless one of this kind was logged less than a minute ago."""
+        now = self._clock()
+        with self._lock:
+            if now < self._said.get(kind, -AGAIN_SECONDS) + AGAIN_SECONDS:
+                return
+            self._said[kind] = now
+        self._logger.warning(message, *args, exc_info=exc_info)
+
+    def forget(self) -> None:
+        """Everything may be said again (the state they described is over)."""
+        with self._lock:
+            self._said.clear()
+
+
+class StoreOutcome(enum.StrEnum):
+    """What became of one object of a request. Everything but OK is a miss for a get and a dropped save for a put."""
+
+    OK = "ok"
+    ABSENT = "absent"  # no such key
+    PENDING = "pending"  # its put has not ended
+    EXPIRED = "expired"  # the read outlived its lease: the bytes may be another object's
+    TRANSFER = "transfer"  # segment owner gone or hung
+    FULL = "full"  # no space in the store now, or backing off because of that
+    UNREACHABLE = "unreachable"  # master gone or hung; opens the breaker
+    SIZE = "size"  # another length than asked for
+    FOREIGN = "foreign"  # header, trailer or checksum are not those of this key (counted by `client.Defect`)
+    TIMEOUT = "timeout"  # deadline of the request
+    DROPPED = "dropped"  # oldest put of a full queue
+    CANCELLED = "cancelled"  # the caller gave up before it began
+    DOWN = "down"  # not connected, or the breaker is open
+    CLOSED = "closed"  # the client is closing
+    ERROR = "error"  # anything else; logged once per code
+
 
 ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "1000",  # a hung master costs 1 s, not 30

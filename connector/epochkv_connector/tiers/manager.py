@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.tiers.hits import HitPlanner
-from epochkv_connector.tiers.jobs import Loaded
+from epochkv_connector.tiers.hits import HitPlanner, LoadJobs
 from epochkv_connector.tiers.layout import CacheLayout, KeysOf
-from epochkv_connector.tiers.loads import LoadJobs
 from epochkv_connector.tiers.lookup import Lookups
 from epochkv_connector.tiers.saves import SaveJobs
-from epochkv_connector.tiers.state import TierState
+from epochkv_connector.tiers.state import Loaded, TierState
 from epochkv_connector.wire import JobAck, LoadJob, SaveJob
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.tiers.jobs import Copied, Outcome, Released, Stored
 from epochkv_connector.tiers.layout import GroupKind, ScheduledRequestView, align_down
-from epochkv_connector.tiers.state import Key, TierState, block_keys
+from epochkv_connector.tiers.state import Copied, Key, Outcome, Released, Stored, TierState, block_keys
 from epochkv_connector.wire import BlockMove, JobAck, SaveJob
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,6 @@ from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS
 from epochkv_connector.weights.digest import Sample, Unreadable, digest, homes, models, packed, parts, weights, why_unreadable
 from epochkv_connector.weights.watch import Wanted
 from epochkv_connector.wire import RankLayout
-from epochkv_connector.worker import runner
 
 KNOWN = "_epochkv_digest"
 """Attribute of a `LoRAModel`: the digest of its tensors."""
@@ -189,6 +188,16 @@ class HeldAdapters:
 DIGEST_SECONDS = 60.0
 """Of one digest on one rank: at 5 GB/s, 300 GB. Then the weights are unknown."""
 
+SLEEP_SECONDS = 30.0
+"""How long the copies of all ranks may take to end: each moves at most one job's blocks, at the speed of the bus."""
+
+
+class Copies(Protocol):
+    """`worker.role.JobRunner`."""
+
+    def settle_for_sleep(self, timeout: float) -> int: ...
+
+
 Answer = dict[str, Any]
 """`number`: of the question; `weights`: 32 bytes, or None; `note`: why None; `rank`: whose answer."""
 
@@ -232,6 +241,7 @@ class Held:
         waits: calls of `end_device_work`.
         layout: how this rank's KV tensors and host slots lie.
         adapters: what it said of its adapters.
+        runners: what copies for it, for as long as that lives.
     """
 
     number: int = -1
@@ -243,6 +253,7 @@ class Held:
     waits: int = 0
     layout: RankLayout = field(default_factory=RankLayout)
     adapters: HeldAdapters = field(default_factory=HeldAdapters)
+    runners: weakref.WeakSet[Copies] = field(default_factory=weakref.WeakSet)
 
     def forget(self) -> None:
         """Nothing is known any more."""
@@ -388,7 +399,7 @@ def end_device_work(worker: Any) -> bool:
 
 def settle_for_sleep(worker: Any) -> int:
     """End this rank's copies: sleep unmaps the memory under them. How many still run after the deadline."""
-    return runner.settle_for_sleep(engine_id(worker.vllm_config))
+    return sum(runner.settle_for_sleep(SLEEP_SECONDS) for runner in _of(worker).runners)
 
 
 def _synchronize() -> None:

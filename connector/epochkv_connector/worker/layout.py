@@ -6,7 +6,7 @@ rest is read from shapes and strides, and what stays ambiguous is refused by nam
 (largest stride first), so a copy moves long contiguous runs whatever the logical order is; two engines share bytes
 only if their fingerprints and the digests of their ranks' layouts (`layout_digest`) are equal.
 
-A slot is `[128 B header][payload][128 B trailer]`: the very bytes that go to the store as one object (`store.envelope`). All slots of
+A slot is `[128 B header][payload][128 B trailer]`: the very bytes that go to the store as one object (`store.client`). All slots of
 a region have the same stride. Depends on torch only.
 """
 

@@ -1,22 +1,266 @@
-"""The worker role: translates vLLM's per-step calls on one rank into calls of `runner.JobRunner`.
+"""The worker role of one rank: `JobRunner` executes its jobs, `WorkerRole` translates vLLM's per-step calls.
+
+Model-runner thread: each step `start_step`, `finish_step`, `results`; `shutdown`. Two copy threads
+(one per direction) and the store client's threads do the work (`jobs`). Nothing raises out of a step and
+nothing blocks it: whatever goes wrong with a job becomes a failed job, counted by reason and logged once per kind.
+
+Every async load is reported once in `finished_recving`, and in `failed_recving` too when a single byte is missing.
+Deadlines fail what is not being copied; a copy is finite and is waited for, because a reported load's blocks may be
+given to others at once. Slots that a late store call may still touch are named busy in the acknowledgement and
+followed by `Phase.RELEASED`.
 
 vLLM asks for results and for acknowledgements in two calls, and an idle in-process engine collects acknowledgements between
-steps. So everything that the runner reports is kept here until the call that it belongs to.
+steps. So everything that the runner reports is kept in `WorkerRole` until the call that it belongs to.
+
+vLLM's sleep unmaps the memory of the KV blocks that copies read or write, and no version of it tells a connector of sleep.
+`weights.executor` intercepts the executor's `sleep` and first asks every rank, in the rank's own process and on the thread that will
+run it (`settle_for_sleep`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from epochkv_connector.weights.rank import HeldAdapters
-from epochkv_connector.wire import JobAck, LoadJob, Phase, SaveJob, StepMetadata, Tier, WorkerReport
-from epochkv_connector.worker.rank import Report
-from epochkv_connector.worker.runner import IDLE_WAIT_SECONDS, JobRunner
+from epochkv_connector.config import ConnectorConfig, check_fits
+from epochkv_connector.engine import describe
+from epochkv_connector.engine.describe import describe_layers, describe_platform
+from epochkv_connector.store.client import StoreClient
+from epochkv_connector.store.connection import StoreSettings
+from epochkv_connector.weights.rank import Comparison, HeldAdapters
+from epochkv_connector.wire import JobAck, LoadJob, Phase, RankLayout, SaveJob, StepMetadata, Tier, WorkerReport
+from epochkv_connector.worker.jobs import LoadTask, LoadTasks, OpenStore, Rank, Report, SaveTask, SaveTasks, Stage, is_open, remaining
+from epochkv_connector.worker.layout import GroupSpec, group_view, layout_digest, slot_stride
+from epochkv_connector.worker.staging import HostRegion, Staging
+from epochkv_fence.connection import ConfigurationError
 
-if TYPE_CHECKING:
-    from epochkv_connector.weights.rank import Comparison
+IDLE_WAIT_SECONDS = 0.001
+"""How long `results` may wait for a completion on a step without scheduled tokens."""
+
+SETTLE_SECONDS = 1.0
+"""How long a step waits for copies whose GPU blocks it may write to; later ones count as failed."""
+
+
+class JobRunner:
+    """Executes the jobs of one rank. The model-runner thread owns it; any thread may call `stats`.
+
+    Attributes:
+        layout: how its KV tensors and host slots lie, for the scheduler role.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        replicas: Sequence[int] = (),
+        digest: bytes = b"",
+        open_store: OpenStore | None = None,
+    ) -> None:
+        """Open the streams of the copy threads, and the store.
+
+        Args:
+            staging: jobs name only slots that every rank's has.
+            rank, world_size: in the order the scheduler role counts ranks.
+            replicas: how many consecutive ranks hold the same KV, by KV cache group; none given: every rank has its own.
+            digest: `layout.layout_digest` of its KV tensors; empty: nobody has looked.
+            open_store: makes and starts the L2 client for the host region; None: no L2.
+
+        Raises:
+            OSError, RuntimeError: one cannot be opened; the others are closed.
+        """
+        self.layout = RankLayout(digest, staging.region.num_slots, {group: view.payload_bytes for group, view in staging.groups.items()})
+        self._rank = Rank(staging, rank, world_size, replicas, open_store)
+        self._loads = LoadTasks(self._rank)
+        self._saves = SaveTasks(self._rank)
+        # Guarded by Rank.changed:
+        self._unreleased: list[LoadTask | SaveTask] = []
+        self._invalidated: list[str] = []
+
+    def shutdown(self, timeout: float = 5.0) -> bool:
+        """Fail what is open, end the threads, close the store. A second call does nothing.
+
+        False: a call or copy is still under way, and its memory is kept until the process ends.
+        """
+        rank = self._rank
+        if rank.stopped:
+            return True
+        rank.stopped = True
+        deadline = time.monotonic() + timeout
+        self._loads.fail_waiting("shutdown", "the engine shuts down")
+        self._saves.drop_unsubmitted("shutdown")
+        for save in rank.tasks(SaveTask, Stage.COPIED):
+            self._saves.refuse(save.job.job_id, "shutdown", "the engine shuts down")
+        return rank.close(deadline)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since start: `copy_{load,save}_{bytes,seconds,blocks}`, `{load,save}_jobs`, `{load,save}_failed_<reason>`,
+        `save_put_dropped_<reason>`; gauges `held_slots`, `open_loads`, `open_copies`; the store's own as `store_*`."""
+        values = self._rank.counters.snapshot()
+        values["held_slots"] = self._rank.slots.num_held
+        values["open_loads"] = len(self._loads.open())
+        values["open_copies"] = len(self._saves.holding())
+        if self._rank.store is not None:
+            values |= {f"store_{name}": value for name, value in self._rank.store.stats().items()}
+        return values
+
+    def start_step(self, step: StepMetadata) -> None:
+        """Take the jobs of a step: loads begin at once, saves with `finish_step`. Never raises."""
+        self._saves.submit()  # of a step that had no finish_step: its forward is over by now
+        self._rank.tell_epoch(step.newest_epoch)
+        for job_id in step.agreed:
+            self._saves.agree(job_id)
+        for job_id in step.refused:
+            self._saves.refuse(job_id)
+        for request_id in step.invalidated:
+            self._invalidate(request_id)
+        for load in step.loads:
+            self._loads.take(load)
+        for save in step.saves:
+            self._saves.take(save)
+
+    def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
+        """The forward of this step has been issued (`wait_for_save`): begin its saves behind it (`SaveTasks.submit`). Never raises."""
+        self._saves.submit(as_named)
+
+    def settle(self) -> None:
+        """GPU blocks of saves may be written to from now on: wait for their copies, and fail what is late. Never raises."""
+        self._saves.settle(SETTLE_SECONDS)
+
+    def results(self, wait_seconds: float = 0.0) -> Report:
+        """What has ended since the last call; each thing once. Never raises.
+
+        Args:
+            wait_seconds: with loads or copies open and nothing to report, wait this long for one to end
+                (`IDLE_WAIT_SECONDS` on a step without scheduled tokens, otherwise 0).
+        """
+        rank, now = self._rank, time.monotonic()
+        self._loads.expire(now)
+        self._saves.expire(now)
+        report = Report(set(), set(), [])
+        with rank.changed:
+            if wait_seconds > 0 and (self._loads.open() or self._saves.holding()):
+                rank.changed.wait_for(lambda: rank.ended or self._invalidated, wait_seconds)
+            ended, rank.ended = rank.ended, []
+            invalidated, self._invalidated = self._invalidated, []
+            released = [task for task in self._unreleased if not is_open(task.ticket)]
+            self._unreleased = [task for task in self._unreleased if is_open(task.ticket)]
+        for task in released:
+            report.acks.append(JobAck(task.job.job_id, rank.number, Phase.RELEASED))
+        for task, phase, failed in ended:
+            ack = task.ack(rank.number, phase, failed)
+            report.acks.append(ack)
+            if ack.busy_slots:
+                with rank.changed:
+                    self._unreleased.append(task)
+            if phase is Phase.LOADED:
+                report.finished_recving.add(task.job.request_id)
+                if failed:
+                    report.failed_recving.add(task.job.request_id)
+        report.finished_recving.update(invalidated)
+        report.failed_recving.update(invalidated)
+        return report
+
+    def _invalidate(self, request_id: str) -> None:
+        """Report once more, finished and failed; a load of it that is still under way makes that report itself."""
+        if self._loads.invalidate(request_id):
+            self._rank.counters.add("invalidated_under_way")
+            return
+        self._rank.counters.add("invalidated")
+        with self._rank.changed:
+            self._invalidated.append(request_id)
+
+    def open_jobs(self) -> set[int]:
+        """Jobs with something left to be acknowledged, save for RELEASED, by a later `results`."""
+        with self._rank.changed:
+            return {*self._rank.jobs, *(task.job.job_id for task, _, _ in self._rank.ended)}
+
+    def wait_copied(self, timeout: float) -> bool:
+        """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
+        return self._saves.wait_copied(timeout)
+
+    def settle_for_sleep(self, timeout: float) -> int:
+        """The memory of GPU blocks is about to be unmapped: end every copy, and let none begin. Model-runner thread.
+
+        Loads that are not being copied fail. Saves are copied; those that are not after `timeout` seconds fail.
+
+        Returns:
+            Copies that still run: the memory must stay mapped unless it is 0.
+        """
+        deadline = time.monotonic() + timeout
+        self._loads.fail_waiting("sleep", "the engine goes to sleep")
+        if not self._saves.wait_copied(remaining(deadline)):
+            self._saves.fail_waiting("sleep", "the engine goes to sleep before it was copied")
+
+        def left() -> int:
+            return len(self._rank.tasks(LoadTask, Stage.COPYING)) + len(self._saves.holding())
+
+        with self._rank.changed:
+            self._rank.changed.wait_for(lambda: not left(), remaining(deadline))
+            return left()
+
+
+def slot_count(config: ConnectorConfig, slot_bytes: int, num_ranks: int) -> int:
+    """Slots of a rank's host region: its share of L1's capacity, or the staging ring when there is no L1.
+
+    Args:
+        slot_bytes: from one slot to the next.
+
+    Raises:
+        ConfigurationError: the share has no room for one slot.
+    """
+    if config.local is None:
+        return config.staging_slots
+    count = config.local.capacity_bytes // (slot_bytes * num_ranks)
+    if count < 1:
+        raise ConfigurationError(
+            f"local.capacity_bytes is {config.local.capacity_bytes}; one block takes {slot_bytes} bytes on each of "
+            f"{num_ranks} ranks, so give at least {slot_bytes * num_ranks} (or leave local out for no L1)"
+        )
+    return count
+
+
+def build_runner(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> JobRunner:
+    """What executes this rank's jobs.
+
+    Raises:
+        LayoutError, ConfigurationError, OSError, RuntimeError: this engine cannot be staged.
+    """
+    layout = describe.cache_layout(vllm_config, kv_cache_config)
+    ranks, rank = describe.num_worker_ranks(vllm_config), describe.worker_rank(vllm_config)
+    settings = StoreSettings.of(config)
+    described = kv_cache_config.kv_cache_groups
+    groups = {
+        index: GroupSpec(list(described[index].layer_names), described[index].kv_cache_spec.block_size) for index, _ in layout.restored
+    }
+    layers = describe_layers(vllm_config, [name for group in groups.values() for name in group.layer_names])
+    about = {"layers": layers, "platform": describe_platform(vllm_config, kv_cache_config)}
+    digest = layout_digest(kv_caches, list(groups.values()), kv_cache_config.num_blocks, about)
+
+    def open_store(region: HostRegion) -> StoreClient:
+        assert settings is not None
+        client = StoreClient(settings, [(region.address, region.num_bytes)], layout=digest)
+        client.start()
+        return client
+
+    stride = slot_stride([group_view(kv_caches, group, kv_cache_config.num_blocks).payload_bytes for group in groups.values()])
+    num_slots = slot_count(config, stride, ranks)
+    if config.local is None:
+        local_ranks = ranks // describe.num_machines(vllm_config)
+        check_fits(num_slots * stride * local_ranks, "staging_slots", config.staging_slots)
+    staging = Staging(kv_caches, groups, num_slots, kv_cache_config.num_blocks)
+    return JobRunner(
+        staging,
+        rank=rank,
+        world_size=ranks,
+        replicas=describe.group_replicas(vllm_config, kv_cache_config),
+        digest=digest,
+        open_store=open_store if settings is not None else None,
+    )
+
 
 REFUSE_SECONDS = 2.0
 """How long a runner that raised may take to end its copies before the engine goes on without it."""

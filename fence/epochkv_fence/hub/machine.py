@@ -15,12 +15,23 @@ from typing import Final
 import msgspec
 
 from epochkv_fence import VERSION
-from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.instances import MAX_INSTANCES, NEVER, Holdings, InstanceRecord, Instances
 from epochkv_fence.hub.reclaim import Reclaimer, Reported, Wiper
-from epochkv_fence.hub.record import Ask, Labels, Leadership, Record, Round, Rounds, Waiters
+from epochkv_fence.hub.record import (
+    MAX_INSTANCES,
+    NEVER,
+    Ask,
+    Holdings,
+    InstanceRecord,
+    Instances,
+    Labels,
+    Leadership,
+    Record,
+    Round,
+    Rounds,
+    Waiters,
+)
 from epochkv_fence.hub.rules import RULES, HubRules
-from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import (
     Bump,
     BumpStatus,
@@ -37,7 +48,7 @@ from epochkv_fence.protocol.messages import (
     Source,
     Status,
 )
-from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot, WeightsView
+from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolRecord, PoolSnapshot, Term, WeightsView
 
 ROUND_SECONDS: Final = 1.0
 """Longest pause between grant rounds while no reset is open."""

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.instances import NEVER, InstanceRecord
+from epochkv_fence.hub.record import NEVER, InstanceRecord
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import MAX_KEPT, Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import PoolConfig
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from epochkv_fence.hub.instances import InstanceRecord
-from epochkv_fence.hub.record import Leadership, Record
+from epochkv_fence.hub.record import InstanceRecord, Leadership, Record
 from epochkv_fence.protocol.messages import Status
 from epochkv_fence.protocol.pool import PoolConfig
 

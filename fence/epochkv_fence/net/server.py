@@ -15,7 +15,6 @@ from typing import Any, Final, TypeVar
 import zmq
 
 from epochkv_fence.common import SayOnce, Seldom
-from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.mooncake_admin import StoreAdmin, StoreAdminError
 from epochkv_fence.net.gate import (
@@ -31,9 +30,9 @@ from epochkv_fence.net.gate import (
     Router,
 )
 from epochkv_fence.net.keys import KeyPair, check_key
-from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolRecord, Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Bump, Label, Message, Source, Status
-from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot
+from epochkv_fence.protocol.pool import Authority, AuthorityError, PoolConfig, PoolRecord, PoolSnapshot, Term
 
 logger = logging.getLogger(__name__)
 

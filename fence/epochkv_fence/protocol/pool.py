@@ -1,13 +1,16 @@
-"""Values about one pool that the hub takes and gives: its configuration, and what it looks like right now."""
+"""One pool, as its hub takes and gives it: configuration, durable record and the authority that keeps it, the events and actions of the
+hub's state machine (`hub.machine`), and what the pool looks like right now.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 
-from epochkv_fence.protocol.messages import EngineReport, Source
+from epochkv_fence.protocol.messages import MAX_LABELS, EngineReport, Message, Source
 
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
@@ -186,3 +189,232 @@ class PoolSnapshot:
     def converged(self) -> bool:
         """Everything asked for is published."""
         return self.leading and self.published >= max(self.target, self.asked)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a hub needs from the outside: durable memory for two numbers, a note and some labels per pool, and a leadership it can check.
+#
+# Implementations: the pool object's status and a Lease in Kubernetes (in the operator), an SQLite file with a lock
+# (`standalone.authority`). All of a hub's safety rests on the three promises below, so an implementation states how it keeps each.
+#
+# 1. `verify` is linearizable: it is True only if, at some moment between call and return, the stored holder *and*
+#    transitions were those of the term asked about.
+# 2. `load` is linearizable: it sees every write that returned before it was called. Never a watch cache.
+# 3. `record`, `publish` and `note_granting` never decrease anything, whoever calls them and however late they land. `record` writes
+#    a target and its origin in one atomic write, and leaves both alone unless it raises the target.
+#
+# Labels are for people: `note_labels` adds to those on record in one atomic write, and drops the oldest beyond `MAX_LABELS`.
+
+
+class AuthorityError(Exception):
+    """The authority did not answer or refused. The outcome of a write is then unknown; the hub tries again."""
+
+
+class PoolGone(AuthorityError):
+    """The pool (this uid) does not exist any more. The hub waits for its owner to remove it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One stretch of leadership.
+
+    Attributes:
+        holder: unique per process start.
+        transitions: grows whenever leadership is taken, also when the same holder takes it again.
+    """
+
+    holder: str
+    transitions: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRecord:
+    """Everything a hub must remember about a pool.
+
+    Attributes:
+        target: highest epoch durably recorded.
+        published: highest epoch proved to be the oldest in use; never above `target`.
+        granting: some hub has (or may have) granted for this pool; never taken back.
+        origin: who asked for `target` first; None: target 0, or a record from before origins were kept.
+        labels: what weights were called, by their digest, newest last.
+    """
+
+    target: int = 0
+    published: int = 0
+    granting: bool = False
+    origin: Source | None = None
+    labels: Mapping[bytes, str] = field(default_factory=dict)
+
+
+def merged_labels(known: Mapping[bytes, str], added: Mapping[bytes, str]) -> dict[bytes, str]:
+    """Both, newest last, at most `MAX_LABELS`; of the same weights `added` counts, and is the newer."""
+    merged = {weights: label for weights, label in known.items() if weights not in added} | dict(added)
+    return dict(list(merged.items())[-MAX_LABELS:])
+
+
+class Authority(Protocol):
+    """All calls are made with a deadline by the caller; a call that is cancelled may still take effect later."""
+
+    async def verify(self, term: Term) -> bool:
+        """Whether `term` is the current one, holder and transitions (promise 1). Raises when that is unknown."""
+
+    async def load(self, pool_uid: str) -> PoolRecord:
+        """What is durably recorded (promise 2)."""
+
+    async def record(self, pool_uid: str, target: int, origin: Source | None = None) -> None:
+        """Raise the durable target to at least `target`; returns after the write is durable.
+
+        `origin` is written with it, in the same atomic write, and only if the target rises.
+        """
+
+    async def publish(self, pool_uid: str, epoch: int) -> None:
+        """Raise the durable published epoch to at least `epoch`; returns after the write is durable."""
+
+    async def note_granting(self, pool_uid: str) -> None:
+        """Set the `granting` note; returns after the write is durable."""
+
+    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
+        """Make the record's labels `merged_labels` of them and these; returns after the write is durable."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What goes into and comes out of the hub's state machine (`hub.machine.Hub.step`).
+
+
+RETRY_SECONDS: Final = 0.25
+"""After a write that failed, before the next one."""
+
+# --------------------------------------------------------------------------------------------------------------- actions
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Send this message to `peer`; it may be lost."""
+
+    peer: bytes
+    message: Message
+
+
+class RecordTarget(msgspec.Struct, frozen=True):
+    """Durably raise the target to `epoch`, which `origin` asked for."""
+
+    epoch: int
+    origin: Source | None = None
+
+
+class NoteGranting(msgspec.Struct, frozen=True):
+    """Durably note that grants may be out."""
+
+
+class NoteLabels(msgspec.Struct, frozen=True):
+    """Durably add these labels."""
+
+    labels: Mapping[bytes, str]
+
+
+class Publish(msgspec.Struct, frozen=True):
+    """Durably raise the published epoch to `epoch`."""
+
+    epoch: int
+
+
+class RemoveAll(msgspec.Struct, frozen=True):
+    """`epoch` is published: remove everything that nobody reads from the pool's store.
+
+    Attributes:
+        sweep: because no engine can remove the keys of older epochs; else to give their memory back at once.
+    """
+
+    epoch: int
+    sweep: bool = False
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """What a snapshot shows has changed."""
+
+
+Call = RecordTarget | NoteGranting | NoteLabels | Publish | RemoveAll
+"""What a hub asks of the authority or of a store; each is answered by one `Done`."""
+Action = Send | Call | Changed
+
+# ---------------------------------------------------------------------------------------------------------------- events
+
+
+class Done(msgspec.Struct, frozen=True):
+    """A call has ended.
+
+    Attributes:
+        ok: what was asked for is durable, or done. Else there was no answer, or it was refused; it may still land.
+        removed: by `RemoveAll`: how many keys, and how many bytes when that is known.
+    """
+
+    call: Call
+    ok: bool
+    removed: tuple[int, int | None] = (0, None)
+
+
+class Acquired(msgspec.Struct, frozen=True):
+    """Leadership was won in `term`, and `record` was read, linearizably, after that write had returned."""
+
+    term: Term
+    record: PoolRecord
+
+
+class SteppedDown(msgspec.Struct, frozen=True):
+    """This hub does not lead any more, or cannot tell."""
+
+
+class Configured(msgspec.Struct, frozen=True):
+    """The pool's configuration was changed."""
+
+    config: PoolConfig
+
+
+class Heard(msgspec.Struct, frozen=True):
+    """A message from a client of this pool.
+
+    Attributes:
+        peer: where an answer goes.
+        key_index: which of the pool's accepted keys the peer proved to have, 0 the newest.
+    """
+
+    peer: bytes
+    message: Message
+    key_index: int = 0
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The pool's owner asks for `epoch`. Also taken before this hub leads."""
+
+    epoch: int
+    origin: Source = Source.SPEC
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """The pool's durable record was seen, however late; it never decreases anything."""
+
+    record: PoolRecord
+
+
+class RoundBegan(msgspec.Struct, frozen=True):
+    """Collect the heartbeats received so far and evaluate publication; the leadership read starts after this."""
+
+    round: int
+
+
+class RoundVerified(msgspec.Struct, frozen=True):
+    """The leadership read that was started after `RoundBegan` found the term it was asked about."""
+
+    round: int
+
+
+class RoundDropped(msgspec.Struct, frozen=True):
+    """The leadership read gave no answer in time: no grants this round."""
+
+    round: int
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """`Hub.tick_at` has come, or time has passed."""
+
+
+Event = Acquired | SteppedDown | Configured | Heard | Asked | Done | Observed | RoundBegan | RoundVerified | RoundDropped | Tick

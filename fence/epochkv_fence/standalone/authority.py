@@ -26,8 +26,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from epochkv_fence.protocol.authority import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import Source
+from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 
 DATABASE_FILE: Final = "state.db"
 LOCK_FILE: Final = "hub.lock"
@@ -241,7 +241,7 @@ def _inode(path: Path) -> tuple[int, int]:
 # ----------------------------------------------------------------------------------------------------------------------
 # The durable memory and the leadership of a hub without Kubernetes, in the SQLite database of its state directory.
 #
-# The three promises of `epochkv_fence.protocol.authority`:
+# The three promises of `epochkv_fence.protocol.pool`:
 #
 # 1. `verify` reads holder and transitions from the database file that is in place at that moment. Only `acquire` writes
 #    them, and every process that leads has acquired before.

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from epochkv_fence.protocol.authority import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_fence.protocol.messages import Source
+from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, ObjectRef
@@ -61,7 +61,7 @@ RECORD_FIELDS = ("targetEpoch", "epoch", "proof", "granting", "weightsLabels")
 
 
 class KubernetesAuthority:
-    """`epochkv_fence.protocol.authority.Authority` on the API server. Every call ends within `deadline_seconds`."""
+    """`epochkv_fence.protocol.pool.Authority` on the API server. Every call ends within `deadline_seconds`."""
 
     def __init__(self, lease: LeaseHolder, statuses: StatusWriter, proofs: Proofs, deadline_seconds: float = 3.0) -> None:
         self._lease = lease

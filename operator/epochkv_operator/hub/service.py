@@ -17,8 +17,7 @@ from epochkv_fence.metrics import POOL_GAUGES
 from epochkv_fence.mooncake_admin import StoreAdmin
 from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.net.server import HubServer
-from epochkv_fence.protocol.authority import PoolRecord, Term
-from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolConfig, PoolSnapshot
+from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolConfig, PoolRecord, PoolSnapshot, Term
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.api.base import POOL_LABEL

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import msgspec
 
-from epochkv_fence.hub import events as ev
 from epochkv_fence.hub import machine
-from epochkv_fence.hub.instances import NEVER
 from epochkv_fence.hub.machine import Hub, HubState
-from epochkv_fence.hub.record import Round
+from epochkv_fence.hub.record import NEVER, Round
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge
 from tests.model.mutants.kind import DUEL, Mutant, deaf, deaf_to_failures_of, misreading, without
 from tests.model.parts import Rules

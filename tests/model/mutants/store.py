@@ -8,12 +8,11 @@ from functools import partial
 
 import msgspec
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.instances import NEVER, InstanceRecord
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.reclaim import Reclaimer, Reported, Wiper
-from epochkv_fence.hub.record import Leadership
+from epochkv_fence.hub.record import NEVER, InstanceRecord, Leadership
 from epochkv_fence.hub.rules import RULES
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import PoolConfig
 from tests.model.mutants.kind import CALM, Mutant, with_part, without

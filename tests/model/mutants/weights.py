@@ -8,10 +8,9 @@ from functools import partial
 
 import msgspec
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.instances import Holdings
 from epochkv_fence.hub.machine import Hub, HubState, groups, with_divergence
-from epochkv_fence.hub.record import Labels
+from epochkv_fence.hub.record import Holdings, Labels
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Heartbeat, Label, Labelled, Status
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot
 from tests.model.mutants.kind import MakeHub, Mutant, misreading, with_part

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import epochkv_connector
 from epochkv_connector import metrics
-from epochkv_connector.store import envelope
-from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.store import client as envelope
+from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.tiers.manager import COUNTERS
 
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.state import LoadEvent, Requests
+from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
 from epochkv_connector.tiers.manager import StepJobs, TierManager
 from epochkv_connector.tiers.state import HostIndex

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epochkv_connector.tiers.jobs import Copied, Jobs, Loaded, Outcome, Released, Stored
+from epochkv_connector.tiers.state import Copied, Jobs, Loaded, Outcome, Released, Stored
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
 BLOCKS = 6

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.scheduler.state import LoadState
+from epochkv_connector.scheduler.requests import LoadState
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, RequestView
 from epochkv_connector.wire import LoadJob, Phase, SaveJob, Tier
 from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, World, chain, check_index, config, scheduled, snap_of, view

@@ -8,8 +8,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.tiers.jobs import Copied, Jobs, Loaded, Outcome, Stored
-from epochkv_connector.tiers.state import RecentBlocks
+from epochkv_connector.tiers.state import Copied, Jobs, Loaded, Outcome, RecentBlocks, Stored
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier, WorkerReport
 from tests.unit.connector_scheduler.rig import World, chain, config, scheduled, snap_of, view
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from epochkv_connector.scheduler.state import TRANSITIONS, LoadEvent, LoadState, Request, Requests
+from epochkv_connector.scheduler.requests import TRANSITIONS, LoadEvent, LoadState, Request, Requests
 
 OPEN = set(LoadState) - {LoadState.NONE, LoadState.FAILED}
 

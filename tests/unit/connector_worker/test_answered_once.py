@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.store.queues import StoreOutcome, Ticket, Transfer
+from epochkv_connector.store.client import Ticket, Transfer
+from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.wire import Phase, Tier
 from epochkv_connector.worker.staging import StagingStream
 from hack.waiting import eventually

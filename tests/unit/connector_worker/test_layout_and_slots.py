@@ -23,7 +23,7 @@ from epochkv_connector.worker.layout import (
     object_bytes,
     slot_stride,
 )
-from epochkv_connector.worker.runner import slot_count
+from epochkv_connector.worker.role import slot_count
 from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream
 from epochkv_fence.connection import ConfigurationError
 from tests.unit.connector_scheduler.rig import config

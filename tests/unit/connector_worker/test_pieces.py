@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from epochkv_connector.naming.identity import object_key
-from epochkv_connector.store.queues import StoreOutcome, Transfer
+from epochkv_connector.store.client import Transfer
+from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.wire import LoadJob, Phase, Tier
 from epochkv_connector.worker.staging import StagingStream
 from hack.waiting import eventually

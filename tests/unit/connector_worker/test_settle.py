@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.wire import Phase, StepMetadata, Tier
-from epochkv_connector.worker import runner
+from epochkv_connector.worker import role as runner
 from epochkv_connector.worker.role import WorkerRole
 from epochkv_connector.worker.staging import StagingStream
 from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, save
@@ -87,12 +87,11 @@ def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest
     """vLLM unmaps the memory next."""
     store = ObedientStore(policy=lambda kind, transfers: None)
     rig = Rig(store)
-    runner.register("an-engine", rig.worker)
     copies = SlowCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)])], loads=[load(2, [move(8, 1, 31, Tier.STORE)], NAMESPACE)])
     assert copies.began.wait(10)
     threading.Timer(0.2, copies.go_on.set).start()
-    assert runner.settle_for_sleep("an-engine", 10) == 0
+    assert rig.worker.settle_for_sleep(10) == 0
     assert copies.go_on.is_set()
     rig.kv[:] = 0  # nobody may touch it any more
     store.end_all()
@@ -104,13 +103,11 @@ def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest
 
 def test_sleep_is_told_of_copies_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    runner.register("slow", rig.worker)
     copies = SlowCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)]), save(2, [move(4, 1, 40)])])
     assert copies.began.wait(10)
-    assert runner.settle_for_sleep("slow", 0.05) == 1, "the second has not begun and never will"
+    assert rig.worker.settle_for_sleep(0.05) == 1, "the second has not begun and never will"
     copies.go_on.set()
     assert not rig.until_acked(1, Phase.COPIED).failed
     assert rig.until_acked(2, Phase.COPIED).failed
-    assert runner.settle_for_sleep("slow", 10) == 0
-    assert runner.settle_for_sleep("unknown", 10) == 0
+    assert rig.worker.settle_for_sleep(10) == 0

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_connector.naming import identity as keys
-from epochkv_connector.store import envelope
-from epochkv_connector.store.envelope import Defect
-from epochkv_connector.store.queues import AGAIN_SECONDS, CallSize, Notices, Transfer, first_chunk
+from epochkv_connector.store import client as envelope
+from epochkv_connector.store.client import CallSize, Defect, Transfer, first_chunk
+from epochkv_connector.store.connection import AGAIN_SECONDS, Notices
 from tests.support.store import BlockKey, parse_key
 
 hex_digits = "0123456789abcdef"

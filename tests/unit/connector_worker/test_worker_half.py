@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from epochkv_connector.naming.identity import object_key
-from epochkv_connector.store.queues import StoreOutcome
+from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.wire import BlockMove, Phase, StepMetadata, Tier
 from epochkv_connector.worker.staging import StagingStream
 from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_BLOCKS, NUM_SLOTS, ObedientStore, Rig, load, move, name_of, save

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from epochkv_connector.store.queues import StoreOutcome, Ticket, Transfer, resolve
+from epochkv_connector.store.client import Ticket, Transfer, resolve
+from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, StepMetadata, Tier
+from epochkv_connector.worker.jobs import Report
 from epochkv_connector.worker.layout import HEADER_BYTES, TRAILER_BYTES, GroupSpec
-from epochkv_connector.worker.rank import Report
-from epochkv_connector.worker.runner import JobRunner
+from epochkv_connector.worker.role import JobRunner
 from epochkv_connector.worker.staging import Staging
 from hack.waiting import eventually
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.machine import Hub
-from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Message, Nudge
-from epochkv_fence.protocol.pool import PoolConfig
+from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, Term
 
 M = TypeVar("M", bound=Message)
 LEASE, HOLD = 30.0, 33.0

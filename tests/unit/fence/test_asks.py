@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, Error, Grant, Propose, Refusal, Source, decode, encode
+from epochkv_fence.protocol.pool import PoolRecord, Term
 from tests.unit.fence.helpers import HOLD, Driver, instance
 
 

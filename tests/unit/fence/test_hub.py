@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Grant, Status
-from epochkv_fence.protocol.pool import PoolConfig, margin_seconds
+from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, Term, margin_seconds
 from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, instance, led
 
 

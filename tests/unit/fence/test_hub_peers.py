@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.instances import MAX_INSTANCES
+from epochkv_fence.hub.record import MAX_INSTANCES
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Leave, Propose, Refusal
 from tests.unit.fence.helpers import HOLD, Driver, instance, led
 

@@ -11,9 +11,8 @@ import pytest
 from epochkv_fence.connection import ConfigurationError
 from epochkv_fence.hub.record import Record
 from epochkv_fence.metrics import exposition
-from epochkv_fence.protocol.authority import PoolRecord
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
+from epochkv_fence.protocol.pool import EngineView, PoolRecord, PoolSnapshot
 from epochkv_fence.standalone.hub import advertised, split_listen
 from epochkv_fence.standalone.report import compare
 

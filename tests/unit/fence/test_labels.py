@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.record import MAX_LABELLING
-from epochkv_fence.protocol.authority import PoolRecord, Term, merged_labels
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import MAX_LABELS, Error, Label, Labelled, Refusal
+from epochkv_fence.protocol.pool import PoolRecord, Term, merged_labels
 from tests.unit.fence.helpers import Driver
 
 A, B = b"a" * 16, b"b" * 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.protocol.authority import Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
+from epochkv_fence.protocol.pool import Term
 from tests.unit.fence.helpers import HOLD, Driver, config, instance
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.protocol.authority import Authority, AuthorityError, PoolRecord, Term
 from epochkv_fence.protocol.messages import Source
+from epochkv_fence.protocol.pool import Authority, AuthorityError, PoolRecord, Term
 from epochkv_fence.standalone.authority import SqliteAuthority, StateError, StateHeld
 from tests.support.authority import Authorities, AuthorityConformance
 
@@ -288,7 +288,7 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 
 FULL_DISK = """
 import asyncio, resource, sys
-from epochkv_fence.protocol.authority import AuthorityError
+from epochkv_fence.protocol.pool import AuthorityError
 from epochkv_fence.standalone.authority import SqliteAuthority
 
 async def main():

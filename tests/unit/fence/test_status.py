@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from epochkv_fence.client import Engine
-from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.record import MAX_QUESTIONS
-from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import (
     MAX_LABELS,
     Bump,
@@ -26,6 +25,7 @@ from epochkv_fence.protocol.messages import (
     Status,
     encode,
 )
+from epochkv_fence.protocol.pool import PoolRecord, Term
 from tests.unit.fence.helpers import HOLD, LEASE, Driver, instance
 
 W = b"w" * 16

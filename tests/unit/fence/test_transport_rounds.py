@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from epochkv_fence.hub import events as ev
-from epochkv_fence.hub.instances import NUDGE_SECONDS, NUDGES_PER_SECOND
 from epochkv_fence.hub.machine import Hub
-from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.hub.record import NUDGE_SECONDS, NUDGES_PER_SECOND
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge
-from epochkv_fence.protocol.pool import PoolConfig
+from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, Term
 
 
 def instance(number: int) -> bytes:

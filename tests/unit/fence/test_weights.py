@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.reclaim import MAX_WEIGHTS
-from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Leave, Reclaim, Reclaimed
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import EngineView, PoolRecord, Term
 from tests.unit.fence.helpers import HOLD, LEASE, Driver, config, instance
 
 GRACE = 600.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_fence.hub import events as ev
 from epochkv_fence.hub.reclaim import WIPE_RETRY_SECONDS, WIPE_SECONDS
-from epochkv_fence.protocol.authority import PoolRecord, Term
+from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim
+from epochkv_fence.protocol.pool import PoolRecord, Term
 from tests.unit.fence.helpers import HOLD, LEASE, Driver, config
 
 
