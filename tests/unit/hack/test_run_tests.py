@@ -27,25 +27,23 @@ def test_broken():
 """
 
 
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch, real: bool = True, extra: tuple[str, ...] = ("-m", "not slow")) -> Run:
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *extra: str) -> Run:
     monkeypatch.setattr(run_tests, "ROOT", folder)
     (folder / "test_it.py").write_text(FLAKY)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
-    layer = Layer("layer", Path(sys.executable), ("test_it.py",), 1, real=real)
+    layer = Layer("layer", Path(sys.executable), ("test_it.py",), 1, real=True)
     return run_layer(layer, ["-p", "no:cacheprovider", *extra], sys.stdout.buffer)
 
 
 def test_one_that_fails_once_passes_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(tmp_path, monkeypatch)
+    found = run(tmp_path, monkeypatch, "-m", "not slow")
     assert found.status == 0
     assert found.summary.startswith("1 failed, 1 deselected")
     assert found.summary.endswith("; passed on a second run: test_it.py::test_flaky[a slow one]")
 
 
-def test_pure_tests_have_one_run_and_a_layer_of_slow_ones_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(tmp_path, monkeypatch, real=False).status == 1
-    assert run(tmp_path, monkeypatch, extra=("-m", "not slow", "-k", "broken")).status == 0
-    assert run(tmp_path, monkeypatch, extra=("-k", "broken")).status == 1, "and fails again"
+def test_one_that_fails_again_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(tmp_path, monkeypatch, "-k", "broken").status == 1
 
 
 @pytest.mark.parametrize(

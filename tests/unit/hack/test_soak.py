@@ -1,4 +1,4 @@
-"""The soak's own judgement: what it counts as wrong, failed, leaked or growing, and that a seed replays its plan."""
+"""The soak's own judgement: what it counts as wrong, leaked or growing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from hack.engine_api import EngineError
 from hack.soak import checks
-from hack.soak.answers import Prompt, certain_answer
+from hack.soak.answers import Prompt
 from hack.soak.checks import Memory
 from hack.soak.run import _verdict
 from hack.soak.tally import Tally
@@ -28,17 +27,14 @@ class Server:
 
     name = model = "A1"
 
-    def __init__(self, tokens: tuple[int, ...] = (1, 2, 3), cached: int = 0, reason: str = "length") -> None:
-        usage = {"prompt_tokens_details": {"cached_tokens": cached}}
-        self.reply: Any = {"choices": [{"token_ids": list(tokens), "finish_reason": reason}], "usage": usage}
+    def __init__(self, tokens: tuple[int, ...] = (1, 2, 3)) -> None:
+        usage = {"prompt_tokens_details": {"cached_tokens": 0}}
+        self.reply: Any = {"choices": [{"token_ids": list(tokens), "finish_reason": "length"}], "usage": usage}
         self.meanwhile = lambda: None
-        self.error: EngineError | None = None
         self.metrics = ""
 
     def post(self, path: str, body: Mapping[str, Any], seconds: float = 0.0) -> Any:
         self.meanwhile()
-        if self.error:
-            raise self.error
         return self.reply
 
     def complete(self, prompt: object, max_tokens: int = 8) -> None:
@@ -55,11 +51,6 @@ def rank_of(server: Server) -> Rank:
 @pytest.fixture
 def tally(tmp_path: Path) -> Tally:
     return Tally(tmp_path / "log")
-
-
-def test_a_right_answer_is_judged_and_its_hit_counted(tally: Tally) -> None:
-    assert ask(rank_of(Server(cached=128)), PROMPT, tally)
-    assert (tally["judged"], tally["answers with a hit"], tally["wrong tokens"], tally.problems) == (1, 1, 0, [])
 
 
 @pytest.mark.parametrize(("tokens", "wrong"), [((1, 9, 3), 1), ((4, 5, 6), 3), ((1, 2), 1), ((1, 2, 3, 4), 1)])
@@ -80,21 +71,6 @@ def test_an_answer_that_meets_a_push_or_a_kill_is_not_judged(tally: Tally, steps
     assert (tally["overlapped a push"], tally["judged"], tally.problems) == (1, 0, [])
     if steps == 1:
         assert not ask(rank, PROMPT, tally), "nobody is asked in the middle of a push"
-
-
-def test_a_failed_request_is_a_problem_unless_its_engine_was_killed(tally: Tally) -> None:
-    server = Server()
-    rank, server.error = rank_of(server), EngineError("HTTP 500")
-    assert not ask(rank, PROMPT, tally)
-    assert tally["failed requests"] == 1
-    server.meanwhile = lambda: rank.move(2)
-    ask(rank, PROMPT, tally)
-    assert (tally["failed requests"], tally["requests lost with their engine"]) == (1, 1)
-
-
-def test_an_aborted_answer_is_counted_apart(tally: Tally) -> None:
-    ask(rank_of(Server((1,), reason="abort")), PROMPT, tally)
-    assert (tally["aborted by a pause"], tally["judged"], tally.problems) == (1, 0, [])
 
 
 def test_what_an_idle_engine_holds_is_a_leak(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,15 +95,6 @@ def test_what_an_idle_engine_holds_is_a_leak(tally: Tally, monkeypatch: pytest.M
         assert len(tally.problems) == before + 1
     server.metrics = ""
     assert checks.leaks(World(), tally, 0.2) == 1, "an engine without metrics of the connector"  # type: ignore[arg-type]
-
-
-def test_an_answer_that_hangs_on_rounding_is_none() -> None:
-    server = Server()
-    choice = server.reply["choices"][0]
-    choice["logprobs"] = {"top_logprobs": [{"a": -0.1, "b": -3.0}, {"a": -0.5, "b": -0.6}]}
-    assert certain_answer(server, (1,)) == (1, 2, 3)  # type: ignore[arg-type]
-    choice["logprobs"]["top_logprobs"].append({"a": -0.70001, "b": -0.70002})
-    assert certain_answer(server, (1,)) is None  # type: ignore[arg-type]
 
 
 def test_the_verdict_names_every_problem_and_ends_with_the_figures(tally: Tally) -> None:

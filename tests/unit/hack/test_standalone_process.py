@@ -1,4 +1,4 @@
-"""Child processes and their groups: nothing of them survives `end`, a failed start or a program, and nobody who ends in time is killed."""
+"""Child processes and their groups: nothing of them survives their program."""
 
 from __future__ import annotations
 
@@ -11,33 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hack.standalone.process import Process
 
-CHILD = "import signal, time; signal.signal(signal.SIGTERM, {handler}); print('child', flush=True); time.sleep(60)"
-LEADER = """
-import signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", {child!r}])
-def stop(number, frame):
-    time.sleep(0.3)
-    child.{farewell}
-    child.wait()
-    print("the leader has ended its child", flush=True)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, stop)
-time.sleep(60)
-"""
-
-
-def start(folder: Path, handler: str, farewell: str) -> Process:
-    leader = LEADER.format(child=CHILD.format(handler=handler), farewell=farewell)
-    process = Process("group", [sys.executable, "-c", leader], folder / "log")
-    process.wait_until(lambda: "child" in process.tail(), 30.0, "started")
-    return process
-
-
-def gone(process: Process | int) -> bool:
+def gone(group: int) -> bool:
     """Nobody is left of the group, once init has taken note of who was killed."""
-    group = process if isinstance(process, int) else process.popen.pid
     deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         try:
@@ -47,19 +23,6 @@ def gone(process: Process | int) -> bool:
         time.sleep(0.02)
     return False
 
-
-@pytest.mark.parametrize("whole_group", [True, False])
-def test_who_is_deaf_or_frozen_is_killed_after_the_grace(tmp_path: Path, whole_group: bool) -> None:
-    process = start(tmp_path, "signal.SIG_IGN", "terminate()")
-    process.signal(signal.SIGSTOP)
-    begun = time.monotonic()
-    process.end(0.5, whole_group=whole_group)
-    assert gone(process)
-    assert time.monotonic() - begun >= 0.5
-    assert process.popen.returncode != 0
-
-
-# -- programs that end ----------------------------------------------------------------------------------------------------
 
 PROGRAM = """
 import sys, threading, time
