@@ -12,14 +12,11 @@ RDMA = {"protocol": "RDMA", "devices": ["mlx5_0"]}
 
 POOL_CASES = [
     pool("local-only", {"local": LOCAL}),
-    pool("local-integer", {"local": {"capacity": 1073741824}}),
-    pool("local-decimal", {"local": {"capacity": "1.5Gi"}}),
-    pool("local-exponent", {"local": {"capacity": "1e9"}}),
+    *(pool(f"local-{capacity}", {"local": {"capacity": capacity}}) for capacity in (1073741824, "1.5Gi", "1e9", "1Pi")),
     pool("mooncake-only", {"distributed": MOONCAKE}),
     pool("external-only", {"distributed": EXTERNAL}),
     pool("external-etcd", {"distributed": {"external": {"masterAddress": "etcd://a:2379;b:2379"}}}),
     pool("external-cluster", {"distributed": {"external": {"masterAddress": "etcd://a:2379", "clusterId": "shared"}}}),
-    pool("external-rdma", {"distributed": {"external": {"masterAddress": "m:1", "transport": RDMA}}}),
     pool("rdma-plugin", mooncake(transport={**RDMA, "resourceName": "rdma/hca_shared_devices_a", "gidIndex": 3})),
     pool("plugin-with-tcp", mooncake(transport={"resourceName": "rdma/hca"}), "only for RDMA"),
     pool("gid-with-tcp", mooncake(transport={"gidIndex": 0}), "only for RDMA"),
@@ -29,8 +26,6 @@ POOL_CASES = [
     pool("empty-nested-objects", {"local": LOCAL, "reset": {}, "networkPolicy": {}}),
     pool("largest-epoch", {"local": LOCAL, "resetEpoch": 9007199254740991}),
     pool("three-masters-with-etcd", master(replicas=3, highAvailability=etcd("e1:2379", "e2:2379"))),
-    pool("one-master-with-etcd", master(highAvailability=etcd("e1:2379"))),
-    pool("rdma", mooncake(transport={"protocol": "RDMA", "devices": ["mlx5_0", "mlx5_1"]})),
     pool("policy-off", {"local": LOCAL, "networkPolicy": {"mode": "Disabled"}}),
     pool("master-template", master(template={"spec": {"nodeSelector": {"a": "b"}}, "metadata": {"labels": {"team": "x"}}})),
     pool("store-template", mooncake(store={**STORE, "template": {"spec": {"tolerations": [{"operator": "Exists"}]}}})),
@@ -40,7 +35,6 @@ POOL_CASES = [
     pool("retain-external", {"distributed": EXTERNAL, "reset": {"reclaimPolicy": "Retain"}}),
     pool("wipe-without-store", {"local": LOCAL, "reset": {"reclaimPolicy": "RemoveAll"}}),
     pool("keys-generation", {"local": LOCAL, "keys": {"generation": 3}}),
-    pool("keys-empty", {"local": LOCAL, "keys": {}}),
     # reclaim, keys
     pool(
         "wipe-of-a-shared-store",
@@ -52,10 +46,8 @@ POOL_CASES = [
     pool("negative-generation", {"local": LOCAL, "keys": {"generation": -1}}, "greater than or equal to 0", schema=True),
     # L2 kinds and tiers
     pool("no-tier", {}, "neither local nor distributed", "local.capacity"),
-    pool("epoch-only", {"resetEpoch": 1}, "neither local nor distributed"),
     pool("both-kinds", {"distributed": {**MOONCAKE, **EXTERNAL}}, "both mooncake and external", "keep the one"),
     pool("neither-kind", {"distributed": {}}, "neither mooncake nor external", "set one of them"),
-    pool("neither-kind-but-local", {"local": LOCAL, "distributed": {}}, "neither mooncake nor external"),
     pool("no-spec", None, "spec: Required value", schema=True),
     # high availability
     pool(
@@ -85,10 +77,7 @@ POOL_CASES = [
     pool("ssd-without-a-size", mooncake(store={**STORE, "ssd": {}}), "capacity: Required value", schema=True),
     pool("negative-segment", mooncake(store={"segmentSize": "-5Gi"}), "segmentSize", "at least 1Mi"),
     pool("forgotten-unit", {"local": {"capacity": "64"}}, "capacity", "'64' must be", "at least 1Mi, such as 64Gi"),
-    pool("wrong-unit", {"local": {"capacity": "64GB"}}, "capacity", "a Kubernetes quantity"),
     pool("words-as-size", {"local": {"capacity": "lots"}}, "capacity", "a Kubernetes quantity"),
-    pool("empty-size", {"local": {"capacity": ""}}, "capacity", "a Kubernetes quantity"),
-    pool("largest-size", {"local": {"capacity": "1Pi"}}),
     *(
         pool(f"huge-size-{size}", {"local": {"capacity": size}}, f"'{size}' is above 1Pi: check the unit")
         for size in ("1e30", "2Pi", 2**50 + 1)
@@ -102,7 +91,6 @@ POOL_CASES = [
     pool("rdma-empty-devices", mooncake(transport={"protocol": "RDMA", "devices": []}), "transport.devices", "protocol: TCP"),
     pool("tcp-with-devices", mooncake(transport={"devices": ["mlx5_0"]}), "devices is only for RDMA"),
     pool("unknown-protocol", mooncake(transport={"protocol": "rdma"}), "Unsupported value", schema=True),
-    pool("device-twice", mooncake(transport={"protocol": "RDMA", "devices": ["a", "a"]}), "Duplicate value", schema=True),
     # external
     pool("external-without-address", {"distributed": {"external": {}}}, "masterAddress: Required value", schema=True),
     *(
@@ -135,15 +123,10 @@ POOL_CASES = [
     pool("negative-epoch", {"local": LOCAL, "resetEpoch": -1}, "resetEpoch", "greater than or equal to 0", schema=True),
     pool("huge-epoch", {"local": LOCAL, "resetEpoch": 2**53}, "resetEpoch", "less than or equal to", schema=True),
     pool("text-epoch", {"local": LOCAL, "resetEpoch": "1"}, "resetEpoch", "must be of type integer", schema=True),
-    pool("fraction-epoch", {"local": LOCAL, "resetEpoch": 1.5}, "resetEpoch", "must be of type integer", schema=True),
     pool("no-lease", {"local": LOCAL, "reset": {"leaseSeconds": 0}}, "leaseSeconds", "greater than or equal to 1", schema=True),
     # unknown fields, also such that other systems have
     pool("unknown-in-spec", {"local": LOCAL, "resetEpok": 1}, 'unknown field "spec.resetEpok"', schema=True),
-    pool("snake-case", {"local": LOCAL, "reset_epoch": 1}, 'unknown field "spec.reset_epoch"', schema=True),
     pool("unknown-nested", {"local": {**LOCAL, "evictionPolicy": "LRU"}}, 'unknown field "spec.local.evictionPolicy"', schema=True),
-    pool("unknown-reset", {"local": LOCAL, "reset": {"reclaim": "Delete"}}, 'unknown field "spec.reset.reclaim"', schema=True),
-    pool("external-engines", {"local": LOCAL, "externalEngines": "Enabled"}, 'unknown field "spec.externalEngines"', schema=True),
-    pool("unknown-store", mooncake(store={**STORE, "hdd": {}}), 'unknown field "spec.distributed.mooncake.store.hdd"', schema=True),
     pool("unknown-in-template", master(template={"speck": {}}), "unknown field", "speck", schema=True),
     pool("mode-enum", {"local": LOCAL, "networkPolicy": {"mode": "On"}}, "Unsupported value", schema=True),
     pool("owned-label", master(template={"metadata": {"labels": {"epochkv.io/pool": "x"}}}), "belong", "prefix of your own"),
@@ -188,15 +171,11 @@ CHANGES = [
         "spec.keys.generation never goes down: it is 2",
         "set 3",
     ),
-    pool_change("forget-generation", {"keys": {"generation": 2}}, {}, "spec.keys.generation never goes down"),
-    pool_change("change-reclaim", {"reset": {"reclaimPolicy": "Delete"}}, {"reset": {"reclaimPolicy": "Retain"}}),
-    pool_change("remove-local", {"distributed": MOONCAKE}, {"distributed": MOONCAKE}),
     pool_change("add-distributed", {}, {"distributed": MOONCAKE}),
     pool_change("remove-distributed", {"distributed": MOONCAKE}, {}),
     pool_change(
         "change-kind", {"distributed": MOONCAKE}, {"distributed": EXTERNAL}, "cannot change between mooncake and external", "new pool"
     ),
-    pool_change("change-kind-back", {"distributed": EXTERNAL}, {"distributed": MOONCAKE}, "cannot change between mooncake and external"),
     pool_change("scale-store", mooncake(), mooncake(store={**STORE, "replicas": 3})),
     pool_change("become-available", mooncake(), mooncake(master=_ETCD)),
     pool_change("masters-without-etcd", mooncake(master=_ETCD), mooncake(master={"replicas": 3}), "master.replicas is 3"),

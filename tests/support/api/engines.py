@@ -23,17 +23,7 @@ ENGINE_CASES = [
             "replicas": 4,
             "parallelism": {"tensor": 2, "pipeline": 2, "nodes": 2},
             "updateStrategy": {"maxUnavailable": "25%", "maxSurge": 1},
-            "args": [
-                "--no-enable-log-requests",
-                "--max-model-len=32768",
-                "--enforce-eager",
-                "--kv-cache-dtype",
-                "fp8",
-                "--served-model-name",
-                "a",
-                "b",
-                "--model-impl=vllm",
-            ],
+            "args": ["--model-impl=vllm", "--enforce-eager", "--served-model-name", "a", "b"],
             "env": [
                 {"name": "HF_HUB_OFFLINE", "value": "1"},
                 {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token", "optional": True}}},
@@ -64,67 +54,19 @@ ENGINE_CASES = [
     *(
         engine(f"arg-{arg[2:12]}-{number}", {"args": ["--enforce-eager", arg]}, *KV)
         for number, arg in enumerate(
-            [
-                "--kv-transfer-config",
-                '--kv-transfer-config={"kv_connector":"x"}',
-                "--kv_transfer_config={}",
-                "--kv-transfer-config.kv_connector=x",
-                "--kv-t",
-                "--kv_tr={}",
-                "--kv-transfer",
-                "--kv-offloading-size=4",
-                "--kv-offloading-backend",
-                "--kv_offloading_size",
-                "--kv-o=4",
-                "--config",
-                "--config=/tmp/a.yaml",
-            ]
+            ["--kv-transfer-config", "--kv-transfer-config.kv_connector=x", "--kv_tr={}", "--kv-offloading-size=4", "--config=/tmp/a.yaml"]
         )
     ),
     *(
         engine(f"owned-{number}", {"args": [arg]}, *_OWNED)
         for number, arg in enumerate(
-            [
-                "--model",
-                "--model=x",
-                "--port=1",
-                "--port",
-                "--por=1",
-                "--host=127.0.0.1",
-                "--revision=x",
-                "--rev",
-                "-tp",
-                "-tp=2",
-                "--tensor-parallel-size=2",
-                "--tensor_parallel_size",
-                "--tens=2",
-                "--uds=/tmp/s",
-                "--pipeline-parallel-size=2",
-                "-pp=2",
-                "--nnodes=2",
-                "-n",
-                "--node_rank=1",
-                "--master-addr=x",
-                "--headless",
-            ]
+            ["--model", "--port=1", "--rev", "-tp=2", "--tensor_parallel_size", "-n", "--node_rank=1", "--headless"]
         )
     ),
     engine("arg-is-named", {"args": ["--enforce-eager", "--kv_tr={}"]}, "spec.args[1]: ", "--kv_tr belongs to the operator"),
     *(
         engine(f"secret-{number}", {"args": ["--enforce-eager", *args]}, "spec.args[1]: ", *_SECRET)
-        for number, args in enumerate(
-            [
-                ["--api-key=hunter2"],
-                ["--api-key", "hunter2"],
-                ["--api_key", "hunter2"],
-                ["--api-k=hunter2"],
-                ["--api-key", "$(KEY)"],
-                ["--hf-token=hunter2"],
-                ["--hf_token", "hunter2"],
-                ["--hf-t=hunter2"],
-                ["--hf-token"],
-            ]
-        )
+        for number, args in enumerate([["--api-key=hunter2"], ["--api_key", "hunter2"], ["--api-key", "$(KEY)"], ["--hf-t=hunter2"]])
     ),
     *(
         engine(f"blank-{number}", {"args": ["--enforce-eager", arg]}, "spec.args[1]: ", *_BLANK)
@@ -134,18 +76,7 @@ ENGINE_CASES = [
     engine("options-like-secrets", {"args": ["--api-server-count=2", "--hf-overrides={}", "--hf-config-path=x"]}),
     *(
         engine(f"env-{name}", {"env": [{"name": "OK", "value": "1"}, {"name": name, "value": "0"}]}, *ENV)
-        for name in (
-            "PYTHONHASHSEED",
-            "MOONCAKE_MASTER",
-            "MOONCAKE_CONFIG_PATH",
-            "MC_RPC_TIMEOUT_MS",
-            "MC_STORE_CLUSTER_ID",
-            "EPOCHKV_CONFIG",
-            "EPOCHKV_ENGINE_NAME",
-            "POD_NAME",
-            "POD_NAMESPACE",
-            "POD_IP",
-        )
+        for name in ("PYTHONHASHSEED", "MOONCAKE_MASTER", "MC_RPC_TIMEOUT_MS", "EPOCHKV_CONFIG", "POD_NAME", "POD_NAMESPACE", "POD_IP")
     ),
     *(
         engine(
@@ -169,7 +100,6 @@ ENGINE_CASES = [
     # pools
     engine("ec-with-pool", {**POOL_REF, "args": ["--ec-transfer-config={}"]}, "--ec-transfer-config", "remove it"),
     engine("pool-in-other-namespace", {"poolRef": {"name": "p", "namespace": "x"}}, 'unknown field "spec.poolRef.namespace"', schema=True),
-    engine("pool-name-empty", {"poolRef": {"name": ""}}, "poolRef.name", schema=True),
     engine("pool-name-case", {"poolRef": {"name": "Policy"}}, "poolRef.name", "'Policy' must be the name of a KVCachePool"),
     # the rest
     engine("model-missing", {"model": {}}, "model.name: Required value", schema=True),
@@ -183,14 +113,12 @@ ENGINE_CASES = [
     engine("no-stage", {"parallelism": {"pipeline": 0}}, "parallelism.pipeline", schema=True),
     engine("no-node", {"parallelism": {"nodes": 0}}, "parallelism.nodes", schema=True),
     engine("uneven", {"parallelism": {"tensor": 2, "nodes": 4}}, "tensor x pipeline", "multiple of nodes"),
-    engine("data-parallel", {"parallelism": {"data": 2}}, 'unknown field "spec.parallelism.data"', schema=True),
     # rollouts
     engine("never-rolls", {"updateStrategy": {"maxUnavailable": 0}}, "maxUnavailable and maxSurge are both 0", "raise one"),
     engine("never-rolls-by-percent", {"updateStrategy": {"maxUnavailable": "0%", "maxSurge": "00%"}}, "are both 0"),
     engine("negative-surge", {"updateStrategy": {"maxSurge": -1}}, "a number of replicas from 0 on", "such as 1 or 25%"),
     engine("too-much-surge", {"updateStrategy": {"maxSurge": "101%"}}, "a percentage from 0% to 100%"),
     engine("surge-in-words", {"updateStrategy": {"maxSurge": "some"}}, "a percentage from 0% to 100%"),
-    engine("strategy-type", {"updateStrategy": {"type": "Recreate"}}, 'unknown field "spec.updateStrategy.type"', schema=True),
     # where the model lies
     engine("volume-of-nothing", {"model": {"name": "m", "volume": {"path": "a"}}}, "exactly one of claimName and image"),
     engine("volume-of-two", {"model": {"name": "m", "volume": {"claimName": "a", "image": {"reference": "b"}}}}, "exactly one of"),
@@ -209,14 +137,11 @@ ENGINE_CASES = [
     engine("dots-in-paths", {"model": {"name": "m", "volume": {"claimName": "a", "path": "..a/b../c..d/..."}}}),
     engine("claim-name", {"model": {"name": "m", "cache": {"claimName": "A_b"}}}, "claimName"),
     engine("role", {"role": "Producer"}, 'unknown field "spec.role"', schema=True),
-    engine("command", {"command": ["vllm"]}, 'unknown field "spec.command"', schema=True),
     engine("pull-policy", {"imagePullPolicy": "Sometimes"}, "Unsupported value", schema=True),
     engine("image-with-space", {"image": "a b"}, "spec.image", "'a b' has a blank", "give one image"),
     engine("huge-memory", {"resources": {"limits": {"memory": "1e30"}}}, "memory", "'1e30' is above 1Pi"),
     engine("negative-memory", {"resources": {"limits": {"memory": "-1"}}}, "memory", "must be a Kubernetes quantity that is not negative"),
     engine("memory-in-words", {"resources": {"requests": {"memory": "much"}}}, "memory", "must be a Kubernetes quantity"),
-    engine("resource-claims", {"resources": {"claims": []}}, 'unknown field "spec.resources.claims"', schema=True),
-    engine("args-as-text", {"args": "--enforce-eager"}, "must be of type array", schema=True),
     engine("args-number", {"args": [1]}, "must be of type string", schema=True),
     engine("owned-label", {"template": {"metadata": {"labels": {"app.kubernetes.io/name": "x"}}}}, "belong", "prefix of your own"),
     engine("name-too-long", {}, "metadata.name must be at most 40 characters", name="e" * 41),

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from hack.observe.catalog import LABELS_OF_TARGETS, Metric, catalog
+from hack.observe.catalog import Metric, catalog
 
 from .conftest import CHART
 
@@ -68,8 +68,3 @@ def test_every_query_of_every_board_has_an_answer(promtool: str, tmp_path: Path)
     assert len(asked) > 80
     result = evaluate(promtool, tmp_path, list(fleet()), asked)
     assert result.returncode == 0, (result.stdout + result.stderr)[:4000]
-
-
-def test_the_fleet_has_the_labels_that_scrapes_add() -> None:
-    for owner, targets in TARGETS.items():
-        assert all(set(target) <= LABELS_OF_TARGETS[owner] for target in targets), owner  # type: ignore[index]

@@ -109,14 +109,6 @@ def test_watch_namespaces_give_roles_there_and_no_cluster_role(render: Render) -
     assert "--watch-namespace=epochkv-system" in arguments
 
 
-def test_the_hub_is_a_service_on_7700(render: Render) -> None:
-    rendered = render()
-    service = rendered.one("Service", "epochkv-hub")
-    assert [(port["port"], port["targetPort"]) for port in service["spec"]["ports"]] == [(7700, "hub")]
-    labels = rendered.one("Deployment", "epochkv-operator")["spec"]["template"]["metadata"]["labels"]
-    assert service["spec"]["selector"].items() <= labels.items()
-
-
 def test_the_network_policy_lets_in_three_ports_only(render: Render) -> None:
     policy = render("--set", "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.name=monitoring").one(
         "NetworkPolicy", "epochkv-operator"
@@ -126,15 +118,6 @@ def test_the_network_policy_lets_in_three_ports_only(render: Render) -> None:
     (metrics,) = [rule for rule in policy["spec"]["ingress"] if rule["ports"][0]["port"] == 9090]
     assert metrics["from"] == [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
     assert render("--set", "networkPolicy.enabled=false").all("NetworkPolicy") == []
-
-
-def test_crds_come_with_the_release_and_outlive_it(render: Render) -> None:
-    crds = {crd["metadata"]["name"]: crd for crd in render().all("CustomResourceDefinition")}
-    assert set(crds) == {"kvcachepools.epochkv.io", "inferenceengines.epochkv.io"}
-    assert all(crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for crd in crds.values())
-    kept = render("--set", "crds.keep=false").all("CustomResourceDefinition")
-    assert all("helm.sh/resource-policy" not in crd["metadata"].get("annotations", {}) for crd in kept)
-    assert render("--set", "crds.install=false").all("CustomResourceDefinition") == []
 
 
 def test_rendered_crds_equal_the_generated_ones(render: Render) -> None:

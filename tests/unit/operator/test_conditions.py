@@ -75,13 +75,6 @@ def test_master_available(master: Json, pods: list[Json], reason: str, says: str
     assert by_type(conditions)["Ready"] == (status, "Ready" if status == "True" else reason)
 
 
-def test_a_store_whose_pods_are_refused_says_where_to_look() -> None:
-    """A StatefulSet tells of refused pods in Events only, so nothing in its status can be quoted."""
-    conditions = pool_conditions(POLICY, Observed(pool_children(store={"replicas": 0}), (), CONVERGED))
-    assert by_type(conditions)["StoreAvailable"] == ("False", "Starting")
-    assert "it has no pod; if that lasts, kubectl describe statefulset policy-store says why" in message(conditions, "StoreAvailable")
-
-
 def test_troubles_of_other_pods_are_not_ours() -> None:
     """Pods of another pool, namespace or component, and pods that are going."""
     trouble = waiting("master", "ImagePullBackOff")

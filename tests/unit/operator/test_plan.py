@@ -1,18 +1,19 @@
-"""Plans: what is applied, deleted or left alone, and why; and properties that hold for every valid spec."""
+"""Plans: what is applied, deleted or left alone, and why; and what holds for every spec that is accepted."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
+from epochkv_operator.api import KVCachePool
 from epochkv_operator.planning.context import Observed
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
+from tests.support.api.corpus import CASES
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool
 
 Json = dict[str, Any]
@@ -187,82 +188,30 @@ def test_an_invalid_template_changes_nothing() -> None:
     assert plan.problem.reason == "InvalidTemplate"
 
 
-# -- properties -------------------------------------------------------------------------------------------------------------------------
-
-quantities = st.one_of(
-    st.integers(2**20, 2**44), st.builds("{}{}".format, st.integers(2, 999), st.sampled_from(["Mi", "Gi", "Ti", "M", "G"]))
-)
-labels = st.dictionaries(st.sampled_from(["team", "cost/center", "x"]), st.sampled_from(["a", "b", ""]), max_size=2)
-pod_overrides = st.fixed_dictionaries(
-    {},
-    optional={
-        "nodeSelector": labels,
-        "tolerations": st.just([{"operator": "Exists"}]),
-        "terminationGracePeriodSeconds": st.integers(0, 3600),
-        "containers": st.just([{"name": "sidecar", "image": "sidecar:1"}]),
-        "initContainers": st.just([{"name": "prepare", "image": "prepare:1", "command": ["true"]}]),
-        "volumes": st.just([{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]),
-        "priorityClassName": st.sampled_from(["high", None]),
-    },
-)
-templates = st.fixed_dictionaries(
-    {}, optional={"spec": pod_overrides, "metadata": st.fixed_dictionaries({}, optional={"labels": labels, "annotations": labels})}
-)
-etcd = st.just({"backend": "Etcd", "etcd": {"endpoints": ["e:2379"]}})
-masters = st.one_of(
-    st.fixed_dictionaries({}, optional={"template": templates}),
-    st.fixed_dictionaries({"replicas": st.integers(1, 5), "highAvailability": etcd}, optional={"template": templates}),
-)
-stores = st.fixed_dictionaries({"segmentSize": quantities}, optional={"replicas": st.integers(1, 1000), "template": templates})
-distributed = st.one_of(
-    st.just({"external": {"masterAddress": "m:1"}}),
-    st.fixed_dictionaries({"mooncake": st.fixed_dictionaries({"store": stores}, optional={"master": masters, "image": st.just("i:1")})}),
-)
-common = {
-    "resetEpoch": st.integers(0, 2**53 - 1),
-    "networkPolicy": st.fixed_dictionaries({"mode": st.sampled_from(["Enabled", "Disabled"])}),
-}
-pools = st.one_of(
-    st.fixed_dictionaries({"local": st.fixed_dictionaries({"capacity": quantities})}, optional={"distributed": distributed, **common}),
-    st.fixed_dictionaries({"distributed": distributed}, optional=common),
-)
-amounts = st.fixed_dictionaries(
-    {}, optional={"memory": quantities, "cpu": st.sampled_from([1, "500m", "2.5"]), "nvidia.com/gpu": st.just(1)}
-)
-engines = st.fixed_dictionaries(
-    {"model": st.fixed_dictionaries({"name": st.sampled_from(["tiny", "org/model-1.5"])}, optional={"source": st.just("/models/x")})},
-    optional={
-        "poolRef": st.just({"name": "policy"}),
-        "replicas": st.integers(0, 5000),
-        "parallelism": st.fixed_dictionaries({"tensor": st.integers(1, 8)}),
-        "args": st.lists(st.sampled_from(["--enforce-eager", "--max-model-len=99", "--shutdown-timeout=1", "--served_model_name", "x"])),
-        "env": st.lists(st.sampled_from([{"name": "A", "value": "$(POD_IP)"}]), max_size=1),
-        "resources": st.fixed_dictionaries({}, optional={"limits": amounts, "requests": amounts}),
-        "template": templates,
-    },
-)
-thorough = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+KINDS = replace(CONTEXT, served=frozenset({"LeaderWorkerSet"}))
+POOLS, ENGINES = ([case.spec for case in CASES if case.kind == kind and case.says is None] for kind in ("KVCachePool", "InferenceEngine"))
 
 
-def everything(pool_spec: Json, engine_spec: Json) -> tuple[Json, ...]:
-    wanted = pool(pool_spec)
-    plans = plan_pool(wanted, Observed(), CONTEXT), plan_engine(engine(engine_spec), wanted, Observed(), CONTEXT)
-    assert [plan.problem for plan in plans] == [None, None]
-    return plans[0].apply + plans[1].apply
+def by_name(objects: Iterable[Json]) -> dict[str, Json]:
+    return {f"{obj['kind']}/{obj['metadata']['name']}": obj for obj in objects}
 
 
-@thorough
-@given(pools, pools, engines)
-def test_a_changed_pool_settles_after_one_plan(before: Json, after: Json, engine_spec: Json) -> None:
-    live = {(obj["kind"], obj["metadata"]["name"]): obj for obj in served(everything(before, engine_spec))}
-    wanted = pool(after)
-    for plan in (
-        plan_pool(wanted, Observed(list(live.values())), CONTEXT),
-        plan_engine(engine(engine_spec), wanted, Observed(list(live.values())), CONTEXT),
-    ):
-        live |= {(obj["kind"], obj["metadata"]["name"]): obj for obj in served(plan.apply)}
-        for gone in plan.delete:
-            del live[(gone["kind"], gone["metadata"]["name"])]
-    assert set(live) == {(obj["kind"], obj["metadata"]["name"]) for obj in everything(after, engine_spec)}
-    assert plan_pool(wanted, Observed(list(live.values())), CONTEXT) == Plan()
-    assert plan_engine(engine(engine_spec), wanted, Observed(list(live.values())), CONTEXT) == Plan()
+@pytest.mark.parametrize(("number", "change"), list(enumerate(pairwise([*POOLS, POOLS[0]]))))
+def test_every_accepted_pool_becomes_the_next_one_in_one_plan(number: int, change: tuple[Json, Json]) -> None:
+    """With every accepted engine in turn."""
+    before, wanted = map(pool, change)
+    user = engine({"poolRef": {"name": "policy"}, **(ENGINES[number % len(ENGINES)] or {})})
+
+    def plans(of: KVCachePool, live: Iterable[Json]) -> tuple[Plan, Plan]:
+        seen = Observed(list(live))
+        return plan_pool(of, seen, KINDS), plan_engine(user, of, seen, KINDS)
+
+    live = by_name(served([obj for plan in plans(before, ()) for obj in plan.apply]))
+    for plan in plans(wanted, live.values()):
+        live |= by_name(served(plan.apply))
+        for gone in by_name(plan.delete):
+            del live[gone]
+    first = plans(wanted, ())
+    assert [plan.problem for plan in first] == [None, None]
+    assert live.keys() == by_name(first[0].apply + first[1].apply).keys()
+    assert plans(wanted, live.values()) == (Plan(), Plan())

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV, Connection
-from epochkv_fence.net.keys import generate_keypair
+from epochkv_fence.connection import ATTACH_ENV, CONFIG_ENV
 from epochkv_operator.api import parse_pool
-from epochkv_operator.keys import FenceKeys, content
 from epochkv_operator.planning.names import component_name
 from epochkv_operator.planning.pool import desired_pool
 from tests.support.planning import CONTEXT, one
@@ -56,16 +54,3 @@ def test_mounts_are_what_the_operator_makes(name: str, pool: Any) -> None:
         folder, _, key = environ[CONFIG_ENV].rpartition("/")
         assert (folder, key in connection["data"]) == (paths["connection"]["mountPath"], True)
         assert environ.get(ATTACH_ENV) == (None if name == "trainer.yaml" else "1")
-
-
-def test_what_is_mounted_is_all_that_an_engine_reads(pool: Any, tmp_path: Path) -> None:
-    """The ConfigMap and the Secret as files, at other paths than in a pod."""
-    keys = FenceKeys(generate_keypair().public, generate_keypair(), 32 * "ab")
-    for name, text in content(keys, "u-1").items():
-        (tmp_path / name).write_text(text)
-    document = json.loads(one(desired_pool(pool, CONTEXT), "ConfigMap")["data"]["connection.json"])
-    document["hub"]["credentials_dir"] = str(tmp_path)
-    connection = Connection.load(document)
-    read = connection.client_keys()
-    assert (read.hub_public, read.public, read.secret) == (keys.hub_public, keys.client.public, keys.client.secret)
-    assert connection.root_secret().hex() == keys.root_secret

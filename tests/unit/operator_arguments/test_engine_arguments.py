@@ -6,7 +6,6 @@ vLLM takes unambiguous abbreviations and reads '_' as '-', so a pattern can be t
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from dataclasses import replace
 
@@ -54,12 +53,6 @@ def test_vllm_parses_what_is_rendered(parser: argparse.ArgumentParser, spec: str
     else:
         assert parsed.kv_transfer_config.kv_connector == "EpochKVConnector"
         assert parsed.kv_transfer_config.kv_load_failure_policy == "recompute"
-
-
-def test_dots_in_model_paths_survive(parser: argparse.ArgumentParser) -> None:
-    spec = {"model": {"name": "org/model-2.5", "source": "/models/v1.2"}, "poolRef": {"name": "policy"}}
-    parsed = parser.parse_args(containers(one(desired_engine(engine(spec), pool(), CONTEXT), "Deployment"))[0]["args"])
-    assert (parsed.model, parsed.served_model_name) == ("/models/v1.2", ["org/model-2.5"])
 
 
 def test_vllm_parses_the_pods_of_a_group(parser: argparse.ArgumentParser) -> None:
@@ -129,9 +122,3 @@ def test_vllm_reads_the_key_from_the_environment() -> None:
     from vllm import envs
 
     assert "VLLM_API_KEY" in envs.environment_variables
-
-
-def test_values_are_not_mistaken_for_options() -> None:
-    for value in ("my--kv-transfer-config", json.dumps({"--kv-transfer-config": 1}), "x-tp", "/models/--config"):
-        assert not re.search(FORBIDDEN_ARG, value)
-        assert not re.search(OWNED_ARG, value)

@@ -42,18 +42,6 @@ def step(outcome: Outcome, name: str) -> str:
     return found
 
 
-def test_what_is_new_is_made_and_replaces_nothing() -> None:
-    outcome = changed(None, engine(), None, pool())
-    assert step(outcome, "Deployment rl/rollout") == "apply Deployment rl/rollout: it does not exist; starts 4 pods"
-    assert outcome.pods == 0
-
-
-def test_more_replicas_replace_no_pod() -> None:
-    outcome = changed(engine(), engine(replicas=6), pool(), pool())
-    assert outcome.details == ("apply Deployment rl/rollout: what the operator wants has changed: spec.replicas",)
-    assert outcome.pods == 0
-
-
 def test_fewer_replicas_with_a_new_image_replace_those_that_stay() -> None:
     outcome = changed(engine(), engine(replicas=3, image="b"), pool(), pool())
     said = "what the operator wants has changed: spec.replicas, spec.template.spec.containers[engine].image"

@@ -50,25 +50,6 @@ def test_a_loop_that_stands_still_is_an_error_in_time(thread: LoopThread, monkey
     assert thread.call(lambda: late) == [], "a call that nobody waits for has not been made"
 
 
-def test_this_loop_standing_still_does_not_stop_the_other(thread: LoopThread) -> None:
-    ticks: list[float] = []
-
-    async def tick() -> None:
-        while True:
-            ticks.append(time.monotonic())
-            await asyncio.sleep(0.01)
-
-    async def scenario() -> None:
-        task = asyncio.create_task(thread.run(tick()))
-        await asyncio.sleep(0.1)
-        before = len(ticks)
-        time.sleep(1.0)  # noqa: ASYNC251 - that is the point
-        assert len(ticks) - before > 10
-        task.cancel()
-
-    asyncio.run(scenario())
-
-
 def test_the_hub_knows_its_own_writes_before_the_stores_owner_does() -> None:
     store, told = Store(indexed), []
     cache = WriteThroughCache(store, lambda kind, obj: told.append((kind, obj)))
