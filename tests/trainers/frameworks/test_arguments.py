@@ -1,10 +1,9 @@
-"""Each framework's own code makes vLLM's arguments of what its page shows; vLLM takes them, and our check sees our configuration."""
+"""SkyRL's own code makes vLLM's arguments of what its page shows; vLLM takes them, and our check sees our configuration."""
 
 from __future__ import annotations
 
 import sys
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from epochkv_connector.config import NAME
 from epochkv_connector.engine import limits
-from epochkv_fence.connection import ConfigurationError
-
-Make = Callable[[Path, dict[str, Any]], Any]
-"""The configuration that vLLM makes of what a framework makes of a model and a `kv_transfer_config`."""
-
-
-def ray_serve(model: Path, transfer: dict[str, Any]) -> Any:
-    from ray.llm._internal.serve.engines.vllm.vllm_engine import _get_vllm_engine_config
-    from ray.serve.llm import LLMConfig
-
-    config = LLMConfig(
-        model_loading_config={"model_id": "rollout", "model_source": str(model)},
-        accelerator_config={"kind": "cpu"},
-        engine_kwargs={"dtype": "float32", "kv_transfer_config": transfer},
-    )
-    return _get_vllm_engine_config(config)[1]
 
 
 def skyrl(model: Path, transfer: dict[str, Any]) -> Any:
+    """The configuration that vLLM makes of what SkyRL makes of a model and a `kv_transfer_config`."""
     with pytest.MonkeyPatch.context() as patch:
         put_skyrl_right(patch)
         from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
@@ -55,22 +39,11 @@ def put_skyrl_right(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
 
 
-FRAMEWORKS = [pytest.param(ray_serve, id="Ray Serve LLM"), pytest.param(skyrl, id="SkyRL")]
-
-
-@pytest.mark.parametrize("make", FRAMEWORKS)
-def test_an_engine_would_join_the_pool(make: Make, weights: tuple[Path, Path], transfer: dict[str, Any]) -> None:
-    config = make(weights[0], transfer)
+def test_an_engine_would_join_the_pool(weights: tuple[Path, Path], transfer: dict[str, Any]) -> None:
+    config = skyrl(weights[0], transfer)
     assert config.kv_transfer_config.kv_connector == NAME
     assert config.kv_transfer_config.kv_connector_extra_config == transfer["kv_connector_extra_config"]
     limits.check_before_load(config)
-
-
-@pytest.mark.parametrize("make", FRAMEWORKS)
-def test_a_misspelt_key_of_ours_is_refused_by_its_name(make: Make, weights: tuple[Path, Path], transfer: dict[str, Any]) -> None:
-    transfer["kv_connector_extra_config"]["locale"] = transfer["kv_connector_extra_config"].pop("local")
-    with pytest.raises((ConfigurationError, RuntimeError), match="locale"):  # Ray turns errors of this step into RuntimeError
-        make(weights[0], transfer)
 
 
 def test_skyrl_still_needs_to_be_put_right() -> None:

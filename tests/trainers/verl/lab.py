@@ -38,6 +38,7 @@ from hack.standalone.mooncake import CLIENT_ENVIRONMENT  # noqa: E402
 from tests.trainers.verl.actors import Driver, Trainer  # noqa: E402
 from tests.trainers.verl.command_line import ROLLOUT, checked  # noqa: E402
 
+NUM_ROLLOUTS = 2
 WORKER = "tests.trainers.verl.cpu_worker.UnpackedWorker"
 SETTINGS = (
     *("tensor_model_parallel_size=1", "n_gpus_per_node=1", "dtype=float32", "enforce_eager=true", "ignore_eos=true"),
@@ -61,18 +62,17 @@ class Verl:
         environ: of all processes.
     """
 
-    def __init__(self, model: Path, folder: Path, options: Sequence[str], environ: Mapping[str, str], num_rollouts: int = 2) -> None:
+    def __init__(self, model: Path, folder: Path, options: Sequence[str], environ: Mapping[str, str]) -> None:
         self._folder = folder
         self._environ = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **RAY_ENVIRONMENT, **environ}
         self._rollout: RolloutConfig = omega_conf_to_dataclass(checked(*(f"++{ROLLOUT}.{one}" for one in SETTINGS), *options))
         self._model = HFModelConfig(path=str(model), override_config={"attn_implementation": "eager"})
-        self._num_rollouts = num_rollouts
         self.replicas: list[vLLMReplica] = []
         self._asked = 0
 
     def start(self) -> None:
         ray.init(
-            num_cpus=16, num_gpus=self._num_rollouts, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
+            num_cpus=16, num_gpus=NUM_ROLLOUTS, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
             _temp_dir=str(self._folder), runtime_env={"env_vars": self._environ},
         )  # fmt: skip
         self.trainer = RayWorkerGroup(
@@ -81,7 +81,7 @@ class Verl:
             use_gpu=False,
             device_name="cpu",
         )
-        self.replicas = [vLLMReplica(rank, self._rollout, self._model, gpus_per_node=1) for rank in range(self._num_rollouts)]
+        self.replicas = [vLLMReplica(rank, self._rollout, self._model, gpus_per_node=1) for rank in range(NUM_ROLLOUTS)]
 
         async def launch() -> None:
             await asyncio.gather(*(replica.init_standalone() for replica in self.replicas))

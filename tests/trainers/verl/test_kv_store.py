@@ -63,24 +63,6 @@ def test_a_block_that_is_off_and_none_at_all_leave_verl_as_it_is() -> None:
             assert to_vllm(rollout) == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (f"{BLOCK}.on_failure=explode", "on_failure is 'explode'"),
-        (f"{BLOCK}.enabled=true", "enabled is true, but there is no such key"),
-        (f"{BLOCK}.config_path=/nowhere", "config_path: '/nowhere' cannot be read"),
-        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_transfer_config.kv_connector=Other", "remove one of them"),
-    ],
-)
-def test_a_wrong_block_ends_the_driver_before_ray_is_started(world: HubWorld, wrong: str, said: str) -> None:
-    from epochkv_connector.verl.kv_store import BlockError
-
-    given = [one for one in enabled(world) if not one.startswith(wrong.partition("=")[0])]
-    with pytest.raises(BlockError) as caught:
-        checked(*given, wrong)
-    assert said in str(caught.value)
-
-
 def test_the_driver_as_users_start_it_ends_with_the_sentence(tmp_path: Path) -> None:
     block = (f"{BLOCK}.enable=true", f"{BLOCK}.config_path={tmp_path}/absent.json", f"hydra.run.dir={tmp_path}")
     done = run("-m", "verl.trainer.main_ppo", *REST, *block)
