@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,7 +15,7 @@ from epochkv_connector.store.connection import StoreOutcome, StoreState
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
-from tests.support.store import Memory, RawClient, block_keys, get, pattern, put
+from tests.support.store import Memory, block_keys, get, pattern, put
 
 
 def why_not(client: StoreClient, keys: Sequence[str]) -> StoreOutcome:
@@ -217,79 +215,6 @@ def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: Connect
 
 
 # -- races --------------------------------------------------------------------------------------------------------------------
-
-
-class Vandal:
-    """Flushes the store by force a moment after it was told to, and fills the memory that becomes free with something else."""
-
-    def __init__(self, stores: Mooncake, num_bytes: int) -> None:
-        self._stores = stores
-        self._raw = RawClient(stores.address, num_bytes)
-        self._junk = [pattern(1001, 1 << 20)] * ((num_bytes >> 20) - 8)
-        self._delays = random.Random(5)
-        self._go, self._done, self._stop = threading.Event(), threading.Event(), threading.Event()
-        self._within = 0.0
-        self.flushes = 0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            if self._go.wait(0.1):
-                self._go.clear()
-                time.sleep(self._delays.uniform(0, self._within))
-                self._stores.flush()
-                self.flushes += 1
-                self._raw.put_all({f"junk/{self.flushes}/{number}": junk for number, junk in enumerate(self._junk)})
-                self._done.set()
-
-    def begin(self, within: float) -> None:
-        """Strike after at most so many seconds."""
-        self._within = within
-        self._done.clear()
-        self._go.set()
-
-    def end(self) -> None:
-        assert self._done.wait(30)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(30)
-        self._raw.close()
-
-
-def test_a_forced_flush_while_reading_never_yields_wrong_bytes(stores: Mooncake, connect: ConnectTo) -> None:
-    memory = Memory(1, 48 << 20)  # a read takes long enough to be hit
-    stores.start_master()
-    stores.start_store(segment_bytes=128 << 20)
-    reader = connect(stores.address, memory)
-    vandal = Vandal(stores, 64 << 20)
-    value = memory.fill(0, seed=7)
-    seen: Counter[str] = Counter()
-    wrong, read_seconds = 0, 0.04
-    deadline = time.monotonic() + 120
-    try:
-        while time.monotonic() < deadline and seen["foreign"] < 1:
-            stores.flush()
-            key = block_keys(1)[0]
-            memory.payload(0)[:] = value
-            if put(reader, memory, [key]) != [StoreOutcome.OK]:
-                seen["not put"] += 1  # the store keeps the space of a write that was cut short for a while
-                time.sleep(0.3)
-                continue
-            memory.clear()
-            vandal.begin(within=read_seconds / 8)
-            began = time.monotonic()
-            outcome = get(reader, memory, [key])[0]
-            read_seconds = time.monotonic() - began if outcome is StoreOutcome.OK else read_seconds
-            seen[outcome.value] += 1
-            wrong += outcome is StoreOutcome.OK and bytes(memory.payload(0)) != value
-            vandal.end()
-    finally:
-        vandal.close()
-    print(f"reads by outcome {dict(seen)}, flushes {vandal.flushes}, {reader.stats()}")
-    assert wrong == 0
-    assert seen["foreign"] >= 1, f"the store never handed out foreign bytes in {vandal.flushes} flushes: {seen}"
 
 
 def test_a_full_queue_drops_the_oldest_put(stores: Mooncake, connect: ConnectTo) -> None:

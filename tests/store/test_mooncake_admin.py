@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import Pool
-from epochkv_fence.mooncake_admin import MooncakeAdmin, Removed, StoreAdminError
+from epochkv_fence.mooncake_admin import MooncakeAdmin, Removed
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.support.hub import Agents, HubProcess
@@ -52,26 +52,6 @@ def test_what_is_read_stays_until_its_lease_is_over(filled: Mooncake) -> None:
         eventually(lambda: remove_all(filled).keys == 1, "the lease of the reader is over", 30)
     finally:
         reader.close()
-
-
-def test_a_frozen_and_a_dead_master_are_errors_in_time(filled: Mooncake) -> None:
-    assert filled.master is not None
-    filled.master.freeze()
-    with pytest.raises(StoreAdminError, match="no answer within"):
-        remove_all(filled, seconds=0.5)
-    filled.master.thaw()
-    filled.master.kill()
-    with pytest.raises(StoreAdminError, match="refused"):
-        remove_all(filled)
-    filled.start_master()
-    assert remove_all(filled).keys == 0
-
-
-def test_the_wrong_port_is_an_error_that_says_so(filled: Mooncake) -> None:
-    admin = MooncakeAdmin(lambda uid: [f"http://127.0.0.1:{filled.rpc_port}"], 3.0)
-    with pytest.raises(StoreAdminError):
-        asyncio.run(admin.remove_all("u-1"))
-    assert len(filled.keys()) == 10
 
 
 def test_a_file_hub_empties_the_store_after_it_has_published(filled: Mooncake, tmp_path: Path) -> None:

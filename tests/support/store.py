@@ -96,15 +96,6 @@ class RawClient:
         self._map[: len(value)] = value
         assert self._client.batch_put_from([key], [self._address], [len(value)]) == [0]
 
-    def put_all(self, values: dict[str, bytes]) -> None:
-        """One call for all, whatever becomes of it."""
-        places, end = [], 0
-        for value in values.values():
-            self._map[end : end + len(value)] = value
-            places.append(self._address + end)
-            end += len(value)
-        self._client.batch_put_from(list(values), places, [len(value) for value in values.values()])
-
     def get(self, key: str, num_bytes: int) -> bytes:
         assert self._client.batch_get_into([key], [self._address], [num_bytes]) == [num_bytes]
         return self._map[:num_bytes]
