@@ -38,15 +38,10 @@ class Writer:
     def _parameter(self, name: str) -> torch.nn.Parameter:
         return dict(self.model_runner.get_model().named_parameters())[name]
 
-    def scale_in_place(self, name: str, factor: float, rank: int | None = None) -> None:
+    def scale_in_place(self, name: str, factor: float) -> None:
         """As delta pushes do: straight into a parameter."""
-        if rank in (None, self.rank):
-            with torch.no_grad():
-                self._parameter(name).mul_(factor)
-
-    def change_one(self, name: str, index: int) -> None:
-        """The lowest bit of one element; the same call takes it back."""
-        self._parameter(name).data.view(torch.int32).view(-1)[index] ^= 1
+        with torch.no_grad():
+            self._parameter(name).mul_(factor)
 
     def half_a_push(self, path: str) -> None:
         """The embedding of other weights, then the trainer is gone."""
@@ -67,7 +62,7 @@ class Writer:
         self.model_runner.get_model().register_forward_pre_hook(wait)
 
     def write_later(self, folder: str, rank: int | None = None) -> None:
-        """From now on a file `NAME` in `folder` with a factor in it scales that parameter, once; `NAME.swap` swaps its storage."""
+        """From now on a file `NAME` in `folder` with a factor in it scales that parameter, once."""
         if rank in (None, self.rank):
             threading.Thread(target=self._listen, args=(Path(folder),), daemon=True).start()
 
@@ -75,11 +70,7 @@ class Writer:
         while True:
             for order in folder.glob("*.order"):
                 factor = float(order.read_text() or "0")
-                parameter = self._parameter(order.name.removesuffix(".order").removesuffix(".swap"))
                 with torch.no_grad():
-                    if order.name.endswith(".swap.order"):
-                        parameter.data = parameter.data.clone() * factor
-                    else:
-                        parameter.mul_(factor)
+                    self._parameter(order.name.removesuffix(".order")).mul_(factor)
                 order.rename(order.with_suffix(".done"))
             time.sleep(0.001)

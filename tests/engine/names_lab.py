@@ -18,10 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from safetensors.torch import load_file, save_file
 
-from hack.engine_api import EngineError
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
@@ -51,7 +49,6 @@ SLOW_SECONDS = 0.005
 MAX_PREFIXES = 4
 FLIPPED = "model.layers.0.self_attn.k_norm.weight"
 """Times -1: every key of the first layer points the other way, and doing it again takes it back, bit by bit."""
-EMBEDDING = "model.embed_tokens.weight"
 SEEN = re.compile(r"EpochKV: weights ([0-9a-f]+), seen")
 LEASE_SECONDS = 60.0
 
@@ -192,13 +189,12 @@ class Orders:
         folder.mkdir()
         rpc(engine, "write_later", folder=str(folder), rank=rank)
 
-    def __call__(self, name: str, factor: float, *, swap: bool = False) -> None:
-        """Scale the parameter; `swap`: in another storage, which takes its place. Returns when it is done."""
-        stem = f"{name}{'.swap' if swap else ''}"
-        order = self._folder / f"{stem}.order"
+    def __call__(self, name: str, factor: float) -> None:
+        """Scale the parameter. Returns when it is done."""
+        order = self._folder / f"{name}.order"
         (self._folder / "new").write_text(str(factor))
         (self._folder / "new").rename(order)
-        eventually(lambda: not order.exists(), f"{stem} is written")
+        eventually(lambda: not order.exists(), f"{name} is written")
 
 
 def rpc(engine: Engine, method: str, **arguments: Any) -> None:
@@ -273,12 +269,6 @@ class Lab:
         for engine in engines or (self.a, self.b):
             if self._held[engine.name] != model:
                 self.push(engine, model)
-
-    def half_a_push(self, engine: Engine, model: Path) -> None:
-        """The embedding of these weights alone; the call fails."""
-        self._held[engine.name] = None
-        with pytest.raises(EngineError, match="HTTP 500"):
-            rpc(engine, "half_a_push", path=str(model))
 
     @contextmanager
     def written(self, engine: Engine) -> Iterator[None]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hack.standalone.mooncake import Mooncake
-from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check
-from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Streams, derive, open_pool, rpc
+from tests.engine.conftest import Prompts, Reference, Weights
+from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Streams, derive, open_pool
 from tests.engine.server_nursery import ServerNursery
 
 pytestmark = pytest.mark.slow
@@ -63,35 +63,6 @@ def forget(lab: Lab) -> None:
     """Have B fill its GPU blocks with other prompts."""
     for _ in range(NUM_FILLING):
         lab.b.complete(lab.prompts(), 1)
-
-
-def test_pushes_and_what_they_miss(lab: Lab, weights: Weights) -> None:
-    lab.have(weights.base)
-    old = lab.share(weights.base)
-    lab.push(lab.a, weights.new)
-    check(lab.a.complete(old), 0, lab.reference(old, weights.new))
-    lab.apart(lab.a, weights.new, lab.b, weights.base)
-    lab.push(lab.b, weights.new)
-    lab.share(weights.new)
-    lab.push(lab.a, weights.base)
-    check(lab.a.complete(old), CACHED, lab.reference(old, weights.base))
-    assert whole(lab) > 0
-
-
-def test_a_call_writes_on_one_rank_alone(lab: Lab, weights: Weights, skewed: Path, prompts: Prompts) -> None:
-    lab.have(weights.base)
-    old = lab.share(weights.base)
-    with lab.written(lab.a):
-        with Streams(lab.a, [prompts(OPENING) for _ in range(3)]) as streams:
-            streams.arrive(20)
-            rpc(lab.a, "scale_in_place", name=FLIPPED, factor=-1.0, rank=1)
-            streams.move_on(BLOCK_TOKENS + 10)
-        check(lab.a.complete(old), 0, lab.reference(old, skewed))
-        lab.all_right(streams.prefixes(), (lab.a, skewed), (lab.b, weights.base))
-        lab.apart(lab.a, skewed, lab.b, weights.base)
-        rpc(lab.a, "scale_in_place", name=FLIPPED, factor=-1.0, rank=1)
-    check(lab.a.complete(old), CACHED, lab.reference(old, weights.base))
-    lab.share(weights.base)
 
 
 def test_one_rank_is_written_to_past_vllm_in_the_middle_of_requests(lab: Lab, weights: Weights, skewed: Path, prompts: Prompts) -> None:
