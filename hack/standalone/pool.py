@@ -16,12 +16,10 @@ from typing import Any, Self, TypeVar
 
 from epochkv_fence.mooncake_admin import StoreAdmin
 from epochkv_fence.protocol.pool import PoolSnapshot
-from epochkv_fence.standalone.credentials import retire_previous, rotate_keys
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.waiting import eventually
 
 T = TypeVar("T")
-GRACE_SECONDS = 3600.0
 
 
 def transfer_config(
@@ -102,16 +100,6 @@ class Pool:
         """Change fields of the pool's `PoolConfig` under the running hub, as an owner who edits the spec does."""
         self._changes.update(changes)
         self._call(lambda: self._running().configure(**changes))
-
-    def rotate_keys(self) -> None:
-        """Give the pool a new client key; the one before is accepted as well, until `forget_old_keys`."""
-        rotate_keys(self._state, GRACE_SECONDS)
-        self._wait(lambda: len(self._running().accepted_keys) == 2, 30.0, "two keys accepted")
-
-    def forget_old_keys(self) -> None:
-        """Accept the newest client key alone."""
-        retire_previous(self._state)
-        self._wait(lambda: len(self._running().accepted_keys) == 1, 30.0, "one key accepted")
 
     def connection(self) -> dict[str, Any]:
         """What a client needs to know."""

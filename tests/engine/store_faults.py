@@ -6,7 +6,8 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -135,9 +136,19 @@ class FaultyPair:
 
     @contextmanager
     def asks_for_a_load(self, prompt: Sequence[int]) -> Iterator[Future[Answer]]:
-        """B is asked for a prompt that the store holds; from the moment when its load asks the master where the bytes are."""
-        begun = threading.Event()
-        self.relay.watch = Ambush(lambda _: begun.set())
+        """B is asked for a prompt that the store holds; from the moment when its load asks the master where the bytes are.
+
+        B's client names a block to the master first to ask whether it is there, so the second time is the load.
+        """
+        begun, named, lock = threading.Event(), Counter[bytes](), threading.Lock()
+
+        def watch(chunk: bytes) -> None:
+            with lock:
+                named.update(set(KEY.findall(chunk)))
+                if max(named.values(), default=0) > 1:
+                    begun.set()
+
+        self.relay.watch = watch
         try:
             with ThreadPoolExecutor(1) as thread:
                 asked = thread.submit(self.b.complete, prompt)
@@ -145,10 +156,6 @@ class FaultyPair:
                 yield asked
         finally:
             self.relay.watch = None
-
-    def rob(self, keys: Sequence[str]) -> list[str]:
-        """Remove objects by force, as somebody else may; those that were there."""
-        return [key for key in keys if self.raw.remove(key)]
 
     def total(self, engine: Engine, *names: str) -> float:
         """Sum of the connector's counters and gauges of these names, none older than this call."""
@@ -174,29 +181,6 @@ class FaultyPair:
             with suppress(Exception):
                 self._raw.close()
         self._stack.close()
-
-
-class Ambush:
-    """Strikes between a lookup and the load that follows it, as nobody can from outside by chance.
-
-    B's client names a block to the master first to ask whether it is there, then to load it, so the second time that a
-    key passes the relay is the load. `strike` is called with the keys of that call before the master hears of it.
-    """
-
-    def __init__(self, strike: Callable[[list[str]], None]) -> None:
-        self._strike = strike
-        self._named: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, chunk: bytes) -> None:
-        """`Relay.watch`."""
-        keys = dict.fromkeys(match.decode() for match in KEY.findall(chunk))
-        with self._lock:
-            for key in keys:
-                self._named[key] = self._named.get(key, 0) + 1
-            doomed = [key for key in keys if self._named[key] == 2]
-        if doomed:
-            self._strike(doomed)
 
 
 def of_another_codec(value: bytes, version: int) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 from epochkv_fence import client
 from hack.models import Shape
 from hack.waiting import eventually
-from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, Pair, Prompts, Reference, Weights, check, settled_keys
+from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, Pair, Prompts, Reference, settled_keys
 from tests.support.store import parse_key
 
 SHAPE = Shape()
@@ -47,12 +47,6 @@ def put_starts(pair: Pair) -> float:
 def old_keys(pair: Pair, below: int) -> list[str]:
     names = pair.mooncake.keys()
     return [name for name in names if "/e" in name and parse_key(name).epoch < below]
-
-
-def keys_by_weights(pair: Pair) -> set[str]:
-    """The weights after which something in the store is named, as names show them."""
-    names = pair.mooncake.keys()
-    return {parse_key(name).weights for name in names if "/e" in name}
 
 
 def test_a_wipe_waits_for_nobody_and_leaves_nothing_old(pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference) -> None:
@@ -105,22 +99,3 @@ def test_old_names_are_removed_and_so_are_puts_that_land_behind_the_sweep(
     assert after.reclaimed_bytes - before.reclaimed_bytes == removed * OBJECT_BYTES
     pair.check_sharing(prompt, reference(prompt, pair.model))
     assert pair.b.complete(prompt).cached == CACHED
-
-
-@pytest.mark.slow
-def test_names_of_weights_that_nobody_holds_any_more_are_removed(
-    pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights
-) -> None:
-    pair.pool.configure(weights_grace_seconds=0.0)  # which means a lease and its margin
-    pair.save_through_a(prompts())
-    epoch, old = trainer.status().target, keys_by_weights(pair)
-    with trainer.weight_update(timeout_s=60):
-        pair.push(weights.after(pair.model))
-    prompt = prompts()
-    pair.save_through_a(prompt)
-    (current,) = keys_by_weights(pair) - old
-    eventually(lambda: keys_by_weights(pair) == {current}, "no name of older weights is left", 60.0)
-    pair.pool.configure(weights_grace_seconds=600.0)
-    assert trainer.status().target == epoch, "they are names of the same epoch"
-    answer = pair.b.complete(prompt)
-    check(answer, CACHED, reference(prompt, pair.model))

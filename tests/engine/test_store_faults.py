@@ -17,10 +17,9 @@ import pytest
 from epochkv_connector.naming.identity import CODEC_VERSION
 from hack.engine_api import EngineError
 from hack.models import Shape
-from hack.waiting import eventually
 from tests.engine.conftest import CACHED, Prompts, Reference, Weights
 from tests.engine.server_nursery import ServerNursery
-from tests.engine.store_faults import HUNG_SECONDS, Ambush, FaultyPair, of_another_codec
+from tests.engine.store_faults import HUNG_SECONDS, FaultyPair, of_another_codec
 
 SHAPE = Shape()
 OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4 * 128 * SHAPE.layers + 256
@@ -59,24 +58,6 @@ def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) 
     assert pair.total(pair.b, "loads_paused") == 0
 
 
-@pytest.mark.slow
-def test_a_frozen_master_opens_the_breakers(pair: FaultyPair) -> None:
-    prompt, _ = pair.saved()
-    before = pair.total(pair.a, "store_breaker_opened")
-    late = pair.total(pair.b, "queries_late", "queries_failed")
-    pair.master.freeze()
-    try:
-        assert pair.ask(pair.b, prompt).cached == 0
-        pair.ask(pair.a, pair.prompts())  # A puts
-        pair.grows(pair.a, before, "store_breaker_opened", seconds=30.0)
-        pair.grows(pair.b, late, "queries_late", "queries_failed")
-        eventually(lambda: pair.total(pair.a, "store_breaker_open") == 1, "A's breaker is open")
-    finally:
-        pair.master.thaw()
-    pair.shares()
-    eventually(lambda: pair.total(pair.a, "store_breaker_open") == 0, "A's breaker is closed")
-
-
 def test_a_killed_master_comes_back_empty(pair: FaultyPair) -> None:
     prompt, _ = pair.saved()
     before = pair.total(pair.a, "store_breaker_opened")
@@ -113,37 +94,6 @@ def test_foreign_bytes_under_our_keys_are_never_used(pair: FaultyPair) -> None:
             pair.raw.put(key, others[key] if lie is None else lie(value))
         assert pair.ask(pair.b, prompt).cached == 0, f"B used an object with {counter}"
         pair.grows(pair.b, before, name)
-    pair.shares()
-
-
-def test_a_key_that_goes_between_lookup_and_load_is_a_miss(pair: FaultyPair) -> None:
-    prompt, keys = pair.saved()
-    before = pair.total(pair.b, "load_failed_store_absent")
-    stolen: list[str] = []
-
-    def strike(doomed: list[str]) -> None:
-        stolen.extend(pair.rob(doomed))
-
-    pair.relay.watch = Ambush(strike)
-    try:
-        assert pair.ask(pair.b, prompt).cached == 0
-    finally:
-        pair.relay.watch = None
-    assert stolen
-    assert set(stolen) <= keys
-    pair.grows(pair.b, before, "load_failed_store_absent")
-    pair.shares()
-
-
-def test_a_cut_line_to_the_master_is_found_again(pair: FaultyPair) -> None:
-    prompt, _ = pair.saved()
-    before = pair.total(pair.b, "queries_failed", "queries_late")
-    assert pair.relay.cut() > 0
-    try:
-        assert pair.ask(pair.b, prompt).cached == 0
-        pair.grows(pair.b, before, "queries_failed", "queries_late")
-    finally:
-        pair.relay.mend()
     pair.shares()
 
 

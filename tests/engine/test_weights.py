@@ -7,8 +7,7 @@ tests share two engines and leave both with the same weights.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 
 import pytest
 
@@ -63,37 +62,18 @@ def test_an_engine_that_a_push_missed_is_named_until_it_has_the_weights(pair: Pa
     assert pair.pool.snapshot().diverged == []
 
 
-@contextmanager
-def serving(pair: Pair, prompt: list[int]) -> Iterator[None]:
-    """Requests to both engines until the end."""
-    with Traffic(pair.both, [prompt]) as traffic:
-        traffic.go_on(1)
-        yield
-
-
-@contextmanager
-def paused(pair: Pair, _: list[int]) -> Iterator[None]:
-    """Both engines under a pause that clears nothing."""
-    for engine in pair.both:
-        engine.pause("abort", clear_cache=False)
-    yield
-    for engine in pair.both:
-        engine.resume()
-
-
-@pytest.mark.parametrize("way", [serving, pytest.param(paused, marks=pytest.mark.slow)])
-def test_engines_look_by_themselves_and_soon_whatever_they_do(
-    pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights,
-    way: Callable[[Pair, list[int]], AbstractContextManager[None]],
-) -> None:  # fmt: skip
+def test_engines_that_serve_look_by_themselves_and_soon(
+    pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights
+) -> None:
     """The push knows nothing of the pool; whoever wants to know asks when it has returned."""
     (before,) = trainer.weights().groups
     prompt = prompts()
-    with way(pair, prompt):
+    with Traffic(pair.both, [prompt]) as traffic:
+        traffic.go_on(1)
         pair.push(weights.after(pair.model))
-        found = trainer.wait_weights(timeout_s=60, label=way.__name__, other_than={before.id})
+        found = trainer.wait_weights(timeout_s=60, label="served", other_than={before.id})
     (group,) = found.groups
-    assert (group.label, group.engines) == (way.__name__, (pair.a.name, pair.b.name))
+    assert (group.label, group.engines) == ("served", (pair.a.name, pair.b.name))
     answer = pair.b.complete(prompt)
     check(answer, answer.cached, reference(prompt, pair.model))
     other = prompts()
