@@ -23,8 +23,6 @@ _REASONS = {
     **{403: "Forbidden", 409: "Conflict", 410: "Expired", 422: "Invalid", 429: "TooManyRequests"},
     **{500: "InternalError", 503: "ServiceUnavailable"},
 }
-WATCH = "WATCH"
-"""Method under which a request to watch is asked about."""
 NO_ANSWER, CUT, LATE = 0, -1, -2
 """Instead of a status: nothing comes until the client goes away; the connection is closed; the API server's own answer, late."""
 

@@ -148,36 +148,22 @@ def test_a_pool_settles(clean: Cluster, spec: str) -> None:
     assert len(verdicts) == (2 if has_store else 0)
 
 
-@pytest.mark.parametrize("spec", ENGINE_SPECS)
+MODELS: dict[str, Json] = {
+    "claim": {"volume": {"claimName": "models", "path": "qwen"}},
+    "cache": {"cache": {"claimName": "hub"}},
+    "image": {"volume": {"image": {"reference": "registry.example/qwen:1", "pullPolicy": "Never"}}},
+}
+USERS = ENGINE_SPECS | {f"model-in-{name}": {"model": {"name": "tiny", **model}} for name, model in MODELS.items()}
+
+
+@pytest.mark.parametrize("spec", USERS)
 def test_an_engine_settles(clean: Cluster, spec: str) -> None:
-    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"])) if spec != "no-pool" else None
-    engine = parse_engine(clean.create("InferenceEngine", "rollout", ENGINE_SPECS[spec]))
+    pool = parse_pool(clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"])) if spec in ("minimal", "full") else None
+    engine = parse_engine(clean.create("InferenceEngine", "rollout", USERS[spec]))
     clean.execute(plan_engine(engine, pool, Observed(clean.children()), CONTEXT))
     children = clean.settled_children("Deployment", "rollout")
     assert plan_engine(engine, pool, Observed(children), CONTEXT) == Plan()
     assert [status for status, _ in admit_pods(clean, children)] == [201]
-
-
-def test_plans_follow_a_changing_pool(clean: Cluster) -> None:
-    """L1 and L2, then L1 alone, then both again; children of the engine stay what they are."""
-    live = clean.create("KVCachePool", "policy", POOL_SPECS["l1-l2"])
-    engine = parse_engine(clean.create("InferenceEngine", "rollout", ENGINE_SPECS["minimal"]))
-    generations = []
-    for distributed in (POOL_SPECS["l1-l2"]["distributed"], None, POOL_SPECS["l1-l2"]["distributed"]):
-        body = {"spec": {"distributed": distributed}}
-        status, live = clean.request("PATCH", f"{clean.collection('KVCachePool')}/policy", body, "application/merge-patch+json")
-        assert status == 200, live
-        pool = parse_pool(live)
-        clean.execute(plan_pool(pool, Observed(clean.children()), CONTEXT))
-        clean.execute(plan_engine(engine, pool, Observed(clean.children()), CONTEXT))
-        children = clean.children()
-        assert plan_pool(pool, Observed(children), CONTEXT) == Plan()
-        assert plan_engine(engine, pool, Observed(children), CONTEXT) == Plan()
-        stores = [child for child in children if child["kind"] == "StatefulSet"]
-        assert len(stores) == (1 if distributed else 0)
-        deployment = next(child for child in children if (child["kind"], child["metadata"]["name"]) == ("Deployment", "rollout"))
-        generations.append(deployment["metadata"]["generation"])
-    assert generations[0] < generations[1] < generations[2]  # each change of tiers rolls the engines
 
 
 def test_statuses_fit_the_schema(clean: Cluster) -> None:

@@ -227,19 +227,6 @@ def test_each_fault_is_named_with_what_mends_it(world: World) -> None:
     assert [one for one in findings if one["level"] != "ok"] == []
 
 
-def test_an_engine_that_stalls_is_named_with_its_pod(world: World) -> None:
-    world.engine.hold.set()
-    try:
-        target = world.space.status("policy")["targetEpoch"] + 1
-        world.space.bump("policy", target)
-        eventually(lambda: world.space.status("policy").get("epoch") == target, "its lease is over", 30)
-        _, findings = world.doctor()
-    finally:
-        world.engine.hold.clear()
-    behind = [one for one in findings if one["check"] == "conditions" and one["about"] == f"engine {HOME}/rollout"]
-    assert any("EpochCurrent=False for" in one["text"] and world.engine_pod() in one["text"] for one in behind)
-
-
 def test_who_may_not_look_is_told_so_check_by_check(world: World) -> None:
     config = world.plane.kubeconfig_for("somebody", ("system:authenticated",))
     status, findings = world.doctor(kubeconfig=config)

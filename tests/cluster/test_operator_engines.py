@@ -1,4 +1,4 @@
-"""Engines on a real API server, with the real Deployment controller: how they are replaced, what their pods are given, what goes wrong.
+"""Engines on a real API server, with the real Deployment controller: how they are replaced, and what goes wrong.
 
 No node runs the pods; the tests write what a kubelet would.
 """
@@ -15,36 +15,13 @@ Json = dict[str, Any]
 PODS = "/api/v1/namespaces/{}/pods"
 ENGINE: Json = {"model": {"name": "tiny"}, "replicas": 3}
 OURS = "?labelSelector=app.kubernetes.io/managed-by%3Depochkv-operator"
-PRIORITIES = "/apis/scheduling.k8s.io/v1/priorityclasses"
-RESTRICTED = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
-#: What platform teams give to pods, and where it must arrive.
-TEMPLATE: Json = {
-    "metadata": {"labels": {"team": "rl"}, "annotations": {"cost": "a"}},
-    "spec": {
-        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
-            {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]}]}}},
-        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-        "priorityClassName": "inference",
-        "imagePullSecrets": [{"name": "registry"}],
-        "runtimeClassName": None,
-        "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
-        "volumes": [{"name": "extra", "configMap": {"name": "extra", "optional": True}}],
-    },
-}  # fmt: skip
 
 
-def template_for(container: str) -> Json:
-    mount = {"name": "extra", "mountPath": "/extra"}
-    changed = {"name": container, "env": [{"name": "EXTRA", "value": "1"}], "volumeMounts": [mount]}
-    return {**TEMPLATE, "spec": {**TEMPLATE["spec"], "containers": [changed, {"name": "sidecar", "image": "sidecar:1"}]}}
-
-
-def pods_of(space: Namespace, component: str = "engine") -> list[Json]:
+def pods_of(space: Namespace) -> list[Json]:
     """Pods that are not going, oldest first."""
     items = space.request("GET", PODS.format(space.name) + OURS)["items"]
-    mine = [pod for pod in items if pod["metadata"]["labels"]["app.kubernetes.io/component"] == component]
     return sorted(
-        (pod for pod in mine if not pod["metadata"].get("deletionTimestamp")),
+        (pod for pod in items if not pod["metadata"].get("deletionTimestamp")),
         key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]),
     )
 
@@ -109,53 +86,3 @@ def test_a_rollout_from_its_start_to_its_end(namespace: Namespace, operator: Ope
     namespace.patch(ENGINES, "rollout", {"spec": {"image": "a:1"}})
     eventually(lambda: serve(namespace) or progress(namespace) == ("True", "RolledOut"), f"back; log:\n{operator.tail()}")
     assert not new()
-
-
-def test_what_platform_teams_give_to_pods_arrives(namespace: Namespace, operator: OperatorProcess) -> None:
-    """In the pods themselves, past admission: affinity, tolerations, priority, pull secrets, environment, volumes, sidecars."""
-    space = namespace
-    space.patch("/api/v1/namespaces", space.name, RESTRICTED)
-    space.request("POST", PRIORITIES, {"metadata": {"name": "inference"}, "value": 1000})
-    store = {"segmentSize": "64Mi", "template": template_for("store")}
-    space.create_pool("policy", distributed={"mooncake": {"master": {"template": template_for("master")}, "store": store}})
-    space.create_engine("rollout", model={"name": "tiny"}, poolRef={"name": "policy"}, template=template_for("engine"))
-    for component in ("engine", "master", "store"):
-        [pod] = eventually(lambda c=component: pods_of(space, c), f"a pod of the {component}; log:\n{operator.tail()}", 60)
-        spec, made = pod["spec"], {container["name"]: container for container in pod["spec"]["containers"]}
-        wanted = TEMPLATE["spec"]
-        assert spec["affinity"] == wanted["affinity"]
-        assert wanted["tolerations"][0] in spec["tolerations"]
-        assert (spec["priorityClassName"], spec["priority"]) == ("inference", 1000)
-        assert spec["imagePullSecrets"] == wanted["imagePullSecrets"]
-        assert spec["topologySpreadConstraints"][0]["topologyKey"] == "zone"
-        assert pod["metadata"]["labels"]["team"] == "rl"
-        assert pod["metadata"]["annotations"]["cost"] == "a"
-        assert {"name": "EXTRA", "value": "1"} in made[component]["env"]
-        assert "/extra" in [mount["mountPath"] for mount in made[component]["volumeMounts"]]
-        assert "extra" in [volume["name"] for volume in spec["volumes"]]
-        assert made["sidecar"]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    budgets = {"rollout", "policy-master", "policy-store"}
-    eventually(lambda: space.names("poddisruptionbudgets") == budgets, f"budgets; log:\n{operator.tail()}")
-
-
-IN_AN_IMAGE: Json = {"name": "tiny", "volume": {"image": {"reference": "registry.example/qwen:1", "pullPolicy": "Never"}}}
-
-
-def test_models_in_volumes(namespace: Namespace, operator: OperatorProcess) -> None:
-    """Claims and images are admitted under `restricted`."""
-    namespace.patch("/api/v1/namespaces", namespace.name, RESTRICTED)
-    models = {"volume": {"claimName": "claim", "path": "qwen"}, "cache": {"claimName": "claim"}}
-    for kind, source in models.items():
-        namespace.create_engine(kind, model={"name": "tiny", kind: source})
-    namespace.create_engine("image", model=IN_AN_IMAGE)
-    eventually(lambda: len(pods_of(namespace)) == 3, f"pods; log:\n{operator.tail()}")
-    found = {pod["metadata"]["labels"]["epochkv.io/engine"]: pod["spec"] for pod in pods_of(namespace)}
-    for kind, path in (("volume", "/models"), ("cache", "/cache")):
-        volume = next(item for item in found[kind]["volumes"] if "persistentVolumeClaim" in item)
-        assert volume["persistentVolumeClaim"]["claimName"] == "claim"
-        mounts = {mount["name"]: mount["mountPath"] for mount in found[kind]["containers"][0]["volumeMounts"]}
-        assert mounts[volume["name"]] == path
-    [volume] = [item for item in found["image"]["volumes"] if "image" in item]
-    assert volume["image"] == {"reference": "registry.example/qwen:1", "pullPolicy": "Never"}
-    mount = next(item for item in found["image"]["containers"][0]["volumeMounts"] if item["name"] == volume["name"])
-    assert (mount["mountPath"], mount["readOnly"]) == ("/models", True)

@@ -80,24 +80,6 @@ def test_they_join_count_and_leave(namespace: Namespace, operator: OperatorProce
         eventually(lambda: namespace.status("policy").get("epoch") == 2, "those that left hold nothing up")
 
 
-def test_an_engine_that_was_reset_alone_brings_the_next_epoch(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
-    """Clear means clear, for the whole pool: the others go with it, and one epoch serves several that ask."""
-    with contextlib.ExitStack() as stack:
-        namespace.create_pool("policy", **POOL)
-        connection = mounted(namespace, tmp_path)
-        engines = [stack.enter_context(joined(connection, name)) for name in ("fine", "alone", "alone-too")]
-        eventually(lambda: len(external(namespace)) == 3, f"joined; log:\n{operator.tail()}")
-        for engine in engines[1:]:
-            engine.reset_at = 0
-            engine.agent.propose(1)
-        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-        status = eventually(
-            lambda: s if (s := namespace.status("policy")).get("reset", {}).get("completionTime") else None, "the reset reported"
-        )
-        assert (status["targetEpoch"], status["reset"]["origin"]) == (1, "Engine")
-        assert [engine.epoch for engine in engines] == [1, 1, 1]
-
-
 def test_requests_of_an_older_epoch_are_counted_until_they_end(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
     namespace.create_pool("policy", **POOL)
     with joined(mounted(namespace, tmp_path), "ray") as engine:
@@ -112,22 +94,6 @@ def test_requests_of_an_older_epoch_are_counted_until_they_end(namespace: Namesp
         eventually(lambda: operator.metric("epochkv_pool_old_epoch_requests") == 5, "metric")
         engine.running = 0
         eventually(lambda: condition(namespace.status("policy"), "Drained").get("status") == "True", f"drained\n{operator.tail()}")
-
-
-def test_a_pod_of_an_inference_engine_is_not_external(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
-    namespace.create_pool("policy", **POOL)
-    labels = {
-        "app.kubernetes.io/managed-by": "epochkv-operator",
-        "epochkv.io/engine": "rollout",
-        "epochkv.io/pool": "policy",
-        "app.kubernetes.io/component": "engine",
-    }
-    pod = {"metadata": {"name": "rollout-0", "labels": labels}, "spec": {"containers": [{"name": "engine", "image": "none"}]}}
-    namespace.request("POST", f"/api/v1/namespaces/{namespace.name}/pods", pod)
-    connection = mounted(namespace, tmp_path)
-    with joined(connection, "rollout", pod="rollout-0"), joined(connection, "ray", pod="ray-head"):
-        eventually(lambda: set(external(namespace)) == {"ray-head"}, f"one of the two; log:\n{operator.tail()}")
-        assert namespace.status("policy")["engines"]["total"] == 2
 
 
 def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
@@ -189,6 +155,7 @@ def test_an_engine_of_a_deleted_pool_raises_no_epoch_of_the_next(namespace: Name
     old = namespace.create_pool("policy", resetEpoch=7, **POOL)
     with joined(mounted(namespace, tmp_path), "survivor") as survivor:
         eventually(lambda: survivor.epoch == 7 and survivor.leased, f"epoch 7; log:\n{operator.tail()}")
+        root = Connection.load(tmp_path).root_secret()
         namespace.delete(POOLS, "policy")
         eventually(lambda: namespace.pool("policy") is None, "the pool is gone")
         new = namespace.create_pool("policy", **POOL)
@@ -198,7 +165,7 @@ def test_an_engine_of_a_deleted_pool_raises_no_epoch_of_the_next(namespace: Name
             return secret is not None and secret["metadata"]["ownerReferences"][0]["uid"] == new["metadata"]["uid"]
 
         eventually(renewed, f"a Secret of the new pool; log:\n{operator.tail()}")
-        mounted(namespace, tmp_path)
+        assert mounted(namespace, tmp_path).root_secret() != root
         eventually(lambda: survivor.agent.counters["key_changes"] > 0, f"it has the new keys; log:\n{operator.tail()}", 60)
         eventually(lambda: not survivor.leased, f"its old pool's lease is over; log:\n{operator.tail()}")
         before = survivor.agent.counters["refused_by_hub"]

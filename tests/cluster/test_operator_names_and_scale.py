@@ -7,7 +7,7 @@ import subprocess
 from typing import Any
 
 from hack.waiting import eventually
-from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, POOLS, Namespace, OperatorProcess, condition
 
 L1 = {"local": {"capacity": "64Mi"}}
 L2 = {"distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}}}
@@ -33,20 +33,6 @@ def replicas_of(space: Namespace, deployment: str) -> int | None:
 def poke(space: Namespace, collection: str, name: str) -> None:
     """Have an object looked at now rather than at the next round."""
     space.patch(collection, name, {"metadata": {"annotations": {"poked": "yes"}}})
-
-
-def test_an_engine_named_like_a_master_takes_nothing_from_the_pool(namespace: Namespace, operator: OperatorProcess) -> None:
-    pool = namespace.create_pool("policy", **L2)
-    eventually(lambda: namespace.get(CHILDREN["services"], "policy-master"), f"master made; log:\n{operator.tail()}")
-    namespace.create_engine("policy-master", **ENGINE)
-    refused = eventually(lambda: ready(namespace.engine_status("policy-master"), "NameConflict"), f"a condition; log:\n{operator.tail()}")
-    assert refused["status"] == "False"
-    assert refused["message"].endswith(f"{namespace.name}/policy-master belongs to KVCachePool policy: rename one of the two")
-    master = namespace.get(CHILDREN["deployments"], "policy-master")
-    assert master is not None
-    assert [owner["uid"] for owner in master["metadata"]["ownerReferences"]] == [pool["metadata"]["uid"]]
-    assert master["spec"]["template"]["spec"]["containers"][0]["name"] == "master"
-    assert "policy-master" not in namespace.names("serviceaccounts")
 
 
 def test_a_users_object_of_a_wanted_name_is_left_alone(namespace: Namespace, operator: OperatorProcess) -> None:
@@ -75,28 +61,6 @@ def test_a_child_that_lost_its_labels_is_still_the_operators(namespace: Namespac
     assert after is not None
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert not ready(namespace.status("policy"), "NameConflict")
-
-
-def test_scaling_an_engine_scales_its_pods_and_tells_the_autoscaler(namespace: Namespace, operator: OperatorProcess) -> None:
-    namespace.create_engine("rollout", **ENGINE)
-    eventually(lambda: replicas_of(namespace, "rollout") == 2, f"made; log:\n{operator.tail()}")
-    scale(namespace, "ie/rollout", 5)
-    eventually(lambda: replicas_of(namespace, "rollout") == 5, f"scaled up; log:\n{operator.tail()}")
-    scale(namespace, "ie/rollout", 0)
-    eventually(lambda: condition(namespace.engine_status("rollout"), "Available").get("reason") == "ScaledToZero", "scaled to zero")
-    status = namespace.engine_status("rollout")
-    ready, available = condition(status, "Ready"), condition(status, "Available")
-    assert (ready["status"], ready["reason"], available["status"]) == ("True", "ScaledToZero", "False"), "nothing serves"
-    assert "no pod runs, and none serves" in ready["message"]
-    scale(namespace, "ie/rollout", 1)
-
-    def seen() -> dict[str, Any] | None:
-        answer: dict[str, Any] = namespace.request("GET", f"{ENGINES.format(namespace.name)}/rollout/scale")
-        return answer if answer["status"].get("replicas") == 1 else None
-
-    # What an autoscaler reads: pods that exist, and how to find them.
-    status = eventually(seen, f"one pod in the scale subresource; log:\n{operator.tail()}")["status"]
-    assert status["selector"] == "app.kubernetes.io/component=engine,epochkv.io/engine=rollout"
 
 
 def test_a_count_set_on_the_deployment_itself_is_left_alone_and_said(namespace: Namespace, operator: OperatorProcess) -> None:

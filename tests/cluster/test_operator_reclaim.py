@@ -1,10 +1,16 @@
-"""Old KV leaves the store: wiped or swept after publication, or left; with a real Mooncake and with engines that answer."""
+"""Old KV leaves the store: wiped or swept after publication, or left; with a real Mooncake and with engines that answer.
+
+There is no kubelet in this layer: a Pod object says where the master is.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +19,14 @@ from hack.loopback import port_open
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, POOLS, Namespace, OperatorProcess, condition
-from tests.cluster.store_processes import announce, pool_store, put
+from tests.cluster.operator_harness import CHILDREN, POOLS, ROOT, Namespace, OperatorProcess, condition
+
+ENGINE = Path(os.environ.get("EPOCHKV_PYTHON_ENGINE") or ROOT / ".build/venv-engine/bin/python")
+ADMIN_PORT = 9003
+"""Where the operator looks for it: a master has its pod's address for itself."""
+CLIENT_TTL_SECONDS = 600
+"""A master forgets a store, with every key in it, that it has not heard from for so long. Longer than any test stops one: a
+master that is continued looks at its clock before it reads the pings that wait in its sockets."""
 
 
 def pool_spec(policy: str) -> dict[str, Any]:
@@ -24,9 +36,38 @@ def pool_spec(policy: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
-    with pool_store(tmp_path_factory.mktemp("mooncake"), f"127.9.{os.getpid() % 250 + 1}.1") as store:
+    with Mooncake(
+        tmp_path_factory.mktemp("mooncake"),
+        segment_bytes=64 << 20,
+        lease_seconds=0.5,
+        client_ttl_seconds=CLIENT_TTL_SECONDS,
+        host=f"127.9.{os.getpid() % 250 + 1}.1",
+        admin_port=ADMIN_PORT,
+        python=ENGINE,
+    ) as store:
         store.stores[0].wait_until(lambda: port_open(store.store_ports[0]), 60, "accepting connections")
         yield store
+
+
+def put(store: Mooncake, count: int) -> None:
+    """Put `count` keys of 4096 bytes, as an engine of an older epoch would have."""
+    for number in range(count):
+        body = json.dumps({"key": f"kv/0/{number}", "value": "x" * 4096}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{store.store_ports[0]}/api/put", body, {"Content-Type": "application/json"})
+        request.method = "PUT"
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.status == 200
+
+
+def announce(space: Namespace, store: Mooncake) -> None:
+    """The master's pod, as a kubelet would report it."""
+    app = "app.kubernetes.io"
+    labels = {f"{app}/managed-by": "epochkv-operator", f"{app}/component": "master", "epochkv.io/pool": "policy"}
+    pods = "/api/v1/namespaces/{}/pods"
+    space.create(pods, {"metadata": {"name": "master", "labels": labels}, "spec": {"containers": [{"name": "master", "image": "none"}]}})
+    ready = [{"type": "Ready", "status": "True"}]
+    status = {"phase": "Running", "podIP": store.host, "podIPs": [{"ip": store.host}], "conditions": ready}
+    space.patch(pods, "master", {"status": status}, "/status")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +90,7 @@ def served(operator: OperatorProcess, space: Namespace, store: Mooncake, policy:
     """A pool whose store holds `keys` keys, with the operator leading it."""
     operator.wait_ready()
     space.create_pool("policy", **pool_spec(policy))
-    announce(space, "policy", store)
+    announce(space, store)
     put(store, keys)
     assert len(store.keys()) == keys
     eventually(lambda: "targetEpoch" in space.status("policy"), f"served; log:\n{operator.tail()}")

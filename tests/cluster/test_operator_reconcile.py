@@ -164,32 +164,6 @@ def test_a_port_that_somebody_renumbered_is_put_right(
     eventually(lambda: condition(state(owner), "Ready").get("reason") != "ApplyRefused", f"applied; log:\n{operator.tail()}")
 
 
-def test_a_recreated_pool_gets_new_keys_and_starts_at_zero(namespace: Namespace, operator: OperatorProcess) -> None:
-    namespace.create_pool("policy", resetEpoch=5, **L1_AND_L2)
-    eventually(lambda: namespace.status("policy").get("epoch") == 5, f"epoch 5 published; log:\n{operator.tail()}")
-    old = namespace.get(CHILDREN["secrets"], "policy-fence")
-    assert old is not None
-    namespace.delete(POOLS, "policy")
-    eventually(lambda: namespace.pool("policy") is None, "pool gone")
-    pool = namespace.create_pool("policy", **L1_AND_L2)
-
-    def renewed() -> Any:
-        secret = namespace.get(CHILDREN["secrets"], "policy-fence")
-        return secret if secret and secret["metadata"]["ownerReferences"][0]["uid"] == pool["metadata"]["uid"] else None
-
-    new = eventually(renewed, f"a Secret of the new pool; log:\n{operator.tail()}")
-    assert new["data"]["root.secret"] != old["data"]["root.secret"]
-    assert new["data"]["client.pub"] != old["data"]["client.pub"]
-    eventually(lambda: namespace.status("policy").get("epoch") == 0, "the new pool starts at 0")
-
-    def adopted() -> bool:
-        master = namespace.get(CHILDREN["deployments"], "policy-master")
-        return master is not None and master["metadata"]["ownerReferences"][0]["uid"] == pool["metadata"]["uid"]
-
-    # A garbage collector that has just met the CRDs learns of the kind only in its next round, half a minute later.
-    eventually(adopted, f"objects belong to the new pool; log:\n{operator.tail()}", 120)
-
-
 def test_an_engine_whose_pool_vanishes_serves_without_cache(namespace: Namespace, operator: OperatorProcess) -> None:
     namespace.create_pool("policy", **L1_AND_L2)
     namespace.create_engine("rollout", **ENGINE)

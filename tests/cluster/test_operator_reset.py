@@ -139,50 +139,6 @@ def test_an_engine_that_holds_back_delays_publication_and_is_named(namespace: Na
         assert "laggards" not in status["reset"]
 
 
-def test_three_bumps_within_a_second_end_at_the_last(namespace: Namespace, operator: OperatorProcess) -> None:
-    namespace.create_pool("policy", **POOL)
-    with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as found, History(namespace) as history:
-        for epoch in (1, 2, 7):
-            namespace.bump("policy", epoch)
-        eventually(lambda: published(namespace, 7), f"published; log:\n{operator.tail()}")
-        assert [engine.epoch for engine in found] == [7, 7]
-        for engine in found:
-            assert engine.adopted == sorted(engine.adopted)
-        eventually(lambda: history.epochs and history.epochs[-1] == (7, 7), "seen by the watch")
-    history.assert_monotone()
-
-
-def test_an_operator_killed_after_recording_leaves_a_reset_that_the_next_one_finishes(
-    plane: ControlPlane, namespace: Namespace, tmp_path: Path
-) -> None:
-    ports: list[int] = []
-    with (
-        Service(lambda: ports[-1]) as service,
-        OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS) as first,
-    ):
-        ports.append(first.hub_port)
-        first.wait_ready()
-        namespace.create_pool("policy", **POOL)
-        with engines(service.endpoint, namespace) as found, History(namespace) as history:
-            for engine in found:
-                engine.hold.set()  # nobody acknowledges, so it cannot be published for a lease and a margin
-            namespace.bump("policy", 1)
-            eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, f"recorded; log:\n{first.tail()}")
-            first.process.kill()
-            assert first.process.popen.returncode == -9
-            assert namespace.status("policy")["epoch"] == 0
-            for engine in found:
-                engine.hold.clear()
-            with OperatorProcess(plane, namespace.name, tmp_path) as second:
-                ports.append(second.hub_port)
-                second.wait_ready()
-                eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{second.tail()}", 60)
-                eventually(lambda: all(engine.epoch == 1 for engine in found), "adopted")
-                # The epoch is written first, what is said about it right after.
-                eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "reported")
-        history.assert_monotone()
-
-
 def test_a_frozen_leader_that_wakes_up_after_a_reset_changes_nothing(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
     operators: list[OperatorProcess] = []
 

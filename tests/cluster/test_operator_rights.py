@@ -132,46 +132,6 @@ class Keys:
                         self.values |= {encoded, base64.b64decode(encoded).decode()}
 
 
-def without_policy(space: Namespace) -> set[str]:
-    """Workloads whose pods no NetworkPolicy selects."""
-    policies = space.request("GET", CHILDREN["networkpolicies"].format(space.name))["items"]
-    selectors = [policy["spec"]["podSelector"]["matchLabels"] for policy in policies if "Ingress" in policy["spec"]["policyTypes"]]
-    found = set()
-    for kind in ("deployments", "statefulsets"):
-        for workload in space.request("GET", CHILDREN[kind].format(space.name))["items"]:
-            labels = workload["spec"]["template"]["metadata"]["labels"]
-            if not any(selector.items() <= labels.items() for selector in selectors):
-                found.add(workload["metadata"]["name"])
-    return found
-
-
-def test_every_pod_that_mooncake_can_be_reached_on_has_a_network_policy(namespace: Namespace, operator: OperatorProcess) -> None:
-    """An engine without a store that the operator runs listens for its clients only, or for a store whose pods nobody knows."""
-    namespace.create_pool("policy", **POOL)
-    namespace.create_pool("alone", local={"capacity": "64Mi"})
-    for engine, pool in (("rollout", {"poolRef": {"name": "policy"}}), ("single", {"poolRef": {"name": "alone"}}), ("plain", {})):
-        namespace.create_engine(engine, model={"name": "tiny"}, **pool)
-
-    def made() -> bool:
-        return (
-            namespace.names("deployments") | namespace.names("statefulsets")
-            == {
-                "policy-master",
-                "policy-store",
-                "rollout",
-                "single",
-                "plain",
-            }
-            and len(namespace.names("networkpolicies")) == 3
-        )
-
-    eventually(made, f"all is made; log:\n{operator.tail()}")
-    assert without_policy(namespace) == {"single", "plain"}
-    namespace.patch_spec("policy", networkPolicy={"mode": "Disabled"})
-    eventually(lambda: not namespace.names("networkpolicies"), f"gone; log:\n{operator.tail()}")
-    assert "policy-master" in without_policy(namespace)
-
-
 def overtaken(space: Namespace, rights: Rights) -> bool:
     """Somebody writes to the engine all the time: a status write of the operator comes too late, and it reads the engine again."""
     for number in range(4):

@@ -37,6 +37,7 @@ def test_an_engine_that_lacks_tiers_says_so_until_it_has_them(namespace: Namespa
     with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", client_keys(secret), "rollout", pod=pod) as engine:
         eventually(lambda: reasons(namespace) == [("True", "Usable")] * 2, f"heard; log:\n{operator.tail()}")
         assert namespace.events("Usable") == [], "that it came up is no news"
+        assert not namespace.status("policy").get("externalEngines"), "it has an InferenceEngine"
         assert operator.metric("epochkv_pool_tiers_off_engines") == 0
         engine.lacks = ("LayoutUnsupported", MAMBA)
         engine.agent.poke()

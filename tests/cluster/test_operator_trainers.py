@@ -122,6 +122,7 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS))
         pool, engines = stack.enter_context(trained(first, namespace, tmp_path))
+        history = stack.enter_context(History(namespace))
         for engine in engines:
             engine.hold.set()  # nothing can be published before we say so
         if moment == "before":
@@ -155,6 +156,7 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
         status = eventually(lambda: s if (s := namespace.status("policy")).get("reset", {}).get("epoch") == 1 else None, "reported")
         assert status["reset"]["origin"] == "Trainer"
         eventually(lambda: {engine.epoch for engine in engines} == {1}, f"adopted; log:\n{second.tail()}")
+        history.assert_monotone()
 
 
 def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
@@ -180,6 +182,12 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
             f"told; log:\n{operator.tail()}",
         )
         assert "ray-1 holds 00010203 (step-1) instead of 3f2a9c1e" in said["message"]
+        engines[0].push(None, "rank 1: no answer within 10 s")
+        unknown = eventually(
+            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "Unknown" else None,
+            f"told; log:\n{operator.tail()}",
+        )
+        assert "share nothing: ray-0 (rank 1: no answer within 10 s)" in unknown["message"]
         # Back to the weights before, which keep their label over a change of operator.
         engines[0].push(second)
         assert pool.wait_weights(timeout_s=30).groups[0].label == "step-1"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.kube.client import Conflict, Invalid, KubeClient
+from epochkv_operator.kube.client import Invalid, KubeClient
 from epochkv_operator.kube.resources import ref_of
 from hack.cluster.controlplane import ControlPlane
 from tests.cluster.operator_harness import POOLS, Namespace
@@ -42,16 +42,6 @@ def run(work: Callable[[KubeClient], Awaitable[Any]]) -> Any:
             await client.close()
 
     return asyncio.run(main())
-
-
-def test_writes_to_the_rest_of_the_object_do_not_hold_an_epoch_up(space: Namespace, pool: dict[str, Any]) -> None:
-    ref = ref_of(pool)
-    space.patch(POOLS, "policy", {"metadata": {"annotations": {"somebody": "writes"}}})
-    with pytest.raises(Conflict):
-        run(lambda client: client.patch_status(ref, pool["metadata"]["resourceVersion"], {"epoch": 3}))
-    run(lambda client: client.patch_status_fields(ref, {"targetEpoch": 3, "epoch": 2}, {"epoch": 3, "granting": True}))
-    status = space.status("policy")
-    assert (status["targetEpoch"], status["epoch"], status["granting"]) == (3, 3, True)
 
 
 def test_a_field_that_has_changed_refuses_the_write(space: Namespace, pool: dict[str, Any]) -> None:

@@ -202,5 +202,15 @@ def test_network_policies_close_mooncake() -> None:
     covered = {port for entry in everybody["ports"] if entry["protocol"] == "TCP" for port in range(entry["port"], entry["endPort"] + 1)}
     assert set(range(1, 65536)) - covered == set(range(15000, 15064))
     assert (pool_only["from"], pool_only["ports"]) == (members, [{"protocol": "TCP", "port": 15000, "endPort": 15063}])
-    pod_labels = one(desired_engine(engine(), pool(), CONTEXT), "Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert pod_labels["epochkv.io/pool"] == "policy"
+    everything = objects + desired_engine(engine(), pool(), CONTEXT)
+    workloads = [obj for obj in everything if obj["kind"] in ("Deployment", "StatefulSet")]
+    assert len(workloads) == 3
+    for workload in workloads:
+        selector = one(everything, "NetworkPolicy", workload["metadata"]["name"])["spec"]["podSelector"]["matchLabels"]
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert selector.items() <= labels.items()
+        assert labels["epochkv.io/pool"] == "policy"
+
+
+def test_an_engine_has_no_network_policy_where_its_pool_wants_none() -> None:
+    assert "NetworkPolicy" not in {obj["kind"] for obj in desired_engine(engine(), pool("rdma"), CONTEXT)}
