@@ -139,28 +139,6 @@ def test_a_request_that_comes_first_has_its_adapter_loaded_and_is_named_by_it(ma
         assert rig.executor.adapters[0].loads == [PATH], "once, as without us"
 
 
-def test_other_weights_of_the_model_make_other_names(make: MakeRig) -> None:
-    rig = make()
-    tokens = prompt(1, LENGTH)
-    load(rig, adapter(), "one")
-    assert serve(rig, adapter(), tokens) == 0
-    rig.weights = "w1"
-    assert serve(rig, adapter(), tokens) == 0
-    rig.weights = "w0"
-    assert serve(rig, adapter(), tokens) == ALL
-
-
-def test_what_was_computed_without_a_lease_is_not_named(make: MakeRig, store: SharedStore) -> None:
-    rig = make()
-    load(rig, adapter(), "one")
-    lease, rig.lease_until = rig.lease_until, 0.0
-    assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
-    assert not store.objects
-    rig.lease_until = lease
-    assert serve(rig, adapter(), prompt(1, LENGTH)) == 0
-    assert len(store.objects) == 8
-
-
 # ---------------------------------------------------------------------------------------------- replaced
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.scheduler.rigs import MakeRig
-from tests.support.scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler import BLOCK, SharedStore
 
 
 def test_tested_versions_are_taken_and_others_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,28 +61,6 @@ def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, m
         assert why(config) is None
         patch.setattr(config.cache_config, "calculate_kv_scales", True, raising=False)
         assert "calculate_kv_scales is on" in (why(config) or "")
-
-
-def test_mla_on_a_cpu_without_amx_uses_no_tier_and_says_why(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    import torch
-    from vllm.config import ModelConfig
-
-    def serve_twice() -> tuple[int, int]:
-        rig = make_rig(store=SharedStore(), l1_bytes=None)
-        rig.adopt(0)
-        rig.serve(prompt(1, 4 * BLOCK + 1))
-        rig.block_pool.reset_prefix_cache()
-        second = rig.serve(prompt(1, 4 * BLOCK + 1))
-        return len(rig.store.objects), rig.cached[second]
-
-    assert serve_twice() == (4, 4 * BLOCK)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(ModelConfig, "use_mla", True)
-    assert serve_twice() == (0, 0)
-    said = [record.getMessage() for record in caplog.records if "ignores cached context" in record.getMessage()]
-    assert [line.partition(":")[2].partition(":")[0] for line in said] == [" no tier is used"]
 
 
 def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,23 +51,6 @@ def test_an_eviction_is_told(listened: Callable[..., Any]) -> None:
     assert router.blocks("CPU") == findable(rig)
 
 
-def test_a_save_that_an_epoch_overtakes_is_not_announced(listened: Callable[..., Any]) -> None:
-    rig, router = listened()
-    rig.adopt(0)
-    worker = rig.workers[0]
-    worker.hold_saves = True
-    request = rig.add(prompt(1, LENGTH))
-    rig.steps(3)
-    assert worker.saves
-    rig.adopt(1, weights="w1")
-    worker.hold_saves = False
-    worker.work()
-    rig.run()
-    assert request.request_id in rig.finished
-    router.listen()
-    assert router.blocks("CPU") == findable(rig)
-
-
 def test_what_l2_brings_into_l1_is_told(listened: Callable[..., Any], make_rig: MakeRig) -> None:
     store = SharedStore()
     writer = make_rig(store=store)
@@ -150,11 +133,6 @@ def test_a_child_of_a_block_that_was_cleared_is_not_told_unless_l1_tells_of_the_
     assert stream().pass_on([stored(1), Renamed(), stored(2, parent=1), removed(2)]) == [stored(1), AllBlocksCleared()]
     events = [stored(1), Renamed(), host(1), stored(2, parent=1)]
     assert stream().pass_on(events) == [stored(1), AllBlocksCleared(), host(1), stored(2, parent=1)]
-
-
-def test_a_reset_of_the_device_is_followed_by_all_of_l1() -> None:
-    told = stream(host(2, 1), host(1))
-    assert told.pass_on([stored(1, 2), host(1), host(2, 1), AllBlocksCleared()])[3:] == [AllBlocksCleared(), host(1), host(2, 1)]
 
 
 def test_what_came_to_l1_behind_a_reset_is_told_once() -> None:

@@ -78,7 +78,7 @@ def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig)
     push_out(rig)
     again = rig.serve(tokens)
     assert rig.cached[again] == 8 * BLOCK
-    assert store.objects == {}  # private names never leave the engine
+    assert (store.objects, store.asked) == ({}, [])  # private names never leave the engine
     rig.check_clean()
 
 
@@ -181,23 +181,6 @@ def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig) ->
     assert rig.connector.scheduler.gauges()["root_overwritten"] == 1.0
     assert rig.connector.scheduler.hooks().weights() == (None, "somebody else has overwritten vLLM's block-hash root: restart the engine")
     rig.check_clean()
-
-
-def test_a_second_engine_in_the_process_moves_the_first_into_bypass(make_rig: MakeRig) -> None:
-    store = SharedStore()
-    first = make_rig(store=store)
-    first.adopt(0)
-    tokens = prompt(1, LENGTH)
-    first.serve(tokens)
-    second = make_rig(store=store)
-    second.adopt(0)
-    assert second.cached[second.serve(tokens)] == 8 * BLOCK
-    assert first.cached[first.serve(tokens)] == 0
-    first.check_clean()
-    second.check_clean()
-
-
-# ---------------------------------------------------------------------------------------------- what the hash does not name
 
 
 # ---------------------------------------------------------------------------------------------- refusals

@@ -26,32 +26,6 @@ def test_a_failed_load_is_recomputed_and_not_tried_again(make_rig: MakeRig) -> N
     rig.check_clean()
 
 
-@pytest.mark.parametrize("fault", ["lose", "corrupt"])
-def test_a_block_that_the_store_lost_or_tore_is_recomputed(make_rig: MakeRig, fault: str) -> None:
-    store = SharedStore()
-    rig, tokens = filled(make_rig, store=store, l1_bytes=None, extra={"staging_slots": 32})
-    spoiled: list[str] = []
-
-    def spoil(key: str) -> bool:
-        spoiled.append(key)
-        return len(spoiled) == 5
-
-    setattr(store, fault, spoil)
-    request = rig.serve(tokens)
-    assert len(spoiled) >= 5
-    assert rig.cached[request] == 0
-    rig.check_clean()
-
-
-def test_a_store_that_does_not_answer_costs_one_deadline(make_rig: MakeRig) -> None:
-    store = SharedStore(answer_exists=False)
-    rig = make_rig(store=store, extra={"lookup_wait_ms": 1.0, "lookup_deadline_ms": 20.0}, epoch=0)
-    request = rig.serve(prompt(1, LENGTH))
-    assert store.pending
-    assert rig.cached[request] == 0
-    rig.check_clean()
-
-
 def test_an_invalidated_load_with_barely_enough_blocks_does_not_hang(make_rig: MakeRig) -> None:
     """vLLM leaves it in `_inflight_prefills`; a second load that must fit beside its own reservation never schedules."""
     rig, tokens = filled(make_rig, num_blocks=10)
@@ -102,29 +76,6 @@ def test_the_cooldown_ends_when_the_request_was_scheduled(make_rig: MakeRig) -> 
         rig.serve(prompt(seed, LENGTH))
     again = rig.serve(tokens)
     assert rig.cached[again] == 8 * BLOCK
-    rig.check_clean()
-
-
-@every_layout
-def test_aborted_while_loading(make_rig: MakeRig) -> None:
-    rig, tokens = filled(make_rig)
-    request = begin_load(rig, tokens)
-    rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    assert rig.block_pool.get_num_free_blocks() < rig.free_at_start  # the load may still write
-    release(rig)
-    rig.run()
-    rig.check_clean()
-
-
-@every_layout
-def test_aborted_while_an_invalidated_load_is_under_way(make_rig: MakeRig) -> None:
-    rig, tokens = filled(make_rig)
-    request = begin_load(rig, tokens)
-    rig.adopt(1, weights="w1")
-    rig.step()
-    rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    release(rig)
-    rig.run()
     rig.check_clean()
 
 

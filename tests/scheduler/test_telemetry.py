@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from tests.scheduler.rigs import FailsOnce, MakeRig
+from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 
@@ -78,43 +76,3 @@ def test_everything_that_is_reported_has_a_series(make_rig: MakeRig) -> None:
     assert told["ranks"]["scheduler"]["store_state"] == 2.0
     assert told["counters"]["store_exists_calls"] > 0
     assert {"epoch", "bypass", "broken", "lease_remaining_seconds", "plans_open", "slots"} <= told["gauges"].keys()
-
-
-@pytest.mark.parametrize("failing", ["adopt", "on_acks"])
-def test_tiers_that_an_error_turned_off_are_told(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    rig = quiet(make_rig())
-    rig.adopt(0)
-    rig.serve(prompt(1, 4 * BLOCK))
-    assert report(rig)["gauges"]["broken"] == 0.0
-    failure = FailsOnce(rig.tiers, failing, monkeypatch, after=failing == "on_acks")
-    rig.adopt(1, weights="w1")
-    rig.serve(prompt(2, 4 * BLOCK))
-    rig.serve(prompt(3, 4 * BLOCK))
-    assert failure.raised
-    assert report(rig)["gauges"]["broken"] == 1.0
-    assert rig.connector.scheduler.gauges()["broken"] == 1.0  # what a heartbeat carries
-    assert report(rig)["gauges"]["broken"] == 1.0  # for the rest of this engine instance
-
-
-def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store holds the same tokens, of the same pool and epoch, from an engine with another fingerprint: a miss, by name."""
-    from epochkv_connector.engine import describe
-
-    store = SharedStore()
-    writer = quiet(make_rig(store=store))
-    writer.adopt(0)
-    tokens = prompt(1, 8 * BLOCK + 3)
-    writer.serve(tokens)
-    theirs = set(store.objects)
-    assert len(theirs) == 8
-    plain = describe.describe_engine
-    monkeypatch.setattr(describe, "describe_engine", lambda *args, **kwargs: {**plain(*args, **kwargs), "dtype": "bfloat16"})
-    other = quiet(make_rig(store=store))
-    other.adopt(0)
-    found = other.serve(tokens)
-    assert other.cached[found] == 0
-    assert store.asked
-    assert not theirs & set(store.asked[-8:])
-    assert len(set(store.objects) - theirs) == 8  # beside them, under other names
-    fingerprints = {key.split("/")[1] for key in store.objects}
-    assert len(fingerprints) == 2

@@ -201,13 +201,12 @@ class FakeExecutor:
 
 @dataclass
 class SharedStore:
-    """L2 for any number of rigs: keys to contents; can be told to lose, delay or corrupt."""
+    """L2 for any number of rigs: keys to contents; can be told to lose or delay."""
 
     objects: dict[str, Content] = field(default_factory=dict)
     answer_exists: bool = True
     down: bool = False
     lose: Callable[[str], bool] = lambda key: False
-    corrupt: Callable[[str], bool] = lambda key: False
     asked: list[str] = field(default_factory=list)
     fetched: list[str] = field(default_factory=list)
     pending: list[tuple[Future[Sequence[bool]], list[str]]] = field(default_factory=list)
@@ -351,8 +350,7 @@ class FakeWorker:
             elif self.rig.store is not None and job.namespace is not None:
                 key = self._key(job.namespace, move.group, move.block_hash)
                 self.rig.store.fetched.append(key)
-                lost = self.rig.store.lose(key) or self.rig.store.corrupt(key)  # corruption is found by the checksum
-                content = None if lost else self.rig.store.objects.get(key)
+                content = None if self.rig.store.lose(key) else self.rig.store.objects.get(key)
             if content is None or broken:
                 num_failed += 1
                 continue

@@ -5,23 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
-from epochkv_connector.wire import Tier
 from tests.unit.connector_scheduler.rig import L1, PROMPT, SLIDING_FIRST, SNAP, World, commit, config, planned, snap_of, stored, view
-
-
-@pytest.mark.parametrize("num", [4, 16, 20, 24, 40])
-def test_a_shrunk_hit_loads_what_was_accepted_and_frees_the_rest(num: int) -> None:
-    world = planned()
-    assert commit(world, num) is True
-    host = min(num, 20)
-    assert world.tiers.loads.sources("b") == {s: n for s, n in {Tier.HOST: host, Tier.STORE: num - host}.items() if n}
-    report = world.tiers.leak_report()
-    assert (report["held_slots"], report["reserved_slots"]) == (host // 4, (num - host) // 4)
-    (job,) = world.step().loads
-    assert [move.block for move in job.moves] == list(range(num // 4))
-    world.work()
-    world.tiers.finish("b")
-    world.assert_idle()
 
 
 @pytest.mark.parametrize(
@@ -96,22 +80,6 @@ def test_the_oldest_plan_goes_when_plans_hold_too_much() -> None:
         assert world.commit(view(request_id, tokens, SNAP.root), blocks, 20, SNAP) is True
 
 
-def test_a_hit_is_cut_to_the_slots_that_can_be_had() -> None:
-    world = World(config(l1_slots=8, l2=True))
-    stored(world, PROMPT)
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 32
-    assert world.tiers.stats()["hits_shrunk"] >= 1
-    assert commit(world, 20) is True
-    assert world.tiers.hits.answer(view("c", PROMPT, SNAP.root), 0, SNAP) == 12
-    assert world.tiers.hits.answer(view("d", PROMPT, SNAP.root), 0, SNAP) == 12, "c's older plan made room"
-    assert commit(world, 20) is True
-    world.step()
-    world.work()
-    for request_id in "bcd":
-        world.tiers.finish(request_id)
-    world.assert_idle()
-
-
 def test_a_hit_that_lacks_slots_waits_two_steps_for_saves_that_give_theirs_back() -> None:
     other = [1000 + token for token in range(41)]
 
@@ -144,22 +112,6 @@ def test_a_hit_that_lacks_slots_waits_two_steps_for_saves_that_give_theirs_back(
     world.assert_idle()
 
 
-def test_a_load_longer_than_the_ring_uses_its_slots_in_turns() -> None:
-    world = World(config(l2=True, staging_slots=16))
-    stored(world, PROMPT)
-    assert world.load("b", PROMPT, SNAP) == (40, True)
-    (job,) = world.step().loads
-    assert [move.block for move in job.moves] == list(range(10))
-    assert [move.slot == job.moves[turn % 2].slot for turn, move in enumerate(job.moves)] == [True] * 10
-    assert job.moves[0].slot != job.moves[1].slot
-    assert world.tiers.leak_report()["held_slots"] == 2
-    world.work()
-    assert world.workers[0].reports == [("b", False)]
-    assert [world.workers[0].gpu[move.gpu_block] for move in job.moves] == [(0, move.block_hash) for move in job.moves]
-    world.tiers.finish("b")
-    world.assert_idle()
-
-
 def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_it_does_not_need() -> None:
     world = World(config(l2=True, staging_slots=8))
     stored(world, PROMPT)
@@ -186,17 +138,5 @@ def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_i
     assert world.tiers.leak_report()["reserved_slots"] == 2, "two blocks need no five slots"
     world.step()
     world.work()
-    world.tiers.finish("b")
-    world.assert_idle()
-
-
-def test_a_load_in_turns_that_loses_a_block_is_not_believed_at_all() -> None:
-    world = World(config(l2=True, staging_slots=16))
-    stored(world, PROMPT)
-    assert world.load("b", PROMPT, SNAP) == (40, True)
-    world.step()
-    world.work("partial")  # the last block; its slot was filled for four others before
-    assert world.tiers.stats()["known_in_store"] == 0
-    assert world.tiers.stats()["loads_failed"] == 1
     world.tiers.finish("b")
     world.assert_idle()

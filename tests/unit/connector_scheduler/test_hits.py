@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from epochkv_connector.tiers import hits
 from epochkv_connector.tiers.hits import ABSENT, PromptBlocks
-from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, longest_hit, needed_range
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, longest_hit
 from epochkv_connector.tiers.state import HostIndex
 
 KINDS = [GroupKind.FULL, GroupKind.SLIDING, GroupKind.CHUNKED, GroupKind.STATE, GroupKind.PRIVATE]
@@ -84,19 +84,6 @@ def test_equals_the_definition(case: tuple[CacheLayout, int, int, frozenset[tupl
     layout, local, limit, present = case
     answer = hit_of(layout, local, limit, present)
     assert answer == brute_force(layout, local, limit, present)
-
-
-@given(cases(eagle=False))
-@settings(max_examples=200, deadline=None)
-def test_everything_needed_is_present(case: tuple[CacheLayout, int, int, frozenset[tuple[int, int]]]) -> None:
-    layout, local, limit, present = case
-    total = hit_of(layout, local, limit, present)
-    needed = [(group, block) for group, spec in layout.restored for block in needed_range(spec, local, total)]
-    assert set(needed) <= present
-    assert len(needed) == len(set(needed))
-    assert total > local or not needed
-    if any(spec.kind is not GroupKind.CHUNKED for _, spec in layout.restored):  # a chunk that begins at the hit needs no block
-        assert (total > local) == bool(needed)
 
 
 def spec_of(group: GroupLayout, index: int):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epochkv_connector.tiers.state import HostIndex
 from tests.unit.connector_scheduler.rig import check_index
@@ -83,92 +80,3 @@ def test_releasing_twice_makes_no_second_owner() -> None:
     index.unpin(slots)
     with pytest.raises(AssertionError):
         index.unpin(slots)
-
-
-class IndexMachine(RuleBasedStateMachine):
-    """Random use, against a plain model: who refers to what, and what must still be findable."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = HostIndex(6, 2)
-        self.held: list[int] = []  # one entry per reference
-        self.names: dict[int, tuple[int, bytes]] = {}  # referenced slots that were named
-        self.reserved = 0
-
-    @rule(count=st.integers(1, 3))
-    def allocate(self, count: int) -> None:
-        free = 6 - len(set(self.held)) - self.reserved
-        if count > free:
-            assert self.index.num_available < count
-            return
-        slots = self.index.allocate(count)
-        assert not set(slots) & set(self.held), "a referenced slot got a second owner"
-        self.held.extend(slots)
-
-    @rule(count=st.integers(0, 3))
-    def reserve(self, count: int) -> None:
-        possible = count <= 6 - len(set(self.held)) - self.reserved
-        assert self.index.reserve(count) == possible
-        self.reserved += count if possible else 0
-
-    @precondition(lambda self: self.reserved)
-    @rule(keep=st.booleans())
-    def use_reservation(self, keep: bool) -> None:
-        if keep:
-            self.held.extend(self.index.allocate(self.reserved, reserved=True))
-        else:
-            self.index.unreserve(self.reserved)
-        self.reserved = 0
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), group=st.integers(0, 1), number=st.integers(0, 5))
-    def insert(self, data: st.DataObject, group: int, number: int) -> None:
-        slot = data.draw(st.sampled_from(self.held))
-        if slot not in self.names and self.index.insert(slot, group, name(number)):
-            assert (group, name(number)) not in self.names.values()
-            self.names[slot] = (group, name(number))
-
-    @rule(group=st.integers(0, 1), number=st.integers(0, 5))
-    def hit(self, group: int, number: int) -> None:
-        slot = self.index.get(group, name(number))
-        if slot is not None and (slot in self.held or len(set(self.held)) + self.reserved < 6):
-            self.index.pin([slot])
-            self.held.append(slot)
-            self.names[slot] = (group, name(number))
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(self.held))
-        self.index.unpin([slot])
-        self.held.remove(slot)
-        if slot not in self.held:
-            self.names.pop(slot, None)
-
-    @rule(group=st.integers(0, 1), number=st.integers(0, 5))
-    def forget(self, group: int, number: int) -> None:
-        self.index.forget(group, name(number))
-        assert self.index.get(group, name(number)) is None
-        for slot, known in list(self.names.items()):
-            if known == (group, name(number)):
-                del self.names[slot]
-
-    @rule(root=st.sampled_from([b"a", b"b"]))
-    def renew(self, root: bytes) -> None:
-        self.index.renew(root)
-
-    @rule()
-    def clear(self) -> None:
-        self.index.clear()
-        self.names.clear()
-
-    @invariant()
-    def holds(self) -> None:
-        check_index(self.index)
-        assert self.index.num_held == len(set(self.held))
-        for slot, (group, block_hash) in self.names.items():
-            assert self.index.get(group, block_hash) == slot, "a referenced block was evicted"
-
-
-TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

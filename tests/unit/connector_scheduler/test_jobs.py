@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epochkv_connector.tiers.state import Copied, Jobs, Loaded, Outcome, Released, Stored
+from epochkv_connector.tiers.state import Jobs, Loaded, Outcome, Released
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
 BLOCKS = 6
@@ -31,16 +31,6 @@ def feed(table: Jobs, acks: list[JobAck]) -> list[Outcome]:
     return [outcome for ack in acks for outcome in table.acknowledge(ack)]
 
 
-def test_gpu_blocks_are_given_back_by_the_last_rank_only() -> None:
-    table = opened(2)
-    assert feed(table, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)]) == []
-    assert table.num_gpu_blocks == BLOCKS
-    (copied,) = feed(table, [JobAck(1, 1, Phase.COPIED, 0, BLOCKS)])
-    assert isinstance(copied, Copied)
-    assert copied.gpu_blocks == tuple(range(10, 16))
-    assert table.num_gpu_blocks == 0
-
-
 def test_a_read_is_open_until_every_rank_has_reported_it_and_let_go() -> None:
     table = opened(2)
     assert table.num_reads == 1
@@ -61,23 +51,6 @@ def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
     assert (loaded.filled, loaded.doubted) == ((), moves)
     assert released == Released((21, 20)), "each slot once"
     assert len(table) == 0
-
-
-def test_a_load_from_host_memory_and_a_save_read_nothing() -> None:
-    table = Jobs(1)
-    moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block])) for block in range(BLOCKS))
-    table.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=False)
-    table.open_save(save_job(), [], [1], 0.0)
-    assert table.num_reads == 0
-
-
-def test_without_a_namespace_a_save_ends_with_the_copy() -> None:
-    table = opened(1, namespace=None)
-    copied, released = feed(table, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)])
-    assert isinstance(copied, Copied)
-    assert isinstance(released, Released)
-    assert released.slots == tuple(range(25, 19, -1)), "the tail of a chain is to be evicted first"
-    assert table.num_saves == 0
 
 
 def test_a_rank_counts_once() -> None:
@@ -113,17 +86,6 @@ def test_busy_slots_wait_for_every_rank_that_named_them() -> None:
     (released,) = feed(table, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
     assert released == Released((25, 24))
     assert table.num_busy_slots == 0
-
-
-def test_slots_of_a_save_wait_for_the_puts() -> None:
-    table = opened(1)
-    (copied,) = feed(table, [JobAck(1, 0, Phase.COPIED, 0, BLOCKS)])
-    assert isinstance(copied, Copied)
-    stored, released = feed(table, [JobAck(1, 0, Phase.STORED, 0, 3)])
-    assert isinstance(stored, Stored)
-    assert [move.block for move in stored.stored] == [0, 1, 2]
-    assert isinstance(released, Released)
-    assert len(released.slots) == BLOCKS
 
 
 def test_overdue_jobs_are_counted_and_kept() -> None:

@@ -1,8 +1,7 @@
 """Random schedules: every way vLLM accepts, shrinks, drops or cancels, on ranks that are late, partial or failing.
 
 Held at every moment: no slot and no GPU block has two owners, a referenced block is not evicted, a load never fills a block
-with anything but what its name says, and a hit equals a reference computed here from what the ranks confirmed (while nothing
-was evicted). At the end nothing is left.
+with anything but what its name says. At the end nothing is left.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from hypothesis import strategies as st
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadState
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, RequestView
-from epochkv_connector.wire import LoadJob, Phase, SaveJob, Tier
+from epochkv_connector.wire import LoadJob, Tier
 from tests.unit.connector_scheduler.rig import HASH_BLOCK, LAYOUTS, World, chain, check_index, config, scheduled, snap_of, view
 
-NUM_SCHEDULES = int(os.environ.get("EPOCHKV_SCHEDULES", "5010"))
-"""Of all random schedules here: nine tenths over modes and layouts, one tenth against the reference."""
+NUM_SCHEDULES = int(os.environ.get("EPOCHKV_SCHEDULES", "4500"))
+"""Of all modes and layouts together."""
 OUTCOMES = ("ok",) * 15 + ("partial", "drop", "late")
 
 
@@ -65,17 +64,16 @@ def misoffer(rng: random.Random, live: Live, everybody: list[Live]) -> None:
 
 
 class Schedule:
-    """One random run, driven by a seed; `ample` keeps L1 large enough that nothing is evicted or cut."""
+    """One random run, driven by a seed."""
 
-    def __init__(self, seed: int, layout: CacheLayout, *, l1: bool, l2: bool, ranks: int, ample: bool) -> None:
+    def __init__(self, seed: int, layout: CacheLayout, *, l1: bool, l2: bool, ranks: int) -> None:
         self.random = random.Random(seed)
         self.layout = layout
-        self.ample = ample
-        slots = 800 if ample else self.random.choice([12, 30, 60])
+        slots = self.random.choice([12, 30, 60])
         wait = 0.0  # queries that are not answered at once are left to `disturb_store` and to time, which nobody waits for here
         cfg = config(l1_slots=slots if l1 else 0, l2=l2, ranks=ranks, staging_slots=slots, lookup_wait_ms=wait)
         self.world = World(cfg, layout, ranks)
-        self.world.keeps = lambda: ample or self.random.random() < 0.8
+        self.world.keeps = lambda: self.random.random() < 0.8
         self.l2 = l2
         self.l1 = l1
         self.snap = snap_of(0)
@@ -85,11 +83,7 @@ class Schedule:
         self.loads: list[LoadJob] = []
         self.heard: dict[str, int] = {}  # request id -> final reports of its load so far
         self.failed: set[str] = set()
-        self.saves: dict[int, SaveJob] = {}
-        self.copied: dict[int, int] = {}  # save -> ranks that have copied it
-        self.in_l1: set[tuple[int, bytes]] = set()  # what the last rank has confirmed
         self.number = 0
-        self.judged = 0
 
     # -- what vLLM does ----------------------------------------------------------------------------------------------
 
@@ -134,7 +128,6 @@ class Schedule:
         ]
         tiers.saves.collect(views, snap)
         jobs = self.world.step()
-        self.saves.update((job.job_id, job) for job in jobs.saves)
         self.loads.extend(jobs.loads)
 
     def _admit(self, live: Live, snap: Snapshot) -> None:
@@ -147,8 +140,6 @@ class Schedule:
         if live.cooldown:
             hit_tokens = 0
         else:
-            if self.ample:
-                tiers.hits.forget_request(live.request_id)  # judge what is there now, not what was remembered
             hit = tiers.hits.answer(request, local, snap)
             held, queries = tiers.leak_report(), len(self.world.store.queries)
             again = tiers.hits.answer(request, local, snap)
@@ -160,9 +151,6 @@ class Schedule:
                 return
             hit_tokens = again
             assert local + hit_tokens < len(live.tokens)
-            if self.ample:
-                assert hit_tokens == self._reference(live, local) - local
-                self.judged += hit_tokens > 0
         choice = self.random.random()
         if choice < 0.15:
             live.asleep = self.random.choice([0, 12])
@@ -215,16 +203,10 @@ class Schedule:
 
     # -- what ranks do -----------------------------------------------------------------------------------------------
 
-    def work(self, how: str | None = None) -> None:
-        worker = self.random.choice(self.world.workers)
-        how = how or self.random.choice(OUTCOMES)
+    def work(self) -> None:
+        worker, how = self.random.choice(self.world.workers), self.random.choice(OUTCOMES)
         acks = worker.release() if self.random.random() < 0.2 else worker.work(how)
         self.world.tiers.on_acks(acks)
-        for ack in acks:
-            if ack.phase is Phase.COPIED:
-                self.copied[ack.job_id] = self.copied.get(ack.job_id, 0) + 1
-                if self.copied[ack.job_id] == len(self.world.workers):
-                    self.in_l1.update((move.group, move.block_hash) for move in self.saves[ack.job_id].moves)
         self._reports()
 
     def _reports(self) -> None:
@@ -296,39 +278,14 @@ class Schedule:
     def wait(self) -> None:
         self.world.clock.now += self.random.choice([0.001, 0.03, 1.0, 6.0])
 
-    # -- what must hold ----------------------------------------------------------------------------------------------
-
-    def _reference(self, live: Live, local: int) -> int:
-        """Longest prefix, by definition, that was confirmed and leaves a token to compute."""
-        hashes = chain(live.root, live.tokens)
-        unit = self.layout.alignment_tokens
-        for total in range((len(live.tokens) - 1) // unit * unit, local, -unit):
-            if all(self._serves(group, hashes, local, total) for group, _ in self.layout.restored):
-                return total
-        return local
-
-    def _serves(self, group: int, hashes: list[bytes], local: int, total: int) -> bool:
-        spec = self.layout.groups[group]
-        first = local
-        if spec.kind is GroupKind.SLIDING:
-            first = max(local, total - (spec.window_tokens - 1))
-        elif spec.kind is GroupKind.CHUNKED:
-            first = max(local, total - total % spec.window_tokens)
-        elif spec.kind is GroupKind.STATE:
-            first = max(local, total - 1)
-        scale = spec.block_size // HASH_BLOCK
-        blocks = {token // spec.block_size for token in range(first, total)}
-        return all((group, hashes[(block + 1) * scale - 1]) in self.in_l1 for block in blocks)
-
     def run(self, steps: int) -> None:
-        quiet = self.ample
         actions = [self.arrive, self.schedule, self.schedule, self.work, self.work, self.work, self.work, self.finish]
-        actions += [self.preempt, self.wait] + ([] if quiet else [self.change_names, self.disturb_store])
+        actions += [self.preempt, self.wait, self.change_names, self.disturb_store]
         for number in range(steps):
             action = self.random.choice(actions)
             if action == self.work:
                 for _ in range(self.random.randrange(1, 6)):
-                    self.work("ok" if quiet else None)
+                    self.work()
             elif action != self.change_names or self.random.random() < 0.2:
                 action()
             if number % 5 == 0:
@@ -360,23 +317,9 @@ MODES = {"L1": (True, False), "L2": (False, True), "L1+L2": (True, True)}
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @given(seed=st.integers(0, 2**32), ranks=st.integers(1, 3))
-@settings(max_examples=NUM_SCHEDULES // 20, deadline=None)
+@settings(max_examples=NUM_SCHEDULES // 18, deadline=None)
 def test_nothing_leaks_and_nothing_lies(mode: tuple[bool, bool], layout: CacheLayout, seed: int, ranks: int) -> None:
-    Schedule(seed, layout, l1=mode[0], l2=mode[1], ranks=ranks, ample=False).run(150)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@given(seed=st.integers(0, 2**32), ranks=st.integers(1, 2))
-@settings(max_examples=NUM_SCHEDULES // 60, deadline=None)
-def test_hits_equal_the_reference(layout: CacheLayout, seed: int, ranks: int) -> None:
-    Schedule(seed, layout, l1=True, l2=False, ranks=ranks, ample=True).run(150)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_reference_judges_real_hits(layout: CacheLayout) -> None:
-    schedule = Schedule(7, layout, l1=True, l2=False, ranks=2, ample=True)
-    schedule.run(400)
-    assert schedule.judged > 5
+    Schedule(seed, layout, l1=mode[0], l2=mode[1], ranks=ranks).run(150)
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -385,7 +328,7 @@ def test_the_schedules_exercise_what_they_claim(mode: tuple[bool, bool]) -> None
     seen: dict[str, float] = {}
     sources: set[Tier] = set()
     for seed in range(80):
-        schedule = Schedule(seed, LAYOUTS["sliding first"], l1=mode[0], l2=mode[1], ranks=2, ample=False)
+        schedule = Schedule(seed, LAYOUTS["sliding first"], l1=mode[0], l2=mode[1], ranks=2)
         schedule.run(200)
         for name, value in schedule.world.tiers.stats().items():
             seen[name] = seen.get(name, 0) + value

@@ -31,35 +31,12 @@ def not_held(world: World, blocks: list[list[int]]) -> list[list[int]]:
     return [[] if group.kind is GroupKind.STATE else held for group, held in zip(world.layout.groups, blocks, strict=True)]
 
 
-def test_a_state_is_saved_when_it_is_offered_and_its_prefix_comes_back() -> None:
-    world = World(L1, STATES)
-    blocks, states = compute(world, 24)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 24, states)], SNAP)
-    assert moves(world.step().saves) == {(0, block) for block in range(6)} | {(1, 2), (2, 5)}
-    world.work()
-    world.free(blocks)
-    assert world.load("b", PROMPT, SNAP) == (24, True)
-    world.step()
-    world.work()
-    world.tiers.finish("a")
-    world.tiers.finish("b")
-
-
 def test_a_state_that_is_offered_twice_is_saved_once() -> None:
     world = World(L1, FULL_AND_STATE)
     blocks, states = compute(world, 16)
     world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states * 2)], SNAP)
     (job,) = world.step().saves
     assert len(job.moves) == len(moves((job,))) == 3
-
-
-def test_without_its_state_a_prefix_is_no_hit() -> None:
-    world = World(L1, STATES)
-    blocks, _ = compute(world, 24)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 24)], SNAP)
-    world.step()
-    world.work()
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 0
 
 
 def test_an_offer_alone_is_a_reason_to_save() -> None:
@@ -128,10 +105,3 @@ def test_private_groups_are_in_no_move() -> None:
     assert hit == 40
     assert world.tiers.loads.commit(view("b", PROMPT, SNAP.root), world.allocate(0, 40), 40, SNAP)
     assert {move.group for job in world.step().loads for move in job.moves} == {0, 2, 3}
-
-
-def test_what_cannot_be_restored_is_named_with_its_remedy() -> None:
-    state = GroupLayout(GroupKind.UNSUPPORTED, 4, name="MambaSpec", remedy="turn prefix caching on")
-    layout = CacheLayout((GroupLayout(GroupKind.PRIVATE, 4), state), 4)
-    assert layout.problem() == "KV cache group 1 (MambaSpec) cannot be restored block by block; turn prefix caching on"
-    assert CacheLayout((GroupLayout(GroupKind.PRIVATE, 4),), 4).problem() is not None
