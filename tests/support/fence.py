@@ -82,7 +82,6 @@ class FakeEngine:
         self.is_ready = True
         self.is_busy = False
         self.num_old_epoch = 0
-        self.reset_at: int | None = None  # epoch at which its caches alone were reset
         self.left_to_reclaim = 0
         self.reclaims: list[tuple[int, tuple[bytes, ...]]] = []
         self.holds: bytes | str = WEIGHTS
@@ -101,7 +100,7 @@ class FakeEngine:
         return self.num_old_epoch
 
     def isolated(self) -> bool:
-        return self.reset_at is not None and self.adopted[-1] <= self.reset_at
+        return False
 
     def stats(self) -> dict[str, float]:
         return {"hits": 1.0}

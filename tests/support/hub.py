@@ -212,7 +212,6 @@ class Switch:
         self.port = int(self._listener.getsockname()[1])
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
-        self.accepted = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -238,7 +237,6 @@ class Switch:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            self.accepted += 1
             with self._lock:
                 port = self.upstream
             try:

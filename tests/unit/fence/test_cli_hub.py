@@ -9,7 +9,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -113,30 +112,6 @@ def test_a_log_worth_reading(tmp_path: Path) -> None:
     assert "keys.json" not in hub.text()
     for secret in ("client.key", "root.secret"):
         assert (hub.folder / secret).read_text().strip() not in hub.text()
-
-
-HOLDER = """
-import fcntl, os, sys, time
-lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
-fcntl.flock(lock, fcntl.LOCK_EX)
-print("held", flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_hub_whose_keys_are_held_ends_when_it_is_told_to(tmp_path: Path) -> None:
-    hub = HubProcess(tmp_path / "state")
-    hub.state.mkdir()
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(hub.state / "keys.lock")], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        hub.start(wait=False)
-        assert hub.child is not None
-        eventually((hub.state / "state.db").exists, "it is about to take the keys", 60)
-        assert hub.end() == 0
-        assert "ended by a signal before it served" in hub.text()
-        holder.kill()
-    assert hub.start().end() == 0
 
 
 def test_a_hub_on_a_disk_that_hangs_ends_when_it_is_told_to(tmp_path: Path) -> None:

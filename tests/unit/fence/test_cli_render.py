@@ -48,9 +48,11 @@ def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[s
     assert re.search(r"^weights +0a0a0a0a 2 engines; 3f3f3f3f \(step-42\) 1 engine; unknown 1 engine *$", text, re.M)
     assert re.search(r"^engines +4: 3 in use, 0 isolated, 1 of unknown weights, 0 behind *$", text, re.M)
     assert "hub  " not in text
-    show_status(status(settling_seconds=12.3), Output.TABLE)
+    alone = replace(ENGINE, state="isolated")
+    show_status(status(engines=(alone,), settling_seconds=12.3), Output.TABLE)
     text = capsys.readouterr().out
-    assert re.search(r"^weights +- *$", text, re.M)
+    assert re.search(r"^engines +1: 0 in use, 1 isolated, 0 of unknown weights, 0 behind *$", text, re.M)
+    assert re.search(r"^isolated +a: its names of this epoch are given up; it has asked for the next epoch *$", text, re.M)
     assert re.search(r"^hub +became leader just now; the list of engines is complete in 12 s *$", text, re.M)
 
 
@@ -117,6 +119,11 @@ def test_numbers_read_as_people_say_them(capsys: pytest.CaptureFixture[str], res
     assert said in text
     assert text.startswith("epoch 7 is published: ")
     assert "(waited 1.5 s)" in text
+
+
+def test_an_epoch_that_was_published_before_is_said_to_reset_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    show_reset(replace(RESET, noop=True), Output.TABLE)
+    assert "epoch 7 was published before, so nothing was reset" in capsys.readouterr().out
 
 
 def test_progress_is_silent_at_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

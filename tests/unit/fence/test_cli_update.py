@@ -142,17 +142,6 @@ def test_an_update_that_is_interrupted_after_its_command(pushed: HubProcess, pus
     assert (child.communicate(timeout=30)[1], child.returncode) == (said, 130)
 
 
-def test_a_command_that_is_none_changes_nothing(pushed: HubProcess, tmp_path: Path) -> None:
-    done = epochkv("update", "--version", "v", "--", "no-such-command-here", config=pushed.folder)
-    assert done.returncode == 127
-    assert "no-such-command-here is no command that this user may execute; nothing was asked of the pool" in done.stderr
-    broken = tmp_path / "broken"
-    broken.write_bytes(b"\x00\x01not a program")
-    broken.chmod(0o755)
-    assert epochkv("update", "--version", "v", "--", str(broken), config=pushed.folder).returncode == 126
-    assert target(pushed) == 0
-
-
 def test_signals_reach_the_whole_process_group_of_the_command(pushed: HubProcess, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     script = f"sleep 300 & echo $$ $! > {pids}.part && mv {pids}.part {pids}; wait"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -81,22 +79,6 @@ def test_an_engine_that_never_acknowledges_is_named_and_fenced_by_its_lease(tmp_
         assert time.monotonic() >= agents[0][0].view.lease_until or agents[0][0].view.epoch == 1
 
 
-def test_status_shows_the_engines_by_name(world: HubWorld) -> None:
-    agents = world.serving(2)
-    agents[1][1].num_old_epoch = 2
-    agents[1][0].poke()
-    pool = world.connect()
-    eventually(lambda: pool.status().engines[1].old_epoch_requests == 2)
-    status = pool.status()
-    assert (status.name, status.target, status.published, status.converged, status.lease_seconds) == ("policy", 0, 0, True, 30.0)
-    assert status.uid == pool.uid
-    assert [(engine.name, engine.state, engine.epoch, engine.fingerprint) for engine in status.engines] == [
-        ("engine-0", "sharing", 0, "fp"),
-        ("engine-1", "sharing", 0, "fp"),
-    ]
-    assert pool.engines()[0].instance == agents[0][0]._agent.instance.hex()
-
-
 # ---------------------------------------------------------------------------------------------------------- many at once
 
 
@@ -123,28 +105,6 @@ def test_an_epoch_that_the_owner_took_first_is_exceeded(world: HubWorld) -> None
     eventually(lambda: world.snapshot().target == 1)
     engine.is_busy = False
     assert pool.reset().epoch == 2
-
-
-RESETTER = """
-import sys
-from epochkv_fence.client import Pool
-with Pool.connect(sys.argv[1]) as pool:
-    for number in range(5):
-        print(pool.reset().epoch)
-"""
-
-
-def test_many_processes_at_once(world: HubWorld) -> None:
-    world.serving(1)
-    children = [subprocess.Popen([sys.executable, "-c", RESETTER, str(world.folder)], stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    epochs: list[int] = []
-    for child in children:
-        text, _ = child.communicate(timeout=120)
-        assert child.returncode == 0
-        mine = [int(line) for line in text.split()]
-        assert mine == sorted(set(mine))
-        epochs += mine
-    assert world.snapshot().published == max(epochs)
 
 
 # ------------------------------------------------------------------------------------------------------------- processes

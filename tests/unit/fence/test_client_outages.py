@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -12,44 +11,12 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import HubUnreachable, KeyRefused, Pool, ResetNotRecorded, WrongPool
-from epochkv_fence.client.session import RESOLVE_SECONDS
-from epochkv_fence.connection import Connection
-from epochkv_fence.net.keys import generate_keypair
-from hack.loopback import free_port
 from hack.waiting import eventually
-from tests.support.hub import HubProcess, HubWorld, Switch, hub_world
+from tests.support.hub import HubProcess, HubWorld, hub_world
 
 
 def client_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "epochkv-client"]
-
-
-def test_nobody_listens() -> None:
-    connection = {"pool": {"name": "p", "uid": "u"}, "hub": {"endpoint": f"tcp://127.0.0.1:{free_port()}"}}
-    pair = generate_keypair()
-    environ = {
-        "EPOCHKV_HUB_PUBLIC_KEY": generate_keypair().public,
-        "EPOCHKV_CLIENT_PUBLIC_KEY": pair.public,
-        "EPOCHKV_CLIENT_SECRET_KEY": pair.secret,
-    }
-    before = len(client_threads())
-    with pytest.raises(HubUnreachable, match=r"no answer from the hub at tcp://127\.0\.0\.1:\d+: nobody listens there"):
-        Pool.connect(Connection.load(connection, environ), timeout_s=0.5)
-    eventually(lambda: len(client_threads()) == before, "the thread ends")
-
-
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b"])
-def test_a_name_that_cannot_be_resolved_is_said_so(world: HubWorld, host: str) -> None:
-    asked_at = time.monotonic()
-    with pytest.raises((socket.gaierror, UnicodeError)):
-        socket.getaddrinfo(host, 7700)
-    if time.monotonic() > asked_at + RESOLVE_SECONDS / 4:
-        pytest.skip("the resolver of this machine takes too long to say no")
-    content = json.loads((world.folder / "connection.json").read_text())
-    content["hub"]["credentials_dir"] = str(world.folder)
-    content["hub"]["endpoint"] = f"tcp://{host}:7700"
-    with pytest.raises(HubUnreachable, match=rf"no answer from the hub at tcp://{host}:7700: the name {host} cannot be resolved \("):
-        Pool.connect(content, timeout_s=0.5)
 
 
 def test_a_key_that_is_refused_and_a_hub_that_is_another(world: HubWorld, tmp_path: Path) -> None:
@@ -143,29 +110,3 @@ def test_a_frozen_hub_is_waited_for(tmp_path: Path) -> None:
             assert reset.published
     finally:
         process.end()
-
-
-def test_the_way_to_the_hub_is_cut_and_comes_back(world: HubWorld, tmp_path: Path) -> None:
-    world.serving(1)
-    assert world.hub is not None
-    port = int(world.hub.server.endpoint.rpartition(":")[2])
-    switch = Switch(port)
-    try:
-        connection = Connection.load(world.folder, {})
-        content = {"pool": {"name": "policy", "uid": connection.pool.uid}, "hub": {"endpoint": switch.endpoint}}
-        content["hub"]["credentials_dir"] = str(world.folder)  # type: ignore[index]
-        with Pool.connect(content) as pool:
-            assert pool.reset().epoch == 1
-            switch.turn(None)
-            with pytest.raises(ResetNotRecorded):
-                pool.reset(timeout_s=0.5)
-            results: list[object] = []
-            thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
-            thread.start()
-            accepted = switch.accepted
-            eventually(lambda: switch.accepted > accepted, "it dials in vain")
-            switch.turn(port)
-            thread.join(60)
-            assert results[0].published  # type: ignore[attr-defined]
-    finally:
-        switch.close()

@@ -35,24 +35,6 @@ def using(agent: AgentThread, epoch: int) -> bool:
     return view.epoch == epoch and time.monotonic() < view.lease_until
 
 
-def test_an_epoch_is_asked_for_and_published_by_agreement(world: FenceWorld) -> None:
-    hub, agents = serving(world)
-    agents[0][1].num_old_epoch = 3
-    started = time.monotonic()
-    world.request(hub, 1)
-    eventually(lambda: world.published() == 1, "published")
-    assert world.authority.published[0][0] - started < world.config.lease_seconds  # not by waiting for leases
-    for agent, engine in agents:
-        assert engine.adopted == [0, 1]
-        assert using(agent, 1)
-    snapshot = world.thread.call(lambda: hub.snapshot(POOL))
-    assert (snapshot.target, snapshot.published, snapshot.converged, snapshot.old_epoch_requests) == (1, 1, True, 3)
-    assert sorted(view.pod for view in snapshot.engines) == ["rollout-0", "rollout-1"]
-    assert snapshot.published_at is not None
-    assert abs(snapshot.published_at - time.time()) < 60
-    eventually(lambda: POOL in world.changes)
-
-
 def test_a_reset_does_not_wait_for_an_engine_that_was_stopped(world: FenceWorld) -> None:
     hub, agents = serving(world)
     began = time.monotonic()
@@ -84,49 +66,6 @@ def test_an_engine_without_a_hub_stops_as_quickly(world: FenceWorld) -> None:
     assert time.monotonic() - began < 5.0
 
 
-def test_a_restarted_hub_takes_nobodys_lease_and_goes_on(world: FenceWorld) -> None:
-    hub, agents = serving(world)
-    world.request(hub, 1)
-    eventually(lambda: world.published() == 1)
-    before = [agent.view.lease_until for agent, _ in agents]
-    world.thread.run(hub.stop())
-    assert all(using(agent, 1) for agent, _ in agents)
-    second = world.hub(hub.endpoint)
-    world.lead(second)
-    eventually(lambda: all(agent.view.lease_until > old for (agent, _), old in zip(agents, before, strict=True)))
-    assert all(engine.adopted[-1] == 1 for _, engine in agents)  # nobody had to adopt anything
-    world.request(second, 2)
-    eventually(lambda: all(agent.view.epoch == 2 for agent, _ in agents))
-    snapshot = world.thread.call(lambda: second.snapshot(POOL))
-    assert (snapshot.target, snapshot.published) == (2, 1)  # older leases may live: not yet
-
-
-def test_a_hub_frozen_through_a_reset_grants_nothing_when_it_thaws() -> None:
-    world = FenceWorld(lease_seconds=1.0)
-    second = FenceWorld(lease_seconds=1.0)
-    second.authority = world.authority
-    try:
-        hub, agents = serving(world, 1)
-        agent = agents[0][0]
-        thaw = world.thread.freeze()
-        successor = second.hub()
-        second.thread.call(lambda: successor.set_pool(world.config))
-        second.lead(successor)
-        second.request(successor, 1)
-        eventually(lambda: world.published() == 1, "the successor publishes after lease and margin")
-        assert time.monotonic() >= agent.view.lease_until  # the engine of the frozen hub shares nothing by then
-        before, received = agent.view, hub.counters["received"]
-        thaw.set()
-        eventually(lambda: not hub.leading, "the old hub steps down")
-        assert hub.counters["received"] > received  # it did have heartbeats to grant
-        assert agent.view == before
-        assert successor.leading
-    finally:
-        thaw.set()
-        world.close()
-        second.close()
-
-
 def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(world: FenceWorld) -> None:
     hub = world.hub(deadline=0.1)
     world.lead(hub)
@@ -142,35 +81,6 @@ def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(worl
     eventually(lambda: agent.view.lease_until > before)
 
 
-def test_an_engine_that_never_acknowledges_is_waited_for_no_longer_than_lease_and_margin() -> None:
-    world = FenceWorld(lease_seconds=1.0)
-    try:
-        hub, agents = serving(world)
-        (_, stuck), (well, _) = agents
-        stuck.is_busy = True  # it never acknowledges, and it goes on sending heartbeats
-        world.request(hub, 1)
-        eventually(lambda: world.published() == 1)
-        assert world.authority.published[0][0] <= time.monotonic()
-        assert using(well, 1) or eventually(lambda: using(well, 1))
-        snapshot = world.thread.call(lambda: hub.snapshot(POOL))
-        assert [view.pod for view in snapshot.laggards] == ["rollout-0"]
-        stuck.is_busy = False
-        eventually(lambda: not world.thread.call(lambda: hub.snapshot(POOL)).laggards)
-    finally:
-        world.close()
-
-
-def test_without_a_hub_the_lease_runs_out() -> None:
-    short = FenceWorld(lease_seconds=0.5)
-    try:
-        hub, agents = serving(short, 1)
-        short.thread.run(hub.stop())
-        eventually(lambda: time.monotonic() >= agents[0][0].view.lease_until)
-        assert agents[0][0].view.epoch == 0
-    finally:
-        short.close()
-
-
 def test_an_engine_that_is_not_ready_is_not_heard_of(world: FenceWorld) -> None:
     hub = world.hub()
     world.lead(hub)
@@ -181,20 +91,6 @@ def test_an_engine_that_is_not_ready_is_not_heard_of(world: FenceWorld) -> None:
     assert hub.counters["received"] == 0
     engine.is_ready = True
     eventually(lambda: using(agent, 0))
-
-
-def test_the_acknowledgement_waits_for_the_scheduler(world: FenceWorld) -> None:
-    hub, agents = serving(world, 1)
-    agent, engine = agents[0]
-    engine.is_busy = True
-    world.request(hub, 1)
-    eventually(lambda: engine.adopted[-1] == 1)
-    received = hub.counters["received"]
-    agent.poke()
-    eventually(lambda: hub.counters["received"] > received)
-    assert world.published() == 0
-    engine.is_busy = False
-    eventually(lambda: world.published() == 1)
 
 
 def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
@@ -228,17 +124,6 @@ def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
         agent, engine = world.agent("tcp://127.0.0.1:1")
         eventually(lambda: "no connection to the hub" in caplog.text, seconds=15)
         assert engine.adopted == []
-        assert agent.stop()
-    finally:
-        world.close()
-
-
-def test_an_endpoint_that_is_none_is_logged_and_never_raised(caplog: pytest.LogCaptureFixture) -> None:
-    world = FenceWorld()
-    try:
-        agent, _ = world.agent("nonsense://x")
-        eventually(lambda: "the agent's session failed" in caplog.text)
-        assert agent.view == (None, 0.0)
         assert agent.stop()
     finally:
         world.close()

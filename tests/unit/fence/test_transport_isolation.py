@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +10,8 @@ import pytest
 
 from epochkv_fence.hub import machine
 from epochkv_fence.hub.machine import Hub, HubState
-from epochkv_fence.net.gate import Bucket, Client, PoolQueue, Receiver, Router
-from epochkv_fence.net.keys import ClientKeys, generate_keypair
-from epochkv_fence.protocol.messages import BumpStatus, Grant, Heartbeat, Message
 from hack.waiting import eventually
-from tests.security.wire import heartbeat, raw
-from tests.support.fence import POOL, SECOND_POOL, FakeEngine, FenceWorld, LoopThread
+from tests.support.fence import POOL, SECOND_POOL, FakeEngine, FenceWorld
 
 LEASE = 3.0
 
@@ -74,47 +68,6 @@ def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
     said = caplog.text.count("the hub failed to take a step")
     assert 1 <= said <= 4  # not once per failure: at most one each 10 s
     assert said < hub.counters["steps_failed"] or hub.counters["steps_failed"] == 1
-
-
-class Answers:
-    """A receiver that answers each heartbeat with a status that no message can hold, and then with a grant."""
-
-    def __init__(self) -> None:
-        self.router: Router | None = None
-        self.bucket, self.costs = Bucket.full(100.0, 100.0, 0.0), Bucket.full(100.0, 100.0, 0.0)
-        self.queue = PoolQueue()
-
-    def client(self, key: str) -> Client | None:
-        return Client(self, 0)
-
-    def cost(self, message: Message) -> float:
-        return 0.0
-
-    def take(self, client: Client, peer: bytes, message: Message) -> None:
-        assert self.router is not None
-        assert isinstance(message, Heartbeat)
-        broken: list[Any] = [2**64, -(2**64), object(), "\ud800"]
-        for value in broken:
-            self.router.send(peer, BumpStatus(1, 1, value, 1))
-        self.router.send(peer, Grant(message.instance, message.seq, 7, 30.0))
-
-
-def test_what_cannot_be_encoded_is_counted_told_once_and_not_sent(caplog: pytest.LogCaptureFixture) -> None:
-    thread, pair, counters, answers = LoopThread(), generate_keypair(), Counter[str](), Answers()
-    router = answers.router = Router(pair, Receiver(answers.client, answers.take, lambda: None), counters)
-    endpoint = thread.call(lambda: router.open("tcp://127.0.0.1:0"))
-    try:
-        with caplog.at_level(logging.ERROR), raw(endpoint, ClientKeys(pair.public, *generate_keypair())) as client:
-            for seq in range(3):
-                answer = client.ask(heartbeat(b"b" * 16, seq))
-                assert isinstance(answer, Grant)
-                assert (answer.seq, answer.epoch) == (seq, 7)
-    finally:
-        thread.call(router.close)
-        thread.close()
-    assert counters["unencodable"] == 12
-    assert counters["take_failed"] == counters["unsent"] == 0
-    assert caplog.text.count("cannot be encoded") == 1
 
 
 def test_an_engine_whose_numbers_cannot_be_encoded_is_silent_until_they_can(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:

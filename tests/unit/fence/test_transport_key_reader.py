@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_fence.net.keys import ClientKeys, CredentialsError, KeyReader, generate_keypair
+from epochkv_fence.net.keys import ClientKeys, KeyReader, generate_keypair
 from hack.waiting import eventually
 from tests.support.fence import FenceWorld
 
@@ -79,27 +79,3 @@ def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_
         assert files.num_hanging >= 1  # it hangs still
     finally:
         world.close()
-
-
-def test_a_hung_read_is_said_once_and_counts_when_it_ends(files: HangingFiles) -> None:
-    reader = KeyReader(files, lambda: None, seconds=0.02)
-    back = files.hang()
-    reader.begin()
-    answer = eventually(reader.answer)
-    assert isinstance(answer, TimeoutError)
-    reader.begin()
-    assert (reader.answer(), files.num_hanging) == (None, 1)
-    back.set()
-    assert eventually(reader.answer) == files.keys
-
-
-def test_what_reading_raises_is_an_answer() -> None:
-    def read() -> ClientKeys:
-        raise CredentialsError("client.key: cannot read the key")
-
-    told = threading.Event()
-    reader = KeyReader(read, told.set)
-    assert reader.answer() is None
-    reader.begin()
-    assert told.wait(10)
-    assert isinstance(reader.answer(), CredentialsError)

@@ -13,7 +13,7 @@ from epochkv_fence.mooncake_admin import Removed, StoreAdminError
 from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.pool import PoolSnapshot
 from hack.waiting import eventually
-from tests.support.fence import POOL, WEIGHTS, FakeEngine, FenceWorld
+from tests.support.fence import POOL, FakeEngine, FenceWorld
 
 
 @dataclass
@@ -92,31 +92,3 @@ def test_a_store_that_cannot_be_wiped_holds_nothing_up_and_engines_remove_the_ke
     eventually(lambda: snapshot(world, hub).wipe_failed)
     eventually(lambda: snapshot(world, hub).reclaimed == 1)
     assert (1, ()) in engine.reclaims
-
-
-def test_without_engines_a_store_of_one_pool_is_swept(store: Store) -> None:
-    world = FenceWorld(lease_seconds=1.0, store_admin=True, reclaim="Delete", reclaim_seconds=0.5)
-    try:
-        hub = world.hub(stores=store)
-        world.lead(hub)
-        world.request(hub, 1)
-        eventually(lambda: world.published() == 1)
-        eventually(lambda: snapshot(world, hub).reclaimed == 1)
-        assert snapshot(world, hub).reclaimed_bytes == 500
-    finally:
-        world.close()
-
-
-def test_keys_of_weights_that_nobody_holds_any_more_are_removed() -> None:
-    world = FenceWorld(lease_seconds=0.5, reclaim_seconds=0.2, weights_grace_seconds=0.0)
-    try:
-        hub = world.hub()
-        world.lead(hub)
-        agent, engine = world.agent(hub.endpoint)
-        eventually(lambda: engine.reclaims == [(0, (WEIGHTS,))], "what hubs before have left")
-        engine.holds = b"w" * 16
-        agent.poke()
-        eventually(lambda: (0, (b"w" * 16,)) in engine.reclaims)
-        assert snapshot(world, hub).published == 0
-    finally:
-        world.close()
