@@ -111,10 +111,10 @@ class FakeEngine:
     def tiers(self) -> tuple[str, str]:
         return self.lacks
 
-    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> int | tuple[int, int]:
+    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
         self.reclaims.append((below, keep))
         left, self.left_to_reclaim = self.left_to_reclaim, 0
-        return left
+        return left, 10 * left
 
 
 class LoopThread:

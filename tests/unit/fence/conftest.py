@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fence import FenceWorld
 from tests.support.hub import HubWorld, hub_world
 
 
@@ -15,3 +16,11 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[HubWorld]:
     """A file hub, its agents and clients; with the HUB_OPTIONS of the test's module."""
     with hub_world(tmp_path / "state", **getattr(request.module, "HUB_OPTIONS", {})) as made:
         yield made
+
+
+@pytest.fixture
+def fence(request: pytest.FixtureRequest) -> Iterator[FenceWorld]:
+    """Hubs and agents with an authority in memory; with the FENCE_OPTIONS of the test's module."""
+    made = FenceWorld(**getattr(request.module, "FENCE_OPTIONS", {}))
+    yield made
+    made.close()

@@ -22,12 +22,6 @@ from tests.support.fence import NEW, OLD, Running, engine_with, push
 from tests.support.hub import CLI, Agents, HubProcess, epochkv, interruptible, using
 
 
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
-    with HubProcess(tmp_path_factory.mktemp("cli") / "state", "--lease-seconds", "2") as made:
-        yield made
-
-
 def target(hub: HubProcess) -> int:
     with Pool.connect(hub.folder) as pool:
         return pool.status().target

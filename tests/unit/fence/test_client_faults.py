@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import zmq
 
 from epochkv_fence.client import HubUnreachable, Pool, ResetNotRecorded
-from epochkv_fence.connection import Connection
-from epochkv_fence.net.keys import generate_keypair
+from epochkv_fence.connection import CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV, HUB_PUBLIC_ENV, Connection
+from epochkv_fence.net.keys import ClientKeys, generate_keypair
 from epochkv_fence.protocol.messages import (
     Bump,
     BumpStatus,
@@ -29,11 +27,16 @@ from epochkv_fence.protocol.messages import (
     encode,
 )
 from hack.waiting import eventually
-from tests.support.fence import NEW, OTHER, FenceWorld
+from tests.support.fence import NEW, OTHER, POOL, FenceWorld
 from tests.support.hub import Switch
 
 Question = Status | Bump | Label
 Report = Callable[[list[bytes]], object]
+
+
+def connection(endpoint: str, uid: str, keys: ClientKeys) -> Connection:
+    variables = {HUB_PUBLIC_ENV: keys.hub_public, CLIENT_PUBLIC_ENV: keys.public, CLIENT_SECRET_ENV: keys.secret}
+    return Connection.load({"pool": {"name": "p", "uid": uid}, "hub": {"endpoint": endpoint}}, variables)
 
 
 @contextmanager
@@ -59,13 +62,8 @@ def false_hub(answer: Callable[[Question, Report], None]) -> Iterator[Connection
 
     thread = threading.Thread(target=serve)
     thread.start()
-    variables = {
-        "EPOCHKV_HUB_PUBLIC_KEY": hub.public,
-        "EPOCHKV_CLIENT_PUBLIC_KEY": client.public,
-        "EPOCHKV_CLIENT_SECRET_KEY": client.secret,
-    }
     try:
-        yield Connection.load({"pool": {"name": "p", "uid": "u"}, "hub": {"endpoint": f"tcp://127.0.0.1:{port}"}}, variables)
+        yield connection(f"tcp://127.0.0.1:{port}", "u", ClientKeys(hub.public, *client))
     finally:
         stopping.set()
         thread.join(10)
@@ -122,7 +120,7 @@ def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() 
         for _ in range(3):
             honest(message, say)
 
-    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
+    with false_hub(answer) as way, Pool.connect(way, 20) as pool:
         reset = pool.reset()
         assert (reset.epoch, reset.published) == (1, True)
         assert [(group.id, group.label) for group in pool.wait_weights(label="step-1").groups] == [(NEW.hex(), "step-1")]
@@ -141,7 +139,7 @@ def test_a_hub_that_falls_silent_after_the_first_answer() -> None:
         else:
             honest(message, say)
 
-    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
+    with false_hub(answer) as way, Pool.connect(way, 20) as pool:
         with pytest.raises(ResetNotRecorded, match=r"no hub is known to have recorded epoch 1 within 1\.5 s"):
             pool.reset(timeout_s=1.5)
         assert len(asked) >= 3  # it was repeated
@@ -161,7 +159,7 @@ def test_a_label_that_nobody_notes() -> None:
             honest(message, say)
 
     said = r"no answer from the hub at .*\. all engines hold weights 3f2a9c1e, and that they are called 'step-1' is not known to be noted$"
-    with false_hub(answer) as connection, Pool.connect(connection, 20) as pool:
+    with false_hub(answer) as way, Pool.connect(way, 20) as pool:
         with pytest.raises(HubUnreachable, match=said):
             pool.wait_weights(label="step-1", timeout_s=0.5)
         assert len(asked) >= 3  # it was repeated
@@ -169,17 +167,7 @@ def test_a_label_that_nobody_notes() -> None:
         assert len({label.request for label in asked}) == 1
 
 
-def client_of(world: FenceWorld, folder: Path, endpoint: str) -> Path:
-    """A client folder for a hub of `FenceWorld`."""
-    folder.mkdir()
-    for name, text in (("hub.pub", world.hub_pair.public), ("client.pub", world.pool_pair.public), ("client.key", world.pool_pair.secret)):
-        (folder / name).write_text(text)
-    content = {"pool": {"name": "policy", "uid": world.config.uid}, "hub": {"endpoint": endpoint, "credentials_dir": "."}}
-    (folder / "connection.json").write_text(json.dumps(content))
-    return folder
-
-
-def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool(tmp_path: Path) -> None:
+def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool() -> None:
     """While one hub sleeps another one raises the pool. The sleeper, awake, still thinks that epoch 1 would be new; if the
     client believed it, its reset would be a no-op that looks done."""
     old = FenceWorld(lease_seconds=1.0)
@@ -190,7 +178,7 @@ def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool(tmp_path: Path) -
         first = old.hub()
         old.lead(first)
         switch = Switch(int(first.endpoint.rpartition(":")[2]))
-        with Pool.connect(client_of(old, tmp_path / "client", switch.endpoint), 20) as pool:
+        with Pool.connect(connection(switch.endpoint, POOL, old.client_keys), 20) as pool:
             thaw = old.thread.freeze()
             second = new.hub()
             new._terms = old._terms

@@ -50,43 +50,19 @@ def test_a_file_or_its_folder_is_enough(folder: Path, monkeypatch: pytest.Monkey
     assert Connection.load(None, {"EPOCHKV_CONFIG": str(folder)}).hub.credentials_dir == str(folder)
 
 
-def test_the_environment_alone_is_enough(folder: Path) -> None:
-    environ = {
-        "EPOCHKV_CONFIG": json.dumps(CONTENT),
-        HUB_PUBLIC_ENV: (folder / "hub.pub").read_text(),
-        CLIENT_PUBLIC_ENV: (folder / "client.pub").read_text(),
-        CLIENT_SECRET_ENV: (folder / "client.key").read_text(),
-        ROOT_SECRET_ENV: SECRET,
-    }
-    connection = Connection.load(None, environ)
-    assert connection.client_keys().secret == (folder / "client.key").read_text().strip()
-    assert connection.root_secret() == bytes.fromhex(SECRET)
-
-
-def test_a_mapping_and_the_connectors_other_keys_are_fine() -> None:
-    content = {**CONTENT, "local": {"capacity_bytes": 1 << 30}}
-    assert Connection.load(content, {}).hub.endpoint == "tcp://hub.example:7700"
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"pool": None}, r"pool"),
         ({"pool": {"name": "p"}}, r"uid"),
-        ({"pool": {"name": "p", "uid": ""}}, r"pool\.uid is empty; give"),
         ({"pool": {"name": "p", "uid": "x" * 254}}, r"pool\.uid is"),
         ({"pool": {"name": "p", "uid": "a\nb"}}, r"pool\.uid is 'a\\nb'"),
         ({"pool": {"name": "p", "uid": "u", "user": 1}}, r"user"),
         ({"hub": {}}, r"endpoint"),
         ({"hub": {"endpoint": "hub:7700"}}, r"hub\.endpoint is 'hub:7700'; it must look like tcp://host:7700"),
-        ({"hub": {"endpoint": "tcp://hub"}}, r"must look like"),
-        ({"hub": {"endpoint": "tcp://hub:0"}}, r"must look like"),
         ({"hub": {"endpoint": "tcp://hub:65536"}}, r"must look like"),
         ({"hub": {"endpoint": "tcp://*:7700"}}, r"must look like"),
-        ({"hub": {"endpoint": "tcp://a;b:7700"}}, r"must look like"),
-        ({"hub": {"endpoint": "ipc:///tmp/x"}}, r"must look like"),
         ({"hub": {"endpoint": "tcp://h:1", "credential_dir": "x"}}, r"credential_dir"),
-        ({"hub": {"endpoint": 7}}, r"endpoint"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], named: str) -> None:
@@ -186,10 +162,6 @@ def test_a_folder_of_keys_that_is_not_there_is_named_with_its_field(folder: Path
         (
             "absent",
             r"hub\.credentials_dir is 'absent' \(in the working directory .* give an absolute path\), which is not there",
-        ),
-        (
-            "/absent/x",
-            r"hub\.credentials_dir is '/absent/x', which is not there, or not visible to this user; give the folder with hub\.pub",
         ),
         (str(folder / "hub.pub"), r"hub\.credentials_dir is '.*/hub\.pub', which is no folder; give the folder with hub\.pub"),
     ):

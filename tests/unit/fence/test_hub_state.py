@@ -16,7 +16,7 @@ from epochkv_fence.client import Connection, Pool
 from epochkv_fence.standalone.authority import StateError
 from epochkv_fence.standalone.credentials import Keys, ensure_keys, read_keys, retire_previous, rotate_keys, write_client
 from hack.waiting import eventually
-from tests.support.hub import hub_world, together, using
+from tests.support.hub import hub_world, together
 
 
 def folder_fits(state: Path, keys: Keys) -> None:
@@ -125,19 +125,6 @@ def test_a_kill_in_the_middle_of_a_rotation_is_repaired_at_the_next_start(tmp_pa
     assert len(seen) > 1
 
 
-def test_a_key_whose_grace_is_over_goes_although_it_is_used(tmp_path: Path) -> None:
-    with hub_world(tmp_path / "state") as world:
-        ((agent, _),) = world.serving(1)
-        pool = world.connect()
-        rotate_keys(world.options.state, 0.0)
-        assert world.hub is not None
-        before = world.hub.accepted_keys
-        eventually(lambda: len(world.hub.accepted_keys) == 1 and world.hub.accepted_keys != before)  # type: ignore[union-attr]
-        reset = pool.reset(timeout_s=60)
-        assert reset.published
-        eventually(lambda: using(agent, reset.epoch), "the engine has read the new key", 60)
-
-
 KILLED_ROTATION = """
 import os, sys
 from pathlib import Path
@@ -201,11 +188,3 @@ def test_keys_that_somebody_holds_are_not_waited_for_for_ever(tmp_path: Path) ->
                 call()
         holder.kill()
     assert ensure_keys(tmp_path, "uid-1") == keys
-
-
-def test_a_connection_file_that_is_none_is_named(tmp_path: Path) -> None:
-    keys = ensure_keys(tmp_path, "uid-1")
-    path = write_client(tmp_path, keys, "policy", "tcp://h:1")
-    path.write_bytes(b"[1]")
-    with pytest.raises(StateError, match=r"connection\.json is not a JSON object; correct it, or remove it"):
-        write_client(tmp_path, keys, "policy", "tcp://h:1")

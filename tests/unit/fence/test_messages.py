@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from epochkv_fence.net.keys import ClientKeys, CredentialsError, KeyPair, generate_keypair
+from epochkv_fence.net.keys import ClientKeys, generate_keypair
 from epochkv_fence.protocol.messages import (
     MAX_KEPT,
     MAX_MESSAGE_BYTES,
@@ -41,29 +41,20 @@ MESSAGES: list[Message] = [
         INSTANCE, 7, 3, 12.5, {"hits": 0.5}, engine="rollout", pod="rollout-0", rank=1, old_epoch_requests=2, isolated=True, weights=WEIGHTS
     ),
     Heartbeat(INSTANCE, 0),
-    Heartbeat(INSTANCE, 0, weights_note="rank 1: no digest"),
-    Heartbeat(INSTANCE, 0, weights=WEIGHTS, tiers_off="SavesOnly", tiers_note="loads are off: because"),
-    Heartbeat(INSTANCE, 0, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}, pool="uid-1"),
     Grant(INSTANCE, 7, 3, 30.0),
     Nudge(INSTANCE),
     Propose(INSTANCE, 4),
     Bump(2**63 - 1, 4),
     BumpStatus(1, 4, 4, 3, 2, 1, 0, 30.0),
-    BumpStatus(1, 4, 4, 3),
     Status(
         *(1, 4, 3, 1, [EngineStatus(INSTANCE, 3, 12.5, 0.25, 7.5, pod="rollout-0", fingerprint="abc", isolated=True, weights=WEIGHTS)]),
         *(30.0, Source.TRAINER, "uid-1", INSTANCE, {WEIGHTS.hex(): "step-12"}),
     ),
     Status(1),
-    Status(1, 4, 3, 1, [EngineStatus(INSTANCE, 3, engine="rollout", versions={"mooncake": "0.3.13"})], version="0.2.0"),
-    Status(1, 4, 3, 1, [EngineStatus(INSTANCE, pod="rollout-0", weights_note="asleep")]),
-    Status(1, 4, 3, 1, [EngineStatus(INSTANCE, 3, tiers_off="Later", tiers_note="what a newer engine says")]),
     Label(1, WEIGHTS, "step-12"),
     Labelled(1, WEIGHTS, "step-12"),
-    Reclaim(INSTANCE, 4),
     Reclaim(INSTANCE, 4, [WEIGHTS, INSTANCE]),
     Reclaimed(INSTANCE, 4, 12, 3000, 7),
-    Reclaimed(INSTANCE, 4, 0),
     Leave(INSTANCE),
     Error(Refusal.TAG, "what"),
 ]
@@ -87,16 +78,6 @@ def test_the_bytes_on_the_wire_do_not_change_by_accident() -> None:
 def test_a_field_of_a_newer_peer_is_ignored() -> None:
     payload = msgspec.msgpack.encode({"type": "Nudge", "instance": INSTANCE, "why": "new"})
     assert decode([b"\x02", payload]) == Nudge(INSTANCE)
-
-
-def test_what_an_older_engine_and_an_older_hub_do_not_say_is_taken_for_nothing() -> None:
-    beat = decode([b"\x02", of("Heartbeat", instance=INSTANCE, seq=1, epoch=3, weights=WEIGHTS, weights_note="")])
-    assert isinstance(beat, Heartbeat)
-    assert (beat.tiers_off, beat.tiers_note, beat.pool) == ("", "", "")
-    engine = {"instance": INSTANCE, "engine": "rollout", "pod": "", "rank": 0, "epoch": 3, "old_epoch_requests": 0}
-    status = decode([b"\x02", of("Status", request=1, engines=[engine])])
-    assert isinstance(status, Status)
-    assert (status.engines[0].tiers_off, status.engines[0].tiers_note) == ("", "")
 
 
 def test_as_many_weights_as_may_be_kept_fit() -> None:
@@ -127,7 +108,6 @@ def of(tag: str, **fields: object) -> bytes:
         ([b"\x02", b"\xc1\xff"], Refusal.MALFORMED, "tag (none)"),
         ([b"\x02", encode(Nudge(INSTANCE))[1][:-1]], Refusal.MALFORMED, "version 2"),
         ([b"\x02", msgspec.msgpack.encode({"type": "Nudge", "instance": b"short"})], Refusal.MALFORMED, "tag 'Nudge'"),
-        ([b"\x02", msgspec.msgpack.encode({"type": "Propose", "instance": INSTANCE, "epoch": -1})], Refusal.MALFORMED, "epoch"),
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, stats={f"s{n}": 0.0 for n in range(65)})], Refusal.MALFORMED, "stats"),
         (
             [b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, instance_age_seconds=float("nan"))],
@@ -136,21 +116,17 @@ def of(tag: str, **fields: object) -> bytes:
         ),
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, weights=b"short")], Refusal.MALFORMED, "weights"),
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, weights_note="n" * 1025)], Refusal.MALFORMED, "weights_note"),
-        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, tiers_off="n" * 254)], Refusal.MALFORMED, "tiers_off"),
-        ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="v" * 254)], Refusal.MALFORMED, "label"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="")], Refusal.MALFORMED, "label"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="v\n")], Refusal.MALFORMED, r"label is 'v\n'; give one line"),
         ([b"\x02", of("Reclaim", instance=INSTANCE, below=1, keep=[WEIGHTS] * (MAX_KEPT + 1))], Refusal.MALFORMED, "keep"),
         ([b"\x02", of("Status", request=1, labels={f"{n:032x}": "v" for n in range(17)})], Refusal.MALFORMED, "labels"),
         ([b"\x02", of("Propose", instance=INSTANCE, epoch=2**53)], Refusal.MALFORMED, "epoch"),
         ([b"\x02", of("Bump", request=2**63, epoch=1)], Refusal.MALFORMED, "request"),
-        ([b"\x02", of("Bump", request="1", epoch=1)], Refusal.MALFORMED, "request"),
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, instance_age_seconds=1.1e9)], Refusal.MALFORMED, "instance_age_seconds"),
         ([b"\x02", of("Grant", instance=INSTANCE, seq=0, epoch=1, lease_seconds=0.0)], Refusal.MALFORMED, "lease_seconds"),
         ([b"\x02", of("Grant", instance=INSTANCE, seq=0, epoch=1, lease_seconds=86_401.0)], Refusal.MALFORMED, "lease_seconds"),
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, stats={"s" * 65: 0.0})], Refusal.MALFORMED, "stats"),
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, versions={f"p{n}": "1" for n in range(9)})], Refusal.MALFORMED, "versions"),
-        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, versions={"vllm": "1" * 65})], Refusal.MALFORMED, "versions"),
         ([b"\x02", of("Status", request=1, labels={"0" * 31: "v"})], Refusal.MALFORMED, "labels"),
         ([b"\x02", of("Status", request=1, engines=[{"instance": INSTANCE}] * 65)], Refusal.MALFORMED, "engines"),
         ([b"\x02", of("Error", code="new", text="")], Refusal.MALFORMED, "code"),
@@ -182,15 +158,3 @@ def test_keys_are_read_from_files_and_never_shown(tmp_path: Path) -> None:
     assert (keys.hub_public, keys.public, keys.secret) == (hub.public, client.public, client.secret)
     assert client.secret not in repr(keys)
     assert hub.secret not in repr(hub)
-
-
-def test_bad_credentials_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CredentialsError, match=r"hub\.pub: cannot read the key"):
-        ClientKeys.load(tmp_path)
-    pair = generate_keypair()
-    (tmp_path / "hub.pub").write_text(pair.public)
-    (tmp_path / "client.pub").write_text("no key")
-    with pytest.raises(CredentialsError, match=r"client\.pub is not a CURVE key"):
-        ClientKeys.load(tmp_path)
-    with pytest.raises(CredentialsError, match="does not belong"):
-        KeyPair(pair.public, generate_keypair().secret)

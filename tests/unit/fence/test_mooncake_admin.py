@@ -71,13 +71,6 @@ def working(keys: int = 3, before: int = 5000, after: int = 1000) -> tuple[Handl
     return handle, asked
 
 
-def test_keys_and_bytes_are_told_and_what_is_read_stays() -> None:
-    handle, asked = working()
-    with server(handle) as url:
-        assert remove_all(url) == Removed(3, 4000)
-    assert [line for line in asked if "remove_all" in line] == ["POST /api/v1/remove_all?force=false HTTP/1.1"]
-
-
 def test_without_a_metric_the_bytes_are_unknown() -> None:
     with server(lambda sock, line: answer(sock, OK % 2 if "remove_all" in line else b"nothing")) as url:
         assert remove_all(url) == Removed(2, None)

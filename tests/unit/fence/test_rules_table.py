@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ def rules() -> list[Rule]:
     return [Rule(*match.group("rule", "where", "test", "mutant")) for line in PAGE.read_text().splitlines() if (match := ROW.match(line))]
 
 
+@functools.cache
 def names(path: Path) -> set[str]:
     """Everything a module defines: functions, classes, and `Class.member`."""
     found = set()

@@ -17,7 +17,6 @@ from epochkv_fence.protocol.messages import (
     BumpStatus,
     EngineStatus,
     Error,
-    Grant,
     Heartbeat,
     Label,
     Refusal,
@@ -66,26 +65,6 @@ def test_a_status_tells_all_about_the_pool() -> None:
     assert (engine.age_seconds, engine.silent_seconds) == (100.0, 2.0)
     assert (engine.weights, engine.weights_note, engine.since_seconds) == (b"w" * 16, "", 2.0)
     assert (other.weights, other.weights_note, other.since_seconds) == (None, "asleep", 0.0)
-
-
-def test_why_an_engine_lacks_tiers_is_shown_as_it_was_said_last() -> None:
-    hub = pool()
-    hub.beat(1, epoch=0, weights=W)
-    hub.beat(2, epoch=0, weights=W, tiers_off="SavesOnly", tiers_note="loads are off: because")
-    (page,) = pages(hub)
-    assert [(engine.tiers_off, engine.tiers_note) for engine in page.engines] == [("", ""), ("SavesOnly", "loads are off: because")]
-
-    def limited() -> list[tuple[bytes, str, str]]:
-        snapshot = hub.hub.snapshot(hub.now)
-        return [(view.instance, view.tiers_off, view.tiers_note) for view in snapshot.limited]
-
-    assert limited() == [(instance(2), "SavesOnly", "loads are off: because")]
-    for seq, note in ((7, "an error"), (8, "another error")):  # an operator hears of it at once
-        actions = hub.hub.step(ev.Heard(b"p", Heartbeat(instance(1), seq, 0, weights=W, tiers_off="TiersBroken", tiers_note=note)), hub.now)
-        assert any(isinstance(action, ev.Changed) for action in actions)
-    assert limited()[0] == (instance(1), "TiersBroken", "another error")
-    hub.now += LEASE
-    assert limited() == [], "only of live engines"
 
 
 def test_a_hub_that_does_not_lead_tells_nothing_about_epochs() -> None:
@@ -180,19 +159,6 @@ def test_no_instance_that_stays_is_missed_while_others_come_and_go() -> None:
         assert {instance(number) for number in stayed} <= set(seen)
 
 
-def test_a_bump_is_told_how_many_instances_are_behind() -> None:
-    hub = pool()
-    for number in (1, 2, 3, 4):
-        hub.beat(number)
-    hub.hear(Bump(1, 1))
-    hub.round()
-    for number in (1, 2, 3):
-        hub.beat(number, epoch=1)
-    hub.hear(Bump(1, 1))
-    answer = hub.of(BumpStatus)[-1]
-    assert (answer.engines, answer.laggards, answer.lease_seconds) == (4, 1, LEASE)
-
-
 def test_everyone_who_waits_is_told_of_the_publication_once() -> None:
     hub = pool()
     hub.hold_writes = True
@@ -220,6 +186,19 @@ def test_the_snapshot_shows_what_engines_said() -> None:
     assert ev.Changed() in actions  # its owner waits for this to drop the old key
     (view,) = hub.hub.snapshot(hub.now).engines
     assert view.key_index == 0
+    tiers = {"tiers_off": "SavesOnly", "tiers_note": "loads are off"}
+    changes: list[dict[str, Any]] = [
+        {"weights_note": "asleep"},
+        {"weights": W},
+        {"isolated": True},
+        tiers,
+        {**tiers, "tiers_note": "an error"},
+    ]
+    for seq, change in enumerate(changes, start=2):
+        assert ev.Changed() in hub.step(ev.Heard(b"p", Heartbeat(instance(1), seq, 0, **change)))
+    assert [view.tiers_note for view in hub.hub.snapshot(hub.now).limited] == ["an error"]
+    hub.now += LEASE
+    assert hub.hub.snapshot(hub.now).limited == [], "only of live engines"
 
 
 def test_other_keys_move_what_engines_use_among_them() -> None:
@@ -242,33 +221,6 @@ def test_other_keys_move_what_engines_use_among_them() -> None:
     assert accept("newest") == 0
 
 
-def test_an_engine_that_was_reset_alone_is_shown_so_and_decides_nothing() -> None:
-    """Two pools, one with an engine that says so: the same grants, the same writes, the same publication."""
-    plain, marked = pool(), pool()
-    for hub, isolated in ((plain, False), (marked, True)):
-        hub.beat(1, epoch=0, weights=W)
-        assert not hub.hub.snapshot(hub.now).engines[0].isolated
-        hub.beat(2, epoch=0, weights=W)
-        actions = hub.step(ev.Heard(b"peer1", Heartbeat(instance(1), 1, 0, instance_age_seconds=1000.0, isolated=isolated, weights=W)))
-        assert (ev.Changed() in actions) == isolated
-        (page,) = pages(hub)
-        assert [(engine.instance, engine.isolated) for engine in page.engines] == [(instance(1), isolated), (instance(2), False)]
-        views = {view.instance: view for view in hub.hub.snapshot(hub.now).engines}
-        assert (views[instance(1)].state, views[instance(2)].state) == ("isolated" if isolated else "sharing", "sharing")
-        hub.beat(1, epoch=0, seq=0)  # an older one, late
-        assert {view.isolated for view in hub.hub.snapshot(hub.now).engines} == {isolated, False}
-        hub.hear(Bump(1, 1))
-        hub.beat(1, epoch=0, seq=2, isolated=isolated, weights=W)
-        assert {view.state for view in hub.hub.snapshot(hub.now).engines} == {"behind"}
-        hub.beat(1, epoch=1, seq=3, weights=W)
-        hub.beat(2, epoch=1, weights=W)
-        hub.round()
-        assert {view.state for view in hub.hub.snapshot(hub.now).engines} == {"sharing"}
-    assert plain.of(Grant) == marked.of(Grant) != []
-    assert plain.kinds() == marked.kinds()
-    assert ("Publish", 1) in plain.kinds()
-
-
 @pytest.mark.parametrize(
     ("epoch", "weights", "isolated", "state"),
     [(2, W, False, "sharing"), (2, W, True, "isolated"), (2, None, True, "unknown"), (2, None, False, "unknown"), (1, W, True, "behind")],
@@ -283,11 +235,3 @@ def test_the_state_of_an_engine(epoch: int, weights: bytes | None, isolated: boo
     assert [view.state for view in hub.hub.snapshot(hub.now).engines] == [state]
     hub.now += LEASE
     assert [view.state for view in hub.hub.snapshot(hub.now).engines] == ["silent"]
-
-
-def test_the_snapshot_of_a_new_leader_names_where_the_target_came_from() -> None:
-    hub = Driver(reclaim="Retain")
-    hub.step(ev.Acquired(Term("h", 1), PoolRecord(3, 3, True, Source.TRAINER, {W: "step-3"})))
-    snapshot = hub.hub.snapshot(hub.now)
-    assert (snapshot.origin, snapshot.labels, snapshot.reclaim_policy) == (Source.TRAINER, {W: "step-3"}, "Retain")
-    assert (snapshot.weights, snapshot.diverged, snapshot.wipe_failed) == ([], [], False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,17 +14,10 @@ from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWor
 Agents = list[tuple[AgentThread, FakeEngine]]
 
 
-@pytest.fixture
-def world() -> Iterator[FenceWorld]:
-    made = FenceWorld()
-    yield made
-    made.close()
-
-
-def serving(world: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
-    hub = world.hub()
-    world.lead(hub)
-    agents = [world.agent(hub.endpoint) for _ in range(num_agents)]
+def serving(fence: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
+    hub = fence.hub()
+    fence.lead(hub)
+    agents = [fence.agent(hub.endpoint) for _ in range(num_agents)]
     eventually(lambda: all(agent.view.epoch is not None for agent, _ in agents), "everyone is granted")
     return hub, agents
 
@@ -35,18 +27,18 @@ def using(agent: AgentThread, epoch: int) -> bool:
     return view.epoch == epoch and time.monotonic() < view.lease_until
 
 
-def test_a_reset_does_not_wait_for_an_engine_that_was_stopped(world: FenceWorld) -> None:
-    hub, agents = serving(world)
+def test_a_reset_does_not_wait_for_an_engine_that_was_stopped(fence: FenceWorld) -> None:
+    hub, agents = serving(fence)
     began = time.monotonic()
     assert agents[0][0].stop()
-    eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 1, "the hub forgets the engine")
-    world.request(hub, 1)
-    eventually(lambda: world.published() == 1, "published")
-    assert time.monotonic() < began + world.config.lease_seconds, "its lease of 30 s is not waited for"
+    eventually(lambda: len(fence.thread.call(lambda: hub.snapshot(POOL)).engines) == 1, "the hub forgets the engine")
+    fence.request(hub, 1)
+    eventually(lambda: fence.published() == 1, "published")
+    assert time.monotonic() < began + fence.config.lease_seconds, "its lease of 30 s is not waited for"
 
 
-def test_an_engine_inside_schedule_does_not_say_that_it_leaves(world: FenceWorld) -> None:
-    hub, agents = serving(world)
+def test_an_engine_inside_schedule_does_not_say_that_it_leaves(fence: FenceWorld) -> None:
+    hub, agents = serving(fence)
     agent, engine = agents[0]
     engine.is_busy = True
     assert agent.stop()
@@ -54,54 +46,54 @@ def test_an_engine_inside_schedule_does_not_say_that_it_leaves(world: FenceWorld
     received = hub.counters["received"]
     agents[1][0].poke()
     eventually(lambda: hub.counters["received"] > received, "what others say later is heard")
-    assert len(world.thread.call(lambda: hub.snapshot(POOL)).engines) == 2, "a request may still be admitted with what it found"
+    assert len(fence.thread.call(lambda: hub.snapshot(POOL)).engines) == 2, "a request may still be admitted with what it found"
 
 
-def test_an_engine_without_a_hub_stops_as_quickly(world: FenceWorld) -> None:
-    hub, agents = serving(world)
-    world.thread.run(hub.stop())
+def test_an_engine_without_a_hub_stops_as_quickly(fence: FenceWorld) -> None:
+    hub, agents = serving(fence)
+    fence.thread.run(hub.stop())
     eventually(lambda: agents[0][0]._links.current is not None and not agents[0][0]._links.connected)
     began = time.monotonic()
     assert agents[0][0].stop(5.0)
     assert time.monotonic() - began < 5.0
 
 
-def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(world: FenceWorld) -> None:
-    hub = world.hub(deadline=0.1)
-    world.lead(hub)
-    agent, _ = world.agent(hub.endpoint)
+def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fence: FenceWorld) -> None:
+    hub = fence.hub(deadline=0.1)
+    fence.lead(hub)
+    agent, _ = fence.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
-    world.thread.call(world.authority.gate.clear)
+    fence.thread.call(fence.authority.gate.clear)
     before = agent.view.lease_until
     agent.poke()
     eventually(lambda: hub.counters["verify_failed"] >= 2)
     assert hub.leading
     assert agent.view.lease_until == before
-    world.thread.call(world.authority.gate.set)
+    fence.thread.call(fence.authority.gate.set)
     eventually(lambda: agent.view.lease_until > before)
 
 
-def test_an_engine_that_is_not_ready_is_not_heard_of(world: FenceWorld) -> None:
-    hub = world.hub()
-    world.lead(hub)
+def test_an_engine_that_is_not_ready_is_not_heard_of(fence: FenceWorld) -> None:
+    hub = fence.hub()
+    fence.lead(hub)
     engine = FakeEngine()
     engine.is_ready = False
-    agent, _ = world.agent(hub.endpoint, engine=engine)
+    agent, _ = fence.agent(hub.endpoint, engine=engine)
     eventually(lambda: hub.counters["connections_accepted"] == 1)
     assert hub.counters["received"] == 0
     engine.is_ready = True
     eventually(lambda: using(agent, 0))
 
 
-def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
-    hub = world.hub()
-    world.lead(hub)
+def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+    hub = fence.hub()
+    fence.lead(hub)
 
     class Broken(FakeEngine):
         def adopt(self, epoch: int) -> None:
             raise RuntimeError("no root here")
 
-    agent, _ = world.agent(hub.endpoint, engine=Broken())
+    agent, _ = fence.agent(hub.endpoint, engine=Broken())
     eventually(lambda: agent.counters["adopt_errors"] >= 1)
     agent.poke()
     eventually(lambda: agent.counters["adopt_errors"] >= 2, seconds=30)
@@ -109,94 +101,90 @@ def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(world: Fenc
     assert caplog.text.count("cannot adopt epoch 0") == 1
 
 
-def test_a_proposal_bumps_the_pool_once(world: FenceWorld) -> None:
-    _, agents = serving(world)
+def test_a_proposal_bumps_the_pool_once(fence: FenceWorld) -> None:
+    _, agents = serving(fence)
     for agent, _engine in agents:
         agent.propose(1)
-    eventually(lambda: world.published() == 1)
+    eventually(lambda: fence.published() == 1)
     eventually(lambda: all(agent.view.epoch == 1 for agent, _ in agents))
-    assert world.authority.calls.count("record") == 1
+    assert fence.authority.calls.count("record") == 1
 
 
-def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
-    world = FenceWorld()
-    try:
-        agent, engine = world.agent("tcp://127.0.0.1:1")
-        eventually(lambda: "no connection to the hub" in caplog.text, seconds=15)
-        assert engine.adopted == []
-        assert agent.stop()
-    finally:
-        world.close()
+def test_nobody_listens(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+    agent, engine = fence.agent("tcp://127.0.0.1:1")
+    eventually(lambda: "no connection to the hub" in caplog.text, seconds=15)
+    assert engine.adopted == []
+    assert agent.stop()
 
 
-def test_a_removed_pool_is_gone_and_may_come_back(world: FenceWorld) -> None:
-    hub, agents = serving(world, 1)
-    world.thread.call(lambda: hub.remove_pool(POOL))
+def test_a_removed_pool_is_gone_and_may_come_back(fence: FenceWorld) -> None:
+    hub, agents = serving(fence, 1)
+    fence.thread.call(lambda: hub.remove_pool(POOL))
     agents[0][0].poke()
     eventually(lambda: agents[0][0].counters["refused_by_hub"] >= 1)
     with pytest.raises(UnknownPool, match="call set_pool first"):
-        world.thread.call(lambda: hub.snapshot(POOL))
+        fence.thread.call(lambda: hub.snapshot(POOL))
     before = agents[0][0].view.lease_until
-    world.thread.call(lambda: hub.set_pool(world.config))
+    fence.thread.call(lambda: hub.set_pool(fence.config))
     agents[0][0].poke()
     eventually(lambda: agents[0][0].view.lease_until > before)
 
 
-def test_two_pools_share_a_hub_and_not_a_key(world: FenceWorld) -> None:
-    hub, agents = serving(world, 1)
-    second = world.reconfigure(uid=SECOND_POOL, name="default/second", client_public_keys=(world.pool_pair.public,))
+def test_two_pools_share_a_hub_and_not_a_key(fence: FenceWorld) -> None:
+    hub, agents = serving(fence, 1)
+    second = fence.reconfigure(uid=SECOND_POOL, name="default/second", client_public_keys=(fence.pool_pair.public,))
     with pytest.raises(ValueError, match="has the client key of pool 'default/policy'"):
-        world.thread.call(lambda: hub.set_pool(second))
-    agent, engine = world.agent(hub.endpoint, world.second_pool(hub))
+        fence.thread.call(lambda: hub.set_pool(second))
+    agent, engine = fence.agent(hub.endpoint, fence.second_pool(hub))
     eventually(lambda: using(agent, 0))
-    world.thread.call(lambda: hub.request(SECOND_POOL, 1))
-    eventually(lambda: world.authority.records[SECOND_POOL].published == 1)
+    fence.thread.call(lambda: hub.request(SECOND_POOL, 1))
+    eventually(lambda: fence.authority.records[SECOND_POOL].published == 1)
     assert engine.adopted[-1] == 1
     assert agents[0][1].adopted == [0]
 
 
-def test_stopping_is_quick_even_when_the_authority_hangs(world: FenceWorld) -> None:
-    hub, agents = serving(world, 1)
-    world.thread.call(world.authority.gate.clear)
-    world.request(hub, 1)
-    eventually(lambda: world.authority.calls.count("record") == 1)
-    world.thread.run(hub.stop(), timeout=5)
-    world.thread.call(world.authority.gate.set)
+def test_stopping_is_quick_even_when_the_authority_hangs(fence: FenceWorld) -> None:
+    hub, agents = serving(fence, 1)
+    fence.thread.call(fence.authority.gate.clear)
+    fence.request(hub, 1)
+    eventually(lambda: fence.authority.calls.count("record") == 1)
+    fence.thread.run(hub.stop(), timeout=5)
+    fence.thread.call(fence.authority.gate.set)
     assert agents[0][0].stop()
     assert agents[0][0].view.lease_until == 0.0
 
 
-def test_an_engine_says_at_once_that_its_weights_have_changed(world: FenceWorld) -> None:
-    hub, agents = serving(world)
+def test_an_engine_says_at_once_that_its_weights_have_changed(fence: FenceWorld) -> None:
+    hub, agents = serving(fence)
     (agent, engine), _ = agents
 
     def groups() -> list[tuple[bytes, int]]:
-        return [(group.weights, group.engines) for group in world.thread.call(lambda: hub.snapshot(POOL)).weights]
+        return [(group.weights, group.engines) for group in fence.thread.call(lambda: hub.snapshot(POOL)).weights]
 
     assert groups() == [(WEIGHTS, 2)]
     engine.holds = b"w" * 16
     agent.poke()
     eventually(lambda: groups() == [(b"w" * 16, 1), (WEIGHTS, 1)], "the newest first, of as many")
-    assert [view.pod for view in world.thread.call(lambda: hub.snapshot(POOL)).diverged] == ["rollout-1"]
+    assert [view.pod for view in fence.thread.call(lambda: hub.snapshot(POOL)).diverged] == ["rollout-1"]
     engine.holds = "rank 1: no digest"
     agent.poke()
     eventually(lambda: groups() == [(WEIGHTS, 1)])
-    (view,) = [view for view in world.thread.call(lambda: hub.snapshot(POOL)).engines if view.state == "unknown"]
+    (view,) = [view for view in fence.thread.call(lambda: hub.snapshot(POOL)).engines if view.state == "unknown"]
     assert (view.pod, view.weights_note) == ("rollout-0", "rank 1: no digest")
 
 
-def test_why_an_engine_lacks_tiers_reaches_the_hub_in_one_line_of_its_length(world: FenceWorld) -> None:
+def test_why_an_engine_lacks_tiers_reaches_the_hub_in_one_line_of_its_length(fence: FenceWorld) -> None:
     class Broken(FakeEngine):
         def tiers(self) -> tuple[str, str]:
             raise RuntimeError("nothing to say")
 
     limited, broken = FakeEngine(), Broken()
     limited.lacks = ("LayoutUnsupported\n" + "x" * 300, "no tier\x1b[31m is used:\n" + "y" * 2000)
-    hub = world.hub()
-    world.lead(hub)
-    agents = [world.agent(hub.endpoint, engine=engine)[0] for engine in (limited, broken)]
+    hub = fence.hub()
+    fence.lead(hub)
+    agents = [fence.agent(hub.endpoint, engine=engine)[0] for engine in (limited, broken)]
     eventually(lambda: all(using(agent, 0) for agent in agents))
-    told = {view.pod: (view.tiers_off, view.tiers_note) for view in world.thread.call(lambda: hub.snapshot(POOL)).engines}
+    told = {view.pod: (view.tiers_off, view.tiers_note) for view in fence.thread.call(lambda: hub.snapshot(POOL)).engines}
     reason, note = told["rollout-0"]
     assert reason == "LayoutUnsupported " + "x" * 235
     assert note == ("no tier [31m is used: " + "y" * 2000)[:1024]
@@ -204,18 +192,18 @@ def test_why_an_engine_lacks_tiers_reaches_the_hub_in_one_line_of_its_length(wor
 
 
 @pytest.mark.parametrize("broken", ["raises", "short"])
-def test_an_engine_whose_digest_is_none_keeps_its_lease(world: FenceWorld, broken: str) -> None:
+def test_an_engine_whose_digest_is_none_keeps_its_lease(fence: FenceWorld, broken: str) -> None:
     class Broken(FakeEngine):
         def weights(self) -> tuple[bytes | None, str]:
             if broken == "raises":
                 raise RuntimeError("no digest here")
             return b"short", ""
 
-    hub = world.hub()
-    world.lead(hub)
-    agent, _ = world.agent(hub.endpoint, engine=Broken())
+    hub = fence.hub()
+    fence.lead(hub)
+    agent, _ = fence.agent(hub.endpoint, engine=Broken())
     eventually(lambda: using(agent, 0))
     # the hub hears of the adoption by the next heartbeat
-    view = eventually(lambda: next((e for e in world.thread.call(lambda: hub.snapshot(POOL)).engines if e.state != "behind"), None))
+    view = eventually(lambda: next((e for e in fence.thread.call(lambda: hub.snapshot(POOL)).engines if e.state != "behind"), None))
     assert (view.weights, view.state) == (None, "unknown")
     assert view.weights_note == ("the engine cannot say what it holds" if broken == "raises" else "a digest of 5 bytes, not 16")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +12,9 @@ from epochkv_fence.mooncake_admin import Removed, StoreAdminError
 from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.pool import PoolSnapshot
 from hack.waiting import eventually
-from tests.support.fence import POOL, FakeEngine, FenceWorld
+from tests.support.fence import POOL, FenceWorld
+
+FENCE_OPTIONS = {"lease_seconds": 3.0, "reclaim": "RemoveAll", "store_admin": True, "reclaim_seconds": 0.2}
 
 
 @dataclass
@@ -35,60 +36,43 @@ class Store:
         return Removed(removed, 100 * removed)
 
 
-class Removing(FakeEngine):
-    """An engine whose `reclaim` gives bytes back, too."""
-
-    def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
-        self.reclaims.append((below, keep))
-        left, self.left_to_reclaim = self.left_to_reclaim, 0
-        return left, 10 * left
-
-
 @pytest.fixture
 def store() -> Store:
     return Store()
 
 
-@pytest.fixture
-def world() -> Iterator[FenceWorld]:
-    made = FenceWorld(lease_seconds=3.0, reclaim="RemoveAll", store_admin=True, reclaim_seconds=0.2)
-    yield made
-    made.close()
+def snapshot(fence: FenceWorld, hub: HubServer) -> PoolSnapshot:
+    return fence.thread.call(lambda: hub.snapshot(POOL))
 
 
-def snapshot(world: FenceWorld, hub: HubServer) -> PoolSnapshot:
-    return world.thread.call(lambda: hub.snapshot(POOL))
-
-
-def test_the_store_is_wiped_once_after_publication_and_engines_remove_the_rest(world: FenceWorld, store: Store) -> None:
-    hub = world.hub(stores=store)
-    world.lead(hub)
-    engine = Removing()
-    agent, _ = world.agent(hub.endpoint, engine=engine)
+def test_the_store_is_wiped_once_after_publication_and_engines_remove_the_rest(fence: FenceWorld, store: Store) -> None:
+    hub = fence.hub(stores=store)
+    fence.lead(hub)
+    agent, engine = fence.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
     engine.left_to_reclaim = 2
-    world.request(hub, 1)
-    eventually(lambda: snapshot(world, hub).reclaimed == 1)
+    fence.request(hub, 1)
+    eventually(lambda: snapshot(fence, hub).reclaimed == 1)
     assert [uid for _, uid in store.calls] == [POOL]
-    assert world.authority.published[0][0] < store.calls[0][0]
-    seen = snapshot(world, hub)
+    assert fence.authority.published[0][0] < store.calls[0][0]
+    seen = snapshot(fence, hub)
     assert (seen.reclaimed_keys, seen.reclaimed_bytes, seen.wipe_failed) == (7, 520, False)
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs", "is out of reach"])
 def test_a_store_that_cannot_be_wiped_holds_nothing_up_and_engines_remove_the_keys(
-    world: FenceWorld, store: Store, how: str, monkeypatch: pytest.MonkeyPatch
+    fence: FenceWorld, store: Store, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("epochkv_fence.hub.reclaim.WIPE_SECONDS", 2.0)
     store.failing, store.hanging = how == "fails", how == "hangs"
-    hub = world.hub(stores=None if how == "is out of reach" else store, store_deadline_seconds=0.2)
-    world.lead(hub)
-    agent, engine = world.agent(hub.endpoint)
+    hub = fence.hub(stores=None if how == "is out of reach" else store, store_deadline_seconds=0.2)
+    fence.lead(hub)
+    agent, engine = fence.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
-    world.request(hub, 1)
-    eventually(lambda: world.published() == 1)
+    fence.request(hub, 1)
+    eventually(lambda: fence.published() == 1)
     eventually(lambda: agent.view.epoch == 1 and time.monotonic() < agent.view.lease_until)
     eventually(lambda: hub.counters["wipe_failed"] >= 2, "it is tried again")
-    eventually(lambda: snapshot(world, hub).wipe_failed)
-    eventually(lambda: snapshot(world, hub).reclaimed == 1)
+    eventually(lambda: snapshot(fence, hub).wipe_failed)
+    eventually(lambda: snapshot(fence, hub).reclaimed == 1)
     assert (1, ()) in engine.reclaims
