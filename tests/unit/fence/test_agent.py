@@ -47,11 +47,6 @@ def at_epoch(epoch: int, at: float = 100.0) -> Agent:
     return agent
 
 
-def test_an_instance_has_16_bytes() -> None:
-    with pytest.raises(ValueError, match="16 random bytes"):
-        Agent(b"short")
-
-
 def test_nothing_is_sent_or_taken_before_the_engine_can_adopt() -> None:
     agent = Agent(INSTANCE)
     assert agent.deadline() == float("inf")

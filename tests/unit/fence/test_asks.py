@@ -21,17 +21,6 @@ def epochs(hub: Driver) -> dict[int, int]:
     return {grant.instance[0]: grant.epoch for grant in hub.round()}
 
 
-def test_every_live_instance_is_granted_the_target_whoever_asked_for_it() -> None:
-    hub = pool()
-    asks: tuple[Bump | Propose, ...] = (Bump(1, 1), Propose(instance(1), 2))
-    for epoch, ask in enumerate(asks, start=1):
-        hub.beat(1, age=10_000.0, weights=b"a" * 16)
-        hub.beat(2, age=0.0, weights=b"b" * 16)
-        hub.beat(3, weights_note="asleep")
-        hub.hear(ask)
-        assert epochs(hub) == dict.fromkeys((1, 2, 3), epoch)
-
-
 def test_of_many_proposals_the_first_one_counts() -> None:
     hub = pool()
     hub.hold_writes = True
@@ -64,17 +53,6 @@ def test_the_record_names_who_asked() -> None:
     hub.hear(Bump(1, 3))
     origins = [action.origin for action in hub.writes if isinstance(action, ev.RecordTarget)]
     assert origins == [Source.ENGINE, Source.SPEC, Source.TRAINER]
-
-
-def test_a_record_written_again_keeps_its_origin() -> None:
-    hub = pool()
-    hub.hold_writes = True
-    hub.hear(Bump(1, 1))
-    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
-    hub.step(ev.Done(ev.Publish(1), ok=False))
-    hub.now += 1.0
-    hub.step(ev.Tick())
-    assert hub.writes[-1] == ev.RecordTarget(1, Source.TRAINER)
 
 
 @pytest.mark.parametrize("how", ["acquired", "observed", "observed after our own record"])
@@ -174,20 +152,3 @@ def test_a_target_is_told_only_when_a_later_read_shows_that_we_lead() -> None:
     assert [answer.target for answer in hub.of(BumpStatus)] == [0, 1]
     hub.hear(Bump(8, 2))
     assert [answer.target for answer in hub.of(BumpStatus)] == [0, 1, 1], "known from now on"
-
-
-def test_a_target_that_was_read_with_leadership_is_told_at_once() -> None:
-    hub = Driver()
-    hub.lead(target=4, published=3, granting=True)
-    hub.hear(Bump(7, 4))
-    assert [answer.target for answer in hub.of(BumpStatus)] == [4]
-
-
-def test_nobody_who_waits_and_no_read_for_a_target() -> None:
-    hub = pool()
-    hub.ask(1)
-    hub.round()
-    assert hub.hub.published == 1
-    hub.ask(2)
-    hub.step(ev.Done(ev.Publish(2), ok=True))
-    assert hub.hub.round_at(hub.now) == float("inf")

@@ -106,18 +106,6 @@ def test_a_write_that_fails_is_made_again_when_its_trainer_asks_again() -> None:
     assert [answer.request for answer in hub.of(Labelled)] == [1]
 
 
-def test_a_write_that_fails_holds_no_publication_up() -> None:
-    hub = Driver()
-    hub.hold_writes = True
-    hub.lead()
-    hub.ask(1)
-    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
-    hub.hear(Label(1, A, "one"))
-    hub.step(ev.Done(ev.NoteLabels({A: "one"}), ok=False))
-    hub.round()
-    assert hub.published == [1]
-
-
 @pytest.mark.parametrize("when", ["never led", "steps down"])
 def test_a_hub_that_does_not_lead_labels_nothing(when: str) -> None:
     hub = Driver()

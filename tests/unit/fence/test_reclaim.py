@@ -6,7 +6,6 @@ import pytest
 
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
-from epochkv_fence.protocol.pool import Term
 from tests.unit.fence.helpers import HOLD, Driver, config, instance
 
 
@@ -87,20 +86,6 @@ def test_answers_to_what_was_not_asked_are_not_counted(what: str) -> None:
     below = 0 if what == "another epoch" else 1
     hub.hear(Reclaimed(other if what == "another instance" else request.instance, below, 5, number=request.number))
     assert hub.hub.snapshot(hub.now).reclaimed_keys == (5 if what == "twice" else 0)
-
-
-def test_an_answer_about_an_epoch_that_is_not_the_newest_any_more_says_nothing_about_the_newest() -> None:
-    hub = published()
-    request = asked(hub)
-    hub.ask(2)
-    alive(hub, 2)
-    hub.round()
-    answer(hub, request, 0)
-    assert hub.hub.snapshot(hub.now).reclaimed == 0
-    hub.now += 10.0
-    alive(hub, 2)
-    hub.step(ev.Tick())
-    assert hub.of(Reclaim)[-1].below == 2
 
 
 def test_an_engine_behind_the_published_epoch_is_not_asked() -> None:
@@ -187,15 +172,6 @@ def test_retain_asks_nobody_until_the_policy_is_changed() -> None:
     alive(hub)
     hub.step(ev.Tick())
     assert len(hub.of(Reclaim)) == 1
-
-
-def test_a_new_leader_goes_on_with_it() -> None:
-    hub = published()
-    hub.step(ev.SteppedDown())
-    hub.now += 1.0
-    hub.lead(target=1, published=1, granting=True, term=Term("hub-a", 2))
-    hub.now += 10.0
-    assert asked(hub).below == 1
 
 
 # ---------------------------------------------------------------------- engines without a client of the store

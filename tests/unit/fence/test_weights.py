@@ -234,16 +234,6 @@ def test_weights_that_nobody_reports_any_more_are_removed_after_a_grace_period_u
     assert hub.hub.snapshot(hub.now).reclaimed_keys == 7
 
 
-def test_an_engine_that_fell_silent_keeps_its_keys_for_a_grace_period() -> None:
-    hub = serving()
-    pass_time(hub, 10.0, {1: A, 3: C})
-    pass_time(hub, 10.0, {1: A})  # 3 is gone, and is forgotten after a lease
-    pass_time(hub, GRACE - 30.0, {1: B})
-    assert requests(hub) == []
-    pass_time(hub, 40.0, {1: B})
-    assert requests(hub)[-1] == (0, [B])
-
-
 def test_weights_that_come_back_within_the_grace_period_keep_their_keys() -> None:
     hub = serving()
     for _ in range(6):
@@ -291,21 +281,6 @@ def test_a_pool_whose_engines_are_all_gone_keeps_its_keys() -> None:
     assert requests(hub)[0] == (0, [B])
 
 
-def test_old_epochs_and_old_weights_are_removed_together() -> None:
-    hub = serving()
-    pass_time(hub, GRACE + 10.0, {1: B, 2: B})
-    settle(hub)
-    pass_time(hub, GRACE - 5.0, {1: C, 2: C})
-    hub.ask(1)
-    hub.beat(1, epoch=1, weights=C)
-    hub.beat(2, epoch=1, weights=C)
-    hub.round()
-    hub.step(ev.Tick())
-    assert requests(hub) == [(1, [])]  # of the weights it is too early
-    pass_time(hub, 20.0, {1: C, 2: C}, epoch=1)
-    assert requests(hub)[-1] == (1, [C])
-
-
 def test_an_answer_to_an_older_request_says_nothing_about_the_weights_since() -> None:
     hub = serving()
     hub.hear(Leave(instance(2)))  # so that one engine is asked again and again
@@ -319,18 +294,6 @@ def test_an_answer_to_an_older_request_says_nothing_about_the_weights_since() ->
     asked = len(requests(hub))
     pass_time(hub, 30.0, {1: C})
     assert len(requests(hub)) > asked
-
-
-def test_a_pause_lies_between_two_requests_however_often_engines_change() -> None:
-    hub = serving()
-    pass_time(hub, GRACE + 10.0, {1: B, 2: B})
-    asked = len(requests(hub))
-    assert asked
-    for number in range(200):
-        hub.now += 0.04
-        hub.beat(1, epoch=0, weights=B, old_epoch_requests=number)
-        hub.step(ev.Tick())
-    assert len(requests(hub)) == asked
 
 
 def test_retain_removes_no_weights_either() -> None:
