@@ -38,10 +38,6 @@ _local_workers: weakref.WeakValueDictionary[str, EpochKVConnector] = weakref.Wea
 """Worker objects of this process by vLLM's engine id: an in-process scheduler object finds its worker here."""
 
 
-def _nothing() -> None:
-    return None
-
-
 class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Host-memory and Mooncake tiers behind vLLM's prefix cache, fenced by weights and epochs."""
 
@@ -140,7 +136,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Results of a step."""
-        self._guard.run("update_connector_output", lambda: self.scheduler.steps.take(connector_output), _nothing)
+        self._guard.run("update_connector_output", lambda: self.scheduler.steps.take(connector_output), lambda: None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Single-group form of `request_finished_all_groups`."""
@@ -177,9 +173,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         rank = describe.worker_rank(self._vllm_config)
 
         def build() -> JobRunner | None:
-            if not self._epochkv_config.has_tiers:
-                return None
-            return build_runner(self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches)
+            config = self._epochkv_config
+            return build_runner(config, self._vllm_config, self._kv_cache_config, kv_caches) if config.has_tiers else None
 
         runner = self._guard.build("register_kv_caches", build, lambda: None)
         held = held_by(self._engine_id)
@@ -272,4 +267,4 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.stop()
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._guard.run("worker.shutdown", worker.shutdown, _nothing)
+            self._guard.run("worker.shutdown", worker.shutdown, lambda: None)

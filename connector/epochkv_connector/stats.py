@@ -46,7 +46,6 @@ class EpochKVStats(KVConnectorStats):
         )
 
     def reset(self) -> None:
-        """Forget everything."""
         self.data = {COUNTERS: {}, GAUGES: {}, RANKS: {}}
 
     def aggregate(self, other: KVConnectorStats) -> EpochKVStats:

@@ -33,11 +33,6 @@ class RankLayout:
     payload_bytes: Mapping[int, int] = field(default_factory=dict)
     refusal: str = ""
 
-    @property
-    def why_no_slots(self) -> str:
-        """Empty: it has some."""
-        return "" if self.num_slots else self.refusal or "it has no host memory for them"
-
 
 def common_slots(layouts: Sequence[RankLayout], num_ranks: int) -> int:
     """Slots that every one of `num_ranks` ranks has: a job names the same slots on all of them. 0 unless all have answered."""

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CONFIG_ENV: Final = "EPOCHKV_CONFIG"
-ATTACH_ENV: Final = "EPOCHKV_ATTACH"
 FENCE_ENV: Final = "EPOCHKV_FENCE"
 CAPACITY_ENV: Final = "EPOCHKV_LOCAL_CAPACITY"
+ATTACH_ENV: Final = "EPOCHKV_ATTACH"
 """Switches the connector on in engines that have none configured (`epochkv_connector.engine.plugin`)."""
 CONFIG_FILE: Final = "connection.json"
 GIVEN: Final = "the connection configuration"

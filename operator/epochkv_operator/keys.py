@@ -87,7 +87,6 @@ class FenceKeys:
 
 
 def made(hub_public: str, generation: int) -> FenceKeys:
-    """New keys."""
     return FenceKeys(hub_public, generate_keypair(), secrets.token_hex(32), generation)
 
 

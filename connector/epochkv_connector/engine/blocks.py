@@ -137,7 +137,6 @@ class BlockPoolAdapter:
         return bool(self._pool.blocks[block_id].block_hash == kv_cache_utils.make_block_hash_with_group_id(name, group))
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """Take a reference on each block."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
 
     def free(self, block_ids: Sequence[int]) -> None:

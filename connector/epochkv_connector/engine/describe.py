@@ -264,7 +264,6 @@ def _cpu_packing(vllm_config: Any, group: Any) -> str:
 
 
 def on_cpu() -> bool:
-    """Whether vLLM computes on CPUs here."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

@@ -250,7 +250,6 @@ class Pins:
         self._reporting = True
 
     def leave_report(self) -> None:
-        """Load results are recorded."""
         self._reporting = False
 
     def busy(self) -> bool:

@@ -31,7 +31,6 @@ from epochkv_connector.guard import Guard
 from epochkv_connector.naming.identity import fingerprint, object_key, older_pattern, other_weights_pattern, pool_prefix
 from epochkv_connector.naming.pins import TAG_KEY, Pins
 from epochkv_connector.naming.root import PoolMembership, RootState
-from epochkv_connector.scheduler import unused
 from epochkv_connector.scheduler.requests import Admission, SharedState
 from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps
 from epochkv_connector.scheduler.weight_changes import WeightChanges
@@ -93,9 +92,7 @@ class HubLink:
         if config.hub is None:
             return
         try:
-            secret = read_root_secret(config.hub)
-            self._keys = read_client_keys(config.hub)
-            self.secret = secret
+            self._keys, self.secret = read_client_keys(config.hub), read_root_secret(config.hub)
         except Exception as error:  # anything unreadable is the same: no hub
             self.problem = f"the hub at {config.hub.endpoint} cannot be used: {error}"
 
@@ -150,6 +147,7 @@ class HubLink:
 
 
 CLOSE_SECONDS = 2.0
+NO_MEMORY = "it has no host memory for them"
 
 
 @dataclass
@@ -277,10 +275,10 @@ class SchedulerRole:
         off = {one.what for one in self._unused}
         self.state = state = SharedState(self.pins, self.tiers, guard.note, core)
         self.requests, self.counters = state.requests, state.counters
-        self.admission = Admission(state, may_load=not off & {unused.NOTHING, unused.NO_LOADS})
+        self.admission = Admission(state, may_load=not off & {limits.NOTHING, limits.NO_LOADS})
         self.weights = WeightChanges(state, self.admission, self._link, core, scheduler)
         candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config))
-        self.steps = Steps(state, self.weights, candidates, not off & {unused.NOTHING, unused.NO_SAVES}, local_worker)
+        self.steps = Steps(state, self.weights, candidates, not off & {limits.NOTHING, limits.NO_SAVES}, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
         self._start_link()
 
@@ -298,21 +296,21 @@ class SchedulerRole:
         )
         return Pins(RootState(member, global_root, self._link.lease_until), self.hashing, adapters)
 
-    def _find_unused(self, layouts: Sequence[RankLayout], policy: str) -> list[unused.Unused]:
+    def _find_unused(self, layouts: Sequence[RankLayout], policy: str) -> list[limits.Unused]:
         """What this engine cannot use, said in one line."""
         silent = describe.num_worker_ranks(self._vllm_config) - len(layouts)
-        found = unused.find_unused(
+        found = limits.find_unused(
             self._config,
             self._vllm_config,
             policy=policy,
             no_weights=self.pins.root.member.forced_bypass,
             error=self._guard.first.get("tiers", ""),
             layout_problem=self.tiers.state.layout.problem() if self.tiers is not None else None,
-            refusals=[*(layout.why_no_slots for layout in layouts), *["it did not answer"] * silent],
+            refusals=[*("" if one.num_slots else one.refusal or NO_MEMORY for one in layouts), *["it did not answer"] * silent],
             random_hashes=self.hashing.algorithm if blocks.hash_seed_is_random(self.hashing.algorithm) else None,
         )
         if found:
-            logger.warning("EpochKV: %s", unused.line(found))
+            logger.warning("EpochKV: %s", limits.unused_line(found))
         return found
 
     def _watch_weights(self, ranks: EngineRanks, adapters: Adapters, core: Any | None, scheduler: Any | None) -> None:
@@ -421,8 +419,8 @@ class SchedulerRole:
         return (None if value is None else value[:WEIGHTS_BYTES]), note
 
     def tiers_told(self) -> tuple[str, str]:
-        """What heartbeats say of tiers that this engine cannot use (`unused.told`). Any thread."""
-        return unused.told([*self._unused, *([unused.BROKEN] if self.state.broken else [])])
+        """What heartbeats say of tiers that this engine cannot use (`limits.told_unused`). Any thread."""
+        return limits.told_unused([*self._unused, *([limits.BROKEN] if self.state.broken else [])])
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
         """See `StoreKeys.reclaim`. Not for the scheduler thread.

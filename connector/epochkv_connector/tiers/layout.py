@@ -125,7 +125,6 @@ FirstAbsent = Callable[[int, int, int], int]
 
 
 def cdiv(a: int, b: int) -> int:
-    """Ceiling division."""
     return -(-a // b)
 
 

@@ -13,6 +13,7 @@ succeeds. Saves go on.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -50,10 +51,17 @@ class Lookups:
         wait_seconds: shared by all queries between two calls of `new_step`.
         deadline_seconds: of one query, from its begin.
         clock: monotonic seconds.
+        counts: `queries_begun`, `queries_late`, `queries_failed` and `blocks_absent` are counted in it.
     """
 
     def __init__(
-        self, client: StoreClient, keys_of: KeysOf, wait_seconds: float, deadline_seconds: float, clock: Callable[[], float]
+        self,
+        client: StoreClient,
+        keys_of: KeysOf,
+        wait_seconds: float,
+        deadline_seconds: float,
+        clock: Callable[[], float],
+        counts: Counter[str],
     ) -> None:
         self._client = client
         self._keys_of = keys_of
@@ -62,15 +70,7 @@ class Lookups:
         self._clock = clock
         self._budget = wait_seconds
         self._queries: dict[str, Query] = {}
-        self._num_begun = self._num_late = self._num_errors = self._num_absent = 0
-
-    def stats(self) -> dict[str, int]:
-        return {
-            "queries_begun": self._num_begun,
-            "queries_late": self._num_late,
-            "queries_failed": self._num_errors,
-            "blocks_absent": self._num_absent,
-        }
+        self._counts = counts
 
     def __len__(self) -> int:
         return len(self._queries)
@@ -102,7 +102,7 @@ class Lookups:
         answer = self._client.exists(keys, self._deadline_seconds)
         query = Query(namespace, root, self._clock(), list(blocks), shards, answer)
         self._queries[request_id] = query
-        self._num_begun += 1
+        self._counts["queries_begun"] += 1
         return query
 
     def is_pending(self, query: Query) -> bool:
@@ -119,7 +119,7 @@ class Lookups:
         if self._clock() < query.begun_at + self._deadline_seconds:
             return True
         query.late = True
-        self._num_late += 1
+        self._counts["queries_late"] += 1
         query.answer.cancel()
         return False
 
@@ -129,14 +129,14 @@ class Lookups:
         except BaseException:  # the client's business; CancelledError is not an Exception
             answers = ()
         if len(answers) != sum(query.shards):
-            self._num_errors += 1
+            self._counts["queries_failed"] += 1
             answers = (False,) * sum(query.shards)
         found, position = set(), 0
         for block, shards in zip(query.blocks, query.shards, strict=True):
             if shards and all(answers[position : position + shards]):
                 found.add(block)
             position += shards
-        self._num_absent += len(query.blocks) - len(found)
+        self._counts["blocks_absent"] += len(query.blocks) - len(found)
         return frozenset(found)
 
     def drop(self, request_id: str) -> None:

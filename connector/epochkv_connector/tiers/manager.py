@@ -30,6 +30,7 @@ COUNTERS = (
     *("plans_opened", "plans_committed", "plans_aborted", "plans_expired", "plans_over_cap", "plans_dropped"),
     *("loads_failed_before_send", "loads_done", "loads_failed", "blocks_loaded"),
     *("saves_emitted", "blocks_saved", "blocks_stored"),
+    *("queries_begun", "queries_late", "queries_failed", "blocks_absent"),
 )
 """Counters in `stats()`, always present."""
 
@@ -68,12 +69,13 @@ class TierManager:
         clock: Callable[[], float],
         keys_of: KeysOf | None = None,
     ) -> None:
-        self._lookups: Lookups | None = None
+        self.state = TierState(config, layout, num_ranks, num_slots, ids, clock)
+        lookups: Lookups | None = None
         if store is not None:
             assert keys_of is not None
-            self._lookups = Lookups(store, keys_of, config.lookup_wait_ms / 1e3, config.lookup_deadline_ms / 1e3, clock)
-        self.state = TierState(config, layout, num_ranks, num_slots, ids, clock)
-        self.hits = HitPlanner(self.state, self._lookups)
+            seconds = config.lookup_wait_ms / 1e3, config.lookup_deadline_ms / 1e3
+            lookups = Lookups(store, keys_of, *seconds, clock, self.state.counts)
+        self.hits = HitPlanner(self.state, lookups)
         self.loads = LoadJobs(self.state, self.hits)
         self.saves = SaveJobs(self.state)
 
@@ -156,6 +158,4 @@ class TierManager:
             "loads_paused": pause.paused,
             "load_pauses": pause.num_pauses,
         }
-        if self._lookups is not None:
-            values |= self._lookups.stats()
         return {name: float(value) for name, value in values.items()}

@@ -127,7 +127,8 @@ class SavePlanner:
 
     def _num_needed(self, wanted: Sequence[Wanted]) -> int:
         """Slots that become unavailable if all of these are taken."""
-        return sum(1 for one in wanted if one.slot is None or self._index.is_idle(one.slot))
+        held = [one.slot for one in wanted if one.slot is not None]
+        return len(wanted) - len(held) + self._index.num_idle(held)
 
     def _take(self, wanted: Sequence[Wanted]) -> Iterator[BlockMove]:
         """Moves with slots, of which there are enough."""

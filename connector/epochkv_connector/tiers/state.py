@@ -300,10 +300,6 @@ class HostIndex:
         """Slot of a block of one group, or the second argument: `get` for many blocks in a row."""
         return self._maps[group].get
 
-    def is_idle(self, slot: int) -> bool:
-        """Whether taking a reference on the slot makes one slot less available."""
-        return self._refs[slot] == 0
-
     @property
     def num_available(self) -> int:
         """Slots that can still be promised: free, or evictable, and not reserved."""

@@ -580,11 +580,8 @@ def _kept(hub: HubState, now: float) -> list[bytes]:
     held = hub.reported.within(hub.config.grace_seconds, now)
     if held is None or now < hub.rules.engines_known_at(hub.lead, hub.config):
         return []
-    return (
-        held
-        if all(hub.rules.says_weights(instance) for instance in hub.instances.known.values() if instance.alive(hub.config, now))
-        else []
-    )
+    live = [instance for instance in hub.instances.known.values() if instance.alive(hub.config, now)]
+    return held if all(map(hub.rules.says_weights, live)) else []
 
 
 def emptied(hub: HubState, call: ev.RemoveAll, keys: int, num_bytes: int | None, now: float) -> list[ev.Action]:
@@ -607,7 +604,6 @@ STATUS_PAGE_BYTES: Final = 40_000
 
 
 def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
-    """The pool at `now`; times are on this hub's clock (the driver turns them into Unix seconds)."""
     record, reclaimer = hub.record, hub.reclaimer
     views = sorted(
         (instance.view(record.target, hub.config, now) for instance in hub.instances.known.values()),

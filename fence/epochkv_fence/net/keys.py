@@ -80,7 +80,6 @@ def generate_keypair() -> KeyPair:
 
 
 def public_of(secret: str) -> str:
-    """The public key of a secret key."""
     public: bytes = zmq.curve_public(secret.encode())
     return public.decode("ascii")
 

@@ -496,7 +496,6 @@ class HubServer:
         self._step(self._pools[uid], ev.Observed(record))
 
     def snapshot(self, uid: str) -> PoolSnapshot:
-        """The pool right now."""
         return self._pools[uid].snapshot()
 
     # ------------------------------------------------------------------ leadership

@@ -97,6 +97,10 @@ class EngineView(EngineReport, frozen=True):
     diverged_seconds: float | None = None
 
     @property
+    def display_name(self) -> str:
+        return self.name(self.instance)
+
+    @property
     def state(self) -> EngineState:
         """One word for metrics."""
         if not self.alive:

@@ -263,7 +263,6 @@ class StandaloneHub:
         return self._server
 
     def snapshot(self) -> PoolSnapshot:
-        """The pool right now."""
         return self.server.snapshot(self.uid)
 
     def configure(self, **changes: Any) -> None:

@@ -28,11 +28,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def engine_name(view: EngineView) -> str:
-    """As the client names it."""
-    return view.name(view.instance)
-
-
 def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[LogLine]:
     """What happened between two snapshots of one pool."""
     lines: list[LogLine] = []
@@ -79,7 +74,7 @@ def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
                 "published": now.published,
                 "seconds": now.reset_seconds,
                 "old_epoch_requests": now.old_epoch_requests,
-                "laggards": [engine_name(view) for view in late[:MAX_LINES]],
+                "laggards": [view.display_name for view in late[:MAX_LINES]],
             },
         )
 
@@ -103,7 +98,7 @@ def _each(views: list[EngineView], level: int, one: str, many: str) -> Iterable[
         yield LogLine(level, f"{len(views)} {many}", {"engines": len(views)})
         return
     for view in views:
-        name = engine_name(view)
+        name = view.display_name
         yield LogLine(level, f"engine {name} {one.format(view)}", {"engine": name, "instance": view.instance.hex()})
 
 
@@ -121,7 +116,7 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
             unknown.append(view)
     for weights, views in list(changed.items())[:MAX_LINES]:
         what = f"weights {called(weights.hex(), now.labels.get(weights, ''))}"
-        text = f"engine {engine_name(views[0])} holds {what}" if len(views) == 1 else f"{len(views)} engines hold {what}: {_names(views)}"
+        text = f"engine {views[0].display_name} holds {what}" if len(views) == 1 else f"{len(views)} engines hold {what}: {_names(views)}"
         yield LogLine(logging.INFO, text, {"weights": weights.hex(), "engines": len(views)})
     yield from _each(unknown, logging.INFO, "holds unknown weights: {0.weights_note}", "engines hold unknown weights")
     for weights, label in now.labels.items():
@@ -149,4 +144,4 @@ def _alive(now: PoolSnapshot) -> int:
 
 
 def _names(views: list[EngineView]) -> str:
-    return listed([engine_name(view) for view in views])
+    return listed([view.display_name for view in views])

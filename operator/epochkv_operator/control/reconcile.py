@@ -192,7 +192,7 @@ class PoolReconciler(_Reconciler):
 
 #: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.
 WAIT_FOR_KEYS_SECONDS = 1.0
-FENCE_TIMEOUT_SECONDS = 5.0
+POOL_WAIT_SECONDS = 5.0
 """For how long a new engine waits for its pool. Without one it starts alone, and starts again when the pool comes."""
 
 
@@ -221,7 +221,7 @@ class EngineReconciler(_Reconciler):
         kind, name = workload_of(engine)
         if self.store.get(kind, key.namespace, name) is not None:
             return 0.0
-        return self._new.setdefault(key, time.monotonic()) + FENCE_TIMEOUT_SECONDS - time.monotonic()
+        return self._new.setdefault(key, time.monotonic()) + POOL_WAIT_SECONDS - time.monotonic()
 
     async def _wait_for_keys(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool) -> None:
         """The pool is being reconciled; without its keys the engine would start twice, or wait for a volume."""
@@ -276,7 +276,7 @@ class EngineReconciler(_Reconciler):
 
 
 def _waits(namespace: str, pool: str) -> Problem:
-    late = f"{FENCE_TIMEOUT_SECONDS:g} s after the engine"
+    late = f"{POOL_WAIT_SECONDS:g} s after the engine"
     text = f"KVCachePool {namespace}/{pool} does not exist yet: pods start when it does, or without it {late}"
     return Problem("WaitingForPool", text)
 

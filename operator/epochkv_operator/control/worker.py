@@ -113,7 +113,6 @@ class WorkQueue(Generic[K]):
         return self._clock() - self._moved if self._ready or self._active else 0.0
 
     def close(self) -> None:
-        """Cancel all timers."""
         for key in list(self._timers):
             self._cancel_timer(key)
 

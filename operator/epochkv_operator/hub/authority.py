@@ -109,7 +109,7 @@ class KubernetesAuthority:
             return False
         except ApiError as error:
             raise AuthorityError(f"cannot read Lease {self._lease.namespace}/{self._lease.name}: {error}") from error
-        return current == (term.holder, term.transitions)
+        return current == term
 
     async def load(self, pool_uid: str) -> PoolRecord:
         ref = self._ref(pool_uid)

@@ -17,7 +17,7 @@ from epochkv_fence.metrics import POOL_GAUGES
 from epochkv_fence.mooncake_admin import StoreAdmin
 from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.net.server import HubServer
-from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolConfig, PoolRecord, PoolSnapshot, Term
+from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolConfig, PoolRecord, PoolSnapshot
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.api.base import POOL_LABEL
@@ -27,7 +27,7 @@ from epochkv_operator.kube.lease import LeaseHolder, LeaseLost
 from epochkv_operator.kube.resources import PODS, POOLS
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Key, Store, pool_key
-from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView, WeightsGroup, name_of
+from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
 from epochkv_operator.planning.names import MASTER_ADMIN_PORT, component_selector
 
 
@@ -152,7 +152,7 @@ def view_of(
 
 def key_view(snapshot: PoolSnapshot, generation: int, accepted: int) -> KeysView:
     """The client keys, and who still uses the older of two."""
-    old = [name_of(engine) for engine in snapshot.engines if engine.alive and engine.key_index > 0]
+    old = [engine.display_name for engine in snapshot.engines if engine.alive and engine.key_index > 0]
     return KeysView(generation, accepted, tuple(old) if accepted > 1 else ())
 
 
@@ -175,11 +175,11 @@ def _outliers(snapshot: PoolSnapshot) -> Iterator[Outlier]:
     for engine in snapshot.diverged:
         wanted = most.get(engine.fingerprint)
         if engine.weights is not None and wanted is not None:
-            yield Outlier(name_of(engine), engine.weights.hex(), wanted.hex())
+            yield Outlier(engine.display_name, engine.weights.hex(), wanted.hex())
 
 
 def _laggard(engine: EngineView) -> tuple[str, str]:
-    return name_of(engine), "Behind" if engine.alive else "Silent"
+    return engine.display_name, "Behind" if engine.alive else "Silent"
 
 
 def _moment(unix_seconds: float | None) -> datetime | None:
@@ -276,7 +276,7 @@ class HubService:
         term = self._lease.term
         if term is None:
             raise HubFailed("the hub was started without the Lease")
-        self._server.lead(Term(term.holder, term.transitions))
+        self._server.lead(term)
         self.listening = True
         log.info("hub listens", endpoint=self._server.endpoint)
 

@@ -14,23 +14,16 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 import structlog
 
+from epochkv_fence.protocol.pool import Term
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import ApiError, Conflict, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import LEASES
 
 log = structlog.get_logger(__name__)
-
-
-class LeaseTerm(NamedTuple):
-    """One period of leadership."""
-
-    holder: str
-    transitions: int
 
 
 class LeaseLost(Exception):
@@ -42,9 +35,9 @@ def new_identity() -> str:
     return f"{socket.gethostname()}_{uuid.uuid4().hex[:12]}"
 
 
-def term_of(lease: Json) -> LeaseTerm:
+def term_of(lease: Json) -> Term:
     spec = lease.get("spec", {})
-    return LeaseTerm(spec.get("holderIdentity") or "", spec.get("leaseTransitions") or 0)
+    return Term(spec.get("holderIdentity") or "", spec.get("leaseTransitions") or 0)
 
 
 class LeaseHolder:
@@ -57,7 +50,7 @@ class LeaseHolder:
         self.duration_seconds = duration_seconds
         self.renew_seconds = duration_seconds / 5
         self.deadline_seconds = duration_seconds * 2 / 3
-        self.term: LeaseTerm | None = None
+        self.term: Term | None = None
         self.renewed_at = 0.0
         self.recovered: Callable[[], None] = lambda: None
         """Called when the Lease was renewed after a try that failed."""
@@ -65,7 +58,7 @@ class LeaseHolder:
         self._lease: Json = {}
         self._seen: tuple[str, float] = ("", 0.0)  # version of a foreign record, and when it was first seen
 
-    async def acquire(self) -> LeaseTerm:
+    async def acquire(self) -> Term:
         """Wait until the Lease is ours. Survives an API server that is away or still starting."""
         waiting_for: str | None = None
         while True:
@@ -129,11 +122,11 @@ class LeaseHolder:
                 error=str(error),
             )
 
-    async def read_term(self, deadline_seconds: float) -> LeaseTerm:
+    async def read_term(self, deadline_seconds: float) -> Term:
         """Who leads now, by a quorum read."""
         return term_of(await self._client.get(LEASES, self.namespace, self.name, deadline_seconds))
 
-    async def _try_acquire(self) -> LeaseTerm | None:
+    async def _try_acquire(self) -> Term | None:
         try:
             self._lease = await self._client.get(LEASES, self.namespace, self.name)
         except NotFound:
@@ -164,10 +157,7 @@ class LeaseHolder:
             },
             self.deadline_seconds,
         )
-        return self._won(now_monotonic)
-
-    def _won(self, started: float) -> LeaseTerm:
-        self.renewed_at = started
+        self.renewed_at = now_monotonic
         self.term = term_of(self._lease)
         log.info(
             "lease acquired",

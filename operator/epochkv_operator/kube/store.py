@@ -111,7 +111,6 @@ class Store:
         return self._objects.get(kind, {}).get(uid)
 
     def every(self, kind: str) -> list[Json]:
-        """All objects of a kind."""
         return list(self._objects.get(kind, {}).values())
 
     def found(self, kind: str, namespace: str, index: str, value: str) -> list[Json]:

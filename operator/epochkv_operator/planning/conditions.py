@@ -19,17 +19,7 @@ from epochkv_fence.protocol.messages import CONTROL, TIER_REASONS
 from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning.context import (
-    PUSH_SECONDS,
-    Condition,
-    HubView,
-    Json,
-    Observed,
-    Problem,
-    listed,
-    name_of,
-    short_id,
-)
+from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, listed, short_id
 from epochkv_operator.planning.engine import leader_selector, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
@@ -69,12 +59,9 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         parts.append(_epoch_current(engine, bound, observed, state))
     if engine.spec.pool_ref is not None and living(pool) is not None:
         notes.append(_engine_tiers(engine, observed))
-    problem = observed.problem
-    if state.reason == "ScaledToZero" and problem is None:
-        found = [_ready_without_pods(parts, state), *parts, *notes]
-    else:
-        found = [*_with_ready(parts, problem, Condition("Ready", "True", "Ready", "the engine serves")), *notes]
-    return found
+    if state.reason == "ScaledToZero" and observed.problem is None:
+        return [_ready_without_pods(parts, state), *parts, *notes]
+    return [*_with_ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the engine serves")), *notes]
 
 
 def _progressing(engine: InferenceEngine, observed: Observed, state: Health) -> Condition:
@@ -200,8 +187,8 @@ def _tiers_usable(engines: Iterable[EngineView] | None) -> Condition:
     if not limited:
         return Condition(kind, "True", "Usable", "no engine that reports lacks a tier")
     by_note: dict[str, list[str]] = {}
-    for engine in sorted(limited, key=name_of):
-        by_note.setdefault(_line(engine.tiers_note) or "it does not say why", []).append(name_of(engine))
+    for engine in sorted(limited, key=lambda engine: engine.display_name):
+        by_note.setdefault(_line(engine.tiers_note) or "it does not say why", []).append(engine.display_name)
     said = {engine.tiers_off for engine in limited}
     worst = next((reason for reason in TIER_REASONS if reason in said), "TiersOff")
     text = "; ".join(f"{listed(names)}: {note}" for note, names in list(by_note.items())[:_MAX_OUTLIERS])
@@ -262,7 +249,7 @@ def _drained(hub: HubView | None) -> Condition:
     old_epoch_requests = sum(engine.old_epoch_requests for engine in hub.engines)
     if not old_epoch_requests:
         return Condition("Drained", "True", "Drained", f"no request runs that was admitted before epoch {hub.target}")
-    where = listed([f"{name_of(engine)} ({engine.old_epoch_requests})" for engine in hub.engines if engine.old_epoch_requests])
+    where = listed([f"{engine.display_name} ({engine.old_epoch_requests})" for engine in hub.engines if engine.old_epoch_requests])
     text = f"{old_epoch_requests} requests were admitted under an older epoch and run on, seeing only what they held already: {where}"
     return Condition("Drained", "False", "OldEpochRequests", f"{text}; abort them, or wait until they end")
 
@@ -311,7 +298,7 @@ def _weights_converged(hub: HubView | None) -> Condition:
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
     mute = [engine for engine in hub.engines if engine.alive and engine.weights is None]
-    unknown = [f"{name_of(engine)} ({_line(engine.weights_note) or 'it has not said yet'})" for engine in mute]
+    unknown = [f"{engine.display_name} ({_line(engine.weights_note) or 'it has not said yet'})" for engine in mute]
     silent = f"the weights of these engines are not known, and they share nothing: {listed(unknown, _MAX_OUTLIERS)}" if unknown else ""
     if hub.outliers and hub.overdue:
         remedy = "push to them again; they serve correctly, and share KV only with engines of equal weights"

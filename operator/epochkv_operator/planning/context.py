@@ -10,7 +10,6 @@ from typing import Any, Final, Literal
 from epochkv_fence.protocol.pool import EngineView
 
 Json = dict[str, Any]
-_SHOWN: Final = 4
 PUSH_SECONDS: Final = 60.0
 """A push of weights takes no longer: engines that still differ then were missed by it."""
 
@@ -152,16 +151,11 @@ class Observed:
     """Problem of the plan (or of applying it), shown in conditions."""
 
 
-def listed(names: Iterable[str], shown: int = _SHOWN) -> str:
+def listed(names: Iterable[str], shown: int = 4) -> str:
     """The first few, and how many more there are."""
     found = list(names)
     more = f" and {len(found) - shown} more" if len(found) > shown else ""
     return ", ".join(found[:shown]) + more
-
-
-def name_of(engine: EngineView) -> str:
-    """What people call an engine instance."""
-    return engine.name(engine.instance)
 
 
 def short_id(weights: str) -> str:

@@ -39,7 +39,6 @@ def http_probe(path: str, port: int, *, period: int, failures: int, tls: bool = 
 
 
 def port(name: str, number: int) -> Json:
-    """A port of a container."""
     return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 

@@ -25,7 +25,7 @@ from epochkv_operator.planning.conditions import (
     store_health,
 )
 from epochkv_operator.planning.connection import master_address
-from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, listed, name_of, short_id, timestamp
+from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, listed, short_id, timestamp
 from epochkv_operator.planning.engine import leader_selector
 from epochkv_operator.planning.names import component_name, component_selector, selector_text
 
@@ -211,10 +211,10 @@ def _external(observed: Observed, namespace: str) -> list[Json]:
         if pod["metadata"]["namespace"] == namespace and ENGINE_LABEL in (pod["metadata"].get("labels") or {})
     }
     found = [engine for engine in observed.hub.engines if engine.pod not in ours]
-    namesakes = Counter(name_of(engine) for engine in found)
+    namesakes = Counter(engine.display_name for engine in found)
     entries: dict[str, Json] = {}
     for engine in found:
-        entry = _external_entry(engine, namesakes[name_of(engine)] > 1)
+        entry = _external_entry(engine, namesakes[engine.display_name] > 1)
         entries.setdefault(entry["name"], entry)
     return [entries[name] for name in sorted(entries)][:_MAX_EXTERNAL]
 
@@ -222,7 +222,7 @@ def _external(observed: Observed, namespace: str) -> list[Json]:
 def _external_entry(engine: EngineView, shared_name: bool) -> Json:
     """Instances that report under one name are told apart by their ids; a process that was restarted is one of them for a lease."""
     suffix = f"#{engine.instance.hex()[:8]}" if shared_name else ""
-    entry: Json = {"name": name_of(engine)[: 253 - len(suffix)] + suffix}
+    entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix}
     if engine.alive and engine.weights is not None:
         entry["weights"] = short_id(engine.weights.hex())
     if engine.epoch is not None:
