@@ -1,9 +1,8 @@
 """Fuzzes everything that takes bytes from outside: `make fuzz MINUTES=10`, or `python -m tests.security.fuzz --minutes 10`.
 
-Decoders and state machines in this process; the receive paths of hub and agent over real sockets, with CURVE, and the hub's
-port with whatever a stranger may send. A crash is any exception but the one that is documented, a message that changes when
-encoded again, or a hub or agent that does not go on. It is printed with the target, the seed and the number that make the
-same input again, and ends the run with status 1.
+Decoder and state machines in this process; the receive paths of hub and agent over real sockets, with CURVE. A crash is any
+exception but the one that is documented, a message that changes when encoded again, or a hub or agent that does not go on. It is
+printed with the target, the seed and the number that make the same input again, and ends the run with status 1.
 """
 
 from __future__ import annotations
@@ -13,30 +12,24 @@ import contextlib
 import logging
 import os
 import secrets
-import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from random import Random
 
 import zmq
 
-from epochkv_fence import connection
-from epochkv_fence.connection import ConfigurationError, Connection
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.net.gate import Peers
-from epochkv_fence.net.keys import CredentialsError, check_key
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.agent import Agent, Received, Started
 from epochkv_fence.protocol.agent import Send as AgentSend
 from epochkv_fence.protocol.messages import Grant, Message, WireError, decode, encode
 from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, ReclaimPolicy, Term
-from tests.security.generators import INSTANCES, document, frames, json_text, value, zmtp
+from tests.security.generators import INSTANCES, frames
 from tests.security.wire import FakeHub, RawClient, failures, heartbeat
 from tests.support.fence import FenceWorld
 
@@ -108,58 +101,6 @@ def _perform(hub: Hub, action: ev.Action, rng: Random, now: float) -> None:
             hub.step(ev.Done(call, worked, (rng.randrange(2), None)), now)
 
 
-def keys(rng: Random) -> None:
-    """`check_key`: accepts 40 characters of z85 or raises `CredentialsError`."""
-    text = "".join(chr(rng.choice([rng.randrange(33, 127), rng.randrange(0x11000)])) for _ in range(rng.choice([0, 39, 40, 40, 41])))
-    try:
-        check_key("k", text)
-    except CredentialsError:
-        return
-    if len(text) != 40:
-        raise Crash(f"{text!r} passed for a key")
-
-
-class Documents:
-    """The connection's loaders: a `Connection` with usable keys, or `ConfigurationError`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file = folder / "connection.json"
-
-    def __call__(self, rng: Random) -> None:
-        names = ("EPOCHKV_HUB_PUBLIC_KEY", "EPOCHKV_CLIENT_PUBLIC_KEY", "EPOCHKV_CLIENT_SECRET_KEY", "EPOCHKV_ROOT_SECRET")
-        environ = {name: str(value(rng)) for name in names if rng.random() < 0.5}
-        for name in ("hub.pub", "client.pub", "client.key", "root.secret"):
-            path = self._folder / name
-            if rng.random() < 0.3:
-                path.write_bytes(rng.randbytes(rng.choice([0, 40, 64])))
-            elif rng.random() < 0.1:
-                path.unlink(missing_ok=True)
-        try:
-            loaded = Connection.load(self._source(rng), environ)  # type: ignore[arg-type]
-        except ConfigurationError:
-            return
-        with contextlib.suppress(ConfigurationError):
-            loaded.client_keys()
-        with contextlib.suppress(ConfigurationError):
-            loaded.root_secret()
-
-    def _source(self, rng: Random) -> object:
-        text = json_text(rng, str(self._folder))
-        match rng.randrange(5):
-            case 0:
-                return document(rng, str(self._folder))
-            case 1:
-                self._file.write_bytes(text.encode("utf-8", "replace") + rng.choice([b"", b"\xff", b"\0"]))
-                return str(self._file)
-            case 2:
-                return value(rng)
-            case 3:
-                return self._folder
-            case _:
-                return text
-
-
 # -------------------------------------------------------------------------------------------------- over real sockets
 
 
@@ -207,26 +148,6 @@ class HubPath:
             raise Crash(f"the hub met exceptions: {failed}")
 
 
-class Strangers:
-    """The hub's port, with anything but the protocol."""
-
-    def __init__(self, hub_path: HubPath, endpoint: str) -> None:
-        self._hub_path = hub_path
-        host, port = endpoint.removeprefix("tcp://").split(":")
-        self._address = (host, int(port))
-        self._number = 0
-
-    def __call__(self, rng: Random) -> None:
-        with contextlib.suppress(OSError), socket.create_connection(self._address, timeout=5) as plain:
-            plain.sendall(zmtp(rng))
-            if rng.random() < 0.2:
-                plain.settimeout(0.02)
-                plain.recv(100)
-        self._number += 1
-        if self._number % BATCH == 0:
-            self._hub_path.check()
-
-
 class AgentPath:
     """The agent's receive path: a hub that says anything; the agent goes on heartbeating on the same session."""
 
@@ -264,7 +185,6 @@ class AgentPath:
 def targets() -> Iterator[dict[str, tuple[Target, int]]]:
     """All targets, with how many inputs each gets in a turn."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epochkv-fuzz-")))
         world = FenceWorld()
         stack.callback(world.close)
         hub_path, agent_path = HubPath(world), AgentPath(world)
@@ -272,11 +192,8 @@ def targets() -> Iterator[dict[str, tuple[Target, int]]]:
         yield {
             "decoder": (lambda rng: void(decoder(rng)), 4_000),
             "machines": (machines, 60),
-            "keys": (keys, 500),
-            "documents": (Documents(folder), 300),
             "hub": (hub_path, 2 * BATCH),
             "agent": (agent_path, 2 * BATCH),
-            "strangers": (Strangers(hub_path, world.hubs[0].endpoint), BATCH),
         }
 
 
@@ -286,16 +203,14 @@ def void(_: object) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Neither a line per refused message, nor waiting for files that are being swapped: here they are not."""
-    logger, pause = logging.getLogger("epochkv_fence"), connection.RELOAD_SECONDS
+    """No line per refused message."""
+    logger = logging.getLogger("epochkv_fence")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    vars(connection)["RELOAD_SECONDS"] = 0.0
     try:
         yield
     finally:
         logger.setLevel(level)
-        vars(connection)["RELOAD_SECONDS"] = pause
 
 
 def run(seconds: float, seed: int, say: Callable[[str], None]) -> tuple[int, int]:

@@ -6,8 +6,6 @@ tests next to this; for ten minutes of inputs it is a hundred times too slow.
 
 from __future__ import annotations
 
-import json
-from copy import copy
 from random import Random
 from typing import Any
 
@@ -89,7 +87,7 @@ def value(rng: Random, depth: int = 0) -> Any:
         return rng.randbytes(rng.choice([0, 1, 8, 16, 16, 40]))
     if kind < 0.4:
         return rng.randrange(-10, 20)
-    return copy(rng.choice(EDGES))  # callers write into what they get
+    return rng.choice(EDGES)
 
 
 def body(rng: Random) -> dict[str, Any]:
@@ -143,55 +141,3 @@ def frames(rng: Random) -> list[bytes]:
     if kind < 0.93:
         return [rng.choice([b"", b"\x00", b"\x01", b"\x02\x02", b"\xff" * 20]), payload(rng)]
     return [rng.randbytes(rng.randrange(20)) for _ in range(rng.choice([1, 1, 3, 4, 30]))]
-
-
-def document(rng: Random, folder: str) -> dict[str, Any]:
-    """The content of a `connection.json`, almost."""
-    whole: dict[str, Any] = {
-        "pool": {"name": "policy", "namespace": "default", "uid": "u-1"},
-        "hub": {"endpoint": "tcp://127.0.0.1:7700", "credentials_dir": folder},
-        "local": {"capacity_bytes": 4096},
-    }
-    for _ in range(rng.choice([0, 1, 1, 2])):
-        part = rng.choice([whole, whole["pool"], whole["hub"]])
-        if not isinstance(part, dict):
-            continue
-        name = rng.choice([*part, "extra"])
-        made = rng.choice(
-            [
-                value(rng),
-                "tcp://",
-                "tcp://[::1]:1",
-                "tcp://h:99999",
-                "tcp://h:0",
-                "ipc://x",
-                "tcp://a b:1",
-                "\0",
-                "x/../..",
-                "tcp://h:\uff11",
-            ]
-        )
-        part[name] = made
-    return whole
-
-
-def json_text(rng: Random, folder: str) -> str:
-    """A document as text, perhaps broken."""
-
-    text = json.dumps(document(rng, folder), default=repr)
-    if rng.random() < 0.4:
-        where = rng.randrange(len(text))
-        text = text[:where] + rng.choice(["", "{", "]", "\0", "\ud800", "1e999", "//", "\\u0000", "NaN"]) + text[where + rng.randrange(3) :]
-    return text
-
-
-def zmtp(rng: Random) -> bytes:
-    """What a stranger may send to the hub's port: nothing, noise, or a ZMTP 3 greeting and commands, almost."""
-    mechanism = rng.choice([b"CURVE", b"NULL", b"PLAIN", rng.randbytes(5)]).ljust(20, b"\0")
-    greeting = b"\xff" + rng.choice([bytes(8), rng.randbytes(8)]) + b"\x7f\x03" + bytes([rng.choice([0, 1, 9])]) + mechanism
-    greeting += bytes([rng.choice([0, 1])]) + bytes(31)
-    command = rng.choice([b"\x05HELLO", b"\x08INITIATE", b"\x05READY", b"\x07MESSAGE", b"\x04PING", rng.randbytes(6)])
-    inner = command + rng.randbytes(rng.choice([0, 10, 194, 194, 300]))
-    flag = bytes([rng.choice([0, 2, 4, 4, 4, 6, 0xFF])])
-    frame = flag + (len(inner).to_bytes(8, "big") if flag[0] & 2 else bytes([len(inner) & 255])) + inner
-    return rng.choice([b"", rng.randbytes(rng.randrange(200)), greeting[: rng.randrange(64)], greeting + frame, greeting + frame * 2])
