@@ -12,16 +12,6 @@ from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Unreadable, diges
 from tests.unit.connector_naming.workers import Worker
 
 
-class OldWorker:
-    """Without drafters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def get_model(self) -> nn.Module:
-        return self._model
-
-
 class QuantMethod:
     """As vLLM's: an object beside the layer."""
 
@@ -85,28 +75,15 @@ def test_parameters_buffers_and_plain_tensors_are_weights() -> None:
     assert set(names(Worker(Model()))) == expected
 
 
-def test_every_one_of_them_changes_the_digest() -> None:
-    worker = Worker(Model())
-    seen = {value(worker)}
-    tensors = list(weights(worker))
-    for name, tensor in tensors:
-        with torch.no_grad():
-            tensor.view(-1)[-1 if tensor.dim() else 0] += 1
-        found = value(worker)
-        assert found not in seen, name
-        seen.add(found)
-
-
 @pytest.mark.parametrize("ending", sorted(LEFT_OUT))
 @pytest.mark.parametrize("prefix", ["", "some_"])
-def test_what_is_left_out_has_a_reason_and_changes_nothing(ending: str, prefix: str) -> None:
+def test_what_is_left_out_changes_nothing(ending: str, prefix: str) -> None:
     model = Model()
     worker = Worker(model)
     before = value(worker)
     model.layers[0].register_buffer(prefix + ending, torch.zeros(5))
     setattr(model.layers[1], f"{prefix}{ending}", [torch.zeros(5)])
     assert value(worker) == before
-    assert len(LEFT_OUT[ending]) > 5
 
 
 @pytest.mark.parametrize("name", ["cos_sin_cache_scale", "xkv_cache", "kv_cache_scale", "workspaces", "my_expert_maps"])
@@ -183,7 +160,6 @@ def test_a_drafter_counts_under_names_of_its_own() -> None:
     model, draft = Model(), Model()
     alone, both = value(Worker(model)), value(Worker(model, draft))
     assert alone != both
-    assert value(OldWorker(model)) == alone
     with torch.no_grad():
         draft.embed.weight[0, 0] += 1
     assert value(Worker(model, draft)) != both
@@ -191,13 +167,6 @@ def test_a_drafter_counts_under_names_of_its_own() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- weights that kernels hide
-
-
-def test_a_linear_layer_that_shows_nothing_has_no_digest_and_is_named() -> None:
-    model = Model()
-    model.layers[1].proj.weight = nn.Parameter(torch.empty(0))
-    with pytest.raises(Unreadable, match=r"layers\.1\.proj were packed away.*VLLM_PLUGINS"):
-        names(Worker(model))
 
 
 def test_a_layer_without_sizes_whose_parameter_was_emptied_has_no_digest_either() -> None:
@@ -219,7 +188,7 @@ def test_a_bias_alone_does_not_pass_for_the_weights() -> None:
     layer.input_size_per_partition = layer.output_size_per_partition = 4096
     layer.weight = nn.Parameter(torch.empty(0))
     layer.bias = nn.Parameter(torch.zeros(4096))
-    with pytest.raises(Unreadable, match=r"layers\.0\.proj"):
+    with pytest.raises(Unreadable, match=r"layers\.0\.proj were packed away.*VLLM_PLUGINS"):
         names(Worker(model))
 
 
@@ -236,6 +205,7 @@ def test_what_was_packed_under_our_eyes_is_known_by_its_digest() -> None:
 
     first, second, other = pack(), pack(), pack(1.0)
     assert value(first) == value(second) != value(other)
+    assert packed(Worker(Model(), other.get_model()))[0][0] == "draft.layers.0.proj."
     ((name, hexed),) = packed(first)
     assert name == "layers.0.proj."
     assert len(bytes.fromhex(hexed)) == 32

@@ -1,4 +1,4 @@
-"""Layouts that hide weights, made by vLLM's own kernels: packed away by oneDNN, quantised, tied, in a drafter, in a vision tower.
+"""Layouts that hide weights, made by vLLM's own kernels: packed away by oneDNN, packed anew, quantised.
 
 For each: one changed weight changes the digest, although no tensor of the model may show it any more.
 """
@@ -20,8 +20,8 @@ from tests.unit.connector_naming.workers import Worker
 SIZE = 64
 
 
-def value(model: nn.Module, draft: nn.Module | None = None) -> bytes:
-    worker = Worker(model, draft)
+def value(model: nn.Module) -> bytes:
+    worker = Worker(model)
     return digest(weights(worker), packed(worker))
 
 
@@ -138,26 +138,3 @@ def test_a_quantised_weight_of_eight_bits_and_its_scales(listening: None) -> Non
     scaled[SIZE - 1] *= 1.5
     others = {value(pack_int8(one_more(weight), scale)), value(pack_int8(weight, scaled))}
     assert len(others | {value(plain)}) == 3
-
-
-def test_a_head_that_is_tied_to_the_embedding_and_packed_for_itself(listening: None) -> None:
-    """vLLM keeps the embedding's tensor for look-ups and packs a copy of it for the head."""
-    from vllm.model_executor.layers import utils
-
-    def tied(weight: torch.Tensor) -> nn.Module:
-        embed = Linear(weight)
-        head = Linear(weight)
-        head.weight = embed.weight
-        utils.dispatch_cpu_unquantized_gemm(head, remove_weight=False)
-        assert embed.weight.numel()
-        return nn.ModuleDict({"embed": embed, "head": head})
-
-    assert value(tied(drawn())) == value(tied(drawn())) != value(tied(one_more(drawn())))
-
-
-def test_a_packed_weight_of_a_drafter(listening: None) -> None:
-    model = pack_plain(drawn())
-    drafts = [pack_plain(weight) for weight in (drawn(seed=5), drawn(seed=5), one_more(drawn(seed=5)))]
-    same, again, other = (value(model, draft) for draft in drafts)
-    assert same == again
-    assert len({same, other, value(model)}) == 3

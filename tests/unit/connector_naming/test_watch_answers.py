@@ -77,16 +77,6 @@ def test_of_the_time_a_share_may_go_into_looks() -> None:
 # ---------------------------------------------------------------------------------------------- late
 
 
-def test_a_change_behind_a_step_ends_the_digest_and_is_looked_at() -> None:
-    world = World("a").started()
-    was = world.watch.value
-    world.ranks = ["b"]
-    world.watch.late(world.watch.number)
-    assert world.log == [("end", was), ("hold", None, "they changed during a step")]
-    assert world.step() == ["ask", ("hold", digest_of_one("b"))]
-    assert world.watch.counters["late"] == 1
-
-
 def test_every_rank_may_report_it_and_steps_under_way_too() -> None:
     world = World("a").started()
     number = world.watch.number
@@ -122,21 +112,7 @@ def test_questions_are_remembered_for_ranks_that_report_late() -> None:
     assert world.log == [("end", was)]
 
 
-@pytest.mark.parametrize("number", [-1, 99])
-def test_a_report_of_no_question_is_nothing(number: int) -> None:
-    world = World("a").started()
-    world.watch.late(number)
-    assert world.log == []
-
-
 # ---------------------------------------------------------------------------------------------- encoders
-
-
-def test_outputs_of_an_encoder_go_before_new_weights_are_named() -> None:
-    world = World("a", has_encoder=True)
-    assert world.step() == ["ask", ("hold", digest_of_one("a"))]  # nothing was encoded before
-    world.push("b")
-    assert world.step() == ["ask", "clear", ("hold", digest_of_one("b"))]
 
 
 def test_while_they_are_in_use_nothing_is_named_and_nothing_is_read_again() -> None:
