@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
-from vllm.platforms import current_platform
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.engine import plugin
 from epochkv_fence.connection import ConfigurationError
-from tests.support.scheduler import write_model_dir
 
 DOCUMENT = {
     "pool": {"name": "policy", "uid": "u-1"},
@@ -126,59 +121,3 @@ def test_arguments_that_are_used_twice_are_joined_once(caplog: pytest.LogCapture
         plugin.before_engine(arguments, ON)
     assert arguments.kv_transfer_config is first
     assert caplog.messages == ["EpochKV: EPOCHKV_ATTACH joins this engine to pool policy, L1 of 0.1 GiB and L2 at 127.0.0.1:50051"]
-
-
-PROGRAM = """
-import os
-from vllm import AsyncEngineArgs, EngineArgs
-
-def make(kind=EngineArgs, **more):
-    config = kind(model=MODEL, skip_tokenizer_init=True, enforce_eager=True, **more).create_engine_config()
-    transfer = config.kv_transfer_config
-    return transfer and (type(transfer).__name__, transfer.kv_connector, transfer.kv_connector_extra_config)
-
-ours = ("KVTransferConfig", "EpochKVConnector", {"local": {"capacity_bytes": 1 << 20}})
-assert make() == make(AsyncEngineArgs) == ours, make()
-assert make(distributed_executor_backend="external_launcher") == ours  # one rank schedules for itself alone
-theirs = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
-for kind in (EngineArgs, AsyncEngineArgs):
-    assert make(kind, kv_transfer_config=theirs)[:2] == ("KVTransferConfig", "OffloadingConnector")  # a mapping, as NeMo-RL gives
-assert make(kv_offloading_size=1.0)[1] == "OffloadingConnector"
-for more, said in (
-    ({"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}, "external_launcher with 2 ranks"),
-    ({}, "local.capacity_bytes is 1125899906842624, which takes"),
-):
-    if not more:
-        os.environ["EPOCHKV_LOCAL_CAPACITY"] = "1024Ti"
-    try:
-        make(**more)
-    except (RuntimeError, ValueError) as error:
-        assert said in str(error), error
-    else:
-        raise AssertionError("accepted")
-os.environ["EPOCHKV_ATTACH"] = "0"
-assert make() is None
-print("as expected")
-"""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model_dir(tmp_path_factory.mktemp("model")))
-
-
-def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **ON, "EPOCHKV_LOCAL_CAPACITY": "1Mi", **environ}
-    return subprocess.run([sys.executable, *command], env=variables, capture_output=True, text=True, timeout=240, check=False)
-
-
-configures_engines = pytest.mark.skipif(current_platform.is_unspecified(), reason="this vLLM was built for other machines")
-
-
-@configures_engines
-def test_every_engine_of_a_real_vllm_is_joined(model: str) -> None:
-    """In a process of its own: vLLM finds the plugin by its entry point, as it does for users."""
-    done = run("-c", f"MODEL = {model!r}\n{PROGRAM}")
-    assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["as expected"]), done.stderr
-    assert "EPOCHKV_ATTACH joins this engine to pool policy" in done.stdout + done.stderr
-    assert "EPOCHKV_ATTACH is 1, but this engine has a kv_transfer_config of its own" in done.stdout + done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,11 @@ from epochkv_fence.connection import ConfigurationError, HubRef
 POOL = {"pool": {"name": "policy", "namespace": "default", "uid": "u-1"}}
 
 
-def test_the_smallest_configuration_has_no_tier_and_no_hub() -> None:
-    config = ConnectorConfig.parse(POOL, {})
-    assert (config.hub, config.local, config.distributed) == (None, None, None)
-
-
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     # what is given, the key and the value in the message, what is wrong
     ({"verify": "half"}, "verify is 'half'", "Invalid enum value"),
     ({"local": {}}, "local.capacity_bytes is missing", ""),
     ({"local": {"capacity_bytes": 0}}, "local.capacity_bytes is 0", "`int` >= 512"),
-    ({"local": {"capacity_bytes": "4096"}}, "local.capacity_bytes is '4096'", "got `str`"),
     ({"local": {"capacity_bytes": 10**40}}, "local.capacity_bytes is 1" + 40 * "0", "<= 1125899906842624"),
     ({"distributed": {"master_address": "host:0"}}, "distributed.master_address is 'host:0'", "matching regex"),
     ({"distributed": {"master_address": "etcd://a:1;b"}}, "distributed.master_address is 'etcd://a:1;b'", "matching regex"),
@@ -37,8 +30,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"allow_untested_vllm": 1}, "allow_untested_vllm is 1", "Expected `bool`"),
     ({"lookup_wait_ms": math.nan}, "lookup_wait_ms is NaN", "`float` >= 0.0"),
     ({"lookup_deadline_ms": math.inf}, "lookup_deadline_ms is Infinity", "<= 600000.0"),
-    ({"pool": {"name": "p"}}, "pool.uid is missing", ""),
-    ({"hub": {}}, "hub.endpoint is missing", ""),
     ({"hub": {"endpoint": "http://hub:7700"}}, "hub.endpoint is 'http://hub:7700'", "like tcp://host:7700"),
     ({"verify": {"a": [1] * 1000}}, 'verify is {"a": [1, 1', "Expected `str`"),
     ({"config_file": 3}, "config_file is a int", "give a path"),
@@ -123,9 +114,7 @@ def test_the_environment_alone_may_hold_it_and_folders_are_relative_to_the_file(
         ("{garbage", "EPOCHKV_CONFIG is not a JSON object"),
         ('{"pool": {"name": "p", "uid": "u"}, "loca": {}}', "EPOCHKV_CONFIG: loca is {}, but there is no such key"),
         ('{"pool": {"name": "p", "uid": "u"}, "lookup_wait_ms": NaN}', "is not a JSON object"),
-        ("/absent/connection.json", "EPOCHKV_CONFIG: '/absent/connection.json' cannot be read (No such file or directory)"),
         ("/", "EPOCHKV_CONFIG: '/' is a directory without a connection.json; give the path of that file"),
-        ("{" * 100_000, "is not a JSON object"),
     ],
 )
 def test_garbage_in_the_environment_is_one_sentence(text: str, words: str) -> None:
@@ -133,18 +122,6 @@ def test_garbage_in_the_environment_is_one_sentence(text: str, words: str) -> No
         ConnectorConfig.parse({}, {"EPOCHKV_CONFIG": text})
     assert words in str(caught.value)
     assert len(str(caught.value)) < 500
-
-
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"config_file: '.*absent\.json' cannot be read \(No such file or directory\)"):
-        ConnectorConfig.parse({"config_file": str(tmp_path / "absent.json")}, {})
-    for name, content in (("broken.json", b"{"), ("binary.json", b"\xff\x00{"), ("list.json", b"[]"), ("empty.json", b"")):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ConfigurationError, match=rf"{name} is not a JSON object"):
-            ConnectorConfig.parse({"config_file": str(tmp_path / name)}, {})
-    os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(ConfigurationError, match=r"pipe\.json is not a regular file"):
-        ConnectorConfig.parse({"config_file": str(tmp_path / "pipe.json")}, {})
 
 
 def test_a_wrong_value_in_a_file_names_the_file(tmp_path: Path) -> None:

@@ -31,10 +31,6 @@ def limit_of(root: Path) -> tuple[int, str]:
     return limit
 
 
-def test_a_machine_without_groups_has_its_memory(root: Path) -> None:
-    assert limit_of(root) == (64 * GIB, "the machine's memory")
-
-
 def test_a_container_sees_its_own_group_as_the_root(root: Path) -> None:
     write(root, "sys/fs/cgroup/memory.max", f"{8 * GIB}\n")
     assert limit_of(root) == (8 * GIB, "memory.max of its cgroup")

@@ -105,12 +105,6 @@ def test_everything_else_is_left_to_vllm(start: Start, transfer: dict[str, Any] 
     start(transfer)
 
 
-@pytest.mark.parametrize("given", [5, 511])
-def test_an_l1_that_holds_no_block_of_any_model_is_refused_before_one_is_loaded(start: Start, given: int) -> None:
-    with pytest.raises(ConfigurationError, match=rf"local\.capacity_bytes is {given}: Expected `int` >= 512"):
-        start(child(local={"capacity_bytes": given}))
-
-
 def test_an_l1_larger_than_the_machine_is_refused_where_ranks_are_on_it(start: Start) -> None:
     large = child(local={"capacity_bytes": 1 << 50})
     for here in ({"distributed_executor_backend": "mp"}, {"distributed_executor_backend": "uni"}):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.verl.kv_store import BlockError, KvStore, StoreUnreachable, expand, find_problem, parse, resolve
+from epochkv_connector.verl.kv_store import BlockError, StoreUnreachable, expand, find_problem, parse, resolve
 from hack.loopback import free_port
 from hack.standalone.mooncake import Mooncake
 from tests.support.hub import HubWorld, hub_world
@@ -56,23 +56,14 @@ def block(**keys: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------ fields
 
 
-def test_the_defaults_change_nothing() -> None:
-    assert parse({}) == KvStore()
-    assert resolve({}, {"name": "sglang"}, {}) is None
-
-
 WRONG: list[tuple[Any, str]] = [
     ({"on_failure": "explode"}, r"rollout\.kv_store: on_failure is 'explode': Invalid enum value"),
-    ({"on_failure": None}, r"on_failure is null: Expected `str`"),
     ({"enabled": True}, r"enabled is true, but there is no such key"),
     ({"enable": "yes"}, r"enable is 'yes': Expected `bool`"),
-    ({"enable": 1}, r"enable is 1: Expected `bool`"),
     ({"kv_connector": "LMCacheConnector"}, r"kv_connector is 'LMCacheConnector'"),
-    ({"kv_role": "both"}, r"kv_role is 'both': Invalid enum value"),
     ({"config_path": 7}, r"config_path is 7: Expected `str"),
     ({"extra_config": "x"}, r"extra_config is 'x': Expected `object`"),
     ("on", r"rollout\.kv_store: Expected `object`, got `str`; docs/trainers/verl\.md says"),
-    (["enable"], r"Expected `object`, got `array`"),
 ]
 
 
@@ -127,15 +118,11 @@ def test_a_path_is_absolute_for_workers_that_run_elsewhere(world: HubWorld, monk
 
 @pytest.mark.parametrize("policy", ["fallback", "crash"])
 def test_a_file_that_cannot_be_meant_is_refused_whatever_on_failure_says(world: HubWorld, tmp_path: Path, policy: str) -> None:
-    for name, text in (("text", "pool"), ("list", "[]"), ("other", '{"model": 1}')):
-        (tmp_path / name).write_text(text)
+    (tmp_path / "other").write_text('{"model": 1}')
     ours = str(world.folder / "connection.json")
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "config_path is missing; it must be the path of a connection.json, or set EPOCHKV_CONFIG"),
         ({"config_path": str(tmp_path / "absent")}, "config_path: '.*absent' cannot be read .No such file"),
-        ({"config_path": str(tmp_path)}, "config_path: .* is a directory without a connection.json"),
-        ({"config_path": str(tmp_path / "text")}, "text is not a JSON object"),
-        ({"config_path": str(tmp_path / "list")}, "list is not a JSON object"),
         ({"config_path": str(tmp_path / "other")}, "model is 1, but there is no such key"),
         ({"config_path": ours, "extra_config": {"verfy": 1}}, r"kv_store: extra_config: verfy is 1, but there is no such key"),
     ]
