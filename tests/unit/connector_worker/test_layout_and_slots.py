@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,6 @@ from epochkv_connector.worker.layout import (
     KVCache,
     LayoutError,
     block_layout,
-    group_view,
     layout_digest,
     object_bytes,
     slot_stride,
@@ -27,7 +25,6 @@ from epochkv_connector.worker.role import slot_count
 from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream
 from epochkv_fence.connection import ConfigurationError
 from tests.unit.connector_scheduler.rig import config
-from tests.unit.connector_worker.worker_rig import LAYERS, NUM_SLOTS, Rig
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
 
@@ -170,17 +167,6 @@ def test_the_digest_of_a_layout_tells_everything_that_changes_what_a_byte_is() -
         layout_digest({"a": a}, [GroupSpec(["c"])], 5)
 
 
-def test_layers_at_equal_distances_are_one_view_and_others_a_loop() -> None:
-    whole = torch.zeros(4, 5, 3, 2)
-    names = ["a", "b", "c", "d"]
-    even = group_view(dict(zip(names, whole, strict=True)), GroupSpec(names), 5)
-    assert [tuple(part.shape) for part in even.parts] == [(5, 4, 24)]
-    uneven = group_view(dict(zip(names, whole, strict=True)), GroupSpec(["a", "b", "d"]), 5)
-    assert len(uneven.parts) == 3
-    backwards = group_view(dict(zip(names, whole, strict=True)), GroupSpec(["b", "a"]), 5)
-    assert len(backwards.parts) == 2
-
-
 @pytest.mark.parametrize("why", ["distances", "strides"])
 def test_layers_in_no_order_are_copied_both_ways(why: str) -> None:
     """At distances that grow, or with blocks at different distances in each layer."""
@@ -204,12 +190,6 @@ def test_layers_in_no_order_are_copied_both_ways(why: str) -> None:
     for name in names:
         caches[name].copy_(torch.stack([row[names.index(name)] for row in blocks]))
     assert torch.equal(memory, untouched), "nothing between the layers was written"
-
-
-def test_layers_that_share_one_tensor_are_stored_once() -> None:
-    tensor = torch.zeros(5, 8)
-    view = group_view({"owner": tensor, "sharer": tensor}, GroupSpec(["owner", "sharer"]), 5)
-    assert view.payload_bytes == 8 * 4
 
 
 def test_a_layer_may_have_several_tensors() -> None:
@@ -322,9 +302,3 @@ def test_the_slots_of_an_engine_are_those_that_every_rank_has() -> None:
     assert common_slots([one, RankLayout(), other], 3) == 0, "one rank has none"
     assert common_slots([one], 2) == 0, "a rank has not answered"
     assert common_slots([], 0) == 0
-
-
-def test_a_rank_says_what_it_laid_out() -> None:
-    rig = Rig(digest=b"how its tensors lie")
-    layout = pickle.loads(pickle.dumps(rig.worker.layout))  # it travels to another process
-    assert layout == RankLayout(b"how its tensors lie", NUM_SLOTS, {0: LAYERS * 64})

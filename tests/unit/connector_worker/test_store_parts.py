@@ -8,7 +8,7 @@ import struct
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from epochkv_connector.naming import identity as keys
@@ -36,23 +36,10 @@ def test_a_key_reads_back_as_its_parts(namespace: str, group: int, shard: int, b
     assert keys.epoch_of(namespace) == int(epoch[1:])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "x",
-        "a/b/e1",
-        "12345678/0123456789abcdef/e01",
-        "12345678/0123456789abcdef/e1/",
-        "12345678/0123456789abcdef/e1",
-        "12345678/0123456789ABCDEF/e1/w0123456789abcdef",
-    ],
-)
+@pytest.mark.parametrize("text", ["", "a/b/e1", "12345678/0123456789abcdef/e01/w0123456789abcdef", "12345678/0123456789abcdef/e1"])
 def test_what_is_no_namespace_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a namespace"):
         keys.epoch_of(text)
-    with pytest.raises(ValueError, match="is not a block key"):
-        parse_key(text + "/g0/r0/00")
 
 
 @given(st.integers(1, 2000), st.integers(0, 4000))
@@ -114,15 +101,6 @@ def test_the_format_is_what_the_module_says(payload: bytes, checksum: bool) -> N
         assert struct.unpack_from("<Q", end, 120)[0] == xxhash.xxh3_64(end[:120]).intdigest()
 
 
-@settings(deadline=None)
-@given(payloads)
-def test_what_was_sealed_is_accepted(payload: bytes) -> None:
-    for checksum in (True, False):
-        raw = sealed(payload, checksum=True)
-        assert envelope.find_defect(memoryview(raw), DIGEST, LAYOUT, checksum=checksum) is None
-    assert envelope.find_defect(memoryview(sealed(payload, checksum=False)), DIGEST, LAYOUT, checksum=False) is None
-
-
 @given(payloads, st.data())
 def test_any_change_is_found(payload: bytes, data: st.DataObject) -> None:
     raw = sealed(payload)
@@ -150,6 +128,7 @@ def test_each_defect_has_its_name() -> None:
     def defect(raw: bytes | bytearray, digest: bytes = DIGEST, layout: bytes = LAYOUT) -> Defect | None:
         return envelope.find_defect(memoryview(bytearray(raw)), digest, layout, checksum=True)
 
+    assert defect(good) is None
     assert defect(bytes(len(good))) is Defect.MAGIC
     assert defect(good, b"e" * 16) is Defect.DIGEST
     assert defect(good, layout=b"m" * 16) is Defect.LAYOUT
