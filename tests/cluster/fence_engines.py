@@ -51,10 +51,7 @@ class FenceEngine:
         self.running = 0
         self.held: tuple[bytes | None, str] = (FIRST_WEIGHTS, "")
         self.lacks = ("", "")
-        self.reset_at: int | None = None
-        self.storeless = False
         self.removed: list[int] = []
-        self.kept: list[tuple[bytes, ...]] = []
         who = ("external", name) if pod is None else (name, pod)
         identity = EngineIdentity(*who, rank, versions=versions or {}, pool=pool)
         self.agent = AgentThread(endpoint, keys, secrets.token_bytes(16), identity, self, credentials=credentials)
@@ -98,7 +95,7 @@ class FenceEngine:
         return {}
 
     def isolated(self) -> bool:
-        return self.reset_at is not None and self.adopted[-1] <= self.reset_at
+        return False
 
     def weights(self) -> tuple[bytes | None, str]:
         return self.held
@@ -108,11 +105,8 @@ class FenceEngine:
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
         """Says how many keys and bytes it removed, once for each epoch."""
-        if self.storeless:
-            raise OSError("the store does not answer")
         first = below not in self.removed
         self.removed.append(below)
-        self.kept.append(keep)
         return self._gives_back if first else (0, 0)
 
 

@@ -89,6 +89,13 @@ class Namespace:
                 found[f"{path.rsplit('/', 1)[1]}/{metadata['name']}"] = f"{metadata['uid']}@{metadata['resourceVersion']}"
         return found
 
+    def kubectl(self, *arguments: str, stdin: str | None = None, ok: bool = True) -> str:
+        """What kubectl writes; on standard error, where it has to fail."""
+        command = [str(self.plane.kubectl), f"--kubeconfig={self.plane.kubeconfig}", "-n", self.name, *arguments]
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode == 0) is ok, done.stdout + done.stderr
+        return done.stdout if ok else done.stderr
+
     def pool(self, name: str) -> Any:
         return self.get(POOLS, name)
 

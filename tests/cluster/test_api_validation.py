@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hack.cluster.controlplane import ControlPlane
+from tests.cluster.operator_harness import Namespace
 from tests.support.api.cases import MOONCAKE, Case, Change
 from tests.support.api.corpus import CASES, CHANGES
 
@@ -132,39 +132,33 @@ def test_epochs_in_status_never_go_down(plane: ControlPlane, made: Any) -> None:
     assert (code, answer["status"]) == (200, {"targetEpoch": 5, "epoch": 5})
 
 
-def kubectl(plane: ControlPlane, *arguments: str, stdin: str | None = None, ok: bool = True) -> str:
-    command = [str(plane.kubectl), "--kubeconfig", str(plane.kubeconfig), *arguments]
-    done = subprocess.run(command, input=stdin, text=True, capture_output=True, timeout=60, check=False)
-    assert (done.returncode == 0) is ok, done.stdout + done.stderr
-    return done.stdout if ok else done.stderr
-
-
 def test_kubectl_lists_scales_and_selects(plane: ControlPlane, made: Any) -> None:
     """Short names, columns, scale subresource, category and the server-side field selector."""
+    kubectl = Namespace(plane, NAMESPACE).kubectl
     made("KVCachePool", "wide", {"distributed": MOONCAKE, "resetEpoch": 2})
     made("InferenceEngine", "rollout", {"model": {"name": "tiny"}, "poolRef": {"name": "wide"}})
     made("InferenceEngine", "other", {"model": {"name": "tiny"}, "poolRef": {"name": "elsewhere"}})
     status = {"targetEpoch": 2, "epoch": 1, "engines": {"summary": "1/2"}, "weightsSummary": "3f2a9c1e 1/2"}
     assert patch_status(plane, "KVCachePool", "wide", status)[0] == 200
-    table = kubectl(plane, "get", "kvp", "wide").splitlines()
+    table = kubectl("get", "kvp", "wide").splitlines()
     assert table[0].split() == ["NAME", "READY", "EPOCH", "TARGET", "ENGINES", "WEIGHTS", "STORES", "AGE"]
     assert table[1].split()[1:6] == ["1", "2", "1/2", "3f2a9c1e", "1/2"]
-    assert kubectl(plane, "get", "ie").splitlines()[0].split()[:4] == ["NAME", "READY", "POOL", "DESIRED"]
-    kubectl(plane, "scale", "kvp/wide", "--replicas=3")
-    kubectl(plane, "scale", "ie/rollout", "--replicas=5")
-    assert kubectl(plane, "get", "kvp/wide", "-o", "jsonpath={.spec.distributed.mooncake.store.replicas}") == "3"
-    assert kubectl(plane, "get", "ie/rollout", "-o", "jsonpath={.spec.replicas}") == "5"
-    assert kubectl(plane, "get", "ie", "--field-selector=spec.poolRef.name=wide", "-o", "name").split() == [
-        "inferenceengine.epochkv.io/rollout"
-    ]
-    listed = kubectl(plane, "get", "inference", "-o", "name").split()
+    assert kubectl("get", "ie").splitlines()[0].split()[:4] == ["NAME", "READY", "POOL", "DESIRED"]
+    kubectl("scale", "kvp/wide", "--replicas=3")
+    kubectl("scale", "ie/rollout", "--replicas=5")
+    assert kubectl("get", "kvp/wide", "-o", "jsonpath={.spec.distributed.mooncake.store.replicas}") == "3"
+    assert kubectl("get", "ie/rollout", "-o", "jsonpath={.spec.replicas}") == "5"
+    assert kubectl("get", "ie", "--field-selector=spec.poolRef.name=wide", "-o", "name").split() == ["inferenceengine.epochkv.io/rollout"]
+    listed = kubectl("get", "inference", "-o", "name").split()
     assert {"kvcachepool.epochkv.io/wide", "inferenceengine.epochkv.io/other"} <= set(listed)
-    message = kubectl(plane, "scale", "kvp/wide", "--replicas=0", ok=False)
+    message = kubectl("scale", "kvp/wide", "--replicas=0", ok=False)
     assert "greater than or equal to 1" in message
 
 
 def test_the_samples_are_accepted(plane: ControlPlane) -> None:
-    made = kubectl(plane, "apply", "--dry-run=server", "--validate=strict", "-f", str(Path(__file__).parents[2] / "config/samples"))
+    made = Namespace(plane, NAMESPACE).kubectl(
+        "apply", "--dry-run=server", "--validate=strict", "-f", str(Path(__file__).parents[2] / "config/samples")
+    )
     assert sorted(line.split()[0] for line in made.splitlines()) == [
         "horizontalpodautoscaler.autoscaling/rollout",
         "inferenceengine.epochkv.io/rollout",

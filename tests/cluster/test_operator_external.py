@@ -31,9 +31,9 @@ def mounted(space: Namespace, directory: Path) -> Connection:
     return Connection.load(directory)
 
 
-def joined(connection: Connection, name: str, *, pod: str = "", rank: int = 0) -> FenceEngine:
+def joined(connection: Connection, name: str, *, rank: int = 0) -> FenceEngine:
     hub, keys, pool = connection.hub.endpoint, connection.client_keys, connection.pool.uid
-    return FenceEngine(hub, keys(), name, pod=pod, rank=rank, credentials=keys, pool=pool)
+    return FenceEngine(hub, keys(), name, pod="", rank=rank, credentials=keys, pool=pool)
 
 
 def external(space: Namespace) -> dict[str, dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 from typing import Any
 
 from hack.waiting import eventually
@@ -18,11 +17,6 @@ def ready(status: dict[str, Any], reason: str) -> dict[str, Any] | None:
     """The Ready condition once it has this reason."""
     found = condition(status, "Ready")
     return found if found.get("reason") == reason else None
-
-
-def scale(space: Namespace, what: str, replicas: int) -> None:
-    command = [str(space.plane.kubectl), f"--kubeconfig={space.plane.kubeconfig}", "-n", space.name]
-    subprocess.run([*command, "scale", what, f"--replicas={replicas}"], check=True, capture_output=True, timeout=60)
 
 
 def replicas_of(space: Namespace, deployment: str) -> int | None:
@@ -67,7 +61,7 @@ def test_a_count_set_on_the_deployment_itself_is_left_alone_and_said(namespace: 
     """An autoscaler that targets the Deployment must not be fought; but whoever scales the engine then has to learn why nothing happens."""
     namespace.create_engine("rollout", **ENGINE)
     eventually(lambda: replicas_of(namespace, "rollout") == 2, f"made; log:\n{operator.tail()}")
-    scale(namespace, "deployment/rollout", 4)
+    namespace.kubectl("scale", "deployment/rollout", "--replicas=4")
 
     def note() -> str | None:
         text = condition(namespace.engine_status("rollout"), "Available").get("message", "")
@@ -76,10 +70,9 @@ def test_a_count_set_on_the_deployment_itself_is_left_alone_and_said(namespace: 
     said = eventually(note, f"a note in the condition; log:\n{operator.tail()}")
     assert replicas_of(namespace, "rollout") == 4
     remedy = said.rpartition("to have them count, ")[2].split(" ", 1)[1]
-    space = [str(namespace.plane.kubectl), f"--kubeconfig={namespace.plane.kubeconfig}", "-n", namespace.name]
-    subprocess.run([*space, *shlex.split(remedy)], check=True, capture_output=True, timeout=60)
+    namespace.kubectl(*shlex.split(remedy))
     eventually(lambda: replicas_of(namespace, "rollout") == 2, "handed back")
-    scale(namespace, "ie/rollout", 1)
+    namespace.kubectl("scale", "ie/rollout", "--replicas=1")
     eventually(lambda: replicas_of(namespace, "rollout") == 1, f"the engine's own count counts again; log:\n{operator.tail()}")
     assert note() is None
 

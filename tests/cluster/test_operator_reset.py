@@ -88,14 +88,7 @@ def test_a_raised_epoch_is_published_when_both_engines_have_adopted_it(plane: Co
         with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as (first, second):
             eventually(lambda: (namespace.status("policy").get("engines") or {}).get("summary") == "2/2", f"2/2; log:\n{operator.tail()}")
             namespace.bump("policy", 1)
-            kubectl = [str(plane.kubectl), f"--kubeconfig={plane.kubeconfig}", "-n", namespace.name]
-            waited = subprocess.run(
-                [*kubectl, "wait", "--for=jsonpath={.status.epoch}=1", "kvp/policy", "--timeout=20s"],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert waited.returncode == 0, waited.stderr + operator.tail()
+            namespace.kubectl("wait", "--for=jsonpath={.status.epoch}=1", "kvp/policy", "--timeout=20s")
             # Published means: both are there already, not soon.
             assert (first.epoch, second.epoch) == (1, 1)
             status = eventually(lambda: published(namespace, 1), "the reset reported")

@@ -13,7 +13,7 @@ import yaml
 
 from hack.waiting import eventually
 from tests.cluster.operator_harness import ENGINES, Namespace, OperatorProcess
-from tests.cluster.test_api_validation import kubectl, manifest
+from tests.cluster.test_api_validation import manifest
 from tests.support.cli import inside
 
 Json = dict[str, Any]
@@ -49,7 +49,7 @@ def without_namespace(obj: Json) -> Json:
 
 
 def apply(namespace: Namespace, *objects: Json, flags: tuple[str, ...] = ()) -> None:
-    kubectl(namespace.plane, "-n", namespace.name, "apply", *flags, "-f", "-", stdin=yaml.safe_dump_all(objects))
+    namespace.kubectl("apply", *flags, "-f", "-", stdin=yaml.safe_dump_all(objects))
 
 
 def generation(namespace: Namespace) -> int | None:
