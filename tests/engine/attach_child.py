@@ -16,8 +16,8 @@ from vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    model, more, prompt, other = json.loads(Path(sys.argv[1]).read_text())
-    llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=2048, max_num_seqs=4, **more)
+    model, prompt, other = json.loads(Path(sys.argv[1]).read_text())
+    llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=2048, max_num_seqs=4)
 
     def ask(tokens):
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)

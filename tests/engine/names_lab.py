@@ -58,11 +58,6 @@ def open_pool(folder: Path) -> Pool:
     return Pool(folder, lease_seconds=LEASE_SECONDS)
 
 
-def connector_of(pool: Pool, local_bytes: int | None, mooncake: Mooncake) -> dict[str, Any]:
-    """`--kv-transfer-config` of an engine with L2, and L1 as far as it is given."""
-    return pool.connector(local_bytes, mooncake.address, **PATIENT)
-
-
 def derive(folder: Path, base: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """A folder with the weights of `base`, changed."""
     folder.mkdir()
@@ -239,7 +234,7 @@ class Lab:
 
     def start(self, name: str, model: Path, environ: Mapping[str, str] | None = None) -> Engine:
         """One more engine; it may not be ready yet."""
-        connector = connector_of(self.pool, self.local_bytes, self.mooncake)
+        connector = self.pool.connector(self.local_bytes, self.mooncake.address, **PATIENT)
         environ = {**PATIENT_ENVIRON, **self.environ, **(environ or {})}
         engine = Engine(name, model, self.folder, connector, args=(*WRITER, *self.args), environ=environ, popen=self._servers.popen)
         self._started.append(engine)

@@ -6,11 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hack.loopback import free_port
 from hack.standalone.engine import CPU_ENVIRONMENT
 from hack.standalone.pool import Pool
 from hack.standalone.process import Process
@@ -18,35 +16,16 @@ from tests.engine.conftest import CACHED, Prompts, Reference, Weights
 from tests.engine.server_nursery import ServerNursery
 
 pytestmark = pytest.mark.timeout(900)  # the first test starts two engines
-LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ"),
-    [
-        pytest.param({}, {}, id="own-process"),
-        pytest.param(  # as TRL has its engine in the trainer's process
-            {"distributed_executor_backend": "external_launcher"},
-            {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **LAUNCHED},
-            marks=pytest.mark.slow,
-            id="colocated",
-        ),
-    ],
-)
 def test_an_engine_joins_by_the_environment_alone(
-    arguments: dict[str, Any],
-    environ: dict[str, str],
-    weights: Weights,
-    tmp_path: Path,
-    prompts: Prompts,
-    reference: Reference,
-    servers: ServerNursery,
+    weights: Weights, tmp_path: Path, prompts: Prompts, reference: Reference, servers: ServerNursery
 ) -> None:
     prompt, other, job = prompts(), prompts(), tmp_path / "job.json"
-    job.write_text(json.dumps([str(weights.base), arguments, prompt, other]))
+    job.write_text(json.dumps([str(weights.base), prompt, other]))
     with Pool(tmp_path) as pool:
         attached = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": str(pool.credentials), "EPOCHKV_LOCAL_CAPACITY": "64Mi"}
-        variables = {**CPU_ENVIRONMENT, **environ, **attached, "MASTER_PORT": str(free_port())}
+        variables = {**CPU_ENVIRONMENT, **attached}
         command = [sys.executable, "-m", "tests.engine.attach_child", str(job)]
         with Process("program", command, tmp_path / "program.log", variables, popen=servers.popen) as program:
             pool.wait_engines(1, 240)

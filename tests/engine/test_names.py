@@ -100,18 +100,6 @@ def test_a_push_that_misses_an_engine(lab: Lab, weights: Weights) -> None:
     lab.share(weights.new)
 
 
-def test_a_roll_back_finds_what_there_was(lab: Lab, weights: Weights) -> None:
-    lab.have(weights.base)
-    old = lab.share(weights.base)
-    for engine in (lab.a, lab.b):
-        lab.push(engine, weights.new)
-    check(lab.a.complete(old), 0, lab.reference(old, weights.new))
-    lab.push(lab.a, weights.base)
-    check(lab.a.complete(old), CACHED, lab.reference(old, weights.base))
-    check(lab.b.complete(old), CACHED, lab.reference(old, weights.new))
-    lab.apart(lab.a, weights.base, lab.b, weights.new)
-
-
 # ---------------------------------------------------------------------- calls that nobody has listed
 
 

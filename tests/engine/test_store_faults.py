@@ -58,18 +58,6 @@ def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) 
     assert pair.total(pair.b, "loads_paused") == 0
 
 
-def test_a_killed_master_comes_back_empty(pair: FaultyPair) -> None:
-    prompt, _ = pair.saved()
-    before = pair.total(pair.a, "store_breaker_opened")
-    pair.master.kill()
-    assert pair.ask(pair.b, prompt).cached == 0
-    pair.ask(pair.a, pair.prompts())
-    pair.grows(pair.a, before, "store_breaker_opened", seconds=30.0)
-    pair.mooncake.start_master()
-    assert pair.mooncake.keys() == []
-    pair.shares()
-
-
 def test_foreign_bytes_under_our_keys_are_never_used(pair: FaultyPair) -> None:
     def junk(value: bytes) -> bytes:
         return random.Random(1).randbytes(len(value))
