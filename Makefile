@@ -70,9 +70,6 @@ test-engine: setup-engine ## Real vLLM engines on CPU
 test-cuda: ## Copies on this machine's GPU; torch only, no setup, minutes (PYTHON=python SOAK_SECONDS=60)
 	@$(TORCH) -m tests.cuda
 
-test-matrix: setup-engine ## Every mode of the connector on real engines (`make test` runs a slice)
-	@$(ENGINE) -m pytest -v tests/engine/test_matrix.py
-
 test-families: setup-engine ## Every family of models on real engines (`make test` runs a slice)
 	@$(ENGINE) -m pytest -v tests/engine/test_families.py
 
@@ -180,4 +177,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-matrix test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

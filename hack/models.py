@@ -23,11 +23,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model; the defaults give about 220 thousand parameters (0.9 MB) and 12 KiB of KV per 4 tokens.
-
-    `windows`: tokens that each layer sees, None for all of them. Qwen3's own configuration has no such key; whoever loads the
-    model must make its layers follow it (`tests/engine/matrix_child.py` does).
-    """
+    """Sizes of the model; the defaults give about 220 thousand parameters (0.9 MB) and 12 KiB of KV per 4 tokens."""
 
     vocab: int = 512
     hidden: int = 64
@@ -37,7 +33,6 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 32
     positions: int = 4096
-    windows: tuple[int | None, ...] = ()
 
     def config(self) -> dict[str, object]:
         """The `config.json` of Hugging Face's Qwen3."""
@@ -66,7 +61,6 @@ class Shape:
             "dtype": "float32",
             "torch_dtype": "float32",
             "use_cache": True,
-            **({"windows": list(self.windows)} if self.windows else {}),
         }
 
 

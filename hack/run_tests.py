@@ -94,8 +94,8 @@ def trainer_python(name: str) -> Path:
 
 
 NEED_VLLM = ("tests/unit/operator_arguments",)
-SLICED = ("tests/engine/test_matrix.py", "tests/engine/test_families.py")
-"""Tests with many engines, of which a slice runs here: they have a layer for themselves."""
+FAMILIES = "tests/engine/test_families.py"
+"""Many engines: they have a layer for themselves."""
 
 LAYERS = (
     Layer("fast", DEV, ("tests/unit/operator*", "tests/unit/hack"), 30, 4, without=NEED_VLLM),
@@ -109,11 +109,11 @@ LAYERS = (
         beside=True,
     ),
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90, real=True, beside=True),  # plans expire, and idle engines look at weights
-    Layer("matrix", ENGINE, SLICED, 330, real=True, beside=True),
+    Layer("families", ENGINE, (FAMILIES,), 250, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 300, beside=True),
     Layer("store", ENGINE, ("tests/store",), 90, 3, real=True),
     Layer("cluster", DEV, ("tests/cluster", "tests/unit/chart", "tests/unit/release"), 330, 3, real=True),
-    Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=SLICED),
+    Layer("engine", ENGINE, ("tests/engine",), 800, real=True, without=(FAMILIES,)),
     Layer("e2e", DEV, ("tests/e2e",), 480, real=True),
     Layer("frameworks", trainer_python("frameworks"), ("tests/trainers/frameworks",), 450, real=True, slow=True),
     Layer("verl", trainer_python("verl"), ("tests/trainers/verl",), 600, real=True, slow=True),
@@ -121,7 +121,7 @@ LAYERS = (
 )
 GROUPS = {
     "unit": ("fast", "fence", "model", "security", "unit-connector"),
-    "engine": ("engine", "matrix"),
+    "engine": ("engine", "families"),
     "trainers": ("frameworks", "verl", "trl"),
 }
 

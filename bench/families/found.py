@@ -26,7 +26,8 @@ from hack.waiting import eventually
 from tests.engine import family_child, family_models
 from tests.engine.conftest import PATIENT
 from tests.engine.families import FAMILIES, Family
-from tests.engine.matrix_engine import MatrixEngine, Nursery, Request
+from tests.engine.open_engine import OpenEngine, Request
+from tests.engine.server_nursery import ServerNursery
 
 TURN_TOKENS, ANSWER_TOKENS = 200, 24
 LOOK_SECONDS, EQUAL_LOOKS = 0.5, 5
@@ -42,7 +43,7 @@ class Lab:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
-        self.nursery = stack.enter_context(Nursery(folder))
+        self.servers = stack.enter_context(ServerNursery(folder))
         self.mooncake = stack.enter_context(Mooncake(folder / "mooncake"))
         stock, environ = stock_connector(folder, self.mooncake)
         self.kinds: dict[str, tuple[Any, Mapping[str, str]]] = {"ours": (None, {}), "vllm": (stock, environ), "gpu": (None, {})}
@@ -59,12 +60,13 @@ class Lab:
         folder = self.folder / family.name
         return folder if folder.exists() else family_models.make(family, folder)
 
-    def engine(self, family: Family, kind: str, name: str) -> MatrixEngine:
+    def engine(self, family: Family, kind: str, name: str) -> OpenEngine:
         folder = self.model(family)
         connector, environ = self.kinds[kind]
         sizes = {"max_num_batched_tokens": 256, "num_gpu_blocks_override": 256, "max_model_len": 4096}
-        return MatrixEngine(
-            self.nursery,
+        return OpenEngine(
+            self.servers,
+            self.folder,
             f"{family.name}-{kind}-{name}",
             folder,
             connector,

@@ -144,6 +144,7 @@ FAMILIES: Final = (
         of("GptOssForCausalLM", "gpt_oss", sliding_window=160, num_local_experts=4, num_experts_per_tok=2),
         (WINDOW, FULL),
         shared=0,
+        crowd=Crowd(blocks=66, number=6, outputs=140),
     ),
     Family(
         "unequal",

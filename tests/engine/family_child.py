@@ -74,10 +74,11 @@ def draw(model: Any, gains: Mapping[str, float]) -> None:
 
 
 def fill(name: str, tensor: Any, gains: Mapping[str, float]) -> None:
-    """The numbers of one weight."""
+    """The numbers of one weight, and of each tensor-parallel rank others."""
     import torch
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode() + b"'" * get_tensor_model_parallel_rank()))
     noise = torch.randn(tensor.shape, generator=generator)
     last = name.rpartition(".")[2]
     gain = next((gain for part, gain in gains.items() if part in name), None)

@@ -3,7 +3,7 @@
 Each family has three engines. The reference caches nothing. The saver has L1 and L2: it computes a prompt in chunks, finds it in its
 own cache, and finds it in L1 after everything in its blocks was overwritten. The reader has L2 alone, and never saw the prompt.
 Before that counts, each family proves that a wrong block of any of its KV cache groups changes the answer.
-`make test` runs those that are `sliced`, `make test-all` every one.
+`make test` runs those that are `sliced`, `make test-all` every one. Some families are shown with two ranks, or scheduled ahead, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from hack.standalone.pool import Pool
 from tests.engine import family_child, family_models
 from tests.engine.conftest import PATIENT, settled_keys
 from tests.engine.families import FAMILIES, IMAGE_TOKEN, Crowd, Family
-from tests.engine.matrix_engine import BLOCK, MatrixEngine, Nursery, Output, Request
+from tests.engine.open_engine import BLOCK, OpenEngine, Output, Request
+from tests.engine.server_nursery import ServerNursery
 
 L1_BYTES = 64 << 20
 CHUNK = 256
@@ -34,6 +35,14 @@ OUTPUTS = 24
 ROOMY = 256
 """Blocks of the GPU where nobody has to make room."""
 RUN = [pytest.param(family, marks=[] if family.sliced else pytest.mark.slow, id=family.name) for family in FAMILIES if not family.refused]
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor-parallel": ("full", {"tensor_parallel_size": 2}),
+    "pipeline-parallel": ("sinks", {"pipeline_parallel_size": 2}),
+    "ahead": ("sinks", {"schedule_ahead": True}),
+}
+"""Families, and what their engines get beside their own arguments."""
+PARALLEL = {"tensor_parallel_size", "pipeline_parallel_size"}
+TWO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 VISIBLE = 0.02
 """How far the logprob of a first token must move, in nats, for a test to see it."""
 
@@ -41,12 +50,12 @@ VISIBLE = 0.02
 class Lab:
     """What the families share: processes, and prompts that nobody else has."""
 
-    def __init__(self, directory: Path, nursery: Nursery, pool: Pool, mooncake: Mooncake) -> None:
-        self.directory, self.nursery, self.pool, self.mooncake = directory, nursery, pool, mooncake
+    def __init__(self, directory: Path, servers: ServerNursery, pool: Pool, mooncake: Mooncake) -> None:
+        self.directory, self.servers, self.pool, self.mooncake = directory, servers, pool, mooncake
         self._ending: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(3)
 
-    def engine(self, family: Family, name: str, *, local: bool = False, store: bool = False, **arguments: Any) -> MatrixEngine:
+    def engine(self, family: Family, name: str, *, local: bool = False, store: bool = False, **arguments: Any) -> OpenEngine:
         """An engine of the family, with these tiers; without any it caches nothing."""
         folder = self._folder(family)
         connector = None
@@ -59,14 +68,15 @@ class Lab:
             **family_models.arguments(family, folder),
             **arguments,
         }
-        return MatrixEngine(
-            self.nursery,
+        return OpenEngine(
+            self.servers,
+            self.directory,
             f"{family.name}-{name}",
             folder,
             connector,
             prefix_caching=connector is not None,
             prepare=partial(family_child.prepare, family.gains),
-            environ={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+            environ={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", **(TWO_CORES if given.keys() & PARALLEL else {})},
             **given,
         )
 
@@ -75,7 +85,7 @@ class Lab:
         folder = self.directory / family.name
         return folder if folder.exists() else family_models.make(family, folder)
 
-    def end(self, *engines: MatrixEngine) -> None:
+    def end(self, *engines: OpenEngine) -> None:
         """End engines while the next ones start."""
         self._ending += [self._threads.submit(engine.end) for engine in engines]
 
@@ -86,10 +96,10 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(servers: ServerNursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     directory = tmp_path_factory.mktemp("families")
-    with Nursery(directory) as nursery, Mooncake(directory / "mooncake") as mooncake, Pool(directory / "pool") as pool:
-        lab = Lab(directory, nursery, pool, mooncake)
+    with Mooncake(directory / "mooncake") as mooncake, Pool(directory / "pool") as pool:
+        lab = Lab(directory, servers, pool, mooncake)
         try:
             yield lab
         finally:
@@ -97,10 +107,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 
 class Prompts:
-    """Of one family. `again`, `branch` and `twig` begin as `first` does; `other` has another first third."""
+    """Of one family in one mode. `again`, `branch` and `twig` begin as `first` does; `other` has another first third."""
 
-    def __init__(self, family: Family) -> None:
-        self._random = random.Random(family.name)
+    def __init__(self, family: Family, mode: str) -> None:
+        self._random = random.Random(f"{family.name}{mode}")
         self._image = 1 if family.with_images else None
         words = self(family.tokens)
         self.first = self._request(words)
@@ -119,13 +129,17 @@ class Prompts:
 
 
 class Trial:
-    """The engines of one family, its prompts, and the answers of the reference."""
+    """The engines of one family, its prompts, and the answers of the reference.
 
-    def __init__(self, lab: Lab, family: Family) -> None:
-        self.lab, self.family, self.prompts = lab, family, Prompts(family)
-        self.reference = lab.engine(family, "reference", max_num_seqs=1)
-        self.saver = lab.engine(family, "saver", local=True, store=True)
-        self.reader = lab.engine(family, "reader", store=True)
+    Args:
+        mode: of `MODES`, with its arguments.
+    """
+
+    def __init__(self, lab: Lab, family: Family, mode: str = "", **arguments: Any) -> None:
+        self.lab, self.family, self.prompts = lab, family, Prompts(family, mode)
+        self.reference = lab.engine(family, f"{mode}reference", max_num_seqs=1, **arguments)
+        self.saver = lab.engine(family, f"{mode}saver", local=True, store=True, **arguments)
+        self.reader = lab.engine(family, f"{mode}reader", store=True, **arguments)
         self._expected: dict[Request, Output] = {}
 
     def expected(self, request: Request) -> Output:
@@ -160,7 +174,7 @@ class Trial:
         tokens = (a != b for a, b in zip(one.tokens, other.tokens, strict=False))
         return any(tokens) or max(moved) > max(VISIBLE, self.family.noise)
 
-    def ask(self, engine: MatrixEngine, request: Request, cached: int, source: str = "") -> None:
+    def ask(self, engine: OpenEngine, request: Request, cached: int, source: str = "") -> None:
         """The engine's answer is right, and this many tokens of the prompt came from this tier (vLLM's name)."""
         engine.gained()
         (answer,) = engine.run([request])
@@ -169,13 +183,14 @@ class Trial:
         if source:
             assert engine.gained()[f"prompt_tokens_cached_by_source/{source}"] == cached
 
-    def forget(self, engine: MatrixEngine) -> None:
-        """Nothing that the engine's own blocks hold is of use afterwards."""
+    def forget(self, engine: OpenEngine) -> None:
+        """Nothing that the engine's own blocks hold is of use afterwards. (Ranks beside others have processes of their own.)"""
         self.settle(engine)
-        engine.do(partial(family_child.overwrite, only=None))
+        if engine.facts()["ranks"] == 1:
+            engine.do(partial(family_child.overwrite, only=None))
         engine.forget()
 
-    def settle(self, engine: MatrixEngine) -> None:
+    def settle(self, engine: OpenEngine) -> None:
         """Nothing is left behind, and nothing of ours failed."""
         deadline = time.monotonic() + 30.0
         facts = engine.facts()
@@ -281,6 +296,25 @@ def test_family(lab: Lab, family: Family) -> None:
         if family.crowd:
             preempt(trial, family.crowd)
         see_every_group(trial)
+    finally:
+        trial.end()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_mode(lab: Lab, mode: str) -> None:
+    name, arguments = MODES[mode]
+    (family,) = [family for family in FAMILIES if family.name == name]
+    trial = Trial(lab, family, mode, **arguments)
+    try:
+        trial.saver.join_store(lab.mooncake, trial.prompts, family.largest_block + 1)
+        save(trial)
+        read_l2(trial)
+        read_l1(trial)
+        assert family.crowd
+        preempt(trial, family.crowd)
+        facts = trial.saver.facts()
+        assert facts["ranks"] == (1 if mode == "ahead" else 2)
+        assert (facts["schedules_ahead"] > 0) == (mode != "tensor-parallel"), "pipelines do, too"
     finally:
         trial.end()
 

@@ -1,23 +1,20 @@
-"""Engines of the matrix tests: a process that has imported vLLM once and forks one engine per connection.
+"""The process of an `OpenEngine`, which the server nursery forks: a whole engine, core and (with one rank) worker, and a socket by
+which tests look at the scheduler itself instead of trusting metrics alone.
 
-Importing vLLM takes ten times as long as starting one of these engines, so `main` imports, listens on a socket and forks. The
-child holds a whole engine, core and (with one rank) worker: tests look at the scheduler itself instead of trusting metrics alone.
-
-    python -m tests.engine.matrix_child SOCKET
+    python -m tests.engine.open_child SOCKET START      (START: a pickled `Start`)
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import pickle
 import random
-import signal
 import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +23,13 @@ from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.lora.request import LoRARequest
-from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401  for their imports, before the fork
+from vllm.v1.worker import cpu_model_runner
 
 from epochkv_connector.connector import EpochKVConnector
-from tests.engine.matrix_engine import Output, Request, Start
-from tests.engine.server_nursery import fork_cores
+from tests.engine.open_engine import Output, Request, Start
 
 JOIN_SECONDS = 60.0
-
-
-class WindowedLayer(Qwen3DecoderLayer):
-    """A layer of Qwen3 with the window that `windows` in the model's configuration gives it; None: full attention.
-
-    vLLM has no architecture with two different windows that it loads without code from elsewhere.
-    """
-
-    def __init__(self, config: Any, prefix: str = "", **arguments: Any) -> None:
-        windows = getattr(config, "windows", None)
-        window = windows[extract_layer_index(prefix)] if windows else None
-        super().__init__(config, prefix=prefix, per_layer_sliding_window=window, **arguments)
 
 
 class NoStream:
@@ -115,7 +97,6 @@ class Served:
     """An engine in this process, and what its scheduler was seen to do."""
 
     def __init__(self, start: Start) -> None:
-        fork_cores()
         receive_between_stages()
         if start.schedule_ahead:
             schedule_ahead()
@@ -139,7 +120,6 @@ class Served:
             for request_id in decision.num_scheduled_tokens:
                 request = self._scheduler.requests[request_id]
                 self._seen["cut_prompts"] += request.num_computed_tokens < request.num_prompt_tokens
-            self._seen["draft_tokens"] += sum(map(len, decision.scheduled_spec_decode_tokens.values()))
             return decision
 
         def watched_preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +140,7 @@ class Served:
             time.sleep(0.02)
 
     def run(self, requests: list[Request]) -> list[Output]:
-        """See `MatrixEngine.run`."""
+        """See `OpenEngine.run`."""
         prompts, parameters, adapters = [], [], []
         for request in requests:
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
@@ -193,23 +173,18 @@ class Served:
         return self._adapters.setdefault(folder, LoRARequest(Path(folder).name, number, folder))
 
     def forget(self, _: None) -> bool:
-        """See `MatrixEngine.forget`."""
+        """See `OpenEngine.forget`."""
         return bool(self._scheduler.reset_prefix_cache(reset_connector=False))
 
     def do(self, function: Callable[[Served], Any]) -> Any:
-        """See `MatrixEngine.do`."""
+        """See `OpenEngine.do`."""
         return function(self)
 
     def facts(self, _: None) -> dict[str, Any]:
-        """See `MatrixEngine.facts`."""
+        """See `OpenEngine.facts`."""
         facts: dict[str, Any] = {
-            **{name: self._seen[name] for name in ("schedules_ahead", "cut_prompts", "draft_tokens")},
-            "scheduler": type(self._scheduler).__name__,
+            **{name: self._seen[name] for name in ("schedules_ahead", "cut_prompts")},
             "ranks": self.core.vllm_config.parallel_config.world_size,
-            "groups": [
-                [type(group.kv_cache_spec).__name__, getattr(group.kv_cache_spec, "sliding_window", None)]
-                for group in self._scheduler.kv_cache_config.kv_cache_groups
-            ],
             "blocks_in_use": self._blocks_in_use(),
         }
         for metric in self._llm.get_metrics():
@@ -234,50 +209,17 @@ class Served:
         self._llm.llm_engine.engine_core.shutdown()
 
 
-def serve(connection: Connection[Any, Any]) -> None:
-    """Commands of one test, until it says `end` or is gone."""
-    served: Served | None = None
-    while True:
-        try:
-            command, argument = connection.recv()
-        except EOFError:
-            return
-        if command == "end":
-            if served is not None:
-                served.end()
-            connection.send(os.getpid())
-            return
-        try:
-            answer: Any = None
-            if command == "start":
-                log = os.open(argument.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                os.environ.update(argument.environ)
-                served = Served(argument)
-            else:
-                answer = getattr(served, command)(argument)
-            connection.send((True, answer))
-        except Exception:
-            connection.send((False, traceback.format_exc()))
-
-
 def main() -> None:
-    """Listen and fork."""
-    Qwen3Model.decoder_layer_type = WindowedLayer
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    listener = Listener(sys.argv[1], "AF_UNIX")
-    while True:
-        connection = listener.accept()
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            status = 1
+    """Start the engine, and answer calls until nobody is there to call."""
+    served = Served(pickle.loads(Path(sys.argv[2]).read_bytes()))
+    with Listener(sys.argv[1], "AF_UNIX") as listener, listener.accept() as connection, contextlib.suppress(EOFError):
+        while True:
+            command, argument = connection.recv()
             try:
-                serve(connection)
-                status = 0
-            finally:
-                os._exit(status)
-        connection.close()
+                connection.send((True, getattr(served, command)(argument)))
+            except Exception:
+                connection.send((False, traceback.format_exc()))
+    served.end()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""Whole engines for the matrix tests, at a second or two each: what tests see of the processes that `matrix_child` forks.
+"""Whole engines that tests look into, at a second or two each: what tests see of the processes in which `open_child` runs.
 
 The test process never imports vLLM.
 """
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from hack.standalone.engine import CPU_ENVIRONMENT
 from hack.standalone.mooncake import CLIENT_ENVIRONMENT, Mooncake
 from hack.standalone.process import Process
 from tests.engine.conftest import PATIENT_ENVIRON, settled_keys
+from tests.engine.server_nursery import ServerNursery
 
 ANSWER_SECONDS = 120.0
 BLOCK = 32
@@ -55,46 +56,22 @@ class Start:
     """What an engine is started with: `arguments` of vLLM's `LLM`, whether to schedule ahead although this is a CPU, and what else
     to do in its process before."""
 
-    log: str
     arguments: Mapping[str, Any]
     schedule_ahead: bool = False
     prepare: Callable[[], None] | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 class EngineFailed(RuntimeError):
     """The engine raised or gave no answer; the message has its own words."""
 
 
-class Nursery:
-    """The process that has imported vLLM and forks engines. Use as a context manager."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.socket = directory / "nursery.sock"
-        environ = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **PATIENT_ENVIRON, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        command = [sys.executable, "-m", "tests.engine.matrix_child", str(self.socket)]
-        root = Path(__file__).resolve().parents[2]
-        self.process = Process("engine nursery", command, directory / "nursery.log", environ, cwd=root)
-
-    def connect(self) -> Connection[Any, Any]:
-        """A connection to a newly forked process."""
-        self.process.wait_until(self.socket.exists, 120.0, "listening")
-        return Client(str(self.socket), "AF_UNIX")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.process.end()
-
-
-class MatrixEngine:
+class OpenEngine:
     """One engine in a process of its own. Starting begins at once; the first call waits for it."""
 
     def __init__(
         self,
-        nursery: Nursery,
+        servers: ServerNursery,
+        directory: Path,
         name: str,
         model: Path,
         connector: Mapping[str, Any] | None = None,
@@ -105,8 +82,8 @@ class MatrixEngine:
         environ: Mapping[str, str] | None = None,
         **arguments: Any,
     ) -> None:
-        self.name, self.log = name, nursery.directory / f"{name}.log"
-        self._connection: Connection[Any, Any] | None = nursery.connect()
+        self.name, self.log = name, directory / f"{name}.log"
+        self._connection: Connection[Any, Any] | None = None
         given = {
             "model": str(model),
             "skip_tokenizer_init": True,
@@ -120,8 +97,11 @@ class MatrixEngine:
             "kv_transfer_config": dict(connector) if connector is not None else None,
             **arguments,
         }
-        self._send("start", Start(str(self.log), given, schedule_ahead, prepare, dict(environ or {})))
-        self._starting = True
+        self._socket, start = directory / f"{name}.sock", directory / f"{name}.start"
+        start.write_bytes(pickle.dumps(Start(given, schedule_ahead, prepare)))
+        command = [sys.executable, "-m", "tests.engine.open_child", str(self._socket), str(start)]
+        own = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **PATIENT_ENVIRON, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **(environ or {})}
+        self.process = Process(name, command, self.log, own, popen=servers.popen)
         self._before: dict[str, Any] = {}
 
     def run(self, requests: Sequence[Request]) -> list[Output]:
@@ -147,17 +127,6 @@ class MatrixEngine:
         before, self._before = self._before, self.facts()
         return {name: value - before.get(name, 0) for name, value in self._before.items() if isinstance(value, (int, float))}
 
-    def ask(self, requests: Sequence[Request], expected: Sequence[tuple[int, ...]], cached: Sequence[int], **sources: int) -> None:
-        """Run `requests`: answers are right, so many tokens of each came from a cache, and from these tiers (vLLM's names)."""
-        self.gained()
-        outputs = self.run(requests)
-        assert [output.tokens for output in outputs] == list(expected)
-        hits = [output.cached for output in outputs]
-        assert hits == list(cached), f"{hits} tokens from a cache, not {list(cached)}"
-        prefix = "prompt_tokens_cached_by_source/"
-        found = {name.removeprefix(prefix): int(tokens) for name, tokens in self.gained().items() if name.startswith(prefix)}
-        assert {name: tokens for name, tokens in found.items() if tokens} == {name: tokens for name, tokens in sources.items() if tokens}
-
     def join_store(self, mooncake: Mooncake, prompt: Callable[[int], tuple[int, ...]], num_tokens: int = BLOCK + 1) -> None:
         """Return once blocks of every rank arrive in the store: an engine connects to it in the background.
 
@@ -174,51 +143,34 @@ class MatrixEngine:
             settled_keys(mooncake)
 
     def end(self) -> None:
-        """Shut it down in order. Safe to call twice.
+        """Have it shut down in order. Safe to call twice.
 
         Raises:
-            EngineFailed: it does not end; the nursery kills it later.
+            EngineFailed: it does not.
         """
         connection, self._connection = self._connection, None
-        if connection is None:
-            return
         try:
-            connection.send(("end", None))
-            pid = connection.recv() if connection.poll(30.0) else None
-        except (OSError, EOFError):
-            pid = None
-        connection.close()
-        if pid is None:
-            raise EngineFailed(f"{self.name} did not shut down; its log ends with\n{self._tail()}")
+            if connection is not None:
+                connection.close()
+                if (status := self.process.popen.wait(30.0)) != 0:
+                    raise self._failed(f"ended with status {status}")
+        finally:
+            self.process.end()
 
     def _call(self, command: str, argument: Any) -> Any:
-        if self._starting:
-            self._starting = False
-            self._receive("start")
-        self._send(command, argument)
-        return self._receive(command)
-
-    def _send(self, command: str, argument: Any) -> None:
-        assert self._connection is not None, f"{self.name} was ended"
+        if self._connection is None:
+            self.process.wait_until(self._socket.exists, ANSWER_SECONDS, "started")
+            self._connection = Client(str(self._socket), "AF_UNIX")
         self._connection.send((command, argument))
-
-    def _receive(self, command: str) -> Any:
-        assert self._connection is not None
         if not self._connection.poll(ANSWER_SECONDS):
-            raise EngineFailed(f"{self.name}: no answer to {command} within {ANSWER_SECONDS:.0f} s; its log ends with\n{self._tail()}")
+            raise self._failed(f"no answer to {command} within {ANSWER_SECONDS:.0f} s")
         try:
             worked, answer = self._connection.recv()
         except EOFError:
-            raise EngineFailed(f"{self.name} ended during {command}; its log ends with\n{self._tail()}") from None
+            raise self._failed(f"ended during {command}") from None
         if not worked:
-            raise EngineFailed(f"{self.name}: {command} failed:\n{answer}\nits log ends with\n{self._tail()}")
+            raise self._failed(f"{command} failed:\n{answer}")
         return answer
 
-    def _tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:]) if self.log.exists() else "(no log)"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.end()
+    def _failed(self, what: str) -> EngineFailed:
+        return EngineFailed(f"{self.name}: {what}; its log ends with\n{self.process.tail(60)}")
