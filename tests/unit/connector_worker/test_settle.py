@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from epochkv_connector.weights import rank
 from epochkv_connector.wire import Phase, StepMetadata, Tier
 from epochkv_connector.worker import role as runner
 from epochkv_connector.worker.role import WorkerRole
@@ -87,11 +89,13 @@ def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest
     """vLLM unmaps the memory next."""
     store = ObedientStore(policy=lambda kind, transfers: None)
     rig = Rig(store)
+    rank.held_by("an-engine").runners.add(rig.worker)
+    vllms = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="an-engine")))
     copies = SlowCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)])], loads=[load(2, [move(8, 1, 31, Tier.STORE)], NAMESPACE)])
     assert copies.began.wait(10)
     threading.Timer(0.2, copies.go_on.set).start()
-    assert rig.worker.settle_for_sleep(10) == 0
+    assert rank.settle_for_sleep(vllms) == 0
     assert copies.go_on.is_set()
     rig.kv[:] = 0  # nobody may touch it any more
     store.end_all()
