@@ -1,4 +1,4 @@
-"""Engines on a real API server, with the real Deployment controller: how they are replaced, and what goes wrong.
+"""Engines on a real API server, with the real Deployment controller: how they are replaced, and which tiers they lack.
 
 No node runs the pods; the tests write what a kubelet would.
 """
@@ -9,6 +9,7 @@ import contextlib
 from typing import Any
 
 from hack.waiting import eventually
+from tests.cluster.fence_engines import FenceEngine, client_keys
 from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition
 
 Json = dict[str, Any]
@@ -86,3 +87,42 @@ def test_a_rollout_from_its_start_to_its_end(namespace: Namespace, operator: Ope
     namespace.patch(ENGINES, "rollout", {"spec": {"image": "a:1"}})
     eventually(lambda: serve(namespace) or progress(namespace) == ("True", "RolledOut"), f"back; log:\n{operator.tail()}")
     assert not new()
+
+
+MAMBA = "no tier is used: KV cache group 1 (MambaSpec) cannot be restored block by block"
+
+
+def usable(space: Namespace) -> list[tuple[str, str]]:
+    """Status and reason of `TiersUsable`, of the engine and of its pool."""
+    found = [condition(status, "TiersUsable") for status in (space.engine_status("rollout"), space.status("policy"))]
+    return [(each.get("status", ""), each.get("reason", "")) for each in found]
+
+
+def test_an_engine_that_lacks_tiers_says_so_until_it_has_them(namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", local={"capacity": "64Mi"}, reset={"leaseSeconds": 5})
+    namespace.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
+    secret = eventually(lambda: namespace.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
+    [found] = eventually(lambda: pods_of(namespace), f"a pod; log:\n{operator.tail()}")
+    pod = found["metadata"]["name"]
+    eventually(lambda: usable(namespace)[0] == ("Unknown", "NotReporting"), f"nobody has said; log:\n{operator.tail()}")
+    with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", client_keys(secret), "rollout", pod=pod) as engine:
+        eventually(lambda: usable(namespace) == [("True", "Usable")] * 2, f"heard; log:\n{operator.tail()}")
+        assert namespace.events("Usable") == [], "that it came up is no news"
+        assert not namespace.status("policy").get("externalEngines"), "it has an InferenceEngine"
+        assert operator.metric("epochkv_pool_tiers_off_engines") == 0
+        engine.lacks = ("LayoutUnsupported", MAMBA)
+        engine.agent.poke()
+        eventually(lambda: usable(namespace) == [("False", "LayoutUnsupported")] * 2, f"told; log:\n{operator.tail()}")
+        for status in (namespace.engine_status("rollout"), namespace.status("policy")):
+            assert condition(status, "TiersUsable")["message"] == f"{pod}: {MAMBA}"
+        eventually(
+            lambda: {event["regarding"]["kind"] for event in namespace.events("LayoutUnsupported")} == {"InferenceEngine", "KVCachePool"},
+            "an Event about each",
+        )
+        assert {event["type"] for event in namespace.events("LayoutUnsupported")} == {"Warning"}
+        assert operator.metric("epochkv_pool_tiers_off_engines") == 1
+        assert condition(namespace.status("policy"), "Ready")["status"] == "True", "it serves correctly"
+        engine.lacks = ("", "")
+        engine.agent.poke()
+        eventually(lambda: usable(namespace) == [("True", "Usable")] * 2, f"told; log:\n{operator.tail()}")
+        eventually(lambda: namespace.events("Usable"), "an Event")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+import yaml
+
 from hack.waiting import eventually
-from tests.cluster.operator_harness import CHILDREN, POOLS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, ROOT, Namespace, OperatorProcess, condition
 
 L1 = {"local": {"capacity": "64Mi"}}
 L2 = {"distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}}}
@@ -111,3 +113,22 @@ def test_a_pool_without_its_secret_says_why_and_goes_on_when_it_may(namespace: N
     namespace.delete(path, "tight")
     eventually(lambda: replicas_of(namespace, "rollout") == 2, f"the engine starts; log:\n{operator.tail()}", 60)
     eventually(lambda: not ready(namespace.status("policy"), "SecretRefused"), "the condition goes")
+
+
+def test_the_sample_autoscaler_scales_an_engine(namespace: Namespace, operator: OperatorProcess) -> None:
+    """By the real HorizontalPodAutoscaler controller; and nobody scales the engine back."""
+    namespace.create_engine("rollout", model={"name": "tiny"})
+    made = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), f"made; log:\n{operator.tail()}")
+    assert made["spec"]["replicas"] == 1
+    # The controller adds up the pods that this selector finds.
+    eventually(lambda: "selector" in namespace.engine_status("rollout"), "a status")
+    scale = namespace.request("GET", f"{ENGINES.format(namespace.name)}/rollout/scale")
+    pairs = dict(part.split("=") for part in scale["status"]["selector"].split(","))
+    assert pairs.items() <= made["spec"]["template"]["metadata"]["labels"].items()
+    sample = yaml.safe_load((ROOT / "config/samples/autoscaler.yaml").read_text())
+    namespace.create("/apis/autoscaling/v2/namespaces/{}/horizontalpodautoscalers", sample)
+    eventually(lambda: replicas_of(namespace, "rollout") == 2, f"scaled to minReplicas; log:\n{operator.tail()}", 90)
+    # The engine's manifest, applied again without `replicas`, changes nothing.
+    namespace.patch(ENGINES, "rollout", {"spec": {"env": [{"name": "A", "value": "1"}]}})
+    eventually(lambda: namespace.engine_status("rollout").get("observedGeneration") == 3, f"looked at; log:\n{operator.tail()}")
+    assert namespace.get(ENGINES, "rollout")["spec"]["replicas"] == replicas_of(namespace, "rollout") == 2  # type: ignore[index]

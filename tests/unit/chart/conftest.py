@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -57,8 +58,9 @@ def promtool() -> str:
 
 @pytest.fixture(scope="session")
 def render(helm: str) -> Callable[..., Rendered]:
-    def run(*arguments: str, namespace: str = "epochkv-system") -> Rendered:
-        command = [helm, "template", "demo", str(CHART), "--namespace", namespace, *arguments]
+    @functools.cache
+    def run(*arguments: str) -> Rendered:
+        command = [helm, "template", "demo", str(CHART), "--namespace", "epochkv-system", *arguments]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         objects = tuple(obj for obj in yaml.safe_load_all(result.stdout) if obj) if result.returncode == 0 else ()
         return Rendered(result.returncode, objects, result.stderr)
