@@ -247,11 +247,3 @@ def test_a_cluster_that_does_not_answer_holds_up_nobody(world: World, tmp_path: 
     assert (status, {one["level"] for one in findings}) == (2, {"unknown"})
     status, findings = world.doctor(kubeconfig=tmp_path / "none")
     assert (status, {one["level"] for one in findings}) == (2, {"unknown"})
-
-
-def test_an_operator_that_is_gone(world: World) -> None:
-    assert world.operator.terminate() == 0
-    status, findings = world.doctor()
-    assert status == 1
-    assert "nobody holds it" in only(findings, "lease", "wrong")["text"]
-    assert "nobody listens on 127.0.0.1" in only(findings, "hub", "wrong")["text"]

@@ -37,15 +37,11 @@ def plan(namespace: Namespace, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def pool(**changes: Any) -> Json:
-    return without_namespace(manifest("KVCachePool", "policy", {**POOL, **changes}))
+    return manifest("KVCachePool", "policy", {**POOL, **changes})
 
 
 def engine(**changes: Any) -> Json:
-    return without_namespace(manifest("InferenceEngine", "rollout", {**ENGINE, **changes}))
-
-
-def without_namespace(obj: Json) -> Json:
-    return {**obj, "metadata": {"name": obj["metadata"]["name"]}}
+    return manifest("InferenceEngine", "rollout", {**ENGINE, **changes})
 
 
 def apply(namespace: Namespace, *objects: Json, flags: tuple[str, ...] = ()) -> None:
