@@ -36,7 +36,7 @@ class WeightChanges:
         self._core, self._scheduler = core, scheduler
         self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
         self._admission = admission
-        self._link = link
+        self.link = link
 
     def hold(self, weights: bytes | None) -> None:
         """The ranks hold these weights from now on; None: unknown. Requests that hold blocks go on without names."""
@@ -91,13 +91,13 @@ class WeightChanges:
 
     def tell(self) -> None:
         if self._state.manager is not None:  # before that nobody listens yet
-            self._link.poke()
+            self.link.poke()
 
     def ask_for_next_epoch(self) -> None:
         """Names of this epoch may be wrong here."""
         epoch = self._pins.root.proposal()
         if epoch is not None:
-            self._link.propose(epoch)
+            self.link.propose(epoch)
 
     def adapters_in_use(self) -> dict[int, Any]:
         """A `LoRARequest` for each adapter of a live request; one that loads in place where there is one."""
