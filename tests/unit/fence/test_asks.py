@@ -152,3 +152,13 @@ def test_a_target_is_told_only_when_a_later_read_shows_that_we_lead() -> None:
     assert [answer.target for answer in hub.of(BumpStatus)] == [0, 1]
     hub.hear(Bump(8, 2))
     assert [answer.target for answer in hub.of(BumpStatus)] == [0, 1, 1], "known from now on"
+
+
+def test_nobody_who_waits_and_no_read_for_a_target() -> None:
+    hub = pool()
+    hub.ask(1)
+    hub.round()
+    assert hub.hub.published == 1
+    hub.ask(2)
+    hub.step(ev.Done(ev.Publish(2), ok=True))
+    assert hub.hub.round_at(hub.now) == float("inf")
