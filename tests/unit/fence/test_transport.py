@@ -117,6 +117,13 @@ def test_nobody_listens(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> 
     assert agent.stop()
 
 
+def test_an_endpoint_that_is_none_is_logged_and_never_raised(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+    agent, _ = fence.agent("nonsense://x")
+    eventually(lambda: "the agent's session failed" in caplog.text)
+    assert agent.view == (None, 0.0)
+    assert agent.stop()
+
+
 def test_a_removed_pool_is_gone_and_may_come_back(fence: FenceWorld) -> None:
     hub, agents = serving(fence, 1)
     fence.thread.call(lambda: hub.remove_pool(POOL))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
 
-from epochkv_fence.net.gate import SocketReader
+from epochkv_fence.net.gate import BURST_MESSAGES, SocketReader
 
 SECONDS = 20
 
@@ -66,6 +67,34 @@ def test_every_message_is_taken_once_and_in_order_while_answers_are_sent(context
 
     asyncio.run(run())
     assert taken == list(range(5000))
+
+
+def test_a_flood_does_not_keep_timers_from_running(context: zmq.Context) -> None:
+    left, right = pair(context)
+    for _ in range(50 * BURST_MESSAGES):
+        right.send(b"x")
+    taken = 0
+    order: list[int] = []
+
+    async def run() -> None:
+        nonlocal taken
+
+        def take() -> None:
+            nonlocal taken
+            left.recv(zmq.NOBLOCK)
+            taken += 1
+
+        reader = SocketReader(left, take)
+        end = time.monotonic() + SECONDS
+        while taken < 50 * BURST_MESSAGES and time.monotonic() < end:
+            await asyncio.sleep(0)
+            order.append(taken)
+        reader.close()
+
+    asyncio.run(run())
+    assert taken == 50 * BURST_MESSAGES
+    steps = [after - before for before, after in itertools.pairwise(order)]
+    assert max(steps) <= BURST_MESSAGES
 
 
 def test_a_message_that_cannot_be_handled_is_counted_and_the_next_one_is_taken(context: zmq.Context) -> None:
