@@ -25,12 +25,8 @@ def edit(space: Namespace, collection: str, name: str, **status: Any) -> None:
     space.patch(collection, name, {"status": status}, "/status")
 
 
-def notes(space: Namespace, reason: str) -> list[str]:
-    return [event["note"] for event in space.events(reason)]
-
-
 def published(space: Namespace) -> list[str]:
-    return [note for note in notes(space, "EpochPublished") if "epoch 99 " in note]
+    return [event["note"] for event in space.events("EpochPublished") if "epoch 99 " in event["note"]]
 
 
 def joined(operator: OperatorProcess, space: Namespace, name: str = "engine-0") -> FenceEngine:

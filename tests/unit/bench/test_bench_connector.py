@@ -7,16 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from bench.connector import simulation, trace
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(autouse=True)
-def _no_trace_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("EPOCHKV_TRACE", raising=False)
 
 
 def bench(*args: str) -> subprocess.CompletedProcess[str]:
