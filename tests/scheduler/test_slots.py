@@ -5,7 +5,6 @@ vLLM shows the scheduler role the first layer of a group and the first rank of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.scheduler.role import mean_object_bytes
 from epochkv_connector.weights import executor as joining
 from epochkv_connector.wire import RankLayout
-from epochkv_connector.worker import role as runner_module
-from epochkv_connector.worker.role import JobRunner
-from epochkv_fence.connection import ConfigurationError
+from epochkv_connector.worker.role import build_runner
 from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import rank_kv_cache_config
@@ -111,48 +108,27 @@ def test_objects_count_with_the_mean_of_what_ranks_put() -> None:
     assert mean_object_bytes([], 2) == (0, 0)
 
 
-# ---------------------------------------------------------------------------------------------- what a rank lays out
-
-
-@pytest.fixture
-def runners() -> Iterator[list[JobRunner]]:
-    made: list[JobRunner] = []
-    yield made
-    for runner in made:
-        runner.shutdown()
-
-
-def lay_out(rig: Any, runners: list[JobRunner]) -> JobRunner:
+@pytest.mark.parametrize(
+    ("groups", "payloads"), [(("unlike",), {0: 8 * PAGE}), (("48", "unlike"), {0: PAGE, 1: 8 * PAGE}), (("full",), {0: PAGE})]
+)
+def test_a_rank_measures_its_tensors_and_stays_within_its_share(
+    make_rig: MakeRig, groups: tuple[str, ...], payloads: dict[int, int]
+) -> None:
     """What the worker role of this engine's first rank builds over tensors like vLLM's."""
-    config = rank_kv_cache_config(rig.options)
-    caches = {}
+    rig = make_rig(groups=groups, l1_bytes=1_000_000)
+    config, caches = rank_kv_cache_config(rig.options), {}
     for group in config.kv_cache_groups:
         for name in group.layer_names:
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {name: group.kv_cache_spec})[name]
             caches[name] = torch.zeros((2, config.num_blocks, BLOCK, 1, spec.head_size), dtype=spec.dtype)
     ours = ConnectorConfig.parse(rig.vllm_config.kv_transfer_config.kv_connector_extra_config)
-    runners.append(runner_module.build_runner(ours, rig.vllm_config, config, caches))
-    return runners[-1]
-
-
-@pytest.mark.parametrize(
-    ("groups", "payloads"), [(("unlike",), {0: 8 * PAGE}), (("48", "unlike"), {0: PAGE, 1: 8 * PAGE}), (("full",), {0: PAGE})]
-)
-def test_a_rank_measures_its_tensors_and_stays_within_its_share(
-    make_rig: MakeRig, runners: list[JobRunner], groups: tuple[str, ...], payloads: dict[int, int]
-) -> None:
-    rig = make_rig(groups=groups, l1_bytes=1_000_000)
-    runner = lay_out(rig, runners)
-    slot = max(payloads.values()) + 256
-    assert runner.layout.payload_bytes == payloads
-    assert runner.layout.num_slots == 1_000_000 // slot == rig.tiers.stats()["slots"]
-    region = runner._rank.staging.region
-    assert (region.num_slots, region.stride) == (runner.layout.num_slots, slot)
-    assert region.num_bytes <= 1_000_000
-
-
-def test_an_l1_that_holds_no_block_is_an_error_at_start(make_rig: MakeRig, runners: list[JobRunner]) -> None:
-    rig = make_rig(groups=("unlike",), l1_bytes=UNLIKE - 1)
-    wanted = rf"local\.capacity_bytes is {UNLIKE - 1}; one block takes {UNLIKE} bytes on each of 1 ranks, so give at least {UNLIKE} "
-    with pytest.raises(ConfigurationError, match=wanted):
-        lay_out(rig, runners)
+    runner = build_runner(ours, rig.vllm_config, config, caches)
+    try:
+        slot = max(payloads.values()) + 256
+        assert runner.layout.payload_bytes == payloads
+        assert runner.layout.num_slots == 1_000_000 // slot == rig.tiers.stats()["slots"]
+        region = runner._rank.staging.region
+        assert (region.num_slots, region.stride) == (runner.layout.num_slots, slot)
+        assert region.num_bytes <= 1_000_000
+    finally:
+        runner.shutdown()

@@ -1,4 +1,4 @@
-"""Recurrent states: which are saved and found again, and what becomes of one whose names change between its offer and its save."""
+"""Recurrent states: which are saved and found again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.engine import blocks
 from epochkv_connector.tiers.hits import PromptBlocks
 from epochkv_connector.tiers.layout import longest_hit
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, found, on_layouts, release
-from tests.support.scheduler import BLOCK, SharedStore, prompt
+from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, found, on_layouts
+from tests.support.scheduler import BLOCK, prompt
 from tests.support.scheduler_config import STATE
 
 on_states = on_layouts(("full", STATE), ("full", "full", STATE), (STATE, "full", STATE))
@@ -122,65 +121,3 @@ def test_l1_gives_all_that_vllm_keeps(make_rig: MakeRig, seed: int, retention: i
     assert sum(kept > 0 for kept, _ in found) > 5
     assert [pair for pair in found if pair[0] > pair[1]] == []
     rig.check_clean()
-
-
-# ---------------------------------------------------------------------------------------------- between offer and save
-
-
-@on_states
-def test_a_state_offered_before_an_adoption_and_not_saved_by_then_is_nobodys(
-    make_rig: MakeRig, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = SharedStore()
-    rig = make_rig(store=store, epoch=0)
-    build, offered = rig.connector.build_connector_meta, []
-
-    def overtaken(output: Any) -> Any:
-        offered.extend(offer for offers in blocks.offered_states(output).values() for offer in offers)
-        if len(offered) == layout.count(STATE):
-            rig.pins.root.adopt(1)
-        return build(output)
-
-    monkeypatch.setattr(rig.connector, "build_connector_meta", overtaken)
-    rig.add(TOKENS, max_tokens=4)
-    rig.step()
-    assert len(offered) == layout.count(STATE), "vLLM has offered the states of the prompt"
-    monkeypatch.undo()
-    rig.weights = "w1"
-    rig.run()
-    assert store.objects == {}
-    assert rig.tiers.state.index.num_indexed == 0
-    assert found(rig) == 0
-    assert found(rig) == WHOLE
-    rig.check_clean()
-
-
-@on_states
-def test_a_request_that_is_preempted_before_its_states_are_copied(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
-    """Their blocks are held until they are: nobody else writes to them meanwhile."""
-    rig = make_rig(num_blocks=26, max_num_seqs=4, epoch=0)
-    (worker,) = rig.workers
-    worker.hold_saves = True
-    request = rig.add(TOKENS, max_tokens=4)
-    rig.step()
-    (job,) = worker.saves
-    copied = [move.gpu_block for move in job.moves if layout[move.group] == STATE]
-    assert len(copied) == layout.count(STATE)
-    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
-    assert [rig.block_pool.blocks[block].ref_cnt for block in copied] == [1] * len(copied)
-    for seed in range(20, 26):
-        rig.add(prompt(seed, LENGTH), max_tokens=2)
-    rig.steps(12)
-    assert not set(copied) & {block for group in others(rig, request) for block in group}
-    release(rig)
-    rig.run()
-    assert request.num_preemptions >= 1
-    forget(rig)
-    assert found(rig) == WHOLE
-    rig.check_clean()
-
-
-def others(rig: Any, but: Any) -> list[list[int]]:
-    """GPU blocks of all other requests, by group."""
-    living = [request_id for request_id in rig.scheduler.requests if request_id != but.request_id]
-    return [group for request_id in living for group in rig.scheduler.kv_cache_manager.get_block_ids(request_id)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS, PLAN_TTL_STEPS
+from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS
 from tests.unit.connector_scheduler.rig import L1, PROMPT, SLIDING_FIRST, SNAP, World, commit, config, planned, snap_of, stored, view
 
 
@@ -49,15 +49,7 @@ def test_a_block_that_vllm_would_cache_unfilled_fails_before_it_is_sent() -> Non
     assert commit(world, 40, blocks=blocks) is False
 
 
-def test_plans_that_nobody_asks_for_expire_by_steps_and_by_time() -> None:
-    world = planned()
-    for _ in range(PLAN_TTL_STEPS - 1):
-        world.step()
-    assert world.tiers.leak_report()["plans"] == 1
-    world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
-    for _ in range(PLAN_TTL_STEPS):
-        world.step()
-    assert world.tiers.leak_report()["held_slots"] == 0
+def test_plans_that_nobody_asks_for_expire_by_time() -> None:
     world = planned()
     world.clock.now += PLAN_TTL_SECONDS
     world.step()

@@ -33,6 +33,13 @@ from tests.unit.connector_scheduler.rig import (
 # -- saves -----------------------------------------------------------------------------------------------------------
 
 
+def test_what_another_request_is_saving_is_not_saved_again() -> None:
+    world = World(L1)
+    blocks = world.begin_save("a", PROMPT, SNAP)
+    world.tiers.saves.collect([scheduled("twin", PROMPT, SNAP.root, blocks, 40)], SNAP)
+    assert world.step().saves == ()
+
+
 def test_what_l1_holds_and_l2_lacks_is_put_without_copying() -> None:
     world = World(BOTH)
     world.free(world.save("a", PROMPT, snap_of(1, shared=False)))
