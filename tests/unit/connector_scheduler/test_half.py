@@ -80,6 +80,13 @@ def test_all_lookups_of_a_step_share_one_wait(monkeypatch) -> None:
     assert waits == [0.002, 0.002]
 
 
+def test_an_error_of_the_store_is_a_miss() -> None:
+    world = World(L2)
+    world.store.failing = True
+    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 0
+    assert world.tiers.stats()["queries_failed"] == 1
+
+
 def test_an_answer_older_than_the_read_lease_is_not_believed() -> None:
     world = World(L2)
     stored(world, PROMPT)

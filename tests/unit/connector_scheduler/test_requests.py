@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from epochkv_connector.scheduler.requests import TRANSITIONS, LoadEvent, LoadState, Request, Requests
+from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request, Requests
 
 OPEN = set(LoadState) - {LoadState.NONE, LoadState.FAILED}
 
@@ -80,20 +80,6 @@ class Load:
 @pytest.mark.parametrize("seed", range(300))
 def test_vllm_hears_of_a_load_once_and_of_no_success_whose_names_have_changed(seed: int) -> None:
     Load(random.Random(seed)).run()
-
-
-def test_an_invalidated_success_is_only_ever_hidden() -> None:
-    for state in (LoadState.INVALIDATED, LoadState.OVERTAKEN):
-        assert TRANSITIONS[state].get(LoadEvent.SUCCEED, LoadState.REPEATED) is LoadState.REPEATED
-
-
-def test_an_event_that_means_nothing_changes_nothing() -> None:
-    requests = Requests(Counter())
-    record = requests.see(SimpleNamespace(request_id="r"))
-    assert not requests.on(record, LoadEvent.OVERTAKE)
-    assert not requests.on(record, LoadEvent.SEND)
-    assert record.load is LoadState.NONE
-    assert requests.report("unknown", failed=True) is None
 
 
 def test_a_request_that_ends_keeps_what_vllm_waits_for() -> None:
