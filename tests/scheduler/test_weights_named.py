@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from epochkv_connector.engine import blocks
-from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, every_layout, found
+from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, begin_load, every_layout, filled, found, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore
 
 # ---------------------------------------------------------------------------------------------- requests in every state
+
+
+def test_a_push_while_a_request_waits_for_a_load(make_rig: MakeRig) -> None:
+    rig, tokens = filled(make_rig)
+    request = begin_load(rig, tokens)
+    rig.weights = "w1"
+    rig.step()
+    release(rig)
+    rig.run()
+    assert rig.workers[0].invalidated == [request.request_id]
+    assert rig.cached[request.request_id] == 0
+    rig.weights = "w0"
+    assert found(rig) == WHOLE
+    rig.check_clean()
 
 
 @every_layout
