@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 from collections.abc import Sequence
@@ -152,7 +153,7 @@ class Schedule:
 
     Attributes:
         expected: every phase that has to be acknowledged.
-        num_reads: how often the slots of a job were still written to, summed over all looks.
+        num_reads: how often the slots of a job were still written to, summed over all looks. How soon depends on threads.
     """
 
     def __init__(self, seed: int) -> None:
@@ -219,8 +220,12 @@ class Schedule:
         self.store.policy = lambda kind, transfers: StoreOutcome.DOWN
         rig.worker.finish_step()
         eventually(lambda: rig.collect(0.001) and rig.worker.stats()["open_copies"] == 0, "copies over", 10)
-        self.store.end_all()
-        rig.until(lambda: self.expected.keys() <= rig.acks.keys(), "every phase acknowledged")
+
+        def acknowledged() -> bool:
+            self.store.end_all()  # again: a thread may have been told to leave a request open just before the store went down
+            return self.expected.keys() <= rig.acks.keys()
+
+        rig.until(acknowledged, "every phase acknowledged")
         rig.until(lambda: all((job, Phase.RELEASED) in rig.acks for (job, _), ack in list(rig.acks.items()) if ack.busy_slots), "released")
 
 
@@ -228,12 +233,13 @@ class Schedule:
 def test_any_schedule_ends_with_every_job_answered_once(seed: int) -> None:
     print(f"seed {seed}")
     schedule = Schedule(seed)
-    for job_id in range(1, 120):
+    for job_id in itertools.count(1):
         schedule.turn(job_id)
+        if job_id >= 120 and schedule.num_reads:
+            break
     schedule.end()
     rig = schedule.rig
     assert rig.finished.total() == schedule.num_loads
-    assert schedule.num_reads > 0
     assert set(rig.finished.values()) <= {1}
     assert {key for key in rig.acks if key[1] is not Phase.RELEASED} == schedule.expected.keys()
     assert {f"r{job}" for (job, phase), ack in rig.acks.items() if phase is Phase.LOADED and ack.failed} == set(rig.failed)
