@@ -22,6 +22,8 @@ ALL: Final = (POOLS, ENGINES, *CHILDREN.values())
 BELOW: Final = ("/apis/apps/v1/namespaces/{}/replicasets", "/api/v1/namespaces/{}/pods")
 NOT_OURS: Final = frozenset({"configmaps/kube-root-ca.crt", "serviceaccounts/default"})
 POD_NAME = re.compile(r"\b([a-z][a-z0-9-]*?)-[a-z0-9]{6,10}-[a-z0-9]{5}\b")
+UNFINISHED_ROLLOUT = re.compile(r"\d+ of (\d+) replicas run the current spec, \d+ an older one")
+"""How far it is hangs on the templates that came before, where pods never become ready."""
 UNSTABLE: Final = frozenset({"uid", "resourceVersion", "creationTimestamp", "generation", "managedFields", "namespace"})
 TIMES: Final = frozenset({"lastTransitionTime", "since"})
 TOLD_BY_ITS_HUB: Final = frozenset({"startTime", "completionTime", "durationMilliseconds"})
@@ -85,6 +87,8 @@ def _counted(key: str, obj: Json) -> Json:
     collection = key.split("/", 1)[0]
     if collection in ("kvcachepools", "inferenceengines"):
         status = _status(obj.get("status") or {}, obj["metadata"]["generation"])
+        if status.get("updatedReplicas") != status.get("replicas"):
+            status["updatedReplicas"] = "some"
         return {"metadata": {"name": metadata["name"]}, "spec": obj["spec"], "status": status}
     counted = {name: value for name, value in obj.items() if name not in ("status", "metadata", "apiVersion", "kind")}
     if collection == "secrets":
@@ -135,7 +139,9 @@ def _masked(value: Any) -> Any:
         return {name: "hash" if name in HASHES else _masked(item) for name, item in value.items() if name not in UNCOUNTED}
     if isinstance(value, list):
         return [_masked(item) for item in value]
-    return POD_NAME.sub(r"\1-POD", value) if isinstance(value, str) and " " in value else value
+    if isinstance(value, str) and " " in value:
+        return UNFINISHED_ROLLOUT.sub(r"some of \1 replicas run the current spec", POD_NAME.sub(r"\1-POD", value))
+    return value
 
 
 def _short(value: Any) -> str:
