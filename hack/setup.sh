@@ -138,7 +138,7 @@ for stage in "$@"; do
       pinned sbom .build/sbom/tool
       for image in operator store; do pinned "$image" ".build/sbom/env-$image"; done ;;
     system)
-      apt containerd runc iptables containernetworking-plugins debootstrap buildah iproute2 conntrack procps ca-certificates openssl ;;
+      apt containerd runc iptables containernetworking-plugins mmdebstrap buildah iproute2 conntrack procps ca-certificates openssl ;;
     *)
       [ -f "hack/requirements/trainers/$stage.txt" ] || die "unknown stage '$stage'; there are: dev, engine, nixl, dynamo, sbom, system, and trainers: $(cd hack/requirements/trainers && echo *.txt)"
       trainer_environment "$stage" 120 ;;

@@ -1,4 +1,4 @@
-"""Build images with Debian's buildah from the repository's real Dockerfiles; the base comes from debootstrap instead of a registry."""
+"""Build images with Debian's buildah from the repository's real Dockerfiles; the base comes from mmdebstrap instead of a registry."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ from hack.images.recipe import Image
 
 _KEPT = 2  # archives kept for each image
 # As in Debian's own images: without these, every `apt-get update` in a Dockerfile leaves 80 MB of indexes in its layer.
-_APT_CONF = """Dir::Cache::pkgcache "";
-Dir::Cache::srcpkgcache "";
-Acquire::Languages "none";
-APT::Install-Recommends "false";
-"""
+_APT_OPTIONS = ('Dir::Cache::pkgcache ""', 'Dir::Cache::srcpkgcache ""', 'Acquire::Languages "none"', 'APT::Install-Recommends "false"')
 _SECRETS = "/run/epochkv-build"  # where host files appear inside builds
 
 
@@ -63,11 +59,11 @@ class Builder:
         if self._buildah("images", "--quiet", reference, check=False).returncode == 0:
             return reference
         started = time.monotonic()
-        self.report(f"base image: debootstrap {recipe.SUITE} (about 60 s)")
+        self.report(f"base image: Debian {recipe.SUITE} (about 60 s)")
         with tempfile.TemporaryDirectory(dir=self.folder, prefix=".base-") as name:
             folder = Path(name)
             root = folder / "root"
-            self._debootstrap(root, folder / "debootstrap.log")
+            self._bootstrap(root, folder / "mmdebstrap.log")
             dockerfile = folder / "Dockerfile"
             dockerfile.write_text('FROM scratch\nCOPY root /\nCMD ["bash"]\n')
             self._logged(
@@ -77,43 +73,32 @@ class Builder:
         self.report(f"base image: done after {time.monotonic() - started:.0f} s")
         return reference
 
-    def _debootstrap(self, root: Path, log: Path) -> None:
+    def _bootstrap(self, root: Path, log: Path) -> None:
+        """Debian as it is today, its updates included, in one run of apt."""
         mirror = os.environ.get("EPOCHKV_DEBIAN_MIRROR", "http://deb.debian.org/debian")
-        sources = "".join(
-            f"deb {url} {suite} main\n"
+        sources = [
+            f"deb {url} {suite} main"
             for url, suite in (
                 (mirror, recipe.SUITE),
                 (mirror, f"{recipe.SUITE}-updates"),
                 (mirror.removesuffix("/debian") + "/debian-security", f"{recipe.SUITE}-security"),
             )
-        )
-        install = (
-            "apt-get update && apt-get -y dist-upgrade && apt-get install -y --no-install-recommends "
-            + " ".join(recipe.BASE_PACKAGES)
-            + " && apt-get clean && rm -rf /var/lib/apt/lists/* /var/cache/debconf/*-old"
-        )
+        ]
+        # With a merged /usr from the start, as in Debian's own images: what merges it afterwards would bring all of Perl.
+        options = ["--variant=minbase", "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr", "--dpkgopt=force-unsafe-io"]
+        options += [f"--include={','.join(['usr-is-merged', *recipe.BASE_PACKAGES])}"]
+        options += [f"--aptopt={option}" for option in _APT_OPTIONS]
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C"}
         env["TMPDIR"] = "/tmp"  # package scripts use it, and the caller's folder is not in there
         with log.open("wb") as output:
-
-            def run(command: list[str]) -> None:
-                done = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT, env=env, stdin=subprocess.DEVNULL)
-                if done.returncode != 0:
-                    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-                    raise ClusterError(f"'{' '.join(command[:3])} ...' failed while making the base image:\n{tail}")
-
-            run(["debootstrap", "--variant=minbase", recipe.SUITE, str(root), mirror])
-            (root / "etc/apt/sources.list").write_text(sources)
-            (root / "etc/apt/apt.conf.d/99-image").write_text(_APT_CONF)
-            (root / "usr/sbin/policy-rc.d").write_text("#!/bin/sh\nexit 101\n")
-            (root / "usr/sbin/policy-rc.d").chmod(0o755)
-            shutil.copy("/etc/resolv.conf", root / "etc/resolv.conf")
             # Own namespaces: package scripts leave neither mounts nor processes behind.
-            chroot = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-euc"]
-            script = f'mount -t proc proc "{root}/proc"; exec chroot "{root}" sh -euc "$1"'
-            run([*chroot, script, "sh", install])
-        (root / "etc/resolv.conf").unlink()
-        (root / "usr/sbin/policy-rc.d").unlink()
+            command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "mmdebstrap", *options, recipe.SUITE, str(root), *sources]
+            done = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT, env=env, stdin=subprocess.DEVNULL)
+        if done.returncode != 0:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+            raise ClusterError(f"mmdebstrap failed while making the base image:\n{tail}")
+        for name in ("resolv.conf", "hostname"):
+            (root / "etc" / name).unlink(missing_ok=True)
 
     # -- images --------------------------------------------------------------------------------------------------------
 
@@ -183,7 +168,7 @@ class Builder:
     @staticmethod
     def _check_machine() -> None:
         if os.geteuid() != 0:
-            raise ClusterError("building images without Docker needs root (debootstrap and buildah's chroot isolation)")
-        missing = [tool for tool in ("buildah", "debootstrap") if shutil.which(tool) is None]
+            raise ClusterError("building images without Docker needs root (mmdebstrap and buildah's chroot isolation)")
+        missing = [tool for tool in ("buildah", "mmdebstrap") if shutil.which(tool) is None]
         if missing:
             raise ClusterError(f"not installed: {', '.join(missing)}: 'apt-get install {' '.join(missing)}'")

@@ -96,7 +96,7 @@ def content_key(parts: Mapping[str, str], root: Path, files: Iterable[Path]) -> 
 
 
 def base_key(architecture: str) -> str:
-    return content_key({"suite": SUITE, "packages": " ".join(BASE_PACKAGES), "arch": architecture, "v": "2"}, ROOT, [])
+    return content_key({"suite": SUITE, "packages": " ".join(BASE_PACKAGES), "arch": architecture, "v": "3"}, ROOT, [])
 
 
 def image_key(wanted: Image, architecture: str, root: Path = ROOT) -> str:
