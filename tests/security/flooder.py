@@ -15,17 +15,18 @@ import json
 import secrets
 import select
 import socket
+import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import zmq
 
 from epochkv_fence.net.keys import ClientKeys, generate_keypair
 from epochkv_fence.protocol.messages import VERSION_FRAME, Bump, Heartbeat, encode
-from tests.security.wire import beside
 
 MAX_OPEN = 500
 CONNECTIONS = 600
@@ -126,10 +127,24 @@ def run(step: Callable[[], bool], rate: float) -> None:
             done += 1
 
 
-def flooding(kind: str, endpoint: str, rate: float, keys: ClientKeys | None = None) -> AbstractContextManager[dict[str, int]]:
+@contextmanager
+def flooding(kind: str, endpoint: str, rate: float, keys: ClientKeys | None = None) -> Iterator[dict[str, int]]:
     """Flood while the block runs. What is yielded is filled with the counts at its end."""
-    given = [keys.hub_public, keys.public, keys.secret] if keys is not None else None
-    return beside("tests.security.flooder", {"kind": kind, "endpoint": endpoint, "rate": rate, "keys": given}, "flooding")
+    asked = {"kind": kind, "endpoint": endpoint, "rate": rate, "keys": keys and [keys.hub_public, keys.public, keys.secret]}
+    counts: dict[str, int] = {}
+    command, root = [sys.executable, "-m", "tests.security.flooder"], Path(__file__).resolve().parents[2]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(asked) + "\n")
+        process.stdin.flush()
+        try:
+            assert process.stdout.readline() == "flooding\n"
+            yield counts
+        finally:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            counts.update(json.loads(process.stdout.readline()))
 
 
 def main() -> None:

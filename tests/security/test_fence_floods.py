@@ -10,31 +10,50 @@ import errno
 import os
 import resource
 import time
+from collections.abc import Callable
 
 import pytest
 
+from epochkv_fence.net.agent import AgentThread
 from epochkv_fence.net.gate import MAX_PEERS, Bucket, Peers
 from epochkv_fence.net.server import HubServer
+from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Refusal, encode
 from hack.waiting import eventually
 from tests.security.flooder import flooding
-from tests.security.wire import failures
+from tests.security.wire import failures, heartbeat, pool_instances, raw
 from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
 LEASE = 6.0
 
 
+def joined(world: FenceWorld, hub: HubServer) -> list[AgentThread]:
+    agents = [world.agent(hub.endpoint)[0] for _ in range(3)]
+    eventually(lambda: all(agent.view.epoch == 0 for agent in agents), "everyone is granted")
+    return agents
+
+
+def leases_held_for(seconds: float, agents: list[AgentThread]) -> Callable[[], bool]:
+    """Whether so much time is over; asserts that nobody is without a lease meanwhile."""
+    until = time.monotonic() + seconds
+
+    def looked() -> bool:
+        assert all(time.monotonic() < agent.view.lease_until for agent in agents), "a lease was lost"
+        return time.monotonic() >= until
+
+    return looked
+
+
 def stands(world: FenceWorld, hub: HubServer, proof: str, at_least: int) -> None:
-    """Leases are renewed and an epoch is published by agreement while `proof` counts on."""
-    agents = [world.agent(hub.endpoint) for _ in range(3)]
-    eventually(lambda: all(agent.view.epoch == 0 for agent, _ in agents), "everyone is granted")
+    """Engines join, their leases are renewed, and an epoch is published by agreement while `proof` counts on."""
+    agents = joined(world, hub)
     eventually(lambda: hub.counters[proof] >= at_least, lambda: f"the flood is there: {hub.counters}")
-    leases = [agent.view.lease_until for agent, _ in agents]
-    eventually(lambda: all(agent.view.lease_until > old for (agent, _), old in zip(agents, leases, strict=True)), "leases renewed")
+    leases = [agent.view.lease_until for agent in agents]
+    eventually(lambda: all(agent.view.lease_until > old for agent, old in zip(agents, leases, strict=True)), "leases renewed")
     began = time.monotonic()
     world.request(hub, 1)
     eventually(lambda: world.published() == 1, "published")
     assert world.authority.published[0][0] < began + LEASE  # by agreement, not by waiting for leases
-    assert all(agent.view.epoch == 1 and time.monotonic() < agent.view.lease_until for agent, _ in agents)
+    assert all(agent.view.epoch == 1 and time.monotonic() < agent.view.lease_until for agent in agents)
     flooded = hub.counters[proof]
     eventually(lambda: hub.counters[proof] > flooded, "it was going on all the time")
     assert failures(hub) == {}
@@ -61,12 +80,6 @@ def test_strangers_who_try_keys(world: FenceWorld, hub: HubServer) -> None:
     with flooding("strangers", hub.endpoint, 300, world.client_keys) as counts:
         stands(world, hub, "connections_refused", 300)
     assert counts["sent"] >= 300
-
-
-def test_plain_connections_that_are_left_open(world: FenceWorld, hub: HubServer) -> None:
-    with flooding("connections", hub.endpoint, 1_000) as counts:
-        stands(world, hub, "connections", 1_000)
-    assert counts["sent"] >= 1_000
 
 
 def out_of_files() -> bool:
@@ -125,6 +138,49 @@ def test_a_pool_of_many_instances_is_limited(world: FenceWorld, hub: HubServer) 
         eventually(lambda: world.published() == 1, seconds=60)
     assert counts["sent"] >= 300
     assert world.authority.published[0][0] >= asked
+
+
+def test_costly_messages_over_many_connections(world: FenceWorld, hub: HubServer) -> None:
+    """A `Bump` of a pool with so many instances takes milliseconds of the hub's only thread: a few hundred a second would take all."""
+    keys = world.second_pool(hub, lease_seconds=60.0)
+
+    def join() -> None:
+        holder = hub.receiver.client(keys.public)
+        assert holder is not None
+        for number in range(10_000):
+            weights = (number % 500 + 1).to_bytes(16, "big")
+            hub.receiver.take(holder, b"nobody", Heartbeat(number.to_bytes(16, "big"), 0, 0, weights=weights))
+
+    world.thread.call(join)
+    agents = joined(world, hub)
+    with flooding("bumps", hub.endpoint, 400, keys) as counts:
+        eventually(lambda: hub.counters["dropped_cost"] >= 1_000, lambda: f"the flood is there: {hub.counters}")
+        eventually(lambda: hub.counters["connections_accepted"] >= 600, "all of it is")
+        world.request(hub, 1)
+        eventually(lambda: world.published() == 1, "a reset goes on")
+        eventually(leases_held_for(1.5 * LEASE, agents), "a lease and a half")
+        dropped = hub.counters["dropped_cost"]
+        eventually(lambda: hub.counters["dropped_cost"] > dropped, "it was going on all the time")
+    assert counts["sent"] >= 1_000
+    assert failures(hub) == {}
+
+
+def test_who_asks_for_too_much_is_told_and_its_pools_heartbeats_are_taken(world: FenceWorld, hub: HubServer) -> None:
+    def spend() -> None:
+        holder = hub.receiver.client(world.pool_pair.public)
+        assert holder is not None
+        holder.pool.costs.penalise(10**6)
+
+    with raw(hub.endpoint, world.client_keys) as client:
+        assert isinstance(client.ask(encode(Bump(1, 1))), BumpStatus)
+        world.thread.call(spend)
+        client.socket.send_multipart(encode(Bump(2, 2)))
+        answer = eventually(lambda: told if isinstance(told := client.hear(0.1), Error) else None)
+        assert answer.code is Refusal.LIMIT
+        assert world.thread.call(lambda: hub.snapshot(POOL)).asked == 1
+        client.socket.send_multipart(heartbeat(b"h" * 16))
+        eventually(lambda: pool_instances(world, hub) == {b"h" * 16})
+    assert hub.counters["dropped_cost"] == 1
 
 
 def test_a_bucket_gives_its_rate_and_no_more() -> None:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -102,25 +97,3 @@ class FakeHub:
 
     def close(self) -> None:
         self.context.destroy(linger=0)
-
-
-@contextlib.contextmanager
-def beside(module: str, asked: dict[str, Any], begun: str) -> Iterator[dict[str, int]]:
-    """`python -m module` while the block runs, from the moment when it says that it has `begun`; it reads what is `asked`.
-
-    What is yielded is filled with the counts that it prints when its standard input is closed.
-    """
-    counts: dict[str, int] = {}
-    command, root = [sys.executable, "-m", module], Path(__file__).resolve().parents[2]
-    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(asked) + "\n")
-        process.stdin.flush()
-        try:
-            assert process.stdout.readline() == f"{begun}\n"
-            yield counts
-        finally:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            counts.update(json.loads(process.stdout.readline()))
