@@ -51,13 +51,6 @@ def test_a_second_change_detaches_again_and_wraps_once() -> None:
     assert request._block_hasher.inner is two_more
 
 
-def test_everything_named_leaves_the_list_alone() -> None:
-    hashes = [b"hash0000"]
-    request = Request(hashes, two_more)
-    detach(request, 5, numbers())
-    assert request.block_hashes is hashes
-
-
 def test_it_ends_when_the_request_holds_no_block_any_more() -> None:
     request = Request([b"hash0000"], two_more)
     assert not is_detached(request)

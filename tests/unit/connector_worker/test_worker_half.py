@@ -6,10 +6,8 @@ The store here is a double that obeys the test: real stores fail at moments nobo
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ import torch
 from epochkv_connector.naming.identity import object_key
 from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.wire import BlockMove, Phase, StepMetadata, Tier
-from epochkv_connector.worker.staging import StagingStream
 from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_BLOCKS, NUM_SLOTS, ObedientStore, Rig, load, move, name_of, save
 
 
@@ -231,37 +228,6 @@ def test_invalidated_ids_are_reported_once_more_and_only_once(store: ObedientSto
     for _ in range(3):
         rig.collect()
     assert (rig.finished["r1"], rig.failed["r1"]) == (1, 1)
-
-
-@pytest.mark.parametrize("invalidation", [True, False])
-def test_a_copy_into_gpu_blocks_is_reported_only_when_it_is_over(monkeypatch: pytest.MonkeyPatch, invalidation: bool) -> None:
-    rig = Rig()
-    wanted = rig.block(3)
-    rig.step(saves=[save(1, [move(3, 0, 30)])])
-    rig.until_acked(1, Phase.COPIED)
-    copying, go_on = threading.Event(), threading.Event()
-    scatter = StagingStream.scatter
-
-    def slow_scatter(*args: Any) -> None:
-        copying.set()
-        assert go_on.wait(10)
-        scatter(*args)
-
-    monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
-    rig.step(loads=[load(2, [move(8, 0, 30)], deadline=0.05)])
-    assert copying.wait(10)
-    if invalidation:
-        rig.step(invalidated=["r2"])
-    time.sleep(0.1)  # past the deadline
-    for _ in range(3):
-        rig.collect()
-    assert rig.finished == {}, "its blocks are being written, so nobody else may have them yet"
-    go_on.set()
-    ack = rig.until_acked(2, Phase.LOADED)
-    for _ in range(3):
-        rig.collect()
-    assert (rig.finished["r2"], rig.failed["r2"], ack.failed) == (1, int(invalidation), invalidation)
-    assert rig.block(8) == wanted
 
 
 def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> None:
