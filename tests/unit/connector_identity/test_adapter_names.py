@@ -73,6 +73,17 @@ def test_ranks_are_asked_once_and_then_when_something_may_have_changed() -> None
     assert half.changed == [{1}], "the same tensors are no change"
 
 
+def test_a_turn_never_comes_back() -> None:
+    half = Half()
+    versions = [half.adapters.of(request()).version]
+    for text in ("one", "two", "one"):
+        half.ranks.values[1] = text
+        half.adapters.calling("add_lora", 1)
+        half.adapters.ask()
+        versions.append(half.adapters.version(1))
+    assert sorted(set(versions)) == versions
+
+
 def test_an_engine_that_sleeps_or_does_not_know_its_weights_is_not_asked() -> None:
     half = Half()
     half.awake = False

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from epochkv_connector.weights.digest import MIN_PER_TENSOR, NUM_ELEMENTS, RUN, OnDevice, OnHost, Sample
+from epochkv_connector.weights.digest import MIN_PER_TENSOR, RUN, OnDevice, OnHost, Sample
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -25,7 +25,7 @@ def test_nothing_shows_without_a_change_and_each_tensor_has_a_part_in_it() -> No
     tensors = model()
     sample = Sample(tensors)
     assert sample.holds()
-    assert NUM_ELEMENTS * 0.7 < sample.num_elements < NUM_ELEMENTS * 1.4
+    assert 11_400 < sample.num_elements < 23_000, "a push of one element in a thousand goes unseen with a chance of e^-11"
     for _, tensor in tensors:
         before = tensor.clone()
         tensor.add_(1)
