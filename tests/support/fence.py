@@ -24,22 +24,19 @@ OLD, NEW, OTHER = b"\x0a" * 16, b"\x3f\x2a\x9c\x1e" * 4, b"\x77" * 16
 
 
 class MemoryAuthority:
-    """Linearizable, because one event loop runs it. `gate` makes every call wait; `failing` makes it fail."""
+    """Linearizable, because one event loop runs it. `gate` makes every call wait."""
 
     def __init__(self) -> None:
         self.records: dict[str, PoolRecord] = {}
         self.term: Term | None = None
         self.calls: list[str] = []
         self.published: list[tuple[float, int]] = []
-        self.failing = False
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def _enter(self, call: str) -> None:
         self.calls.append(call)
         await self.gate.wait()
-        if self.failing:
-            raise AuthorityError("the test's authority is told to fail")
 
     async def verify(self, term: Term) -> bool:
         await self._enter("verify")
@@ -163,7 +160,6 @@ class FenceWorld:
         self.config = PoolConfig(POOL, "default/policy", (self.pool_pair.public,), lease_seconds=lease_seconds, **config)
         self.hubs: list[HubServer] = []
         self.agents: list[AgentThread] = []
-        self.changes: list[str] = []
         self._terms = 0
 
     @property
@@ -172,9 +168,7 @@ class FenceWorld:
 
     def hub(self, bind: str = "tcp://127.0.0.1:0", deadline: float = 1.0, **extra: Any) -> HubServer:
         async def make() -> HubServer:
-            hub = HubServer(
-                bind, self.hub_pair, self.authority, on_change=self.changes.append, authority_deadline_seconds=deadline, **extra
-            )
+            hub = HubServer(bind, self.hub_pair, self.authority, authority_deadline_seconds=deadline, **extra)
             await hub.start()
             hub.set_pool(self.config)
             return hub

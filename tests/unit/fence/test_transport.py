@@ -10,6 +10,7 @@ from epochkv_fence.net.agent import AgentThread
 from epochkv_fence.net.server import HubServer, UnknownPool
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
+from tests.support.hub import using
 
 Agents = list[tuple[AgentThread, FakeEngine]]
 
@@ -20,11 +21,6 @@ def serving(fence: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
     agents = [fence.agent(hub.endpoint) for _ in range(num_agents)]
     eventually(lambda: all(agent.view.epoch is not None for agent, _ in agents), "everyone is granted")
     return hub, agents
-
-
-def using(agent: AgentThread, epoch: int) -> bool:
-    view = agent.view
-    return view.epoch == epoch and time.monotonic() < view.lease_until
 
 
 def test_a_reset_does_not_wait_for_an_engine_that_was_stopped(fence: FenceWorld) -> None:
