@@ -139,6 +139,17 @@ def test_a_request_that_comes_first_has_its_adapter_loaded_and_is_named_by_it(ma
         assert rig.executor.adapters[0].loads == [PATH], "once, as without us"
 
 
+def test_other_weights_of_the_model_make_other_names(make: MakeRig) -> None:
+    rig = make()
+    tokens = prompt(1, LENGTH)
+    load(rig, adapter(), "one")
+    assert serve(rig, adapter(), tokens) == 0
+    rig.weights = "w1"
+    assert serve(rig, adapter(), tokens) == 0
+    rig.weights = "w0"
+    assert serve(rig, adapter(), tokens) == ALL
+
+
 # ---------------------------------------------------------------------------------------------- replaced
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.rigs import MakeRig
+from tests.scheduler.rigs import TOKENS, MakeRig, found
+from tests.support.scheduler import SharedStore
 
 
 def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
@@ -84,6 +85,22 @@ def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_r
     assert fingerprint_of(rig) in seen
     object.__setattr__(rig.vllm_config, "attention_config", None)  # versions may have none
     assert fingerprint_of(rig) not in seen
+
+
+def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store holds the same tokens, of the same pool and epoch, from an engine with another fingerprint."""
+    from epochkv_connector.engine import describe
+
+    store = SharedStore()
+    make_rig(store=store, epoch=0).serve(TOKENS)
+    theirs, plain = set(store.objects), describe.describe_engine
+    monkeypatch.setattr(describe, "describe_engine", lambda *args: {**plain(*args), "dtype": "bfloat16"})
+    other = make_rig(store=store, epoch=0)
+    assert found(other) == 0
+    ours = set(store.objects) - theirs
+    assert len(ours) == len(theirs) == 8
+    for part in (1, -1):  # the fingerprint, and the block's name
+        assert not {key.split("/")[part] for key in ours} & {key.split("/")[part] for key in theirs}
 
 
 class Layer:
