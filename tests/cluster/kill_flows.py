@@ -22,7 +22,7 @@ ENGINE: Json = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "repli
 BUSY = frozenset(
     {
         *("OldKeyInUse", "Rotating", "Reclaiming", "WaitingForEngines", "Recording"),
-        *("NameConflict", "HubUnavailable", "WaitingForPool"),
+        *("NameConflict", "HubUnavailable", "NotCreated", "WaitingForPool"),
     }
 )
 """Reasons of conditions that pass by themselves."""
