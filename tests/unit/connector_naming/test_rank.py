@@ -219,12 +219,6 @@ def test_a_comparison_of_a_step_sees_what_was_written_during_it(worker: Worker) 
     assert not look.holds()  # what was there when the step was over counts
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_a_comparison_with_another_question_does_not_hold(worker: Worker, number: int) -> None:
-    digest_weights(worker, 1)
-    assert not worker.held.compare(number).holds()
-
-
 def test_a_load_between_the_step_and_the_copy_fails_it(worker: Worker) -> None:
     digest_weights(worker, 1)
     look = worker.held.compare(1)
