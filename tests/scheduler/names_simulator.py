@@ -106,13 +106,14 @@ class Engine(Rig):
 class Names:
     """One random schedule."""
 
-    def __init__(self, make_rig: MakeRig, source: random.Random) -> None:
+    def __init__(self, make_rig: MakeRig, source: random.Random, mutate: Callable[[Any], None] = lambda rig: None) -> None:
         self.source = source
         self.store = SharedStore()
         self.target = 0
         self.now = 1000.0
         self.num_ranks = source.choice([1, 2, 2])
         self._make = make_rig
+        self._mutate = mutate
         self._options = {
             "num_ranks": self.num_ranks,
             "num_blocks": source.choice([24, 40]),
@@ -134,6 +135,7 @@ class Names:
         rig.watch._scheduled_at = rig.watch._suspected_at = self.now
         rig.watch._digest_at = 0.0
         rig.adopt(self.target)
+        self._mutate(rig)
         return rig
 
     def _proposed(self, epoch: int) -> None:

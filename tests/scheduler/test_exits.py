@@ -1,33 +1,44 @@
-"""Ways out of vLLM's waiting loop, after our answer or before our question: what was promised is kept, found again or given back.
+"""Every way out of vLLM's waiting loop, after our answer or before our question: what was promised is kept, found again or given back.
 
-vLLM has no callback for a hit that it drops (vllm#42372).
+vLLM has no callback for a hit that it drops (vllm#42372). The table `EXITS` names every `break` and `continue` of the loop by
+its condition; a test traces `Scheduler.schedule` and proves that the request left it there, and another compares the table with
+the source of the installed vLLM, so a new exit is noticed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 
 from epochkv_connector.tiers.hits import PLAN_TTL_STEPS
-from tests.scheduler.rigs import MakeRig, begin_load, filled, release
+from tests.scheduler.exits import EXITS, exits, traced
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
 @dataclass
 class Held:
-    """A rig in which a request leaves the loop step after step, until `lift` is called."""
+    """A rig in which a request leaves the loop by one exit, step after step, until `lift` is called."""
 
     rig: Any
     request: Any
     lift: Callable[[], None]
+    throttle: bool = False
+    expects: int = 8 * BLOCK  # tokens found computed once it runs
 
-    def step(self) -> None:
-        assert self.request.request_id not in self.rig.step().num_scheduled_tokens
+    def step(self) -> set[str]:
+        with traced() as taken:
+            output = self.rig.scheduler.schedule(throttle_prefills=True) if self.throttle else self.rig.scheduler.schedule()
+        self.rig.update(output)
+        assert self.request.request_id not in output.num_scheduled_tokens
+        return taken
 
     def held(self) -> dict[str, int]:
         """What the bookkeeping holds."""
@@ -62,6 +73,12 @@ def asked_again_later(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Hel
     return Held(rig, rig.add(tokens), store.answer_pending)
 
 
+def encoder_pending(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+    rig, tokens = filled(make_rig)
+    monkeypatch.setattr(rig.scheduler, "_ec_transfer_pending", lambda request, num_computed: True)
+    return Held(rig, rig.add(tokens), lambda: monkeypatch.setattr(rig.scheduler, "_ec_transfer_pending", lambda *_: False))
+
+
 def encoder_pending_after_the_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
@@ -72,16 +89,74 @@ def encoder_pending_after_the_load(make_rig: MakeRig, monkeypatch: pytest.Monkey
     return Held(rig, request, lambda: monkeypatch.setattr(rig.scheduler, "_ec_transfer_pending", lambda *_: False))
 
 
+def prefill_deferred(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+    rig = make_rig(epoch=0)
+    rig.add(prompt(50, 2 * BLOCK), max_tokens=30)
+    rig.step()
+    held = Held(rig, rig.add(prompt(1, LENGTH)), lambda: setattr(held, "throttle", False), throttle=True, expects=0)
+    return held
+
+
+def no_room_for_padding(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+    rig = make_rig(epoch=0)
+    tokens = prompt(1, 8 * BLOCK + 1)
+    rig.serve(tokens)
+    rig.add(prompt(50, 2 * BLOCK), max_tokens=30)
+    rig.step()
+    monkeypatch.setattr(rig.scheduler, "num_spec_tokens", 4)
+    monkeypatch.setattr(rig.scheduler, "max_num_scheduled_tokens", 3)
+
+    def lift() -> None:
+        rig.scheduler.num_spec_tokens, rig.scheduler.max_num_scheduled_tokens = 0, 8192
+
+    return Held(rig, rig.add(tokens), lift)
+
+
+def prompt_too_long_for_one_step(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+    rig = make_rig(epoch=0)
+    monkeypatch.setattr(rig.scheduler.scheduler_config, "enable_chunked_prefill", False)
+    monkeypatch.setattr(rig.scheduler, "max_num_scheduled_tokens", 2 * BLOCK)
+    return Held(rig, rig.add(prompt(1, LENGTH)), lambda: setattr(rig.scheduler, "max_num_scheduled_tokens", 8192), expects=0)
+
+
+def no_tokens_after_alignment(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+    rig = make_rig(epoch=0)
+    monkeypatch.setattr(rig.scheduler, "need_mamba_block_aligned_split", True)
+    monkeypatch.setattr(rig.scheduler, "_mamba_block_aligned_split", lambda *_: 0)
+    lift = lambda: setattr(rig.scheduler, "need_mamba_block_aligned_split", False)  # noqa: E731
+    return Held(rig, rig.add(prompt(1, LENGTH)), lift, expects=0)
+
+
+def no_tokens_before_the_end_of_prefill(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+    rig = make_rig(epoch=0)
+    monkeypatch.setattr(rig.scheduler, "num_prefill_lookahead", 300)
+    monkeypatch.setattr(rig.scheduler, "max_num_scheduled_tokens", 8 * BLOCK)
+    lift = lambda: setattr(rig.scheduler, "num_prefill_lookahead", 0)  # noqa: E731
+    return Held(rig, rig.add(prompt(1, LENGTH)), lift, expects=0)
+
+
 def load_begun(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
     rig, tokens = filled(make_rig)
     rig.workers[0].hold_loads = True
     return Held(rig, rig.add(tokens), lambda: release(rig))
 
 
+AFTER = {
+    no_blocks: "no blocks",
+    asked_again_later: "asked again later",
+    encoder_pending: "encoder outputs on their way",
+    encoder_pending_after_the_load: "encoder outputs on their way",
+    prefill_deferred: "prefill deferred",
+    no_room_for_padding: "no room for padding",
+    prompt_too_long_for_one_step: "prompt too long for one step",
+    no_tokens_after_alignment: "no tokens left",
+    no_tokens_before_the_end_of_prefill: "no tokens left",
+    load_begun: "load begun",
+}
+
+
 @pytest.mark.parametrize("cancelled", [False, True], ids=["lifted", "cancelled"])
-@pytest.mark.parametrize(
-    "scenario", [no_blocks, asked_again_later, encoder_pending_after_the_load, load_begun], ids=lambda scenario: scenario.__name__
-)
+@pytest.mark.parametrize("scenario", AFTER, ids=lambda scenario: scenario.__name__)
 def test_dropped_after_our_answer(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, scenario: Callable[..., Held], cancelled: bool
 ) -> None:
@@ -89,18 +164,18 @@ def test_dropped_after_our_answer(
     held = scenario(make_rig, monkeypatch)
     rig = held.rig
     others = held.held()
-    held.step()
+    assert AFTER[scenario] in held.step()
     first, asked = held.held(), len(rig.store.asked) if rig.store is not None else 0
     opened = rig.tiers.stats()["plans_opened"]
     for _ in range(2 * PLAN_TTL_STEPS):
-        held.step()
+        assert scenario is load_begun or AFTER[scenario] in held.step()
         assert held.held() == first
     assert asked == (len(rig.store.asked) if rig.store is not None else 0)
     assert opened == rig.tiers.stats()["plans_opened"]
     if not cancelled:
         held.lift()
         rig.run()
-        assert rig.cached[held.request.request_id] == 8 * BLOCK
+        assert rig.cached[held.request.request_id] == held.expects
     else:
         rig.scheduler.finish_requests(held.request.request_id, RequestStatus.FINISHED_ABORTED)
         if scenario is not load_begun:
@@ -117,9 +192,16 @@ def planned(make_rig: MakeRig, **kwargs: Any) -> tuple[Any, Any, Any]:
     """A plan is open: the scheduler asked, and had no blocks."""
     rig, runner, tokens = blocked_by_a_runner(make_rig, **kwargs)
     request = rig.add(tokens)
-    rig.step()
+    with traced() as taken:
+        rig.step()
+    assert "no blocks" in taken
     assert rig.tiers.leak_report()["plan_slots"] == 8
     return rig, runner, request
+
+
+def no_room_for_drafts(rig: Any, runner: Any, request: Any) -> Callable[[], None]:
+    rig.vllm_config.speculative_config = SimpleNamespace(max_num_new_slots_for_drafting=1 << 20)
+    return lambda: setattr(rig.vllm_config, "speculative_config", None)
 
 
 def too_many_requests(rig: Any, runner: Any, request: Any) -> Callable[[], None]:
@@ -127,19 +209,59 @@ def too_many_requests(rig: Any, runner: Any, request: Any) -> Callable[[], None]
     return lambda: setattr(rig.scheduler, "max_num_active_reqs", 16)
 
 
+def stale_output(rig: Any, runner: Any, request: Any) -> Callable[[], None]:
+    request.num_stale_output_tokens, request.drop_stale_output = 1, False
+    return lambda: setattr(request, "num_stale_output_tokens", 0)
+
+
+def too_many_adapters(rig: Any, runner: Any, request: Any) -> Callable[[], None]:
+    runner.lora_request, request.lora_request = LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b")
+    rig.executor.disk.update({"/a": "one", "/b": "two"})
+    rig.scheduler.lora_config = SimpleNamespace(max_loras=1)
+
+    def lift() -> None:
+        rig.scheduler.lora_config = runner.lora_request = request.lora_request = None
+
+    return lift
+
+
+def no_tokens_in_the_budget(rig: Any, runner: Any, request: Any) -> Callable[[], None]:
+    rig.scheduler.max_num_scheduled_tokens = 1
+    return lambda: setattr(rig.scheduler, "max_num_scheduled_tokens", 8192)
+
+
+def paused_for_new_ones(rig: Any, runner: Any, request: Any) -> Callable[[], None]:
+    rig.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    return lambda: rig.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
 def paused_for_all(rig: Any, runner: Any, request: Any) -> Callable[[], None]:
     rig.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     return lambda: rig.scheduler.set_pause_state(PauseState.UNPAUSED)
 
 
+BEFORE: dict[Callable[..., Callable[[], None]], str | None] = {
+    no_room_for_drafts: "no queue or no room for drafts",
+    too_many_requests: "too many requests",
+    stale_output: "stale output",
+    too_many_adapters: "too many adapters",
+    no_tokens_in_the_budget: None,  # the loop is not entered
+    paused_for_new_ones: "no queue or no room for drafts",
+    paused_for_all: None,  # the loop is not entered
+}
+
+
 @pytest.mark.parametrize("cancelled", [False, True], ids=["lifted", "cancelled"])
-@pytest.mark.parametrize("condition", [too_many_requests, paused_for_all], ids=lambda condition: condition.__name__)
+@pytest.mark.parametrize("condition", BEFORE, ids=lambda condition: condition.__name__)
 def test_not_asked_again(make_rig: MakeRig, condition: Callable[..., Callable[[], None]], cancelled: bool) -> None:
     """A plan that nobody asks for is given back after a few steps, or at once with its request."""
     rig, runner, request = planned(make_rig)
     lift = condition(rig, runner, request)
     lookups = rig.tiers.stats()["lookups"]
-    rig.steps(1 if cancelled else PLAN_TTL_STEPS + 1)
+    for step in range(1 if cancelled else PLAN_TTL_STEPS + 1):
+        with traced() as taken:
+            rig.step()
+        assert BEFORE[condition] in taken if BEFORE[condition] else taken == set(), f"step {step}"
     assert rig.tiers.stats()["lookups"] == lookups, "it was asked for"
     assert rig.tiers.leak_report()["plan_slots"] == (8 if cancelled else 0)
     assert rig.tiers.stats()["plans_expired"] == (0 if cancelled else 1)
@@ -155,16 +277,103 @@ def test_not_asked_again(make_rig: MakeRig, condition: Callable[..., Callable[[]
     rig.check_clean()
 
 
-def test_a_blocked_request_is_not_asked_and_gives_back_the_lookup_that_was_begun_for_it(make_rig: MakeRig) -> None:
+def test_not_asked_again_in_a_step_that_preempts(make_rig: MakeRig) -> None:
+    """vLLM looks at no waiting request then."""
+    rig, runner, request = planned(make_rig)
+    other = rig.add(prompt(51, 4 * BLOCK), max_tokens=3 * BLOCK)
+    rig.scheduler.waiting.remove_request(request)
+    rig.step()
+    rig.scheduler.waiting.prepend_request(request)
+    assert other.status is RequestStatus.RUNNING
+    preempted: list[set[str]] = []
+    preempt = rig.scheduler._preempt_request
+
+    def noted(victim: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(taken)
+        return preempt(victim, *args, **kwargs)
+
+    rig.scheduler._preempt_request = noted
+    for _ in range(2 * BLOCK):
+        with traced() as taken:
+            rig.step()
+        if preempted:
+            break
+    assert preempted == [set()], "the loop was entered"
+    rig.run()
+    assert {runner.request_id, other.request_id, request.request_id} <= rig.finished
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("status", ["grammar", "load"])
+def test_a_blocked_request_is_not_asked_and_gives_back_what_was_begun_for_it(make_rig: MakeRig, status: str) -> None:
     store = SharedStore()
     rig, tokens = filled(make_rig, store=store, l1_bytes=None, extra={"lookup_wait_ms": 0.1, "lookup_deadline_ms": 60_000.0})
-    store.answer_exists = False
-    request = rig.add(tokens, structured_outputs=StructuredOutputsParams(regex="a+"))
-    assert rig.tiers.leak_report()["queries"] == 1, "the lookup began with the request"
+    if status == "load":
+        request = begin_load(rig, tokens)
+    else:
+        store.answer_exists = False
+        request = rig.add(tokens, structured_outputs=StructuredOutputsParams(regex="a+"))
+        assert rig.tiers.leak_report()["queries"] == 1, "the lookup began with the request"
     lookups = rig.tiers.stats()["lookups"]
-    rig.steps(3)
+    for _ in range(3):
+        with traced() as taken:
+            rig.step()
+        assert taken - {"no queue or no room for drafts"} == {"blocked"}
     assert rig.tiers.stats()["lookups"] == lookups
     rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     assert rig.tiers.leak_report()["queries"] == 0
+    release(rig)
     rig.run()
     rig.check_clean()
+
+
+# -- shrunk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("replay", "loaded"), [(200, 0), (BLOCK // 2, 8 * BLOCK)])
+def test_a_hit_that_vllm_replays(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, replay: int, loaded: int) -> None:
+    """Bounded replay recomputes the end of a hit, and drops a hit that is no longer than what it would recompute."""
+    rig, tokens = filled(make_rig)
+    monkeypatch.setattr(rig.scheduler, "prefix_replay_tokens", replay)
+    request = rig.serve(tokens)
+    stats = rig.tiers.stats()
+    assert (stats["plans_opened"], stats["plans_committed"], stats["plans_aborted"]) == (1, bool(loaded), not loaded)
+    assert rig.cached[request] == max(0, loaded - replay)
+    rig.check_clean()
+
+
+def test_a_partial_tail_of_the_local_hit_is_dropped_for_a_longer_one_of_ours(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, tokens = filled(make_rig)
+    rig.serve(tokens[: 2 * BLOCK])  # two blocks are on the GPU again
+    find = rig.scheduler._get_local_prefix_cache_hit
+    asked: list[tuple[int, int | None]] = []
+
+    def with_a_tail(request: Any) -> Any:
+        blocks, num_local, boundary, diverged = find(request)
+        assert num_local == 2 * BLOCK
+        return blocks, num_local - 11, boundary, diverged
+
+    answer = rig.connector.get_num_new_matched_tokens
+
+    def noted(request: Any, num_local: int) -> Any:
+        found = answer(request, num_local)
+        asked.append((num_local, found[0]))
+        return found
+
+    monkeypatch.setattr(rig.scheduler, "_get_local_prefix_cache_hit", with_a_tail)
+    monkeypatch.setattr(rig.connector, "get_num_new_matched_tokens", noted)
+    request = rig.serve(tokens)
+    assert asked == [(BLOCK, 7 * BLOCK)]
+    assert rig.cached[request] == 8 * BLOCK
+    rig.check_clean()
+
+
+def test_local_hits_of_different_lengths_in_different_groups_are_not_asked_for(make_rig: MakeRig) -> None:
+    """What vLLM reconciles when we answer nothing (`hit_diverged`) can only be asked of connectors that want it."""
+    assert make_rig().connector.supports_divergent_local_hybrid_hits is False
+
+
+def test_every_exit_is_in_the_table_and_has_a_test() -> None:
+    assert set(exits().values()) == set(EXITS.values())
+    tested = {*AFTER.values(), *BEFORE.values(), "blocked"} - {None}
+    assert tested == set(EXITS)
