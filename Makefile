@@ -24,10 +24,10 @@ setup-engine: ## Environment of `setup`, plus vLLM on CPU and the connector (6 G
 setup-trainers: setup ## Environments of trainers, each beside the vLLM on CPU that it takes (6 GB each; wheels are shared)
 	@$(SETUP) $(TRAINERS)
 
-setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, environments
+setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, images, environments
 	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev
-	@$(if $(filter kind,$(CLUSTER)),true,$(DEV) -m hack.cluster build) & building=$$!; \
-	  $(SETUP) engine dynamo || { kill $$building; exit 1; }; wait $$building
+	@$(DEV) -m hack.demo prepare
+	@$(SETUP) engine dynamo
 
 demo: ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)
 	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev

@@ -1,4 +1,4 @@
-"""`python -m hack.demo run|stock|cold|diagnose|down`: see `make help`."""
+"""`python -m hack.demo run|prepare|stock|cold|diagnose|down`: see `make help`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,14 @@ def run(
     from hack.demo.run import demo
 
     sys.exit(demo(console, seed, bumps))
+
+
+@app.command()
+def prepare() -> None:
+    """What a cluster needs, side by side: Kubernetes compiled, images built, vLLM installed."""
+    from hack.demo.setup import Setup
+
+    Setup().prepare(lambda text, part="": console.print(f"==> {part}: {text}", markup=False, highlight=False))
 
 
 @app.command()

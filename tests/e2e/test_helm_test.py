@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
+
 from hack.cluster import binaries
 from hack.demo.kube import Kube
 from hack.demo.setup import SYSTEM, Setup
 from hack.waiting import eventually
+
+pytestmark = pytest.mark.timeout(1500)  # the first test waits for the cluster, too
 
 
 def test_helm_test(setup: Setup, kube: Kube) -> None:
