@@ -36,7 +36,8 @@ WRONG_ANSWER = re.compile(rb"^>.*\btokens\b|^E .*(?:wrong answer|wrong tokens)")
 """Of pytest's report: the line of a test, or its message, that compares what an engine answered."""
 FAILED = re.compile(rb"^(?:FAILED|ERROR) (\S.*?)(?: - |$)")
 """Lines of a captured log that begin with ERROR have more blanks behind it."""
-MAX_SECOND_RUNS = 3
+MAX_SECOND_RUNS = 4
+"""As many tests look at one journey: a connection of it that breaks fails all of them."""
 NO_TESTS = 5
 """pytest's exit status when it ran none."""
 BESIDE_SECONDS = 900
