@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -55,7 +55,16 @@ class FencedRig(Rig):
         fenced: False: it is as vLLM made it.
     """
 
-    def __init__(self, tmp: Path, *, monkeypatch: pytest.MonkeyPatch, stock: Stock, fenced: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        tmp: Path,
+        *,
+        monkeypatch: pytest.MonkeyPatch,
+        stock: Stock,
+        fenced: bool = True,
+        change_config: Callable[[VllmConfig], object] = lambda config: None,
+        **options: Any,
+    ) -> None:
         self.stock = stock
         connection = {
             "pool": {"name": "policy", "uid": POOL},
@@ -69,6 +78,7 @@ class FencedRig(Rig):
 
         def stock_alone(config: Any) -> None:
             config.kv_transfer_config = None if stock.transfer is None else KVTransferConfig(kv_role="kv_both", **stock.transfer)
+            change_config(config)
 
         super().__init__(tmp, monkeypatch=monkeypatch, change_config=stock_alone, **options)
         if fenced:

@@ -123,7 +123,7 @@ REASONS: dict[str, tuple[Prepare, str, str, str]] = {
     "policy": (policy, "SavesOnly", "loads are off: kv_load_failure_policy is 'fail'", "set it to 'recompute'"),
     "policy of a consumer": (policy_and_consumer, "SavesOnly", "loads are off: ", "'recompute'"),
     "scales": (scales, "TiersOff", "no tier is used: calculate_kv_scales is on", "turn it off"),
-    "weights": (experts, "TiersOff", "the engine serves without caches: expert rebalancing", "turn it off"),
+    "weights": (experts, "OwnCache", "the engine keeps its cache to itself: expert rebalancing", "turn it off"),
     "seed": (seed, "L1Only", "L2 is off: block hashes (sha256) have a random seed", "set PYTHONHASHSEED"),
     "seed without an L1": (seed_without_l1, "TiersOff", "L2 is off: ", "set PYTHONHASHSEED"),
     "tiers that cannot be built": (unbuilt, "TiersBroken", "no tier is used: the tiers could not be built (OSError: no", "restart"),

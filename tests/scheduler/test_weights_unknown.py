@@ -1,4 +1,4 @@
-"""Engines that cannot know their weights, encoders, and errors of our own while weights change, on the real scheduler."""
+"""Ranks that cannot say what they hold, encoders, and errors of our own while weights change, on the real scheduler."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
 
 from epochkv_connector.engine import blocks
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, found
 from tests.support.scheduler import BLOCK, SharedStore, prompt
-from tests.support.scheduler_worker import FakeExecutor
 
 # ---------------------------------------------------------------------------------------------- engines that cannot know
 
@@ -49,62 +47,6 @@ def test_a_rank_that_cannot_say_makes_the_engine_share_nothing_and_say_so_once(
     found(rig)
     assert found(rig) == WHOLE
     assert rig.connector.scheduler.gauges()["weights_known"] == 1.0
-    rig.check_clean()
-
-
-class RayDistributedExecutor(FakeExecutor):
-    """By its name, vLLM's old Ray executor."""
-
-
-def refuse_eplb(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    object.__setattr__(config.parallel_config, "enable_eplb", True)
-
-
-def refuse_experts(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    object.__setattr__(config.parallel_config, "data_parallel_size", 2)
-    monkeypatch.setattr(type(config.model_config), "is_moe", True)
-
-
-def refuse_offload(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.offload_config.prefetch.offload_group_size = 4
-
-
-REFUSED: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None] | None, str]] = {
-    "expert parallel over data parallel": (refuse_experts, "data_parallel_size 1"),
-    "expert rebalancing": (refuse_eplb, "enable_eplb"),
-    "prefetch offloading": (refuse_offload, "offload_group_size"),
-    "old Ray executor": (None, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"),
-}
-
-
-@pytest.mark.parametrize("case", list(REFUSED))
-def test_engines_whose_weights_no_digest_describes_serve_without_tiers_and_say_why(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, case: str
-) -> None:
-    change, says = REFUSED[case]
-    store = SharedStore()
-    if change is None:
-        monkeypatch.setattr("tests.support.scheduler.FakeExecutor", RayDistributedExecutor)
-
-    def refuse(config: VllmConfig) -> None:
-        if change is not None:
-            change(config, monkeypatch)
-
-    logging.getLogger("vllm").propagate = True
-    with caplog.at_level(logging.WARNING, logger="vllm.epochkv"):
-        rig = make_rig(store=store, change_config=refuse)
-    said = {record.getMessage() for record in caplog.records if "serves without caches" in record.getMessage()}
-    assert len(said) == 1
-    assert says in said.pop()
-    rig.adopt(0)
-    assert found(rig) == 0
-    rig.weights = "w1"
-    assert found(rig) == 0
-    assert found(rig) == 0
-    assert store.objects == {}
-    assert store.asked == []
-    assert rig.connector.scheduler.gauges()["weights_known"] == 0.0
-    assert not {"digest_weights", "is_unchanged", "end_device_work"} & set(rig.executor.calls)  # workers are not asked beside running steps
     rig.check_clean()
 
 

@@ -171,22 +171,38 @@ def _cpu_mla_reads_context(vllm_config: Any) -> bool:
     return own_kernels or asked is None or asked is not kinds.get("CPU_MLA")
 
 
-def why_no_weights(vllm_config: Any, executor: Any | None) -> str | None:
-    """Why this engine cannot know the weights that its KV depends on, in words; None: it can."""
+class Own(NamedTuple):
+    """Why no digest of this engine says all that its KV depends on, so that it names for itself alone.
+
+    Attributes:
+        why: in words, with what to change.
+        asks: its ranks can be asked for samples of what they hold, which last while nobody writes to them.
+    """
+
+    why: str
+    asks: bool
+
+
+def why_own(vllm_config: Any, executor: Any | None) -> Own | None:
+    """Whether this engine cannot know the weights that its KV depends on; None: it can."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     offload = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
     kinds = [kind.__name__ for kind in type(executor).__mro__] if executor is not None else []
+    if bool(getattr(parallel, "enable_eplb", False)):
+        why = "expert rebalancing (enable_eplb) moves experts between ranks while they serve, and no digest of a rank lasts; turn it off"
+        return Own(why, asks=False)
+    if int(getattr(offload, "offload_group_size", 0) or 0) > 0:
+        why = "the prefetch offloader (offload_group_size) swaps weights in and out of the device; use cpu_offload_gb, or no offloading"
+        return Own(why, asks=False)
+    if "RayDistributedExecutor" in kinds:
+        why = "vLLM's old Ray executor makes calls to workers beside running steps; set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use 'mp'"
+        return Own(why, asks=False)
     if int(parallel.data_parallel_size) > 1 and bool(getattr(model, "is_moe", False)):
-        return (
+        why = (
             "experts are spread over data-parallel ranks, so KV depends on weights of other engines, which this one does not see; "
             "give each engine all experts (data_parallel_size 1)"
         )
-    if bool(getattr(parallel, "enable_eplb", False)):
-        return "expert rebalancing (enable_eplb) moves experts between ranks while they serve, and no digest of a rank lasts; turn it off"
-    if int(getattr(offload, "offload_group_size", 0) or 0) > 0:
-        return "the prefetch offloader (offload_group_size) swaps weights in and out of the device; use cpu_offload_gb, or no offloading"
-    if "RayDistributedExecutor" in kinds:
-        return "vLLM's old Ray executor makes calls to workers beside running steps; set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use 'mp'"
+        return Own(why, asks=True)
     return None
 
 
@@ -229,7 +245,7 @@ def find_unused(
     vllm_config: Any,
     *,
     policy: str,
-    no_weights: str | None,
+    own: Own | None,
     error: str,
     layout_problem: str | None,
     refusals: Sequence[str],
@@ -239,13 +255,13 @@ def find_unused(
 
     Args:
         policy: the `kv_load_failure_policy` that vLLM follows.
-        no_weights: see `why_no_weights`.
+        own: see `why_own`.
         error: why the tiers could not be built; empty: they were, or there are none.
         layout_problem: see `CacheLayout.problem`.
         refusals: why a rank takes no job, by rank; empty where it does.
         random_hashes: algorithm of block hashes with a random seed, which other engines cannot look up; None: they can.
     """
-    found = [Unused("the engine serves without caches", no_weights, "TiersOff")] if no_weights is not None else []
+    found = [Unused("the engine keeps its cache to itself", own.why, "OwnCache")] if own is not None else []
     if not config.has_tiers:
         return found
     if (why := why_no_tiers(vllm_config)) is not None:

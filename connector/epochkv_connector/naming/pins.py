@@ -380,9 +380,9 @@ class Pins:
 
 
 def is_private(pins: Pins, request: Any) -> bool:
-    """Whether no other request will ask for blocks that this one names now."""
+    """Whether nobody else will ask for blocks that this request names now."""
     pin = pins.pin_of(request)
-    return pin is None or pin.alone or is_detached(request) or not pins.is_current(pin)
+    return pins.root.member.names_alone or pin is None or pin.alone or is_detached(request) or not pins.is_current(pin)
 
 
 def awaits_transfer(request: Any) -> bool:

@@ -29,11 +29,12 @@ logger = logging.getLogger("vllm.epochkv.fence")
 
 
 class Reason(enum.Enum):
-    """What decides between the pool's root and bypass, by precedence."""
+    """What decides between the pool's root, a private one and bypass, by precedence."""
 
     OVERWRITTEN = "overwritten"  # somebody else bound vLLM's global
-    FORBIDDEN = "forbidden"  # this engine may never share; said at start
+    FORBIDDEN = "forbidden"  # a change of weights could not be followed; said then
     NO_WEIGHTS = "weights unknown"  # said by `weights.watch`
+    OWN = "own"  # this engine may never share; said at start
     NO_HUB = "no hub"  # said at start
     UNASSIGNED = "unassigned"  # no grant yet
     LOCAL_RESET = "local reset"
@@ -42,7 +43,7 @@ class Reason(enum.Enum):
     IN_USE = "in use"
 
 
-_SAID_ELSEWHERE = (Reason.FORBIDDEN, Reason.NO_WEIGHTS, Reason.NO_HUB, Reason.UNASSIGNED)
+_SAID_ELSEWHERE = (Reason.FORBIDDEN, Reason.NO_WEIGHTS, Reason.OWN, Reason.NO_HUB, Reason.UNASSIGNED)
 
 
 class BypassLog:
@@ -99,7 +100,8 @@ class PoolMembership:
         l2_allowed: False keeps every name inside this engine (random hash seed).
         adapters_applied: how this engine applies adapters (`describe.describe_adapters`).
         is_own_pool: no hub is configured, so tiers may be used under a private root.
-        forced_bypass: why this engine may never use a shared root, or None.
+        names_alone: no digest can say what KV of this engine depends on. Its root is private, and each epoch, reset and possible write
+            to the weights replaces it.
         handoff_seconds: how long blocks that are handed over to another engine are kept at least, whatever our clocks say.
     """
 
@@ -109,7 +111,7 @@ class PoolMembership:
     l2_allowed: bool = True
     adapters_applied: str = ""
     is_own_pool: bool = False
-    forced_bypass: str | None = None
+    names_alone: bool = False
     handoff_seconds: float = 15.0
 
 
@@ -133,7 +135,7 @@ class RootState:
         self.overwritten = False
         self._global = global_root
         self._lease_until = lease_until
-        self._forbidden = member.forced_bypass is not None
+        self._forbidden = False
         self._ended: set[tuple[int, bytes]] = set()  # (epoch, weights or adapter): blocks under these names may be wrong here
         self._reset_at_epoch: int | None = None  # local reset: private until the pool's epoch exceeds this one
         self._bound = False
@@ -176,7 +178,7 @@ class RootState:
         """Why it names nothing until it restarts, and what to do; empty: it does, or the weights say why not. Any thread."""
         if self.overwritten:
             return "somebody else has overwritten vLLM's block-hash root: restart the engine"
-        if self._forbidden and self.member.forced_bypass is None:
+        if self._forbidden:
             return "a change of its weights could not be followed: restart the engine"
         return ""
 
@@ -200,7 +202,7 @@ class RootState:
         self._reason = self._decide()
         if self._reason is Reason.IN_USE:
             return "shared", self.epoch, self.weights
-        private = self._reason is Reason.NO_HUB and self.member.is_own_pool
+        private = self._reason is Reason.OWN or (self._reason is Reason.NO_HUB and self.member.is_own_pool)
         return "private" if private else "bypass", self.epoch, self.weights
 
     def _decide(self) -> Reason:
@@ -208,6 +210,7 @@ class RootState:
             (self.overwritten, Reason.OVERWRITTEN),
             (self._forbidden, Reason.FORBIDDEN),
             (self.weights is None, Reason.NO_WEIGHTS),
+            (self.member.names_alone, Reason.OWN),
             (self.member.secret is None, Reason.NO_HUB),
             (self.epoch < 0, Reason.UNASSIGNED),
             (self.waiting_after_reset, Reason.LOCAL_RESET),
@@ -257,8 +260,8 @@ class RootState:
             self._refresh()
 
     def proposal(self) -> int | None:
-        """The epoch to propose after a local reset, or None when there is none to exceed."""
-        return None if self.epoch < 0 else self.epoch + 1
+        """The epoch to propose after a local reset, or None when there is none to exceed, or nobody else has names of this engine's."""
+        return None if self.epoch < 0 or self.member.names_alone else self.epoch + 1
 
     # ------------------------------------------------------------------ weights
 

@@ -264,6 +264,7 @@ class SchedulerRole:
         self.fingerprint = fingerprint({**described, "layouts": digests})
         adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
+        self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None))
         self.pins = self._build_pins(global_root, adapters, core)
         self.tiers, self.store_keys = guard.run(
             "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: (None, None)
@@ -291,7 +292,7 @@ class SchedulerRole:
             l2_allowed=not blocks.hash_seed_is_random(self.hashing.algorithm),
             adapters_applied=describe.describe_adapters(vllm_config),
             is_own_pool=config.hub is None,
-            forced_bypass=limits.why_no_weights(vllm_config, getattr(core, "model_executor", None)),
+            names_alone=self._own is not None,
             handoff_seconds=limits.handoff_seconds(limits.connectors_of(patches.parent_config() or vllm_config.kv_transfer_config)),
         )
         return Pins(RootState(member, global_root, self._link.lease_until), self.hashing, adapters)
@@ -303,7 +304,7 @@ class SchedulerRole:
             self._config,
             self._vllm_config,
             policy=policy,
-            no_weights=self.pins.root.member.forced_bypass,
+            own=self._own,
             error=self._guard.first.get("tiers", ""),
             layout_problem=self.tiers.state.layout.problem() if self.tiers is not None else None,
             refusals=[*("" if one.num_slots else one.refusal or NO_MEMORY for one in layouts), *["it did not answer"] * silent],
@@ -324,17 +325,18 @@ class SchedulerRole:
             has_encoder=limits.is_multimodal(self._vllm_config),
         )
         weights.adapters = adapters
-        adapters.join(weights, lambda: watch.value is not None and not ranks.asleep)
+        asks = self._own is None or self._own.asks
+        adapters.join(weights, lambda: asks and watch.value is not None and not ranks.asleep)
         patches.hide_adapters_from_hashes()
-        if self.pins.root.member.forced_bypass is not None:
-            watch.refuse(self.pins.root.member.forced_bypass)
+        if self._own is not None:
+            watch.keep_own(self._own.why, asks=self._own.asks)
         if core is not None and scheduler is not None:
             join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
         self._guard.run("weights", watch.before_schedule, weights.break_off)
 
     def _start_link(self) -> None:
         self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_rank or 0))
-        if self._config.hub is None and self.pins.root.member.forced_bypass is None:
+        if self._config.hub is None and self._own is None:
             logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 
     def bind(self, manager: Any) -> None:
@@ -446,7 +448,8 @@ class SchedulerRole:
             "bypass": not snapshot.in_use,
             "broken": self.state.broken or (self._config.has_tiers and not has_slots),
             "tiers_off": self.tiers_told() != ("", ""),
-            "weights_known": root.weights is not None,
+            "own_cache": snapshot.in_use and self._own is not None,
+            "weights_known": root.weights is not None and self._own is None,
             "old_epoch_requests": self.pins.old_epoch_requests(),
             "old_epoch_sessions": self.pins.old_epoch_requests(sessions=True),
             "waiting_after_reset": root.waiting_after_reset,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -40,6 +41,7 @@ RETRY_SECONDS = 1.0
 """Pause between two digests while ranks cannot say what they hold; at least ten times as long as the last one took."""
 SHARE = 4
 """Digests may take one part in this many of the time: a push in hundreds of calls, with steps between them, costs no more."""
+OWN_BYTES = 32
 REMEMBERED = 64
 """Questions whose answer is remembered, for ranks that report late."""
 SHOWN_DIGITS = 8
@@ -151,19 +153,21 @@ class Watch:
         self._writes = ranks.num_writes
         self._scheduled_at = self._digested_at = clock()
         self._found: dict[int, bytes] = {}
-        self._refused = False
+        self._why_own: str | None = None
+        self._asks = True
 
-    def refuse(self, why: str) -> None:
-        """No digest says what KV of this engine depends on, so the ranks are never asked."""
-        self._refused = True
-        self.told = (None, why)
+    def keep_own(self, why: str, *, asks: bool) -> None:
+        """No digest says all that KV of this engine depends on: each stands for itself, and never for what others hold.
+
+        Args:
+            asks: ranks are asked, for writes past vLLM; False: what they hold changes by itself, or they cannot be asked.
+        """
+        self._why_own, self._asks = why, asks
 
     # ------------------------------------------------------------------ what happens
 
     def calling(self, method: Any) -> None:
         """Workers are about to be called with something that is not known to be harmless: weights are suspected before it begins."""
-        if self._refused:
-            return
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         self.suspect(f"{name} was called on the workers")
         self._end_device_work()
@@ -179,9 +183,11 @@ class Watch:
         if failed:
             self._started = False
             self.suspect("a call on the workers has failed")
+        elif self._why_own is not None:  # no sample may tell of what was written after a step that ran beside the call
+            self.suspect("a call on the workers has ended")
         if idle and self.pending and self._clock() >= max(self._digest_at, self._digested_at + PAUSE_SECONDS):
             self._digest()
-        elif self._suspicion and self.told[0] is not None:
+        elif self._suspicion and self.value is not None and self.told[1] != WRITING:
             self.told = (None, WRITING)
             self._names.tell()
 
@@ -203,7 +209,7 @@ class Watch:
 
     def _end_device_work(self) -> None:
         """A call may write on another stream while a forward pass runs, and samples keep the memory of weights that it replaces."""
-        if not (self._stepped or self._sampled):
+        if not self._asks or not (self._stepped or self._sampled):
             return
         self._stepped = self._sampled = False
         try:
@@ -216,7 +222,7 @@ class Watch:
     @property
     def pending(self) -> bool:
         """The engine should look as soon as it is quiet."""
-        return bool(self._suspicion) and not self._refused and not self._ranks.asleep
+        return bool(self._suspicion) and not self._ranks.asleep
 
     def quiet_at(self) -> float:
         """When an idle engine should look; by the clock."""
@@ -229,8 +235,6 @@ class Watch:
 
     def before_schedule(self) -> None:
         """Afterwards `value` is what the ranks hold, or None."""
-        if self._refused:
-            return
         now = self._clock()
         if self._ranks.num_writes != self._writes:
             self._writes = self._ranks.num_writes
@@ -256,7 +260,7 @@ class Watch:
 
     def _as_asked(self) -> bool:
         try:
-            return (self.value is None and self._waiting is None) or self._ranks.are_unchanged(self.number)
+            return not self._asks or (self.value is None and self._waiting is None) or self._ranks.are_unchanged(self.number)
         except Exception as error:
             logger.warning("EpochKV: the ranks did not say whether their weights are the same: %r", error)
             return False
@@ -267,12 +271,18 @@ class Watch:
         if self._started:
             self._set(None, STARTED)
             return
+        if not self._asks:
+            self._digested_at = self._clock()
+            self._name(os.urandom(OWN_BYTES), why)
+            return
         self.number += 1
         self.counters["digests"] += 1
         self._sampled = True
         began = self._clock()
         answers, note = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
         value = fold(answer["weights"] for answer in answers) if answers else None
+        if value is not None and self._why_own is not None:
+            value = os.urandom(OWN_BYTES)
         now = self._digested_at = self._clock()
         self.seconds = now - began
         self._digest_at = now + (SHARE - 1) * self.seconds
@@ -295,14 +305,18 @@ class Watch:
         self._set(value, "", why)
 
     def _set(self, value: bytes | None, note: str, why: str = "") -> None:
-        if (value, note) == self.told and value == self.value:  # what is told may be ahead of what is named
+        told = (value, note) if value is None or self._why_own is None else (None, self._why_own)
+        if told == self.told and value == self.value:  # what is told may be ahead of what is named
             return
-        if value is not None:
+        if value is not None and self._why_own is not None:
+            self.counters["changes"] += 1
+            logger.info("EpochKV: a new root of this engine's own (%s)", why)
+        elif value is not None:
             self.counters["changes"] += 1
             logger.info("EpochKV: weights %s, seen in %.1f ms (%s)", value.hex()[:SHOWN_DIGITS], 1e3 * self.seconds, why)
         else:
             self.counters["unknown"] += 1
             level = logging.INFO if note in (ASLEEP, STARTED, WRITING) else logging.WARNING
             logger.log(level, "EpochKV: the weights are unknown, so nothing is reused or saved: %s", note)
-        self.value, self.told = value, (value, note)
+        self.value, self.told = value, told
         self._names.hold(value)

@@ -10,7 +10,7 @@ from typing import Final, Literal
 from epochkv_fence.protocol.messages import EngineStatus, Status
 
 OnFailure = Literal["bypass", "crash"]
-State = Literal["sharing", "isolated", "unknown", "behind"]
+State = Literal["sharing", "isolated", "own", "unknown", "behind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class Engine:
         name: its pod, or its engine's name, with `/rank` above rank 0.
         epoch: highest epoch it acknowledged; None before the first.
         state: `sharing`: it shares the pool's KV with engines of equal weights. `unknown`: it does not know which weights it holds,
-            so it shares nothing, see `weights_note`. `isolated`: its caches were reset alone, so it shares nothing before the next
-            epoch. `behind`: not at the target yet.
+            so it shares nothing, see `weights_note`. `own`: it can never know them, so it keeps its cache to itself. `isolated`: its
+            caches were reset alone, so it shares nothing before the next epoch. `behind`: not at the target yet.
         old_epoch_requests: requests it still runs under an older epoch, each with the KV it already held.
         weights: digest of the weights that its ranks hold, 32 hex digits; empty: unknown.
         weights_note: why they are unknown.
         weights_since_s: for how long it has reported them, in seconds.
         tiers_off: why it cannot use its tiers, or not all of them: `LayoutUnsupported`, `TiersBroken`, `TiersOff`, `SavesOnly`,
-            `L1Only`; empty: it can.
+            `OwnCache`, `L1Only`; empty: it can.
         tiers_note: the same in a sentence, with what to change.
         versions: of what it runs: `epochkv`, `vllm`, `mooncake`; empty: it is older than this.
     """
@@ -81,7 +81,7 @@ def _state(status: EngineStatus, target: int) -> State:
     if status.epoch is None or status.epoch < target:
         return "behind"
     if status.weights is None:
-        return "unknown"
+        return "own" if status.tiers_off == "OwnCache" else "unknown"
     return "isolated" if status.isolated else "sharing"
 
 

@@ -25,9 +25,9 @@ MAX_STAT_NAME: Final = 64
 MAX_TEXT: Final = 1024
 MAX_VERSIONS: Final = 8
 MAX_VERSION_TEXT: Final = 64
-TierReason = Literal["TiersBroken", "LayoutUnsupported", "TiersOff", "SavesOnly", "L1Only"]
+TierReason = Literal["TiersBroken", "LayoutUnsupported", "TiersOff", "SavesOnly", "OwnCache", "L1Only"]
 """Why an engine cannot use its tiers: an error turned them off, the layout of its KV does not allow it, its settings or its machine do
-not. `SavesOnly`: it loads nothing. `L1Only`: it uses no L2. Worst first."""
+not. `SavesOnly`: it loads nothing. `OwnCache`: nothing of its KV reaches others, nor theirs it. `L1Only`: it uses no L2. Worst first."""
 TIER_REASONS: Final[tuple[TierReason, ...]] = get_args(TierReason)
 MAX_LABELS: Final = 16
 """Of one pool: the newest are remembered."""

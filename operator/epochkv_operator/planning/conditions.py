@@ -297,7 +297,7 @@ def _weights_converged(hub: HubView | None) -> Condition:
     kind = "WeightsConverged"
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
-    mute = [engine for engine in hub.engines if engine.alive and engine.weights is None]
+    mute = [engine for engine in hub.engines if engine.alive and engine.weights is None and engine.tiers_off != "OwnCache"]
     unknown = [f"{engine.display_name} ({_line(engine.weights_note) or 'it has not said yet'})" for engine in mute]
     silent = f"the weights of these engines are not known, and they share nothing: {listed(unknown, _MAX_OUTLIERS)}" if unknown else ""
     if hub.outliers and hub.overdue:
