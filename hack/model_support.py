@@ -48,6 +48,17 @@ Rows with Mamba-2 run with one function of vLLM turned off. These layers promise
 CPUs does not return them. Such an engine ends with an `IndexError` at its first long prompt, with or without EpochKV. vLLM's kernels for
 GPUs do (read, not run). `tests/scheduler/test_states.py` has these states, on vLLM's scheduler.
 
+## Experts over several ranks
+
+| shape | GPU cache and L1 | L2 and other engines |
+|---|---|---|
+| dense models with data parallelism; experts inside one data-parallel rank | named by weights | shared |
+| experts over data-parallel ranks | the engine's own (`OwnCache`) | nothing |
+| expert rebalancing (`enable_eplb`) | the engine's own (`OwnCache`) | nothing |
+
+Caches of an engine's own hit as vLLM's do (`tests/scheduler/test_own_cache.py`). Requests with an adapter have no hits beside expert
+rebalancing, the prefetch offloader and vLLM's old Ray executor, because ranks are not asked there.
+
 ## Held by other tests
 
 No engine on CPUs runs these layers, or their tiers are off. The tests have vLLM's own descriptions of the layers, or bytes of such layers.
