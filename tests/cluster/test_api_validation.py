@@ -78,7 +78,7 @@ def test_defaults_are_filled_in(namespace: Namespace) -> None:
     assert engine["spec"] == {
         "model": {"name": "tiny"},
         "replicas": 1,
-        "parallelism": {"tensor": 1, "pipeline": 1, "nodes": 1},
+        "parallelism": {"tensor": 1, "pipeline": 1, "data": 1, "expert": False, "nodes": 1},
         "updateStrategy": {"maxUnavailable": 1, "maxSurge": 0},
     }
 

@@ -38,8 +38,11 @@ from epochkv_operator.api.base import (
 )
 
 FORBIDDEN_ARG: Final = "^--(kv[-_](t|o)|config(=|$))"
-_OWNED_OPTIONS: Final = "model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*|pi[a-z_-]*|nn[a-z]*|nod[a-z_-]*|mas[a-z_-]*|hea[a-z]*"
-OWNED_ARG: Final = f"^(--({_OWNED_OPTIONS})(=.*)?|-(t|pp|n|r).*)$"
+_OWNED_OPTIONS: Final = (
+    "model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*|pi[a-z_-]*|nn[a-z]*|nod[a-z_-]*|mas[a-z_-]*|hea[a-z]*"
+    "|(no[-_])?(da|enable[-_]ex)[a-z_-]*"
+)
+OWNED_ARG: Final = f"^(--({_OWNED_OPTIONS})(=.*)?|-(t|pp|dp|e|n|r).*)$"
 SECRET_ARG: Final = "^--(api[-_]k|hf[-_]t)"
 BLANK_ARG: Final = r"^(\s+-|--?[a-zA-Z][-a-zA-Z0-9_.]*\s)"
 EC_ARG: Final = "^--ec[-_]t"
@@ -49,8 +52,9 @@ FORBIDDEN_ARG_TEXT: Final = (
     " the pool named by spec.poolRef decides about KV"
 )
 OWNED_ARG_TEXT: Final = (
-    "belongs to the operator, as do --model, --revision, --tensor-parallel-size, --pipeline-parallel-size, --nnodes, --node-rank,"
-    " --master-*, --headless, --host, --port and --uds: use spec.model and spec.parallelism; the port is always 8000"
+    "belongs to the operator, as do --model, --revision, --tensor-parallel-size, --pipeline-parallel-size, --data-parallel-*,"
+    " --enable-expert-parallel, --nnodes, --node-rank, --master-*, --headless, --host, --port and --uds: use spec.model and"
+    " spec.parallelism; the port is always 8000"
 )
 SECRET_ARG_TEXT: Final = (
     "is a secret on a command line, for everybody to see who may read this object or list processes: remove it from spec.args, and set"
@@ -94,6 +98,10 @@ _PERCENT = "^(100|[0-9]{1,2})%$"
 _COUNT_TEXT = "must be a number of replicas from 0 on, or a percentage from 0% to 100%, such as 1 or 25%"
 _BOTH_ZERO = "spec.updateStrategy: maxUnavailable and maxSurge are both 0, so no pod could ever be replaced; raise one of them"
 _UNEVEN = "spec.parallelism: tensor x pipeline ranks cannot be spread evenly over that many nodes; make it a multiple of nodes"
+_SPLIT = (
+    "spec.parallelism: data cannot be spread evenly over that many nodes, and a node holds whole data-parallel ranks; make it a multiple of"
+    " nodes"
+)
 _TWO_SOURCES = "spec.model.volume holds the model's files: remove source, revision and cache, which are for models that are downloaded"
 _ONE_VOLUME = "spec.model.volume needs exactly one of claimName and image"
 
@@ -139,20 +147,43 @@ def _ranks(maximum: int) -> Any:
 class Parallelism(ApiModel):
     """How one replica is spread over devices and nodes."""
 
-    model_config = ConfigDict(json_schema_extra=rules(rule("(self.tensor * self.pipeline) % self.nodes == 0", _UNEVEN)))
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "self.data > 1 || (self.tensor * self.pipeline) % self.nodes == 0",
+                _UNEVEN,
+                expression=f"'{_UNEVEN} (now %d and %d)'.format([self.tensor * self.pipeline, self.nodes])",
+            ),
+            rule(
+                "self.data == 1 || self.data % self.nodes == 0",
+                _SPLIT,
+                expression=f"'{_SPLIT} (now %d and %d)'.format([self.data, self.nodes])",
+            ),
+        )
+    )
 
     tensor: Annotated[int, _ranks(64)] = 1
     """Tensor-parallel ranks."""
     pipeline: Annotated[int, _ranks(64)] = 1
     """Pipeline stages, each of `tensor` ranks."""
+    data: Annotated[int, _ranks(256)] = 1
+    """Data-parallel ranks, each with an engine core and a KV cache of its own, and with `tensor` x `pipeline` ranks. A dense model is
+    copied; experts are spread over them."""
+    expert: bool = False
+    """Spread whole experts over the ranks (`--enable-expert-parallel`), and not slices of each. Only for mixtures of experts."""
     nodes: Annotated[int, _ranks(64)] = 1
-    """Pods of one replica, each with the same number of ranks. Above 1, a LeaderWorkerSet makes the pods: install it first
-    (https://lws.sigs.k8s.io). `resources` are those of one pod."""
+    """Pods of one replica, each with the same number of ranks, and of whole data-parallel ranks where `data` is above 1. Above 1, a
+    LeaderWorkerSet makes the pods: install it first (https://lws.sigs.k8s.io). `resources` are those of one pod."""
 
     @property
     def ranks_per_pod(self) -> int:
         """Ranks that share a pod."""
-        return self.tensor * self.pipeline // self.nodes
+        return self.tensor * self.pipeline * self.data // self.nodes
+
+    @property
+    def engines_per_pod(self) -> int:
+        """Data-parallel ranks that share a pod, or the one that it has a part of."""
+        return max(1, self.data // self.nodes)
 
 
 class ModelImage(ApiModel):
@@ -397,9 +428,9 @@ class InferenceEngineStatus(StatusModel):
     updated_replicas: Count | None = None
     """Pods made from the current spec."""
     epoch_replicas: Count | None = None
-    """Pods whose every rank reported the pool's target epoch."""
+    """Replicas whose every data-parallel rank reported the pool's target epoch."""
     epoch: Epoch | None = None
-    """Lowest epoch that a pod of this engine reported."""
+    """Lowest epoch that a data-parallel rank of this engine reported."""
     weights: Annotated[str | None, Field(max_length=256)] = None
     """Weights that most ranks of its pods hold and how many of them, such as `3f2a9c1e 3/4`; for the printer column."""
     selector: Annotated[str | None, Field(max_length=1024)] = None

@@ -72,11 +72,16 @@ def command(engine: InferenceEngine, pool: KVCachePool | None, context: Context)
     arguments = ["--model", model_path(spec), *_shared(engine, pool, context)]
     if spec.parallelism.nodes > 1:
         arguments += ["--node-rank", "0"]
+    if spec.parallelism.nodes > 1 and spec.parallelism.data > 1:  # where it listens; the others ask at --master-addr
+        arguments += ["--data-parallel-address", "$(POD_IP)"]
     return {"command": ["python3", "-m", "vllm.entrypoints.openai.api_server"], "args": arguments}
 
 
 def follower_command(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
-    """`command` and `args` of the other pods of a group: ranks only, which the first pod drives. LeaderWorkerSet sets the variables."""
+    """`command` and `args` of the other pods of a group: ranks only, which the first pod drives. LeaderWorkerSet sets the variables.
+
+    vLLM takes from `--nnodes` and `--node-rank` which data-parallel ranks a pod has.
+    """
     arguments = ["serve", model_path(engine.spec), "--headless", *_shared(engine, pool, context), "--node-rank", "$(LWS_WORKER_INDEX)"]
     return {"command": ["python3", "-m", "vllm.entrypoints.cli.main"], "args": arguments}
 
@@ -105,6 +110,10 @@ def _parallelism(spec: InferenceEngineSpec, given: set[str]) -> list[str]:
         arguments += ["--tensor-parallel-size", str(shape.tensor)]
     if shape.pipeline > 1:
         arguments += ["--pipeline-parallel-size", str(shape.pipeline)]
+    if shape.data > 1:
+        arguments += ["--data-parallel-size", str(shape.data)]
+    if shape.expert:
+        arguments.append("--enable-expert-parallel")
     if shape.nodes > 1:
         arguments += ["--nnodes", str(shape.nodes), "--master-addr", "$(LWS_LEADER_ADDRESS)"]
         if "--distributed-executor-backend" not in given:

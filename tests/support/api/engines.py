@@ -60,7 +60,10 @@ ENGINE_CASES = [
     *(
         engine(f"owned-{number}", {"args": [arg]}, *_OWNED)
         for number, arg in enumerate(
-            ["--model", "--port=1", "--rev", "-tp=2", "--tensor_parallel_size", "-n", "--node_rank=1", "--headless"]
+            [
+                *("--model", "--port=1", "--rev", "-tp=2", "--tensor_parallel_size", "-n", "--node_rank=1", "--headless"),
+                *("-dp", "-dpl=2", "--data_parallel-rank=1", "--no-data-parallel-hybrid-lb", "-ep", "--enable_expert", "--no-enable-ex"),
+            ]
         )
     ),
     engine("arg-is-named", {"args": ["--enforce-eager", "--kv_tr={}"]}, "spec.args[1]: ", "--kv_tr belongs to the operator"),
@@ -112,7 +115,10 @@ ENGINE_CASES = [
     engine("no-tensor-rank", {"parallelism": {"tensor": 0}}, "parallelism.tensor", schema=True),
     engine("no-stage", {"parallelism": {"pipeline": 0}}, "parallelism.pipeline", schema=True),
     engine("no-node", {"parallelism": {"nodes": 0}}, "parallelism.nodes", schema=True),
-    engine("uneven", {"parallelism": {"tensor": 2, "nodes": 4}}, "tensor x pipeline", "multiple of nodes"),
+    engine("uneven", {"parallelism": {"tensor": 2, "nodes": 4}}, "tensor x pipeline", "multiple of nodes (now 2 and 4)"),
+    engine("no-data-rank", {"parallelism": {"data": 0}}, "parallelism.data", schema=True),
+    engine("split", {"parallelism": {"tensor": 2, "data": 2, "nodes": 4}}, "whole data-parallel ranks", "multiple of nodes (now 2 and 4)"),
+    engine("wide", {"parallelism": {"tensor": 3, "data": 4, "expert": True, "nodes": 2}}),
     # rollouts
     engine("never-rolls", {"updateStrategy": {"maxUnavailable": 0}}, "maxUnavailable and maxSurge are both 0", "raise one"),
     engine("never-rolls-by-percent", {"updateStrategy": {"maxUnavailable": "0%", "maxSurge": "00%"}}, "are both 0"),

@@ -43,6 +43,8 @@ def container(template: Json) -> Json:
         ({"limits": {"nvidia.com/gpu": 8}}, {"tensor": 8}, 112),
         ({"limits": {"nvidia.com/gpu": 8}}, {"tensor": 2}, 35),  # six of them idle
         ({"limits": {"amd.com/gpu": 8}}, {"tensor": 8, "pipeline": 2, "nodes": 2}, 112),
+        ({"limits": {"nvidia.com/gpu": 8}}, {"tensor": 2, "data": 4}, 112),
+        ({"limits": {"nvidia.com/gpu": 8}}, {"tensor": 2, "data": 4, "nodes": 4}, 35),
         ({"limits": {"hugepages-2Mi": "8Gi", "ephemeral-storage": "1Ti", "cpu": 64}}, {}, 14),
     ],
 )

@@ -6,20 +6,29 @@ vLLM takes unambiguous abbreviations and reads '_' as '-', so a pattern can be t
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.platforms import current_platform
 
 from epochkv_operator.api.engine import BLANK_ARG, FORBIDDEN_ARG, OWNED_ARG, SECRET_ARG
 from epochkv_operator.planning.engine import desired_engine
 from tests.support.planning import CONTEXT, ENGINE_SPECS, containers, engine, one, pool
+from tests.support.scheduler_config import MODEL_CONFIG
 
 FORBIDDEN = ("--kv-transfer-config", "--kv-offloading-size", "--kv-offloading-backend", "--config")
 SECRET = ("--api-key", "--hf-token")
 OWNED = (
     *("--model", "--revision", "--host", "--port", "--uds", "--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
     *("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"),
+    *("--enable-expert-parallel", "--no-enable-expert-parallel", "-ep", "-dp", *(f"-dp{letter}" for letter in "abehlmnpr")),
+    *(f"--data-parallel-{name}" for name in ("size", "size-local", "rank", "start-rank", "address", "rpc-port", "backend")),
+    *("--data-parallel-multi-port-external-lb", "--data-parallel-supervisor-port"),
+    *(f"--{no}data-parallel-{who}-lb" for no in ("", "no-") for who in ("hybrid", "external")),
 )
 
 
@@ -55,24 +64,26 @@ def test_vllm_parses_what_is_rendered(parser: argparse.ArgumentParser, spec: str
         assert parsed.kv_transfer_config.kv_load_failure_policy == "recompute"
 
 
-def test_vllm_parses_the_pods_of_a_group(parser: argparse.ArgumentParser) -> None:
-    """With the variables as LeaderWorkerSet sets them."""
+def group(parser: argparse.ArgumentParser, spec: dict[str, Any]) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """What vLLM reads in the first and the second pod of a group, with the variables as Kubernetes and LeaderWorkerSet set them."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    shape = {"parallelism": {"tensor": 4, "pipeline": 2, "nodes": 2}, "args": ["--served-model-name", "a", "b", "--enforce-eager"]}
     context = replace(CONTEXT, served=frozenset({"LeaderWorkerSet"}))
-    made = one(desired_engine(engine({**ENGINE_SPECS["full"], **shape}), pool(), context), "LeaderWorkerSet")["spec"][
-        "leaderWorkerTemplate"
-    ]
-    variables = {"$(LWS_LEADER_ADDRESS)": "big-nodes-0.big-nodes.rl", "$(LWS_WORKER_INDEX)": "1"}
+    made = one(desired_engine(engine(spec), pool(), context), "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    variables = {"$(LWS_LEADER_ADDRESS)": "big-nodes-0.big-nodes.rl", "$(LWS_WORKER_INDEX)": "1", "$(POD_IP)": "10.0.0.7"}
     args = {
         role: [variables.get(argument, argument) for argument in made[role]["spec"]["containers"][0]["args"]]
         for role in ("leaderTemplate", "workerTemplate")
     }
     commands = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(commands.add_subparsers(dest="subparser"))
-    leader, follower = parser.parse_args(args["leaderTemplate"]), commands.parse_args(args["workerTemplate"])
+    return parser.parse_args(args["leaderTemplate"]), commands.parse_args(args["workerTemplate"])
+
+
+def test_vllm_parses_the_pods_of_a_group(parser: argparse.ArgumentParser) -> None:
+    shape = {"parallelism": {"tensor": 4, "pipeline": 2, "nodes": 2}, "args": ["--served-model-name", "a", "b", "--enforce-eager"]}
+    leader, follower = group(parser, {**ENGINE_SPECS["full"], **shape})
     assert (leader.model, follower.model_tag) == ("/models/qwen", "/models/qwen")
     assert (leader.headless, follower.headless) == (False, True)
     assert (leader.node_rank, follower.node_rank) == (0, 1)
@@ -81,6 +92,30 @@ def test_vllm_parses_the_pods_of_a_group(parser: argparse.ArgumentParser) -> Non
         assert (parsed.master_addr, parsed.distributed_executor_backend) == ("big-nodes-0.big-nodes.rl", "mp")
         assert (parsed.served_model_name, parsed.enforce_eager, parsed.revision) == (["a", "b"], True, "abc123")
         assert parsed.kv_transfer_config.kv_connector == "EpochKVConnector"
+
+
+@pytest.mark.skipif(current_platform.is_unspecified(), reason="this vLLM was built for other machines: it configures no engine")
+def test_vllm_gives_each_pod_of_a_group_its_data_parallel_ranks(parser: argparse.ArgumentParser, tmp_path: Path) -> None:
+    """The first pod's front end listens at its own address, and all others ask there."""
+    from vllm import AsyncEngineArgs
+
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL_CONFIG, "architectures": ["Qwen3MoeForCausalLM"], **experts}))
+    model = {"name": "m", "source": str(tmp_path)}
+    spec = {"model": model, "parallelism": {"tensor": 2, "data": 4, "expert": True, "nodes": 2}, "args": ["--skip-tokenizer-init"]}
+    leader, follower = group(parser, spec)
+    follower.model = follower.model_tag  # as `vllm serve` does
+    made = [
+        AsyncEngineArgs.from_cli_args(parsed).create_engine_config(headless=parsed.headless).parallel_config
+        for parsed in (leader, follower)
+    ]
+    for config in made:
+        assert (config.data_parallel_size, config.data_parallel_size_local, config.nnodes_within_dp) == (4, 2, 1)
+        assert (config.data_parallel_external_lb, config.data_parallel_hybrid_lb) == (False, False)
+        assert config.enable_expert_parallel
+        assert config.distributed_executor_backend == "mp"
+    assert [config.data_parallel_rank for config in made] == [0, 2]
+    assert [config.data_parallel_master_ip for config in made] == ["10.0.0.7", "big-nodes-0.big-nodes.rl"]
 
 
 @pytest.mark.parametrize(
