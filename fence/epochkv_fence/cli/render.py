@@ -83,9 +83,9 @@ def _weights(found: WeightsReport) -> str:
 
 
 def _counted(states: Sequence[str]) -> str:
-    words = (("sharing", "in use"), ("isolated", "isolated"), ("unknown", "of unknown weights"), ("behind", "behind"))
+    words = [("sharing", "in use"), ("isolated", "isolated"), ("unknown", "of unknown weights"), ("behind", "behind")]
     if "own" in states:
-        words = (*words, ("own", "with a cache of its own"))
+        words.append(("own", "with a cache of its own"))
     return ", ".join(f"{states.count(state)} {word}" for state, word in words)
 
 
