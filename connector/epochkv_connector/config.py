@@ -76,9 +76,10 @@ class LocalTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=MIN_BYTES,
             le=MAX_BYTES,
-            description="Size of L1 of one engine, split evenly over its worker ranks; no rank takes more than its share. The rank whose "
-            "blocks are largest decides how many blocks L1 holds. It must hold one block on each rank, and fit into the memory of this "
-            "machine or container.",
+            description="Size of L1 on each machine, or in each container. The worker ranks that vLLM starts there share it evenly, those "
+            "of all its data-parallel ranks; no rank takes more than its share. With Ray, all ranks of an engine share it, wherever they "
+            "are. The rank whose blocks are largest decides how many blocks L1 holds. It must hold one block on each rank, and fit into "
+            "the memory of this machine or container.",
             extra={"unit": "bytes"},
         ),
     ]

@@ -88,7 +88,7 @@ def test_leaderworkersets_and_monitors_follow_their_kinds(
         for template in (spec["leaderTemplate"], spec["workerTemplate"]):
             assert template["spec"]["tolerations"] == [{"operator": "Exists"}]
             assert template["spec"]["priorityClassName"] == "system-node-critical"
-            assert template["spec"]["containers"][0]["resources"]["limits"]["memory"] == "1056Mi"
+            assert template["spec"]["containers"][0]["resources"]["limits"]["memory"] == "1088Mi"
         assert namespace.get(CHILDREN["deployments"], "big") is None
 
         # What LeaderWorkerSet's controller would say.

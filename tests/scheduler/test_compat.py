@@ -144,6 +144,19 @@ def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pyt
     assert describe.worker_rank(rig.vllm_config) == expected
 
 
+def test_data_parallel_ranks_of_a_dense_model_report_under_names_of_their_own(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM tells each of them that it is rank 0."""
+    started: list[int] = []
+    monkeypatch.setattr("epochkv_connector.scheduler.role.HubLink.start", lambda link, hooks, fingerprint, rank: started.append(rank))
+
+    def second(config: Any) -> None:
+        object.__setattr__(config.parallel_config, "data_parallel_index", 1)
+        config.parallel_config.reconfigure_for_independent_dp_rank()
+
+    make_rig(change_config=second)
+    assert started == [1]
+
+
 def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(make_rig: MakeRig) -> None:
     from epochkv_connector.naming.identity import older_pattern, other_weights_pattern, pool_prefix
 

@@ -14,7 +14,8 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.scheduler.role import mean_object_bytes
 from epochkv_connector.weights import executor as joining
 from epochkv_connector.wire import RankLayout
-from epochkv_connector.worker.role import build_runner
+from epochkv_connector.worker.role import JobRunner, build_runner
+from epochkv_fence.connection import ConfigurationError
 from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import rank_kv_cache_config
@@ -108,21 +109,27 @@ def test_objects_count_with_the_mean_of_what_ranks_put() -> None:
     assert mean_object_bytes([], 2) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("groups", "payloads"), [(("unlike",), {0: 8 * PAGE}), (("48", "unlike"), {0: PAGE, 1: 8 * PAGE}), (("full",), {0: PAGE})]
-)
-def test_a_rank_measures_its_tensors_and_stays_within_its_share(
-    make_rig: MakeRig, groups: tuple[str, ...], payloads: dict[int, int]
-) -> None:
-    """What the worker role of this engine's first rank builds over tensors like vLLM's."""
-    rig = make_rig(groups=groups, l1_bytes=1_000_000)
+def build(rig: Any, cores: int, **extra: Any) -> JobRunner:
+    """What the worker role of this engine's first rank builds over tensors like vLLM's, beside as many data-parallel ranks."""
     config, caches = rank_kv_cache_config(rig.options), {}
     for group in config.kv_cache_groups:
         for name in group.layer_names:
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {name: group.kv_cache_spec})[name]
             caches[name] = torch.zeros((2, config.num_blocks, BLOCK, 1, spec.head_size), dtype=spec.dtype)
-    ours = ConnectorConfig.parse(rig.vllm_config.kv_transfer_config.kv_connector_extra_config)
-    runner = build_runner(ours, rig.vllm_config, config, caches)
+    object.__setattr__(rig.vllm_config.parallel_config, "data_parallel_size_local", cores)
+    ours = ConnectorConfig.parse({**rig.vllm_config.kv_transfer_config.kv_connector_extra_config, **extra})
+    return build_runner(ours, rig.vllm_config, config, caches)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize(
+    ("groups", "payloads"), [(("unlike",), {0: 8 * PAGE}), (("48", "unlike"), {0: PAGE, 1: 8 * PAGE}), (("full",), {0: PAGE})]
+)
+def test_a_rank_measures_its_tensors_and_stays_within_its_share(
+    make_rig: MakeRig, groups: tuple[str, ...], payloads: dict[int, int], cores: int
+) -> None:
+    rig = make_rig(groups=groups, l1_bytes=1_000_000)
+    runner = build(rig, cores, local={"capacity_bytes": cores * 1_000_000})
     try:
         slot = max(payloads.values()) + 256
         assert runner.layout.payload_bytes == payloads
@@ -132,3 +139,12 @@ def test_a_rank_measures_its_tensors_and_stays_within_its_share(
         assert region.num_bytes <= 1_000_000
     finally:
         runner.shutdown()
+
+
+def test_rings_of_all_data_parallel_ranks_have_to_fit(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(store=SharedStore(), l1_bytes=None, extra={"staging_slots": 16})
+    monkeypatch.setattr("epochkv_connector.worker.role.StoreClient.start", lambda client: None)
+    monkeypatch.setattr("epochkv_connector.config.memory_limit", lambda root: (16 * (PAGE + 256), "one ring"))
+    build(rig, 1).shutdown()
+    with pytest.raises(ConfigurationError, match=f"staging_slots is 16, which takes {32 * (PAGE + 256)} bytes"):
+        build(rig, 2)

@@ -71,9 +71,23 @@ def num_worker_ranks(vllm_config: Any) -> int:
     return int(vllm_config.parallel_config.world_size)
 
 
-def num_machines(vllm_config: Any) -> int:
-    """Machines that the engine's worker ranks are spread over."""
-    return max(1, int(getattr(vllm_config.parallel_config, "nnodes_within_dp", 1) or 1))
+_CORES = "epochkv_cores_here"
+
+
+def note_cores(vllm_config: Any) -> None:
+    """Keep how many data-parallel ranks vLLM starts on this machine: it tells each one of a dense model that it is the only one.
+
+    Called where the configuration is made; every process of the engine gets it from there.
+    """
+    setattr(vllm_config.parallel_config, _CORES, int(vllm_config.parallel_config.data_parallel_size_local))
+
+
+def ranks_here(vllm_config: Any) -> int:
+    """Worker ranks that vLLM starts on one machine, of all data-parallel ranks. Where Ray puts them, nobody knows: all of one."""
+    parallel = vllm_config.parallel_config
+    cores = int(getattr(parallel, _CORES, parallel.data_parallel_size_local))
+    machines = int(getattr(parallel, "nnodes_within_dp", 1) or 1)
+    return max(1, cores) * num_worker_ranks(vllm_config) // max(1, machines)
 
 
 def has_ranks_here(vllm_config: Any) -> bool:

@@ -74,7 +74,7 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     check_encoder_transfer(vllm_config)
     if here and config.local is not None:
         given = config.local.capacity_bytes
-        check_fits(given // describe.num_machines(vllm_config), "local.capacity_bytes", given)
+        check_fits(given, "local.capacity_bytes", given)
     return config
 
 

@@ -33,7 +33,7 @@ from epochkv_connector.config import (
     shown,
     transfer_config,
 )
-from epochkv_connector.engine import fenced, limits, patches
+from epochkv_connector.engine import describe, fenced, limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.patches import share_log_handlers
 from epochkv_fence import quantity
@@ -143,11 +143,12 @@ def register() -> None:
 
 @_one_line()
 def check(vllm_config: Any) -> None:
-    """Refuse an engine that our connector would refuse once its model is loaded.
+    """Refuse an engine that our connector would refuse once its model is loaded, and note what its processes will not know.
 
     Raises:
         ConfigurationError, UnsupportedEngine: the message says what to change.
         SystemExit: the same as one line, in a command of vLLM.
     """
+    describe.note_cores(vllm_config)
     limits.check_before_load(vllm_config)
     fenced.check(vllm_config)

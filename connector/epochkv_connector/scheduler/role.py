@@ -335,7 +335,7 @@ class SchedulerRole:
         self._guard.run("weights", watch.before_schedule, weights.break_off)
 
     def _start_link(self) -> None:
-        self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_rank or 0))
+        self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_index))
         if self._config.hub is None and self._own is None:
             logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 

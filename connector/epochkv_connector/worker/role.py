@@ -208,6 +208,7 @@ def slot_count(config: ConnectorConfig, slot_bytes: int, num_ranks: int) -> int:
 
     Args:
         slot_bytes: from one slot to the next.
+        num_ranks: that share this machine's L1.
 
     Raises:
         ConfigurationError: the share has no room for one slot.
@@ -247,10 +248,10 @@ def build_runner(config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any
         return client
 
     stride = slot_stride([group_view(kv_caches, group, kv_cache_config.num_blocks).payload_bytes for group in groups.values()])
-    num_slots = slot_count(config, stride, ranks)
+    ranks_here = describe.ranks_here(vllm_config)
+    num_slots = slot_count(config, stride, ranks_here)
     if config.local is None:
-        local_ranks = ranks // describe.num_machines(vllm_config)
-        check_fits(num_slots * stride * local_ranks, "staging_slots", config.staging_slots)
+        check_fits(num_slots * stride * ranks_here, "staging_slots", config.staging_slots)
     staging = Staging(kv_caches, groups, num_slots, kv_cache_config.num_blocks)
     return JobRunner(
         staging,

@@ -92,7 +92,8 @@ class Local(ApiModel):
     """L1: host memory inside each engine pod."""
 
     capacity: Size
-    """Bytes per replica of an engine, split over its worker ranks. Added to the memory that its pods ask for."""
+    """Bytes in each engine pod, which its worker ranks share evenly, those of all its data-parallel ranks. Added to the memory that the
+    pod asks for."""
 
 
 class EtcdBackend(ApiModel):

@@ -113,18 +113,38 @@ def _pods(engine: InferenceEngine, observed: Observed) -> list[Json]:
     return select(observed.pods, engine_selector(engine.metadata.name), engine.metadata.namespace)
 
 
-def engine_ranks(engine: InferenceEngine, observed: Observed) -> dict[str, list[EngineView]]:
-    """What the hub knows of each replica of an engine: name of the live pod that leads it to its ranks, empty when none reported."""
+Ranks = dict[str, list[EngineView]]
+"""Data-parallel ranks of one replica, by name: their instances, none when it has not reported."""
+
+
+def engine_ranks(engine: InferenceEngine, observed: Observed) -> list[Ranks]:
+    """What the hub knows of each replica of an engine whose first pod lives. Every rank that it should have is there."""
     pods = select(observed.pods, leader_selector(engine), engine.metadata.namespace)
     names = [pod["metadata"]["name"] for pod in pods if pod["metadata"].get("deletionTimestamp") is None]
-    known = observed.hub.engines if observed.hub is not None else ()
-    return {name: [rank for rank in known if rank.pod == name] for name in names}
+    return [_replica(engine, name, observed.hub.engines if observed.hub is not None else ()) for name in names]
 
 
-def at_target(ranks: Iterable[EngineView], target: int) -> bool:
-    """True when a pod's every rank reported the target epoch, and at least one did."""
-    epochs = [rank.epoch for rank in ranks]
+def _replica(engine: InferenceEngine, leader: str, known: Iterable[EngineView]) -> Ranks:
+    """LeaderWorkerSet names the pods of a group after its first one."""
+    data, in_pod = engine.spec.parallelism.data, engine.spec.parallelism.engines_per_pod
+    places = [(f"{leader}-{rank // in_pod}" if rank >= in_pod else leader, rank) for rank in range(data)]
+    found: Ranks = {f"{pod}/{rank}" if rank else pod: [] for pod, rank in places}
+    pods = {pod for pod, _ in places}
+    for view in known:
+        if view.pod in pods:
+            found.setdefault(view.display_name, []).append(view)
+    return found
+
+
+def at_target(rank: Iterable[EngineView], target: int) -> bool:
+    """True when each instance of this rank reported the target epoch, and there is one."""
+    epochs = [view.epoch for view in rank]
     return bool(epochs) and all(epoch is not None and epoch >= target for epoch in epochs)
+
+
+def num_at_target(replicas: Iterable[Ranks], target: int) -> int:
+    """Replicas whose every rank reported the target epoch."""
+    return sum(all(at_target(rank, target) for rank in replica.values()) for replica in replicas)
 
 
 def _pool_health(pool: KVCachePool, observed: Observed, kind: str, component: str, asked: int | None = None) -> Health:
@@ -155,13 +175,13 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
         return Condition(kind, "True", "ScaledToZero", "there is no pod")
     if observed.hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
-    target, ranks = observed.hub.target, engine_ranks(engine, observed)
-    current = [name for name, known in ranks.items() if at_target(known, target)]
-    behind = sorted(set(ranks) - set(current))
-    if len(current) >= state.wanted and not behind:
-        return Condition(kind, "True", "Current", f"{len(current)} of {state.wanted} replicas are at epoch {target}")
-    silent = [name for name in behind if not ranks[name]]
-    text = f"{len(current)} of {state.wanted} replicas are at epoch {target}"
+    target, replicas = observed.hub.target, engine_ranks(engine, observed)
+    current = num_at_target(replicas, target)
+    behind = sorted(name for replica in replicas for name, rank in replica.items() if not at_target(rank, target))
+    text = f"{current} of {state.wanted} replicas are at epoch {target}"
+    if current >= state.wanted and not behind:
+        return Condition(kind, "True", "Current", text)
+    silent = sorted(name for replica in replicas for name, rank in replica.items() if not rank)
     if silent:
         return Condition(kind, "False", "NotReporting", f"{text}; not heard from: {', '.join(silent[:4])}")
     return Condition(kind, "False", "Advancing", f"{text}; behind: {', '.join(behind[:4])}" if behind else text)
@@ -172,10 +192,10 @@ def _engine_tiers(engine: InferenceEngine, observed: Observed) -> Condition:
     kind = "TiersUsable"
     if _idle(engine, engine_health(engine, observed)):
         return Condition(kind, "True", "ScaledToZero", "there is no pod")
-    ranks = [rank for known in engine_ranks(engine, observed).values() for rank in known]
-    if observed.hub is not None and not any(rank.alive for rank in ranks):
+    views = [view for replica in engine_ranks(engine, observed) for rank in replica.values() for view in rank]
+    if observed.hub is not None and not any(view.alive for view in views):
         return Condition(kind, "Unknown", "NotReporting", "the hub has not heard from any replica")
-    return _tiers_usable(ranks if observed.hub is not None else None)
+    return _tiers_usable(views if observed.hub is not None else None)
 
 
 def _tiers_usable(engines: Iterable[EngineView] | None) -> Condition:

@@ -290,20 +290,13 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     return podspec.with_rdma(pod, transport.resource_name) if transport is not None and transport.protocol == "RDMA" else pod
 
 
-def local_bytes(spec: InferenceEngineSpec, pool: KVCachePool | None) -> int:
-    """Bytes of L1 in each pod, which are added to its memory amounts. A replica's L1 is spread over its pods."""
-    if pool is None or pool.spec.local is None:
-        return 0
-    return -(-quantity.to_bytes(pool.spec.local.capacity) // spec.parallelism.nodes)
-
-
 def _resources(spec: InferenceEngineSpec, pool: KVCachePool | None) -> Json:
     """What the user asked for, with L1 added to each memory amount; with no amount given, L1 alone is requested."""
     given = spec.resources.model_dump(exclude_none=True) if spec.resources is not None else {}
     resources: Json = {section: dict(amounts) for section, amounts in given.items()}
-    local = local_bytes(spec, pool)
-    if not local:
+    if pool is None or pool.spec.local is None:
         return resources
+    local = quantity.to_bytes(pool.spec.local.capacity)
     sections = [section for section in resources if "memory" in resources[section]]
     for section in sections:
         resources[section]["memory"] = quantity.from_bytes(quantity.to_bytes(resources[section]["memory"]) + local)

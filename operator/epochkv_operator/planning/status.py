@@ -16,11 +16,11 @@ from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.conditions import (
     MAX_KINDS,
-    at_target,
     engine_conditions,
     engine_health,
     engine_ranks,
     master_health,
+    num_at_target,
     pool_conditions,
     store_health,
 )
@@ -82,9 +82,9 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
 
 def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, previous: Json, now: datetime) -> Json:
     """The status of an engine. `observed.hub` is the view of its pool."""
-    state, ranks = engine_health(engine, observed), engine_ranks(engine, observed)
+    state, replicas = engine_health(engine, observed), engine_ranks(engine, observed)
     found = conditions(engine_conditions(engine, pool, observed), previous, engine.metadata.generation, now)
-    silent = pool is not None and not all(ranks.values())
+    silent = pool is not None and not all(rank for replica in replicas for rank in replica.values())
     partial = silent and observed.hub is not None and not observed.hub.complete
     status: Json = {
         "conditions": _kept(found, previous, ("EpochCurrent", "TiersUsable", *_ready_too(found))) if partial else found,
@@ -95,9 +95,9 @@ def engine_status(engine: InferenceEngine, pool: KVCachePool | None, observed: O
         "selector": selector_text(leader_selector(engine)),
     }
     if pool is not None and observed.hub is not None:
-        status["epochReplicas"] = sum(at_target(known, observed.hub.target) for known in ranks.values())
-        every = [rank for known in ranks.values() for rank in known]
-        epochs = [rank.epoch for rank in every if rank.epoch is not None]
+        status["epochReplicas"] = num_at_target(replicas, observed.hub.target)
+        every = [view for replica in replicas for rank in replica.values() for view in rank]
+        epochs = [view.epoch for view in every if view.epoch is not None]
         if epochs:
             status["epoch"] = min(epochs)
         status["weights"] = weights_summary(every, observed.hub)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import multiprocessing
+import pickle
 import runpy
 import subprocess
 import sys
@@ -14,11 +15,11 @@ from typing import Any
 
 import pytest
 import vllm
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from epochkv_connector.engine import plugin
+from epochkv_connector.engine import describe, plugin
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_fence.connection import ConfigurationError
 from tests.support.scheduler import write_model_dir
@@ -114,7 +115,38 @@ def test_an_l1_larger_than_the_machine_is_refused_where_ranks_are_on_it(start: S
             start(large, **here)
     start(large, distributed_executor_backend="ray")
     start(large, distributed_executor_backend="mp", data_parallel_size_local=0)
-    start(large, distributed_executor_backend="mp", nnodes=1 << 20)  # each machine has its share
+
+
+def test_an_l1_has_to_fit_once_for_all_ranks_of_a_machine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epochkv_connector.config.memory_limit", lambda root: (1 << 30, "this test"))
+    shape = {"distributed_executor_backend": "mp", "data_parallel_size": 4, "data_parallel_size_local": 2, "nnodes": 4, "world_size": 4}
+    start(child(local={"capacity_bytes": 1 << 30}), **shape)
+    with pytest.raises(ConfigurationError, match="which takes 1073741825 bytes"):
+        start(child(local={"capacity_bytes": (1 << 30) + 1}), **shape)
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [
+        ({"tensor_parallel_size": 8}, 8),
+        ({"tensor_parallel_size": 8, "nnodes": 2}, 4),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4, "data_parallel_size_local": 4}, 8),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4, "data_parallel_size_local": 2, "nnodes": 2}, 4),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_external_lb": True}, 2),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_hybrid_lb": True}, 4),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4, "data_parallel_size_local": 0}, 2),  # a front end alone
+    ],
+)
+def test_ranks_that_share_a_machine_know_how_many_they_are(base: Any, given: dict[str, Any], ranks: int, is_dense: bool) -> None:
+    """vLLM has a data-parallel rank of a dense model forget the others, once its process has the configuration."""
+    config = copy.copy(base)
+    config.parallel_config = ParallelConfig(distributed_executor_backend="mp", **given)
+    plugin.check(config)
+    config.parallel_config = pickle.loads(pickle.dumps(config.parallel_config))
+    if is_dense:
+        config.parallel_config.reconfigure_for_independent_dp_rank()
+    assert describe.ranks_here(config) == ranks
 
 
 def test_ranks_that_a_launcher_starts_are_refused(start: Start) -> None:

@@ -185,6 +185,35 @@ def test_epoch_current(hub: HubView | None, pods: list[Json], status: str, reaso
     assert by_type(conditions)["Ready"][0] == status
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_every_data_parallel_rank_has_to_report(nodes: int) -> None:
+    """Of groups, the ranks of the second pod report for themselves."""
+    wanted = engine({"model": {"name": "m"}, "poolRef": {"name": "policy"}, "parallelism": {"tensor": 3, "data": 4, "nodes": nodes}})
+    kind, name = ("Deployment", "rollout") if nodes == 1 else ("LeaderWorkerSet", "rollout-nodes")
+    made = workload(desired_engine(wanted, POLICY, LWS), kind, name, **ready(1))
+    pods = [engine_pod("p")] if nodes == 1 else [member(0, index) for index in range(2)]
+    homes = ["p"] * 4 if nodes == 1 else ["rollout-nodes-0"] * 2 + ["rollout-nodes-0-1"] * 2
+
+    def told(*epochs: int | None, before: Json | None = None) -> tuple[Any, Json]:
+        """What is said once ranks 0, 1, ... have these epochs; `None`: this one does not report. `before`: to a hub that is new."""
+        views = [rank(homes[index], epoch, rank=index) for index, epoch in enumerate(epochs) if epoch is not None]
+        observed = Observed([made], pods, HubView(7, 7, [*views, rank("another")], complete=before is None))
+        return engine_conditions(wanted, POLICY, observed), engine_status(wanted, POLICY, observed, before or {}, NOW)
+
+    conditions, status = told(7, 7, 7, 7)
+    assert by_type(conditions)["EpochCurrent"] == ("True", "Current")
+    assert (status["epochReplicas"], status["epoch"], status["weights"]) == (1, 7, "aaaaaaaa 4/4")
+    assert told(7, 7, 7, None, before=status)[1] == status, "it has not heard from everybody yet"
+    conditions, status = told(7, 7, 7, None)
+    assert by_type(conditions)["EpochCurrent"] == by_type(conditions)["Ready"] == ("False", "NotReporting")
+    assert message(conditions, "EpochCurrent") == f"0 of 1 replicas are at epoch 7; not heard from: {homes[3]}/3"
+    assert (status["epochReplicas"], status["epoch"]) == (0, 7)
+    conditions, status = told(7, 6, 7, 7)
+    assert by_type(conditions)["EpochCurrent"] == ("False", "Advancing")
+    assert message(conditions, "EpochCurrent").endswith(f"; behind: {homes[1]}/1")
+    assert (status["epochReplicas"], status["epoch"]) == (0, 6)
+
+
 @pytest.mark.parametrize("going", [False, True], ids=["missing", "being-deleted"])
 def test_pool_not_found(going: bool) -> None:
     """The engine serves; the condition says what is missing and what to do."""

@@ -155,12 +155,27 @@ def test_groups_of_pods() -> None:
     leader, follower = container(spec["leaderTemplate"]), container(spec["workerTemplate"])
     assert (lws["spec"]["replicas"], spec["size"], spec["restartPolicy"]) == (3, 4, "RecreateGroupOnPodRestart")
     for made_of in (leader, follower):
-        # A quarter of the pool's 2 GiB in each pod: the connector divides by machines, too.
-        assert made_of["resources"] == {"limits": {"memory": "8704Mi"}}
+        assert made_of["resources"] == {"limits": {"memory": "10Gi"}}  # each pod has an L1 of the pool's 2 GiB
         assert variables(made_of)["VLLM_HOST_IP"] == "$(POD_IP)"
     assert (leader["command"][-1], follower["command"][-1]) == ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main")
     shm = next(volume for volume in spec["workerTemplate"]["spec"]["volumes"] if volume["name"] == "shm")
     assert shm["emptyDir"]["sizeLimit"] == "1Gi"  # four ranks of sixteen
+
+
+@pytest.mark.parametrize(("nodes", "shm"), [(1, "2Gi"), (2, "1Gi")])
+def test_data_parallel_ranks_of_a_pod_share_its_memory(nodes: int, shm: str) -> None:
+    shape = {"tensor": 2, "data": 4, "nodes": nodes}
+    made = objects({"parallelism": shape, "resources": {"limits": {"memory": "32Gi"}}}, pool({"local": {"capacity": "64Gi"}}))
+    found = next(obj["spec"] for obj in made if obj["kind"] in ("Deployment", "LeaderWorkerSet"))
+    for template in (
+        [found["template"]] if nodes == 1 else [found["leaderWorkerTemplate"][f"{role}Template"] for role in ("leader", "worker")]
+    ):
+        runs = container(template)
+        assert runs["resources"]["limits"]["memory"] == "96Gi"
+        config = json.loads(runs["args"][runs["args"].index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+        assert config["local"]["capacity_bytes"] == 64 << 30, "the connector divides it"
+        [volume] = [volume for volume in template["spec"]["volumes"] if volume["name"] == "shm"]
+        assert volume["emptyDir"]["sizeLimit"] == shm
 
 
 def test_only_the_first_pod_of_a_group_answers() -> None:
