@@ -114,7 +114,7 @@ ENVIRONMENT = {
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
     "MC_MIN_RPC_PORT": "15000",  # pins both listeners of a client, so that a NetworkPolicy can name them
-    "MC_MAX_RPC_PORT": "15063",
+    "MC_MAX_RPC_PORT": "15127",
     "MC_YLT_LOG_LEVEL": "warn",
 }
 """Variable -> value, measured as a whole block on the pinned Mooncake version."""

@@ -195,13 +195,13 @@ def test_network_policies_close_mooncake() -> None:
     assert admin["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "epochkv-system"}
     assert all("namespaceSelector" in peer for peer in admin["from"])
     transfer, health = rules(objects, "policy-store")
-    assert (transfer["from"], transfer["ports"]) == (members, [{"protocol": "TCP", "port": 15000, "endPort": 15063}])
+    assert (transfer["from"], transfer["ports"]) == (members, [{"protocol": "TCP", "port": 15000, "endPort": 15127}])
     assert health["ports"] == [{"protocol": "TCP", "port": 9300}]
     everybody, pool_only = rules(desired_engine(engine(), pool(), CONTEXT), "rollout")
     assert "from" not in everybody
     covered = {port for entry in everybody["ports"] if entry["protocol"] == "TCP" for port in range(entry["port"], entry["endPort"] + 1)}
-    assert set(range(1, 65536)) - covered == set(range(15000, 15064))
-    assert (pool_only["from"], pool_only["ports"]) == (members, [{"protocol": "TCP", "port": 15000, "endPort": 15063}])
+    assert set(range(1, 65536)) - covered == set(range(15000, 15128))
+    assert (pool_only["from"], pool_only["ports"]) == (members, [{"protocol": "TCP", "port": 15000, "endPort": 15127}])
     everything = objects + desired_engine(engine(), pool(), CONTEXT)
     workloads = [obj for obj in everything if obj["kind"] in ("Deployment", "StatefulSet")]
     assert len(workloads) == 3
