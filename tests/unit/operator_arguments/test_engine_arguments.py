@@ -90,6 +90,7 @@ def test_vllm_parses_the_pods_of_a_group(parser: argparse.ArgumentParser) -> Non
     for parsed in (leader, follower):
         assert (parsed.tensor_parallel_size, parsed.pipeline_parallel_size, parsed.nnodes) == (4, 2, 2)
         assert (parsed.master_addr, parsed.distributed_executor_backend) == ("big-nodes-0.big-nodes.rl", "mp")
+        assert (parsed.data_parallel_size, parsed.data_parallel_address, parsed.enable_expert_parallel) == (1, None, False)
         assert (parsed.served_model_name, parsed.enforce_eager, parsed.revision) == (["a", "b"], True, "abc123")
         assert parsed.kv_transfer_config.kv_connector == "EpochKVConnector"
 
