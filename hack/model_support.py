@@ -52,12 +52,14 @@ GPUs do (read, not run). `tests/scheduler/test_states.py` has these states, on v
 
 | shape | GPU cache and L1 | L2 and other engines |
 |---|---|---|
-| dense models with data parallelism; experts inside one data-parallel rank | named by weights | shared |
-| experts over data-parallel ranks | the engine's own (`OwnCache`) | nothing |
-| expert rebalancing (`enable_eplb`) | the engine's own (`OwnCache`) | nothing |
+| dense models with data parallelism; experts inside of one data-parallel rank | named by weights | shared |
+| experts over data-parallel ranks ([wide models](../wide.md)) | named by what all ranks hold | shared, by every rank with every rank |
+| the same with expert rebalancing (`enable_eplb`) or elastic expert parallelism | the engine's own (`OwnCache`) | nothing |
+| the same under `EPOCHKV_FENCE` | the engine's own (`OwnCache`) | nothing |
+| the prefetch offloader, vLLM's old Ray executor | the engine's own (`OwnCache`) | nothing |
 
 Caches of an engine's own hit as vLLM's do (`tests/scheduler/test_own_cache.py`). Requests with an adapter have no hits beside expert
-rebalancing, the prefetch offloader and vLLM's old Ray executor, because ranks are not asked there.
+rebalancing, the prefetch offloader and vLLM's old Ray executor, because ranks are not asked there, nor on wide models.
 
 ## Held by other tests
 

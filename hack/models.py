@@ -33,12 +33,15 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 32
     positions: int = 4096
+    experts: int = 0
 
     def config(self) -> dict[str, object]:
-        """The `config.json` of Hugging Face's Qwen3."""
+        """The `config.json` of Hugging Face's Qwen3, with experts if there are any."""
+        mixed = {"num_experts": self.experts, "num_experts_per_tok": 2, "moe_intermediate_size": self.intermediate, "norm_topk_prob": True}
         return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
+            **(mixed if self.experts else {}),
+            "architectures": ["Qwen3MoeForCausalLM" if self.experts else "Qwen3ForCausalLM"],
+            "model_type": "qwen3_moe" if self.experts else "qwen3",
             "vocab_size": self.vocab,
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
@@ -188,9 +191,12 @@ def _attention_tensors(shape: Shape) -> Iterator[Tensor]:
         yield Tensor(f"{layer}.self_attn.q_norm.weight", (shape.head_dim,), fill=1.6)
         yield Tensor(f"{layer}.self_attn.k_norm.weight", (shape.head_dim,), fill=1.6)
         yield Tensor(f"{layer}.post_attention_layernorm.weight", (hidden,))
-        yield Tensor(f"{layer}.mlp.gate_proj.weight", (shape.intermediate, hidden), gain=1.0)
-        yield Tensor(f"{layer}.mlp.up_proj.weight", (shape.intermediate, hidden), gain=1.0)
-        yield Tensor(f"{layer}.mlp.down_proj.weight", (hidden, shape.intermediate), gain=1.0)
+        if shape.experts:
+            yield Tensor(f"{layer}.mlp.gate.weight", (shape.experts, hidden), gain=1.0)
+        for mlp in [f"{layer}.mlp.experts.{expert}" for expert in range(shape.experts)] or [f"{layer}.mlp"]:
+            yield Tensor(f"{mlp}.gate_proj.weight", (shape.intermediate, hidden), gain=1.0)
+            yield Tensor(f"{mlp}.up_proj.weight", (shape.intermediate, hidden), gain=1.0)
+            yield Tensor(f"{mlp}.down_proj.weight", (hidden, shape.intermediate), gain=1.0)
     yield Tensor("model.norm.weight", (hidden,))
     yield Tensor("lm_head.weight", (shape.vocab, hidden), gain=4.0)
 

@@ -47,6 +47,7 @@ ROWS: dict[str, Entry] = {
         480,
         late("found", package="bench.families"),
     ),
+    "wide": Entry("two data-parallel ranks with experts: decode step, first token, pushes / stock vLLM", 240, late("wide")),
     "decode": Entry("decode throughput with the connector and no hits / without connector", 180, late("decode")),
 }
 

@@ -181,7 +181,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if runner is not None:
             held.runners.add(runner)
         held.layout = runner.layout if runner is not None else RankLayout(refusal=self._guard.first.get("register_kv_caches", ""))
-        self._worker = WorkerRole(rank, runner, self._guard.note, compare=held.compare, adapters=held.adapters)
+        self._worker = WorkerRole(rank, runner, self._guard.note, compare=held.compare, begin=held.begin, adapters=held.adapters)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""

@@ -28,7 +28,7 @@ _SAVE = (*_JOB, "overtaken")
 _LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _FAILURES))
 _PUT = tuple(dict.fromkeys((*_JOB, "stale", *_FAILURES)))
 _PLACES = (
-    "acknowledgement", "acks", "adopt", "allocate", "build_connector_meta", "emergency", "end", "events", "finish_step",
+    "acknowledgement", "acks", "adopt", "allocate", "build_connector_meta", "domain", "emergency", "end", "events", "finish_step",
     "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "hold", "isolate",
     "late", "layouts", "let_go", "link.stop", "lookup", "on_new_request", "record_loads", "register_kv_caches", "renamed",
     "request_finished", "reset", "reset_cache", "results", "schedule", "settle", "start_step", "stats", "take", "tiers", "tiers.close",
@@ -154,8 +154,10 @@ COUNTERS: tuple[Family, ...] = (
     _family("weights_digests", "digests", "Digests that were taken of the weights."),
     _family("weights_events", "events",
         "Changes of what the engine knows of its weights. `changed`: to other, known weights. `unknown`: nothing is reused or saved. "
-        "`late`: a rank saw them change during a step. `unseen`: they had changed while the engine was idle.",
-        label="what", weights_changes="changed", weights_unknown="unknown", weights_late="late", weights_unseen="unseen"),
+        "`late`: a rank saw them change during a step. `unseen`: they had changed while the engine was idle. `mixed`: other data-parallel "
+        "ranks began a step with other ones.",
+        label="what", weights_changes="changed", weights_unknown="unknown", weights_late="late", weights_unseen="unseen",
+        weights_mixed="mixed"),
     _family("roots", "roots", "Roots of block hashes bound, for epochs, resets and lost leases together.", "snapshots"),
     _family("root_overwrites", "times", "Times that somebody else had overwritten vLLM's hash root.", "root_overwritten"),
     _family("requests_renamed", "requests", "Requests that did not just take the block hashes of the current root.", label="how",

@@ -173,13 +173,16 @@ class WorkerReport:
 
     Attributes:
         late: questions whose answer was not true any more when a step was over (`StepMetadata.digest_number`).
+        mixed: questions of steps that not all data-parallel ranks of the domain began with what they had seen (`weights.domain`).
         replaced: adapters, and the questions, likewise.
     """
 
     acks: list[JobAck] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    mixed: list[int] = field(default_factory=list)
     replaced: list[tuple[int, int]] = field(default_factory=list)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Concatenate."""
-        return WorkerReport(acks=self.acks + other.acks, late=self.late + other.late, replaced=self.replaced + other.replaced)
+        names = ("acks", "late", "mixed", "replaced")
+        return WorkerReport(**{name: getattr(self, name) + getattr(other, name) for name in names})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
 import subprocess
@@ -68,6 +69,7 @@ class Engine(EngineApi):
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
         self._was_ready = False
+        self._headers = {"Content-Type": "application/json"}
         environ = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **(environ or {})}
         self.process = Process(name, command, directory / f"{name}.log", environ, popen=popen)
 
@@ -79,7 +81,7 @@ class Engine(EngineApi):
 
     def request(self, method: str, path: str, body: bytes | None = None, seconds: float = 120.0) -> bytes:
         """One HTTP request over loopback."""
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body, self._headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=seconds) as answer:
                 text: bytes = answer.read()
@@ -91,6 +93,12 @@ class Engine(EngineApi):
             raise EngineError(f"{self.name} {path}: HTTP {error.code}: {words}") from error
         except _NO_ANSWER as error:
             raise EngineError(f"{self.name} {path}: no answer: {error!r}") from error
+
+    def of_rank(self, rank: int) -> Self:
+        """The same engine, whose requests go to this data-parallel rank."""
+        one = copy.copy(self)
+        one.name, one._headers = f"{self.name}/{rank}", {**self._headers, "X-data-parallel-rank": str(rank)}
+        return one
 
     def _status(self, path: str) -> int:
         try:

@@ -22,8 +22,9 @@ class RayDistributedExecutor(FakeExecutor):
     """By its name, vLLM's old Ray executor."""
 
 
-def wide(config: VllmConfig, patch: Patch) -> None:
+def elastic(config: VllmConfig, patch: Patch) -> None:
     object.__setattr__(config.parallel_config, "data_parallel_size", 2)
+    object.__setattr__(config.parallel_config, "enable_elastic_ep", True)
     patch.setattr(type(config.model_config), "is_moe", True)
 
 
@@ -40,7 +41,7 @@ def old_ray(config: VllmConfig, patch: Patch) -> None:
 
 
 REASONS: dict[str, tuple[Callable[[VllmConfig, Patch], None], str]] = {
-    "wide": (wide, "data_parallel_size 1"),
+    "elastic ranks": (elastic, "enable_elastic_ep"),
     "expert rebalancing": (rebalancing, "enable_eplb"),
     "prefetch offloading": (offloading, "offload_group_size"),
     "old Ray executor": (old_ray, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"),
@@ -144,7 +145,7 @@ def test_whatever_may_make_it_stale_hides_all_of_it(make_own: Callable[..., Any]
 
 
 def test_a_call_hides_it_before_the_call_is_made(make_own: Callable[..., Any]) -> None:
-    rig = make_own("wide", epoch=0)
+    rig = make_own("elastic ranks", epoch=0)
     found(rig)
     seen: list[int] = []
     write = rig.executor.write
@@ -161,7 +162,7 @@ def test_a_call_hides_it_before_the_call_is_made(make_own: Callable[..., Any]) -
 
 @pytest.mark.parametrize("when", ["idle", "during a step"])
 def test_a_sample_that_differs_hides_it_where_samples_last(make_own: Callable[..., Any], when: str) -> None:
-    rig = make_own("wide", epoch=0)
+    rig = make_own("elastic ranks", epoch=0)
     found(rig)
     assert found(rig) == WHOLE
     if when == "idle":
@@ -178,7 +179,7 @@ def test_a_sample_that_differs_hides_it_where_samples_last(make_own: Callable[..
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
 
 
-@pytest.mark.parametrize("reason", [reason for reason in REASONS if reason != "wide"])
+@pytest.mark.parametrize("reason", [reason for reason in REASONS if reason != "elastic ranks"])
 def test_ranks_that_hold_something_else_at_each_step_are_not_asked(make_own: Callable[..., Any], reason: str) -> None:
     rig = make_own(reason, epoch=0)
     for tokens in (TOKENS, prompt(2, 3 * BLOCK), TOKENS):
@@ -194,7 +195,7 @@ def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: Callabl
     def broken(*args: Any) -> None:
         raise RuntimeError("broken")
 
-    rig = make_own("wide", epoch=0)
+    rig = make_own("elastic ranks", epoch=0)
     found(rig)
     monkeypatch.setattr(rig.side.weights, "hold", broken)
     push(rig)
@@ -215,7 +216,7 @@ def test_the_fence_alone_keeps_such_engines_hits_too(make_own: Callable[..., Any
 
 def test_other_engines_do_not_find_what_such_an_engine_puts_into_a_store_that_they_share(make_own: Callable[..., Any]) -> None:
     objects: dict[str, Any] = {}
-    a, b = (make_own("wide", kind=FencedRig, stock=MooncakeStore(objects), epoch=0) for _ in range(2))
+    a, b = (make_own("elastic ranks", kind=FencedRig, stock=MooncakeStore(objects), epoch=0) for _ in range(2))
     assert found(a) == 0
     assert objects
     assert found(b) == 0

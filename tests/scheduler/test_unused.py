@@ -12,6 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
+from epochkv_connector.engine import limits
 from epochkv_connector.weights import rank
 from epochkv_connector.wire import RankLayout
 from tests.scheduler.rigs import FailsOnce, MakeRig, filled, found
@@ -96,6 +97,11 @@ def seed(patch: Patch) -> dict[str, Any]:
     return {"store": SharedStore()}
 
 
+def routes(patch: Patch) -> dict[str, Any]:
+    patch.setattr(limits, "returns_routes", lambda vllm_config: True)
+    return {"store": SharedStore()}
+
+
 def seed_without_l1(patch: Patch) -> dict[str, Any]:
     return {**seed(patch), "l1_bytes": None}
 
@@ -125,6 +131,7 @@ REASONS: dict[str, tuple[Prepare, str, str, str]] = {
     "scales": (scales, "TiersOff", "no tier is used: calculate_kv_scales is on", "turn it off"),
     "weights": (experts, "OwnCache", "the engine keeps its cache to itself: expert rebalancing", "turn it off"),
     "seed": (seed, "L1Only", "L2 is off: block hashes (sha256) have a random seed", "set PYTHONHASHSEED"),
+    "routes": (routes, "L1Only", "L2 is off: vLLM takes blocks only with", "leave out --enable-return-routed-experts"),
     "seed without an L1": (seed_without_l1, "TiersOff", "L2 is off: ", "set PYTHONHASHSEED"),
     "tiers that cannot be built": (unbuilt, "TiersBroken", "no tier is used: the tiers could not be built (OSError: no", "restart"),
     "a rank that cannot copy": (refusing, "TiersBroken", "no tier is used: rank 1 cannot copy KV blocks (LayoutError: layer0: ", "restart"),
@@ -208,3 +215,30 @@ def test_a_rank_whose_memory_cannot_be_laid_out_tells_why(make_rig: MakeRig) -> 
         assert rank.layout(worker).num_slots > 0
     finally:
         connector.shutdown()
+
+
+def test_where_answers_have_routes_of_experts_l2_is_not_asked(make_rig: MakeRig, monkeypatch: Patch) -> None:
+    rig, tokens = filled(make_rig, **routes(monkeypatch))
+    assert found(rig, tokens) > 0, "in L1"
+    assert not rig.tiers.stats().get("store_exists_calls")
+    assert not rig.store.objects
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_hit_that_vllm_caps_at_its_routes_is_given_up_whole(make_rig: MakeRig, monkeypatch: Patch, held: bool) -> None:
+    connector = pytest.importorskip("vllm.distributed.aux_output_connector.connector").AuxOutputSchedulerConnector
+    if not hasattr(connector, "cap_external_hit"):
+        pytest.skip("this version of vLLM does not cap")
+    rig, tokens = filled(make_rig)
+    capped = SimpleNamespace(
+        max_cache_hit=lambda request: request.num_tokens - 1,
+        cap_external_hit=lambda request, local, external: external if held else 0,
+        request_loading=lambda request, number: None,
+        request_finished=lambda request: None,
+        build_connector_meta=lambda *_: None,
+        take_output=lambda request, output: None,
+    )
+    monkeypatch.setattr(rig.scheduler, "aux_output_connector", capped)
+    assert (found(rig, tokens) > 0) is held
+    monkeypatch.setattr(rig.scheduler, "aux_output_connector", None)
+    rig.check_clean()

@@ -35,6 +35,9 @@ _KINDS = (
 _PLANNING = (kv_cache_utils, kv_cache_planning)
 """Where versions of vLLM have what plans KV cache groups."""
 
+_DOMAIN = ("data_parallel_size", "enable_expert_parallel", "all2all_backend", "expert_placement_strategy")
+"""How experts lie on data-parallel ranks, and how tokens get there. Which of the ranks computes a token decides nothing."""
+
 _REMEDIES = {"CrossAttentionSpec": "encoder-decoder models have no prefixes to share; start the engine without EpochKV"}
 
 _UNKNOWN_KIND = "this version of EpochKV does not know this kind of layer; start the engine without EpochKV"
@@ -210,6 +213,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "world": int(parallel.world_size),
         "replicas": group_replicas(vllm_config, kv_cache_config),
         "pipeline": int(parallel.pipeline_parallel_size),
+        "domain": [_plain(getattr(parallel, name, None)) for name in _DOMAIN] if int(parallel.data_parallel_size) > 1 else None,
         "decode_context": int(getattr(parallel, "decode_context_parallel_size", 1)),
         "prefill_context": int(getattr(parallel, "prefill_context_parallel_size", 1)),
         "context_interleave": [

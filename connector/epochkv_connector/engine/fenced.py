@@ -188,7 +188,7 @@ class Fence:
         self._scheduler = scheduler
         self.guard = Guard()
         reporter = Reporter(self.guard.errors)
-        self.role = SchedulerRole(config, scheduler.vllm_config, scheduler.kv_cache_config, self.guard, reporter, lambda: None)
+        self.role = SchedulerRole(config, scheduler.vllm_config, scheduler.kv_cache_config, self.guard, reporter, lambda: None, fenced=True)
         self.role.pins.on_rename = self._renamed
         self.role.bind(scheduler.kv_cache_manager)
         self._join_names(scheduler)

@@ -183,9 +183,22 @@ class Own(NamedTuple):
     asks: bool
 
 
-def why_own(vllm_config: Any, executor: Any | None) -> Own | None:
+def returns_routes(vllm_config: Any) -> bool:
+    """Whether answers say which experts each token went to: vLLM caps every hit at what this engine has routes of."""
+    return bool(getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False))
+
+
+NO_DOMAIN = "the data-parallel ranks that hold the experts could not be asked to tell each other what they hold"
+
+
+def is_wide(vllm_config: Any) -> bool:
+    """Whether experts lie on several data-parallel ranks, so that KV of one depends on weights of all (`weights.domain`)."""
+    return int(vllm_config.parallel_config.data_parallel_size) > 1 and bool(getattr(vllm_config.model_config, "is_moe", False))
+
+
+def why_own(vllm_config: Any, executor: Any | None, *, fenced: bool = False) -> Own | None:
     """Whether this engine cannot know the weights that its KV depends on; None: it can."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parallel = vllm_config.parallel_config
     offload = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
     kinds = [kind.__name__ for kind in type(executor).__mro__] if executor is not None else []
     if bool(getattr(parallel, "enable_eplb", False)):
@@ -197,11 +210,10 @@ def why_own(vllm_config: Any, executor: Any | None) -> Own | None:
     if "RayDistributedExecutor" in kinds:
         why = "vLLM's old Ray executor makes calls to workers beside running steps; set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use 'mp'"
         return Own(why, asks=False)
-    if int(parallel.data_parallel_size) > 1 and bool(getattr(model, "is_moe", False)):
-        why = (
-            "experts are spread over data-parallel ranks, so KV depends on weights of other engines, which this one does not see; "
-            "give each engine all experts (data_parallel_size 1)"
-        )
+    if is_wide(vllm_config) and bool(getattr(parallel, "enable_elastic_ep", False)):
+        return Own("elastic expert parallelism (enable_elastic_ep) changes which ranks hold the experts; turn it off", asks=True)
+    if is_wide(vllm_config) and fenced:
+        why = "experts lie on other data-parallel ranks, with which EPOCHKV_FENCE compares no step; use EpochKVConnector"
         return Own(why, asks=True)
     return None
 
@@ -210,6 +222,8 @@ def why_no_adapters(vllm_config: Any) -> str | None:
     """Why KV of adapters cannot be named by their tensors, in words; None: it can."""
     if is_multimodal(vllm_config) and getattr(getattr(vllm_config, "lora_config", None), "enable_tower_connector_lora", False):
         return "outputs of the encoder are cached by an adapter's name, whatever it holds (enable_tower_connector_lora)"
+    if is_wide(vllm_config):
+        return "experts lie on other data-parallel ranks, and each loads the adapter by itself"
     return None
 
 
@@ -240,6 +254,11 @@ BROKEN = Unused(NOTHING, "an error turned the tiers off; restart the engine, and
 """While the engine runs (`SharedState.broken`)."""
 
 
+def kept_to_itself(why: str) -> Unused:
+    """See `why_own`."""
+    return Unused("the engine keeps its cache to itself", why, "OwnCache")
+
+
 def find_unused(
     config: ConnectorConfig,
     vllm_config: Any,
@@ -261,7 +280,7 @@ def find_unused(
         refusals: why a rank takes no job, by rank; empty where it does.
         random_hashes: algorithm of block hashes with a random seed, which other engines cannot look up; None: they can.
     """
-    found = [Unused("the engine keeps its cache to itself", own.why, "OwnCache")] if own is not None else []
+    found = [kept_to_itself(own.why)] if own is not None else []
     if not config.has_tiers:
         return found
     if (why := why_no_tiers(vllm_config)) is not None:
@@ -290,6 +309,12 @@ def find_unused(
         text = (
             f"block hashes ({random_hashes}) have a random seed in each process; "
             "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256"
+        )
+        found.append(Unused("L2 is off", text, "L1Only" if config.local is not None else "TiersOff"))
+    elif config.distributed is not None and returns_routes(vllm_config):
+        text = (
+            "vLLM takes blocks only with the routes of their tokens, which stay in the engine that computed them; "
+            "leave out --enable-return-routed-experts"
         )
         found.append(Unused("L2 is off", text, "L1Only" if config.local is not None else "TiersOff"))
     return found

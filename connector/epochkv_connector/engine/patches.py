@@ -2,7 +2,8 @@
 
 Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
 `KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`,
-`v1.core.sched.scheduler.Scheduler` and `MultiConnector`, the input queue of `EngineCore`, the functions of the CPU backend that
+`v1.core.sched.scheduler.Scheduler` and `MultiConnector`, the all-reduces of `v1.worker.dp_utils` and
+`v1.worker.gpu.dp_utils`, the input queue of `EngineCore`, the functions of the CPU backend that
 pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32), and the logger `vllm` with its handlers.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -128,6 +130,48 @@ def hide_adapters_from_hashes() -> None:
         return [] if pin is not None and pin.adapter else list(keys_of(request))
 
     _wrap(kv_cache_utils, "_gen_lora_extra_hash_keys", unless_pinned)
+
+
+class _Instead:
+    """An object of vLLM, one function of which is another one."""
+
+    def __init__(self, whole: Any, name: str, function: Callable[..., Any]) -> None:
+        self._whole = whole
+        setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+def around_all_reduce(carry: Callable[[Any, Callable[[Any], Any]], Any]) -> str:
+    """Let `carry` run the all-reduce over data-parallel ranks that precedes each forward pass. Why that cannot be; empty: it will."""
+    from vllm.v1.worker import dp_utils
+
+    places = [dp_utils, *([gpu] if (gpu := _module("vllm.v1.worker.gpu.dp_utils")) is not None else [])]
+    if not all(hasattr(place, "dist") or hasattr(place, "get_dp_group") for place in places) or not hasattr(dp_utils, "_run_ar"):
+        return "this vLLM tells data-parallel ranks of each other's steps in a way that is not known; use a version that was tested"
+    for place in places:
+        if hasattr(place, "dist"):
+            place.dist = _Instead(place.dist, "all_reduce", functools.partial(_reduce, carry, place.dist.all_reduce))
+        else:  # of the second model runner, from 0.33 on
+            place.get_dp_group = functools.partial(_carrying_group, carry, place.get_dp_group)
+    return ""
+
+
+def _reduce(carry: Callable[[Any, Callable[[Any], Any]], Any], reduce: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    return carry(tensor, lambda both: reduce(both, *args, **kwargs))
+
+
+def _carrying_group(carry: Callable[[Any, Callable[[Any], Any]], Any], group_of: Callable[[], Any]) -> Any:
+    group = group_of()
+    return _Instead(group, "cpu_all_reduce_", functools.partial(_reduce, carry, group.cpu_all_reduce_))
+
+
+def _module(name: str) -> Any | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
 
 
 def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:

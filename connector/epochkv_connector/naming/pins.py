@@ -382,7 +382,7 @@ class Pins:
 def is_private(pins: Pins, request: Any) -> bool:
     """Whether nobody else will ask for blocks that this request names now."""
     pin = pins.pin_of(request)
-    return pins.root.member.names_alone or pin is None or pin.alone or is_detached(request) or not pins.is_current(pin)
+    return pins.root.names_alone or pin is None or pin.alone or is_detached(request) or not pins.is_current(pin)
 
 
 def awaits_transfer(request: Any) -> bool:

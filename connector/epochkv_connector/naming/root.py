@@ -97,7 +97,7 @@ class PoolMembership:
 
     Attributes:
         secret: the pool's root secret; None: there is no way to the hub, so nothing is ever shared.
-        l2_allowed: False keeps every name inside this engine (random hash seed).
+        l2_allowed: False keeps every name inside this engine (random hash seed, or routes of experts that stay there).
         adapters_applied: how this engine applies adapters (`describe.describe_adapters`).
         is_own_pool: no hub is configured, so tiers may be used under a private root.
         names_alone: no digest can say what KV of this engine depends on. Its root is private, and each epoch, reset and possible write
@@ -124,6 +124,7 @@ class RootState:
         epoch: the highest one granted in this engine instance; -1 before the first.
         weights: digest of what the ranks hold; None: unknown. Any thread.
         overwritten: somebody else has bound vLLM's global: bypass for this engine instance. Any thread.
+        names_alone: see `PoolMembership`; also once the other ranks of a domain turn out not to tell what they hold. Any thread.
     """
 
     def __init__(self, member: PoolMembership, global_root: GlobalRoot, lease_until: Callable[[], float]) -> None:
@@ -133,6 +134,7 @@ class RootState:
         self.epoch = -1
         self.weights: bytes | None = None
         self.overwritten = False
+        self.names_alone = member.names_alone
         self._global = global_root
         self._lease_until = lease_until
         self._forbidden = False
@@ -210,7 +212,7 @@ class RootState:
             (self.overwritten, Reason.OVERWRITTEN),
             (self._forbidden, Reason.FORBIDDEN),
             (self.weights is None, Reason.NO_WEIGHTS),
-            (self.member.names_alone, Reason.OWN),
+            (self.names_alone, Reason.OWN),
             (self.member.secret is None, Reason.NO_HUB),
             (self.epoch < 0, Reason.UNASSIGNED),
             (self.waiting_after_reset, Reason.LOCAL_RESET),
@@ -261,7 +263,7 @@ class RootState:
 
     def proposal(self) -> int | None:
         """The epoch to propose after a local reset, or None when there is none to exceed, or nobody else has names of this engine's."""
-        return None if self.epoch < 0 or self.member.names_alone else self.epoch + 1
+        return None if self.epoch < 0 or self.names_alone else self.epoch + 1
 
     # ------------------------------------------------------------------ weights
 
@@ -290,6 +292,12 @@ class RootState:
     def has_ended(self, adapter: bytes) -> bool:
         """Whether `end` was called for this adapter in this epoch."""
         return (self.epoch, adapter) in self._ended
+
+    def keep_own(self) -> None:
+        """From now on this engine names for itself alone."""
+        with self.lock:
+            self.names_alone, self._settled = True, False
+            self._refresh()
 
     def forbid(self) -> None:
         """Nothing is named any more for others to find, nor for later requests of this engine."""

@@ -39,8 +39,9 @@ from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.tiers.manager import TierManager
 from epochkv_connector.weights.adapters import Adapters
+from epochkv_connector.weights.domain import Peers
 from epochkv_connector.weights.executor import EngineRanks, join
-from epochkv_connector.weights.watch import Watch
+from epochkv_connector.weights.watch import CHANGED, NO_PASS, Watch
 from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import object_bytes
 from epochkv_fence.connection import read_client_keys, read_root_secret
@@ -239,6 +240,7 @@ class SchedulerRole:
 
     Args:
         local_worker: finds the worker role when it lives in this process.
+        fenced: there are no worker roles, which compare each step with what it was to be (`EPOCHKV_FENCE`).
 
     Attributes:
         tiers: None when none is configured, or they could not be built: the fence works alone.
@@ -250,7 +252,15 @@ class SchedulerRole:
     """
 
     def __init__(
-        self, config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, guard: Guard, reporter: Reporter, local_worker: FindWorker
+        self,
+        config: ConnectorConfig,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        guard: Guard,
+        reporter: Reporter,
+        local_worker: FindWorker,
+        *,
+        fenced: bool = False,
     ) -> None:
         self._config, self._vllm_config, self._guard, self._reporter = config, vllm_config, guard, reporter
         self.hashing = blocks.BlockHashing(vllm_config.cache_config.prefix_caching_hash_algo)
@@ -264,7 +274,10 @@ class SchedulerRole:
         self.fingerprint = fingerprint({**described, "layouts": digests})
         adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
-        self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None))
+        self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None), fenced=fenced)
+        self._peers: Peers | None = None
+        if self._own is None and limits.is_wide(vllm_config):
+            self._own = guard.run("domain", lambda: self._join_domain(ranks, core), lambda: limits.Own(limits.NO_DOMAIN, asks=True))
         self.pins = self._build_pins(global_root, adapters, core)
         self.tiers, self.store_keys = guard.run(
             "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: (None, None)
@@ -277,11 +290,23 @@ class SchedulerRole:
         self.state = state = SharedState(self.pins, self.tiers, guard.note, core)
         self.requests, self.counters = state.requests, state.counters
         self.admission = Admission(state, may_load=not off & {limits.NOTHING, limits.NO_LOADS})
-        self.weights = WeightChanges(state, self.admission, self._link, core, scheduler)
+        self.weights = WeightChanges(state, self.admission, self._link, core, scheduler, self._kept_own)
         candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config))
         self.steps = Steps(state, self.weights, candidates, not off & {limits.NOTHING, limits.NO_SAVES}, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
         self._start_link()
+
+    def _join_domain(self, ranks: EngineRanks, core: Any) -> limits.Own | None:
+        """Before the first step of any rank. None: all workers of this one will tell the others what they hold."""
+        why, parallel = ranks.join_domain(), self._vllm_config.parallel_config
+        if not why:
+            size, rank = int(parallel.data_parallel_size), int(parallel.data_parallel_rank)
+            self._peers = Peers(size, rank, core.dp_store, self._link.poke)
+        return limits.Own(why, asks=True) if why else None
+
+    def _kept_own(self, why: str) -> None:
+        self._own, self._peers = limits.Own(why, asks=True), None
+        self._unused = [*self._unused, limits.kept_to_itself(why)]
 
     def _build_pins(self, global_root: blocks.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
         config, vllm_config = self._config, self._vllm_config
@@ -289,7 +314,7 @@ class SchedulerRole:
             config.pool.uid,
             self.fingerprint,
             self._link.secret,
-            l2_allowed=not blocks.hash_seed_is_random(self.hashing.algorithm),
+            l2_allowed=not (blocks.hash_seed_is_random(self.hashing.algorithm) or limits.returns_routes(vllm_config)),
             adapters_applied=describe.describe_adapters(vllm_config),
             is_own_pool=config.hub is None,
             names_alone=self._own is not None,
@@ -323,6 +348,7 @@ class SchedulerRole:
             describe.num_worker_ranks(self._vllm_config),
             time.monotonic,
             has_encoder=limits.is_multimodal(self._vllm_config),
+            peers=self._peers,
         )
         weights.adapters = adapters
         asks = self._own is None or self._own.asks
@@ -418,6 +444,9 @@ class SchedulerRole:
         if lost := self.pins.root.lost:
             return None, lost
         value, note = self.weights.watch.told
+        if self._peers is not None and (value is not None or note in (NO_PASS, CHANGED)):  # the others may have said more since
+            value = self._peers.foretold
+            note = "" if value is not None else NO_PASS
         return (None if value is None else value[:WEIGHTS_BYTES]), note
 
     def tiers_told(self) -> tuple[str, str]:

@@ -5,6 +5,7 @@ Requests that hold blocks go on: what they make of them gets no name. All others
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from epochkv_connector.engine import blocks
@@ -32,8 +33,16 @@ class WeightChanges:
     watch: Watch
     adapters: Adapters
 
-    def __init__(self, state: SharedState, admission: Admission, link: Link, core: Any | None, scheduler: Any | None) -> None:
-        self._core, self._scheduler = core, scheduler
+    def __init__(
+        self,
+        state: SharedState,
+        admission: Admission,
+        link: Link,
+        core: Any | None,
+        scheduler: Any | None,
+        kept_own: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._core, self._scheduler, self._kept_own = core, scheduler, kept_own
         self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
         self._admission = admission
         self.link = link
@@ -43,6 +52,8 @@ class WeightChanges:
         if not self._pins.root.hold(weights):
             self.tell()
             return
+        if weights is not None and self._pins.root.has_ended(weights):  # back again, and nobody else knows that they had ended here
+            self.ask_for_next_epoch()
         if self._tiers is not None:
             self._tiers.saves.drop_unsent()  # of requests that have ended: no step compares what they were computed with any more
         for record in self._requests:
@@ -55,11 +66,17 @@ class WeightChanges:
         """Blocks of the request that have no name yet get random ones, now and later."""
         self._pins.detach(request, blocks.num_named_blocks(self._state.manager, request, self._state.pool))
 
-    def end(self, weights: bytes) -> None:
-        """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch."""
-        if self._pins.root.end(weights):
+    def end(self, weights: bytes, *, at_once: bool = True) -> None:
+        """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch. Where
+        none has left this engine, the epoch has time until these weights return."""
+        if self._pins.root.end(weights) and at_once:
             self.ask_for_next_epoch()
         self._state.apply()
+
+    def keep_own(self, why: str) -> None:
+        """See `watch.WeightNames`."""
+        self._pins.root.keep_own()
+        self._kept_own(why)
 
     def clear_encoder(self) -> bool:
         """Forget outputs of an encoder that were made with other weights; False: some are in use still."""
@@ -83,6 +100,8 @@ class WeightChanges:
         try:
             for number in report.late:
                 self.watch.late(number)
+            for number in report.mixed:
+                self.watch.mixed(number)
             for adapter_id, number in report.replaced:
                 self.adapters.late(adapter_id, number)
         except Exception as error:

@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -371,6 +372,14 @@ def homes(worker: Any) -> Iterator[Home]:
                 if not _is_left_out(home.name):
                     yield Home(name + home.name, home.tensor, home.steps)
             _check_visible(name, module, num_bytes)
+
+
+_EXPERTS = re.compile(r"(?:^|\.)(?:routed_)?experts\.(?:(?:w13|w2)_[^.]*)?$")
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a tensor, or a layer whose weights were packed away, is of routed experts, of which data-parallel ranks have each a part."""
+    return _EXPERTS.search(name) is not None
 
 
 def weights(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:

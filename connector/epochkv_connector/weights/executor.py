@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
+
 from epochkv_connector.engine.patches import wake
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import ADAPTER_CALLS, Adapters
@@ -56,6 +58,13 @@ class EngineRanks:
     def are_unchanged(self, number: int) -> bool:
         return all(self._rpc(rank.is_unchanged, args=(number,)))
 
+    def join_domain(self) -> str:
+        """`rank.join_domain` on every rank: why one cannot; empty: all have."""
+        return next(filter(None, self._rpc(rank.join_domain)), "")
+
+    def see_domain(self, number: int) -> Sequence[dict[str, Any]]:
+        return list(self._rpc(rank.see_domain, args=(number,)))
+
     def end_device_work(self) -> None:
         self._rpc(rank.end_device_work)
 
@@ -74,7 +83,10 @@ def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: C
     @functools.wraps(call)
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         if is_harmless(method):
-            return _calling_adapters(adapters, call, method, args, kwargs, guarded)
+            answer = _calling_adapters(adapters, call, method, args, kwargs, guarded)
+            if method == "execute_dummy_batch":
+                guarded(watch.passed)
+            return answer
         guarded(adapters.suspect_all)
         guarded(lambda: watch.calling(method))
         alarm.set()
@@ -97,9 +109,22 @@ def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: C
     def scheduling(*args: Any, **kwargs: Any) -> Any:
         guarded(watch.before_schedule)
         guarded(adapters.before_schedule)
-        return schedule(*args, **kwargs)
+        if not watch.awaits or scheduler._pause_state != PauseState.UNPAUSED:
+            return schedule(*args, **kwargs)
+        scheduler._pause_state = PauseState.PAUSED_NEW
+        try:
+            return schedule(*args, **kwargs)
+        finally:
+            scheduler._pause_state = PauseState.UNPAUSED
 
-    scheduler.schedule = scheduling
+    update = scheduler.update_from_output
+
+    @functools.wraps(update)
+    def updating(*args: Any, **kwargs: Any) -> Any:
+        guarded(watch.stepped)
+        return update(*args, **kwargs)
+
+    scheduler.schedule, scheduler.update_from_output = scheduling, updating
     alarm.listen()
 
 

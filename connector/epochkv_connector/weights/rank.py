@@ -20,10 +20,23 @@ from typing import Any, Protocol
 
 import torch
 
+from epochkv_connector.engine import patches
 from epochkv_connector.engine.describe import engine_id, layers_digest
 from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS
-from epochkv_connector.weights.digest import Sample, Unreadable, digest, homes, models, packed, parts, weights, why_unreadable
-from epochkv_connector.weights.watch import Wanted
+from epochkv_connector.weights.digest import (
+    Sample,
+    Unreadable,
+    digest,
+    homes,
+    is_of_experts,
+    models,
+    packed,
+    parts,
+    weights,
+    why_unreadable,
+)
+from epochkv_connector.weights.domain import TOLD_BYTES, UNKNOWN, Column, Domain
+from epochkv_connector.weights.watch import IDLE_SECONDS, NO_PASS, Wanted
 from epochkv_connector.wire import RankLayout
 
 KNOWN = "_epochkv_digest"
@@ -196,6 +209,7 @@ class Copies(Protocol):
     """`worker.role.JobRunner`."""
 
     def settle_for_sleep(self, timeout: float) -> int: ...
+    def put_settled(self) -> None: ...
 
 
 Answer = dict[str, Any]
@@ -239,6 +253,13 @@ class Held:
         sample: drawn with it; `places`: where every tensor lay, and was kept.
         writes: calls of `load_weights` that have begun or ended, by whoever made them; `seen`: those before `number`.
         waits: calls of `end_device_work`.
+        domain: of a worker whose KV depends on weights of other data-parallel ranks.
+        expected: what its ranks said in the pass that question `number` saw; none: in none.
+        digested_at: passes of the domain before the newest digest.
+        silent: how often weights had changed that no call announced.
+        began: the domain's pass of the newest step of this rank.
+        stepped_at: end of the newest step with tokens of this rank, on the monotonic clock.
+        newest: the comparison that was made since the domain's newest pass; `older`: the one before it.
         layout: how this rank's KV tensors and host slots lie.
         adapters: what it said of its adapters.
         runners: what copies for it, for as long as that lives.
@@ -251,23 +272,58 @@ class Held:
     writes: int = 0
     seen: int = 0
     waits: int = 0
+    domain: Domain | None = None
+    expected: tuple[Column, ...] = ()
+    digested_at: int = 0
+    silent: int = 0
+    began: int = 0
+    stepped_at: float = float("-inf")
+    newest: Comparison | None = None
+    older: Comparison | None = None
     layout: RankLayout = field(default_factory=RankLayout)
     adapters: HeldAdapters = field(default_factory=HeldAdapters)
     runners: weakref.WeakSet[Copies] = field(default_factory=weakref.WeakSet)
 
     def forget(self) -> None:
         """Nothing is known any more."""
-        self.value, self.sample, self.places = None, None, None
+        self.value, self.sample, self.places, self.expected = None, None, None, ()
+        self.silent += any(one is not None and not one.holds() for one in (self.older, self.newest))
+        self.newest = self.older = None
+
+    def begin(self) -> None:
+        """A step has begun: the model's pass is the domain's newest one."""
+        self.began = self.domain.passes if self.domain is not None else 0
 
     def compare(self, number: int) -> Comparison:
         """Compare what is there with what question `number` found, behind the forward pass that was issued."""
-        return Comparison(self, number)
+        self.newest, self.stepped_at = Comparison(self, number), time.monotonic()
+        return self.newest
+
+    def is_unchanged(self, number: int) -> bool:
+        """Whether what is there is what question `number` found, as far as samples tell."""
+        unchanged = self.places is not None and Comparison(self, number).holds()
+        self.silent += not unchanged
+        return unchanged
+
+    def claim(self) -> Column:
+        """What this worker says in the domain's next pass. A comparison that was made before the latest pass has ended by now, so that
+        waiting for its result costs nothing; on a CPU, all have."""
+        if self.value is not None and self.writes == self.seen:
+            before, self.older = self.older, self.newest or Comparison(self, self.number)
+            self.newest = None
+            if (before is None or before.holds()) and (not self.older.ended() or self.older.holds()):
+                return self.value[:TOLD_BYTES] + self.silent.to_bytes(4, "little")
+            self.forget()
+        return UNKNOWN + self.silent.to_bytes(4, "little")
 
 
 class Comparison:
     """One comparison, made where the device's work has got to; its result waits for the device.
 
     A call that writes is announced (`end_device_work`), so a write that begins after the announcement is none of this step's.
+
+    Attributes:
+        as_expected: in a domain: all ranks began the latest pass with what question `number` had seen.
     """
 
     def __init__(self, held: Held, number: int) -> None:
@@ -279,6 +335,10 @@ class Comparison:
         self._compared = known.compare() if known is not None and stays else lambda: False
         self._event = torch.cuda.current_stream().record_event() if known is not None and torch.cuda.is_available() else None
         self._result: bool | None = None
+        domain = held.domain
+        self._pass = domain.passes if domain is not None else 0  # that of a draft, where there is one
+        self._columns = held.expected if held.number == number else ()
+        self.as_expected = domain is None or (bool(self._columns) and domain.columns == self._columns and domain.since <= held.began)
 
     def ended(self) -> bool:
         """The device is past it."""
@@ -290,6 +350,11 @@ class Comparison:
             overwritten = self._held.writes != self._writes and self._held.waits == self._waits
             self._result = not overwritten and self._compared()
         return self._result
+
+    def settled(self) -> bool | None:
+        """Whether all ranks of the domain ended the pass with what they had begun it with. None: a later pass will tell."""
+        domain = self._held.domain
+        return True if domain is None else domain.settled(self._pass, self._columns)
 
 
 _ranks: dict[str, Held] = {}
@@ -333,17 +398,21 @@ def _notice_writes(model: Any, held: Held) -> None:
 
 
 def digest_weights(worker: Any, number: int) -> Answer:
-    """Digest everything this rank holds, and draw a new sample."""
+    """Digest everything this rank holds, and draw a new sample. In a domain, `rest` is a digest of what is of no routed expert."""
     answer: Answer = {"number": number, "weights": None, "note": "", "rank": getattr(worker, "rank", 0)}
     held: Held | None = None
     try:
         held = _held(worker)
         held.forget()
         writes, deadline = held.writes, time.monotonic() + DIGEST_SECONDS
+        held.digested_at = held.domain.passes if held.domain is not None else 0
         _synchronize()
         sample = Sample(weights(worker))
         places = Places(worker)
         found = digest(weights(worker), packed(worker), deadline=deadline)
+        if held.domain is not None:
+            rest = ((name, tensor) for name, tensor in weights(worker) if not is_of_experts(name))
+            answer["rest"] = digest(rest, [one for one in packed(worker) if not is_of_experts(one[0])], deadline=deadline)
         if not sample.holds() or places.lie != Places(worker).lie or writes != held.writes:
             raise Unreadable("weights were written while they were read")
         held.number, held.value, held.sample, held.places, held.seen = number, found, sample, places, writes
@@ -352,6 +421,47 @@ def digest_weights(worker: Any, number: int) -> Answer:
         answer["note"] = why_unreadable(error)
     if held is not None and held.value is None:
         held.number = number
+    return answer
+
+
+def join_domain(worker: Any) -> str:
+    """Before the first pass: from then on this worker says in each one what it holds. Why it cannot, in words; empty: it will."""
+    try:
+        parallel, held = worker.vllm_config.parallel_config, _of(worker)
+
+        def after_pass() -> None:
+            for runner in held.runners:
+                runner.put_settled()
+
+        held.domain = Domain(
+            int(parallel.data_parallel_size),
+            int(parallel.data_parallel_rank),
+            torch.distributed.distributed_c10d._get_default_store(),
+            str(getattr(worker, "rank", 0)),
+            held.claim,
+            after_pass,
+        )
+        return patches.around_all_reduce(held.domain.carry)
+    except Exception as error:
+        return f"the data-parallel ranks cannot tell each other what they hold: {error!r}"
+
+
+def see_domain(worker: Any, number: int) -> Answer:
+    """What all ranks began the newest pass with: `columns`, or None and a `note`. From then on steps of this number expect that."""
+    answer: Answer = {"number": number, "columns": None, "note": "", "alone": "", "rank": getattr(worker, "rank", 0)}
+    held = _of(worker)
+    domain = held.domain
+    if domain is None or domain.alone:
+        answer["alone"] = domain.alone if domain is not None else "this worker has not joined the other data-parallel ranks"
+    elif domain.passes <= held.digested_at or time.monotonic() - max(domain.at, held.stepped_at) > IDLE_SECONDS:
+        answer["note"] = NO_PASS
+    elif silent := [str(rank) for rank, column in enumerate(domain.columns) if column.startswith(UNKNOWN)]:
+        answer["note"] = f"data-parallel rank {', '.join(silent)} does not know what it holds"
+    elif held.value is None:
+        answer["note"] = "the weights have changed"
+    else:
+        held.number, held.expected = number, domain.columns
+        answer["columns"] = domain.columns
     return answer
 
 
@@ -380,7 +490,7 @@ def is_unchanged(worker: Any, number: int) -> bool:
     """Whether the sample, and the places of all tensors, are those of question `number`."""
     try:
         held = _held(worker)
-        return held.places is not None and held.compare(number).holds() and held.places.lie == Places(worker).lie
+        return held.is_unchanged(number) and held.places is not None and held.places.lie == Places(worker).lie
     except Exception:
         return False
 

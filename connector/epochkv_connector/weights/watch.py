@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from epochkv_connector.weights.domain import TOLD_BYTES, Peers, domain_digest, own_digest
+
 logger = logging.getLogger("vllm.epochkv.weights")
 
 HARMLESS = frozenset((
@@ -37,6 +39,9 @@ QUIET_SECONDS = 0.25
 """An idle engine looks when no suspicious call came for so long: a push may be hundreds of calls."""
 PAUSE_SECONDS = 1.0
 """A call that comes so long after the last digest is the first of a push, or a lone one."""
+PATIENCE_SECONDS = 5.0
+"""How long requests wait for a pass that tells what all ranks of a domain hold, without which none of them can be served either. Then
+they are served without names."""
 RETRY_SECONDS = 1.0
 """Pause between two digests while ranks cannot say what they hold; at least ten times as long as the last one took."""
 SHARE = 4
@@ -49,6 +54,8 @@ STARTED = "a weight update was started and is not finished"
 WRITING = "they are being written"
 ENCODING = "outputs of the encoder that was there before are in use still"
 ASLEEP = "the engine sleeps"
+NO_PASS = "no step of all data-parallel ranks has told yet what they hold"
+CHANGED = "data-parallel ranks hold other weights"
 MIXED = b""
 """Outputs of an encoder that steps made with weights that nobody knows: the weights that were named last may have come back since."""
 
@@ -100,6 +107,9 @@ class Ranks(Protocol):
     def are_unchanged(self, number: int) -> bool:
         """`rank.is_unchanged` on every rank. May raise."""
 
+    def see_domain(self, number: int) -> Sequence[dict[str, Any]]:
+        """`rank.see_domain` on every rank. May raise."""
+
     def end_device_work(self) -> None:
         """`rank.end_device_work` on every rank. May raise."""
 
@@ -110,8 +120,12 @@ class WeightNames(Protocol):
     def hold(self, weights: bytes | None) -> None:
         """The engine holds these from now on; None: nobody knows. Called when `Watch.told`, which says why, has changed."""
 
-    def end(self, weights: bytes) -> None:
-        """Blocks under names of these were computed with others: the names are used here no more in this epoch."""
+    def end(self, weights: bytes, *, at_once: bool = True) -> None:
+        """Blocks under names of these were computed with others: the names are used here no more in this epoch. Others may have such
+        blocks, unless `at_once` is False."""
+
+    def keep_own(self, why: str) -> None:
+        """From now on this engine names for itself alone."""
 
     def tell(self) -> None:
         """`Watch.told` has changed, and nothing else."""
@@ -126,12 +140,24 @@ class Watch:
     Attributes:
         value: 32 bytes; None: unknown.
         told: (`value`, why it is None). Any thread.
-        number: of the last question to the ranks.
+        awaits: it is not known whether the ranks of the domain still hold what they did, and their next pass tells: no request may be
+            let in before.
+        number: of the last question that the ranks have answered.
         seconds: what it took.
-        counters: `digests`, `changes`, `unknown`, `late` (ranks saw a change after a step), `unseen` (changes found on an idle engine).
+        counters: `digests`, `changes`, `unknown`, `late` (ranks saw a change after a step), `unseen` (changes found on an idle engine),
+            `mixed` (steps that ranks of the domain began with other weights than names say).
     """
 
-    def __init__(self, ranks: Ranks, names: WeightNames, num_ranks: int, clock: Callable[[], float], *, has_encoder: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        names: WeightNames,
+        num_ranks: int,
+        clock: Callable[[], float],
+        *,
+        has_encoder: bool = False,
+        peers: Peers | None = None,
+    ) -> None:
         self.value: bytes | None = None
         self.told: tuple[bytes | None, str] = (None, "nobody has looked yet")
         self.number = 0
@@ -151,10 +177,20 @@ class Watch:
         self._stepped = False  # since the device was last waited for
         self._sampled = False  # ranks hold samples
         self._writes = ranks.num_writes
-        self._scheduled_at = self._digested_at = clock()
+        self._scheduled_at = self._looked_at = self._digested_at = clock()
         self._found: dict[int, bytes] = {}
         self._why_own: str | None = None
         self._asks = True
+        self._asked = 0
+        # In a domain, `value` is what KV of this engine depends on, of all ranks. Names begin with a pass that all began with it.
+        self._peers = peers
+        self._own: bytes | None = None  # what the ranks of this engine hold; `_rest`: beside routed experts
+        self._rest = b""
+        self._confirmed = False  # nothing has happened since `value` was seen
+        self._patience = 0.0  # until then nobody is let in; 0.0: nobody waits
+        self._silent: tuple[int, ...] = ()  # changes without a call, by rank, and what was named before
+        self._last = b""
+        self.awaits = False
 
     def keep_own(self, why: str, *, asks: bool) -> None:
         """No digest says all that KV of this engine depends on: each stands for itself, and never for what others hold.
@@ -194,6 +230,8 @@ class Watch:
     def suspect(self, why: str) -> None:
         """Weights may be other ones from now on."""
         self._suspicion, self._suspected_at = why, self._clock()
+        if self._peers is not None:
+            self._peers.say(None)
 
     def late(self, number: int) -> None:
         """A rank saw, behind a step, that it held other weights than those that question `number` found."""
@@ -206,6 +244,17 @@ class Watch:
             self._encoded = MIXED
             self.suspect("they changed during a step")
             self._set(None, "they changed during a step")
+
+    def mixed(self, number: int) -> None:
+        """A step was not begun with what question `number` had seen on all ranks of the domain. Its blocks have not left this engine."""
+        value = self._found.pop(number, None)
+        if value is None:
+            return
+        self.counters["mixed"] += 1
+        if number == self.number or value == self.value:
+            self._encoded, self._confirmed, self._patience = MIXED, False, 0.0
+            self._set(None, CHANGED)
+        self._names.end(value, at_once=False)
 
     def _end_device_work(self) -> None:
         """A call may write on another stream while a forward pass runs, and samples keep the memory of weights that it replaces."""
@@ -233,9 +282,25 @@ class Watch:
         if self.pending and self._clock() >= self.quiet_at():
             self._digest()
 
+    def stepped(self) -> None:
+        """The results of a step are there."""
+        self._scheduled_at = self._clock()
+
+    def passed(self) -> None:
+        """A pass of the domain has run that no step of this engine compares."""
+        now, self._confirmed = self._clock(), False
+        if self._peers is None or now < self._looked_at + IDLE_SECONDS:
+            return
+        self._looked_at = now
+        if not self._suspicion and not self._as_asked():
+            self._unseen()
+        self.when_idle()
+        self._follow_domain()
+
     def before_schedule(self) -> None:
         """Afterwards `value` is what the ranks hold, or None."""
         now = self._clock()
+        idle = now - self._scheduled_at > IDLE_SECONDS
         if self._ranks.num_writes != self._writes:
             self._writes = self._ranks.num_writes
             self.suspect("load_weights was called")
@@ -247,16 +312,22 @@ class Watch:
                 self._digest()
             elif self.value is not None:
                 self._set(None, WRITING)
-        elif now - self._scheduled_at > IDLE_SECONDS and not self._as_asked():
-            self.counters["unseen"] += 1
-            self.suspect("they changed while the engine was idle")
+        elif idle and not self._as_asked():
+            self._unseen()
             self._digest()
         elif self._waiting is not None:
             self._name(self._waiting, "the encoder's older outputs were dropped")
+        if idle:
+            self._confirmed, self._patience = False, 0.0
+        self._follow_domain()
         if self.value is None:
             self._encoded = MIXED
         self._scheduled_at = self._clock()
         self._stepped = True
+
+    def _unseen(self) -> None:
+        self.counters["unseen"] += 1
+        self.suspect("they changed while the engine was idle")
 
     def _as_asked(self) -> bool:
         try:
@@ -267,7 +338,7 @@ class Watch:
 
     def _digest(self) -> None:
         why, self._suspicion = self._suspicion, ""
-        self._writes, self._waiting = self._ranks.num_writes, None
+        self._writes, self._waiting, own, self._own = self._ranks.num_writes, None, self._own, None
         if self._started:
             self._set(None, STARTED)
             return
@@ -275,7 +346,7 @@ class Watch:
             self._digested_at = self._clock()
             self._name(os.urandom(OWN_BYTES), why)
             return
-        self.number += 1
+        self.number = self._asked = self._asked + 1
         self.counters["digests"] += 1
         self._sampled = True
         began = self._clock()
@@ -290,6 +361,57 @@ class Watch:
             self._suspicion, self._digest_at = why, now + max(RETRY_SECONDS, 10 * self.seconds)
             self._set(None, note)
             return
+        if self._peers is None:
+            self._found_out(value, why)
+            return
+        self._own = own_digest(answer["weights"] for answer in answers)
+        self._rest = own_digest(answer["rest"] for answer in answers)
+        self._peers.say(self._own, self._rest)
+        if self._own == own and self.value is not None:  # the ranks expect what they did
+            self._found_out(self.value, why)
+        else:
+            self._confirmed, self._patience = False, 0.0
+            self._set(None, NO_PASS)
+
+    def _follow_domain(self) -> None:
+        """Ask with what all ranks began their newest pass, unless nothing can have changed. Requests are kept out until a pass tells,
+        for `PATIENCE_SECONDS` at most: meanwhile there is nothing to schedule, and vLLM makes passes of its own accord."""
+        self.awaits = False
+        if self._peers is None or self._confirmed or self._own is None:
+            return
+        number = self._asked = self._asked + 1
+        said: list[dict[str, Any]] = []
+
+        def ask() -> list[dict[str, Any]]:
+            said.extend(self._ranks.see_domain(number))
+            return said
+
+        answers, note = answers_of(ask, number, self._num_ranks, "columns", tuple)
+        if alone := next((answer["alone"] for answer in said if answer["alone"]), ""):
+            self._leave_domain(alone)
+        elif answers:
+            self.number, self._confirmed, self._patience = number, True, 0.0
+            columns = list(zip(*(answer["columns"] for answer in answers), strict=True))  # of the workers of each data-parallel rank
+            silent = tuple(int.from_bytes(column[TOLD_BYTES:], "little") for workers in columns for column in workers)
+            if silent != self._silent and self._last:
+                self._names.end(self._last, at_once=False)
+            self._silent, self._last = silent, domain_digest([own_digest(workers) for workers in columns], self._rest)
+            self._found_out(self._last, "all ranks have begun a step with them")
+        else:
+            self._patience = self._patience or self._clock() + PATIENCE_SECONDS
+            self.awaits = self._clock() < self._patience
+            if not self.awaits:
+                self._set(None, note)
+
+    def _leave_domain(self, why: str) -> None:
+        logger.warning("EpochKV: this engine keeps its cache to itself: %s", why)
+        self._peers = None
+        self.keep_own(why, asks=True)
+        self._names.keep_own(why)
+        self.suspect("the engine keeps a cache of its own")
+        self._digest()
+
+    def _found_out(self, value: bytes, why: str) -> None:
         self._found[self.number] = value
         while len(self._found) > REMEMBERED:
             del self._found[next(iter(self._found))]
@@ -316,7 +438,7 @@ class Watch:
             logger.info("EpochKV: weights %s, seen in %.1f ms (%s)", value.hex()[:SHOWN_DIGITS], 1e3 * self.seconds, why)
         else:
             self.counters["unknown"] += 1
-            level = logging.INFO if note in (ASLEEP, STARTED, WRITING) else logging.WARNING
+            level = logging.INFO if note in (ASLEEP, STARTED, WRITING, NO_PASS, CHANGED) else logging.WARNING
             logger.log(level, "EpochKV: the weights are unknown, so nothing is reused or saved: %s", note)
         self.value, self.told = value, told
         self._names.hold(value)

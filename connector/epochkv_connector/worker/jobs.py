@@ -101,6 +101,10 @@ class LoadTask:
         )
 
 
+Settled = Callable[[], bool | None]
+"""Whether all ranks of a domain computed a step with the weights that its names say. None: a later pass will tell."""
+
+
 @dataclass(slots=True, eq=False)
 class SaveTask:
     job: SaveJob
@@ -110,6 +114,8 @@ class SaveTask:
     failed: bool = False
     overtaken: bool = False  # its GPU blocks may have been written to while it copied
     as_named: Callable[[], bool] = lambda: True  # whether its blocks were computed with the weights that their names say
+    settled: Settled = lambda: True
+    agreed: bool = False  # every rank has copied it
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 
@@ -537,11 +543,12 @@ class SaveTasks:
         """Those that may still read GPU blocks."""
         return self._rank.tasks(SaveTask, Stage.QUEUED, Stage.COPYING)
 
-    def submit(self, as_named: Callable[[], bool] = lambda: True) -> None:
+    def submit(self, as_named: Callable[[], bool] = lambda: True, settled: Settled = lambda: True) -> None:
         """The forward pass was issued: begin behind it. Model-runner thread.
 
         Args:
             as_named: asked when the device is past it: whether it was computed with the weights that names say.
+            settled: asked before anything of it leaves this engine, until it says more than None.
         """
         rank = self._rank
         saves, self._unsubmitted = self._unsubmitted, []
@@ -549,7 +556,7 @@ class SaveTasks:
             return
         after = rank.event()
         for save in saves:
-            save.after, save.as_named = after, as_named
+            save.after, save.as_named, save.settled = after, as_named, settled
             rank.guard(partial(self._begin, save), partial(self.fail_copy, save))
 
     def wait_copied(self, timeout: float) -> bool:
@@ -632,15 +639,32 @@ class SaveTasks:
         elif save.failed:
             rank.end_phase(save, Phase.COPIED, True, Stage.PUTTING)
             rank.end_phase(save, Phase.STORED, True)
-        elif rank.alone:
+        elif rank.alone and save.settled():
             rank.end_phase(save, Phase.COPIED, False, Stage.PUTTING)
             self._put(save)
         else:
+            save.agreed = rank.alone
             rank.end_phase(save, Phase.COPIED, False, Stage.COPIED)
 
     def agree(self, job_id: int) -> None:
-        """Every rank has copied this save, with the weights that its names say: its shards may be stored."""
-        if (save := self._copied(job_id)) is not None:
+        """Every rank has copied this save, with the weights that its names say: its shards may be stored as soon as they are settled."""
+        with self._rank.changed:
+            save = self._rank.jobs.get(job_id)
+        if isinstance(save, SaveTask) and save.stage is Stage.COPIED:
+            save.agreed = True
+            self._put_if_settled(save)
+
+    def put_settled(self) -> None:
+        """Store what every rank has copied, and whose step has turned out to be what its names say on every rank of the domain."""
+        for save in self._rank.tasks(SaveTask, Stage.COPIED):
+            if save.agreed:
+                self._put_if_settled(save)
+
+    def _put_if_settled(self, save: SaveTask) -> None:
+        settled = save.settled()
+        if settled is False:
+            self.refuse(save.job.job_id, "weights", "another data-parallel rank held other weights than its names say")
+        elif settled and self._copied(save.job.job_id) is not None:
             self._put(save)
 
     def refuse(self, job_id: int, reason: str = "other_rank", detail: str = "another rank has not copied it") -> None:

@@ -31,7 +31,19 @@ from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.weights.rank import Comparison, HeldAdapters
 from epochkv_connector.wire import JobAck, LoadJob, Phase, RankLayout, SaveJob, StepMetadata, Tier, WorkerReport
-from epochkv_connector.worker.jobs import LoadTask, LoadTasks, OpenStore, Rank, Report, SaveTask, SaveTasks, Stage, is_open, remaining
+from epochkv_connector.worker.jobs import (
+    LoadTask,
+    LoadTasks,
+    OpenStore,
+    Rank,
+    Report,
+    SaveTask,
+    SaveTasks,
+    Settled,
+    Stage,
+    is_open,
+    remaining,
+)
 from epochkv_connector.worker.layout import GroupSpec, group_view, layout_digest, slot_stride
 from epochkv_connector.worker.staging import HostRegion, Staging
 from epochkv_fence.connection import ConfigurationError
@@ -122,9 +134,13 @@ class JobRunner:
         for save in step.saves:
             self._saves.take(save)
 
-    def finish_step(self, as_named: Callable[[], bool] = lambda: True) -> None:
+    def finish_step(self, as_named: Callable[[], bool] = lambda: True, settled: Settled = lambda: True) -> None:
         """The forward of this step has been issued (`wait_for_save`): begin its saves behind it (`SaveTasks.submit`). Never raises."""
-        self._saves.submit(as_named)
+        self._saves.submit(as_named, settled)
+
+    def put_settled(self) -> None:
+        """A pass of the domain has begun (`SaveTasks.put_settled`). Never raises."""
+        self._saves.put_settled()
 
     def settle(self) -> None:
         """GPU blocks of saves may be written to from now on: wait for their copies, and fail what is late. Never raises."""
@@ -328,6 +344,7 @@ class WorkerRole:
     Args:
         rank: its number, in the order the scheduler role counts ranks.
         runner: executes its jobs; None: this rank cannot be staged, and every job is answered as failed.
+        begin: told of each step, before its forward pass.
         compare: begins a comparison of the weights with the answer to the question of this number.
         adapters: of this rank.
     """
@@ -338,12 +355,13 @@ class WorkerRole:
         runner: JobRunner | None,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
         compare: Callable[[int], Comparison] | None = None,
+        begin: Callable[[], None] = lambda: None,
         adapters: HeldAdapters | None = None,
     ) -> None:
         self.rank = rank
         self.runner = runner
         self._on_error = on_error
-        self._compare_weights = compare
+        self._compare_weights, self._begin = compare, begin
         self._adapters = adapters or HeldAdapters()
         self._replaced: list[tuple[int, int]] = []
         self._comparisons: list[Comparison] = []
@@ -372,6 +390,7 @@ class WorkerRole:
         if self._started:
             return
         self._started, self._idle = True, idle
+        self._begin()
         self._pending.take_on(metadata)
         self.settle(metadata)
         if self.runner is not None:
@@ -384,17 +403,17 @@ class WorkerRole:
             return
         self._finished = True
         self._replaced += self._adapters.replaced(metadata.newest_epoch)
-        as_named = self._compare(metadata.digest_number)
+        as_named, settled = self._compare(metadata.digest_number)
         if self.runner is not None:
-            self.runner.finish_step(as_named if self._adapters.are_unchanged(metadata.adapters) else lambda: False)
+            self.runner.finish_step(as_named if self._adapters.are_unchanged(metadata.adapters) else lambda: False, settled)
 
-    def _compare(self, number: int) -> Callable[[], bool]:
+    def _compare(self, number: int) -> tuple[Callable[[], bool], Settled]:
         """Whether the last forward pass used the weights that this step's names say. Weights that cannot be compared count as changed."""
         if number < 0 or self._compare_weights is None:
-            return lambda: number < 0
+            return lambda: number < 0, lambda: True
         comparison = self._compare_weights(number)
         self._comparisons.append(comparison)
-        return comparison.holds
+        return lambda: comparison.as_expected and comparison.holds(), comparison.settled
 
     def refuse(self, metadata: StepMetadata) -> None:
         """Taking a step has raised: the runner is shut down and gets no more jobs.
@@ -429,7 +448,9 @@ class WorkerRole:
         over = [one for one in self._comparisons if one.ended()]
         self._comparisons = [one for one in self._comparisons if one not in over]
         replaced, self._replaced = self._replaced, []
-        return WorkerReport(acks=acks, late=sorted({one.number for one in over if not one.holds()}), replaced=replaced)
+        late = {one.number for one in over if not one.holds()}
+        mixed = {one.number for one in over if not one.as_expected} - late
+        return WorkerReport(acks=acks, late=sorted(late), mixed=sorted(mixed), replaced=replaced)
 
     def drain(self, timeout: float) -> WorkerReport:
         """Wait until no save holds GPU blocks (at most `timeout` seconds); loads that ended meanwhile are kept."""

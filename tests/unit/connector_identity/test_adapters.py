@@ -180,7 +180,7 @@ def test_a_name_that_was_used_for_others_is_refused_to_every_id_until_the_next_e
 
 def test_a_worker_saves_nothing_of_a_step_that_used_other_tensors_and_reports_it_once() -> None:
     rank, named = Rank(), []
-    runner = SimpleNamespace(start_step=lambda step: None, finish_step=lambda as_named: named.append(as_named()))
+    runner = SimpleNamespace(start_step=lambda step: None, finish_step=lambda as_named, settled: named.append(as_named()))
     side = WorkerRole(0, runner, adapters=rank.held)  # type: ignore[arg-type]
     rank.ask(1, (1, request(), False))
 

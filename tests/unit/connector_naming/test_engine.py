@@ -61,6 +61,9 @@ class Scheduler:
         """As vLLM's."""
         self._executor.calls.append("schedule")
 
+    def update_from_output(self) -> None:
+        """As vLLM's."""
+
 
 class Core:
     """As vLLM's in a process of its own: inputs come through a queue."""
@@ -103,7 +106,10 @@ class Joined:
     def hold(self, weights: bytes | None) -> None:
         """Nothing is named here."""
 
-    def end(self, weights: bytes) -> None:
+    def end(self, weights: bytes, *, at_once: bool = True) -> None:
+        raise AssertionError("not here")
+
+    def keep_own(self, why: str) -> None:
         raise AssertionError("not here")
 
     def clear_encoder(self) -> bool:

@@ -1,4 +1,4 @@
-"""A plugin of vLLM for tests: what its CPU back end lacks for experts over data-parallel ranks, over gloo.
+"""A plugin of vLLM for tests and benchmarks: what its CPU back end lacks for experts over data-parallel ranks, over gloo.
 
 `all_gatherv` and `reduce_scatterv` exchange rows of unlike numbers. Ranks pad to the longest, and cut off again.
 """

@@ -1,0 +1,197 @@
+"""A domain: data-parallel ranks that hold a model's experts together, so that KV of one rank depends on weights of all.
+
+Routed experts are spread over the ranks; all else each rank has for itself, and computes its own tokens with it. So a name is made of
+what all ranks hold, and of what this one has beside experts: the same on all ranks, unless a push has reached some of them alone.
+
+Before each forward pass, dummy ones included, vLLM runs a small all-reduce over these ranks, in which each fills its own column. We
+let it carry `WORDS` more rows: a digest of what this worker holds, or zeros. So each rank knows of each pass with which weights every
+rank began it. No collective is added, and none can get out of step.
+
+A rank without us reduces fewer rows. So every rank that has us says so in the store of its process group before its first pass. Rank 0
+then writes from which all-reduce on all carry more, before it enters the one before; the others look behind each one. Who lacks us has
+said nothing when the first one has ended: then nobody ever carries more, and each rank keeps a cache of its own.
+
+`Domain` lives in each worker. `Peers` lives beside a scheduler, and tells what the domain holds while nobody steps.
+
+Knows of vLLM 0.30 to 0.33: `v1.worker.dp_utils` and `v1.worker.gpu.dp_utils`, which call `torch.distributed.all_reduce` through a name
+`dist` of their own, or `GroupCoordinator.cpu_all_reduce_` (0.33); `DPEngineCoreProc.dp_store`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+logger = logging.getLogger("vllm.epochkv.weights")
+
+TOLD_BYTES = 16
+"""Of a digest that a rank tells the others."""
+WORDS = 5
+"""Rows of 32 bits: the digest, and how often weights changed without a call."""
+SETTLED = 2
+"""Passes after which ranks would have told that weights were written during one: each compares behind a pass, and waits for its device
+in the one after that."""
+UNKNOWN = bytes(TOLD_BYTES)
+NEVER = 1 << 62
+LOOK_SECONDS = 0.5
+PAUSE_SECONDS = 5.0
+
+Column = bytes
+"""What one rank said: its digest, or zeros, and the number of changes that no call announced."""
+
+
+def own_digest(digests: Iterable[bytes]) -> bytes:
+    """What a data-parallel rank holds, of what its workers hold, in their order; of each, `TOLD_BYTES` count."""
+    return hashlib.sha256(b"".join(digest[:TOLD_BYTES] for digest in digests)).digest()[:TOLD_BYTES]
+
+
+def domain_digest(own: Sequence[bytes], rest: bytes) -> bytes:
+    """32 bytes: what KV of one rank depends on.
+
+    Args:
+        own: what the ranks hold, in their order.
+        rest: what this rank holds beside routed experts. It computes its own tokens with that, so ranks of which it is not equal share
+            nothing, such as after half a push.
+    """
+    return hashlib.sha256(b"epochkv domain %d " % len(own) + b"".join(own) + rest).digest()
+
+
+class Store(Protocol):
+    """`torch.distributed.Store`, of which every rank of the domain has a client."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class Domain:
+    """One worker's part. The worker's thread.
+
+    Args:
+        store: of the process group that spans the domain.
+        group: names this worker's all-reduces among those of other workers of its engine.
+        claim: what this worker holds now: see `Column`.
+
+    Attributes:
+        size: how many ranks.
+        alone: why the ranks carry nothing, in words; empty: they do, or will.
+        calls: all-reduces so far; `passes`: those that carried more.
+        columns: what the ranks said in the newest pass; `since`: the first pass from which on they have said the same.
+        at: when that pass began, on the monotonic clock.
+    """
+
+    def __init__(self, size: int, rank: int, store: Store, group: str, claim: Callable[[], Column], after_pass: Callable[[], None]) -> None:
+        self.size, self.alone = size, ""
+        self.calls = self.passes = self.since = 0
+        self.columns: tuple[Column, ...] = ()
+        self.at = float("-inf")
+        self._rank, self._store, self._claim, self._after_pass = rank, store, claim, after_pass
+        self._ready = [f"epochkv/{group}/{number}" for number in range(size)]
+        self._verdict = f"epochkv/{group}/from"
+        self._from: int | None = None  # the first all-reduce that carries more; None: not agreed yet
+        store.set(self._ready[rank], b"1")
+
+    def carry(self, tensor: torch.Tensor, reduce: Callable[[torch.Tensor], Any]) -> Any:
+        """Run an all-reduce of vLLM's (`tensor`: [rows, ranks], of which each rank fills a column, summed in place)."""
+        self.calls += 1
+        if self._from is None and self._rank == 0:
+            self._decide()
+        if self._from is None or self.calls < self._from:
+            done = reduce(tensor)
+            if self._from is None:
+                self._look(tensor)
+            return done
+        more = torch.zeros((WORDS, self.size), dtype=torch.int32)
+        more[:, self._rank] = torch.frombuffer(bytearray(self._claim()), dtype=torch.int32)
+        both = torch.cat([tensor, more.to(tensor.device, tensor.dtype)])
+        done = reduce(both)
+        tensor.copy_(both[: len(tensor)])
+        columns = tuple(column.numpy().tobytes() for column in both[len(tensor) :].to("cpu", torch.int32).t().contiguous())
+        if columns != self.columns:
+            self.since, self.columns = self.passes + 1, columns
+        self.passes += 1  # at last: `settled` reads it first
+        self.at = time.monotonic()
+        self._after_pass()
+        return done
+
+    def settled(self, number: int, columns: tuple[Column, ...]) -> bool | None:
+        """Whether pass `number`, which began with these columns, ended with them on all ranks. None: a later pass will tell. Any thread."""
+        passes = self.passes
+        if self.columns != columns or self.since > number:
+            return False
+        return True if passes >= number + SETTLED else None
+
+    def _decide(self) -> None:
+        """Rank 0, before it enters an all-reduce: whoever ends that one can read what is written here."""
+        missing = [str(rank) for rank, key in enumerate(self._ready) if not self._store.check([key])]
+        if missing and self.calls == 1:
+            return  # another rank may still start
+        verdict = f"{NEVER} {', '.join(missing)}" if missing else str(self.calls + 1)
+        self._store.set(self._verdict, verdict.encode())
+        self._take(verdict)
+
+    def _look(self, tensor: torch.Tensor) -> None:
+        """Any other rank, behind an all-reduce."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        if self._store.check([self._verdict]):
+            self._take(self._store.get(self._verdict).decode())
+        elif self.calls > 1:
+            self._take(f"{NEVER} 0")
+
+    def _take(self, verdict: str) -> None:
+        number, _, missing = verdict.partition(" ")
+        self._from = int(number)
+        if missing:
+            self.alone = f"data-parallel rank {missing} runs without EpochKV, so nobody knows what all ranks hold; start all ranks alike"
+
+
+class Peers:
+    """Beside a scheduler: what the ranks of its domain say that they hold, also while nobody steps. Nothing is found or named by it.
+
+    Args:
+        store: of the engine cores, whose calls may block: a thread of its own makes them.
+        changed: called when what `foretold` is has changed.
+
+    Attributes:
+        foretold: what the domain holds, 32 bytes; None: some rank does not know. Any thread.
+    """
+
+    def __init__(self, size: int, rank: int, store: Store, changed: Callable[[], None]) -> None:
+        self.foretold: bytes | None = None
+        self._rest = b""
+        self._keys = [f"epochkv/holds/{number}" for number in range(size)]
+        self._rank, self._store, self._changed = rank, store, changed
+        self._own: bytes = UNKNOWN
+        self._said = threading.Event()
+        threading.Thread(target=self._follow, name="epochkv-domain", daemon=True).start()
+
+    def say(self, own: bytes | None, rest: bytes = b"") -> None:
+        """This rank holds weights of this digest now (see `domain_digest`); None: it does not know."""
+        self._own, self._rest = own or UNKNOWN, rest
+        self._said.set()
+
+    def _follow(self) -> None:
+        told: bytes | None = None
+        while True:
+            self._said.wait(LOOK_SECONDS)
+            self._said.clear()
+            try:
+                if (own := self._own) != told:
+                    self._store.set(self._keys[self._rank], own)
+                    told = own
+                known = [self._store.get(key) for key in self._keys] if self._store.check(self._keys) else [UNKNOWN]
+            except Exception as error:  # the domain ends, or its first rank does not answer
+                logger.debug("EpochKV: the ranks of the domain cannot be asked: %r", error)
+                known, told = [UNKNOWN], None
+                time.sleep(PAUSE_SECONDS)
+            foretold = None if UNKNOWN in known else domain_digest(known, self._rest)
+            if foretold != self.foretold:
+                self.foretold = foretold
+                self._changed()
