@@ -199,7 +199,10 @@ async def _hub(client: KubeClient, scope: ClusterScope, pool: Json) -> list[Find
     }
     connection = Connection(PoolRef(name, pool["metadata"]["uid"], namespace), HubRef(endpoint), _about(pool), environ)
     try:
-        check_endpoint(endpoint, "the hub's address")
+        check_endpoint(endpoint, "--hub" if scope.hub else "status.endpoints.hub")
+    except ConfigurationError as error:
+        raise CannotLook(str(error)) from None
+    try:
         connection.client_keys()
     except ConfigurationError:
         return [Finding("hub", Level.WRONG, f"the Secret {secret} is not there, or has no keys that fit", again, _about(pool))]

@@ -2,7 +2,7 @@
 
 Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
 `KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`,
-`v1.core.sched.scheduler.Scheduler` and `MultiConnector`, the all-reduces of `v1.worker.dp_utils` and
+`v1.core.sched.scheduler.Scheduler` and `MultiConnector`, `Scheduler._pause_state`, the all-reduces of `v1.worker.dp_utils` and
 `v1.worker.gpu.dp_utils`, the input queue of `EngineCore`, the functions of the CPU backend that
 pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32), and the logger `vllm` with its handlers.
 """
@@ -15,6 +15,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -201,6 +202,21 @@ def around_events(block_pool: Any, of_request: Callable[[Any, list[Any]], list[A
     for name in ("cache_full_blocks", "cache_partial_block", "emit_cached_block_events"):
         _wrap(block_pool, name, name_blocks)
     _wrap(block_pool, "take_events", take)
+
+
+@contextmanager
+def keeping_requests_out(scheduler: Any) -> Iterator[None]:
+    """Meanwhile vLLM's scheduler lets no waiting request in, as after its own pause of new ones."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    if scheduler._pause_state != PauseState.UNPAUSED:  # somebody has paused it
+        yield
+        return
+    scheduler._pause_state = PauseState.PAUSED_NEW
+    try:
+        yield
+    finally:
+        scheduler._pause_state = PauseState.UNPAUSED
 
 
 def wake(engine_core: Any) -> None:

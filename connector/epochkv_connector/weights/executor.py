@@ -7,11 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from vllm.v1.core.sched.interface import PauseState
-
-from epochkv_connector.engine.patches import wake
+from epochkv_connector.engine.patches import keeping_requests_out, wake
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import ADAPTER_CALLS, Adapters
 from epochkv_connector.weights.watch import Wanted, Watch, is_harmless
@@ -109,13 +108,8 @@ def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: C
     def scheduling(*args: Any, **kwargs: Any) -> Any:
         guarded(watch.before_schedule)
         guarded(adapters.before_schedule)
-        if not watch.awaits or scheduler._pause_state != PauseState.UNPAUSED:
+        with keeping_requests_out(scheduler) if watch.awaits else nullcontext():
             return schedule(*args, **kwargs)
-        scheduler._pause_state = PauseState.PAUSED_NEW
-        try:
-            return schedule(*args, **kwargs)
-        finally:
-            scheduler._pause_state = PauseState.UNPAUSED
 
     update = scheduler.update_from_output
 
