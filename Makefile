@@ -42,7 +42,7 @@ demo-cold: setup-engine ## No cluster: the first load of fresh engines from the 
 down: ## Remove everything that demo made
 	@if [ -x $(DEV) ]; then $(DEV) -m hack.demo down; else echo "nothing to remove"; fi
 
-setup-checks: setup ## What tests check alerts and workflows with (built once, minutes)
+setup-checks: setup ## What only tests need: promtool, actionlint, the controller of LeaderWorkerSets (built once, minutes)
 	@$(DEV) -m hack.cluster build --checks
 
 test: setup-cluster setup-checks lint ## Set up everything, pass every test but the slow ones: at most 25 minutes on two cores, 40 from nothing
@@ -86,7 +86,7 @@ test-cluster: setup-cluster setup-checks ## Real API server; operator, chart, RB
 test-kills: setup-cluster ## The operator killed after each of its writes, in every flow (`make test` runs a slice)
 	@$(DEV) -m pytest -s tests/cluster/test_operator_kills.py
 
-test-e2e: setup-cluster ## The whole journey in pods
+test-e2e: setup-cluster setup-checks ## The whole journey in pods
 	@$(TESTS) e2e
 
 simulate: setup ## Fence: random schedules with every fault, any number (SCHEDULES=20000 SEED=random)

@@ -25,7 +25,7 @@ def _report(text: str) -> None:
 
 
 @app.command()
-def build(checks: Annotated[bool, typer.Option("--checks", help="Also what tests check alerts and workflows with.")] = False) -> None:
+def build(checks: Annotated[bool, typer.Option("--checks", help="Also what only tests need.")] = False) -> None:
     """Build the Kubernetes binaries (cached; minutes the first time)."""
     progress = Console(highlight=False, stderr=True)
     binaries.build(lambda text: progress.print(text, markup=False, soft_wrap=True), checks=checks)

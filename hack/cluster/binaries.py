@@ -48,7 +48,7 @@ Report = Callable[[str], None]
 class Module:
     """One Go module under `tools/`: which packages make which programs, by which other names these are called, and how long it takes.
 
-    `checks`: no part of a cluster; tests check the alerts and the workflows with it.
+    `checks`: no part of a cluster; tests need it, for alerts, workflows and groups of pods.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Module:
     expected_seconds: int  # on two cores, with nothing cached
     ldflags: str = ""
     tags: str = ""
-    names: tuple[str, ...] = ()  # of the module's own program: it is the component that it is called by
+    names: tuple[str, ...] = ()  # more of its first program: of many in one, it is the one that it is called by
     checks: bool = False
 
     @property
@@ -78,6 +78,7 @@ MODULES = (
     # The tag leaves out what finds targets in two dozen clouds.
     Module("prometheus", ("github.com/prometheus/prometheus/cmd/promtool",), 200, tags="remove_all_sd", checks=True),
     Module("actionlint", ("github.com/rhysd/actionlint/cmd/actionlint",), 10, checks=True),
+    Module("lws", ("sigs.k8s.io/lws/cmd",), 170, names=("lws",), checks=True),  # the controller of LeaderWorkerSets
 )  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def _build_module(module: Module, folder: Path, report: Report) -> None:
         report(f"building {', '.join(module.programs)} (about {clock(module.expected_seconds)} on two cores, once)")
         _go_build(module, staging, report)
         for name in module.names:
-            (staging / name).symlink_to(module.name)
+            (staging / name).symlink_to(module.programs[0])
         staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -68,9 +68,9 @@ class LocalCluster:
         """Create or repair; about 25 s on two cores once the binaries are built."""
         _check_machine(mounts)
         binaries = build(report)
-        from hack.images import pause  # late: images depend on this package
+        from hack.images import static  # late: images depend on this package
 
-        pause_archive = pause.ensure(binaries)
+        pause_archive = static.ensure(binaries.path("pause"), "pause", config.PAUSE_IMAGE)
         started = time.monotonic()
 
         def step(text: str) -> None:

@@ -111,6 +111,8 @@ class Node:
             # The second route keeps packets for a dead cluster on this machine.
             host("ip", "route", "replace", cidr, "via", net.node, "dev", net.device)
             host("ip", "route", "replace", "unreachable", cidr, "metric", "4000")
+        # The API server asks webhooks by their Service's address: without a route to it, nothing comes to where kube-proxy replaces it.
+        self.run(["ip", "route", "replace", net.services, "dev", "eth0"])
 
     def _init(self) -> Component:
         init = self.table.get("init")

@@ -5,5 +5,4 @@ go 1.26.0
 require (
 	github.com/prometheus-operator/prometheus-operator v0.85.0
 	github.com/ray-project/kuberay/ray-operator v1.5.0
-	sigs.k8s.io/lws v0.8.0
 )
