@@ -11,10 +11,10 @@ import json
 import ssl
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import yaml
@@ -22,6 +22,7 @@ import yaml
 from hack.engine_api import EngineApi, EngineError
 
 Json = dict[str, Any]
+JSON_BODY: Final = {"Content-Type": "application/json"}
 
 
 class DemoError(RuntimeError):
@@ -66,10 +67,10 @@ class Kube:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def request(
-        self, method: str, path: str, body: bytes | None = None, content: str = "application/json", seconds: float = 30.0
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = JSON_BODY, seconds: float = 30.0
     ) -> tuple[int, bytes]:
         """Status and body of one request to the API server. Raises OSError when there is no answer."""
-        with self._open(method, path, body, content, seconds) as response:
+        with self._open(method, path, body, headers, seconds) as response:
             return response.status, response.read()
 
     def get(self, path: str) -> Json:
@@ -83,7 +84,7 @@ class Kube:
     def watch(self, path: str, seconds: float) -> Iterator[Json]:
         """Objects of a watch, oldest first, beginning with what is there; ends after `seconds`."""
         query = f"{path}&watch=true&timeoutSeconds={max(1, int(seconds))}"
-        with self._open("GET", query, None, "application/json", seconds + 5) as response:
+        with self._open("GET", query, None, JSON_BODY, seconds + 5) as response:
             if response.status != http.client.OK:
                 raise DemoError(f"watch {path}: {response.status} {response.read().decode(errors='replace')[:500]}")
             for line in response:
@@ -93,11 +94,13 @@ class Kube:
                 yield event["object"]
 
     @contextmanager
-    def _open(self, method: str, path: str, body: bytes | None, content: str, seconds: float) -> Iterator[http.client.HTTPResponse]:
+    def _open(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], seconds: float
+    ) -> Iterator[http.client.HTTPResponse]:
         host, port = self._server.hostname or "", self._server.port or 443
         connection = http.client.HTTPSConnection(host, port, context=self._tls, timeout=seconds)
         try:
-            connection.request(method, path, body=body, headers={"Content-Type": content, "Accept": "application/json, */*"})
+            connection.request(method, path, body=body, headers={**headers, "Accept": "application/json, */*"})
             yield connection.getresponse()
         except http.client.HTTPException as error:
             raise OSError(f"{method} {path}: {error!r}") from error
@@ -112,11 +115,19 @@ class Kube:
         return sorted((pod for pod in found if not pod["metadata"].get("deletionTimestamp")), key=lambda pod: str(pod["metadata"]["name"]))
 
     def pod_http(
-        self, namespace: str, pod: str, port: int, method: str, path: str, body: bytes | None = None, seconds: float = 60.0
+        self,
+        namespace: str,
+        pod: str,
+        port: int,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] = JSON_BODY,
+        seconds: float = 60.0,
     ) -> tuple[int, bytes]:
         """One HTTP request to a port of a pod, through the API server."""
         proxy = f"/api/v1/namespaces/{namespace}/pods/{pod}:{port}/proxy{path}"
-        return self.request(method, proxy, body, seconds=seconds)
+        return self.request(method, proxy, body, headers, seconds)
 
     def engines(self, namespace: str, engine: str, model: str) -> list[PodEngine]:
         pods = self.pods(namespace, f"epochkv.io/engine={engine}")
@@ -124,15 +135,16 @@ class Kube:
 
 
 class PodEngine(EngineApi):
-    """A vLLM server in a pod, port 8000."""
+    """A vLLM server in a pod, port 8000. `rank`: the data-parallel rank that is to answer; None: vLLM chooses."""
 
-    def __init__(self, kube: Kube, namespace: str, pod: str, model: str) -> None:
+    def __init__(self, kube: Kube, namespace: str, pod: str, model: str, rank: int | None = None) -> None:
         self.name, self.model = pod, model
         self._kube, self._namespace = kube, namespace
+        self._headers = JSON_BODY if rank is None else {**JSON_BODY, "X-data-parallel-rank": str(rank)}
 
     def request(self, method: str, path: str, body: bytes | None = None, seconds: float = 120.0) -> bytes:
         try:
-            status, answer = self._kube.pod_http(self._namespace, self.name, 8000, method, path, body, seconds)
+            status, answer = self._kube.pod_http(self._namespace, self.name, 8000, method, path, body, self._headers, seconds)
         except OSError as error:
             raise EngineError(f"{self.name} {path}: no answer: {error}") from error
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:  # tests of pods install it where torch is not
+    import torch
 
 
 def install(folder: Path) -> dict[str, str]:
     """Make `folder` a place where vLLM finds this plugin; returns the environment of engines that are to have it."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "cpu_collectives.py").write_text(Path(__file__).read_text())
     about = folder / "cpu_collectives-1.dist-info"
-    about.mkdir()
+    about.mkdir(exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-collectives\nVersion: 1\n")
     (about / "entry_points.txt").write_text("[vllm.general_plugins]\ncpu_collectives = cpu_collectives:register\n")
     return {"PYTHONPATH": ":".join([str(folder), *(path for path in sys.path if path)])}
@@ -34,6 +34,9 @@ def register() -> None:
 
 def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
     """Rows of all ranks, one rank's after the other's."""
+    import torch
+    import torch.distributed as dist
+
     assert dim == 0
     if isinstance(input_, list | tuple):
         return [all_gatherv(self, one, dim, sizes) for one in input_]
@@ -47,6 +50,8 @@ def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = 
 
 def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = 0, sizes: list[int] | None = None) -> torch.Tensor:
     """The sum over all ranks, of which each gets its own rows."""
+    import torch.distributed as dist
+
     assert dim == 0
     total = input_.contiguous().clone()
     dist.all_reduce(total, group=self.device_group)
