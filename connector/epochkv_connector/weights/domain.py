@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -42,6 +42,7 @@ NEVER = 1 << 62
 LOOK_SECONDS = 0.5
 PAUSE_SECONDS = 5.0
 
+T = TypeVar("T")
 Column = bytes
 """What one rank said: its digest, or zeros, and the number of changes that no call announced."""
 
@@ -67,6 +68,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def check(self, keys: list[str]) -> bool: ...
 
 
@@ -101,14 +103,14 @@ class Domain:
         """Run an all-reduce of vLLM's (`tensor`: [rows, ranks], of which each rank fills a column, summed in place)."""
         self.calls += 1
         if self._from is None and self._rank == 0:
-            self._decide()
+            self._guarded(self._decide, None)
         if self._from is None or self.calls < self._from:
             done = reduce(tensor)
-            if self._from is None:
-                self._look(tensor)
+            if self._from is None and self._rank != 0:
+                self._guarded(lambda: self._look(tensor), None)
             return done
         more = torch.zeros((WORDS, self.size), dtype=torch.int32)
-        more[:, self._rank] = torch.frombuffer(bytearray(self._claim()), dtype=torch.int32)
+        more[:, self._rank] = torch.frombuffer(bytearray(self._guarded(self._claim, UNKNOWN + bytes(4))), dtype=torch.int32)
         both = torch.cat([tensor, more.to(tensor.device, tensor.dtype)])
         done = reduce(both)
         tensor.copy_(both[: len(tensor)])
@@ -117,7 +119,7 @@ class Domain:
             self.since, self.columns = self.passes + 1, columns
         self.passes += 1  # at last: `settled` reads it first
         self.at = time.monotonic()
-        self._after_pass()
+        self._guarded(self._after_pass, None)
         return done
 
     def settled(self, number: int, columns: tuple[Column, ...]) -> bool | None:
@@ -126,6 +128,15 @@ class Domain:
         if self.columns != columns or self.since > number:
             return False
         return True if passes >= number + SETTLED else None
+
+    @staticmethod
+    def _guarded(work: Callable[[], T], otherwise: T) -> T:
+        """No exception of ours ends a pass of vLLM's."""
+        try:
+            return work()
+        except Exception:
+            logger.exception("EpochKV: data-parallel ranks were not told what this one holds")
+            return otherwise
 
     def _decide(self) -> None:
         """Rank 0, before it enters an all-reduce: whoever ends that one can read what is written here."""
@@ -186,7 +197,7 @@ class Peers:
                 if (own := self._own) != told:
                     self._store.set(self._keys[self._rank], own)
                     told = own
-                known = [self._store.get(key) for key in self._keys] if self._store.check(self._keys) else [UNKNOWN]
+                known = self._store.multi_get(self._keys) if self._store.check(self._keys) else [UNKNOWN]
             except Exception as error:  # the domain ends, or its first rank does not answer
                 logger.debug("EpochKV: the ranks of the domain cannot be asked: %r", error)
                 known, told = [UNKNOWN], None

@@ -377,7 +377,7 @@ class Watch:
         """Ask with what all ranks began their newest pass, unless nothing can have changed. Requests are kept out until a pass tells,
         for `PATIENCE_SECONDS` at most: meanwhile there is nothing to schedule, and vLLM makes passes of its own accord."""
         self.awaits = False
-        if self._peers is None or self._confirmed or self._own is None:
+        if self._peers is None or self._confirmed or self._suspicion or self._own is None:
             return
         number = self._asked = self._asked + 1
         said: list[dict[str, Any]] = []
