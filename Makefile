@@ -42,13 +42,16 @@ demo-cold: setup-engine ## No cluster: the first load of fresh engines from the 
 down: ## Remove everything that demo made
 	@if [ -x $(DEV) ]; then $(DEV) -m hack.demo down; else echo "nothing to remove"; fi
 
-setup-checks: setup ## What only tests need: promtool, actionlint, the controller of LeaderWorkerSets (built once, minutes)
+setup-checks: setup ## What tests check alerts and workflows with (built once, minutes)
 	@$(DEV) -m hack.cluster build --checks
+
+setup-groups: setup ## The controller of LeaderWorkerSets, for slow tests (built once, minutes)
+	@$(DEV) -m hack.cluster build --groups
 
 test: setup-cluster setup-checks lint ## Set up everything, pass every test but the slow ones: at most 25 minutes on two cores, 40 from nothing
 	@$(TESTS)
 
-test-all: setup-cluster setup-checks setup-trainers lint ## Every test: whole matrices, each kill, trainers (hours; environments of 20 GB)
+test-all: setup-cluster setup-checks setup-groups setup-trainers lint ## Every test: whole matrices, each kill, trainers (hours; environments of 20 GB)
 	@$(TESTS) --all
 	@$(MAKE) --no-print-directory test-transfers
 
@@ -86,7 +89,7 @@ test-cluster: setup-cluster setup-checks ## Real API server; operator, chart, RB
 test-kills: setup-cluster ## The operator killed after each of its writes, in every flow (`make test` runs a slice)
 	@$(DEV) -m pytest -s tests/cluster/test_operator_kills.py
 
-test-e2e: setup-cluster setup-checks ## The whole journey in pods
+test-e2e: setup-cluster ## The whole journey in pods
 	@$(TESTS) e2e
 
 simulate: setup ## Fence: random schedules with every fault, any number (SCHEDULES=20000 SEED=random)
@@ -177,4 +180,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks setup-groups demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

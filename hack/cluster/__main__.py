@@ -25,10 +25,13 @@ def _report(text: str) -> None:
 
 
 @app.command()
-def build(checks: Annotated[bool, typer.Option("--checks", help="Also what only tests need.")] = False) -> None:
+def build(
+    checks: Annotated[bool, typer.Option("--checks", help="Also what only tests need.")] = False,
+    groups: Annotated[bool, typer.Option("--groups", help="Also the controller of LeaderWorkerSets.")] = False,
+) -> None:
     """Build the Kubernetes binaries (cached; minutes the first time)."""
     progress = Console(highlight=False, stderr=True)
-    binaries.build(lambda text: progress.print(text, markup=False, soft_wrap=True), checks=checks)
+    binaries.build(lambda text: progress.print(text, markup=False, soft_wrap=True), checks=checks, groups=groups)
 
 
 @app.command()

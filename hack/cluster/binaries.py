@@ -145,11 +145,19 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def build(report: Report = print, cache: Path | None = None, *, checks: bool = False) -> Binaries:
-    """Build what is missing, one module after the other, those for checks on request; safe to call from several processes at once."""
+GROUPS = "lws"
+"""The module that slow tests alone need."""
+
+
+def build(report: Report = print, cache: Path | None = None, *, checks: bool = False, groups: bool = False) -> Binaries:
+    """Build what is missing, one module after the other; safe to call from several processes at once.
+
+    Args:
+        checks: those that tests need, too. groups: and the one that tests of groups of pods need.
+    """
     binaries = locate(cache)
     for module, folder in zip(_modules(), binaries.folders, strict=True):
-        if folder.is_dir() or (module.checks and not checks):
+        if folder.is_dir() or (module.checks and not (groups if module.name == GROUPS else checks)):
             continue
         with _locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
