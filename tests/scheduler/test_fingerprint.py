@@ -199,17 +199,23 @@ def test_adapters_are_named_by_how_they_are_applied() -> None:
     assert len({base, *others}) == 4
 
 
-def test_adapters_of_encoders_are_not_named() -> None:
+def test_adapters_of_encoders_and_of_wide_models_are_not_named() -> None:
     from epochkv_connector.engine import limits
 
-    def why(multimodal: bool, **lora: bool) -> str | None:
-        model = SimpleNamespace(is_multimodal_model=multimodal)
-        return limits.why_no_adapters(SimpleNamespace(model_config=model, lora_config=SimpleNamespace(**lora) if lora else None))
+    def why(multimodal: bool, ranks: int = 1, **lora: bool) -> str | None:
+        return limits.why_no_adapters(
+            SimpleNamespace(
+                model_config=SimpleNamespace(is_multimodal_model=multimodal, is_moe=True),
+                lora_config=SimpleNamespace(**lora) if lora else None,
+                parallel_config=SimpleNamespace(data_parallel_size=ranks),
+            )
+        )
 
     assert why(True, enable_tower_connector_lora=True) is not None
     assert why(True, enable_tower_connector_lora=False) is None
     assert why(False, enable_tower_connector_lora=True) is None
     assert why(True) is None
+    assert why(False, 2) is not None
 
 
 def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
