@@ -80,7 +80,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs side by side is ended, too
     try:
         app()
-    except (ClusterError, DemoError, EngineError, ProcessError, TimeoutError) as error:
+    except (ClusterError, DemoError, EngineError, ProcessError, OSError) as error:
         console.print("error:", style="bold red", end=" ")
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)

@@ -72,7 +72,7 @@ class Progress:
         text = f"about {clock(left)} left" if left > 0 else f"longer than the usual {clock(usual)}"
         if self._plan:
             later = sum(self._durations.expected(name, default) for name, default in self._plan.items())
-            text += f", {clock(max(left, 0.0) + later)} in all"
+            text += f", {clock(max(left, 0.0) + later)} to the end"
         return text
 
     @contextmanager

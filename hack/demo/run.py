@@ -22,13 +22,13 @@ TOGETHER = "binaries, images and vLLM, side by side"
 def plan(bumps: int) -> dict[str, float]:
     """Every step, and about how many seconds it takes on two cores with empty caches."""
     return {
-        TOGETHER: 540,
+        TOGETHER: 780,
         "models": 5,
         "cluster": 25,
         "load images": 15,
         "helm install": 10,
         "kubectl apply": 5,
-        "pool and engines become Ready": 85,
+        "pool and engines become Ready": 120,
         "look at the engines": 2,
         "prompts to replica A, then to replica B": 10,
         "push new weights, look at them": 3,
