@@ -94,5 +94,5 @@ def row(arguments: argparse.Namespace, progress: Progress) -> Row:
         figure for kind, both in samples.items() for figure in ratio(f"{kind}, with / without", pairs(both["with"], both["without"]), 1.02)
     ]
     figures += [figure for kind, both in samples.items() for figure in medians(both, f"ms, {kind}")]
-    figures += [Figure(f"of {CONCURRENCY} requests behind a push, without a shared name, at most", float(max(unshared)), "", aim=1.0)]
+    figures += [Figure(f"of {CONCURRENCY} requests behind a push, without a shared name, at most", float(max(unshared)), 1.0, "")]
     return Row("two data-parallel ranks that hold experts together", [*figures, *misses.figures()], {**samples, "unshared": unshared})
