@@ -82,9 +82,11 @@ def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: C
     @functools.wraps(call)
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
         if is_harmless(method):
-            answer = _calling_adapters(adapters, call, method, args, kwargs, guarded)
-            if method == "execute_dummy_batch":
-                guarded(watch.passed)
+            if method != "execute_dummy_batch":
+                return _calling_adapters(adapters, call, method, args, kwargs, guarded)
+            guarded(watch.before_pass)
+            answer = call(method, *args, **kwargs)
+            guarded(watch.passed)
             return answer
         guarded(adapters.suspect_all)
         guarded(lambda: watch.calling(method))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -255,6 +255,7 @@ class Held:
         waits: calls of `end_device_work`.
         domain: of a worker whose KV depends on weights of other data-parallel ranks.
         expected: what its ranks said in the pass that question `number` saw; none: in none.
+        confirmed: the newest of them, and the digest of this worker then.
         digested_at: passes of the domain before the newest digest.
         silent: how often weights had changed that no call announced.
         began: the domain's pass of the newest step of this rank.
@@ -274,6 +275,7 @@ class Held:
     waits: int = 0
     domain: Domain | None = None
     expected: tuple[Column, ...] = ()
+    confirmed: tuple[bytes | None, tuple[Column, ...]] = (None, ())
     digested_at: int = 0
     silent: int = 0
     began: int = 0
@@ -289,6 +291,12 @@ class Held:
         self.value, self.sample, self.places, self.expected = None, None, None, ()
         self.silent += any(one is not None and not one.holds() for one in (self.older, self.newest))
         self.newest = self.older = None
+
+    def learn(self, number: int, value: bytes) -> None:
+        """The digest that answers question `number`. If it is what it was, all that the other ranks said still counts."""
+        self.number, self.value = number, value
+        before, columns = self.confirmed
+        self.expected = columns if before == value else ()
 
     def begin(self) -> None:
         """A step has begun: the model's pass is the domain's newest one."""
@@ -335,7 +343,7 @@ class Comparison:
         self._compared = known.compare() if known is not None and stays else lambda: False
         self._event = torch.cuda.current_stream().record_event() if known is not None and torch.cuda.is_available() else None
         self._result: bool | None = None
-        domain = held.domain
+        self._domain = domain = held.domain if held.domain is not None and not held.domain.alone else None
         self._pass = domain.passes if domain is not None else 0  # that of a draft, where there is one
         self._columns = held.expected if held.number == number else ()
         self.as_expected = domain is None or (bool(self._columns) and domain.columns == self._columns and domain.since <= held.began)
@@ -353,8 +361,7 @@ class Comparison:
 
     def settled(self) -> bool | None:
         """Whether all ranks of the domain ended the pass with what they had begun it with. None: a later pass will tell."""
-        domain = self._held.domain
-        return True if domain is None else domain.settled(self._pass, self._columns)
+        return True if self._domain is None else self._domain.settled(self._pass, self._columns)
 
 
 _ranks: dict[str, Held] = {}
@@ -415,7 +422,8 @@ def digest_weights(worker: Any, number: int) -> Answer:
             answer["rest"] = digest(rest, [one for one in packed(worker) if not is_of_experts(one[0])], deadline=deadline)
         if not sample.holds() or places.lie != Places(worker).lie or writes != held.writes:
             raise Unreadable("weights were written while they were read")
-        held.number, held.value, held.sample, held.places, held.seen = number, found, sample, places, writes
+        held.sample, held.places, held.seen = sample, places, writes
+        held.learn(number, found)
         answer["weights"] = found
     except Exception as error:
         answer["note"] = why_unreadable(error)
@@ -429,19 +437,19 @@ def join_domain(worker: Any) -> str:
     try:
         parallel, held = worker.vllm_config.parallel_config, _of(worker)
 
+        def carry(tensor: torch.Tensor, reduce: Callable[[torch.Tensor], Any]) -> Any:
+            return reduce(tensor) if held.domain is None else held.domain.carry(tensor, reduce)
+
         def after_pass() -> None:
             for runner in held.runners:
                 runner.put_settled()
 
-        held.domain = Domain(
-            int(parallel.data_parallel_size),
-            int(parallel.data_parallel_rank),
-            torch.distributed.distributed_c10d._get_default_store(),
-            str(getattr(worker, "rank", 0)),
-            held.claim,
-            after_pass,
-        )
-        return patches.around_all_reduce(held.domain.carry)
+        if why := patches.around_all_reduce(carry):
+            return why
+        store = torch.distributed.distributed_c10d._get_default_store()
+        size, rank, group = int(parallel.data_parallel_size), int(parallel.data_parallel_rank), str(getattr(worker, "rank", 0))
+        held.domain = Domain(size, rank, store, group, held.claim, after_pass)
+        return ""
     except Exception as error:
         return f"the data-parallel ranks cannot tell each other what they hold: {error!r}"
 
@@ -460,7 +468,7 @@ def see_domain(worker: Any, number: int) -> Answer:
     elif held.value is None:
         answer["note"] = "the weights have changed"
     else:
-        held.number, held.expected = number, domain.columns
+        held.number, held.expected, held.confirmed = number, domain.columns, (held.value, domain.columns)
         answer["columns"] = domain.columns
     return answer
 

@@ -247,7 +247,7 @@ class Watch:
 
     def mixed(self, number: int) -> None:
         """A step was not begun with what question `number` had seen on all ranks of the domain. Its blocks have not left this engine."""
-        value = self._found.pop(number, None)
+        value = self._found.pop(number, None) if self._peers is not None else None
         if value is None:
             return
         self.counters["mixed"] += 1
@@ -285,6 +285,12 @@ class Watch:
     def stepped(self) -> None:
         """The results of a step are there."""
         self._scheduled_at = self._clock()
+
+    def before_pass(self) -> None:
+        """A pass of the domain follows that no step of this engine is in. What a harmless call leaves is known again before the others
+        hear that this engine does not know."""
+        if self._peers is not None and self.pending and self._clock() >= self._digest_at:
+            self._digest()
 
     def passed(self) -> None:
         """A pass of the domain has run that no step of this engine compares."""

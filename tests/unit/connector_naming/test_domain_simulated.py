@@ -56,7 +56,8 @@ class Rank:
     def digest_weights(self, number: int) -> list[dict[str, Any]]:
         held = self.held
         held.forget()
-        held.number, held.value, held.digested_at = number, bytes([self.weights + 1]) * 32, held.domain.passes if held.domain else 0
+        held.digested_at = held.domain.passes if held.domain else 0
+        held.learn(number, bytes([self.weights + 1]) * 32)
         drawn = self.drawn = self.seen = self.weights
 
         def compare() -> Callable[[], bool]:
@@ -196,6 +197,9 @@ class World:
     def step(self) -> None:
         """One pass of all ranks, dummy ones of those that have nothing to do."""
         work = [one.schedule() for one in self.ranks]
+        for one, compute in zip(self.ranks, work, strict=True):
+            if compute is None:
+                one.watch.before_pass()
         list(self._pool.map(self._all_reduce, self.ranks))
         self._writers = set()
         writer, before = self.random.choice(self.ranks), 0
@@ -272,6 +276,32 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], int]]:
 
 def test_no_block_is_found_or_stored_that_its_name_does_not_describe(run: Callable[[int], int]) -> None:
     assert run(SCHEDULES) > 5 * SCHEDULES, "blocks are stored"
+
+
+def test_a_call_that_leaves_the_weights_as_they_are_costs_no_name(run: Callable[[int], int]) -> None:
+    with ThreadPoolExecutor(RANKS) as pool:
+        world = World(0, pool)
+        for module in (rank, domain):
+            vars(module)["time"] = SimpleNamespace(monotonic=world.clock, sleep=None)
+        world.random.random = lambda: 1.0  # type: ignore[method-assign]
+        asker, other = world.ranks
+        for one in world.ranks:
+            one.watch.before_schedule()
+
+        def ask() -> None:
+            asker.queue.append(len(asker.cache))
+            while asker.queue:
+                world.step()
+
+        ask()
+        ask()
+        name = asker.watch.value
+        assert name is not None
+        for called in (asker, other):
+            called.push(0)
+            ask()
+            ask()
+        assert (asker.watch.value, world.epoch, asker.watch.counters["mixed"]) == (name, 0, 0)
 
 
 def take_away(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
