@@ -26,6 +26,8 @@ from epochkv_connector.weights.watch import Watch
 RANKS = 2
 TOKENS = 3
 EVENTS = 150
+DIGEST_SECONDS = 0.02
+"""So that the next one waits for a while (`watch.SHARE`), and passes run meanwhile."""
 SCHEDULES = 60
 Block = tuple[int, ...]
 
@@ -56,6 +58,7 @@ class Rank:
     def digest_weights(self, number: int) -> list[dict[str, Any]]:
         held = self.held
         held.forget()
+        self.world.now += DIGEST_SECONDS
         held.digested_at = held.domain.passes if held.domain else 0
         held.learn(number, bytes([self.weights + 1]) * 32)
         drawn = self.drawn = self.seen = self.weights
