@@ -77,7 +77,7 @@ class Rank:
     def see_domain(self, number: int) -> list[dict[str, Any]]:
         answer = rank.see_domain(self.worker, number)
         if answer["columns"]:
-            own = [domain.own_digest([column]) for column in answer["columns"]]
+            own = [watch.own_digest([column]) for column in answer["columns"]]
             name = vars(watch)["domain_digest"](own, self.watch._rest)
             self.world.meaning[name] = (*(column[0] - 1 for column in answer["columns"]), self.drawn)
         return [answer]
@@ -257,6 +257,12 @@ class World:
                     self.now += draw.choice((0.3, 0.7, 5.0))
 
 
+def live_by(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks tell the time by the clock of this world."""
+    for module in (rank, domain):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=world.clock, sleep=None))
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], int]]:
     """Run so many schedules; how many blocks were stored."""
@@ -266,8 +272,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], int]]:
             stored = 0
             for seed in range(number):
                 world = World(seed, pool)
-                for module in (rank, domain):
-                    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=world.clock, sleep=None))
+                live_by(world, monkeypatch)
                 world.run()
                 stored += len(world.store)
             return stored
@@ -281,11 +286,10 @@ def test_no_block_is_found_or_stored_that_its_name_does_not_describe(run: Callab
     assert run(SCHEDULES) > 5 * SCHEDULES, "blocks are stored"
 
 
-def test_a_call_that_leaves_the_weights_as_they_are_costs_no_name(run: Callable[[int], int]) -> None:
+def test_a_call_that_leaves_the_weights_as_they_are_costs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(RANKS) as pool:
         world = World(0, pool)
-        for module in (rank, domain):
-            vars(module)["time"] = SimpleNamespace(monotonic=world.clock, sleep=None)
+        live_by(world, monkeypatch)
         world.random.random = lambda: 1.0  # type: ignore[method-assign]
         asker, other = world.ranks
         for one in world.ranks:
