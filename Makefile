@@ -24,10 +24,14 @@ setup-engine: ## Environment of `setup`, plus vLLM on CPU and the connector (6 G
 setup-trainers: setup ## Environments of trainers, each beside the vLLM on CPU that it takes (6 GB each; wheels are shared)
 	@$(SETUP) $(TRAINERS)
 
-setup-cluster: ## Everything the local cluster needs: packages, Go-built Kubernetes, images, environments
+setup-cluster: ## What tests of the API server need: packages, Go-built Kubernetes, environments
+	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev
+	@$(if $(filter kind,$(CLUSTER)),true,$(DEV) -m hack.cluster build)
+	@$(SETUP) engine dynamo
+
+setup-pods: ## The same side by side, and the images of pods
 	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev
 	@$(DEV) -m hack.demo prepare
-	@$(SETUP) engine dynamo
 
 demo: ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)
 	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev
@@ -48,10 +52,10 @@ setup-checks: setup ## What tests check alerts and workflows with (built once, m
 setup-groups: setup ## The controller of LeaderWorkerSets, for slow tests (built once, minutes)
 	@$(DEV) -m hack.cluster build --groups
 
-test: setup-cluster setup-checks lint ## Set up everything, pass every test but the slow ones: at most 25 minutes on two cores, 40 from nothing
+test: setup-pods setup-cluster setup-checks lint ## Set up everything, pass every test but the slow ones: at most 25 minutes on two cores, 40 from nothing
 	@$(TESTS)
 
-test-all: setup-cluster setup-checks setup-groups setup-trainers lint ## Every test: whole matrices, each kill, trainers (hours; environments of 20 GB)
+test-all: setup-pods setup-cluster setup-checks setup-groups setup-trainers lint ## Every test: whole matrices, each kill, trainers (hours; environments of 20 GB)
 	@$(TESTS) --all
 	@$(MAKE) --no-print-directory test-transfers
 
@@ -89,7 +93,7 @@ test-cluster: setup-cluster setup-checks ## Real API server; operator, chart, RB
 test-kills: setup-cluster ## The operator killed after each of its writes, in every flow (`make test` runs a slice)
 	@$(DEV) -m pytest -s tests/cluster/test_operator_kills.py
 
-test-e2e: setup-cluster ## The whole journey in pods
+test-e2e: setup-pods setup-cluster ## The whole journey in pods
 	@$(TESTS) e2e
 
 simulate: setup ## Fence: random schedules with every fault, any number (SCHEDULES=20000 SEED=random)
@@ -180,4 +184,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-trainers setup-cluster setup-checks setup-groups demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-trainers setup-cluster setup-pods setup-checks setup-groups demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

@@ -16,6 +16,11 @@ METRICS_SECONDS = 1.1
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)$")
 
 
+def headers_of(rank: int | None = None) -> dict[str, str]:
+    """Of a request with a JSON body. `rank`: the data-parallel rank that is to answer; None: vLLM chooses."""
+    return {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
+
+
 @dataclass(frozen=True)
 class Answer:
     """What an engine said: token ids, how many tokens of the prompt it took from a cache of any tier, and what it hands over (P/D)."""

@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from hack.engine_api import EngineApi, EngineError
+from hack.engine_api import EngineApi, EngineError, headers_of
 
 Json = dict[str, Any]
-JSON_BODY: Final = {"Content-Type": "application/json"}
+JSON_BODY: Final = headers_of()
 
 
 class DemoError(RuntimeError):
@@ -140,7 +140,7 @@ class PodEngine(EngineApi):
     def __init__(self, kube: Kube, namespace: str, pod: str, model: str, rank: int | None = None) -> None:
         self.name, self.model = pod, model
         self._kube, self._namespace = kube, namespace
-        self._headers = JSON_BODY if rank is None else {**JSON_BODY, "X-data-parallel-rank": str(rank)}
+        self._headers = headers_of(rank)
 
     def request(self, method: str, path: str, body: bytes | None = None, seconds: float = 120.0) -> bytes:
         try:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from hack.engine_api import EngineApi, EngineError
+from hack.engine_api import EngineApi, EngineError, headers_of
 from hack.loopback import free_port
 from hack.standalone.mooncake import CLIENT_ENVIRONMENT
 from hack.standalone.process import Popen, Process
@@ -69,7 +69,7 @@ class Engine(EngineApi):
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
         self._was_ready = False
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = headers_of()
         environ = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **(environ or {})}
         self.process = Process(name, command, directory / f"{name}.log", environ, popen=popen)
 
@@ -97,7 +97,7 @@ class Engine(EngineApi):
     def of_rank(self, rank: int) -> Self:
         """The same engine, whose requests go to this data-parallel rank."""
         one = copy.copy(self)
-        one.name, one._headers = f"{self.name}/{rank}", {**self._headers, "X-data-parallel-rank": str(rank)}
+        one.name, one._headers = f"{self.name}/{rank}", headers_of(rank)
         return one
 
     def _status(self, path: str) -> int:

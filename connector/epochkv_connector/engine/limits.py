@@ -254,6 +254,25 @@ BROKEN = Unused(NOTHING, "an error turned the tiers off; restart the engine, and
 """While the engine runs (`SharedState.broken`)."""
 
 
+def why_no_l2(vllm_config: Any, random_hashes: str | None) -> str | None:
+    """Why blocks of this engine are of no use to others, nor theirs to it, in words; None: they are.
+
+    Args:
+        random_hashes: algorithm of block hashes with a random seed, which other engines cannot look up; None: they can.
+    """
+    if random_hashes is not None:
+        return (
+            f"block hashes ({random_hashes}) have a random seed in each process; "
+            "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256"
+        )
+    if returns_routes(vllm_config):
+        return (
+            "vLLM takes blocks only with the routes of their tokens, which stay in the engine that computed them; "
+            "leave out --enable-return-routed-experts"
+        )
+    return None
+
+
 def kept_to_itself(why: str) -> Unused:
     """See `why_own`."""
     return Unused("the engine keeps its cache to itself", why, "OwnCache")
@@ -268,7 +287,7 @@ def find_unused(
     error: str,
     layout_problem: str | None,
     refusals: Sequence[str],
-    random_hashes: str | None,
+    no_l2: str | None,
 ) -> list[Unused]:
     """Everything at once, so that one restart is enough.
 
@@ -278,7 +297,7 @@ def find_unused(
         error: why the tiers could not be built; empty: they were, or there are none.
         layout_problem: see `CacheLayout.problem`.
         refusals: why a rank takes no job, by rank; empty where it does.
-        random_hashes: algorithm of block hashes with a random seed, which other engines cannot look up; None: they can.
+        no_l2: see `why_no_l2`.
     """
     found = [kept_to_itself(own.why)] if own is not None else []
     if not config.has_tiers:
@@ -305,18 +324,8 @@ def find_unused(
         found.append(Unused(NO_LOADS, text, "SavesOnly"))
     if role == "kv_consumer":
         found.append(Unused(NO_SAVES, "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well", None))
-    if random_hashes is not None and config.distributed is not None:
-        text = (
-            f"block hashes ({random_hashes}) have a random seed in each process; "
-            "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256"
-        )
-        found.append(Unused("L2 is off", text, "L1Only" if config.local is not None else "TiersOff"))
-    elif config.distributed is not None and returns_routes(vllm_config):
-        text = (
-            "vLLM takes blocks only with the routes of their tokens, which stay in the engine that computed them; "
-            "leave out --enable-return-routed-experts"
-        )
-        found.append(Unused("L2 is off", text, "L1Only" if config.local is not None else "TiersOff"))
+    if no_l2 is not None and config.distributed is not None:
+        found.append(Unused("L2 is off", no_l2, "L1Only" if config.local is not None else "TiersOff"))
     return found
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -148,13 +147,17 @@ def around_all_reduce(carry: Callable[[Any, Callable[[Any], Any]], Any]) -> str:
     """Let `carry` run the all-reduce over data-parallel ranks that precedes each forward pass. Why that cannot be; empty: it will."""
     from vllm.v1.worker import dp_utils
 
-    places = [dp_utils, *([gpu] if (gpu := _module("vllm.v1.worker.gpu.dp_utils")) is not None else [])]
+    places = [dp_utils]
+    with suppress(ImportError):  # of the second model runner
+        from vllm.v1.worker.gpu import dp_utils as second
+
+        places.append(second)
     if not all(hasattr(place, "dist") or hasattr(place, "get_dp_group") for place in places) or not hasattr(dp_utils, "_run_ar"):
         return "this vLLM tells data-parallel ranks of each other's steps in a way that is not known; use a version that was tested"
     for place in places:
         if hasattr(place, "dist"):
             place.dist = _Instead(place.dist, "all_reduce", functools.partial(_reduce, carry, place.dist.all_reduce))
-        else:  # of the second model runner, from 0.33 on
+        else:  # from 0.33 on
             place.get_dp_group = functools.partial(_carrying_group, carry, place.get_dp_group)
     return ""
 
@@ -166,13 +169,6 @@ def _reduce(carry: Callable[[Any, Callable[[Any], Any]], Any], reduce: Callable[
 def _carrying_group(carry: Callable[[Any, Callable[[Any], Any]], Any], group_of: Callable[[], Any]) -> Any:
     group = group_of()
     return _Instead(group, "cpu_all_reduce_", functools.partial(_reduce, carry, group.cpu_all_reduce_))
-
-
-def _module(name: str) -> Any | None:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:

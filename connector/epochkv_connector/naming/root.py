@@ -100,8 +100,6 @@ class PoolMembership:
         l2_allowed: False keeps every name inside this engine (random hash seed, or routes of experts that stay there).
         adapters_applied: how this engine applies adapters (`describe.describe_adapters`).
         is_own_pool: no hub is configured, so tiers may be used under a private root.
-        names_alone: no digest can say what KV of this engine depends on. Its root is private, and each epoch, reset and possible write
-            to the weights replaces it.
         handoff_seconds: how long blocks that are handed over to another engine are kept at least, whatever our clocks say.
     """
 
@@ -111,7 +109,6 @@ class PoolMembership:
     l2_allowed: bool = True
     adapters_applied: str = ""
     is_own_pool: bool = False
-    names_alone: bool = False
     handoff_seconds: float = 15.0
 
 
@@ -124,7 +121,8 @@ class RootState:
         epoch: the highest one granted in this engine instance; -1 before the first.
         weights: digest of what the ranks hold; None: unknown. Any thread.
         overwritten: somebody else has bound vLLM's global: bypass for this engine instance. Any thread.
-        names_alone: see `PoolMembership`; also once the other ranks of a domain turn out not to tell what they hold. Any thread.
+        names_alone: no digest can say what KV of this engine depends on. Its root is private, and each epoch, reset and possible write
+            to the weights replaces it. Any thread.
     """
 
     def __init__(self, member: PoolMembership, global_root: GlobalRoot, lease_until: Callable[[], float]) -> None:
@@ -134,7 +132,7 @@ class RootState:
         self.epoch = -1
         self.weights: bytes | None = None
         self.overwritten = False
-        self.names_alone = member.names_alone
+        self.names_alone = False
         self._global = global_root
         self._lease_until = lease_until
         self._forbidden = False

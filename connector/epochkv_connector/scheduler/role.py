@@ -41,7 +41,7 @@ from epochkv_connector.tiers.manager import TierManager
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.domain import Peers
 from epochkv_connector.weights.executor import EngineRanks, join
-from epochkv_connector.weights.watch import CHANGED, NO_PASS, Watch
+from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import object_bytes
 from epochkv_fence.connection import read_client_keys, read_root_secret
@@ -274,6 +274,8 @@ class SchedulerRole:
         self.fingerprint = fingerprint({**described, "layouts": digests})
         adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
+        random_hashes = self.hashing.algorithm if blocks.hash_seed_is_random(self.hashing.algorithm) else None
+        self._no_l2 = limits.why_no_l2(vllm_config, random_hashes)
         self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None), fenced=fenced)
         self._peers: Peers | None = None
         if self._own is None and limits.is_wide(vllm_config):
@@ -305,7 +307,7 @@ class SchedulerRole:
         return limits.Own(why, asks=True) if why else None
 
     def _kept_own(self, why: str) -> None:
-        self._own, self._peers = limits.Own(why, asks=True), None
+        self._own = limits.Own(why, asks=True)
         self._unused = [*self._unused, limits.kept_to_itself(why)]
 
     def _build_pins(self, global_root: blocks.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
@@ -314,13 +316,15 @@ class SchedulerRole:
             config.pool.uid,
             self.fingerprint,
             self._link.secret,
-            l2_allowed=not (blocks.hash_seed_is_random(self.hashing.algorithm) or limits.returns_routes(vllm_config)),
+            l2_allowed=self._no_l2 is None,
             adapters_applied=describe.describe_adapters(vllm_config),
             is_own_pool=config.hub is None,
-            names_alone=self._own is not None,
             handoff_seconds=limits.handoff_seconds(limits.connectors_of(patches.parent_config() or vllm_config.kv_transfer_config)),
         )
-        return Pins(RootState(member, global_root, self._link.lease_until), self.hashing, adapters)
+        root = RootState(member, global_root, self._link.lease_until)
+        if self._own is not None:
+            root.keep_own()
+        return Pins(root, self.hashing, adapters)
 
     def _find_unused(self, layouts: Sequence[RankLayout], policy: str) -> list[limits.Unused]:
         """What this engine cannot use, said in one line."""
@@ -333,7 +337,7 @@ class SchedulerRole:
             error=self._guard.first.get("tiers", ""),
             layout_problem=self.tiers.state.layout.problem() if self.tiers is not None else None,
             refusals=[*("" if one.num_slots else one.refusal or NO_MEMORY for one in layouts), *["it did not answer"] * silent],
-            random_hashes=self.hashing.algorithm if blocks.hash_seed_is_random(self.hashing.algorithm) else None,
+            no_l2=self._no_l2,
         )
         if found:
             logger.warning("EpochKV: %s", limits.unused_line(found))
@@ -443,10 +447,7 @@ class SchedulerRole:
         """What heartbeats say of the weights that names are made of. Any thread."""
         if lost := self.pins.root.lost:
             return None, lost
-        value, note = self.weights.watch.told
-        if self._peers is not None and (value is not None or note in (NO_PASS, CHANGED)):  # the others may have said more since
-            value = self._peers.foretold
-            note = "" if value is not None else NO_PASS
+        value, note = self.weights.watch.tells()
         return (None if value is None else value[:WEIGHTS_BYTES]), note
 
     def tiers_told(self) -> tuple[str, str]:
@@ -517,5 +518,7 @@ class SchedulerRole:
         """Stop the agent, then the tiers; each within its own deadline."""
         self.pins.root.leave()
         self._guard.run("link.stop", self._link.stop, lambda: None)
+        if self._peers is not None:
+            self._peers.stop()
         if (keys := self.store_keys) is not None:
             self._guard.run("tiers.close", lambda: keys.client.close(CLOSE_SECONDS), lambda: None)

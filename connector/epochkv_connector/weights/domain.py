@@ -23,7 +23,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -45,11 +45,6 @@ PAUSE_SECONDS = 5.0
 T = TypeVar("T")
 Column = bytes
 """What one rank said: its digest, or zeros, and the number of changes that no call announced."""
-
-
-def own_digest(digests: Iterable[bytes]) -> bytes:
-    """What a data-parallel rank holds, of what its workers hold, in their order; of each, `TOLD_BYTES` count."""
-    return hashlib.sha256(b"".join(digest[:TOLD_BYTES] for digest in digests)).digest()[:TOLD_BYTES]
 
 
 def domain_digest(own: Sequence[bytes], rest: bytes) -> bytes:
@@ -181,6 +176,7 @@ class Peers:
         self._rank, self._store, self._changed = rank, store, changed
         self._own: bytes = UNKNOWN
         self._said = threading.Event()
+        self._over = False
         threading.Thread(target=self._follow, name="epochkv-domain", daemon=True).start()
 
     def say(self, own: bytes | None, rest: bytes = b"") -> None:
@@ -188,9 +184,14 @@ class Peers:
         self._own, self._rest = own or UNKNOWN, rest
         self._said.set()
 
+    def stop(self) -> None:
+        """The thread ends, once the call that it is in has."""
+        self._over = True
+        self._said.set()
+
     def _follow(self) -> None:
         told: bytes | None = None
-        while True:
+        while not self._over:
             self._said.wait(LOOK_SECONDS)
             self._said.clear()
             try:

@@ -81,13 +81,13 @@ def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: C
 
     @functools.wraps(call)
     def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_harmless(method):
-            if method != "execute_dummy_batch":
-                return _calling_adapters(adapters, call, method, args, kwargs, guarded)
+        if method == "execute_dummy_batch":
             guarded(watch.before_pass)
             answer = call(method, *args, **kwargs)
             guarded(watch.passed)
             return answer
+        if is_harmless(method):
+            return _calling_adapters(adapters, call, method, args, kwargs, guarded)
         guarded(adapters.suspect_all)
         guarded(lambda: watch.calling(method))
         alarm.set()

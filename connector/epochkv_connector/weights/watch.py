@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from epochkv_connector.weights.domain import TOLD_BYTES, Peers, domain_digest, own_digest
+from epochkv_connector.weights.domain import TOLD_BYTES, Peers, domain_digest
 
 logger = logging.getLogger("vllm.epochkv.weights")
 
@@ -71,6 +71,11 @@ def is_harmless(method: Any) -> bool:
 def fold(values: Iterable[bytes]) -> bytes:
     """32 bytes: one digest for an engine, of those of its ranks in their order."""
     return hashlib.sha256(b"".join(values)).digest()
+
+
+def own_digest(digests: Iterable[bytes]) -> bytes:
+    """What a data-parallel rank holds, of what its workers hold, in their order; of each, `TOLD_BYTES` count."""
+    return fold(digest[:TOLD_BYTES] for digest in digests)[:TOLD_BYTES]
 
 
 def answers_of(
@@ -199,6 +204,14 @@ class Watch:
             asks: ranks are asked, for writes past vLLM; False: what they hold changes by itself, or they cannot be asked.
         """
         self._why_own, self._asks = why, asks
+
+    def tells(self) -> tuple[bytes | None, str]:
+        """`told`; in a domain, where no more is known of this engine than passes can tell, what its ranks have said since. Any thread."""
+        peers, (value, note) = self._peers, self.told
+        if peers is None or (value is None and note not in (NO_PASS, CHANGED)):
+            return value, note
+        foretold = peers.foretold
+        return foretold, "" if foretold is not None else NO_PASS
 
     # ------------------------------------------------------------------ what happens
 
@@ -411,6 +424,8 @@ class Watch:
 
     def _leave_domain(self, why: str) -> None:
         logger.warning("EpochKV: this engine keeps its cache to itself: %s", why)
+        if self._peers is not None:
+            self._peers.stop()
         self._peers = None
         self.keep_own(why, asks=True)
         self._names.keep_own(why)

@@ -54,13 +54,13 @@ class Stage(enum.IntEnum):
     """How far a job is. Only QUEUED work may be failed by a deadline: a copy runs to its end.
 
     A load: QUEUED -> COPYING -> (QUEUED -> COPYING, for each further piece) -> OVER.
-    A save: QUEUED -> COPYING -> OVER, or with a namespace -> COPIED (several ranks only) -> PUTTING -> OVER.
+    A save: QUEUED -> COPYING -> OVER, or with a namespace -> COPIED -> PUTTING -> OVER.
     Whoever makes QUEUED into COPYING (`Rank.claim`), or COPIED into PUTTING, owns the task and ends that stage.
     """
 
     QUEUED = 0  # fetching from L2, or waiting for the forward pass or the copy thread
     COPYING = 1
-    COPIED = 2  # other ranks have yet to agree to its put
+    COPIED = 2  # other ranks have yet to agree to its put, or later passes to settle its step
     PUTTING = 3
     OVER = 4
 
@@ -639,12 +639,11 @@ class SaveTasks:
         elif save.failed:
             rank.end_phase(save, Phase.COPIED, True, Stage.PUTTING)
             rank.end_phase(save, Phase.STORED, True)
-        elif rank.alone and save.settled():
-            rank.end_phase(save, Phase.COPIED, False, Stage.PUTTING)
-            self._put(save)
         else:
             save.agreed = rank.alone
             rank.end_phase(save, Phase.COPIED, False, Stage.COPIED)
+            if save.agreed:
+                self._put_if_settled(save)
 
     def agree(self, job_id: int) -> None:
         """Every rank has copied this save, with the weights that its names say: its shards may be stored as soon as they are settled."""

@@ -11,7 +11,7 @@ No text holds an age: a pool in which nothing changes is not written to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -120,18 +120,20 @@ Ranks = dict[str, list[EngineView]]
 def engine_ranks(engine: InferenceEngine, observed: Observed) -> list[Ranks]:
     """What the hub knows of each replica of an engine whose first pod lives. Every rank that it should have is there."""
     pods = select(observed.pods, leader_selector(engine), engine.metadata.namespace)
+    by_pod: dict[str, list[EngineView]] = {}
+    for view in observed.hub.engines if observed.hub is not None else ():
+        by_pod.setdefault(view.pod, []).append(view)
     names = [pod["metadata"]["name"] for pod in pods if pod["metadata"].get("deletionTimestamp") is None]
-    return [_replica(engine, name, observed.hub.engines if observed.hub is not None else ()) for name in names]
+    return [_replica(engine, name, by_pod) for name in names]
 
 
-def _replica(engine: InferenceEngine, leader: str, known: Iterable[EngineView]) -> Ranks:
+def _replica(engine: InferenceEngine, leader: str, by_pod: Mapping[str, list[EngineView]]) -> Ranks:
     """LeaderWorkerSet names the pods of a group after its first one."""
     data, in_pod = engine.spec.parallelism.data, engine.spec.parallelism.engines_per_pod
     places = [(f"{leader}-{rank // in_pod}" if rank >= in_pod else leader, rank) for rank in range(data)]
     found: Ranks = {f"{pod}/{rank}" if rank else pod: [] for pod, rank in places}
-    pods = {pod for pod, _ in places}
-    for view in known:
-        if view.pod in pods:
+    for pod in dict.fromkeys(pod for pod, _ in places):
+        for view in by_pod.get(pod, ()):
             found.setdefault(view.display_name, []).append(view)
     return found
 
