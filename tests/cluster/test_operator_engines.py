@@ -42,9 +42,11 @@ def progress(space: Namespace, name: str = "rollout") -> tuple[str, str]:
 
 
 def serve(space: Namespace) -> None:
-    """Have every pod ready that is not; one that is gone since it was listed is left out."""
+    """Have every living pod ready that is not; one that is gone since it was listed is left out."""
     for pod in pods_of(space):
-        if not any(item["type"] == "Ready" and item["status"] == "True" for item in pod["status"].get("conditions", [])):
+        if pod["status"]["phase"] != "Failed" and not any(
+            item["type"] == "Ready" and item["status"] == "True" for item in pod["status"].get("conditions", [])
+        ):
             with contextlib.suppress(AssertionError):
                 report(space, pod, ready=True)
 
@@ -65,6 +67,20 @@ def test_a_rollout_from_its_start_to_its_end(namespace: Namespace, operator: Ope
     eventually(lambda: condition(namespace.engine_status("rollout"), "Available").get("status") == "False", "not available")
     assert progress(namespace) == ("True", "RolledOut")
     report(namespace, first, ready=True)
+
+    # One that its node evicts stays beside the pod that takes its place, and nothing waits for it.
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."}
+    namespace.patch(PODS, first["metadata"]["name"], {"status": evicted}, "/status")
+    eventually(lambda: len(pods_of(namespace)) == 4, "the evicted pod, and one in its place")
+    told = "3 of 3 replicas of the engine are ready; pods that ended and were not deleted: 1 Evicted (the last: The node was low on"
+
+    def counted() -> bool:
+        serve(namespace)
+        return str(condition(namespace.engine_status("rollout"), "Available").get("message")).startswith(told)
+
+    eventually(counted, f"counted; log:\n{operator.tail()}")
+    namespace.delete(PODS, first["metadata"]["name"])
+    eventually(lambda: len(pods_of(namespace)) == 3, "deleted")
 
     namespace.patch(ENGINES, "rollout", {"spec": {"image": "missing:2"}})
     eventually(lambda: progress(namespace) == ("True", "RollingOut"), f"under way; log:\n{operator.tail()}")

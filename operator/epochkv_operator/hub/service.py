@@ -29,6 +29,7 @@ from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Key, Store, pool_key
 from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
 from epochkv_operator.planning.names import MASTER_ADMIN_PORT, component_selector
+from epochkv_operator.planning.workload import ended
 
 
 def master_urls(store: Store, pool_uid: str) -> list[str]:
@@ -43,7 +44,7 @@ def master_urls(store: Store, pool_uid: str) -> list[str]:
     pods = [
         pod
         for pod in store.found(PODS.kind, namespace, POOL_LABEL, name)
-        if wanted.items() <= pod["metadata"]["labels"].items() and pod["metadata"].get("deletionTimestamp") is None
+        if wanted.items() <= pod["metadata"]["labels"].items() and pod["metadata"].get("deletionTimestamp") is None and not ended(pod)
     ]
     addresses = [address for pod in sorted(pods, key=_rank) if (address := _address(pod))]
     return [f"http://{address}:{MASTER_ADMIN_PORT}" for address in addresses]
@@ -56,12 +57,9 @@ def _rank(pod: Json) -> tuple[bool, str]:
 
 
 def _address(pod: Json) -> str:
-    """The pod's address as a URL wants it; empty while it has none, and when it has ended."""
-    status = pod.get("status") or {}
-    if status.get("phase") in ("Succeeded", "Failed"):
-        return ""
+    """The pod's address as a URL wants it; empty while it has none."""
     try:
-        address = ipaddress.ip_address(status.get("podIP") or "")
+        address = ipaddress.ip_address((pod.get("status") or {}).get("podIP") or "")
     except ValueError:
         return ""
     return f"[{address}]" if address.version == 6 else str(address)

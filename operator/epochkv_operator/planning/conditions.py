@@ -23,7 +23,7 @@ from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, 
 from epochkv_operator.planning.engine import leader_selector, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
-from epochkv_operator.planning.workload import Health, find, health, rollout, select
+from epochkv_operator.planning.workload import Health, ended, find, health, rollout, select
 
 _ASKER: Final = {"Spec": "spec.resetEpoch", "Trainer": "a trainer", "Engine": "an engine whose own caches were reset"}
 _NO_HUB: Final = "no hub leads this pool at the moment"
@@ -118,12 +118,12 @@ Ranks = dict[str, list[EngineView]]
 
 
 def engine_ranks(engine: InferenceEngine, observed: Observed) -> list[Ranks]:
-    """What the hub knows of each replica of an engine whose first pod lives. Every rank that it should have is there."""
+    """What the hub knows of each replica of an engine whose first pod runs, or will. Every rank that it should have is there."""
     pods = select(observed.pods, leader_selector(engine), engine.metadata.namespace)
     by_pod: dict[str, list[EngineView]] = {}
     for view in observed.hub.engines if observed.hub is not None else ():
         by_pod.setdefault(view.pod, []).append(view)
-    names = [pod["metadata"]["name"] for pod in pods if pod["metadata"].get("deletionTimestamp") is None]
+    names = [pod["metadata"]["name"] for pod in pods if pod["metadata"].get("deletionTimestamp") is None and not ended(pod)]
     return [_replica(engine, name, by_pod) for name in names]
 
 

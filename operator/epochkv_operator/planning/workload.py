@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ _IMAGE_REASONS = (
 )
 _REVISION_LABELS = ("pod-template-hash", "leaderworkerset.sigs.k8s.io/template-revision-hash")
 _ROLLING = frozenset({"UpdateInProgress", "Progressing"})  # of a LeaderWorkerSet
+_ENDED = {"Succeeded": "Completed", "Failed": "Failed"}
+"""Phases of pods of which nothing runs again, and what to call one that gives no reason."""
 _CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -43,8 +46,13 @@ def find(children: Iterable[Json], kind: str, name: str, owner_uid: str) -> Json
     return None
 
 
+def ended(pod: Json) -> bool:
+    """It was evicted, shut down with its node, refused by it, or has completed: nothing of it runs again, and it may stay for ever."""
+    return (pod.get("status") or {}).get("phase") in _ENDED
+
+
 def select(pods: Iterable[Json], labels: dict[str, str], namespace: str) -> list[Json]:
-    """Pods of a namespace that carry all these labels."""
+    """Pods of a namespace that carry all these labels, those that have ended among them."""
     return [
         pod
         for pod in pods
@@ -57,8 +65,10 @@ def health(workload: Json | None, pods: Sequence[Json], what: str, asked: int | 
     """Reduce a workload and its pods. `what` names it in messages, such as `the master`; `asked` is the count in the user's own
     object, when somebody may have scaled the workload behind its back.
     """
-    found = _health(workload, pods, what)
-    return found if workload is None else replace(found, message=found.message + _scaled_elsewhere(workload, asked))
+    found = _health(workload, [pod for pod in pods if not ended(pod)], what)
+    if workload is None:
+        return found
+    return replace(found, message=found.message + _scaled_elsewhere(workload, asked) + _left_over([pod for pod in pods if ended(pod)]))
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ def rollout(workload: Json, pods: Sequence[Json], state: Health) -> Rollout:
         done = seen and old <= 0 and (said.get("Progressing") or {}).get("reason") == "NewReplicaSetAvailable"
     if done:
         return Rollout(True, text)
-    current = _newest(pods)
+    current = _newest([pod for pod in pods if not ended(pod)])
     stalled = _trouble(workload, current)
     waits = _starting(workload, current) if stalled is None else ""
     return Rollout(False, f"{text}: {waits}" if waits else text, stalled)
@@ -119,6 +129,17 @@ def _scaled_elsewhere(workload: Json, asked: int | None) -> str:
     return f"; somebody scaled {kind} {name} itself to {count}, so the {asked} asked for here do not count: to have them count, {back}"
 
 
+def _left_over(gone: Sequence[Json]) -> str:
+    """How many pods have ended and why, such as evictions: they say nothing of how the workload is, and something of its nodes."""
+    if not gone:
+        return ""
+    last = max(gone, key=lambda pod: (str(pod["metadata"].get("creationTimestamp", "")), str(pod["metadata"]["name"])))["status"]
+    counts = Counter(str(pod["status"].get("reason") or _ENDED[pod["status"]["phase"]]) for pod in gone)
+    why = " ".join(str(last.get("message", "")).split())
+    text = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
+    return f"; pods that ended and were not deleted: {text}" + (f" (the last: {why})" if why else "")
+
+
 def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
     if workload is None:
         return Health(0, 0, 0, 0, "NotCreated", f"{what} does not exist yet")
@@ -142,7 +163,7 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
 def _trouble(workload: Json, pods: Sequence[Json]) -> tuple[str, str] | None:
     """The first thing found that will not mend itself soon, most telling first."""
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
-        found = pod_trouble(pod)
+        found = _pod_trouble(pod)
         if found is not None:
             return found
     for condition in (workload.get("status") or {}).get("conditions") or []:
@@ -181,7 +202,7 @@ def _creation_trouble(message: str) -> tuple[str, str]:
     return "CreateFailed", message
 
 
-def pod_trouble(pod: Json) -> tuple[str, str] | None:
+def _pod_trouble(pod: Json) -> tuple[str, str] | None:
     """Why a pod will not run soon, as a stable reason and a sentence; None: nothing says that it will not."""
     name, status = pod["metadata"]["name"], pod.get("status") or {}
     if pod["metadata"].get("deletionTimestamp") is not None:

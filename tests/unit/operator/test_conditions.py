@@ -44,6 +44,8 @@ RUNNING = {"containerStatuses": [{"name": "engine", "ready": False, "state": {"r
 UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient memory"}]}
 CRASHED = waiting("engine", "CrashLoopBackOff", lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=4)
 L1 = pool("l1")
+EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory.\nThreshold 100Mi"}
+SHUT_DOWN = {"phase": "Failed", "reason": "Terminated", "message": "Pod was terminated in response to imminent node shutdown."}
 
 
 def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Json:
@@ -87,6 +89,35 @@ def test_troubles_of_other_pods_are_not_ours() -> None:
     ]
     conditions = pool_conditions(POLICY, Observed(pool_children({"replicas": 1}), others, CONVERGED))
     assert by_type(conditions)["MasterAvailable"] == ("False", "Starting")
+
+
+def test_pods_that_ended_are_counted_and_do_not_tell_how_the_living_are() -> None:
+    """Evicted and shut-down pods stay until somebody deletes them; what a kubelet last said of their containers stays, too."""
+    gone = [
+        revision("a", 1, **EVICTED, **RUNNING),
+        revision("b", 1, **SHUT_DOWN, **CRASHED),
+        revision("c", 3, phase="Succeeded", message="done"),
+        revision("d", 2, phase="Failed"),
+        revision("e", 1, **EVICTED),
+    ]
+    text = "; pods that ended and were not deleted: 1 Completed, 2 Evicted, 1 Failed, 1 Terminated (the last: done)"
+
+    def said(status: Json, *living: Json, kind: str = "Available") -> tuple[str, str]:
+        hub = HubView(7, 7, [rank(pod["metadata"]["name"]) for pod in living])
+        conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(status), [*gone, *living], hub))
+        return by_type(conditions)[kind][1], message(conditions, kind)
+
+    missing = revision("y", 2, **waiting("engine", "ImagePullBackOff", "not found"))
+    assert said(ready(2), *PODS) == ("Available", "2 of 2 replicas of the engine are ready" + text)
+    assert said(ready(2), *PODS, kind="EpochCurrent") == ("Current", "2 of 2 replicas are at epoch 7")
+    assert said(counts(2, 2, 1), missing)[0] == "ImagePullFailed"
+    assert said(counts(2, 2, 1), revision("y", 2, phase="Pending"))[1].startswith(
+        "1 of 2 replicas of the engine are ready: pod y is pending;"
+    )
+    # The youngest pod of all has ended, and was of another revision.
+    assert said(counts(1, 2, 1, ROLLING), missing, kind="Progressing")[0] == "ImagePullFailed"
+    shown = message(engine_conditions(ROLLOUT, None, Observed(engine_children(ready(2)), gone[:1])), "Available")
+    assert shown.endswith(": 1 Evicted (the last: The node was low on resource: memory. Threshold 100Mi)")
 
 
 def test_children_of_a_namesake_do_not_count() -> None:
