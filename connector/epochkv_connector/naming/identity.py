@@ -51,7 +51,7 @@ class Pin:
     """The root one request's block hashes are made with.
 
     Attributes:
-        root: 32 bytes; equals `Snapshot.root`, is derived from it (adapters), or random.
+        root: 32 bytes; equals `Snapshot.root`, is derived from it (adapters, embeddings), or random.
         generation: of the snapshot it was made under.
         saveable: False when blocks under this pin must never be offered to a tier (a random root, a detached request).
         alone: the root is random: no other request has these names, or will.
@@ -99,6 +99,17 @@ def adapter_root(root: bytes, adapter: bytes, applied: str) -> bytes:
         applied: how this engine applies adapters (`describe.describe_adapters`).
     """
     return hmac.new(root, _packed(b"adapter", adapter, applied.encode()), hashlib.sha256).digest()
+
+
+def embeddings_root(root: bytes, row_type: str, has_tokens: bool, is_token: bytes) -> bytes:
+    """Root for requests whose prompt has rows of embeddings. vLLM hashes the bytes of the rows, and neither their type nor the mask.
+
+    Args:
+        row_type: what the bytes of a row are, such as `torch.float16`.
+        has_tokens: the prompt has token ids, too.
+        is_token: 1 for each position whose token id counts, 0 where its row does; empty without such a mask.
+    """
+    return hmac.new(root, _packed(b"embeddings", row_type.encode(), bytes([has_tokens]), is_token), hashlib.sha256).digest()
 
 
 def fingerprint(fields: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, transfer_tag
+from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, embeddings_root, transfer_tag
 from epochkv_connector.naming.root import RootState
 from epochkv_connector.weights.adapters import Adapters
 
@@ -146,6 +146,10 @@ class PinMaker:
             pin = Pin(snapshot.root, snapshot.generation)
         else:
             pin = self._make_for_adapter(adapter, snapshot)
+        embeddings = getattr(request, "prompt_embeds", None)
+        if embeddings is not None and not pin.alone:
+            is_token = bytes(map(bool, request.prompt_is_token_ids or ()))
+            pin.root = embeddings_root(pin.root, str(embeddings.dtype), request.prompt_token_ids is not None, is_token)
         pin.session = session
         return pin
 
