@@ -174,6 +174,7 @@ GAUGES: tuple[Family, ...] = (
     _family("tiers_off", "0 or 1",
         "1: the engine cannot use its tiers, or not all of them; its log and `epochkv engines` say what to change."),
     _family("weights_known", "0 or 1", "1: the engine knows its weights and names KV after them; 0: it does not."),
+    _family("weights_updating", "0 or 1", "1: a call writes weights, or a transfer of weights was started and is not finished."),
     _family("own_cache", "0 or 1", "1: the engine can never know them, and keeps its GPU cache and L1 to itself."),
     _family("lease_remaining_seconds", "seconds", "Seconds until the lease on the epoch ends; 0 without one."),
     _family("old_epoch_requests", "requests", "Running requests that continue under an older root.", "old_epoch_requests"),

@@ -479,6 +479,7 @@ class SchedulerRole:
             "broken": self.state.broken or (self._config.has_tiers and not has_slots),
             "tiers_off": self.tiers_told() != ("", ""),
             "own_cache": snapshot.in_use and self._own is not None,
+            "weights_updating": self.weights.watch.updating,
             "weights_known": root.weights is not None and self._own is None,
             "old_epoch_requests": self.pins.old_epoch_requests(),
             "old_epoch_sessions": self.pins.old_epoch_requests(sessions=True),

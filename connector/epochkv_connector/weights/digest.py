@@ -23,7 +23,6 @@ import json
 import math
 import random
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -99,18 +98,17 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield in_a_line(rows.contiguous()).view(torch.int8)
 
 
-def digest(tensors: Iterable[tuple[str, torch.Tensor]], extra: Any = (), *, deadline: float = float("inf")) -> bytes:
+def digest(tensors: Iterable[tuple[str, torch.Tensor]], extra: Any = ()) -> bytes:
     """One digest (32 bytes) for all of them.
 
     Args:
         tensors: by name, all on one device or on the host.
         extra: JSON that counts, too.
-        deadline: on the monotonic clock.
 
     Raises:
-        Unreadable: one is on `meta` (it is being loaded), or the deadline has passed.
+        Unreadable: one is on `meta` (it is being loaded).
     """
-    book = _Book(deadline)
+    book = _Book()
     for name, whole in tensors:
         for part, tensor in stored(name, whole):
             book.add(part, tensor)
@@ -121,7 +119,6 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]], extra: Any = (), *, dead
 class _Book:
     """The digest under way: what was seen, and each device's bytes."""
 
-    deadline: float
     header: list[Any] = field(default_factory=list)
     sums: dict[torch.device, _Host | _Device] = field(default_factory=dict)
     seen: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -142,11 +139,7 @@ class _Book:
         if device is None:
             device = self.sums[tensor.device] = _Host() if tensor.device.type == "cpu" else _Device(tensor.device)
         for data in _flat(ordered):
-            device.add(data, self.check)
-
-    def check(self) -> None:
-        if time.monotonic() > self.deadline:
-            raise Unreadable("reading the weights took too long")
+            device.add(data)
 
     def close(self, extra: Any) -> bytes:
         final = hashlib.sha256(json.dumps([self.header, extra], separators=(",", ":")).encode())
@@ -167,8 +160,7 @@ class _Host:
         self._sums: list[Future[bytes]] = []
         self._small = xxhash.xxh3_128()
 
-    def add(self, data: torch.Tensor, check: Callable[[], None]) -> None:
-        check()
+    def add(self, data: torch.Tensor) -> None:
         if data.numel() < SMALL_BYTES:
             self._small.update(data.numpy())
             return
@@ -193,8 +185,7 @@ class _Device:
         self._small: list[torch.Tensor] = []
         self._held = 0
 
-    def add(self, data: torch.Tensor, check: Callable[[], None]) -> None:
-        check()
+    def add(self, data: torch.Tensor) -> None:
         if data.numel() > SMALL_BYTES:
             self._levels += self._level(data)
             return

@@ -1,7 +1,7 @@
 """What one worker rank knows of its weights and adapters, and the calls that the scheduler role makes on it.
 
 The functions here are sent through vLLM's `Executor.collective_rpc` and get the worker. None of them raises: on several ranks an
-exception would leave the answers of the others in vLLM's queues. Their deadline is kept here, for the same reason.
+exception would leave the answers of the others in vLLM's queues. A digest has no deadline, whatever its size: the next would take as long.
 
 vLLM keeps an adapter's weights by an id that says nothing of them. It reads files again when its cache was too small, or with every
 step for requests that load in place, and trainers send tensors that have no file. So an adapter's digest is that of the tensors vLLM
@@ -197,9 +197,6 @@ class HeldAdapters:
             if adapter_id in pinned:
                 active.pin(adapter_id)
 
-
-DIGEST_SECONDS = 60.0
-"""Of one digest on one rank: at 5 GB/s, 300 GB. Then the weights are unknown."""
 
 SLEEP_SECONDS = 30.0
 """How long the copies of all ranks may take to end: each moves at most one job's blocks, at the speed of the bus."""
@@ -411,15 +408,15 @@ def digest_weights(worker: Any, number: int) -> Answer:
     try:
         held = _held(worker)
         held.forget()
-        writes, deadline = held.writes, time.monotonic() + DIGEST_SECONDS
+        writes = held.writes
         held.digested_at = held.domain.passes if held.domain is not None else 0
         _synchronize()
         sample = Sample(weights(worker))
         places = Places(worker)
-        found = digest(weights(worker), packed(worker), deadline=deadline)
+        found = digest(weights(worker), packed(worker))
         if held.domain is not None:
             rest = ((name, tensor) for name, tensor in weights(worker) if not is_of_experts(name))
-            answer["rest"] = digest(rest, [one for one in packed(worker) if not is_of_experts(one[0])], deadline=deadline)
+            answer["rest"] = digest(rest, [one for one in packed(worker) if not is_of_experts(one[0])])
         if not sample.holds() or places.lie != Places(worker).lie or writes != held.writes:
             raise Unreadable("weights were written while they were read")
         held.sample, held.places, held.seen = sample, places, writes

@@ -38,7 +38,7 @@ IDLE_SECONDS = 0.5
 QUIET_SECONDS = 0.25
 """An idle engine looks when no suspicious call came for so long: a push may be hundreds of calls."""
 PAUSE_SECONDS = 1.0
-"""A call that comes so long after the last digest is the first of a push, or a lone one."""
+"""A call that comes so long after the last digest is the first of a push, or a lone one. One that takes so long may be a push itself."""
 PATIENCE_SECONDS = 5.0
 """How long requests wait for a pass that tells what all ranks of a domain hold, without which none of them can be served either. Then
 they are served without names."""
@@ -145,6 +145,7 @@ class Watch:
     Attributes:
         value: 32 bytes; None: unknown.
         told: (`value`, why it is None). Any thread.
+        calling_since: the workers are in a call that may write to the weights. Any thread.
         awaits: it is not known whether the ranks of the domain still hold what they did, and their next pass tells: no request may be
             let in before.
         number: of the last question that the ranks have answered.
@@ -165,6 +166,7 @@ class Watch:
     ) -> None:
         self.value: bytes | None = None
         self.told: tuple[bytes | None, str] = (None, "nobody has looked yet")
+        self.calling_since: float | None = None
         self.number = 0
         self.seconds = 0.0
         self.counters: Counter[str] = Counter()
@@ -206,12 +208,24 @@ class Watch:
         self._why_own, self._asks = why, asks
 
     def tells(self) -> tuple[bytes | None, str]:
-        """`told`; in a domain, where no more is known of this engine than passes can tell, what its ranks have said since. Any thread."""
+        """`told`; in a call that takes long, that weights are being written; in a domain, where no more is known of this engine than
+        passes can tell, what its ranks have said since. Any thread."""
         peers, (value, note) = self._peers, self.told
+        if self._is_called_long():
+            return None, WRITING
         if peers is None or (value is None and note not in (NO_PASS, CHANGED)):
             return value, note
         foretold = peers.foretold
         return foretold, "" if foretold is not None else NO_PASS
+
+    @property
+    def updating(self) -> bool:
+        """New weights are on their way: a call writes them, or a transfer was started and is not finished. Any thread."""
+        return self.tells()[1] in (WRITING, STARTED)
+
+    def _is_called_long(self) -> bool:
+        since = self.calling_since
+        return since is not None and self._clock() >= since + PAUSE_SECONDS
 
     # ------------------------------------------------------------------ what happens
 
@@ -219,6 +233,7 @@ class Watch:
         """Workers are about to be called with something that is not known to be harmless: weights are suspected before it begins."""
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         self.suspect(f"{name} was called on the workers")
+        self.calling_since = self._clock()
         self._end_device_work()
         if "weight_update" in name or name == "reload_weights":
             self._started = name.startswith(("start_", "skyrl_start_"))
@@ -229,12 +244,15 @@ class Watch:
         An idle engine looks at once, unless it did just before: then calls come one after another, and until they are over nobody
         is told that the weights are known.
         """
+        long, self.calling_since = self._is_called_long(), None
         if failed:
             self._started = False
             self.suspect("a call on the workers has failed")
         elif self._why_own is not None:  # no sample may tell of what was written after a step that ran beside the call
             self.suspect("a call on the workers has ended")
         if idle and self.pending and self._clock() >= max(self._digest_at, self._digested_at + PAUSE_SECONDS):
+            if long:
+                self.told = (None, WRITING)  # as heartbeats may have said
             self._digest()
         elif self._suspicion and self.value is not None and self.told[1] != WRITING:
             self.told = (None, WRITING)

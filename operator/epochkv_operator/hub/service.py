@@ -77,7 +77,8 @@ class PoolHistory:
         base: keys and bytes that the hub had removed in all when its target was last raised.
         total: the same, now.
         led_since: when the hub was first seen leading in its term (monotonic); None: it does not lead.
-        differ_since: since when live engines of one fingerprint hold different weights (monotonic); None: they do not.
+        differ_since: since when live engines of one fingerprint hold different weights and none takes new ones (monotonic); None: it is
+            not so.
         reclaimed: highest epoch below which nothing is left, and when that was first seen (Unix seconds).
     """
 
@@ -95,7 +96,7 @@ class PoolHistory:
             self.led_since = None
         elif self.led_since is None:
             self.led_since = now
-        if not snapshot.diverged:
+        if not snapshot.diverged or any(engine.updating for engine in snapshot.engines):
             self.differ_since = None
         elif self.differ_since is None:
             self.differ_since = now
@@ -137,6 +138,7 @@ def view_of(
         ),
         outliers=tuple(_outliers(snapshot)),
         overdue=history.overdue_in(now) == 0.0,
+        older=tuple(_older(snapshot)),
         reclaim=ReclaimView(
             epoch=history.reclaimed,
             keys=max(0, history.total[0] - history.base[0]),
@@ -174,6 +176,19 @@ def _outliers(snapshot: PoolSnapshot) -> Iterator[Outlier]:
         wanted = most.get(engine.fingerprint)
         if engine.weights is not None and wanted is not None:
             yield Outlier(engine.display_name, engine.weights.hex(), wanted.hex())
+
+
+def _older(snapshot: PoolSnapshot) -> Iterator[str]:
+    """Where engines of a fingerprint differ, those that do not hold what came last by a push (unknown: what most hold)."""
+    apart = {engine.instance for engine in snapshot.diverged}
+    for fingerprint in {engine.fingerprint for engine in snapshot.diverged}:
+        members = [one for one in snapshot.engines if one.alive and one.weights is not None and one.fingerprint == fingerprint]
+        came: dict[bytes | None, float] = {}
+        for one in members:
+            if one.pushed:
+                came[one.weights] = max(one.weights_since, came.get(one.weights, 0.0))
+        newest = min(came, key=lambda held: came[held]) if came else next(one.weights for one in members if one.instance not in apart)
+        yield from (one.display_name for one in members if one.weights != newest)
 
 
 def _laggard(engine: EngineView) -> tuple[str, str]:

@@ -319,19 +319,25 @@ def _weights_converged(hub: HubView | None) -> Condition:
     kind = "WeightsConverged"
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
-    mute = [engine for engine in hub.engines if engine.alive and engine.weights is None and engine.tiers_off != "OwnCache"]
+    taking = [engine.display_name for engine in hub.engines if engine.updating]
+    mute = [engine for engine in hub.engines if engine.alive and not engine.updating and engine.weights is None]
+    mute = [engine for engine in mute if engine.tiers_off != "OwnCache"]
     unknown = [f"{engine.display_name} ({_line(engine.weights_note) or 'it has not said yet'})" for engine in mute]
     silent = f"the weights of these engines are not known, and they share nothing: {listed(unknown, _MAX_OUTLIERS)}" if unknown else ""
     if hub.outliers and hub.overdue:
-        remedy = "push to them again; they serve correctly, and share KV only with engines of equal weights"
+        remedy = (
+            f"push again to those with older weights: {listed(hub.older, _MAX_OUTLIERS)}; all serve correctly, each shares with its equals"
+        )
         text = f"not all engines hold the weights that most hold: {_outliers(hub)}; {remedy}"
         return Condition(kind, "False", "Diverged", f"{text}; {silent}" if silent else text)
+    if taking:
+        text = f"weights are being written to {listed(taking, _MAX_OUTLIERS)}"
+        return Condition(kind, "False", "Updating", f"{text}; {silent}" if silent else text)
     if silent:
         return Condition(kind, "Unknown", "Unknown", silent)
     if hub.outliers:
-        return Condition(
-            kind, "False", "Updating", f"engines have held different weights for less than {PUSH_SECONDS:g} s: {_outliers(hub)}"
-        )
+        text = f"for less than {PUSH_SECONDS:g} s, engines have held different weights, and none was taking new ones: {_outliers(hub)}"
+        return Condition(kind, "False", "Updating", text)
     held = sorted({_called(engine.weights.hex(), hub) for engine in hub.engines if engine.alive and engine.weights is not None})
     text = f"all engines hold {listed(held, MAX_KINDS)}" if held else "no engine is connected"
     return Condition(kind, "True", "Converged", text)

@@ -11,7 +11,7 @@ from epochkv_fence.protocol.pool import EngineView
 
 Json = dict[str, Any]
 PUSH_SECONDS: Final = 60.0
-"""A push of weights takes no longer: engines that still differ then were missed by it."""
+"""No engine of a push goes so long without being inside a call that writes: those that still differ then were missed by it."""
 
 
 class KindNotServed(Exception):
@@ -108,7 +108,9 @@ class HubView:
     """The largest group first."""
     outliers: Sequence[Outlier] = ()
     overdue: bool = False
-    """There have been outliers for longer than a push takes."""
+    """There have been outliers for so long, and no engine that was taking weights."""
+    older: Sequence[str] = ()
+    """Engines that hold other weights than those that came last to their fingerprint."""
     reclaim: ReclaimView = ReclaimView()
     keys: KeysView | None = None
     proof: str = ""

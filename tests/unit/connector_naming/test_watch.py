@@ -172,6 +172,32 @@ def test_an_idle_engine_looks_at_once_after_a_lone_call_and_nobody_hears_of_it()
     assert (world.told, world.watch.pending) == ([], False)
 
 
+def test_who_asks_during_a_long_call_hears_that_weights_are_written_and_the_hub_hears_of_its_end() -> None:
+    world = World("a").started()
+    known = (world.watch.value, "")
+    world.now += 5.0
+    world.watch.calling("update_weights")
+    assert (world.watch.tells(), world.watch.updating) == (known, False)
+    world.now += 75.0
+    assert (world.watch.tells(), world.watch.updating) == ((None, WRITING), True)
+    world.log.clear()
+    world.watch.called(idle=True)
+    assert world.log == ["ask", ("hold", known[0])], "also where it has changed nothing: heartbeats said otherwise"
+    assert (world.watch.tells(), world.watch.updating) == (known, False)
+
+
+def test_a_transfer_that_was_started_is_an_update_until_it_is_finished() -> None:
+    world = World("a").started()
+    world.watch.calling("start_weight_update")
+    world.watch.called(idle=True)
+    world.step()
+    assert world.watch.updating
+    world.push("b", "finish_weight_update")
+    world.watch.called(idle=True)
+    world.step(5.0)
+    assert not world.watch.updating
+
+
 def test_while_calls_follow_each_other_nobody_is_told_that_the_weights_are_known() -> None:
     world = World("a").started()
     world.now += 5.0

@@ -55,6 +55,13 @@ def test_how_long_an_engine_has_held_its_weights() -> None:
     assert (views(hub)[1].weights, views(hub)[1].weights_since) == (B, 1.0)
 
 
+def test_an_engine_that_has_held_others_before_was_pushed_to() -> None:
+    hub = pool()
+    for weights, pushed in ((None, False), (A, False), (None, False), (A, False), (B, True), (None, True), (A, True)):
+        hub.beat(1, weights=weights)
+        assert views(hub)[1].pushed is pushed
+
+
 def test_live_engines_are_grouped_most_first_and_of_as_many_the_newest() -> None:
     hub = pool()
     for number, weights, fingerprint in ((1, A, "f"), (2, B, "f"), (3, B, "g"), (4, C, "f"), (5, None, "f")):

@@ -510,7 +510,8 @@ def view(engines: Sequence[EngineView], groups: Sequence[WeightsGroup] = (), **m
 
 
 EQUAL = view([held("p0"), held("p1")], [group(A, 2, 10)])
-LATE = view([held("p0"), held("p1", B)], [group(A, 1, 5, "step-42"), group(B, 1, 900)], outliers=[Outlier("p1", B, A)])
+LATE = view([held("p0"), held("p1", B)], [group(A, 1, 5, "step-42"), group(B, 1, 900)], outliers=[Outlier("p1", B, A)], older=["p1"])
+TAKING = held("p2", None, weights_note="they are being written", stats={"weights_updating": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -525,13 +526,14 @@ LATE = view([held("p0"), held("p1", B)], [group(A, 1, 5, "step-42"), group(B, 1,
             LATE,
             "False",
             "Updating",
-            "engines have held different weights for less than 60 s: p1 holds 77aa00ff instead of 3f2a9c1e (step-42)",
+            "for less than 60 s, engines have held different weights, and none was taking new ones: p1 holds 77aa00ff instead",
         ),
         (
             replace(LATE, overdue=True),
             "False",
             "Diverged",
-            "not all engines hold the weights that most hold: p1 holds 77aa00ff instead of 3f2a9c1e (step-42); push to them again;",
+            "not all engines hold the weights that most hold: p1 holds 77aa00ff instead of 3f2a9c1e (step-42); push again to"
+            " those with older weights: p1; all serve",
         ),
         (
             view([held("p0", None, weights_note="rank 1: no answer"), held("p1", None), held("dead", None, alive=False)]),
@@ -544,10 +546,12 @@ LATE = view([held("p0"), held("p1", B)], [group(A, 1, 5, "step-42"), group(B, 1,
             replace(LATE, engines=[*LATE.engines, held("p2", None, weights_note="asleep")], overdue=True),
             "False",
             "Diverged",
-            "equal weights; the weights of these engines are not known, and they share nothing: p2 (asleep)",
+            "each shares with its equals; the weights of these engines are not known, and they share nothing: p2 (asleep)",
         ),
         (replace(LATE, engines=[*LATE.engines, held("p2", None, weights_note="asleep")]), "Unknown", "Unknown", "p2 (asleep)"),
-        (replace(LATE, outliers=[Outlier(f"p{n}", B, A) for n in range(9)], overdue=True), "False", "Diverged", "and 4 more; push to them"),
+        (replace(LATE, outliers=[Outlier(f"p{n}", B, A) for n in range(9)], overdue=True), "False", "Diverged", "and 4 more; push again"),
+        (replace(LATE, engines=[*LATE.engines, TAKING]), "False", "Updating", "weights are being written to p2"),
+        (view([held("p0"), TAKING, held("p3", None)]), "False", "Updating", "written to p2; the weights of these engines are not known"),
     ],
 )
 def test_weights_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:

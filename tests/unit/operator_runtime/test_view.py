@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
+import pytest
 
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, WeightsView
@@ -62,7 +63,8 @@ def test_origin_weights_and_outliers() -> None:
 
 def test_how_long_engines_differ_is_counted_over_whoever_differs() -> None:
     """An engine whose weights change all the time is found, and a push that comes through begins the minute anew."""
-    history, differ = PoolHistory(), replace(EMPTY, diverged=[engine("late", weights=B)])
+    history, late, other = PoolHistory(), engine("late", weights=B), engine("other", weights=b"c" * 16)
+    differ = replace(EMPTY, engines=[engine("first"), late], diverged=[late])
 
     def overdue(snapshot: PoolSnapshot, now: float) -> bool:
         history.take(snapshot, 1e9, now)
@@ -71,11 +73,45 @@ def test_how_long_engines_differ_is_counted_over_whoever_differs() -> None:
         return view.overdue
 
     assert [overdue(differ, now) for now in (100.0, 159.9, 160.0)] == [False, False, True]
-    assert overdue(replace(EMPTY, diverged=[engine("other", weights=A)]), 161.0)
+    assert overdue(replace(EMPTY, engines=[engine("first"), other], diverged=[other]), 161.0)
     assert not overdue(EMPTY, 162.0)
     assert history.overdue_in(162.0) is None
     assert not overdue(differ, 163.0)
     assert history.overdue_in(200.0) == 23.0
+
+
+def test_while_an_engine_takes_weights_the_time_does_not_run() -> None:
+    history, writing = PoolHistory(), engine("p0", weights=None, stats={"weights_updating": 1.0})
+    differ = replace(EMPTY, diverged=[engine("late", weights=B)])
+    history.take(differ, 1e9, 100.0)
+    for seconds in (110.0, 160.0, 185.0):
+        history.take(replace(differ, engines=[writing]), 1e9, seconds)
+        assert history.overdue_in(seconds) is None
+    history.take(replace(differ, engines=[msgspec.structs.replace(writing, alive=False)]), 1e9, 190.0)
+    assert history.overdue_in(200.0) == 50.0
+
+
+@pytest.mark.parametrize(
+    ("engines", "apart", "older"),
+    [
+        # A push has just begun: two are ahead.
+        ([("p0", B, 5.0, True), ("p1", B, 3.0, True), *((f"p{n}", A, 900.0, True) for n in (2, 3, 4))], ["p0", "p1"], ["p2", "p3", "p4"]),
+        # It has missed one, which tells of the same weights ever since.
+        ([("p0", B, 70.0, True), ("p1", B, 60.0, True), ("p2", A, 900.0, True)], ["p2"], ["p2"]),
+        # One has started again, with what its files hold.
+        ([("p0", B, 70.0, True), ("p1", B, 60.0, True), ("p2", A, 1.0, False)], ["p2"], ["p2"]),
+        # All but one have.
+        ([("p0", A, 2.0, False), ("p1", A, 1.0, False), ("p2", B, 900.0, True)], ["p2"], ["p0", "p1"]),
+        # This hub has seen no push.
+        ([("p0", A, 90.0, False), ("p1", A, 90.0, False), ("p2", B, 10.0, False)], ["p2"], ["p2"]),
+    ],
+)
+def test_who_holds_the_older_weights(engines: list[tuple[str, bytes, float, bool]], apart: list[str], older: list[str]) -> None:
+    views = [engine(name, weights=weights, weights_since=since, pushed=pushed) for name, weights, since, pushed in engines]
+    views += [engine("other", weights=B, fingerprint="tp4"), engine("gone", weights=b"c" * 16, alive=False)]
+    view = view_of(replace(EMPTY, engines=views, diverged=[one for one in views if one.engine in apart]), PoolHistory(), 1e9, 0.0)
+    assert view is not None
+    assert view.older == tuple(older)
 
 
 def test_engines_by_state_and_those_that_differ_are_counted() -> None:
