@@ -106,24 +106,7 @@ def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> N
 def _login(registry: kopf.OperatorRegistry, client: KubeClient, gap: Gap) -> None:
     async def login(**_: Any) -> kopf.AiohttpSession:
         """The connection that our own client uses: one source for server, CA and credentials."""
-        configuration = client.configuration
-        await client.refresh_credentials()
-        scheme, _sep, token = str(configuration.api_key.get("BearerToken", "")).partition(" ")
-        info = kopf.ConnectionInfo(
-            server=configuration.host,
-            ca_path=configuration.ssl_ca_cert,
-            insecure=not configuration.verify_ssl,
-            certificate_path=configuration.cert_file,
-            private_key_path=configuration.key_file,
-            scheme=scheme or None if token else None,
-            token=token or None,
-        )
-        session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
-            headers=info.as_http_headers(),
-            middlewares=(_begin_anew(gap),),
-        )
-        return kopf.AiohttpSession(server=info.server, aiohttp_session=session)
+        return kopf.AiohttpSession(server=client.configuration.host, aiohttp_session=await client.session(_begin_anew(gap)))
 
     kopf.on.login(id="login", registry=registry)(login)
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode, urlsplit
+from urllib.request import getproxies_environment
 
 import aiohttp
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
+from multidict import CIMultiDict
+from requests.utils import should_bypass_proxies  # kubernetes brings it
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
@@ -136,11 +141,43 @@ def _kubeconfig() -> str:
     return paths
 
 
-class KubeClient:
-    """Requests to one API server. Not bound to a namespace; every method may raise `ApiError` and nothing else."""
+def _proxy(server: str) -> str | None:
+    """What the environment says, as kubectl reads it: `NO_PROXY` may have ranges of addresses, and this machine needs no proxy."""
+    url = urlsplit(server)
+    host, proxy = url.hostname or "", getproxies_environment().get(url.scheme)
+    try:
+        here = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        here = host == "localhost"
+    if not proxy or here or should_bypass_proxies(server, no_proxy=None):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
-    def __init__(self, configuration: Any, deadline_seconds: float = 10.0) -> None:
+
+def _impersonation(user: Json) -> Iterator[tuple[str, str]]:
+    """Headers for what the kubeconfig's user acts as; the library leaves that out."""
+    yield from ((f"Impersonate-{name}", user[key]) for name, key in (("User", "as"), ("Uid", "as-uid")) if user.get(key))
+    yield from (("Impersonate-Group", group) for group in user.get("as-groups") or ())
+    for name, values in (user.get("as-user-extra") or {}).items():
+        yield from ((f"Impersonate-Extra-{quote(name, safe='')}", value) for value in values)
+
+
+async def _run_plugin_again(loader: Any, configuration: Any) -> None:
+    """Before a request: the library looks when the plugin's token is over."""
+    if hasattr(loader, "exec_plugin_expiry") and await loader.load_from_exec_plugin():
+        configuration.api_key["BearerToken"] = loader.token
+
+
+class KubeClient:
+    """Requests to one API server. Not bound to a namespace; every method may raise `ApiError` and nothing else.
+
+    Args:
+        headers: of every request.
+    """
+
+    def __init__(self, configuration: Any, deadline_seconds: float = 10.0, headers: Sequence[tuple[str, str]] = ()) -> None:
         self.configuration = configuration
+        self._headers = [*headers, ("User-Agent", MANAGED_BY)]
         self.may_not_write: Callable[[], str | None] = lambda: None
         """Why nothing may be written now, or None. Asked before each write, and again when its connection stands."""
         self.deadline_seconds = deadline_seconds
@@ -153,7 +190,7 @@ class KubeClient:
 
     @classmethod
     async def connect(cls, deadline_seconds: float = 10.0) -> KubeClient:
-        """Configure from the pod's service account, else from `KUBECONFIG` or `~/.kube/config`.
+        """Configure from the pod's service account, where no proxy counts; else from `KUBECONFIG` or `~/.kube/config`, as kubectl does.
 
         Raises:
             kubernetes.aio.config.ConfigException: neither is there or usable.
@@ -162,17 +199,45 @@ class KubeClient:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
             kubernetes_config.load_incluster_config(client_configuration=configuration)
             return cls(configuration, deadline_seconds)
-        await kubernetes_config.load_kube_config(_kubeconfig(), client_configuration=configuration)
-        return cls(configuration, deadline_seconds)
+        loader = await kubernetes_config.load_kube_config(_kubeconfig(), client_configuration=configuration)
+        user = loader._user.value if loader._user else {}
+        if plugin := user.get("exec"):
+            if not (configuration.api_key or configuration.cert_file):
+                raise kubernetes_config.ConfigException(
+                    f"{plugin['command']}, which the kubeconfig names, gave no credentials: run it by hand"
+                )
+            configuration.refresh_api_key_hook = partial(_run_plugin_again, loader)
+        configuration.proxy = configuration.proxy or _proxy(configuration.host)
+        if configuration.proxy and not configuration.proxy.startswith(("http://", "https://")):
+            raise kubernetes_config.ConfigException(
+                f"the proxy {configuration.proxy} is neither http:// nor https://: run `kubectl proxy`, with a kubeconfig for its address"
+            )
+        return cls(configuration, deadline_seconds, list(_impersonation(user)))
+
+    async def session(self, *middlewares: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
+        """For others that talk to this API server: the same way to it, and fresh credentials. Whoever asks closes it."""
+        rest, headers = self._api.rest_client, await self._with_credentials()
+        name = self.configuration.tls_server_name
+
+        async def named(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+            request.server_hostname = name
+            return await send(request)
+
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=rest.ssl_context),
+            headers=headers,
+            middlewares=(*middlewares, *((named,) if name else ())),
+            proxy=rest.proxy,
+        )
+
+    async def _with_credentials(self, **headers: str) -> CIMultiDict[str]:
+        """Headers of a request. Tokens that rotate are read again when that is due."""
+        given = CIMultiDict([*self._headers, *headers.items()])
+        await self._api.update_params_for_auth(given, [], ["BearerToken"], "/", "GET", None)
+        return given
 
     async def close(self) -> None:
         await self._api.close()
-
-    async def refresh_credentials(self) -> None:
-        """Re-read the token when it is due (service account tokens rotate); afterwards `configuration.api_key` is
-        fresh.
-        """
-        await self._api.update_params_for_auth({}, [], ["BearerToken"], "/", "GET", None)
 
     async def request(
         self,
@@ -189,10 +254,9 @@ class KubeClient:
         if verb != "GET":
             self._check_leading(verb, path)
         request, seconds = f"{verb} {path}", deadline_seconds or self.deadline_seconds
-        headers = {"Accept": accept, "Content-Type": content_type, "User-Agent": MANAGED_BY}
         try:
             async with asyncio.timeout(seconds):
-                await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, verb, body)
+                headers = await self._with_credentials(**{"Accept": accept, "Content-Type": content_type})
                 url = self.configuration.host + path + (f"?{urlencode(query)}" if query else "")
                 response = await self._api.rest_client.request(
                     verb, url, headers=headers, body=body, _request_timeout=aiohttp.ClientTimeout(total=seconds)
@@ -304,13 +368,12 @@ class KubeClient:
     ) -> AsyncIterator[Json]:
         """Watch events as they come, and bookmarks, for at most a minute."""
         path = resource.path(namespace)
-        headers = {"Accept": "application/json", "User-Agent": MANAGED_BY}
         given = {"watch": "true", "resourceVersion": resource_version, "timeoutSeconds": "60", "allowWatchBookmarks": "true"}
         query = urlencode({**given, "labelSelector": label_selector} if label_selector else given)
         url, timeout = f"{self.configuration.host}{path}?{query}", aiohttp.ClientTimeout(total=65)
         rest = b""  # an object may be longer than what aiohttp takes for a line
         try:
-            await self._api.update_params_for_auth(headers, [], ["BearerToken"], path, "GET", None)
+            headers = await self._with_credentials(Accept=JSON)
             response = await self._api.rest_client.request("GET", url, headers=headers, _request_timeout=timeout)
             if response.status != 200:
                 _raise(response.status, cast(bytes, await response.read()), f"WATCH {path}", None)
