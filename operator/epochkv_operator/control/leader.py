@@ -17,7 +17,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from epochkv_fence.net.keys import KeyPair
 from epochkv_operator import metrics
-from epochkv_operator.hub.service import HubFailed, HubService, master_urls
+from epochkv_operator.hub.masters import master_urls
+from epochkv_operator.hub.service import HubFailed, HubService
 from epochkv_operator.kube.client import Json, KubeClient
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import Resource

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import structlog
@@ -21,6 +21,7 @@ from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, invalid_status
+from epochkv_operator.hub.masters import Elections
 from epochkv_operator.hub.service import AcceptedKeys, HubService, HubSnapshot
 from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
 from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
@@ -104,7 +105,10 @@ class _Reconciler(ABC):
         """The object is there and is not being deleted."""
 
 
+@dataclass(eq=False)
 class PoolReconciler(_Reconciler):
+    elections: Elections
+
     async def _reconcile(self, key: Key, obj: Json) -> None:
         pool = parse_pool(obj)
         keys, problem, retry = await self._keys(key, obj)
@@ -122,6 +126,7 @@ class PoolReconciler(_Reconciler):
             nonlocal snapshot
             status, snapshot = newest.get("status") or {}, self.hub(HubService.snapshot, pool.metadata.uid, newest)
             seen = observe(self.store, key.namespace, POOL_LABEL, key.name, snapshot.view, problem)
+            seen = replace(seen, leaderless=self.elections.leaderless(pool.metadata.uid))
             return pool_status(pool, seen, context, status, now()) if snapshot.known or keys is None else status
 
         await self.reporter.report(obj, compute)

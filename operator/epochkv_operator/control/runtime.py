@@ -25,6 +25,7 @@ from epochkv_operator.control.leader import HubProxy, Leader, watch_lag
 from epochkv_operator.control.reconcile import EngineReconciler, PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.worker import Worker, WorkQueue, recheck_seconds
+from epochkv_operator.hub.masters import Elections
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
@@ -173,10 +174,12 @@ class Operator:
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
         given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served)
-        pools, engines = PoolReconciler(*given), EngineReconciler(*given)
+        elections = Elections(self.store, self.queue.add)
+        pools, engines = PoolReconciler(*given, elections), EngineReconciler(*given)
         recheck = recheck_seconds(self.settings.resync_seconds)
         worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, recheck)
         self._start("hub", leader.watch_hub())
+        self._start("elections", elections.watch())
         self._start("lists", watches.compare())
         self._start("hub-secret", secret.guard(keys))
         for number in range(self.settings.workers):

@@ -5,7 +5,6 @@ heartbeat.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,50 +19,12 @@ from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolConfig, PoolRecord, PoolSnapshot
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
-from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.hub.authority import KubernetesAuthority, Proofs, record_of
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder, LeaseLost
-from epochkv_operator.kube.resources import PODS, POOLS
 from epochkv_operator.kube.status import StatusWriter
-from epochkv_operator.kube.store import Key, Store, pool_key
+from epochkv_operator.kube.store import Key, pool_key
 from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
-from epochkv_operator.planning.names import MASTER_ADMIN_PORT, component_selector
-from epochkv_operator.planning.workload import ended
-
-
-def master_urls(store: Store, pool_uid: str) -> list[str]:
-    """Admin ports of the live masters, from what the watches show. Those that are ready come first: with several masters, the
-    one that serves is among them. None for a pool that is gone, and for one whose Mooncake somebody else runs.
-    """
-    pool = store.by_uid(POOLS.kind, pool_uid)
-    if pool is None or not ((pool["spec"].get("distributed") or {}).get("mooncake")):
-        return []
-    namespace, name = pool["metadata"]["namespace"], pool["metadata"]["name"]
-    wanted = component_selector(name, "master")
-    pods = [
-        pod
-        for pod in store.found(PODS.kind, namespace, POOL_LABEL, name)
-        if wanted.items() <= pod["metadata"]["labels"].items() and pod["metadata"].get("deletionTimestamp") is None and not ended(pod)
-    ]
-    addresses = [address for pod in sorted(pods, key=_rank) if (address := _address(pod))]
-    return [f"http://{address}:{MASTER_ADMIN_PORT}" for address in addresses]
-
-
-def _rank(pod: Json) -> tuple[bool, str]:
-    conditions = (pod.get("status") or {}).get("conditions") or []
-    ready = any(item.get("type") == "Ready" and item.get("status") == "True" for item in conditions)
-    return not ready, str(pod["metadata"]["name"])
-
-
-def _address(pod: Json) -> str:
-    """The pod's address as a URL wants it; empty while it has none."""
-    try:
-        address = ipaddress.ip_address((pod.get("status") or {}).get("podIP") or "")
-    except ValueError:
-        return ""
-    return f"[{address}]" if address.version == 6 else str(address)
-
 
 # ---- from the hub's snapshot of a pool to what planning and metrics take; pure ----
 

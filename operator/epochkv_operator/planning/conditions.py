@@ -19,11 +19,12 @@ from epochkv_fence.protocol.messages import CONTROL, TIER_REASONS
 from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.planning.connection import etcd_endpoints
 from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, listed, short_id
 from epochkv_operator.planning.engine import leader_selector, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
-from epochkv_operator.planning.workload import Health, ended, find, health, rollout, select
+from epochkv_operator.planning.workload import Health, ended, find, health, rollout, select, without_leader
 
 _ASKER: Final = {"Spec": "spec.resetEpoch", "Trainer": "a trainer", "Engine": "an engine whose own caches were reset"}
 _NO_HUB: Final = "no hub leads this pool at the moment"
@@ -93,7 +94,9 @@ def _ready_without_pods(parts: list[Condition], state: Health) -> Condition:
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
-    return _pool_health(pool, observed, "Deployment", "master")
+    state = _pool_health(pool, observed, "Deployment", "master")
+    endpoints = etcd_endpoints(pool.mooncake) if observed.leaderless and pool.mooncake is not None else None
+    return without_leader(state, endpoints) if endpoints else state
 
 
 def store_health(pool: KVCachePool, observed: Observed) -> Health:

@@ -151,6 +151,8 @@ class Observed:
     hub: HubView | None = None
     problem: Problem | None = None
     """Problem of the plan (or of applying it), shown in conditions."""
+    leaderless: bool = False
+    """Of a pool: every master that is ready says that it does not serve."""
 
 
 def listed(names: Iterable[str], shown: int = 4) -> str:

@@ -51,6 +51,10 @@ def ended(pod: Json) -> bool:
     return (pod.get("status") or {}).get("phase") in _ENDED
 
 
+def is_ready(pod: Json) -> bool:
+    return any(item.get("type") == "Ready" and item.get("status") == "True" for item in (pod.get("status") or {}).get("conditions") or [])
+
+
 def select(pods: Iterable[Json], labels: dict[str, str], namespace: str) -> list[Json]:
     """Pods of a namespace that carry all these labels, those that have ended among them."""
     return [
@@ -69,6 +73,15 @@ def health(workload: Json | None, pods: Sequence[Json], what: str, asked: int | 
     if workload is None:
         return found
     return replace(found, message=found.message + _scaled_elsewhere(workload, asked) + _left_over([pod for pod in pods if ended(pod)]))
+
+
+def without_leader(state: Health, endpoints: str) -> Health:
+    """Of masters that elect one of them through etcd: those that are ready say that none serves. Other troubles are told as they are."""
+    reason, text = "NoLeader", "none of them leads (service_ready is false in /health), so engines neither find nor save anything in L2"
+    if state.reason not in ("Available", "Updating", "Starting"):
+        return state
+    remedy = f"they elect a leader through etcd: does {endpoints} answer, and do they reach it? The log of each says what it waits for"
+    return replace(state, reason=reason, message=f"{state.message}; {text}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -181,8 +194,7 @@ def _starting(workload: Json, pods: Sequence[Json]) -> str:
         return f"it has no pod; if that lasts, kubectl describe statefulset {name} says why (Pod Security: RDMA needs privileged; a quota)"
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
         name, status = pod["metadata"]["name"], pod.get("status") or {}
-        ready = any(item.get("type") == "Ready" and item.get("status") == "True" for item in status.get("conditions") or [])
-        if ready or pod["metadata"].get("deletionTimestamp") is not None:
+        if is_ready(pod) or pod["metadata"].get("deletionTimestamp") is not None:
             continue
         containers = status.get("containerStatuses") or []
         if any("waiting" in (container.get("state") or {}) for container in containers):

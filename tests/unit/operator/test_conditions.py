@@ -13,6 +13,7 @@ from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
 from epochkv_operator.planning.context import HubView, KeysView, Observed, Outlier, Problem, ReclaimView, WeightsGroup
 from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.pool import desired_pool
 from epochkv_operator.planning.status import engine_status, pool_status, weights_summary
 from tests.support.planning import CONTEXT, engine, pool
 from tests.unit.operator.cluster_state import (
@@ -44,6 +45,7 @@ RUNNING = {"containerStatuses": [{"name": "engine", "ready": False, "state": {"r
 UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient memory"}]}
 CRASHED = waiting("engine", "CrashLoopBackOff", lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=4)
 L1 = pool("l1")
+ETCD = {"backend": "Etcd", "etcd": {"endpoints": ["etcd-0:2379", "etcd-1:2379"]}}
 EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory.\nThreshold 100Mi"}
 SHUT_DOWN = {"phase": "Failed", "reason": "Terminated", "message": "Pod was terminated in response to imminent node shutdown."}
 
@@ -75,6 +77,23 @@ def test_master_available(master: Json, pods: list[Json], reason: str, says: str
     assert by_type(conditions)["MasterAvailable"] == (status, reason)
     assert says in message(conditions, "MasterAvailable")
     assert by_type(conditions)["Ready"] == (status, "Ready" if status == "True" else reason)
+
+
+@pytest.mark.parametrize(
+    ("master", "pods", "reason"),
+    [
+        (counts(2), [], "NoLeader"),
+        ({"replicas": 2, "readyReplicas": 1, "updatedReplicas": 2}, [], "NoLeader"),
+        ({"replicas": 2, "readyReplicas": 1, "updatedReplicas": 2}, [master_pod(**CRASHED)], "CrashLooping"),
+    ],
+)
+def test_masters_of_which_none_leads(master: Json, pods: list[Json], reason: str) -> None:
+    wanted = pool({"distributed": {"mooncake": {"master": {"replicas": 2, "highAvailability": ETCD}, "store": {"segmentSize": "1Gi"}}}})
+    children = [workload(desired_pool(wanted, CONTEXT), "Deployment", "policy-master", **master), *pool_children()[1:]]
+    conditions = pool_conditions(wanted, Observed(children, pods, CONVERGED, leaderless=True))
+    assert by_type(conditions)["MasterAvailable"] == by_type(conditions)["Ready"] == ("False", reason)
+    assert reason != "NoLeader" or "does etcd-0:2379;etcd-1:2379 answer" in message(conditions, "MasterAvailable")
+    assert by_type(pool_conditions(wanted, Observed(children, pods, CONVERGED)))["MasterAvailable"][1] != "NoLeader"
 
 
 def test_troubles_of_other_pods_are_not_ours() -> None:

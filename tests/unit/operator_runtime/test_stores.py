@@ -1,13 +1,20 @@
-"""Which admin ports belong to a pool: those of its own live masters, and of nobody else."""
+"""Which admin ports belong to a pool: those of its own live masters, and of nobody else. What is made of their answers."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
-from epochkv_operator.hub.service import master_urls
-from epochkv_operator.kube.store import Store, indexed
+from epochkv_operator.hub import masters
+from epochkv_operator.hub.masters import Elections, master_urls
+from epochkv_operator.kube.store import Key, Store, indexed
 
 Json = dict[str, Any]
 MOONCAKE = {"distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}}}}
@@ -61,3 +68,68 @@ def test_a_store_of_somebody_else_is_never_named(spec: Json) -> None:
 
 def test_a_pool_that_is_gone_has_none() -> None:
     assert master_urls(Store(indexed), "uid-policy") == []
+
+
+ELECTED = {"distributed": {"mooncake": {"master": {"highAvailability": {"backend": "Etcd", "etcd": {"endpoints": ["e:2379"]}}}}}}
+_numbers = itertools.count(1)
+
+
+@asynccontextmanager
+async def answering(address: str, answer: Json | None) -> AsyncIterator[None]:
+    """A master's admin port; `answer` None: nobody listens there."""
+    if answer is None:
+        yield
+        return
+    app = web.Application()
+
+    async def health(_: web.Request) -> web.Response:
+        return web.json_response(answer)
+
+    app.router.add_get("/health", health)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, address, 9003).start()
+    try:
+        yield
+    finally:
+        await runner.cleanup()
+
+
+SERVES, STANDS_BY = {"status": "ok", "service_ready": True}, {"status": "ok", "service_ready": False}
+
+
+@pytest.mark.parametrize(
+    ("answers", "leaderless"),
+    [
+        ([STANDS_BY, SERVES], False),
+        ([STANDS_BY, STANDS_BY], True),
+        ([STANDS_BY, None], False),  # who cannot be asked from here may lead
+        ([{"status": "ok"}], False),  # of another version
+        ([{**STANDS_BY, "padding": "x" * 70_000}], False),
+        ([], False),
+    ],
+    ids=["one-leads", "none-leads", "not-heard", "does-not-say", "no-master", "no-pod"],
+)
+def test_whether_a_master_leads(answers: list[Json | None], leaderless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masters, "PERIOD_SECONDS", 0.02)
+    changed: list[Key] = []
+    store, network = Store(indexed), f"127.12.{os.getpid() % 250 + 1}"
+    store.upsert("KVCachePool", pool(ELECTED))
+    addresses = [f"{network}.{next(_numbers)}" for _ in answers]
+    for number, address in enumerate(addresses):
+        store.upsert("Pod", pod(f"m{number}", address))
+    store.upsert("Pod", pod("starting", f"{network}.250", ready=False))
+
+    async def watch() -> bool:
+        elections = Elections(store, changed.append)
+        async with AsyncExitStack() as stack:
+            for address, answer in zip(addresses, answers, strict=True):
+                await stack.enter_async_context(answering(address, answer))
+            watching = asyncio.create_task(elections.watch())
+            await asyncio.sleep(0.5)
+            found = elections.leaderless("uid-policy")
+            watching.cancel()
+            return found
+
+    assert asyncio.run(watch()) is leaderless
+    assert changed == ([Key("KVCachePool", "rl", "policy")] if leaderless else []), "told once"
