@@ -27,4 +27,5 @@ COPY connector/epochkv_connector/__init__.py connector/epochkv_connector/storeno
 ENV PYTHONPATH=/opt/epochkv PATH=/opt/mooncake/bin:/usr/local/bin:/usr/bin:/bin PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
 EXPOSE 50051 9003 8088 9300
-CMD ["mooncake_master", "--rpc_address=0.0.0.0", "--rpc_port=50051", "--metrics_host=0.0.0.0", "--metrics_port=9003", "--logtostderr=true"]
+CMD any=0.0.0.0; read -r _ 2>/dev/null </proc/net/if_inet6 && any=::; \
+    exec mooncake_master --rpc_address=$any --rpc_port=50051 --metrics_host=$any --metrics_port=9003 --logtostderr=true

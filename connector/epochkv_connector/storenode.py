@@ -2,15 +2,18 @@
 
 Mooncake maps its segment and mounts it in one call, so first use falls into the transfers of whoever puts first, and its one
 TCP thread answers nobody meanwhile. Here the segment is an anonymous file in memory, filled by the kernel, and then mounted by
-Mooncake's own call for such files. With RDMA nothing changes: registering memory with the device touches it. Arguments and
-environment are those of `mooncake.mooncake_store_service`. Needs Mooncake only; the store image has nothing else of EpochKV.
+Mooncake's own call for such files. With RDMA nothing changes: registering memory with the device touches it. Mooncake's two HTTP
+servers listen on IPv4 alone, so this module listens for them where the machine has IPv6, too. Arguments and environment are
+those of `mooncake.mooncake_store_service`. Needs Mooncake only; the store image has nothing else of EpochKV.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import socket
 import time
 from typing import Any
 
@@ -24,6 +27,7 @@ FILL_BYTES = 256 << 20
 MEMORY_NAME = "epochkv-segment"
 RETRY_SECONDS = 1.0
 STOP_POLL_SECONDS = 0.2
+RELAY_BYTES = 1 << 16
 
 
 class SegmentMemory:
@@ -69,6 +73,13 @@ class FilledStoreService(service.MooncakeStoreService):
         started = await super().start_store_service(max_wait_time, shutdown_event)
         return bool(started) and await self._mount(memory, deadline, shutdown_event)
 
+    async def start_http_service(self, port: int = 8080) -> bool:
+        """Serve requests at this port, and those of the client's own HTTP server, on both families."""
+        started = bool(await super().start_http_service(port))
+        health = [self.config.client_http_port] if self.config.enable_client_http_server else []
+        self.relays = [await listen_on_ipv6(number) for number in (port, *health)]
+        return started
+
     async def _mount(self, memory: SegmentMemory, deadline: float, shutdown_event: Any) -> bool:
         while True:
             result = self.store.mount_segment(memory.path, memory.num_bytes, 0, self.config.protocol, "*")
@@ -81,6 +92,31 @@ class FilledStoreService(service.MooncakeStoreService):
             if time.monotonic() + RETRY_SECONDS > deadline or (shutdown_event is not None and shutdown_event.is_set()):
                 return False
             await asyncio.sleep(RETRY_SECONDS)
+
+
+async def listen_on_ipv6(port: int) -> asyncio.Server | None:
+    """Relay what comes to this port by IPv6 to the same port of 127.0.0.1; None where there is no IPv6."""
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
+        writer.close()
+
+    try:
+        listener = socket.create_server(("::", port), family=socket.AF_INET6)
+    except OSError as error:
+        logger.info("port %d answers by IPv4 alone (%s)", port, error)
+        return None
+    return await asyncio.start_server(relay, sock=listener)
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(RELAY_BYTES):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
 
 
 def main() -> None:

@@ -1,9 +1,13 @@
-"""What every part needs and no part owns: threads that nobody waits for, lines of the log that come once, words for numbers."""
+"""What every part needs and no part owns: threads that nobody waits for, lines of the log that come once, words for numbers, this
+machine's address."""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import logging
 import math
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -90,3 +94,30 @@ def duration(seconds: float) -> str:
     if whole < 86_400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86_400}d{whole % 86_400 // 3600}h"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Addresses.
+
+
+def own_address() -> str:
+    """Where other machines reach this one, by its default routes: an IPv4 address, else an IPv6 one, else nothing. Sends nothing."""
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def is_name(host: str) -> bool:
+    """A host's name, and no address, with or without brackets."""
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return True
+    return False
+
+
+def bracketed(address: str) -> str:
+    """An address as it stands before a port."""
+    return f"[{address}]" if ":" in address else address

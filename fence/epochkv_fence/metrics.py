@@ -106,7 +106,8 @@ class MetricsServer:
                 """Scrapes are no news."""
 
         host, port = address
-        self._server = (_IPv6Server if host.startswith("[") else ThreadingHTTPServer)((host.strip("[]").replace("*", ""), port), Handler)
+        ipv6 = host.startswith("[") or (host == "*" and socket.has_dualstack_ipv6())
+        self._server = (_IPv6Server if ipv6 else ThreadingHTTPServer)((host.strip("[]*"), port), Handler)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(

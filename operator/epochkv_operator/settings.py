@@ -15,21 +15,21 @@ class LogFormat(StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """Seconds are wall seconds; binds are `host:port` except `hub_bind`, a ZeroMQ endpoint."""
+    """Seconds are wall seconds; binds are `host:port` except `hub_bind`, a ZeroMQ endpoint. Host `*` is every address of IPv4 and IPv6."""
 
     namespace: str
     """Where the operator runs: its Lease and the Secret with the hub's key pair live here."""
     watch_namespaces: tuple[str, ...] = ()
     """Namespaces served; empty: the whole cluster."""
-    hub_bind: str = "tcp://0.0.0.0:7700"
+    hub_bind: str = "tcp://*:7700"
     """Where the fence hub listens while this process leads."""
     hub_endpoint: str = ""
     """What engines dial; empty: `tcp://epochkv-hub.<namespace>.svc:7700`."""
     hub_secret: str = "epochkv-hub"
     lease_name: str = "epochkv-operator"
     lease_duration_seconds: int = 15
-    probe_bind: str = "0.0.0.0:8080"
-    metrics_bind: str = "0.0.0.0:9090"
+    probe_bind: str = "*:8080"
+    metrics_bind: str = "*:9090"
     workers: int = 4
     resync_seconds: float = 300.0
     store_image: str = "epochkv/store:dev"

@@ -48,7 +48,7 @@ def group(pool: Pool, weights: Weights, servers: ServerNursery, folder: Path) ->
     follower = [*rendered("worker", weights.base), "--kv-transfer-config", json.dumps(connector)]
     environ = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, "POD_NAME": "group-0-1"}
     with Process("group-0-1", follower, folder / "group-0-1.log", environ, popen=servers.popen):
-        leader = rendered("leader", weights.base)[3:]
+        leader = rendered("leader", weights.base)[4:]
         port = leader.index("--port")
         del leader[port : port + 2]  # the engine's own of this test
         with Engine("group-0", weights.base, folder, connector, args=leader, environ={"POD_NAME": "group-0"}, popen=servers.popen) as first:

@@ -1,15 +1,17 @@
 """Pods of a pool as plain processes: the command, arguments and environment that the operator renders, on loopback addresses.
 
-One machine stands for several, so what a pod binds on all of its addresses (`0.0.0.0`, and the ports of the store's two HTTP servers)
+One machine stands for several, so what a pod binds on all of its addresses (`$any`, and the ports of the store's two HTTP servers)
 is bound on its own address or a free port instead. Nothing else differs from the pods.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from epochkv_operator.planning.podspec import EVERY_ADDRESS
 from epochkv_operator.planning.pool import desired_pool
 from hack.loopback import free_port, port_open
 from hack.standalone.process import Process
@@ -30,17 +32,13 @@ def start(container: Json, name: str, address: str, directory: Path, rest_port: 
     """Run a container as the pod of this address would. `rest_port` is for a store's own HTTP server; `environ` overrides what it has."""
     said = {item["name"]: item["value"] for item in container["env"] if "value" in item}
     given = {"POD_IP": address} | {key: value.replace("$(POD_IP)", address) for key, value in said.items()}
-    program, *rest = container["command"]
-    arguments = [_on_one_machine(argument, address) for argument in container["args"]]
+    shell, dash_c, line, name_of_shell = container["command"]
+    arguments = [argument.replace("$(POD_IP)", address) for argument in container["args"]]
     if "--port" in arguments:
         arguments[arguments.index("--port") + 1] = str(rest_port or free_port())
     http = {"MOONCAKE_CLIENT_HTTP_PORT": str(free_port())} if "MOONCAKE_CLIENT_HTTP_PORT" in given else {}
-    command = [str(BIN / program.replace("python3", "python")), *rest, *arguments]
-    return Process(name, command, directory / f"{name}.log", given | http | environ)
-
-
-def _on_one_machine(argument: str, address: str) -> str:
-    return argument.replace("$(POD_IP)", address).replace("=0.0.0.0", f"={address}")
+    command = [shell, dash_c, line.replace(EVERY_ADDRESS, f"any={address}"), name_of_shell, *arguments]
+    return Process(name, command, directory / f"{name}.log", {"PATH": f"{BIN}:{os.environ['PATH']}"} | given | http | environ)
 
 
 class Etcd:

@@ -24,8 +24,8 @@ _KEY = re.compile(
 
 def settings(address: str, **changes: object) -> StoreSettings:
     """Settings for a store on this machine."""
-    soon = {"max_backoff_seconds": 0.5, "setup_backoff_seconds": (0.5, 0.5)}
-    return StoreSettings(master_address=address, local_hostname="127.0.0.1", **{**soon, **changes})  # type: ignore[arg-type]
+    here = {"local_hostname": "127.0.0.1", "max_backoff_seconds": 0.5, "setup_backoff_seconds": (0.5, 0.5)}
+    return StoreSettings(master_address=address, **{**here, **changes})  # type: ignore[arg-type]
 
 
 class Memory:

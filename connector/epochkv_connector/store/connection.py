@@ -234,6 +234,9 @@ class MooncakeClient:
 
     def __init__(self, settings: StoreSettings, regions: Sequence[tuple[int, int]], local_address: str) -> None:
         """Set a client up and register `regions` of (address, bytes) with it. Raises SetupFailed."""
+        hostname = settings.local_hostname or os.environ.get("POD_IP") or local_address
+        if ":" in hostname:  # read when the library is loaded; without it `setup` succeeds, and every transfer fails
+            os.environ.setdefault("MC_USE_IPV6", "1")
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
@@ -241,7 +244,6 @@ class MooncakeClient:
         self._scratch = mmap.mmap(-1, 2 * _CANARY_BYTES)
         self._scratch_address = addressof(c_char.from_buffer(self._scratch))
         self._client: Any = MooncakeDistributedStore()
-        hostname = settings.local_hostname or os.environ.get("POD_IP") or local_address
         code = self._client.setup(
             hostname, settings.metadata_server, 0, 0, settings.protocol, settings.device_name, settings.master_address
         )

@@ -241,7 +241,7 @@ def fix_of_hub(answer: NoHub) -> str:
         )
     return {
         "unresolved": f"getent hosts {host}   # or start the hub with --advertise tcp://ADDRESS:{port}, and copy STATE/client again",
-        "refused": f"epochkv hub --pool NAME --listen tcp://0.0.0.0:{port} --state DIR   # on {host}, if it does not run there",
+        "refused": f"epochkv hub --pool NAME --listen 'tcp://*:{port}' --state DIR   # on {host}, if it does not run there",
         "silent": f"open TCP port {port} of {host} for this machine: firewall, security group, NetworkPolicy",
         "unroutable": f"ip route get {host}",
     }[answer.dialled]

@@ -64,7 +64,10 @@ def hub(
     pool: Annotated[
         str, typer.Option("--pool", metavar="NAME", help="Name of the pool: lower-case letters, digits, - and ., as in Kubernetes.")
     ],
-    listen: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="Where to listen; * for every address, port 0 for a free one.")],
+    listen: Annotated[
+        str,
+        typer.Option(metavar="tcp://HOST:PORT", help="Where to listen; * for every address, port 0 for a free one."),
+    ],
     state: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the record and the keys; the hub creates it on first use.")],
     lease_seconds: Annotated[
         float,
@@ -87,8 +90,8 @@ def hub(
     survives, and never restore an older copy of it. Keep STATE/client private: it holds the pool's keys.
 
     \b
-      epochkv hub --pool policy --listen tcp://0.0.0.0:7700 --state /var/lib/epochkv/policy
-      epochkv hub --pool policy --listen tcp://*:7700 --state DIR --advertise tcp://head-node:7700
+      epochkv hub --pool policy --listen 'tcp://*:7700' --state /var/lib/epochkv/policy
+      epochkv hub --pool policy --listen tcp://0.0.0.0:7700 --state DIR --advertise tcp://head-node:7700
 
     Engines and trainers join with `EPOCHKV_CONFIG=STATE/client/connection.json`, on other machines with a copy of that folder.
 

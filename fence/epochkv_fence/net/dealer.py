@@ -18,6 +18,7 @@ from typing import Any, Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from epochkv_fence.common import is_name, own_address
 from epochkv_fence.net.keys import ClientKeys
 from epochkv_fence.protocol.messages import MAX_MESSAGE_BYTES
 
@@ -98,8 +99,9 @@ class Link:
         ):
             self.socket.setsockopt(option, value)
         keys.apply(self.socket)
-        if "[" in endpoint:  # not for names: libzmq would take their IPv6 address alone
-            self.socket.setsockopt(zmq.IPV6, 1)
+        # Of the addresses of a name, libzmq takes those of one family alone.
+        self._unsure = is_name(endpoint.removeprefix("tcp://").rpartition(":")[0])
+        self.socket.setsockopt(zmq.IPV6, "[" in endpoint or (self._unsure and ":" in own_address()))
         self.monitor: Any = self.socket.get_monitor_socket(MONITORED)
         self.monitor.linger = 0
         try:
@@ -117,9 +119,12 @@ class Link:
             self.socket.close()
 
     def redial(self) -> None:
-        """Give the connection up and dial anew."""
+        """Give the connection up and dial anew; a name under which nobody has answered yet, in the other family."""
         self.redial_at = time.monotonic() + self._patience
-        self._patience = min(2 * self._patience, MAX_SILENT_REDIAL_SECONDS)
+        if self._unsure:
+            self.socket.setsockopt(zmq.IPV6, not self.socket.getsockopt(zmq.IPV6))
+        else:
+            self._patience = min(2 * self._patience, MAX_SILENT_REDIAL_SECONDS)
         with contextlib.suppress(zmq.ZMQError):  # libzmq may have dropped it already
             self.socket.disconnect(self.endpoint)
         self.socket.connect(self.endpoint)
@@ -147,6 +152,7 @@ class Link:
         found: list[LinkEvent] = []
         while self.monitor.poll(0):
             event = EVENTS.get(int(recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]))
+            self._unsure = False
             if event is LinkEvent.CONNECTED:
                 self.connected = True
             elif event in (LinkEvent.REFUSED, LinkEvent.NO_HANDSHAKE):

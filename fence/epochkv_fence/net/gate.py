@@ -414,7 +414,7 @@ class Router:
         self._context = zmq.Context()
         try:
             self._zap = ZapHandler(self._context, ZAP_DOMAIN, self._knows)
-            self._socket = self._make(self._context, "[" in bind)
+            self._socket = self._make(self._context, "[" in bind or "*" in bind)
             self._monitor = self._watch(self._context, self._socket)
             self._socket.bind(bind)
         except zmq.ZMQError:
@@ -425,7 +425,7 @@ class Router:
             SocketReader(self._monitor, self._take_event),
         ]
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        return bytes(bound).rstrip(b"\0").decode().replace("0.0.0.0", "127.0.0.1")
+        return bytes(bound).rstrip(b"\0").decode().replace("0.0.0.0", "127.0.0.1").replace("[::]", "127.0.0.1")
 
     def _make(self, context: zmq.Context[zmq.Socket[bytes]], ipv6: bool) -> zmq.Socket[bytes]:
         router = context.socket(zmq.ROUTER)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from epochkv_fence.common import bracketed, own_address
 from epochkv_fence.connection import ConfigurationError, check_endpoint
 from epochkv_fence.metrics import MetricsServer, exposition
 from epochkv_fence.mooncake_admin import MooncakeAdmin, StoreAdmin, check_admin_url
@@ -31,7 +32,7 @@ class HubOptions:
     """What `epochkv hub` is told.
 
     Attributes:
-        listen: `tcp://HOST:PORT`; `*` or `0.0.0.0` for every address, port 0 for a free one.
+        listen: `tcp://HOST:PORT`; `*` for every address, `0.0.0.0` for every one of IPv4, port 0 for a free one.
         state: directory of the record and the keys.
         advertise: what engines and trainers dial; empty: derived from `listen`.
         store_admin: admin URLs of the store's masters; empty: none.
@@ -110,10 +111,7 @@ def advertised(bound: str, listen: str) -> str:
     with contextlib.suppress(OSError):
         socket.getaddrinfo(name, None)
         return f"tcp://{name}:{port}"
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel chooses our address
-        return f"tcp://{probe.getsockname()[0]}:{port}"
-    return f"tcp://127.0.0.1:{port}"
+    return f"tcp://{bracketed(own_address() or '127.0.0.1')}:{port}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -39,10 +39,12 @@ from epochkv_operator.api.base import (
 
 FORBIDDEN_ARG: Final = "^--(kv[-_](t|o)|config(=|$))"
 _OWNED_OPTIONS: Final = (
-    "model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*|pi[a-z_-]*|nn[a-z]*|nod[a-z_-]*|mas[a-z_-]*|hea[a-z]*"
+    "model|u(ds?)?|po?r?t?|ho?s?|te[a-z_-]*|rev[a-z]*|pi[a-z_-]*|nn[a-z]*|nod[a-z_-]*|mas[a-z_-]*|hea[a-z]*"
     "|(no[-_])?(da|enable[-_]ex)[a-z_-]*"
 )
-OWNED_ARG: Final = f"^(--({_OWNED_OPTIONS})(=.*)?|-(t|pp|dp|e|n|r).*)$"
+_OTHER_HOST: Final = "host(=|=[^:].*|=:|=:[^:].*|=::.+)?"
+"""`--host=::` is how engines listen anyway."""
+OWNED_ARG: Final = f"^(--({_OWNED_OPTIONS})(=.*)?|--{_OTHER_HOST}|-(t|pp|dp|e|n|r).*)$"
 SECRET_ARG: Final = "^--(api[-_]k|hf[-_]t)"
 BLANK_ARG: Final = r"^(\s+-|--?[a-zA-Z][-a-zA-Z0-9_.]*\s)"
 EC_ARG: Final = "^--ec[-_]t"
@@ -54,7 +56,7 @@ FORBIDDEN_ARG_TEXT: Final = (
 OWNED_ARG_TEXT: Final = (
     "belongs to the operator, as do --model, --revision, --tensor-parallel-size, --pipeline-parallel-size, --data-parallel-*,"
     " --enable-expert-parallel, --nnodes, --node-rank, --master-*, --headless, --host, --port and --uds: use spec.model and"
-    " spec.parallelism; the port is always 8000"
+    " spec.parallelism; engines listen on port 8000 of every address, as with --host=::"
 )
 SECRET_ARG_TEXT: Final = (
     "is a secret on a command line, for everybody to see who may read this object or list processes: remove it from spec.args, and set"

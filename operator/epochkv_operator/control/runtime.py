@@ -65,7 +65,7 @@ class Probes:
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5)
             await runner.setup()
             host, port = bind.rsplit(":", 1)
-            await web.TCPSite(runner, host, int(port)).start()
+            await web.TCPSite(runner, None if host == "*" else host.strip("[]"), int(port)).start()
             self._runners.append(runner)
 
     async def close(self) -> None:

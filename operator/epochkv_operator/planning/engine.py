@@ -74,7 +74,8 @@ def command(engine: InferenceEngine, pool: KVCachePool | None, context: Context)
         arguments += ["--node-rank", "0"]
     if spec.parallelism.nodes > 1 and spec.parallelism.data > 1:  # where it listens; the others ask at --master-addr
         arguments += ["--data-parallel-address", "$(POD_IP)"]
-    return {"command": ["python3", "-m", "vllm.entrypoints.openai.api_server"], "args": arguments}
+    listening = "python3 -m vllm.entrypoints.openai.api_server --host $any"  # vLLM's default is IPv4 alone
+    return {"command": podspec.started(listening, podspec.EVERY_ADDRESS), "args": arguments}
 
 
 def follower_command(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:

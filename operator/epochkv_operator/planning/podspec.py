@@ -28,6 +28,21 @@ def pod_ip() -> Json:
     return {"name": "POD_IP", "valueFrom": downward("status.podIP")}
 
 
+EVERY_ADDRESS: Final = "any=0.0.0.0; read -r _ 2>/dev/null </proc/net/if_inet6 && any=::"
+"""Line of the shell. `$any` is then what a server has to listen on for the families that the pod has; without IPv6 in the kernel, `::`
+is an error."""
+
+
+def started(program: str, *lines: str) -> list[str]:
+    """`command` of a container that runs these lines of the shell, and then the program in its place, with the container's `args`."""
+    return ["sh", "-c", "; ".join((*lines, f'exec {program} "$@"')), "sh"]
+
+
+def exec_probe(code: str, *, period: int, failures: int) -> Json:
+    """Runs lines of Python in the container, for what listens on IPv4 alone: the kubelet may reach the pod by IPv6 only."""
+    return {"exec": {"command": ["python3", "-c", code]}, "periodSeconds": period, "failureThreshold": failures, "timeoutSeconds": 5}
+
+
 def tcp_probe(port: int, *, period: int, failures: int) -> Json:
     return {"tcpSocket": {"port": port}, "periodSeconds": period, "failureThreshold": failures, "timeoutSeconds": 2}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 from epochkv_fence import quantity
 from epochkv_operator.api.base import PodTemplate
@@ -26,8 +27,10 @@ from epochkv_operator.planning.podspec import finish_pod
 # What a store process needs beside its segment (measured: 331 MiB peak with a full segment of 256 MiB), with its local buffer.
 _STORE_OVERHEAD_BYTES = 320 * 2**20
 _PAGE_TABLE_SHARE = 512  # 8 bytes for each page of 4 KiB; a pod pays for them, too
+_MASTER = "mooncake_master --metrics_host=$any"
 _STORE_MODULE = "epochkv_connector.storenode"  # in our image; an image of the owner's is only known to have Mooncake
 _PLAIN_STORE_MODULE = "mooncake.mooncake_store_service"
+_MOONCAKE_IPV6 = "case $POD_IP in *:*) export MC_USE_IPV6=1;; esac"  # without it, all transfers by IPv6 fail
 _SLOW_FILL_BYTES_PER_SECOND = 2**28
 _STORE_LOCAL_BUFFER_BYTES = 16 * 2**20
 _SSD_WRITE_BUFFER_BYTES = 64 * 2**20
@@ -38,6 +41,13 @@ _SSD_MASTER_ARGUMENTS = ("--enable_offload=true",)
 _SSD_DEREGISTER = (
     "import urllib.request as u; u.urlopen(u.Request("
     f"'http://127.0.0.1:{STORE_REST_PORT}/api/unmount_local_disk', b'{{\"grace_period_seconds\": 2}}', method='POST'), timeout=15)"
+)
+
+# Both servers of Mooncake's own store listen on IPv4 alone; our module answers on IPv6 for them.
+_LISTENS = f"import socket; socket.create_connection(('127.0.0.1', {STORE_REST_PORT}), 2)"
+_HEALTHY = (
+    f"import http.client as h; c = h.HTTPConnection('127.0.0.1', {STORE_HEALTH_PORT}, timeout=4); c.request('GET', '/health'); "
+    "exit(c.getresponse().status != 200)"
 )
 
 
@@ -85,7 +95,7 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     container: Json = {
         "name": "master",
         "image": mooncake.image or context.store_image,
-        "command": ["mooncake_master"],
+        "command": podspec.started(_MASTER if etcd else f"{_MASTER} --rpc_address=$any", podspec.EVERY_ADDRESS),
         "args": [*_master_arguments(pool, etcd), *([] if mooncake.store.ssd is None else _SSD_MASTER_ARGUMENTS)],
         "env": [podspec.pod_ip()],
         "ports": [podspec.port("rpc", MASTER_RPC_PORT), podspec.port("admin", MASTER_ADMIN_PORT)],
@@ -104,11 +114,8 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
 
 def _master_arguments(pool: KVCachePool, etcd: str | None) -> list[str]:
     arguments = [
-        # With etcd this address is what the leader publishes; standbys keep the port closed.
-        f"--rpc_address={'$(POD_IP)' if etcd else '0.0.0.0'}",
         f"--rpc_port={MASTER_RPC_PORT}",
         "--rpc_thread_num=4",
-        "--metrics_host=0.0.0.0",
         f"--metrics_port={MASTER_ADMIN_PORT}",
         "--client_ttl=10",
         "--default_kv_lease_ttl=10000",
@@ -119,6 +126,7 @@ def _master_arguments(pool: KVCachePool, etcd: str | None) -> list[str]:
     ]
     if etcd:
         arguments += [
+            "--rpc_address=$(POD_IP)",  # what the leader publishes; standbys keep the port closed
             "--enable_ha=true",
             "--ha_backend_type=etcd",
             f"--ha_backend_connstring={etcd}",
@@ -132,19 +140,22 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     segment = quantity.to_bytes(mooncake.store.segment_size)
     memory = _store_memory(segment, 0 if mooncake.store.ssd is None else _ssd_buffer_bytes(segment) + _SSD_WRITE_BUFFER_BYTES)
     fill_seconds = segment // _SLOW_FILL_BYTES_PER_SECOND
+    own = mooncake.image is None
+    listens = partial(podspec.tcp_probe, STORE_REST_PORT) if own else partial(podspec.exec_probe, _LISTENS)
+    healthy = partial(podspec.http_probe, "/health", STORE_HEALTH_PORT) if own else partial(podspec.exec_probe, _HEALTHY)
     container: Json = {
         "name": "store",
         "image": mooncake.image or context.store_image,
-        "command": ["python3", "-m", _STORE_MODULE if mooncake.image is None else _PLAIN_STORE_MODULE],
+        "command": podspec.started(f"python3 -m {_STORE_MODULE if own else _PLAIN_STORE_MODULE}", _MOONCAKE_IPV6),
         "args": ["--port", str(STORE_REST_PORT), "--max-wait-time", "60"],
         "env": [podspec.pod_ip(), *podspec.environment(_store_environment(pool, mooncake, segment) | _ssd_environment(mooncake, segment))],
         "ports": [podspec.port("health", STORE_HEALTH_PORT)],
         "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
         # The kernel fills the segment, and setup may wait for the master for a minute; only then does the process listen.
-        "startupProbe": podspec.tcp_probe(STORE_REST_PORT, period=2, failures=60 + fill_seconds // 2),
+        "startupProbe": listens(period=2, failures=60 + fill_seconds // 2),
         # 503 while the master is away: not ready, but nothing that a restart would mend.
-        "readinessProbe": podspec.http_probe("/health", STORE_HEALTH_PORT, period=3, failures=4),
-        "livenessProbe": podspec.tcp_probe(STORE_REST_PORT, period=10, failures=3),
+        "readinessProbe": healthy(period=3, failures=4),
+        "livenessProbe": listens(period=10, failures=3),
         "securityContext": podspec.container_security(),
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
         **({} if mooncake.store.ssd is None else {"lifecycle": {"preStop": {"exec": {"command": ["python3", "-c", _SSD_DEREGISTER]}}}}),

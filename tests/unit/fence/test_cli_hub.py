@@ -9,6 +9,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,7 +23,7 @@ from epochkv_fence.client import Pool
 from epochkv_fence.connection import ConfigurationError, Connection
 from epochkv_fence.net.keys import generate_keypair
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
-from hack.loopback import free_port
+from hack.loopback import free_port, has_ipv6
 from hack.waiting import eventually
 from tests.support.fence import NEW, OLD, LoopThread, engine_with, push
 from tests.support.hub import Agents, HubProcess, epochkv, using
@@ -272,7 +273,37 @@ def test_a_pool_has_a_name_that_kubernetes_would_take(tmp_path: Path, name: str)
     assert HubOptions("a-b.c-d", "tcp://127.0.0.1:0", tmp_path).checked().pool == "a-b.c-d"
 
 
-@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists() or not Path("/proc/net/if_inet6").read_text(), reason="no IPv6 here")
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("dialled", ["127.0.0.1", "[::1]"])
+def test_a_hub_listens_on_both_families(tmp_path: Path, dialled: str) -> None:
+    with closing(LoopThread()) as loop:
+        hub = StandaloneHub(HubOptions("policy", "tcp://*:0", tmp_path / "state", metrics="*:0"))
+        loop.run(hub.start())
+        config = hub.connection_file
+        content = json.loads(config.read_text())
+        port = content["hub"]["endpoint"].rpartition(":")[2]
+        config.write_text(json.dumps({**content, "hub": {**content["hub"], "endpoint": f"tcp://{dialled}:{port}"}}))
+        assert epochkv("reset", "--no-wait", config=config).returncode == 0
+        url = f"http://{dialled}:{hub.metrics_port}/healthz"
+        assert subprocess.run(["curl", "-sg", url], capture_output=True, text=True, check=True).stdout == "ok\n"
+        loop.run(hub.stop())
+
+
+@pytest.mark.skipif(not has_ipv6() or os.geteuid() != 0, reason="no IPv6 here, or this user may not give names to addresses")
+def test_a_hub_whose_name_has_an_ipv6_address_alone(tmp_path: Path) -> None:
+    with closing(LoopThread()) as loop:
+        hub = StandaloneHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state"))
+        loop.run(hub.start())
+        config = hub.connection_file
+        config.write_text(config.read_text().replace("[::1]", "hub.test"))
+        (tmp_path / "hosts").write_text("127.0.0.1 localhost\n::1 hub.test\n")
+        line = f"mount --bind {tmp_path / 'hosts'} /etc/hosts && exec {sys.executable} -m epochkv_fence.cli status --config {config}"
+        said = subprocess.run(["unshare", "--mount", "sh", "-c", line], capture_output=True, text=True, timeout=60, check=False)
+        assert "policy" in said.stdout, said
+        loop.run(hub.stop())
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 def test_ipv6_from_the_engine_to_the_metrics(tmp_path: Path) -> None:
     with closing(LoopThread()) as loop:
         hub = StandaloneHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state", metrics="[::1]:0"))

@@ -149,11 +149,14 @@ def test_a_store_has_time_to_fill_its_segment(segment: str, failures: int) -> No
     spec = json.loads(json.dumps(POOL_SPECS["l1-l2"]))
     spec["distributed"]["mooncake"]["store"]["segmentSize"] = segment
     store = containers(one(desired_pool(pool(spec), CONTEXT), "StatefulSet"))[0]
-    assert store["command"] == ["python3", "-m", "epochkv_connector.storenode"]
+    assert "exec python3 -m epochkv_connector.storenode " in store["command"][2]
     assert store["startupProbe"]["failureThreshold"] == failures
     assert store["startupProbe"]["periodSeconds"] == 2
     spec["distributed"]["mooncake"]["image"] = "registry.example/mooncake:1"  # which has Mooncake, and nobody knows what else
-    assert containers(one(desired_pool(pool(spec), CONTEXT), "StatefulSet"))[0]["command"][-1] == "mooncake.mooncake_store_service"
+    store = containers(one(desired_pool(pool(spec), CONTEXT), "StatefulSet"))[0]
+    assert "exec python3 -m mooncake.mooncake_store_service " in store["command"][2]
+    probes = [store[probe] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert all("127.0.0.1" in probe["exec"]["command"][2] for probe in probes), "its HTTP servers listen on IPv4 alone"
 
 
 def arguments(spec: Json) -> list[str]:
