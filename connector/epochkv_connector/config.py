@@ -173,6 +173,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             extra={"unit": "blocks"},
         ),
     ] = 64
+    trust_media_ids: Annotated[
+        bool,
+        Meta(
+            description="Ids that clients give to pictures, videos and audio (`uuid`) stand for their content: nobody uses one again for "
+            "other bytes. Without it, blocks behind such an id reach neither L1 nor L2, unless the request has a `cache_salt`."
+        ),
+    ] = False
     allow_untested_vllm: Annotated[bool, Meta(description="Start with a version of vLLM that was not tested, at your own risk.")] = False
 
     @property

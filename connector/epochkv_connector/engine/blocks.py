@@ -2,13 +2,14 @@
 
 Knows of vLLM 0.30 to 0.33: `v1.core.kv_cache_utils` (`NONE_HASH`, `hash_block_tokens`, `generate_block_hash_extra_keys`),
 `utils.hashing.get_hash_fn_by_name`, fields of `Request` and `RequestStatus`, `BlockPool` by block id, `KVCacheManager.get_blocks` and
-`coordinator.single_type_managers`, `EncoderCacheManager.cached`, `SchedulerOutput.kv_connector_block_state`; from 0.32 on
-`CacheHitSource`.
+`coordinator.single_type_managers`, `MultiModalFeatureSpec`, `EncoderCacheManager.cached`, `SchedulerOutput.kv_connector_block_state`;
+from 0.32 on `CacheHitSource`.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,17 @@ class BlockHashing:
             return [head, *inner(request)]
         finally:
             request.block_hashes = held
+
+
+CLIENT_MARK = "id of a client: "
+"""Before ids of media that `patches.mark_media_ids` has seen a client give."""
+_DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
+
+
+def first_client_media(request: Any) -> int | None:
+    """Position of the first picture, video or sound whose id is a client's. None: all ids are vLLM's digests of what they stand for."""
+    ids = ((one.mm_position.offset, one.mm_hash or one.identifier) for one in request.mm_features)
+    return min((offset for offset, name in ids if not _DIGEST.fullmatch(name)), default=None)
 
 
 def hash_seed_is_random(algorithm: str) -> bool:

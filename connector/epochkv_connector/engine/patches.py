@@ -3,13 +3,15 @@
 Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
 `KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`,
 `v1.core.sched.scheduler.Scheduler` and `MultiConnector`, `Scheduler._pause_state`, the all-reduces of `v1.worker.dp_utils` and
-`v1.worker.gpu.dp_utils`, the input queue of `EngineCore`, the functions of the CPU backend that
+`v1.worker.gpu.dp_utils`, the input queue of `EngineCore`, `ProcessorInputs.get_mm_hashes`, `MultiModalHasher.hash_kwargs` and
+`InputProcessor._get_mm_identifier`, the functions of the CPU backend that
 pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32), and the logger `vllm` with its handlers.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 import sys
@@ -18,6 +20,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from epochkv_connector.engine.blocks import CLIENT_MARK
 from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.naming.pins import PIN_ATTRIBUTE
 
@@ -130,6 +133,33 @@ def hide_adapters_from_hashes() -> None:
         return [] if pin is not None and pin.adapter else list(keys_of(request))
 
     _wrap(kv_cache_utils, "_gen_lora_extra_hash_keys", unless_pinned)
+
+
+def mark_media_ids() -> None:
+    """Let `MultiModalFeatureSpec.mm_hash` say which ids come from clients, and which are digests of content.
+
+    vLLM takes an id as it is, or hashes it together with options, and nobody can tell that from a digest of bytes. The identifier,
+    which vLLM hashes and tells other processes, stays what it would have been.
+    """
+    from vllm.multimodal.hasher import MultiModalHasher
+    from vllm.multimodal.processing import ProcessorInputs
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def hashes(function: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (inputs.mm_uuid_items or {}).items()
+        marked = {modality: [one if one is None else CLIENT_MARK + one for one in ids] for modality, ids in given}
+        return function(dataclasses.replace(inputs, mm_uuid_items=marked), *args, **kwargs)
+
+    def digest(function: Callable[..., Any], *args: Any, **parts: Any) -> Any:
+        plain = {name: part.removeprefix(CLIENT_MARK) if isinstance(part, str) else part for name, part in parts.items()}
+        return ("" if all(plain[name] is parts[name] for name in parts) else CLIENT_MARK) + function(*args, **plain)
+
+    def identifier(function: Callable[..., Any], processor: Any, mm_hash: str, *args: Any, **kwargs: Any) -> Any:
+        return function(processor, mm_hash.removeprefix(CLIENT_MARK), *args, **kwargs)
+
+    _wrap(ProcessorInputs, "get_mm_hashes", hashes)
+    _wrap(MultiModalHasher, "hash_kwargs", digest)
+    _wrap(InputProcessor, "_get_mm_identifier", identifier)
 
 
 class _Instead:

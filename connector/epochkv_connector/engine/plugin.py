@@ -151,4 +151,5 @@ def check(vllm_config: Any) -> None:
     """
     describe.note_cores(vllm_config)
     limits.check_before_load(vllm_config)
+    patches.mark_media_ids()
     fenced.check(vllm_config)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,8 +222,17 @@ class SharedState:
         broken: an error left the tiers in doubt: the tiers stay off until this engine restarts.
     """
 
-    def __init__(self, pins: Pins, tiers: TierManager | None, on_error: Callable[[str, Exception], None], core: Any | None = None) -> None:
+    def __init__(
+        self,
+        pins: Pins,
+        tiers: TierManager | None,
+        on_error: Callable[[str, Exception], None],
+        core: Any | None = None,
+        *,
+        trust_media_ids: bool = False,
+    ) -> None:
         self.pins = pins
+        self._trust_media_ids = trust_media_ids
         self._core = core
         self.tiers = tiers
         self.on_error = on_error
@@ -236,6 +245,15 @@ class SharedState:
         self.manager: Any = None
         self.pool: Any = None
         self.hash_block_size = 0
+
+    def names_for_tiers(self, request: Any) -> Sequence[bytes]:
+        """Hashes of the request's blocks that tiers may know: up to the first whose name has a client's id in the place of content. A
+        salt says whose ids they are."""
+        hashes: Sequence[bytes] = request.block_hashes
+        if not request.mm_features or request.cache_salt or self._trust_media_ids:
+            return hashes
+        first = blocks.first_client_media(request)
+        return hashes if first is None else hashes[: first // self.hash_block_size]
 
     def apply(self) -> Snapshot:
         """Bring the tiers to what holds now: invalidate the loads that an adoption overtook. Returns what holds now."""
@@ -318,9 +336,8 @@ class Admission:
         if tiers is not None:
             tiers.hits.begin(self._view(request), snapshot)
 
-    @staticmethod
-    def _view(request: Any) -> RequestView:
-        return RequestView(request.request_id, request.num_tokens, request.block_hashes)
+    def _view(self, request: Any) -> RequestView:
+        return RequestView(request.request_id, request.num_tokens, self._state.names_for_tiers(request))
 
     def answer(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the local ones are loaded; `(None, False)`: drop the local hit and ask again next step."""

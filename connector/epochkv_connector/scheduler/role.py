@@ -289,7 +289,7 @@ class SchedulerRole:
         policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))  # without a connector nobody loads
         self._unused = self._find_unused(layouts or [], policy)
         off = {one.what for one in self._unused}
-        self.state = state = SharedState(self.pins, self.tiers, guard.note, core)
+        self.state = state = SharedState(self.pins, self.tiers, guard.note, core, trust_media_ids=config.trust_media_ids)
         self.requests, self.counters = state.requests, state.counters
         self.admission = Admission(state, may_load=not off & {limits.NOTHING, limits.NO_LOADS})
         self.weights = WeightChanges(state, self.admission, self._link, core, scheduler, self._kept_own)

@@ -134,7 +134,8 @@ class SaveCandidates:
     ) -> ScheduledRequestView | None:
         """The request with its complete blocks, or None if nothing is new (and not `again`) or nothing may be saved."""
         request: Any = record.vllm
-        complete = min(confirmed // self._state.hash_block_size, len(request.block_hashes))
+        hashes = self._state.names_for_tiers(request)
+        complete = min(confirmed // self._state.hash_block_size, len(hashes))
         if complete <= record.num_offered and not again and not states:
             return None
         pin = self._pins.pin_of(request)
@@ -144,7 +145,7 @@ class SaveCandidates:
         return ScheduledRequestView(
             request_id=record.request_id,
             num_confirmed_tokens=confirmed,
-            block_hashes=request.block_hashes,
+            block_hashes=hashes,
             group_block_ids=blocks.group_block_ids(self._state.manager, record.request_id),
             states=states,
         )
