@@ -59,6 +59,28 @@ def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig) -> None:
     assert (counters["tokens_hit_host"], counters["tokens_hit_store"]) == (4 * BLOCK, 4 * BLOCK)
 
 
+def test_what_is_not_looked_up_counts_in_vllms_series_and_not_in_ours(make_rig: MakeRig) -> None:
+    """The page of metrics says so, and whom to read."""
+    rig = quiet(make_rig(epoch=0))
+    tokens = prompt(1, 8 * BLOCK + 3)
+
+    def counted(**options: Any) -> tuple[int, int]:
+        rig.scheduler.connector_prefix_cache_stats = type(rig.scheduler.connector_prefix_cache_stats)()
+        rig.scheduler.make_stats = lambda *args, **kwargs: None
+        report(rig)
+        rig.serve(tokens, **options)
+        return rig.scheduler.connector_prefix_cache_stats.queries, int(report(rig)["counters"].get("lookups", 0))
+
+    assert counted(prompt_logprobs=1) == (len(tokens), 0)
+    rig.lease_until = 0.0  # bypass
+    assert counted() == (len(tokens), 0)
+    rig.lease_until = float("inf")
+    rig.block_pool.reset_prefix_cache()
+    queries, lookups = counted()
+    assert queries == len(tokens)
+    assert lookups > 0
+
+
 def test_everything_that_is_reported_has_a_series(make_rig: MakeRig) -> None:
     from epochkv_connector import metrics
 
