@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from epochkv_operator.api.base import PodSecurity
 from epochkv_operator.settings import LogFormat, Settings
 
 app = typer.Typer(
@@ -57,6 +58,7 @@ def run(
     metrics_bind: Annotated[str, Option(help="host:port of /metrics.")] = Settings.metrics_bind,
     store_image: Annotated[str, Option(help="Image of masters and stores where the pool names none.")] = Settings.store_image,
     engine_image: Annotated[str, Option(help="Image of engines where the engine names none.")] = Settings.engine_image,
+    pod_security: Annotated[PodSecurity, Option(help="podSecurity of pools and engines that say nothing.")] = Settings.pod_security,
     monitor_label: Annotated[
         list[str] | None, Option(help="key=value: a label of each PodMonitor, by which your Prometheus finds it; repeatable.")
     ] = None,
@@ -83,6 +85,7 @@ def run(
         metrics_bind=metrics_bind,
         store_image=store_image,
         engine_image=engine_image,
+        pod_security=pod_security,
         monitor_labels=_labels(monitor_label or ()),
         workers=workers,
         resync_seconds=resync_seconds,

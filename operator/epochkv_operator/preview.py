@@ -21,7 +21,7 @@ from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, pa
 from epochkv_operator.api.base import API_VERSION, GROUP
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.resources import ENGINES, POOLS, identity
-from epochkv_operator.planning.context import Context, Observed
+from epochkv_operator.planning.context import Context, Observed, listed
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.settings import Settings
 
@@ -49,6 +49,8 @@ class Subject:
     before: Json | None
     after: Json
     source: str | None = None
+    nulls: tuple[str, ...] = ()
+    """Where the file has null in a `template`, and `kubectl apply` drops it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def planned(
     if live:
         return _live(paths, namespace, context, rendered)
     manifests, skipped = read(paths, namespace, "default")
-    subjects = [Subject(None, _with_uid(obj), source) for obj, source in manifests]
+    subjects = [Subject(None, _with_uid(obj), source, tuple(_nulls(obj["spec"], "spec"))) for obj, source in manifests]
     return outcomes(subjects, {}, _pools(one.after for one in subjects), rendered), skipped
 
 
@@ -154,9 +156,25 @@ def _notes(subject: Subject, pools: Pools) -> Iterator[str]:
     old, new = (subject.before or {}).get("spec", {}), subject.after["spec"]
     if subject.before is not None and new.get("resetEpoch", 0) > old.get("resetEpoch", 0):
         yield "all KV of the pool becomes unreachable, unless its target epoch is at or above resetEpoch already"
+    if subject.nulls:
+        text = "null, which `kubectl apply` drops without --server-side, and then removes nothing: write {$patch: delete} instead"
+        yield f"{listed(subject.nulls)}: {text}"
     namespace, pool = _pool_key(subject.after)
     if pool and (namespace, pool) not in pools:
         yield f"KVCachePool {namespace}/{pool} is not known here: shown as an engine without a pool"
+
+
+def _nulls(value: Any, path: str) -> Iterator[str]:
+    """Paths in the templates of a spec at which something is to be removed. Elsewhere null is as good as nothing."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _nulls(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            name = item.get("name", index) if isinstance(item, dict) else index
+            yield from _nulls(item, f"{path}[{name}]")
+    elif value is None and ".template.spec." in path:
+        yield path
 
 
 def _pool_key(obj: Json) -> tuple[str, str]:
@@ -195,7 +213,9 @@ def _live(paths: Sequence[str], namespace: str | None, context: str | None, rend
         except CannotPlan as error:
             problems += error.problems
         else:
-            subjects.append(Subject(before, after if before is not None else _with_uid(after), source))
+            kept = set(_nulls(after["spec"], "spec"))
+            dropped = tuple(path for path in _nulls(obj["spec"], "spec") if path not in kept)
+            subjects.append(Subject(before, after if before is not None else _with_uid(after), source, dropped))
     if problems:
         raise CannotPlan(*problems)
     pools = _pools(live) | _pools(one.after for one in subjects)
@@ -209,7 +229,7 @@ def _ownership(live: Json | None) -> tuple[str, ...]:
     """Flags with which `kubectl apply` removes the fields that the file has no more: the same as they were applied with."""
     metadata: Json = (live or {}).get("metadata", {})
     owners = {entry["manager"] for entry in metadata.get("managedFields") or () if entry.get("operation") == "Apply"}
-    if live is None or _LAST_APPLIED in (metadata.get("annotations") or {}):
+    if live is None or not owners or _LAST_APPLIED in (metadata.get("annotations") or {}):
         return ()
     return "--server-side", "--force-conflicts", f"--field-manager={owners.pop() if len(owners) == 1 else 'kubectl'}"
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from epochkv_operator.api.base import PodSecurity
+
 
 class LogFormat(StrEnum):
     JSON = "json"
@@ -36,6 +38,8 @@ class Settings:
     """Image of Mooncake masters and stores where the pool names none."""
     engine_image: str = "epochkv/engine:dev"
     """Image of engines where the engine names none."""
+    pod_security: PodSecurity = "restricted"
+    """`podSecurity` of pools and engines that say nothing."""
     monitor_labels: tuple[tuple[str, str], ...] = ()
     """Labels of the PodMonitors, by which a Prometheus finds them."""
 

@@ -133,6 +133,39 @@ def test_engines_that_are_in_no_file_are_shown_when_their_pool_restarts_them(
     eventually(lambda: template(namespace) != old, "the engine is rolled by its pool")
 
 
+def test_what_kubectl_apply_drops_is_said_and_not_foretold(namespace: Namespace, operator: OperatorProcess, plan: Plan) -> None:
+    def without(gone: Any) -> Json:
+        return engine(
+            template={"spec": {"securityContext": {"runAsUser": gone}, "containers": [{"name": "engine", "livenessProbe": gone}]}}
+        )
+
+    def both(spec: Json) -> tuple[bool, bool]:
+        return "runAsUser" in spec["spec"]["securityContext"], "livenessProbe" in spec["spec"]["containers"][0]
+
+    apply(namespace, pool())
+    # Whoever makes an object with another command may apply it next.
+    namespace.kubectl("create", "-f", "-", stdin=yaml.safe_dump(engine()))
+    settled(namespace)
+    null, note = without(None), "spec.template.spec.securityContext.runAsUser: null, which `kubectl apply` drops"
+    status, output, _ = plan(null)
+    assert note in output
+    apply(namespace, null)
+    settled(namespace)
+    assert both(template(namespace))[0], "it removed nothing"
+
+    wanted = without({"$patch": "delete"})
+    status, output, _ = plan(wanted)
+    assert (status, note in output) == (2, False), output
+    apply(namespace, wanted)
+    eventually(lambda: both(template(namespace)) == (False, False), "removed")
+    status, output, _ = plan(wanted)
+    assert (status, "nothing to do" in output) == (0, True), output
+
+    apply(namespace, null, flags=("--server-side", "--force-conflicts"))
+    settled(namespace)
+    assert both(template(namespace)) == (False, False)
+
+
 def test_what_the_api_server_would_refuse_is_an_error_with_file_field_and_fix(
     namespace: Namespace, operator: OperatorProcess, plan: Plan
 ) -> None:

@@ -34,9 +34,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{/* Pod Security `restricted`. */}}
 {{- define "epochkv.podSecurity" -}}
 runAsNonRoot: true
+{{- if eq .Values.podSecurity "restricted" }}
 runAsUser: 65532
 runAsGroup: 65532
 fsGroup: 65532
+{{- end }}
 seccompProfile: {type: RuntimeDefault}
 {{- end }}
 

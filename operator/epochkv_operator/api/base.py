@@ -161,6 +161,11 @@ Count = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "int32
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 
 
+PodSecurity = Literal["restricted", "platform"]
+"""Who chooses the ids that pods run with. `restricted`: the operator, which sets `runAsUser`, `runAsGroup` and `fsGroup`. `platform`: a
+platform that assigns them and refuses others, such as OpenShift. Everything else that Pod Security `restricted` asks for is in both."""
+
+
 class TemplateMetadata(ApiModel):
     """Labels and annotations added to the pods."""
 
@@ -189,8 +194,9 @@ class PodTemplate(ApiModel):
     """Labels and annotations added to the pods."""
     spec: Annotated[Json | None, Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})] = None
     """Merged into the pod's spec as `kubectl patch --type=strategic` would: volumes, mounts, nodeSelector, tolerations, sidecars, probes,
-    terminationGracePeriodSeconds. The operator's own container cannot be given a command, args, an image or protected variables here;
-    an attempt is reported in a condition (`InvalidTemplate`) and nothing is changed."""
+    terminationGracePeriodSeconds. `{$patch: delete}` in the place of a value removes the operator's own; null does, too, but `kubectl
+    apply` drops it without `--server-side`. The operator's own container cannot be given a command, args, an image or protected variables
+    here; an attempt is reported in a condition (`InvalidTemplate`) and nothing is changed."""
 
 
 class Condition(StatusModel):

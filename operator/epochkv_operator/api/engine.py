@@ -23,6 +23,7 @@ from epochkv_operator.api.base import (
     Metadata,
     ModelName,
     ModelSource,
+    PodSecurity,
     PodTemplate,
     PoolName,
     Revision,
@@ -412,6 +413,9 @@ class InferenceEngineSpec(ApiModel):
     """Environment variables."""
     resources: ResourceRequirements | None = None
     """Compute resources of the engine container. The pool's L1 capacity is added to the memory given here."""
+    pod_security: PodSecurity | None = None
+    """`restricted`: the pods run as user and group 65532. `platform`: the ids are left to a platform that assigns them, such as
+    OpenShift. The operator's own default when unset (chart value `podSecurity`). RDMA runs as root with either."""
     template: PodTemplate | None = None
     """Overrides of the engine pods; the operator's container is named `engine`."""
 

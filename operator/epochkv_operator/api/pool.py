@@ -22,6 +22,7 @@ from epochkv_operator.api.base import (
     Metadata,
     MetadataServer,
     Number,
+    PodSecurity,
     PodTemplate,
     Size,
     StatusModel,
@@ -205,6 +206,9 @@ class Transport(ApiModel):
 class Mooncake(ApiModel):
     """A Mooncake store that the operator runs."""
 
+    pod_security: PodSecurity | None = None
+    """`restricted`: masters and stores run as user and group 65532. `platform`: the ids are left to a platform that assigns them, such as
+    OpenShift. The operator's own default when unset (chart value `podSecurity`). RDMA runs as root with either."""
     image: Image | None = None
     """Image of master and stores; the engines' Mooncake client must have the same version. The operator's own default when unset."""
     master: Annotated[Master, own_defaults(Master)]

@@ -50,6 +50,7 @@ def context_for(settings: Settings, keys: FenceKeys | None, served: frozenset[st
         store_image=settings.store_image,
         engine_image=settings.engine_image,
         served=served,
+        pod_security=settings.pod_security,
         monitor_labels=settings.monitor_labels,
         credentials_revision=keys.revision if keys is not None else "",
     )

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
 from epochkv_fence.protocol.pool import EngineView
+from epochkv_operator.api.base import PodSecurity
 
 Json = dict[str, Any]
 PUSH_SECONDS: Final = 60.0
@@ -38,6 +39,8 @@ class Context:
     Make the Secret before the first plan of an engine, or the engine starts twice."""
     served: frozenset[str] = frozenset()
     """Kinds of other projects that this cluster serves: of `LeaderWorkerSet` and `PodMonitor`."""
+    pod_security: PodSecurity = "restricted"
+    """Default of `podSecurity` of pools and engines."""
     monitor_labels: tuple[tuple[str, str], ...] = ()
     """Labels by which a Prometheus finds its PodMonitors."""
 

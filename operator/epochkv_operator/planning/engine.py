@@ -256,7 +256,7 @@ def _finished(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
 
 
 def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Context, runs: Json) -> Json:
-    spec = engine.spec
+    spec, security = engine.spec, engine.spec.pod_security or context.pod_security
     shm = quantity.from_bytes(_SHM_BYTES_PER_RANK * spec.parallelism.ranks_per_pod)
     model, model_mounts = model_volumes(spec)
     mounts: list[Json] = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}, *model_mounts]
@@ -267,7 +267,8 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     ]
     if pool is not None:
         mounts.append({"name": FENCE_VOLUME, "mountPath": CREDENTIALS_DIR, "readOnly": True})
-        secret = {"secretName": component_name(pool.metadata.name, "fence"), "defaultMode": 0o440}
+        mode = 0o444 if security == "platform" else 0o440  # the group is fsGroup, which not every platform sets
+        secret = {"secretName": component_name(pool.metadata.name, "fence"), "defaultMode": mode}
         volumes.append({"name": FENCE_VOLUME, "secret": secret})
     container: Json = {
         "name": "engine",
@@ -281,7 +282,7 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     if spec.image_pull_policy is not None:
         container["imagePullPolicy"] = spec.image_pull_policy
     pod = {
-        **podspec.base_spec(),
+        **podspec.base_spec(security),
         "serviceAccountName": engine_account(engine.metadata.name),
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "containers": [container],

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from epochkv_fence import quantity
-from epochkv_operator.api.base import PROTECTED_ENV_TEXT, PodTemplate, is_protected_env
+from epochkv_operator.api.base import PROTECTED_ENV_TEXT, PodSecurity, PodTemplate, is_protected_env
 from epochkv_operator.planning.context import Json
 from epochkv_operator.planning.names import CREDENTIALS_DIR
 
@@ -62,16 +62,15 @@ def service(selector: dict[str, str], name: str, number: int) -> Json:
     return {"selector": selector, "ports": [{"name": name, "port": number, "targetPort": number, "protocol": "TCP"}]}
 
 
-def base_spec() -> Json:
+def base_spec(security: PodSecurity) -> Json:
     """The part of a pod spec that satisfies Pod Security `restricted` and hands no API token to the pod."""
+    ids = {} if security == "platform" else {"runAsUser": USER_ID, "runAsGroup": USER_ID, "fsGroup": USER_ID}
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": USER_ID,
-            "runAsGroup": USER_ID,
-            "fsGroup": USER_ID,
+            **ids,
             # Without it the kubelet changes the owner of every file of a mounted volume at every start: minutes for big models.
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
@@ -133,6 +132,8 @@ _MERGE_KEYS: Final = {
     "schedulingGates": "name",
     "resourceClaims": "name",
 }
+DELETE: Final = {"$patch": "delete"}
+"""In the place of a value. `kubectl apply` sends merge patches, in which null is no value: what it says does not arrive."""
 FENCE_VOLUME: Final = "epochkv-fence"
 
 
@@ -150,7 +151,7 @@ def finish_pod(pod: Json, template: PodTemplate | None, container: str, field: s
     """
     metadata, spec = dict(pod["metadata"]), dict(pod["spec"])
     if template is not None:
-        overrides = template.spec or {}
+        overrides = _with_nulls(template.spec or {})
         _refuse(overrides, container, f"{field}.spec")
         spec = merge(spec, overrides, f"{field}.spec")
     if template is not None and template.metadata is not None:
@@ -162,6 +163,17 @@ def finish_pod(pod: Json, template: PodTemplate | None, container: str, field: s
         if key in spec:
             spec[key] = [_hardened(item) for item in spec[key]]
     return {"metadata": metadata, "spec": spec}
+
+
+def _with_nulls(value: Any) -> Any:
+    """Overrides, with null for each `DELETE`."""
+    if value == DELETE:
+        return None
+    if isinstance(value, dict):
+        return {key: _with_nulls(item) for key, item in value.items()}
+    return (
+        [_with_nulls(item) if isinstance(item, dict) and item != DELETE else item for item in value] if isinstance(value, list) else value
+    )
 
 
 def _hardened(container: Json) -> Json:
@@ -182,7 +194,7 @@ def merge(base: Json, patch: Json, path: str) -> Json:
     for key, value in patch.items():
         here = f"{path}.{key}"
         if key.startswith("$"):
-            raise InvalidTemplate(f"{here}: directives are not supported; set a key to null to remove it")
+            raise InvalidTemplate(f"{here}: the only directive is {{$patch: delete}} in the place of a value, which removes it")
         if value is None:
             result.pop(key, None)
         elif key in _MERGE_KEYS:
@@ -257,7 +269,7 @@ def _owned(item: Json, container: str, path: str) -> Iterator[str]:
 def _removals(overrides: Json, keys: Iterable[str], path: str) -> Iterator[str]:
     for key in keys:
         if key in overrides and overrides[key] is None:
-            yield f"{path}.{key} is null, which would remove the operator's own {key} too: leave it out"
+            yield f"{path}.{key} is removed, and with it the operator's own {key}: leave it out"
 
 
 def _shapes(overrides: Json, path: str) -> Iterator[str]:

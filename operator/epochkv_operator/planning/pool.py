@@ -104,11 +104,12 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "livenessProbe": health,
         "securityContext": podspec.container_security(),
     }
+    security = mooncake.pod_security or context.pod_security
     return {
         "replicas": mooncake.master.replicas,
         # Two masters that do not know each other would split the cache between them.
         "strategy": {"type": "RollingUpdate" if etcd else "Recreate"},
-        **_pods(pool, "master", {**podspec.base_spec(), "containers": [container]}, mooncake.master.template),
+        **_pods(pool, "master", {**podspec.base_spec(security), "containers": [container]}, mooncake.master.template),
     }
 
 
@@ -161,7 +162,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         **({} if mooncake.store.ssd is None else {"lifecycle": {"preStop": {"exec": {"command": ["python3", "-c", _SSD_DEREGISTER]}}}}),
     }
     spec = {
-        **podspec.base_spec(),
+        **podspec.base_spec(mooncake.pod_security or context.pod_security),
         "terminationGracePeriodSeconds": 30,  # SIGTERM unmounts the segment in about two seconds
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],

@@ -61,6 +61,13 @@ def test_the_operator_runs_under_restricted_pod_security(render: Render) -> None
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == 65532
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert "--pod-security=restricted" in pod["containers"][0]["args"]
+    platform = render("--set", "podSecurity=platform")
+    tested = next(item for item in platform.objects if item["kind"] == "Pod")
+    operator = platform.one("Deployment", "epochkv-operator")["spec"]["template"]["spec"]
+    assert "--pod-security=platform" in operator["containers"][0]["args"]
+    for spec in (operator, tested["spec"]):
+        assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     (container,) = pod["containers"]
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,

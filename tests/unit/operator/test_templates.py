@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from epochkv_operator.api.base import PodSecurity
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.podspec import InvalidTemplate
 from epochkv_operator.planning.pool import desired_pool
@@ -34,10 +36,33 @@ def test_templates_merge_like_strategic_patches() -> None:
     replaced = engine_template({"volumes": [{"name": "tmp", "persistentVolumeClaim": {"claimName": "scratch"}}]})
     tmp = next(volume for volume in replaced["volumes"] if volume["name"] == "tmp")
     assert tmp == {"name": "tmp", "persistentVolumeClaim": {"claimName": "scratch"}}
-    assert "livenessProbe" not in engine_template({"containers": [{"name": "engine", "livenessProbe": None}]})["containers"][0]
+    for gone in (None, {"$patch": "delete"}):
+        removed = engine_template({"containers": [{"name": "engine", "livenessProbe": gone}], "securityContext": {"runAsUser": gone}})
+        assert "livenessProbe" not in removed["containers"][0]
+        assert removed["securityContext"] == {key: value for key, value in spec["securityContext"].items() if key != "runAsUser"}
+        assert "terminationGracePeriodSeconds" not in engine_template({"terminationGracePeriodSeconds": gone})
     env = engine_template({"containers": [{"name": "engine", "env": [{"name": "HOME", "value": "/h"}, {"name": "A", "value": "b"}]}]})
     values = variables(env["containers"][0])
     assert (values["HOME"], values["A"], values["USER"]) == ("/h", "b", "vllm")
+
+
+IDS = {"runAsUser", "runAsGroup", "fsGroup"}
+
+
+@pytest.mark.parametrize(("default", "own", "fixed"), [("restricted", "platform", False), ("platform", "restricted", True)])
+def test_who_chooses_the_ids_of_pods(default: PodSecurity, own: str, fixed: bool) -> None:
+    """Of an object's own choice; and of the operator's, where it makes none."""
+    context = replace(CONTEXT, pod_security=default)
+    for said, ids in (({"podSecurity": own}, fixed), ({}, not fixed)):
+        wanted = pool({"distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}, **said}}})
+        made = desired_pool(wanted, context)
+        [deployment] = [one(desired_engine(engine({**ENGINE_SPECS["minimal"], **said}), wanted, context), "Deployment")]
+        for workload in (one(made, "Deployment"), one(made, "StatefulSet"), deployment):
+            security = workload["spec"]["template"]["spec"]["securityContext"]
+            assert security.keys() & IDS == (IDS if ids else set())
+            assert security["runAsNonRoot"] is True
+        fence = next(item for item in deployment["spec"]["template"]["spec"]["volumes"] if item["name"] == "epochkv-fence")
+        assert fence["secret"]["defaultMode"] == (0o440 if ids else 0o444), "without fsGroup, others must be able to read the key"
 
 
 @pytest.mark.parametrize(
@@ -52,12 +77,14 @@ def test_templates_merge_like_strategic_patches() -> None:
         ({"volumes": [{"name": "epochkv-fence", "emptyDir": {}}]}, "choose another volume name"),
         ({"volumes": [{"emptyDir": {}}]}, "spec.template.spec.volumes[0] has no name"),
         ({"containers": {"name": "engine"}}, "spec.template.spec.containers must be a list of objects"),
-        ({"containers": [{"name": "engine", "$patch": "delete"}]}, "directives are not supported"),
+        ({"containers": [{"name": "engine", "$patch": "delete"}]}, "the only directive is {$patch: delete}"),
+        ({"securityContext": {"$patch": "replace"}}, "the only directive is {$patch: delete}"),
+        ({"volumes": {"$patch": "delete"}}, "volumes is removed, and with it the operator's own volumes"),
         ({"securityContext": "none"}, "it must be an object"),
-        ({"containers": None}, "containers is null, which would remove the operator's own"),
-        ({"volumes": None}, "volumes is null, which would remove the operator's own"),
-        ({"containers": [{"name": "engine", "env": None}]}, "containers[engine].env is null"),
-        ({"containers": [{"name": "engine", "volumeMounts": None}]}, "containers[engine].volumeMounts is null"),
+        ({"containers": None}, "containers is removed, and with it the operator's own"),
+        ({"volumes": None}, "volumes is removed, and with it the operator's own"),
+        ({"containers": [{"name": "engine", "env": None}]}, "containers[engine].env is removed"),
+        ({"containers": [{"name": "engine", "volumeMounts": None}]}, "containers[engine].volumeMounts is removed"),
         ({"containers": [{"name": "sidecar", "securityContext": "none"}]}, "containers[sidecar].securityContext is 'none'"),
         ({"initContainers": [{"name": "prepare", "securityContext": [1]}]}, "initContainers[prepare].securityContext is [1]"),
         ({"terminationGracePeriodSeconds": "soon"}, "terminationGracePeriodSeconds is 'soon'; it must be a number of seconds"),
