@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -12,6 +15,7 @@ import pytest
 
 from epochkv_connector.store.client import StoreClient, StoreUnavailable
 from epochkv_connector.store.connection import StoreOutcome, StoreState
+from hack.loopback import free_port
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
@@ -123,17 +127,41 @@ class Mute:
         self._listener.close()
 
 
-def test_setup_is_not_repeated_soon_after_it_failed(connect: ConnectTo) -> None:
+def test_setup_is_not_repeated_soon_after_it_failed(connect: ConnectTo, caplog: pytest.LogCaptureFixture) -> None:
     """It holds the GIL for as long as the master does not answer, and the engine stands still."""
     mute = Mute()
     try:
         client = connect(mute.address, wait=False, setup_backoff_seconds=(60.0, 60.0))
         eventually(lambda: client.stats().get("setup_failed") == 1, "setup fails", 20)
+        eventually(lambda: "returned -1; it takes connections: is it a Mooncake master, of version " in caplog.text, "a sentence", 5)
         hasty = connect(mute.address, wait=False, setup_backoff_seconds=(0.5, 0.5))
         eventually(lambda: hasty.stats().get("setup_failed", 0) >= 3, "the pause decides", 20)
         assert client.stats()["setup_failed"] == 1
     finally:
         mute.close()
+
+
+CROWDED = """
+import logging, sys
+from epochkv_connector.store.client import NO_LAYOUT, StoreClient
+from tests.support.store import settings
+logging.basicConfig(level=logging.WARNING)
+client = StoreClient(settings(sys.argv[1]), [], layout=NO_LAYOUT)
+client.start()
+client.wait_ready(5)
+client.close(10)
+"""
+
+
+def test_a_client_without_ports_says_so(shared: Mooncake) -> None:
+    """In a process of its own: Mooncake reads the range once."""
+    first = free_port()
+    with socket.create_server(("", first)):
+        environ = {**os.environ, "MC_MIN_RPC_PORT": str(first), "MC_MAX_RPC_PORT": str(first)}
+        command = [sys.executable, "-c", CROWDED, shared.address]
+        said = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False).stderr
+    [line] = [line for line in said.splitlines() if "Mooncake setup as 127.0.0.1" in line]
+    assert f"returned -1; of the ports {first} to {first} 0 are free, and a client needs 2: " in line
 
 
 # -- segment owners -------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,11 @@ sentence. A renamed global of vLLM would make every name in this project a lie, 
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from pathlib import Path
 
 import vllm
 
+from epochkv_connector.store.connection import mooncake_version
 from epochkv_fence import VERSION
 
 TESTED_VERSIONS = ((0, 30), (0, 33))
@@ -31,17 +30,8 @@ def unsupported(found: str) -> str:
 
 def running() -> dict[str, str]:
     """Versions of what this engine runs, by name, for its hub; what cannot be told is left out."""
-    found = {"epochkv": VERSION, "vllm": str(getattr(vllm, "__version__", "")), "mooncake": _mooncake()}
+    found = {"epochkv": VERSION, "vllm": str(getattr(vllm, "__version__", "")), "mooncake": mooncake_version()}
     return {name: version for name, version in found.items() if version}
-
-
-def _mooncake() -> str:
-    """Version of the wheel that Mooncake's module came with, whose name differs by accelerator; nothing is imported."""
-    spec = importlib.util.find_spec("mooncake")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        for info in Path(folder).parent.glob("mooncake_transfer_engine*.dist-info"):
-            return info.name.removesuffix(".dist-info").rpartition("-")[2]
-    return ""
 
 
 def check_version(allow_untested: bool) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import enum
+import importlib.util
 import logging
 import mmap
 import os
@@ -32,9 +33,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 from epochkv_connector.config import ConnectorConfig
+from epochkv_fence.common import is_name
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +204,7 @@ OUTCOMES = {
 """Mooncake's return codes; everything else is `StoreOutcome.ERROR`."""
 
 _CANARY_BYTES = 2048
+_CLIENT_PORTS = 2
 
 
 class SetupFailed(RuntimeError):
@@ -229,6 +234,53 @@ def probe_master(address: str, timeout: float) -> str | None:
     return None
 
 
+def mooncake_version() -> str:
+    """Version of the wheel that Mooncake's module came with, whose name differs by accelerator; nothing is imported."""
+    spec = importlib.util.find_spec("mooncake")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for info in Path(folder).parent.glob("mooncake_transfer_engine*.dist-info"):
+            return info.name.removesuffix(".dist-info").rpartition("-")[2]
+    return ""
+
+
+def why_setup_failed(settings: StoreSettings, hostname: str, local_address: str) -> str:
+    """What to look at, from what this process can see: Mooncake answers -1 to all of it. `local_address`: as in `MooncakeClient`."""
+    first, last = map(_port, ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"))
+    free = sum(map(_is_free, range(first, last + 1)))
+    if free < _CLIENT_PORTS:
+        return (
+            f"of the ports {first} to {last} {free} are free, and a client needs {_CLIENT_PORTS}: end what listens there (ss -ltnp), or"
+            " move the range with MC_MIN_RPC_PORT and MC_MAX_RPC_PORT"
+        )
+    found = []
+    if not is_name(hostname) and (":" in hostname) != (":" in local_address):
+        found.append(f"peers are told {hostname}, and the master is reached from {local_address}: give Mooncake addresses of one family")
+    scheme, _, hosts = settings.master_address.rpartition("://")
+    if not scheme:
+        found.append(f"it takes connections: is it a Mooncake master, of version {mooncake_version() or '?'} as here?")
+        return "; ".join(found)
+    cluster = os.environ.get("MC_STORE_CLUSTER_ID") or "mooncake_cluster"
+    found.append(f"etcd takes connections: does a master lead (GET /leader at its admin port), with --cluster_id={cluster}?")
+    if getproxies().get("https") and not all(proxy_bypass(host) for host in hosts.split(";")):
+        found.append("HTTPS_PROXY is set, and Mooncake asks etcd through it: name etcd's hosts in NO_PROXY")
+    return "; ".join(found)
+
+
+def _port(variable: str) -> int:
+    given = os.environ.get(variable, "")
+    return int(given if given.isdecimal() else ENVIRONMENT[variable])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
 class MooncakeClient:
     """A client that is set up, with registered memory. Blocking; not to be closed while a call runs."""
 
@@ -248,7 +300,8 @@ class MooncakeClient:
             hostname, settings.metadata_server, 0, 0, settings.protocol, settings.device_name, settings.master_address
         )
         if code != 0:
-            raise SetupFailed(f"Mooncake setup as {hostname} with master {settings.master_address} returned {code}")
+            why = why_setup_failed(settings, hostname, local_address)
+            raise SetupFailed(f"Mooncake setup as {hostname} with master {settings.master_address} returned {code}; {why}")
         for address, num_bytes in (*regions, (self._scratch_address, 2 * _CANARY_BYTES)):
             code = self._client.register_buffer(address, num_bytes)
             if code != 0:
@@ -515,7 +568,7 @@ class StoreConnection:
             client = MooncakeClient(self._settings, self._regions, local)
         except SetupFailed as error:
             self._counters.add("setup_failed")
-            self._notices.say("setup", "%s; trying again", error)
+            self._notices.say("setup", "%s; serving without L2, and trying again", error)
             return False
         self._counters.add("setups")
         with self._changed:
@@ -535,7 +588,7 @@ def _advice(canary: StoreOutcome) -> str:
         case StoreOutcome.FULL:
             return "no space is left, or no store is mounted; what is saved is dropped until there is some"
         case StoreOutcome.TRANSFER:
-            return "a store node does not answer"
+            return "a store node does not answer: can it be reached from here, and have both addresses of one family, IPv4 or IPv6?"
     return "are master, store and engine one Mooncake version?"
 
 

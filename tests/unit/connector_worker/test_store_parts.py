@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from epochkv_connector.naming import identity as keys
 from epochkv_connector.store import client as envelope
 from epochkv_connector.store.client import CallSize, Defect, Transfer, first_chunk
-from epochkv_connector.store.connection import AGAIN_SECONDS, Notices
+from epochkv_connector.store.connection import AGAIN_SECONDS, Notices, StoreSettings, why_setup_failed
 from tests.support.store import BlockKey, parse_key
 
 hex_digits = "0123456789abcdef"
@@ -203,3 +203,29 @@ def test_each_kind_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> No
     assert say("gone") == []
     notices.forget()
     assert say("gone") == ["loads failed: gone"]
+
+
+@pytest.mark.parametrize(
+    ("master", "hostname", "environ", "expected"),
+    [
+        ("m:50051", "10.0.0.7", {}, [r"it takes connections: is it a Mooncake master, of version \d\S+ as here\?"]),
+        ("m:50051", "fd00::7", {}, ["peers are told fd00::7, and the master is reached from 10.0.0.7: ", "it takes connections"]),
+        ("m:50051", "node-7", {}, ["it takes connections"]),
+        ("etcd://e0:2379;e1:2379", "10.0.0.7", {}, ["etcd takes connections: .* with --cluster_id=mooncake_cluster"]),
+        ("etcd://e0:2379", "10.0.0.7", {"MC_STORE_CLUSTER_ID": "c7"}, ["etcd takes connections: .* with --cluster_id=c7"]),
+        ("etcd://e0:2379", "10.0.0.7", {"HTTPS_PROXY": "http://proxy:3128"}, ["etcd takes", "HTTPS_PROXY is set"]),
+        ("etcd://e0:2379", "10.0.0.7", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "e0"}, ["etcd takes"]),
+    ],
+    ids=["master", "family", "name", "etcd", "cluster", "proxy", "no proxy"],
+)
+def test_what_to_look_at_when_setup_fails(
+    monkeypatch: pytest.MonkeyPatch, master: str, hostname: str, environ: dict[str, str], expected: list[str]
+) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy", "MC_STORE_CLUSTER_ID", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    found = why_setup_failed(StoreSettings(master_address=master), hostname, "10.0.0.7").split("; ")
+    assert len(found) == len(expected)
+    for clause, pattern in zip(found, expected, strict=True):
+        assert re.match(pattern, clause), clause
