@@ -2,7 +2,7 @@
 
 Expected durations come from the last run on this machine (kept in the cache folder), or from the table below.
 Layers that need no CPU at a certain time run beside the others, one after the other at the lowest priority: those mostly wait.
-In layers of real processes up to three tests that failed have one more run by themselves, and are named at the end: a machine
+In layers of real processes up to four tests that failed have one more run by themselves, and are named at the end: a machine
 that stands still for seconds ends leases and deadlines. A wrong answer of an engine has none (docs/decisions/0009-tests.md).
 
     python -m hack.run_tests [LAYER ...]            no layer: those of `make test`; without the tests that are marked `slow`

@@ -34,7 +34,7 @@ PIN = re.compile(r"^([A-Za-z0-9._-]+)==(\S+)")
 
 SCHEDULER = ("tests/scheduler",)
 UNIT = ("tests/unit/connector_scheduler", "tests/unit/connector_worker", "tests/unit/connector_identity", "tests/unit/connector_naming")
-ENGINE = ("tests/engine/test_sharing.py", "tests/engine/test_names.py")
+ENGINE = ("tests/engine/test_sharing.py", "tests/engine/test_names.py", "tests/engine/test_wide.py")
 
 
 @dataclass(frozen=True)

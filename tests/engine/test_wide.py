@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.engine.conftest import CACHED, L1_BYTES, PATIENT, PATIENT_ENVIRON, Pr
 from tests.engine.names_lab import WRITER, Orders, Stream, derive
 
 pytestmark = pytest.mark.slow  # four engine cores, whose workers vLLM spawns
+LEASE_SECONDS = 6.0
 IDLE = 0.8
 """Seconds after which a rank asks the others anew."""
 EXPERT = "model.layers.0.mlp.experts.1.up_proj.weight"
@@ -67,11 +69,11 @@ class Wide:
             rank.complete(prompts(), 2)
         eventually(lambda: self.pool.snapshot().converged, "the epoch is published", 30)
 
-    def ask(self, rank: Engine, prompt: list[int], cached: int) -> None:
-        """The answer is right, and so much of the prompt was found."""
+    def ask(self, rank: Engine, prompt: list[int], cached: int | None = None) -> None:
+        """The answer is right, and so much of the prompt was found; None: any."""
         answer, right = rank.complete(prompt), rank.complete(prompt, cache_salt=f"{time.time_ns()}")
         assert right.cached == 0
-        check(answer, cached, right.tokens)
+        check(answer, answer.cached if cached is None else cached, right.tokens)
 
     def save(self, rank: Engine, prompt: list[int]) -> None:
         """The prompt is new, and in the store afterwards."""
@@ -86,7 +88,7 @@ def wide(mooncake: Mooncake, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     base, new = (models.make(folder / name, seed, models.Shape(experts=4)) for name, seed in (("base", 1), ("new", 2)))
     environ = {**cpu_collectives.install(folder / "plugin"), **PATIENT_ENVIRON}
     with ExitStack() as stack:
-        pool = stack.enter_context(Pool(folder, lease_seconds=6.0))
+        pool = stack.enter_context(Pool(folder, lease_seconds=LEASE_SECONDS))
         connector = pool.connector(L1_BYTES, mooncake.address, **PATIENT)
         group = ("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()))
 
@@ -146,6 +148,31 @@ def test_blocks_of_a_step_during_which_one_rank_was_pushed_to_are_found_by_nobod
         answer, right = rank.complete(stream.whole), rank.complete(stream.whole, cache_salt=f"{time.time_ns()}")
         assert answer.cached <= allowed, "a wrong answer: from blocks that are not to be found"
         assert answer.tokens == right.tokens, "a wrong answer"
+
+
+@pytest.mark.parametrize("seconds", [1.0, 2 * LEASE_SECONDS], ids=["short", "past-the-lease"])
+def test_a_rank_that_stands_still_in_the_middle_of_a_push_makes_no_answer_wrong(wide: Wide, prompts: Prompts, seconds: float) -> None:
+    prompt = prompts()
+    wide.save(wide.a1, prompt)
+    with ThreadPoolExecutor(2) as pool:
+        for wait, path in ((0.02, wide.new), (0.1, wide.base), (0.3, wide.new)):
+            push = pool.submit(wide.push, path, wide.a1)
+            time.sleep(wait)
+            wide.a1.process.freeze()
+            asked = pool.submit(wide.a0.complete, prompt)  # its pass waits for the other rank
+            try:
+                time.sleep(seconds)
+                wide.ask(wide.b0, prompt)
+            finally:
+                wide.a1.process.thaw()
+            push.result(60)
+            asked.result(60)
+            for rank in (wide.a0, wide.a1, wide.b1):
+                wide.ask(rank, prompt)
+    wide.restore(prompts)
+    wide.save(wide.a1, prompt := prompts())
+    for rank in (wide.a0, wide.b0):
+        wide.ask(rank, prompt, CACHED)
 
 
 def test_one_rank_written_past_vllm_is_noticed_by_the_other_one(wide: Wide, prompts: Prompts) -> None:
