@@ -224,7 +224,7 @@ class SimpleCPUOffload(Stock):
     def before(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
-        def with_blocks(gpu_config: Any, cpu_capacity_bytes: int) -> Any:  # vLLM divides bytes of tensors, which there are none of here
+        def with_blocks(gpu_config: Any, *sizes: Any) -> Any:  # vLLM divides bytes of tensors, which there are none of here
             return dataclasses.replace(gpu_config, num_blocks=256)
 
         monkeypatch.setattr(SimpleCPUOffloadScheduler, "_derive_cpu_config", staticmethod(with_blocks))

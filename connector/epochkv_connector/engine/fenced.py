@@ -203,17 +203,17 @@ class Fence:
         role, guard = self.role, self.guard
 
         def adding(add: Callable[..., Any]) -> Callable[..., Any]:
-            def add_request(request: Any) -> Any:
+            def add_request(request: Any, *args: Any, **kwargs: Any) -> Any:
                 if request.request_id not in scheduler.requests:  # else the next input of a session, which keeps its pin
                     guard.run("on_new_request", lambda: role.on_new_request(request), lambda: self._isolate(request))
-                return add(request)
+                return add(request, *args, **kwargs)
 
             return add_request
 
         def looking(look: Callable[..., Any]) -> Callable[..., Any]:
-            def get_computed_blocks(request: Any) -> Any:
+            def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
                 guard.run("lookup", lambda: self._name(request), lambda: self._isolate(request))
-                return look(request)
+                return look(request, *args, **kwargs)
 
             return get_computed_blocks
 
@@ -238,16 +238,16 @@ class Fence:
             return scheduled
 
         def finishing(finish: Callable[..., Any]) -> Callable[..., Any]:
-            def connector_finished(request: Any) -> Any:
-                delay, params = finish(request)
+            def connector_finished(request: Any, *args: Any, **kwargs: Any) -> Any:
+                delay, params = finish(request, *args, **kwargs)
                 _, ours = guard.run("request_finished", lambda: role.request_finished(request), lambda: _NOTHING)
                 return delay, {**params, **ours} if params and ours else params
 
             return connector_finished
 
         def resetting(reset: Callable[..., Any]) -> Callable[..., Any]:
-            def reset_connector_cache() -> Any:
-                return guard.run("reset_cache", role.reset_cache, lambda: False) and reset()
+            def reset_connector_cache(*args: Any, **kwargs: Any) -> Any:
+                return guard.run("reset_cache", role.reset_cache, lambda: False) and reset(*args, **kwargs)
 
             return reset_connector_cache
 
