@@ -63,6 +63,7 @@ OPTIONS: Final = {
     "label": "--version",
     "timeout_s": "--timeout",
     "on_failure": "--on-failure",
+    "only_new": "--only-new",
 }
 """What the command line calls the client's parameters."""
 STATUSES: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Exit], ...]] = (

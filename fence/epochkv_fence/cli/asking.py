@@ -242,38 +242,45 @@ def update(
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", help="For the steps before COMMAND, and again for those after it.")
     ] = WEIGHTS_SECONDS,
+    only_new: Annotated[
+        bool, typer.Option("--only-new", help="Fail where engines held these weights before under a label, or V was that of others.")
+    ] = False,
     output: Out = Output.TABLE,
 ) -> None:
     """Run COMMAND, which pushes new weights, and wait until every engine of the pool holds them, bit by bit.
 
     Engines name KV by the weights that they hold, so COMMAND may push in any order, paused or serving. The label of the new weights is
-    V. If an engine missed the push, the message names it.
+    V. If an engine missed the push, the message names it. If engines held these weights before under another label, or V was the label of
+    other weights, a line on standard error says so.
 
     COMMAND gets EPOCHKV_WEIGHTS_VERSION, EPOCHKV_CONFIG and our signals. With -o json, its standard output
     goes to standard error.
 
-    Exit status: 0 all engines hold the same, new weights; 3 they do not in time, or nothing has changed; 4 no hub answered, and the
-    message says whether COMMAND was started. If COMMAND failed, its status (128 + n for signal n); then nothing is waited for.
+    Exit status: 0 all engines hold the same, new weights; 3 they do not in time, nothing has changed, or --only-new fails; 4 no hub
+    answered, and the message says whether COMMAND was started. If COMMAND failed, its status (128 + n for signal n); then nothing is
+    waited for.
 
     \b
       epochkv update --version step-42 -- python push_weights.py --step 42
     """
     _check_command(command[0])
-    found = _push(command, version, config, timeout, output)
+    found = _push(command, version, config, timeout, output, only_new=only_new)
+    for note in found.notes:
+        say_error(note)
     if output is Output.JSON:
         show_weights(found, output)
     else:
         print(shown_weights(found))
 
 
-def _push(command: Sequence[str], version: str, config: str | None, timeout: float, output: Output) -> WeightsReport:
+def _push(command: Sequence[str], version: str, config: str | None, timeout: float, output: Output, *, only_new: bool) -> WeightsReport:
     """Run the command, and wait until every engine holds the weights that it pushed."""
     made: Update | None = None
     has_ended = False
     try:
         with (
             closing(connect(config, timeout, NOTHING_ASKED)) as pool,
-            pool.weight_update(version, timeout_s=timeout, progress=StatusLine(push_waits_for)) as made,
+            pool.weight_update(version, timeout_s=timeout, progress=StatusLine(push_waits_for), only_new=only_new) as made,
         ):
             status = run(command, environment(os.environ, config, version), to_stderr=output is Output.JSON)
             if status != 0:

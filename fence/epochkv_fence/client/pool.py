@@ -277,6 +277,7 @@ class Pool(Face):
         label: str | None = None,
         other_than: Iterable[str] = (),
         progress: WeightsProgress | None = None,
+        only_new: bool = False,
     ) -> WeightsReport:
         """Wait until all engines hold the same weights, bit by bit; engines of different fingerprints need not be equal.
 
@@ -289,9 +290,11 @@ class Pool(Face):
             label: what these weights are called from now on, at most 253 characters; of several names the newest counts.
             other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
             progress: called on another thread with a `WeightsStanding` after every look. A plain function.
+            only_new: also raise `WeightsDiverged` where engines held these weights before under a label, or `label` was that of
+                others. Nothing is called `label` then.
 
         Returns:
-            Who holds what.
+            Who holds what. Its `notes` say what `only_new` would raise for, unless the weights are only called what they were.
 
         Raises:
             WeightsDiverged: they do not in time. It names those that differ, those whose weights are unknown and why, and
@@ -299,7 +302,7 @@ class Pool(Face):
             HubUnreachable: no hub answered in time, or none has noted the label.
             ArgumentError (a ValueError): an argument cannot be meant.
         """
-        work = self._calls.pushes.wait_weights(engines, timeout_s, label, other_than, progress)
+        work = self._calls.pushes.wait_weights(engines, timeout_s, label, other_than, progress, only_new)
         return self._run(work, timeout_s, EXTRA_SECONDS)
 
     @contextmanager
@@ -310,6 +313,7 @@ class Pool(Face):
         engines: Iterable[str] | None = None,
         timeout_s: float = WEIGHTS_SECONDS,
         progress: WeightsProgress | None = None,
+        only_new: bool = False,
     ) -> Iterator[Update]:
         """Push new weights inside this block, in any order, and have it proved at the end that every engine holds them.
 
@@ -318,7 +322,7 @@ class Pool(Face):
         what it holds.
 
         Args:
-            label, engines, progress: as in `wait_weights`.
+            label, engines, progress, only_new: as in `wait_weights`.
             timeout_s: for entry and exit each.
 
         Raises:
@@ -327,7 +331,7 @@ class Pool(Face):
         """
         update = self._run(self._calls.pushes.begin_update(label, engines, timeout_s, progress), timeout_s)
         yield update
-        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress)
+        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
         update.report = self._run(work, timeout_s, EXTRA_SECONDS)
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float, extra_s: float = 0.0) -> T:
@@ -406,10 +410,11 @@ class AsyncPool(Face):
         engines: Iterable[str] | None = None,
         timeout_s: float = WEIGHTS_SECONDS,
         progress: WeightsProgress | None = None,
+        only_new: bool = False,
     ) -> AsyncIterator[Update]:
         update = await self._do(self._calls.pushes.begin_update(label, engines, timeout_s, progress))
         yield update
-        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress)
+        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
         update.report = await self._do(work)
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from epochkv_fence.client.arguments import check_weights
@@ -19,6 +19,7 @@ from epochkv_fence.client.results import (
     WeightsDiverged,
     WeightsReport,
     WeightsStanding,
+    called,
     chosen,
     outliers,
     report,
@@ -26,6 +27,7 @@ from epochkv_fence.client.results import (
 )
 from epochkv_fence.client.session import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, STATUS_SECONDS, Queries
 from epochkv_fence.protocol.messages import Label, Labelled
+from epochkv_fence.protocol.pool import relabelled
 
 WEIGHTS_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = 0.25
@@ -87,6 +89,7 @@ class Pushes:
         label: str | None = None,
         other_than: Iterable[str] = (),
         progress: WeightsProgress | None = None,
+        only_new: bool = False,
     ) -> WeightsReport:
         names, digests = check_weights(engines, timeout_s, label, other_than)
         called_at = time.monotonic()
@@ -108,11 +111,15 @@ class Pushes:
             await asyncio.sleep(max(0.0, min(max(pause, STATUS_SHARE * took), until - time.monotonic())))
             pause = min(2 * pause, MAX_POLL_SECONDS)
         held = report(found, status.labels)
+        notes = _notes(status, held, label or "", only_new=only_new) if label is not None or only_new else ()
+        if notes and only_new:
+            text = f"all engines of pool {status.name} hold the same weights, and they are not new: {'; '.join(notes)}"
+            raise WeightsDiverged(text, (), replace(held, notes=notes))
         if label is None:
             return held
         for weights in sorted(held.ids):
             await self._label(weights, label, max(until, time.monotonic() + LABEL_SECONDS))
-        return report(found, {**status.labels, **dict.fromkeys(held.ids, label)})
+        return replace(report(found, {**status.labels, **dict.fromkeys(held.ids, label)}), notes=notes)
 
     async def _label(self, weights: str, label: str, until: float) -> None:
         """Say what weights are called, until a hub has noted it.
@@ -128,6 +135,13 @@ class Pushes:
         error = await self._queries.unreachable()
         text = f"all engines hold weights {weights[:8]}, and that they are called {label!r} is not known to be noted"
         raise HubUnreachable(f"{error}. {text}") from error
+
+
+def _notes(status: PoolStatus, held: WeightsReport, label: str, *, only_new: bool) -> tuple[str, ...]:
+    known = {bytes.fromhex(weights): name for weights, name in status.labels.items()}
+    live = {bytes.fromhex(engine.weights) for engine in status.engines if engine.weights}
+    told = ((one, relabelled(known, bytes.fromhex(one), label, live, only_new=only_new)) for one in sorted(held.ids))
+    return tuple(f"{called(one, label)}: {note}" for one, note in told if note)
 
 
 def _too_early(status: PoolStatus, waited: float) -> str:

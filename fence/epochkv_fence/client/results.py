@@ -209,10 +209,12 @@ class WeightsReport:
     Attributes:
         groups: most engines first, then those that changed last.
         unknown: engines of which nobody can say.
+        notes: of a wait with a label: that these weights had another one before, or the label other weights. One sentence each.
     """
 
     groups: tuple[WeightsGroup, ...]
     unknown: tuple[UnknownWeights, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ids(self) -> frozenset[str]:

@@ -4,7 +4,7 @@ hub's state machine (`hub.machine`), and what the pool looks like right now.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, get_args
 
@@ -261,6 +261,21 @@ def merged_labels(known: Mapping[bytes, str], added: Mapping[bytes, str]) -> dic
     """Both, newest last, at most `MAX_LABELS`; of the same weights `added` counts, and is the newer."""
     merged = {weights: label for weights, label in known.items() if weights not in added} | dict(added)
     return dict(list(merged.items())[-MAX_LABELS:])
+
+
+def relabelled(known: Mapping[bytes, str], weights: bytes, label: str, held: Collection[bytes], *, only_new: bool = False) -> str:
+    """What whoever calls these weights `label` should hear; empty: nothing.
+
+    Args:
+        known: what weights were called until now.
+        held: what live engines hold: those of several layouts may share a label.
+        only_new: tell of weights, too, that have this label already.
+    """
+    before = known.get(weights)
+    if before is not None:
+        return f"engines held these weights before, as {before}" if only_new or before != label else ""
+    other = next((other for other, name in known.items() if name == label and other not in held), None)
+    return "" if other is None else f"until now {label} was the label of weights {other.hex()[:8]}"
 
 
 class Authority(Protocol):

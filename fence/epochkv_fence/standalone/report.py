@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from epochkv_fence.client.results import called, listed
-from epochkv_fence.protocol.pool import EngineView, PoolSnapshot
+from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, relabelled
 
 MAX_LINES: Final = 10
 """Of one kind from one comparison; more engines than that become one line with their number."""
@@ -119,9 +119,12 @@ def _weights(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
         text = f"engine {views[0].display_name} holds {what}" if len(views) == 1 else f"{len(views)} engines hold {what}: {_names(views)}"
         yield LogLine(logging.INFO, text, {"weights": weights.hex(), "engines": len(views)})
     yield from _each(unknown, logging.INFO, "holds unknown weights: {0.weights_note}", "engines hold unknown weights")
+    held = {view.weights for view in now.engines if view.alive and view.weights is not None}
     for weights, label in now.labels.items():
         if before.leading and before.labels.get(weights) != label:
-            yield LogLine(logging.INFO, f"weights {weights.hex()[:8]} are called {label}", {"weights": weights.hex(), "label": label})
+            note = relabelled(before.labels, weights, label, held)
+            text = f"weights {weights.hex()[:8]} are called {label}" + (f": {note}" if note else "")
+            yield LogLine(logging.WARNING if note else logging.INFO, text, {"weights": weights.hex(), "label": label})
 
 
 def _tiers(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:

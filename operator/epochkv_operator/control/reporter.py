@@ -12,7 +12,8 @@ from typing import Final
 
 import structlog
 
-from epochkv_operator.hub.authority import RECORD_FIELDS
+from epochkv_fence.protocol.pool import relabelled
+from epochkv_operator.hub.authority import RECORD_FIELDS, record_of
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.resources import POOLS, ref_of
 from epochkv_operator.kube.status import EventRecorder, StatusWriter
@@ -41,6 +42,11 @@ class Written:
         if self._newer(reset, live):
             known["reset"] = reset  # the hub's, which has recorded a target
         return known
+
+    @property
+    def labels(self) -> dict[bytes, str] | None:
+        """What weights were called when this process last wrote; None: it has not."""
+        return None if self._known is None else dict(record_of({"status": self._known}).labels)
 
     def confirmed(self, live: Json) -> None:
         """This is the status after our write."""
@@ -103,6 +109,7 @@ class Reporter:
             written = self._written[key] = Written(obj["metadata"]["uid"], obj["kind"])
         before: Json = {}
         after: Json = {}
+        labels = written.labels
 
         def decide(newest: Json) -> Json | None:
             nonlocal before, after
@@ -113,6 +120,8 @@ class Reporter:
 
         answer = await self._statuses.update(ref_of(obj), decide)
         written.confirmed(answer.get("status") or {})
+        if labels is not None:
+            self._tell_labels(obj, labels, written.labels or {}, after)
         if before != after:
             self._tell(obj, before, after)
 
@@ -129,6 +138,13 @@ class Reporter:
         if (about, note) not in self._told:  # who does the same again each second gets one Event a minute
             self._told[about, note] = now
             self._events.emit(obj, warning=True, reason=reason, action=action, note=note)
+
+    def _tell_labels(self, obj: Json, before: dict[bytes, str], now: dict[bytes, str], status: Json) -> None:
+        """A label went from weights to others, or weights that have one got another."""
+        held = {bytes.fromhex(group["id"]) for group in status.get("weights") or []}
+        for weights, label in now.items():
+            if before.get(weights) != label and (note := relabelled(before, weights, label, held)):
+                self.tell(obj, reason="WeightsRelabelled", action="Weights", note=f"{weights.hex()[:8]} ({label}): {note}")
 
     def _tell(self, obj: Json, before: Json, after: Json) -> None:
         about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"

@@ -67,6 +67,28 @@ def test_update_runs_the_command_and_waits_for_its_weights(pushed: HubProcess, p
     assert target(pushed) == 0
 
 
+def test_weights_that_engines_held_before_are_a_line_and_a_status_on_request(
+    pushed: HubProcess, pushed_agents: Agents, tmp_path: Path
+) -> None:
+    engines = [pushed_agents.start(engine=engine_with(OLD))]
+    with Pool.connect(pushed.folder) as pool:
+        pool.wait_weights(label="step-0", timeout_s=30)
+    held = "engines held these weights before, as step-0"
+    for weights, options, status, said in (
+        (NEW, [], 0, ""),
+        (OLD, ["--only-new"], 3, f"all engines of pool policy hold the same weights, and they are not new: 0a0a0a0a (v): {held}"),
+        (NEW, [], 0, ""),
+        (OLD, [], 0, f"0a0a0a0a (v): {held}"),
+    ):
+        seen = tmp_path / "seen"
+        with pushing_when(seen, engines, weights):
+            done = epochkv("update", "--version", "v", *options, "--timeout", "30", "--", "touch", str(seen), config=pushed.folder)
+        seen.unlink()
+        assert done.returncode == status, done.stderr
+        assert said in done.stderr
+        assert ("held these weights" in done.stderr) == bool(said)
+
+
 def test_what_the_command_of_an_update_prints_is_no_part_of_the_json(pushed: HubProcess, pushed_agents: Agents) -> None:
     engines = [pushed_agents.start(engine=engine_with(OLD))]
     eventually(lambda: using(engines[0][0], 0))

@@ -114,6 +114,33 @@ def test_what_a_push_that_has_returned_left_on_its_way_is_waited_for(world: HubW
     assert groups(report) == [(NEW.hex(), "step-1", EVERYBODY)]
 
 
+def test_a_label_does_not_go_to_weights_of_another_label_without_a_word(world: HubWorld) -> None:
+    """The framework has loaded the base weights again after the push."""
+    engines, pool = holding(world), world.connect()
+    assert pool.wait_weights(label="step-0", timeout_s=20).notes == ()
+    with pool.weight_update("step-1", timeout_s=20) as update:
+        push(engines, NEW)
+    assert update.report is not None
+    assert update.report.notes == ()
+    push(engines, OLD)
+    eventually(lambda: pool.weights().ids == {OLD.hex()})
+    held = "0a0a0a0a (step-2): engines held these weights before, as step-0"
+    error = diverged(lambda: pool.wait_weights(label="step-2", timeout_s=20, only_new=True))
+    assert str(error) == f"all engines of pool policy hold the same weights, and they are not new: {held}"
+    assert error.report.notes == (held,)
+    assert pool.status().labels == {OLD.hex(): "step-0", NEW.hex(): "step-1"}, "nothing is called anew"
+    assert pool.wait_weights(label="step-0", timeout_s=20).notes == (), "a roll-back that says what it is"
+    assert pool.wait_weights(label="step-2", timeout_s=20).notes == (held,)
+    push(engines, OTHER)
+    eventually(lambda: pool.weights().ids == {OTHER.hex()})
+    moved = f"{OTHER.hex()[:8]} (step-1): until now step-1 was the label of weights 3f2a9c1e"
+    assert pool.wait_weights(label="step-1", timeout_s=20).notes == (moved,)
+    push(engines, NEW)
+    eventually(lambda: pool.weights().ids == {NEW.hex()})
+    error = diverged(lambda: pool.wait_weights(label="step-1", timeout_s=20, only_new=True))
+    assert error.report.notes == ("3f2a9c1e (step-1): engines held these weights before, as step-1",)
+
+
 # ------------------------------------------------------------------------------------------------------------ it did not
 
 
