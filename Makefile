@@ -145,7 +145,7 @@ sbom: ## CycloneDX lists of the Python packages that the images of operator and 
 	done
 
 bench-epoch: setup ## Patch -> published: median and max of 20 bumps; needs the cluster that `make demo` leaves up
-	@$(DEV) -m bench.bump_to_published
+	@eval "$$($(DEV) -m hack.cluster env)" && $(DEV) -m bench.bump_to_published --namespace epochkv-demo
 
 bench-fence: setup-cluster ## Fence: bump -> published by size and authority, steady state, faults, scheduler cost (ARGS="bump-16 --bumps 50")
 	@$(DEV) -m bench.fence $(ARGS)

@@ -78,6 +78,7 @@ MODULES = (
     # The tag leaves out what finds targets in two dozen clouds.
     Module("prometheus", ("github.com/prometheus/prometheus/cmd/promtool",), 200, tags="remove_all_sd", checks=True),
     Module("actionlint", ("github.com/rhysd/actionlint/cmd/actionlint",), 10, checks=True),
+    Module("gitops", (".",), 120, checks=True),  # what Flux and Argo CD make of an object
     Module("lws", ("sigs.k8s.io/lws/cmd",), 170, names=("lws",), checks=True),  # the controller of LeaderWorkerSets
 )  # fmt: skip
 

@@ -116,6 +116,7 @@ The cluster is still up. Try:
     kubectl -n {NAMESPACE} wait kvp/{POOL} --for=condition=EpochConverged --timeout=60s
   kubectl -n {NAMESPACE} patch kvp {POOL} --type=merge -p '{{"spec":{{"resetEpoch":0}}}}'    # refused: it never goes down
   kubectl -n {NAMESPACE} describe ie {ENGINE}
+  docs/reference/cli.md, "From outside of a cluster", has what `epochkv status`, `epochkv weights` and `epochkv reset` need here
   make demo    # again, on the warm cluster
   make down    # remove everything"""
     console.print(lines, markup=False, highlight=False, soft_wrap=True)

@@ -14,7 +14,6 @@ from typing import Final, TypeVar
 
 from kubernetes.aio.config import ConfigException
 
-from epochkv_fence import VERSION
 from epochkv_fence.cli.doctor import CannotLook, ClusterScope, Finding, Level, guarded
 from epochkv_fence.client.probe import HubAnswer, is_inside, probe_hub
 from epochkv_fence.common import duration
@@ -28,6 +27,7 @@ from epochkv_fence.connection import (
     PoolRef,
     check_endpoint,
 )
+from epochkv_fence.version import VERSION
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.api.generate import CRDS, manifest
 from epochkv_operator.keys import decoded

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+import yaml
 
 from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api import parse_engine, parse_pool
@@ -15,7 +16,7 @@ from epochkv_operator.planning.context import HubView, KeysView, Observed, Outli
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.planning.status import engine_status, pool_status
 from hack.waiting import eventually
-from tests.cluster.operator_harness import ENGINES, POOLS, Namespace
+from tests.cluster.operator_harness import ENGINES, POOLS, ROOT, Namespace
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS
 
 Json = dict[str, Any]
@@ -161,3 +162,18 @@ def test_statuses_fit_the_schema(space: Namespace) -> None:
     assert (reread.status.target_epoch, reread.status.epoch, reread.status.granting) == (7, 6, True)
     assert reread.status.external_engines is not None
     assert len({engine.name for engine in reread.status.external_engines}) == 64
+
+
+def test_before_the_operator_has_looked_no_tool_takes_it_for_well(space: Namespace) -> None:
+    pool, engine = {"local": {"capacity": "1Gi"}}, {"model": {"name": "tiny"}}
+    for kind, path, spec in (("KVCachePool", POOLS, pool), ("InferenceEngine", ENGINES, engine)):
+        space.create(path, {"apiVersion": "epochkv.io/v1alpha1", "kind": kind, "metadata": {"name": "new"}, "spec": spec})
+        assert look(space, kind, "new")["status"] == {"observedGeneration": -1}
+
+
+@pytest.mark.parametrize("name", ["trainer.yaml", "trainer-job.yaml"])
+def test_the_trainers_of_the_samples_are_admitted(space: Namespace, name: str) -> None:
+    sample = yaml.safe_load((ROOT / "config/samples" / name).read_text())
+    spec = (sample if sample["kind"] == "Pod" else sample["spec"]["template"])["spec"]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "it"}, "spec": spec}
+    space.request("POST", f"/api/v1/namespaces/{space.name}/pods?dryRun=All", pod)

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from epochkv_fence import VERSION
 from epochkv_fence.net.keys import KeyPair, generate_keypair
+from epochkv_fence.version import VERSION
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine, client_keys
@@ -144,6 +144,12 @@ def test_what_is_well_is_said_in_one_line_each(world: World) -> None:
     assert set(said) == {"cluster", "crds", "rbac", "lease", "hub", "conditions"}
     assert "answers in" in said["hub"]
     assert "renewed" in said["lease"]
+
+
+def test_the_command_line_reaches_the_hub_as_the_page_says(world: World, tmp_path: Path) -> None:
+    section = (ROOT / "docs/reference/cli.md").read_text().partition("## From outside of a cluster")[2]
+    script = section.split("```")[3]  # the block before it is of a cluster with a kubelet
+    world.paste(f"cd {tmp_path}; NAMESPACE={HOME} POOL=policy HUB=127.0.0.1:{world.operator.hub_port}{script}")
 
 
 def take_rights_away(space: Namespace) -> None:

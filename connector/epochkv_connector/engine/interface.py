@@ -12,7 +12,7 @@ import re
 import vllm
 
 from epochkv_connector.store.connection import mooncake_version
-from epochkv_fence import VERSION
+from epochkv_fence.version import VERSION
 
 TESTED_VERSIONS = ((0, 30), (0, 33))
 """First and last minor version accepted."""

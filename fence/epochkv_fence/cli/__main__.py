@@ -1,10 +1,6 @@
-"""`epochkv`, also `python -m epochkv_fence.cli`."""
-
-from __future__ import annotations
+"""`epochkv`, also `python -m epochkv_fence.cli`. Nothing is imported before somebody listens for Ctrl-C."""
 
 import sys
-
-from epochkv_fence.cli import Exit
 
 
 def main() -> None:
@@ -15,12 +11,12 @@ def main() -> None:
         run()
     except KeyboardInterrupt:
         print("epochkv: interrupted", file=sys.stderr)
-        sys.exit(Exit.INTERRUPTED)
+        sys.exit(130)
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "click"):
             raise
         print(f"epochkv: {error.name} is not installed; install epochkv[trainer]", file=sys.stderr)
-        sys.exit(Exit.USAGE)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,12 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from epochkv_fence import VERSION
-from epochkv_fence.cli import Exit, asking, doctor, hub
+from epochkv_fence.cli import asking, doctor, hub
+from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
 from epochkv_fence.standalone.authority import StateError
+from epochkv_fence.version import VERSION
 
 GROUP: Final = "epochkv.commands"
 

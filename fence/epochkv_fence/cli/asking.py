@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import typer
 
-from epochkv_fence.cli import Exit
+from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import (
     Output,
     StatusLine,

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from epochkv_fence import quantity
-from epochkv_fence.cli import Exit
+from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, show_json
 from epochkv_fence.client.probe import HubAnswer, NoHub, is_inside, probe_hub, probe_master
 from epochkv_fence.client.results import PoolStatus, called, listed, report

@@ -14,7 +14,6 @@ from typing import Final
 
 import msgspec
 
-from epochkv_fence import VERSION
 from epochkv_fence.hub.reclaim import Reclaimer, Reported, Wiper
 from epochkv_fence.hub.record import (
     MAX_INSTANCES,
@@ -49,6 +48,7 @@ from epochkv_fence.protocol.messages import (
     Status,
 )
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolRecord, PoolSnapshot, Term, WeightsView
+from epochkv_fence.version import VERSION
 
 ROUND_SECONDS: Final = 1.0
 """Longest pause between grant rounds while no reset is open."""

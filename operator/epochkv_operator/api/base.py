@@ -157,6 +157,7 @@ PoolName = Annotated[
 Epoch = Annotated[int, Field(ge=0, le=2**53 - 1, json_schema_extra={"format": "int64"})]
 Number = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
 Generation = Number
+ObservedGeneration = Annotated[int, Field(ge=-1, json_schema_extra={"format": "int64"})]
 Count = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "int32"})]
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 

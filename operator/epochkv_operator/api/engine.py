@@ -17,12 +17,12 @@ from epochkv_operator.api.base import (
     Conditions,
     Count,
     Epoch,
-    Generation,
     Image,
     Json,
     Metadata,
     ModelName,
     ModelSource,
+    ObservedGeneration,
     PodSecurity,
     PodTemplate,
     PoolName,
@@ -425,8 +425,8 @@ class InferenceEngineStatus(StatusModel):
 
     conditions: Conditions | None = None
     """`Ready`, `Available`, `Progressing`; with a poolRef also `PoolBound`, `EpochCurrent` and `TiersUsable` (once the pool exists)."""
-    observed_generation: Generation | None = None
-    """The `metadata.generation` this status was computed from."""
+    observed_generation: ObservedGeneration | None = None
+    """The `metadata.generation` this status was computed from. -1: the operator has not looked yet."""
     replicas: Count | None = None
     """Pods."""
     ready_replicas: Count | None = None

@@ -101,6 +101,8 @@ def manifest(crd: Crd) -> Json:
     # Declared only so that the rule about the name can point at it; the API server knows the rest of metadata by itself.
     schema["properties"]["metadata"] = {"type": "object", "properties": {"name": {"type": "string"}}}
     schema["required"] = ["spec"]
+    # For tools that wait, which take an object without a status for one that is well.
+    schema["properties"]["status"]["default"] = {"observedGeneration": -1}
     version: Json = {
         "name": VERSION,
         "served": True,

@@ -15,13 +15,13 @@ from epochkv_operator.api.base import (
     Count,
     Device,
     Epoch,
-    Generation,
     HostPort,
     Image,
     MasterAddress,
     Metadata,
     MetadataServer,
     Number,
+    ObservedGeneration,
     PodSecurity,
     PodTemplate,
     Size,
@@ -489,8 +489,8 @@ class KVCachePoolStatus(StatusModel):
     """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`,
     `WeightsConverged`, `TiersUsable`, `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
     `keys.generation` was raised)."""
-    observed_generation: Generation | None = None
-    """The `metadata.generation` this status was computed from."""
+    observed_generation: ObservedGeneration | None = None
+    """The `metadata.generation` this status was computed from. -1: the operator has not looked yet."""
     target_epoch: Epoch | None = None
     """Highest epoch durably recorded; engines get this one. Never goes down."""
     epoch: Epoch | None = None

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +110,13 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
                 "interrupted. The epoch may be recorded already, and is published then without this command: `epochkv status` shows it"
             )
             assert said == [f"epochkv: {recorded}\n", "epochkv: interrupted\n"]
+
+
+def test_nothing_is_imported_before_somebody_listens_for_ctrl_c() -> None:
+    """What is interrupted while the script imports ends with Python's own traceback."""
+    script = "import sys; known = set(sys.modules); import epochkv_fence.cli.__main__; print(*sorted(set(sys.modules) - known))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["epochkv_fence", "epochkv_fence.cli", "epochkv_fence.cli.__main__"]
 
 
 def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
