@@ -8,7 +8,10 @@ DEV := .build/venv/bin/python
 ENGINE := .build/venv-engine/bin/python
 SETUP := hack/setup.sh
 TESTS := $(DEV) -m hack.run_tests
+KIND_TESTS := $(addprefix tests/e2e/test_,journey.py helm_test.py policies.py)
 TRAINERS := $(basename $(notdir $(wildcard hack/requirements/trainers/*.in)))
+# kind needs Debian's packages where it has a Docker daemon of its own; elsewhere they would replace those of the machine's daemon.
+SYSTEM = $(if $(filter kind,$(CLUSTER)),$(if $(filter start,$(EPOCHKV_DOCKER)),$(shell docker version >/dev/null 2>&1 || echo system)),system)
 # For what runs on a GPU machine from a plain checkout: any Python >= 3.11 with torch; nothing is installed.
 TORCH := PYTHONPATH=$(CURDIR)/connector $(or $(PYTHON),python3)
 
@@ -25,16 +28,16 @@ setup-trainers: setup ## Environments of trainers, each beside the vLLM on CPU t
 	@$(SETUP) $(TRAINERS)
 
 setup-cluster: ## What tests of the API server need: packages, Go-built Kubernetes, environments
-	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev
+	@$(SETUP) $(SYSTEM) dev
 	@$(if $(filter kind,$(CLUSTER)),true,$(DEV) -m hack.cluster build)
 	@$(SETUP) engine dynamo
 
 setup-pods: ## The same side by side, and the images of pods
-	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev
+	@$(SETUP) $(SYSTEM) dev
 	@$(DEV) -m hack.demo prepare
 
-demo: ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind)
-	@$(SETUP) $(if $(filter kind,$(CLUSTER)),,system) dev
+demo: ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind, EPOCHKV_DOCKER=start)
+	@$(SETUP) $(SYSTEM) dev
 	@$(DEV) -m hack.demo run
 
 demo-stock: setup-engine ## No cluster: vLLM's own Mooncake connector reuses stale KV; ours does not, nor does vLLM's with our fence
@@ -47,10 +50,10 @@ down: ## Remove everything that demo made
 	@if [ -x $(DEV) ]; then $(DEV) -m hack.demo down; else echo "nothing to remove"; fi
 
 setup-checks: setup ## What tests check alerts and workflows with (built once, minutes)
-	@$(DEV) -m hack.cluster build --checks
+	@$(DEV) -m hack.cluster build prometheus actionlint
 
 setup-groups: setup ## The controller of LeaderWorkerSets, for slow tests (built once, minutes)
-	@$(DEV) -m hack.cluster build --groups
+	@$(DEV) -m hack.cluster build lws
 
 test: setup-pods setup-cluster setup-checks lint ## Set up everything, pass every test but the slow ones: at most 25 minutes on two cores, 40 from nothing
 	@$(TESTS)
@@ -58,6 +61,7 @@ test: setup-pods setup-cluster setup-checks lint ## Set up everything, pass ever
 test-all: setup-pods setup-cluster setup-checks setup-groups setup-trainers lint ## Every test: whole matrices, each kill, trainers (hours; environments of 20 GB)
 	@$(TESTS) --all
 	@$(MAKE) --no-print-directory test-transfers
+	@$(MAKE) --no-print-directory test-kind
 
 test-fast: setup ## Pure layer for the inner loop: operator and tools (under a minute, no vLLM)
 	@$(TESTS) fast
@@ -95,6 +99,12 @@ test-kills: setup-cluster ## The operator killed after each of its writes, in ev
 
 test-e2e: setup-pods setup-cluster ## The whole journey in pods
 	@$(TESTS) e2e
+
+test-kind: export CLUSTER = kind
+test-kind: export EPOCHKV_DOCKER = start
+test-kind: ## Pods on kind: the journey under NetworkPolicies that are enforced (a Docker daemon is started if none runs)
+	@$(MAKE) --no-print-directory setup-pods
+	@$(DEV) -m pytest -v $(KIND_TESTS)
 
 simulate: setup ## Fence: random schedules with every fault, any number (SCHEDULES=20000 SEED=random)
 	@$(DEV) -m hack.simulate run --schedules $(or $(SCHEDULES),20000) $(if $(SEED),--seed $(SEED))
@@ -184,4 +194,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-trainers setup-cluster setup-pods setup-checks setup-groups demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-trainers setup-cluster setup-pods setup-checks setup-groups demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e test-kind chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

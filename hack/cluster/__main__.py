@@ -26,12 +26,11 @@ def _report(text: str) -> None:
 
 @app.command()
 def build(
-    checks: Annotated[bool, typer.Option("--checks", help="Also what only tests need.")] = False,
-    groups: Annotated[bool, typer.Option("--groups", help="Also the controller of LeaderWorkerSets.")] = False,
+    also: Annotated[list[str] | None, typer.Argument(help="prometheus, actionlint, lws (tests need them), kind")] = None,
 ) -> None:
     """Build the Kubernetes binaries (cached; minutes the first time)."""
     progress = Console(highlight=False, stderr=True)
-    binaries.build(lambda text: progress.print(text, markup=False, soft_wrap=True), checks=checks, groups=groups)
+    binaries.build(lambda text: progress.print(text, markup=False, soft_wrap=True), also=also or ())
 
 
 @app.command()

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,7 @@ Report = Callable[[str], None]
 class Module:
     """One Go module under `tools/`: which packages make which programs, by which other names these are called, and how long it takes.
 
-    `checks`: no part of a cluster; tests need it, for alerts, workflows and groups of pods.
+    `checks`: no part of a local cluster; tests need it (alerts, workflows, groups of pods), or kind does.
     """
 
     name: str
@@ -80,6 +80,19 @@ MODULES = (
     Module("actionlint", ("github.com/rhysd/actionlint/cmd/actionlint",), 10, checks=True),
     Module("gitops", (".",), 120, checks=True),  # what Flux and Argo CD make of an object
     Module("lws", ("sigs.k8s.io/lws/cmd",), 170, names=("lws",), checks=True),  # the controller of LeaderWorkerSets
+    # A node of kind is made from the first module, too; kube-router is the network of its pods.
+    Module(
+        "kind",
+        (
+            "sigs.k8s.io/kind",
+            "k8s.io/kubernetes/cmd/kubeadm",
+            "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router",
+            "./coredns",
+        ),
+        240,
+        _versions(KUBERNETES_VERSION),
+        checks=True,
+    ),
 )  # fmt: skip
 
 
@@ -128,7 +141,18 @@ class Binaries:
         for folder in self.folders:
             if (folder / name).is_file():
                 return folder / name
-        raise ClusterError(f"{name} is not built: run 'python -m hack.cluster build'")
+        module = next((f" {module.name}" for module in MODULES if module.checks and name in module.programs), "")
+        raise ClusterError(f"{name} is not built: run 'python -m hack.cluster build{module}'")
+
+
+def find(name: str) -> Path:
+    """The program that is built, else the one on PATH; raises as `Binaries.path`."""
+    try:
+        return locate().path(name)
+    except ClusterError:
+        if (system := shutil.which(name)) is None:
+            raise
+        return Path(system)
 
 
 def locate(cache: Path | None = None) -> Binaries:
@@ -146,19 +170,17 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-GROUPS = "lws"
-"""The module that slow tests alone need."""
-
-
-def build(report: Report = print, cache: Path | None = None, *, checks: bool = False, groups: bool = False) -> Binaries:
+def build(report: Report = print, cache: Path | None = None, *, also: Collection[str] = ()) -> Binaries:
     """Build what is missing, one module after the other; safe to call from several processes at once.
 
     Args:
-        checks: those that tests need, too. groups: and the one that tests of groups of pods need.
+        also: modules that are no part of a cluster.
     """
+    if unknown := set(also) - {module.name for module in MODULES}:
+        raise ClusterError(f"no module {', '.join(sorted(unknown))}: one of {', '.join(module.name for module in MODULES)}")
     binaries = locate(cache)
     for module, folder in zip(_modules(), binaries.folders, strict=True):
-        if folder.is_dir() or (module.checks and not (groups if module.name == GROUPS else checks)):
+        if folder.is_dir() or (module.checks and module.name not in also):
             continue
         with _locked(folder.with_suffix(".lock")):
             if not folder.is_dir():

@@ -22,7 +22,7 @@ from hack.cluster.provider import ClusterError
 MAX_CLUSTERS = 50
 PAUSE_IMAGE = "epochkv/pause:dev"
 CLUSTER_DOMAIN = "cluster.local"
-_NAME = re.compile(r"[a-z][a-z0-9-]{0,14}")
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,19}")
 _DISABLED = (
     "snapshotter.v1.aufs",
     "snapshotter.v1.btrfs",
@@ -75,7 +75,7 @@ def data_root() -> Path:
 def check_name(name: str) -> str:
     """The name itself, or an error that says what is allowed."""
     if not _NAME.fullmatch(name) or name.endswith("-"):
-        raise ClusterError(f"cluster name {name!r}: use 1 to 15 lower-case letters, digits and dashes, beginning with a letter")
+        raise ClusterError(f"cluster name {name!r}: use 1 to 20 lower-case letters, digits and dashes, beginning with a letter")
     return name
 
 

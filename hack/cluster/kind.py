@@ -1,76 +1,260 @@
-"""The kind provider, kept thin: for machines with a Docker daemon, and for what the local provider has not (kindnet, NetworkPolicy)."""
+"""Clusters through kind: with the machine's Docker daemon, or with one of their own where none runs and `$EPOCHKV_DOCKER` is `start`.
+
+Where kind's node image can be pulled, it is used. Elsewhere it is built here, of the same Kubernetes (`hack/images/kind_node.py`).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from hack.cluster.config import check_name, run_root
+from hack.cluster import binaries, config, docker
+from hack.cluster.config import ClusterState, check_name, run_root
+from hack.cluster.node import Node, claim, locked
 from hack.cluster.provider import ClusterError, ComponentStatus, Report
+from hack.waiting import poll
+
+NODE_IMAGE = "kindest/node:v1.37.0@sha256:a1ed56cfb0e7b93589bdf97c8cd566405a265939e3620fc4f5de89adff580ae5"
+AGREE = "EPOCHKV_DOCKER"
+_LABEL = "io.x-k8s.kind.cluster"
+_COMPLETE = "/kind/complete"  # in the first node: kind has done all that `up` asked of it
+_READY_SECONDS = 240.0
+# The kubelet refuses cgroup v1 by default. A lease that one process alone asks for ends it on a busy machine.
+_ALONE = {"extraArgs": [{"name": "leader-elect", "value": "false"}]}
+_PATCHES = (
+    {"kind": "KubeletConfiguration", "failCgroupV1": False},
+    {"kind": "ClusterConfiguration", "controllerManager": _ALONE, "scheduler": _ALONE},
+)
 
 
-def kind_config(mounts: Sequence[Path]) -> dict[str, object]:
-    """Cluster configuration (JSON is valid YAML): one node, host folders mounted read-only at the same path."""
+def kind_config(mounts: Sequence[Path], image: str, workers: int = 0, address: str | None = None) -> dict[str, object]:
+    """Cluster configuration (JSON is valid YAML): a control plane and workers, host folders mounted read-only at the same path.
+
+    `address`: where the API server is reached, at port 6443; None: kind chooses a port of this machine's loopback.
+    """
     extra = [{"hostPath": str(path), "containerPath": str(path), "readOnly": True} for path in mounts]
-    node = {"role": "control-plane", **({"extraMounts": extra} if extra else {})}
-    return {"kind": "Cluster", "apiVersion": "kind.x-k8s.io/v1alpha4", "nodes": [node]}
+    node = {"image": image, **({"extraMounts": extra} if extra else {})}
+    return {
+        "kind": "Cluster",
+        "apiVersion": "kind.x-k8s.io/v1alpha4",
+        "nodes": [{"role": role, **node} for role in ("control-plane", *("worker",) * workers)],
+        "kubeadmConfigPatches": [json.dumps(patch) for patch in _PATCHES],
+        **({"networking": {"apiServerAddress": address, "apiServerPort": 6443}} if address else {}),
+    }
 
 
 class KindCluster:
-    def __init__(self, name: str) -> None:
-        self.name = check_name(name)
+    """One cluster of kind; `workers`: nodes beside the one of the control plane."""
+
+    def __init__(self, name: str, workers: int = 0) -> None:
+        self.name, self.workers = check_name(name), workers
+        self._record = check_name(f"kind-{name}")  # of a Docker daemon of its own, and the folder of the files
+
+    # -- Provider ----------------------------------------------------------------------------------------------------
 
     def up(self, report: Report, mounts: Sequence[Path] = ()) -> None:
-        if self.name in self._clusters():
-            report(f"kind cluster {self.name} is there")
-        else:
-            folder = run_root() / f"kind-{self.name}"
-            folder.mkdir(parents=True, exist_ok=True)
-            config = folder / "kind.yaml"
-            config.write_text(json.dumps(kind_config(mounts)))
-            self._run("create", "cluster", "--name", self.name, "--config", str(config), "--wait", "120s",
-                      "--kubeconfig", str(folder / "admin.kubeconfig"))  # fmt: skip
+        """Create, or start what is stopped; anew when an earlier `up` was interrupted."""
+        for path in mounts:
+            if not path.exists():
+                raise ClusterError(f"--mount {path}: no such file or folder on this machine")
+        with locked(self._record):
+            self._start_daemon(report)
+            since = time.time() if self._start_nodes(report) else 0.0
+            if self._nodes() and not self._complete():
+                report(f"cluster {self.name} is incomplete: making it anew")
+                self._kind("delete", "cluster", "--name", self.name)
+            if nodes := self._nodes():
+                _check_mounts(self.name, nodes, mounts)
+            else:
+                self._create(report, mounts)
+            self._wait_ready(since)
         report(f"cluster {self.name} is ready: export KUBECONFIG={self.kubeconfig()}")
 
     def down(self, report: Report) -> None:
-        self._run("delete", "cluster", "--name", self.name)
-        shutil.rmtree(run_root() / f"kind-{self.name}", ignore_errors=True)
+        """Remove the nodes, and a Docker daemon of the cluster's own with all that it made."""
+        with locked(self._record, last=True):
+            if own := self._own():
+                docker.remove(Node(own))
+            elif _answers(os.environ) and self._nodes():
+                self._kind("delete", "cluster", "--name", self.name)
+            else:
+                report(f"cluster {self.name}: nothing to remove")
+                return
+            shutil.rmtree(self.folder, ignore_errors=True)
         report(f"cluster {self.name} is removed")
 
     def status(self) -> list[ComponentStatus]:
-        """Containers of the nodes."""
-        nodes = self._run("get", "nodes", "--name", self.name).split() if self.name in self._clusters() else []
-        return [ComponentStatus(node, True) for node in nodes]
+        """The Docker daemon, if it is the cluster's own, the nodes, and what the API says of these."""
+        own = self._own()
+        lines = []
+        if own:
+            daemon = Node(own).table.get("dockerd")
+            alive = daemon is not None and daemon.alive()
+            lines.append(ComponentStatus("dockerd", alive, daemon.pid if daemon else None, daemon.tail(5) if daemon else "not started"))
+        if not _answers(self._environment()):
+            return lines
+        nodes = self._nodes()
+        for node in nodes:
+            running = node["State"]["Status"] == "running"
+            lines.append(ComponentStatus(_name(node), running, None, f"{node['State']['Status']}: 'up' starts it"))
+        if nodes:
+            waiting = self._not_ready()
+            lines.append(ComponentStatus("nodes are Ready", not waiting, None, waiting))
+        return lines
 
     def kubeconfig(self) -> Path:
         """Written anew from kind, which knows the current port."""
-        path = run_root() / f"kind-{self.name}" / "admin.kubeconfig"
+        if not _answers(self._environment()) or not self._nodes():
+            raise ClusterError(
+                f"there is no cluster {self.name!r}: 'python -m hack.cluster up --provider kind --name {self.name}' makes it"
+            )
+        path = self.folder / "admin.kubeconfig"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
-        path.write_text(self._run("get", "kubeconfig", "--name", self.name))
+        path.write_text(self._kind("get", "kubeconfig", "--name", self.name))
         return path
 
     def load_images(self, archives: Sequence[Path], report: Report) -> None:
         for path in archives:
-            self._run("load", "image-archive", str(path), "--name", self.name)
+            self._kind("load", "image-archive", str(path), "--name", self.name)
             report(f"loaded {path.name}")
 
-    def _clusters(self) -> list[str]:
-        return self._run("get", "clusters").split()
+    # -- beyond Provider -----------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _run(*args: str) -> str:
-        for tool, where in (("docker", "a Docker daemon is needed"), ("kind", "go install sigs.k8s.io/kind@v0.30.0")):
-            if shutil.which(tool) is None:
-                raise ClusterError(f"{tool} is not installed ({where}): or use CLUSTER=local")
-        return _output(["kind", *args])
+    @property
+    def folder(self) -> Path:
+        """Its files on this machine; there as long as the cluster is."""
+        return run_root() / self._record
+
+    def pulls(self) -> bool:
+        """True where the machine's Docker daemon answers and has, or can pull, kind's node image: then it builds images, too."""
+        if self._own() or not _answers(os.environ):
+            return False
+        return any(_succeeds(["docker", *words, NODE_IMAGE], os.environ) for words in (("image", "inspect"), ("pull", "--quiet")))
+
+    def docker(self, *words: str) -> str:
+        """Output of a docker command for the daemon that runs the nodes."""
+        return _output(["docker", *words], self._environment())
+
+    # -- internal ------------------------------------------------------------------------------------------------------
+
+    def _own(self) -> ClusterState | None:
+        """The record of a Docker daemon of the cluster's own."""
+        return config.load(self._record)
+
+    def _environment(self) -> Mapping[str, str]:
+        own = self._own()
+        return docker.environment(own) if own else os.environ
+
+    def _start_daemon(self, report: Report) -> None:
+        if self._own() is None:
+            if _answers(os.environ):
+                return
+            if os.environ.get(AGREE) != "start":
+                raise ClusterError(
+                    f"no Docker daemon answers: start one; or set {AGREE}=start, which runs Debian's docker.io for this cluster alone,"
+                    " until 'make down'; or use CLUSTER=local"
+                )
+            report("no Docker daemon answers: starting one for this cluster")
+        docker.start(Node(claim(self._record)), report)
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        """What Docker says of each node, the control plane's first."""
+        names = self.docker("ps", "--all", "--quiet", "--filter", f"label={_LABEL}={self.name}").split()
+        found: list[dict[str, Any]] = json.loads(self.docker("inspect", *names)) if names else []
+        return sorted(found, key=_name)
+
+    def _start_nodes(self, report: Report) -> bool:
+        """Start what does not run; True when there was any."""
+        stopped = [node for node in self._nodes() if node["State"]["Status"] != "running"]
+        for node in stopped:
+            report(f"{_name(node)} is {node['State']['Status']}: starting it")
+            self.docker("unpause" if node["State"]["Status"] == "paused" else "start", _name(node))
+        return bool(stopped)
+
+    def _complete(self) -> bool:
+        return _succeeds(["docker", "exec", _name(self._nodes()[0]), "test", "-e", _COMPLETE], self._environment())
+
+    def _create(self, report: Report, mounts: Sequence[Path]) -> None:
+        own, image = self._own(), NODE_IMAGE
+        if not self.pulls():
+            from hack.images import kind_node  # late: images depend on this package
+
+            archive, image = kind_node.ensure(report)
+            self.docker("load", "--quiet", "--input", str(archive))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "kind.yaml"
+        path.write_text(json.dumps(kind_config(mounts, image, self.workers, own.network.node if own else None)))
+        report(f"kind create cluster --name {self.name} (nodes of {image})")
+        self._kind("create", "cluster", "--name", self.name, "--config", str(path), "--kubeconfig", str(self.folder / "admin.kubeconfig"))
+        self.docker("exec", _name(self._nodes()[0]), "touch", _COMPLETE)
+
+    def _wait_ready(self, since: float) -> None:
+        """Until every node is Ready by a heartbeat not older than `since` (Unix seconds)."""
+        if not poll(lambda: not self._not_ready(since), _READY_SECONDS, 0.5):
+            first = _name(self._nodes()[0])
+            raise ClusterError(
+                f"cluster {self.name} is not Ready after {_READY_SECONDS:.0f} s: {self._not_ready(since)}"
+                f" ('docker exec {first} journalctl -u kubelet' says more)"
+            )
+
+    def _not_ready(self, since: float = 0.0) -> str:
+        """What is not Ready, or empty."""
+        nodes = [_name(node) for node in self._nodes()]
+        command = ["docker", "exec", nodes[0], "kubectl", "--kubeconfig=/etc/kubernetes/admin.conf", "get", "nodes", "-o", "json"]
+        done = subprocess.run(command, env=dict(self._environment()), capture_output=True, text=True, check=False)
+        if done.returncode:
+            return done.stderr.strip()
+        ready = [item["metadata"]["name"] for item in json.loads(done.stdout)["items"] if _is_ready(item, since)]
+        return ", ".join(sorted(set(nodes) - set(ready)))
+
+    def _kind(self, *words: str) -> str:
+        return _output([str(binaries.find("kind")), *words], self._environment())
 
 
-def _output(command: list[str]) -> str:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+def _name(node: Mapping[str, Any]) -> str:
+    return str(node["Name"]).removeprefix("/")
+
+
+def _is_ready(item: Mapping[str, Any], since: float) -> bool:
+    return any(
+        condition["type"] == "Ready"
+        and condition["status"] == "True"
+        and datetime.fromisoformat(condition["lastHeartbeatTime"]).timestamp() >= int(since)
+        for condition in item["status"].get("conditions", [])
+    )
+
+
+def _check_mounts(name: str, nodes: Sequence[Mapping[str, Any]], mounts: Sequence[Path]) -> None:
+    shown = set.intersection(*({mount["Destination"] for mount in node["Mounts"]} for node in nodes))
+    if missing := [str(path) for path in mounts if str(path) not in shown]:
+        raise ClusterError(
+            f"the nodes of cluster {name} do not show {', '.join(missing)}, and Docker cannot add a folder to a container: remove the"
+            f" cluster ('python -m hack.cluster down --provider kind --name {name}'), or use another name (EPOCHKV_CLUSTER)"
+        )
+
+
+def _answers(environment: Mapping[str, str]) -> bool:
+    """True when there is a `docker` and a daemon that it reaches."""
+    return shutil.which("docker", path=environment["PATH"]) is not None and _succeeds(["docker", "version"], environment)
+
+
+def _succeeds(command: list[str], environment: Mapping[str, str]) -> bool:
+    try:
+        return subprocess.run(command, env=dict(environment), capture_output=True, check=False, timeout=600).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _output(command: list[str], environment: Mapping[str, str]) -> str:
+    done = subprocess.run(command, env=dict(environment), check=False, capture_output=True, text=True)
     if done.returncode != 0:
         raise ClusterError(f"'{' '.join(command)}' failed: {(done.stderr or done.stdout).strip()[-2000:]}")
     return done.stdout

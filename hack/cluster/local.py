@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import re
@@ -11,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from hack.cluster import config
 from hack.cluster.binaries import Binaries, build
 from hack.cluster.config import ClusterState
 from hack.cluster.controlplane import Api
-from hack.cluster.node import Node, host
+from hack.cluster.node import Node, claim, locked
 from hack.cluster.process import log_tail
 from hack.cluster.provider import ClusterError, ComponentStatus, Report
 from hack.waiting import poll
@@ -76,8 +73,8 @@ class LocalCluster:
         def step(text: str) -> None:
             report(f"[{time.monotonic() - started:5.1f} s] {text}")
 
-        with self._locked():
-            cluster = self._state_or_new()
+        with locked(self.name):
+            cluster = claim(self.name)
             node = Node(cluster)
             if not node.alive():
                 self._forget_processes(node)
@@ -91,7 +88,7 @@ class LocalCluster:
 
     def down(self, report: Report) -> None:
         """Kill the node's init and remove what lies outside it."""
-        with self._locked():
+        with locked(self.name, last=True):
             cluster = config.load(self.name)
             if cluster is None:
                 # No record: at most folders of an `up` that died before it wrote one.
@@ -99,20 +96,8 @@ class LocalCluster:
                 shutil.rmtree(config.data_root() / self.name, ignore_errors=True)
                 report(f"cluster {self.name}: nothing to remove")
             else:
-                node = Node(cluster)
-                node.end_processes()
-                node.disconnect()
-                node.remove_cgroups()
-                # The record goes last: a `down` that is interrupted can be repeated.
-                _remove(cluster.data)
-                _remove(cluster.run, last="cluster.json")
-                if not config.known():
-                    node.remove_mount_point()
+                Node(cluster).remove()
                 report(f"cluster {self.name} is removed")
-            (config.run_root() / f".{self.name}.lock").unlink(missing_ok=True)
-        for root in (config.run_root(), config.data_root()):
-            with contextlib.suppress(OSError):  # other clusters are in it, or it is gone
-                root.rmdir()
 
     def status(self) -> list[ComponentStatus]:
         """Processes, then what the API says of itself and the node."""
@@ -171,33 +156,11 @@ class LocalCluster:
 
     # -- internal ------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """One `up` or `down` of a name at a time; network indexes are handed out under the shared lock in `_state_or_new`."""
-        handle = _lock(config.run_root() / f".{self.name}.lock")
-        try:
-            yield
-        finally:
-            os.close(handle)
-
     def _state(self) -> ClusterState:
         found = config.load(self.name)
         if found is None:
             raise ClusterError(f"there is no cluster {self.name!r}: 'python -m hack.cluster up --name {self.name}' makes it")
         return found
-
-    def _state_or_new(self) -> ClusterState:
-        lock = os.open(config.run_root(), os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if found := config.load(self.name):
-                return found
-            routes = host("ip", "-4", "route").stdout
-            made = config.make(self.name, config.free_index(set(config.known().values()), routes))
-            config.save(made)
-            return made
-        finally:
-            os.close(lock)
 
     @staticmethod
     def _forget_processes(node: Node) -> None:
@@ -314,18 +277,6 @@ class LocalCluster:
         return True
 
 
-def _lock(path: Path) -> int:
-    """Lock a file and return its descriptor. A `down` removes the file and, when empty, the folder: what is locked must still be there."""
-    while True:
-        with contextlib.suppress(FileNotFoundError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
-                return handle
-            os.close(handle)
-
-
 def _check_machine(mounts: Sequence[Path]) -> None:
     if os.geteuid() != 0:
         raise ClusterError("the local provider needs root: it creates namespaces; use 'sudo', or CLUSTER=kind with Docker")
@@ -369,20 +320,3 @@ def _answers(node: Node, url: str) -> bool:
         [*node.prefix(), "python3", "-c", code], check=False, capture_output=True, env=node.environment, stdin=subprocess.DEVNULL
     )
     return done.returncode == 0
-
-
-def _remove(folder: Path, last: str | None = None) -> None:
-    """Remove a tree, refusing to touch anything that is mounted below it; the entry `last` goes last."""
-    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    if below := [mount for mount in mounts if mount.startswith(f"{folder}/") or mount == str(folder)]:
-        raise ClusterError(f"{folder} has mounts below it ({', '.join(below[:3])}): unmount them, then run 'down' again")
-    if not folder.is_dir():
-        return
-    for entry in folder.iterdir():
-        if entry.name == last:
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-    shutil.rmtree(folder)

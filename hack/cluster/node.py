@@ -8,13 +8,17 @@ cgroups and the folders live outside; they are removed by name.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from hack.cluster import config
 from hack.cluster.config import ClusterState
 from hack.cluster.process import Component, ProcessTable
 from hack.cluster.provider import ClusterError
@@ -143,6 +147,16 @@ class Node:
 
     # -- removal -----------------------------------------------------------------------------------------------------
 
+    def remove(self) -> None:
+        """Kill the init and remove what lies outside it. The record goes last: what is interrupted can be repeated."""
+        self.end_processes()
+        self.disconnect()
+        self.remove_cgroups()
+        _remove(self.state.data)
+        _remove(self.state.run, last="cluster.json")
+        if not config.known():
+            self.remove_mount_point()
+
     def end_processes(self) -> None:
         """Kill the init (and with it everything inside), then whatever else is recorded or carries our mark."""
         init = self.table.get("init")
@@ -192,6 +206,48 @@ class Node:
             Path("/var/lib/cni").rmdir()
 
 
+@contextmanager
+def locked(name: str, last: bool = False) -> Iterator[None]:
+    """One `up` or `down` of a name at a time. `last`: nothing of it is left afterwards."""
+    path = config.run_root() / f".{name}.lock"
+    handle = _lock(path)
+    try:
+        yield
+        if last:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+    for root in (config.run_root(), config.data_root()) if last else ():
+        with contextlib.suppress(OSError):  # other clusters are in it, or it is gone
+            root.rmdir()
+
+
+def _lock(path: Path) -> int:
+    """Lock a file and return its descriptor. A `down` removes the file and, when empty, the folder: what is locked must still be there."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+                return handle
+            os.close(handle)
+
+
+def claim(name: str) -> ClusterState:
+    """The recorded cluster, else a new record with a network index that nobody has."""
+    lock = os.open(config.run_root(), os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if found := config.load(name):
+            return found
+        made = config.make(name, config.free_index(set(config.known().values()), host("ip", "-4", "route").stdout))
+        config.save(made)
+        return made
+    finally:
+        os.close(lock)
+
+
 def _hierarchies() -> list[Path]:
     """Mount points of cgroup hierarchies: the one of v2, or those of v1 (and, mixed, the controllerless v2 one)."""
     if (CGROUPS / "cgroup.procs").exists():
@@ -239,3 +295,20 @@ def _processes(folder: Path) -> str:
     with contextlib.suppress(OSError):
         return (folder / "cgroup.procs").read_text().split().__repr__()
     return "unknown"
+
+
+def _remove(folder: Path, last: str | None = None) -> None:
+    """Remove a tree, refusing to touch anything that is mounted below it; the entry `last` goes last."""
+    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    if below := [mount for mount in mounts if mount.startswith(f"{folder}/") or mount == str(folder)]:
+        raise ClusterError(f"{folder} has mounts below it ({', '.join(below[:3])}): unmount them, then run 'down' again")
+    if not folder.is_dir():
+        return
+    for entry in folder.iterdir():
+        if entry.name == last:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    shutil.rmtree(folder)

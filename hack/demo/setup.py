@@ -17,7 +17,8 @@ from pathlib import Path
 
 from hack import models
 from hack.cluster import binaries, choose_provider
-from hack.cluster.provider import ClusterError, Provider
+from hack.cluster.kind import KindCluster
+from hack.cluster.provider import Provider
 from hack.demo.journey import ENGINE, NAMESPACE, POOL, REFERENCE
 from hack.demo.kube import DemoError, Json, Kube, condition
 from hack.demo.volumes import ENV_CLAIM, provide_folder
@@ -56,23 +57,25 @@ class Setup:
         return self.work / "models"
 
     def kube(self) -> Kube:
-        return Kube(self.provider.kubeconfig(), _tool("kubectl"))
+        return Kube(self.provider.kubeconfig(), binaries.find("kubectl"))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def prepare(self, note: Note) -> list[Path]:
         """What takes minutes from empty caches, side by side: Go compiles while packages and images are downloaded. Archives of the images.
 
-        With kind, PATH may have kubectl and Helm, and the Docker daemon that runs it builds the images.
+        With kind whose images can be pulled, PATH may have kind, kubectl and Helm, and Docker builds our images.
         """
-        python, kind = sys.executable, os.environ.get("CLUSTER") == "kind"
+        python, provider = sys.executable, self.provider
+        kind = isinstance(provider, KindCluster)
+        pulls = isinstance(provider, KindCluster) and provider.pulls()
         commands = {} if "EPOCHKV_ENGINE_VENV" in os.environ else {"vLLM": [str(ROOT / "hack/setup.sh"), "engine"]}
-        if not (kind and shutil.which("kubectl") and shutil.which("helm")):
-            commands["binaries"] = [python, "-m", "hack.cluster", "build"]
-        if not kind:
+        if not (pulls and all(map(shutil.which, ("kind", "kubectl", "helm")))):
+            commands["binaries"] = [python, "-m", "hack.cluster", "build", *(["kind"] if kind else [])]
+        if not pulls:
             commands["images"] = [python, "-m", "hack.images", "build"]
         side_by_side(commands, note)
-        return [self._docker_build(image, note) for image in IMAGES] if kind else Builder(note).ensure(IMAGES)
+        return [self._docker_build(image, note) for image in IMAGES] if pulls else Builder(note).ensure(IMAGES)
 
     def _docker_build(self, image: Image, note: Note) -> Path:
         note(f"docker build {image.reference}")
@@ -110,7 +113,7 @@ class Setup:
 
     def install(self, note: Note) -> None:
         command = [
-            *(str(_tool("helm")), "upgrade", "--install", "epochkv", str(ROOT / "charts/epochkv")),
+            *(str(binaries.find("helm")), "upgrade", "--install", "epochkv", str(ROOT / "charts/epochkv")),
             *("--namespace", SYSTEM, "--create-namespace", "--values", str(MANIFESTS / "values.yaml")),
             *("--kubeconfig", str(self.provider.kubeconfig()), "--wait", "--timeout", "3m"),
         ]
@@ -157,8 +160,11 @@ class Setup:
         kube.kubectl("-n", NAMESPACE, "wait", "--for=condition=Ready", *objects, "--timeout=30s")
 
     def remove(self, note: Note) -> None:
-        """Everything the demo made, apart from caches of downloads and builds."""
-        self.provider.down(note)
+        """Everything the demo made, with either provider, apart from caches of downloads and builds."""
+        provider, kind = self.provider, KindCluster(self.cluster)
+        provider.down(note)
+        if not isinstance(provider, KindCluster) and kind.folder.exists():
+            kind.down(note)
         shutil.rmtree(self.work, ignore_errors=True)
         if self.work.parent.is_dir() and not any(self.work.parent.iterdir()):
             self.work.parent.rmdir()
@@ -222,15 +228,6 @@ def side_by_side(commands: Mapping[str, Sequence[str]], note: Note) -> None:
                         process.wait(20.0)
                     except subprocess.TimeoutExpired:
                         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _tool(name: str) -> Path:
-    try:
-        return binaries.locate().path(name)
-    except ClusterError:
-        if (system := shutil.which(name)) is None:
-            raise
-        return Path(system)
 
 
 def _docker(*args: str) -> str:

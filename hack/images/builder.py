@@ -109,6 +109,8 @@ class Builder:
         with tempfile.TemporaryDirectory(prefix="epochkv-build-") as name:
             command = ["bud", "--layers", "--isolation", "chroot", "--network", "host", "--build-arg", f"BASE_IMAGE={base}"]
             command += self._host_settings(Path(name))
+            command += [f"--build-context={name}={folder}" for name, folder in image.contexts.items()]
+            command += [f"--build-arg={name}={value}" for name, value in image.arguments.items()]
             if image.target:
                 command += ["--target", image.target]
             command += ["--tag", f"localhost/{image.reference}", "--file", str(recipe.ROOT / image.dockerfile)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hack.cluster.provider import ClusterError
@@ -21,12 +21,17 @@ BASE_PACKAGES = (
 
 @dataclass(frozen=True)
 class Image:
-    """One image: `epochkv/<name>:dev` from a Dockerfile, optionally one target of it."""
+    """One image: `epochkv/<name>:dev` from a Dockerfile, optionally one target of it.
+
+    `contexts`: more folders that it copies from; their names change with what is in them. `arguments`: of the build.
+    """
 
     name: str
     dockerfile: str
     target: str | None
     expected_seconds: int
+    contexts: Mapping[str, Path] = field(default_factory=dict)
+    arguments: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def reference(self) -> str:
@@ -106,6 +111,8 @@ def image_key(wanted: Image, architecture: str, root: Path = ROOT) -> str:
         raise ClusterError(f"{dockerfile} is missing: it builds {wanted.reference}")
     files = context_files(root, copied_paths(dockerfile.read_text()))
     parts = {"base": base_key(architecture), "target": wanted.target or "", "name": wanted.name}
+    parts |= {f"context {name}": folder.name for name, folder in wanted.contexts.items()}
+    parts |= {f"argument {name}": value for name, value in wanted.arguments.items()}
     return content_key(parts, root, [dockerfile, *files])
 
 

@@ -32,7 +32,7 @@ READY_SECONDS = 600.0
 @pytest.fixture(scope="module")
 def controller(setup: Setup) -> Iterator[None]:
     """LeaderWorkerSet by the chart of its release, with the controller built from the same module."""
-    found = binaries.build(groups=True)
+    found = binaries.build(also=["lws"])
     setup.provider.load_images([static.ensure(found.path("lws"), "manager", f"{IMAGE}:dev")], print)
     helm = [str(found.path("helm")), "--kubeconfig", str(setup.provider.kubeconfig()), "--namespace", "lws-system"]
     image = {"repository": IMAGE, "tag": "dev", "pullPolicy": "IfNotPresent"}

@@ -42,7 +42,7 @@ def tool(name: str) -> str:
     built = [folder / name for folder in binaries.locate().folders if (folder / name).is_file()]
     found = os.environ.get(name.upper()) or (str(built[0]) if built else shutil.which(name))
     if found is None:
-        pytest.fail(f"no {name}: run 'python -m hack.cluster build --checks', or set {name.upper()}=/path/to/{name}")
+        pytest.fail(f"no {name}: run 'python -m hack.cluster build prometheus', or set {name.upper()}=/path/to/{name}")
     return found
 
 
