@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +17,7 @@ from hack.loopback import free_port, port_open
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo
 from tests.support.pods import ADMIN_PORT, rendered, start
+from tests.support.proxy import RecordingProxy
 from tests.support.store import Memory, block_keys, get, put
 
 SPEC = {"distributed": {"mooncake": {"store": {"segmentSize": "64Mi", "ssd": {"capacity": "4Gi"}}}}}
@@ -88,8 +90,10 @@ def test_blocks_that_left_memory_are_read_from_disk(pods: Pods, connect: Connect
 
     # What a pod runs before it ends.
     command = pods.container["lifecycle"]["preStop"]["exec"]["command"]
-    ended = subprocess.run([sys.executable, *command[1:-1], command[-1].replace(":8088/", f":{pods.rest_port}/")], check=False, timeout=60)
-    assert ended.returncode == 0
+    hook = [sys.executable, *command[1:-1], command[-1].replace(":8088/", f":{pods.rest_port}/")]
+    with RecordingProxy() as proxy:
+        ended = subprocess.run(hook, env={**os.environ, **proxy.environ}, check=False, timeout=60)
+        assert (ended.returncode, proxy.asked) == (0, [])
     left = sorted(places)[:10]
     assert client.exists(left).result(10) == [False] * len(left), "readers are not sent to a store that is about to go"
     assert get(client, memory, left[:1]) == [StoreOutcome.ABSENT]

@@ -42,22 +42,22 @@ def start(container: Json, name: str, address: str, directory: Path, rest_port: 
 
 
 class Etcd:
-    """One etcd member on loopback, without TLS: what the installed Mooncake can talk to. Use as a context manager."""
+    """One etcd member, without TLS: what the installed Mooncake can talk to. Use as a context manager."""
 
-    def __init__(self, binary: Path, directory: Path) -> None:
-        self.port, peer = free_port(), free_port()
-        own, other = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{peer}"
+    def __init__(self, binary: Path, directory: Path, host: str = "127.0.0.1") -> None:
+        self.host, self.port, peer = host, free_port(), free_port()
+        own, other = f"http://{host}:{self.port}", f"http://127.0.0.1:{peer}"
         command = [
             str(binary), f"--data-dir={directory / 'etcd'}", f"--listen-client-urls={own}", f"--advertise-client-urls={own}",
             f"--listen-peer-urls={other}", f"--initial-advertise-peer-urls={other}", f"--initial-cluster=default={other}",
             "--unsafe-no-fsync",
         ]  # fmt: skip
-        self.endpoint = f"127.0.0.1:{self.port}"
+        self.endpoint = f"{host}:{self.port}"
         self.process = Process("etcd", command, directory / "etcd.log")
 
     def __enter__(self) -> Etcd:
         try:
-            self.process.wait_until(lambda: port_open(self.port), 30, "accepting connections")
+            self.process.wait_until(lambda: port_open(self.port, self.host), 30, "accepting connections")
         except BaseException:
             self.process.end()
             raise

@@ -25,6 +25,7 @@ import logging
 import mmap
 import os
 import random
+import re
 import secrets
 import socket
 import threading
@@ -183,10 +184,35 @@ class StoreSettings:
         )
 
 
-def prepare_environment() -> None:
-    """Set what the operator did not set, before Mooncake is imported."""
+_HOST = re.compile(r"(?:^|[/;,])\[?([^/;,\[\]]+?)\]?:[0-9]+(?=$|[/;,])")
+_GO_PROXY = re.compile(rb"(?:^|\0)(HTTPS_PROXY|https_proxy)=")
+
+
+def prepare_environment(settings: StoreSettings) -> None:
+    """Set what the operator did not set, before Mooncake is imported. What it dials is no matter for proxies."""
+    hosts = _HOST.findall(settings.metadata_server)
+    if hosts:
+        known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, [known, *hosts]))
+    if hosts or settings.master_address.startswith("etcd://"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # without a Linux' /proc, say
+            _hide_proxies_from_go()
     for name, value in {**ENVIRONMENT, "GLOG_minloglevel": "1"}.items():  # below 1 every setup writes a page of INFO lines to stderr
         os.environ.setdefault(name, value)
+
+
+def _hide_proxies_from_go() -> None:
+    """Mooncake's client of etcd is written in Go. It reads the environment that the process began with, whatever became of it since, and
+    asks a proxy for etcd for ever, without a word. In that memory, the proxies' names are blotted out. All others still find them.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])  # env_start, env_end
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        if name in os.environ:
+            os.environ[name] = os.environ[name]  # a copy elsewhere, for C
+    memory = (c_char * (end - start)).from_address(start)
+    for found in _GO_PROXY.finditer(memory.raw):
+        memory[found.start(1)] = b"_"
 
 
 OUTCOMES = {
@@ -415,7 +441,7 @@ class StoreConnection:
             if self.state is not StoreState.NEW:
                 return False
             self.state = StoreState.PROBING
-        prepare_environment()
+        prepare_environment(self._settings)
         _UNCLOSED.add(self)
         self._manager.start()
         return True

@@ -31,6 +31,8 @@ _MASTER = "mooncake_master --metrics_host=$any"
 _STORE_MODULE = "epochkv_connector.storenode"  # in our image; an image of the owner's is only known to have Mooncake
 _PLAIN_STORE_MODULE = "mooncake.mooncake_store_service"
 _MOONCAKE_IPV6 = "case $POD_IP in *:*) export MC_USE_IPV6=1;; esac"  # without it, all transfers by IPv6 fail
+# Masters and stores call nothing outside of the cluster. Through a proxy, none of them reaches etcd, and all look healthy.
+_NO_PROXY = "unset HTTP_PROXY http_proxy HTTPS_PROXY https_proxy ALL_PROXY all_proxy"
 _SLOW_FILL_BYTES_PER_SECOND = 2**28
 _STORE_LOCAL_BUFFER_BYTES = 16 * 2**20
 _SSD_WRITE_BUFFER_BYTES = 64 * 2**20
@@ -39,7 +41,7 @@ _SSD_MOUNT = "/ssd"
 _SSD_MASTER_ARGUMENTS = ("--enable_offload=true",)
 # Readers get misses at once. Otherwise each waits for seconds for a store that is gone, until the master forgets it.
 _SSD_DEREGISTER = (
-    "import urllib.request as u; u.urlopen(u.Request("
+    "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open(u.Request("
     f"'http://127.0.0.1:{STORE_REST_PORT}/api/unmount_local_disk', b'{{\"grace_period_seconds\": 2}}', method='POST'), timeout=15)"
 )
 
@@ -95,7 +97,7 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     container: Json = {
         "name": "master",
         "image": mooncake.image or context.store_image,
-        "command": podspec.started(_MASTER if etcd else f"{_MASTER} --rpc_address=$any", podspec.EVERY_ADDRESS),
+        "command": podspec.started(_MASTER if etcd else f"{_MASTER} --rpc_address=$any", podspec.EVERY_ADDRESS, _NO_PROXY),
         "args": [*_master_arguments(pool, etcd), *([] if mooncake.store.ssd is None else _SSD_MASTER_ARGUMENTS)],
         "env": [podspec.pod_ip()],
         "ports": [podspec.port("rpc", MASTER_RPC_PORT), podspec.port("admin", MASTER_ADMIN_PORT)],
@@ -147,7 +149,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     container: Json = {
         "name": "store",
         "image": mooncake.image or context.store_image,
-        "command": podspec.started(f"python3 -m {_STORE_MODULE if own else _PLAIN_STORE_MODULE}", _MOONCAKE_IPV6),
+        "command": podspec.started(f"python3 -m {_STORE_MODULE if own else _PLAIN_STORE_MODULE}", _MOONCAKE_IPV6, _NO_PROXY),
         "args": ["--port", str(STORE_REST_PORT), "--max-wait-time", "60"],
         "env": [podspec.pod_ip(), *podspec.environment(_store_environment(pool, mooncake, segment) | _ssd_environment(mooncake, segment))],
         "ports": [podspec.port("health", STORE_HEALTH_PORT)],
