@@ -94,10 +94,12 @@ def wide(mooncake: Mooncake, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
         def start(name: str, *args: str) -> Engine:
             all_args = ("--data-parallel-size", "2", *args, *WRITER)
-            return Engine(name, base, folder, connector, args=all_args, environ={**environ, "EPOCHKV_ENGINE_NAME": name[0]})
+            engine = Engine(name, base, folder, connector, args=all_args, environ={**environ, "EPOCHKV_ENGINE_NAME": name[0]})
+            stack.callback(engine.end)  # also where another one does not become ready
+            return engine
 
         started = [start(f"a{rank}", "--data-parallel-rank", str(rank), *group) for rank in range(2)] + [start("b")]
-        a0, a1, b = (stack.enter_context(engine) for engine in started)
+        a0, a1, b = (engine.wait_ready(600.0) for engine in started)
         both = Wide(pool, mooncake, folder, base, new, a0, a1, b.of_rank(0), b.of_rank(1))
         yield both
 

@@ -126,6 +126,8 @@ def test_a_shutdown_in_mid_copy_answers_what_is_copied_behind_the_copy_and_the_r
     monkeypatch.setattr(StagingStream, name, slow)
     rig.step(loads=[load(2, [move(8, 0, 30)])] if direction == "load" else [], saves=[save(3, [move(4, 1, 40)], NAMESPACE)])
     assert copying.wait(10)
+    if direction == "load":
+        rig.until_acked(3, Phase.STORED)  # while the store answers
     store.policy = lambda kind, transfers: None
     rig.step(finish=False, loads=[load(4, [move(9, 5, 50, Tier.STORE)], NAMESPACE)], saves=[save(5, [move(5, 2, 41)], NAMESPACE)])
     assert not rig.worker.shutdown(0.2), "a copy is under way"
