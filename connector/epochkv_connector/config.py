@@ -201,15 +201,18 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             found = read_document(source, variables, f"{EXTRA}: config_file")
             document, origin = found.content, found.origin
         merged = {**document, **inline}
+
+        def where(key: str) -> str:
+            return origin if key in document and key not in inline else EXTRA
+
         try:
             config = msgspec.convert(merged, cls)
         except msgspec.ValidationError as error:
             key, sentence = explain(error, merged)
-            where = origin if key in document and key not in inline else EXTRA
-            raise ConfigurationError(f"{where}: {sentence}; {PAGE} says what each key may be") from None
-        check_pool(config.pool, EXTRA)
+            raise ConfigurationError(f"{where(key)}: {sentence}; {PAGE} says what each key may be") from None
+        check_pool(config.pool, where("pool"))
         if config.hub is not None:
-            check_endpoint(config.hub.endpoint, f"{EXTRA}: hub.endpoint")
+            check_endpoint(config.hub.endpoint, f"{where('hub')}: hub.endpoint")
         return config
 
 
@@ -260,14 +263,14 @@ def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
     limit, source = memory_limit(root) or (num_bytes, "")
     if num_bytes > limit:
         raise ConfigurationError(
-            f"{EXTRA}: {key} is {value}, which takes {num_bytes} bytes ({gib(num_bytes)}) on this machine; it must stay below "
-            f"{limit} bytes ({gib(limit)}, {source}) with room for vLLM; lower {key}, or raise that limit"
+            f"{EXTRA}: {key} is {value}, which takes {num_bytes} bytes ({shown_size(num_bytes)}) on this machine; it must stay below "
+            f"{limit} bytes ({shown_size(limit)}, {source}) with room for vLLM; lower {key}, or raise that limit"
         )
 
 
-def gib(num_bytes: int) -> str:
+def shown_size(num_bytes: int) -> str:
     """The number as people read it."""
-    return f"{num_bytes / (1 << 30):.1f} GiB"
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.3g} MiB"
 
 
 def _read(path: Path) -> str:

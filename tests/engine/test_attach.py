@@ -42,4 +42,4 @@ def test_an_engine_joins_by_the_environment_alone(
     assert cleared, "vLLM's own cache was not cleared, so a hit would prove nothing"
     assert [first, again] == [[0, expected], [CACHED, expected]]
     assert second == [0, list(reference(other, weights.base))]
-    assert log.count("EPOCHKV_ATTACH joins this engine to pool policy, L1 of 0.1 GiB") == 1
+    assert log.count("EPOCHKV_ATTACH joins this engine to pool policy, L1 of 64 MiB") == 1

@@ -29,15 +29,15 @@ from epochkv_connector.config import (
     MODULE,
     NAME,
     ConnectorConfig,
-    gib,
     shown,
+    shown_size,
     transfer_config,
 )
 from epochkv_connector.engine import describe, fenced, limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.patches import share_log_handlers
 from epochkv_fence import quantity
-from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, ConfigurationError
+from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, ConfigurationError, read_client_keys, read_root_secret
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,12 @@ def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> No
     from vllm.config import KVTransferConfig
 
     arguments.kv_transfer_config = KVTransferConfig(**transfer_config(extra))
+    try:
+        if config.hub is not None:
+            read_client_keys(config.hub, environ), read_root_secret(config.hub, environ)
+    except ConfigurationError as error:
+        logger.warning("EpochKV: %s: this engine cannot join pool %s, and will serve in bypass: %s", ATTACH_ENV, config.pool.name, error)
+        return
     level = logging.INFO if config.has_tiers else logging.WARNING
     logger.log(level, "EpochKV: %s joins this engine to pool %s, %s", ATTACH_ENV, config.pool.name, _tiers(config))
 
@@ -123,7 +129,7 @@ def _configured(arguments: Any) -> str:
 
 
 def _tiers(config: ConnectorConfig) -> str:
-    tiers = [f"L1 of {gib(config.local.capacity_bytes)}"] if config.local is not None else []
+    tiers = [f"L1 of {shown_size(config.local.capacity_bytes)}"] if config.local is not None else []
     tiers += [f"L2 at {config.distributed.master_address}"] if config.distributed is not None else []
     return " and ".join(tiers) or f"without a tier: set {CAPACITY_ENV} to a size for an L1, or add local or distributed to {CONFIG_ENV}"
 

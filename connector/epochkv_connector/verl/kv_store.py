@@ -103,7 +103,7 @@ def expand(block: KvStore, environ: Mapping[str, str]) -> Expansion:
         config = ConnectorConfig.parse(extra, environ)
         if config.hub is None:
             raise BlockError(f"{WHERE}: {shown(source)} has no key hub; give the connection.json of a pool")
-        connection = Connection(config.pool, config.hub, named, environ)
+        connection = Connection(config.pool, config.hub, "extra_config" if "pool" in block.extra_config else named, environ)
         connection.client_keys()
     except ConfigurationError as error:
         raise BlockError(f"{WHERE}: {error}".replace(f"{EXTRA}: config_file", named).replace(EXTRA, "extra_config")) from None
@@ -137,8 +137,7 @@ def resolve(given: Any, rollout: Mapping[str, Any], environ: Mapping[str, str] =
     problem = on_daemon_thread(lambda: asyncio.run(find_problem(expansion)), "epochkv-probe").result()
     if problem is None:
         if not expansion.config.has_tiers:
-            named = expansion.connection.origin
-            logger.warning("EpochKV: %s: %s names no tier; add local or distributed to it or to extra_config", WHERE, named)
+            logger.warning("EpochKV: %s: no tier is named; add local or distributed to the connection.json or to extra_config", WHERE)
         return expansion.transfer
     if block.on_failure == "crash":
         raise StoreUnreachable(f"{WHERE}: {problem}; on_failure is crash; start it, or set on_failure to fallback to train without it")

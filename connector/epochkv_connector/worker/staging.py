@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epochkv_connector.config import shown_size
 from epochkv_connector.worker.layout import HEADER_BYTES, GroupSpec, GroupView, KVCache, group_view, object_bytes, slot_stride
 
 logger = logging.getLogger(__name__)
@@ -384,12 +385,12 @@ def populate(address: int, num_bytes: int) -> None:
         if _libc.madvise(address + start, size, _MADV_POPULATE_WRITE) == 0:
             return
         if (code := ctypes.get_errno()) != errno.EINVAL:
-            raise OSError(code, f"{num_bytes / 2**30:.1f} GiB of host memory cannot be had: {os.strerror(code)}")
+            raise OSError(code, f"{shown_size(num_bytes)} of host memory cannot be had: {os.strerror(code)}")
         ctypes.memset(address + start, 0, size)  # before Linux 5.14
 
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "epochkv-populate") as pool:
         list(pool.map(chunk, range(0, num_bytes, POPULATE_BYTES)))
-    logger.info("EpochKV: %.1f GiB of host memory populated in %.1f s", num_bytes / 2**30, time.monotonic() - began)
+    logger.info("EpochKV: %s of host memory populated in %.1f s", shown_size(num_bytes), time.monotonic() - began)
 
 
 PIN_CHUNK_BYTES = 64 << 30

@@ -314,7 +314,7 @@ def environment(environ: Mapping[str, str], config: str | None, version: str) ->
     found = {**environ, VERSION_ENV: version}
     given = config if config is not None else found.get(CONFIG_ENV)
     if given:
-        found[CONFIG_ENV] = given if given.lstrip().startswith("{") else os.path.abspath(given)
+        found[CONFIG_ENV] = given if given.lstrip().startswith("{") else os.path.abspath(os.path.expanduser(given))
     return found
 
 

@@ -13,6 +13,7 @@ from vllm.config import KVTransferConfig
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.engine import plugin
 from epochkv_fence.connection import ConfigurationError
+from epochkv_fence.net.keys import generate_keypair
 
 DOCUMENT = {
     "pool": {"name": "policy", "uid": "u-1"},
@@ -21,7 +22,14 @@ DOCUMENT = {
     "distributed": {"master_address": "127.0.0.1:50051"},
 }
 TEXT = json.dumps(DOCUMENT)
-ON = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": TEXT}
+HUB, CLIENT = generate_keypair(), generate_keypair()
+KEYS = {
+    "EPOCHKV_HUB_PUBLIC_KEY": HUB.public,
+    "EPOCHKV_CLIENT_PUBLIC_KEY": CLIENT.public,
+    "EPOCHKV_CLIENT_SECRET_KEY": CLIENT.secret,
+    "EPOCHKV_ROOT_SECRET": "5a" * 32,
+}
+ON = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": TEXT, **KEYS}
 
 
 def engine(**given: Any) -> Any:
@@ -120,4 +128,15 @@ def test_arguments_that_are_used_twice_are_joined_once(caplog: pytest.LogCapture
         first = arguments.kv_transfer_config
         plugin.before_engine(arguments, ON)
     assert arguments.kv_transfer_config is first
-    assert caplog.messages == ["EpochKV: EPOCHKV_ATTACH joins this engine to pool policy, L1 of 0.1 GiB and L2 at 127.0.0.1:50051"]
+    assert caplog.messages == ["EpochKV: EPOCHKV_ATTACH joins this engine to pool policy, L1 of 64 MiB and L2 at 127.0.0.1:50051"]
+
+
+def test_an_engine_without_its_keys_does_not_join(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "share_log_handlers", lambda: None)
+    keyless = {**DOCUMENT, "hub": {"endpoint": "tcp://h:7700", "credentials_dir": "/nowhere"}}
+    with caplog.at_level(logging.INFO, "epochkv_connector"):
+        assert joined({**ON, "EPOCHKV_CONFIG": json.dumps(keyless)}) is not None
+    [line] = caplog.messages
+    assert line.startswith(
+        "EpochKV: EPOCHKV_ATTACH: this engine cannot join pool policy, and will serve in bypass: hub.credentials_dir is "
+    )

@@ -131,6 +131,9 @@ def test_a_wrong_value_in_a_file_names_the_file(tmp_path: Path) -> None:
         ConnectorConfig.parse({"config_file": str(path)}, {})
     with pytest.raises(ConfigurationError, match=r"kv_connector_extra_config: verify is 'none'"):
         ConnectorConfig.parse({"config_file": str(path), "verify": "none"}, {})
+    path.write_text(json.dumps({"pool": {"name": "policy", "uid": ""}}))
+    with pytest.raises(ConfigurationError, match=rf"{path}: pool.uid is empty"):
+        ConnectorConfig.parse({"config_file": str(path)}, {})
 
 
 def test_a_byte_order_mark_in_a_file_is_taken(tmp_path: Path) -> None:

@@ -147,6 +147,9 @@ def test_another_pool_than_the_hubs_is_refused(world: HubWorld, tmp_path: Path) 
         resolve(block(config_path=path, on_failure="fallback"), VLLM, {})
     with pytest.raises(BlockError, match=r"EPOCHKV_CONFIG names another pool than its hub serves: .*somebody-else"):
         resolve(block(), VLLM, {"EPOCHKV_CONFIG": str(path)})
+    own = {"pool": {"name": "policy", "uid": "somebody-else"}}
+    with pytest.raises(BlockError, match=r"extra_config names another pool than its hub serves: .*somebody-else"):
+        resolve(block(config_path=path, extra_config=own), VLLM, {})
 
 
 def test_what_does_not_answer(world: HubWorld, master: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

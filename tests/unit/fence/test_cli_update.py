@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from epochkv_fence.cli.asking import environment
 from epochkv_fence.client import Pool
 from hack.waiting import eventually
 from tests.support.fence import NEW, OLD, Running, engine_with, push
@@ -99,6 +100,11 @@ def test_what_the_command_of_an_update_prints_is_no_part_of_the_json(pushed: Hub
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["groups"][0]["label"] == "step-1"
     assert f"pushed through {os.path.abspath(relative)}" in done.stderr
+
+
+def test_the_command_of_an_update_finds_a_configuration_in_the_home_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/trainer")
+    assert environment({"EPOCHKV_CONFIG": "~/client"}, None, "")["EPOCHKV_CONFIG"] == "/home/trainer/client"
 
 
 def test_an_engine_that_missed_the_push_is_status_3_and_named(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
