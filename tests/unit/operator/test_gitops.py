@@ -61,6 +61,6 @@ def test_what_tools_that_wait_make_of_it(
     (tmp_path / "expressions").write_text(json.dumps(expressions))
     (tmp_path / "check").write_text(settings["data"][f"resource.customizations.health.epochkv.io_{kind}"])
     obj = {"apiVersion": "epochkv.io/v1alpha1", "kind": kind, "metadata": {"name": "it", "generation": 3}, "spec": {}, "status": status}
-    command = [binaries.build(checks=True).path("gitops"), tmp_path / "expressions", tmp_path / "check"]
+    command = [binaries.build(also=["gitops"]).path("gitops"), tmp_path / "expressions", tmp_path / "check"]
     done = subprocess.run(command, input=json.dumps(obj), capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == [plain, flux, argo], done.stderr
