@@ -240,8 +240,9 @@ def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
     try:
         return msgspec.convert(content, kind)
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
+        unknown = "take that key out, or correct its name: " if "unknown field" in str(error) else ""
         raise ConfigurationError(
-            f'{origin}: {error}; it must have {{"pool": {{"name", "uid"}}, "hub": {{"endpoint", "credentials_dir"}}}}'
+            f'{origin}: {error}; {unknown}it must have {{"pool": {{"name", "uid"}}, "hub": {{"endpoint", "credentials_dir"}}}}'
         ) from error
 
 

@@ -41,7 +41,10 @@ API_SECONDS: Final = 5.0
 AT_ONCE: Final = 16
 SHOWN: Final = 6
 PATIENCE_SECONDS: Final = 60.0
-"""What starts, rolls or resets takes so long without being stuck."""
+"""What rolls or resets takes so long without being stuck."""
+START_SECONDS: Final = 1800.0
+"""The same for pods that start, and for what waits for them: an engine reads its weights. One that fails has another reason before that."""
+STARTING: Final = ("Starting", "NotCreated", "RollingOut", "NotReporting", "Advancing")
 SLACK_SECONDS: Final = 3.0
 """Two clocks that tell whole seconds, and an answer on its way."""
 OPERATOR: Final = "app.kubernetes.io/part-of=epochkv,app.kubernetes.io/component=operator"
@@ -150,15 +153,23 @@ def judge_object(obj: Json, now: datetime) -> Iterator[Finding]:
         text = "it has no status: no operator has looked at it; does one run, and serve this namespace?"
         yield say(level=Level.WRONG if late else Level.WARNING, text=text, fix=f"kubectl logs -A -l {OPERATOR} --tail=50")
         return
-    bad = [one for one in status["conditions"] if one["status"] != "True"]
+    bad = [one for one in status["conditions"] if one["status"] != "True" and (one["type"], one["reason"]) != ("Available", "ScaledToZero")]
+    without_pods = any(one["type"] == "Available" for one in bad)
+    causes: dict[str, list[Json]] = {}
     for one in bad:
-        if one["type"] == "Ready" and one["reason"] in {other["reason"] for other in bad if other is not one}:
-            continue  # it repeats what is not True
-        seconds = _seconds(one.get("lastTransitionTime"), now)
-        costs = one["type"] in COSTS_ONLY or seconds < PATIENCE_SECONDS
-        level = Level.WARNING if costs and one["reason"] not in ALWAYS_WRONG else Level.WRONG
-        fix = FIXES[one["reason"]].format(**names) if one["reason"] in FIXES else describe
-        yield say(level=level, text=f"{one['type']}={one['status']} for {duration(seconds)} ({one['reason']}): {one['message']}", fix=fix)
+        if not (without_pods and one["reason"] in ("NotReporting", "Advancing")):  # who does not run does not report
+            causes.setdefault(one["reason"], []).append(one)
+    for reason, found in causes.items():
+        first, *others = [one for one in found if one["type"] != "Ready"] or found  # `Ready` repeats what is not True
+        seconds = _seconds(first.get("lastTransitionTime"), now)
+        patience = START_SECONDS if reason in STARTING else PATIENCE_SECONDS
+        costs = all(one["type"] in COSTS_ONLY for one in (first, *others)) or seconds < patience
+        level = Level.WARNING if costs and reason not in ALWAYS_WRONG else Level.WRONG
+        fix = FIXES[reason].format(**names) if reason in FIXES else describe
+        also = f", and so {', '.join(one['type'] for one in others)}" if others else ""
+        yield say(
+            level=level, text=f"{first['type']}={first['status']} for {duration(seconds)} ({reason}){also}: {first['message']}", fix=fix
+        )
 
 
 def _seconds(moment: str | None, now: datetime) -> float:

@@ -209,7 +209,7 @@ def check_connection(config: str | None) -> list[Finding]:
         connection = Connection.load(config, what="--config")
         connection.client_keys()
     except ConfigurationError as error:
-        return [Finding("connection", Level.WRONG, str(error))]
+        return [Finding("connection", Level.WRONG, str(error), COPY)]
     found = []
     try:
         connection.root_secret()

@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 TEND_SECONDS: Final = 0.1
 MAX_QUEUED: Final = 64
 NOBODY: Final = "nobody listens there"
-KEY_REFUSED: Final = "it refuses our key, which is of no pool that this hub serves, or was retired"
+KEY_REFUSED: Final = (
+    "it refuses our key, which is of no pool that this hub serves, or was retired: take the files of the Secret <pool>-fence"
+    " (or STATE/client) again"
+)
 NO_HANDSHAKE: Final = "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs"
 RESOLVE_SECONDS: Final = 1.0
 

@@ -40,12 +40,10 @@ from epochkv_operator.api.base import (
 
 FORBIDDEN_ARG: Final = "^--(kv[-_](t|o)|config(=|$))"
 _OWNED_OPTIONS: Final = (
-    "model|u(ds?)?|po?r?t?|ho?s?|te[a-z_-]*|rev[a-z]*|pi[a-z_-]*|nn[a-z]*|nod[a-z_-]*|mas[a-z_-]*|hea[a-z]*"
+    "model|u(ds?)?|po?r?t?|ho?s?t?|te[a-z_-]*|rev[a-z]*|pi[a-z_-]*|nn[a-z]*|nod[a-z_-]*|mas[a-z_-]*|hea[a-z]*"
     "|(no[-_])?(da|enable[-_]ex)[a-z_-]*"
 )
-_OTHER_HOST: Final = "host(=|=[^:].*|=:|=:[^:].*|=::.+)?"
-"""`--host=::` is how engines listen anyway."""
-OWNED_ARG: Final = f"^(--({_OWNED_OPTIONS})(=.*)?|--{_OTHER_HOST}|-(t|pp|dp|e|n|r).*)$"
+OWNED_ARG: Final = f"^(--({_OWNED_OPTIONS})(=.*)?|-(t|pp|dp|e|n|r).*)$"
 SECRET_ARG: Final = "^--(api[-_]k|hf[-_]t)"
 BLANK_ARG: Final = r"^(\s+-|--?[a-zA-Z][-a-zA-Z0-9_.]*\s)"
 EC_ARG: Final = "^--ec[-_]t"
@@ -72,10 +70,10 @@ BLANK_ARG_TEXT: Final = (
 EC_ARG_TEXT: Final = "spec.args has --ec-transfer-config: encoder outputs of other engines are not named by the weights; remove it"
 
 
-def _without(pattern: str, text: str) -> Json:
-    """No argument that `pattern` finds. The message has the option's name and never its value, which may be a secret."""
+def _without(pattern: str, text: str, besides: str = "") -> Json:
+    """No argument that `pattern` finds, besides one. The message has the option's name and never its value, which may be a secret."""
     return rule(
-        f"!self.matches(r'{pattern}')",
+        (f"self == '{besides}' || " if besides else "") + f"!self.matches(r'{pattern}')",
         f"an option {text}",
         expression=f"'%s {text}'.format([self.split('=')[0]])",
         reason="FieldValueForbidden",  # with another reason, the API server would show the value
@@ -88,7 +86,7 @@ Argument = Annotated[
         max_length=4096,
         json_schema_extra=rules(
             _without(FORBIDDEN_ARG, FORBIDDEN_ARG_TEXT),
-            _without(OWNED_ARG, OWNED_ARG_TEXT),
+            _without(OWNED_ARG, OWNED_ARG_TEXT, "--host=::"),  # as engines listen anyway
             _without(SECRET_ARG, SECRET_ARG_TEXT),
             rule(f"!self.matches(r'{BLANK_ARG}')", BLANK_ARG_TEXT, reason="FieldValueForbidden"),
         ),
@@ -271,8 +269,25 @@ class PoolReference(ApiModel):
     """Name of the KVCachePool."""
 
 
+_WITHIN: Final = (
+    "!(k in self.limits) || !isQuantity(string(self.requests[k])) || !isQuantity(string(self.limits[k]))"
+    " || quantity(string(self.requests[k])).compareTo(quantity(string(self.limits[k]))) <= 0"
+)
+
+
 class ResourceRequirements(ApiModel):
     """Compute resources of a container, as in a pod."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                f"!has(self.requests) || !has(self.limits) || self.requests.all(k, {_WITHIN})",
+                "a request is above its limit",
+                expression=f"'requests.%s is %s, above limits.%s, which is %s: lower one or raise the other'.format("
+                f"self.requests.filter(k, !({_WITHIN})).map(k, [k, string(self.requests[k]), k, string(self.limits[k])])[0])",
+            )
+        )
+    )
 
     limits: Annotated[dict[str, Amount] | None, Field(max_length=32)] = None
     """Upper bounds by resource name, such as `nvidia.com/gpu`, `memory`."""

@@ -71,8 +71,8 @@ def _progressing(engine: InferenceEngine, observed: Observed, state: Health) -> 
     if workload is None:
         return Condition(kind, "Unknown", "NotCreated", "the engine does not exist yet")
     if workload["spec"].get("paused"):
-        name = workload["metadata"]["name"]
-        return Condition(kind, "Unknown", "Paused", f"somebody paused the rollout: kubectl rollout resume deployment {name}")
+        resume = f"kubectl -n {engine.metadata.namespace} rollout resume deployment {workload['metadata']['name']}"
+        return Condition(kind, "Unknown", "Paused", f"somebody paused the rollout: {resume}")
     found = rollout(workload, _pods(engine, observed), state)
     if found.done:
         return Condition(kind, "True", "RolledOut", found.text)

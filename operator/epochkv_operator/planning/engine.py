@@ -272,6 +272,7 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
         volumes.append({"name": FENCE_VOLUME, "secret": secret})
     container: Json = {
         "name": "engine",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "image": spec.image or context.engine_image,
         **runs,
         "env": environment(engine, pool),

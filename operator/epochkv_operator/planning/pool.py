@@ -96,6 +96,7 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     health = podspec.http_probe("/health", MASTER_ADMIN_PORT, period=10, failures=3)
     container: Json = {
         "name": "master",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "image": mooncake.image or context.store_image,
         "command": podspec.started(_MASTER if etcd else f"{_MASTER} --rpc_address=$any", podspec.EVERY_ADDRESS, _NO_PROXY),
         "args": [*_master_arguments(pool, etcd), *([] if mooncake.store.ssd is None else _SSD_MASTER_ARGUMENTS)],
@@ -148,6 +149,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     healthy = partial(podspec.http_probe, "/health", STORE_HEALTH_PORT) if own else partial(podspec.exec_probe, _HEALTHY)
     container: Json = {
         "name": "store",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "image": mooncake.image or context.store_image,
         "command": podspec.started(f"python3 -m {_STORE_MODULE if own else _PLAIN_STORE_MODULE}", _MOONCAKE_IPV6, _NO_PROXY),
         "args": ["--port", str(STORE_REST_PORT), "--max-wait-time", "60"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from epochkv_operator.planning.context import Json
 from epochkv_operator.planning.names import controller_of
@@ -22,6 +23,8 @@ _REVISION_LABELS = ("pod-template-hash", "leaderworkerset.sigs.k8s.io/template-r
 _ROLLING = frozenset({"UpdateInProgress", "Progressing"})  # of a LeaderWorkerSet
 _ENDED = {"Succeeded": "Completed", "Failed": "Failed"}
 """Phases of pods of which nothing runs again, and what to call one that gives no reason."""
+_LONG_RUN_SECONDS = 600.0
+_LINE = 300
 _CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -138,7 +141,9 @@ def _scaled_elsewhere(workload: Json, asked: int | None) -> str:
     if asked is None or count == asked or not workload.get("x-scaled-by-others"):
         return ""
     kind, name = workload["kind"], workload["metadata"]["name"]
-    back = f'kubectl patch {kind.lower()} {name} --type=merge -p \'{{"spec":{{"replicas":{asked}}}}}\''
+    back = (
+        f'kubectl -n {workload["metadata"]["namespace"]} patch {kind.lower()} {name} --type=merge -p \'{{"spec":{{"replicas":{asked}}}}}\''
+    )
     return f"; somebody scaled {kind} {name} itself to {count}, so the {asked} asked for here do not count: to have them count, {back}"
 
 
@@ -190,15 +195,18 @@ def _trouble(workload: Json, pods: Sequence[Json]) -> tuple[str, str] | None:
 def _starting(workload: Json, pods: Sequence[Json]) -> str:
     """What the first pod that is not ready is at; a store that never gets ready has no deadline that would tell."""
     if not pods and workload["kind"] == "StatefulSet":  # which has no condition for pods that admission refuses
-        name = workload["metadata"]["name"]
-        return f"it has no pod; if that lasts, kubectl describe statefulset {name} says why (Pod Security: RDMA needs privileged; a quota)"
+        look = f"kubectl -n {workload['metadata']['namespace']} describe statefulset {workload['metadata']['name']}"
+        return f"it has no pod; if that lasts, {look} says why (Pod Security: RDMA needs privileged; a quota)"
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
         name, status = pod["metadata"]["name"], pod.get("status") or {}
         if is_ready(pod) or pod["metadata"].get("deletionTimestamp") is not None:
             continue
         containers = status.get("containerStatuses") or []
         if any("waiting" in (container.get("state") or {}) for container in containers):
-            return f"pod {name} waits for its image, volumes or network; kubectl describe pod {name} says for which"
+            look = f"kubectl -n {pod['metadata']['namespace']} describe pod {name}"
+            return f"pod {name} waits for its image, volumes or network; {look} says for which"
+        if again := next((container for container in containers if container.get("restartCount") and not container.get("ready")), None):
+            return f"container {again['name']} of pod {name} {_last_exit(again)}, and it starts again"
         if containers:
             return f"pod {name} runs, but its readiness probe does not succeed yet"
         return f"pod {name} is {str(status.get('phase', 'Pending')).lower()}"
@@ -224,18 +232,32 @@ def _pod_trouble(pod: Json) -> tuple[str, str] | None:
         reason, detail = waiting.get("reason", ""), waiting.get("message", "")
         if reason in _IMAGE_REASONS:
             return "ImagePullFailed", f"pod {name} cannot pull {container.get('image', 'its image')}: {detail or reason}"
-        if reason == "CrashLoopBackOff":
+        if reason == "CrashLoopBackOff" or _fails_at_once(container):
             return "CrashLooping", f"container {container['name']} of pod {name} {_last_exit(container)}"
         if reason in _CONFIG_REASONS:
             return "StartFailed", f"container {container['name']} of pod {name} cannot start: {detail or reason}"
     for condition in status.get("conditions") or []:
         if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
-            return "Unschedulable", f"pod {name} fits on no node: {condition.get('message', '')}"
+            said, look = condition.get("message", ""), f"kubectl -n {pod['metadata']['namespace']} get pvc"
+            waits = f"waits for a claim that is missing or has no volume ({look})"
+            return "Unschedulable", f"pod {name} {waits if 'persistentvolumeclaim' in said.lower() else 'fits on no node'}: {said}"
     return None
+
+
+def _fails_at_once(container: Json) -> bool:
+    """It was started more than once for less than the time after which a kubelet forgets that, and is not ready now: between two
+    back-offs it runs, and would otherwise pass for one that starts."""
+    last = (container.get("lastState") or {}).get("terminated") or {}
+    if container.get("ready") or container.get("restartCount", 0) < 2 or not last.get("startedAt") or not last.get("finishedAt"):
+        return False
+    ran = datetime.fromisoformat(last["finishedAt"]) - datetime.fromisoformat(last["startedAt"])
+    return ran.total_seconds() < _LONG_RUN_SECONDS
 
 
 def _last_exit(container: Json) -> str:
     """A dead worker ends vLLM's container with exit code 0, so the count of restarts is what tells."""
-    ended = (container.get("lastState") or {}).get("terminated") or {}
-    restarts = container.get("restartCount", 0)
-    return f"was restarted {restarts} times, last exit {ended.get('exitCode', 'unknown')} ({ended.get('reason', 'unknown')}); see its log"
+    last = (container.get("lastState") or {}).get("terminated") or {}
+    times = f"{container.get('restartCount', 0)} time{'s' if container.get('restartCount') != 1 else ''}"
+    said = next((line.strip() for line in reversed(str(last.get("message", "")).splitlines()) if line.strip()), "")
+    log = f"its log ended: {said[:_LINE]}" if said else "see its log (--previous)"
+    return f"was restarted {times}, last exit {last.get('exitCode', 'unknown')} ({last.get('reason', 'unknown')}); {log}"

@@ -148,6 +148,17 @@ ENGINE_CASES = [
     engine("huge-memory", {"resources": {"limits": {"memory": "1e30"}}}, "memory", "'1e30' is above 1Pi"),
     engine("negative-memory", {"resources": {"limits": {"memory": "-1"}}}, "memory", "must be a Kubernetes quantity that is not negative"),
     engine("memory-in-words", {"resources": {"requests": {"memory": "much"}}}, "memory", "must be a Kubernetes quantity"),
+    engine(
+        "request-above-limit",
+        {"resources": {"limits": {"memory": "32Gi", "cpu": 2}, "requests": {"memory": "33000Mi", "cpu": "500m"}}},
+        "requests.memory is 33000Mi, above limits.memory, which is 32Gi: lower one or raise the other",
+    ),
+    engine(
+        "requests-below-limits",
+        {"resources": {"limits": {"memory": "32Gi", "cpu": 2}, "requests": {"memory": "32768Mi", "cpu": "500m", "nvidia.com/gpu": 1}}},
+    ),
+    engine("every-address", {"args": ["--host=::"]}),
+    engine("one-address", {"args": ["--host=::1"]}, "--host belongs to the operator", "as with --host=::"),
     engine("args-number", {"args": [1]}, "must be of type string", schema=True),
     engine("owned-label", {"template": {"metadata": {"labels": {"app.kubernetes.io/name": "x"}}}}, "belong", "prefix of your own"),
     engine("name-too-long", {}, "metadata.name must be at most 40 characters", name="e" * 41),

@@ -43,11 +43,31 @@ OVERDUE = {"type": "Progressing", "status": "False", "reason": "ProgressDeadline
 ROLLING = {"type": "Progressing", "status": "True", "reason": "ReplicaSetUpdated"}
 RUNNING = {"containerStatuses": [{"name": "engine", "ready": False, "state": {"running": {}}}]}
 UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient memory"}]}
+NO_CLAIM = {
+    "conditions": [
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": '0/1 nodes are available: persistentvolumeclaim "models" not found.',
+        }
+    ]
+}
 CRASHED = waiting("engine", "CrashLoopBackOff", lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=4)
 L1 = pool("l1")
 ETCD = {"backend": "Etcd", "etcd": {"endpoints": ["etcd-0:2379", "etcd-1:2379"]}}
 EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory.\nThreshold 100Mi"}
 SHUT_DOWN = {"phase": "Failed", "reason": "Terminated", "message": "Pod was terminated in response to imminent node shutdown."}
+
+
+def runs_again(restarts: int, seconds: float) -> Json:
+    """A container that runs, is not ready, and ran for so long before."""
+    start = NOW - timedelta(seconds=seconds)
+    message = "Traceback:\n  in main\nValueError: no such model\n"
+    times = {"startedAt": start.isoformat(), "finishedAt": NOW.isoformat()}
+    last = {"exitCode": 1, "reason": "Error", "message": message, **times}
+    running = {"name": "engine", "ready": False, "restartCount": restarts, "state": {"running": {}}, "lastState": {"terminated": last}}
+    return {"containerStatuses": [running]}
 
 
 def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Json:
@@ -59,13 +79,33 @@ def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Js
     [
         (ready(1), [], "Available", "1 of 1 replicas of the master are ready"),
         ({"replicas": 1}, [master_pod(phase="Pending")], "Starting", "are ready: pod policy-master-x is pending"),
-        ({"replicas": 1}, [master_pod(**waiting("master", "ContainerCreating"))], "Starting", "kubectl describe pod policy-master-x"),
+        ({"replicas": 1}, [master_pod(**waiting("master", "ContainerCreating"))], "Starting", "kubectl -n rl describe pod policy-master-x"),
         ({"replicas": 1}, [master_pod(**RUNNING)], "Starting", "pod policy-master-x runs, but its readiness probe does not succeed yet"),
         ({**ready(1), "observedGeneration": 0}, [], "Starting", "the master"),
         ({"replicas": 1}, [master_pod(**waiting("m", "ErrImageNeverPull"))], "ImagePullFailed", "ErrImageNeverPull"),
         ({"replicas": 1}, [master_pod(**waiting("m", "CreateContainerConfigError", "no secret"))], "StartFailed", "no secret"),
         ({"replicas": 1}, [master_pod(**CRASHED)], "CrashLooping", "restarted 4 times, last exit 137 (OOMKilled)"),
+        (
+            {"replicas": 1},
+            [master_pod(**runs_again(2, 30.0))],
+            "CrashLooping",
+            "last exit 1 (Error); its log ended: ValueError: no such model",
+        ),
+        # One that ran for long, or failed once, may come up this time.
+        (
+            {"replicas": 1},
+            [master_pod(**runs_again(2, 900.0))],
+            "Starting",
+            "last exit 1 (Error); its log ended: ValueError: no such model, and it",
+        ),
+        ({"replicas": 1}, [master_pod(**runs_again(1, 30.0))], "Starting", "was restarted 1 time, last exit 1"),
         ({"replicas": 1}, [master_pod(**UNSCHEDULABLE)], "Unschedulable", "fits on no node: Insufficient memory"),
+        (
+            {"replicas": 1},
+            [master_pod(**NO_CLAIM)],
+            "Unschedulable",
+            "waits for a claim that is missing or has no volume (kubectl -n rl get pvc): 0/1",
+        ),
         (counts(0, 0, 0, DENIED), [], "PodSecurityDenied", "violates PodSecurity"),
         (counts(0, 0, 0, QUOTA), [], "CreateFailed", "exceeded quota"),
         (counts(0, 1, 0, OVERDUE), [], "RolloutStuck", "no progress"),
@@ -401,7 +441,7 @@ def test_before_the_workload_and_while_somebody_holds_it() -> None:
     [deployment] = engine_children(counts(1, 2, 2, ROLLING))
     held = engine_conditions(ROLLOUT, POLICY, Observed([{**deployment, "spec": {**deployment["spec"], "paused": True}}]))
     assert by_type(held)["Progressing"] == ("Unknown", "Paused")
-    assert message(held, "Progressing").endswith("kubectl rollout resume deployment rollout")
+    assert message(held, "Progressing").endswith("kubectl -n rl rollout resume deployment rollout")
 
 
 def test_a_rollout_does_not_make_an_engine_unready() -> None:

@@ -93,6 +93,26 @@ def test_a_condition_that_is_not_true_is_told_with_a_command(found: Json, level:
     assert said.fix.startswith("kubectl -n rl ")
 
 
+def test_one_cause_is_one_line() -> None:
+    """What starts may take its time, and who does not run does not report."""
+    starting = [condition(kind, "False", "Starting", 300.0) for kind in ("Ready", "Available")]
+    silent = [condition("EpochCurrent", "False", "NotReporting", 300.0), condition("TiersUsable", "Unknown", "NotReporting", 300.0)]
+    (said,) = judge_object(obj("InferenceEngine", *starting, *silent), NOW)
+    assert (said.level, said.text) == (Level.WARNING, "Available=False for 5m00s (Starting): message of Starting")
+    (late,) = judge_object(obj("InferenceEngine", condition("Available", "False", "Starting", 3600.0)), NOW)
+    assert late.level is Level.WRONG
+    pulled = [condition(kind, "False", "ImagePullFailed") for kind in ("Ready", "Progressing", "Available")]
+    (said,) = judge_object(obj("InferenceEngine", *pulled, *silent), NOW)
+    assert (said.level, said.text.startswith("Progressing=False for 1h00m (ImagePullFailed), and so Available: ")) == (Level.WRONG, True)
+    alone = list(judge_object(obj("InferenceEngine", condition("Ready", "False", "NotReporting"), *silent), NOW))
+    assert [one.text.partition(":")[0] for one in alone] == ["EpochCurrent=False for 5m00s (NotReporting), and so TiersUsable"]
+
+
+def test_an_engine_that_somebody_scaled_to_zero_is_well() -> None:
+    asked = [condition("Ready", "True", "ScaledToZero"), condition("Available", "False", "ScaledToZero")]
+    assert list(judge_object(obj("InferenceEngine", *asked), NOW)) == []
+
+
 def test_what_is_well_new_or_going() -> None:
     assert list(judge_object(obj("InferenceEngine", condition("Ready", "True", "Ready")), NOW)) == []
     (problem,) = judge_object(obj("InferenceEngine", condition("Ready", "False", "InvalidTemplate")), NOW)

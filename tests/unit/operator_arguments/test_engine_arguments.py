@@ -138,12 +138,6 @@ def test_every_spelling_that_vllm_takes_is_refused(parser: argparse.ArgumentPars
             assert re.search(pattern, form), form
 
 
-def test_a_host_is_refused_unless_it_is_every_address() -> None:
-    """Probes and the Service find an engine at its pod's address, of whichever family."""
-    refused = ("--host", "--host=", "--host=:", "--host=::1", "--host=:1", "--host=0.0.0.0", "--hos=::")
-    assert [argument for argument in (*refused, "--host=::") if not re.search(OWNED_ARG, argument)] == ["--host=::"]
-
-
 def test_nothing_else_is_refused(parser: argparse.ArgumentParser) -> None:
     """Every other option of vLLM stays usable."""
     for option in options(parser) - set(FORBIDDEN) - set(OWNED) - set(SECRET):
