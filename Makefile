@@ -49,8 +49,8 @@ demo-cold: setup-engine ## No cluster: the first load of fresh engines from the 
 down: ## Remove everything that demo made
 	@if [ -x $(DEV) ]; then $(DEV) -m hack.demo down; else echo "nothing to remove"; fi
 
-setup-checks: setup ## What tests check alerts and workflows with (built once, minutes)
-	@$(DEV) -m hack.cluster build prometheus actionlint
+setup-checks: setup ## What tests check alerts, workflows and the page on GitOps with (built once, minutes)
+	@$(DEV) -m hack.cluster build prometheus actionlint gitops
 
 setup-groups: setup ## The controller of LeaderWorkerSets, for slow tests (built once, minutes)
 	@$(DEV) -m hack.cluster build lws
