@@ -148,6 +148,8 @@ class Served:
                 prompt["cache_salt"] = request.salt
             if request.image is not None:
                 prompt["multi_modal_data"] = {"image": picture(request.image)}
+            if request.uuid is not None:
+                prompt["multi_modal_uuids"] = {"image": [request.uuid]}
             prompts.append(prompt)
             parameters.append(SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False, logprobs=2))
             adapters.append(self._adapter(request.adapter))
