@@ -71,7 +71,7 @@ class KindCluster:
                 report(f"cluster {self.name} is incomplete: making it anew")
                 self._kind("delete", "cluster", "--name", self.name)
             if nodes := self._nodes():
-                _check_mounts(self.name, nodes, mounts)
+                self._check_mounts(list(nodes), mounts)
             else:
                 self._create(report, mounts)
             self._wait_ready(since)
@@ -101,9 +101,7 @@ class KindCluster:
         if not _answers(self._environment()):
             return lines
         nodes = self._nodes()
-        for node in nodes:
-            running = node["State"]["Status"] == "running"
-            lines.append(ComponentStatus(_name(node), running, None, f"{node['State']['Status']}: 'up' starts it"))
+        lines += [ComponentStatus(node, state == "running", None, f"{state}: 'up' starts it") for node, state in nodes.items()]
         if nodes:
             waiting = self._not_ready()
             lines.append(ComponentStatus("nodes are Ready", not waiting, None, waiting))
@@ -165,22 +163,24 @@ class KindCluster:
             report("no Docker daemon answers: starting one for this cluster")
         docker.start(Node(claim(self._record)), report)
 
-    def _nodes(self) -> list[dict[str, Any]]:
-        """What Docker says of each node, the control plane's first."""
-        names = self.docker("ps", "--all", "--quiet", "--filter", f"label={_LABEL}={self.name}").split()
-        found: list[dict[str, Any]] = json.loads(self.docker("inspect", *names)) if names else []
-        return sorted(found, key=_name)
+    def _nodes(self) -> dict[str, str]:
+        """State of each node's container by name, the control plane's first."""
+        lines = self.docker("ps", "--all", "--filter", f"label={_LABEL}={self.name}", "--format", "{{.Names}} {{.State}}").splitlines()
+        return dict(sorted(line.split() for line in lines))
+
+    def _first(self) -> str:
+        return next(iter(self._nodes()))
 
     def _start_nodes(self, report: Report) -> bool:
         """Start what does not run; True when there was any."""
-        stopped = [node for node in self._nodes() if node["State"]["Status"] != "running"]
-        for node in stopped:
-            report(f"{_name(node)} is {node['State']['Status']}: starting it")
-            self.docker("unpause" if node["State"]["Status"] == "paused" else "start", _name(node))
+        stopped = {node: state for node, state in self._nodes().items() if state != "running"}
+        for node, state in stopped.items():
+            report(f"{node} is {state}: starting it")
+            self.docker("unpause" if state == "paused" else "start", node)
         return bool(stopped)
 
     def _complete(self) -> bool:
-        return _succeeds(["docker", "exec", _name(self._nodes()[0]), "test", "-e", _COMPLETE], self._environment())
+        return _succeeds(["docker", "exec", self._first(), "test", "-e", _COMPLETE], self._environment())
 
     def _create(self, report: Report, mounts: Sequence[Path]) -> None:
         own, image = self._own(), NODE_IMAGE
@@ -194,12 +194,21 @@ class KindCluster:
         path.write_text(json.dumps(kind_config(mounts, image, self.workers, own.network.node if own else None)))
         report(f"kind create cluster --name {self.name} (nodes of {image})")
         self._kind("create", "cluster", "--name", self.name, "--config", str(path), "--kubeconfig", str(self.folder / "admin.kubeconfig"))
-        self.docker("exec", _name(self._nodes()[0]), "touch", _COMPLETE)
+        self.docker("exec", self._first(), "touch", _COMPLETE)
+
+    def _check_mounts(self, nodes: Sequence[str], mounts: Sequence[Path]) -> None:
+        inspected = json.loads(self.docker("inspect", *nodes))
+        shown = set.intersection(*({mount["Destination"] for mount in node["Mounts"]} for node in inspected))
+        if missing := [str(path) for path in mounts if str(path) not in shown]:
+            raise ClusterError(
+                f"the nodes of cluster {self.name} do not show {', '.join(missing)}, and Docker cannot add a folder to a container: remove"
+                f" the cluster ('python -m hack.cluster down --provider kind --name {self.name}'), or use another name (EPOCHKV_CLUSTER)"
+            )
 
     def _wait_ready(self, since: float) -> None:
-        """Until every node is Ready by a heartbeat not older than `since` (Unix seconds)."""
+        """Until every node is Ready, with a lease that its kubelet renewed at `since` (Unix seconds) or later."""
         if not poll(lambda: not self._not_ready(since), _READY_SECONDS, 0.5):
-            first = _name(self._nodes()[0])
+            first = self._first()
             raise ClusterError(
                 f"cluster {self.name} is not Ready after {_READY_SECONDS:.0f} s: {self._not_ready(since)}"
                 f" ('docker exec {first} journalctl -u kubelet' says more)"
@@ -207,38 +216,27 @@ class KindCluster:
 
     def _not_ready(self, since: float = 0.0) -> str:
         """What is not Ready, or empty."""
-        nodes = [_name(node) for node in self._nodes()]
-        command = ["docker", "exec", nodes[0], "kubectl", "--kubeconfig=/etc/kubernetes/admin.conf", "get", "nodes", "-o", "json"]
+        nodes = self._nodes()
+        kubectl = ["kubectl", "--kubeconfig=/etc/kubernetes/admin.conf", "get", "nodes,leases", "-n", "kube-node-lease", "-o", "json"]
+        command = ["docker", "exec", next(iter(nodes)), *kubectl]
         done = subprocess.run(command, env=dict(self._environment()), capture_output=True, text=True, check=False)
         if done.returncode:
             return done.stderr.strip()
-        ready = [item["metadata"]["name"] for item in json.loads(done.stdout)["items"] if _is_ready(item, since)]
-        return ", ".join(sorted(set(nodes) - set(ready)))
+        items = json.loads(done.stdout)["items"]
+        ready = {item["metadata"]["name"] for item in items if item["kind"] == "Node" and _is_ready(item)}
+        alive = {item["metadata"]["name"] for item in items if item["kind"] == "Lease" and _renewed(item) >= since}
+        return ", ".join(sorted(nodes.keys() - (ready & alive)))
 
     def _kind(self, *words: str) -> str:
         return _output([str(binaries.find("kind")), *words], self._environment())
 
 
-def _name(node: Mapping[str, Any]) -> str:
-    return str(node["Name"]).removeprefix("/")
+def _is_ready(node: Mapping[str, Any]) -> bool:
+    return any(found["type"] == "Ready" and found["status"] == "True" for found in node["status"].get("conditions", []))
 
 
-def _is_ready(item: Mapping[str, Any], since: float) -> bool:
-    return any(
-        condition["type"] == "Ready"
-        and condition["status"] == "True"
-        and datetime.fromisoformat(condition["lastHeartbeatTime"]).timestamp() >= int(since)
-        for condition in item["status"].get("conditions", [])
-    )
-
-
-def _check_mounts(name: str, nodes: Sequence[Mapping[str, Any]], mounts: Sequence[Path]) -> None:
-    shown = set.intersection(*({mount["Destination"] for mount in node["Mounts"]} for node in nodes))
-    if missing := [str(path) for path in mounts if str(path) not in shown]:
-        raise ClusterError(
-            f"the nodes of cluster {name} do not show {', '.join(missing)}, and Docker cannot add a folder to a container: remove the"
-            f" cluster ('python -m hack.cluster down --provider kind --name {name}'), or use another name (EPOCHKV_CLUSTER)"
-        )
+def _renewed(lease: Mapping[str, Any]) -> float:
+    return datetime.fromisoformat(lease["spec"]["renewTime"]).timestamp()
 
 
 def _answers(environment: Mapping[str, str]) -> bool:

@@ -39,22 +39,33 @@ def cluster() -> Iterator[KindCluster]:
 @pytest.fixture(scope="module")
 def setup(cluster: KindCluster) -> Iterator[Setup]:
     """The demo over two nodes."""
-    made = Setup(cluster=NAME)
-    archives = made.prepare(lambda text, part="": print(f"{part}: {text}"))
-    made.make_models(print)
-    cluster.up(print, [made.models, made.engine_venv])
-    made.kube().kubectl("taint", "nodes", "--all", "node-role.kubernetes.io/control-plane-")
-    made.load_images(archives, print)
-    made.install(print)
-    made.apply(print)
-    made.wait_ready(lambda text: None, READY_SECONDS)
+    made = install(cluster)
     yield made
     made.remove(print)
 
 
+def install(cluster: KindCluster) -> Setup:
+    made = Setup(cluster=cluster.name)
+    archives = made.prepare(lambda text, part="": print(f"{part}: {text}"))
+    made.make_models(print)
+    cluster.up(print, [made.models, made.engine_venv])
+    kube = made.kube()
+    if kube.get(f"/api/v1/nodes/{STAYS}")["spec"].get("taints"):
+        kube.kubectl("taint", "nodes", STAYS, "node-role.kubernetes.io/control-plane-")
+    made.load_images(archives, print)
+    made.install(print)
+    made.apply(print)
+    return made
+
+
 @pytest.fixture
 def kube(setup: Setup) -> Kube:
-    """One engine and the store on the node that goes, the judge on the one that stays."""
+    return place(setup)
+
+
+def place(setup: Setup) -> Kube:
+    """Wait until all is Ready with one engine and the store on the node that goes, the judge on the one that stays."""
+    setup.wait_ready(lambda text: None, READY_SECONDS)
     made = setup.kube()
     engines = made.pods(NAMESPACE, ENGINES)
     if (first := engines[0]["spec"]["nodeName"]) == engines[1]["spec"]["nodeName"]:
