@@ -8,7 +8,7 @@ DEV := .build/venv/bin/python
 ENGINE := .build/venv-engine/bin/python
 SETUP := hack/setup.sh
 TESTS := $(DEV) -m hack.run_tests
-KIND_TESTS := $(addprefix tests/e2e/test_,journey.py helm_test.py policies.py kind.py)
+KIND_TESTS := $(addprefix tests/e2e/test_,journey.py helm_test.py policies.py nodes.py kind.py)
 TRAINERS := $(basename $(notdir $(wildcard hack/requirements/trainers/*.in)))
 # kind needs Debian's packages where it has a Docker daemon of its own; elsewhere they would replace those of the machine's daemon.
 SYSTEM = $(if $(filter kind,$(CLUSTER)),$(if $(filter start,$(EPOCHKV_DOCKER)),$(shell docker version >/dev/null 2>&1 || echo system)),system)
@@ -102,7 +102,7 @@ test-e2e: setup-pods setup-cluster ## The whole journey in pods
 
 test-kind: export CLUSTER = kind
 test-kind: export EPOCHKV_DOCKER = start
-test-kind: ## Pods on kind: the journey under NetworkPolicies that are enforced (a Docker daemon is started if none runs)
+test-kind: ## Pods on kind: NetworkPolicies enforced, two nodes, faults of the provider (a Docker daemon is started if none runs)
 	@$(MAKE) --no-print-directory setup-pods
 	@$(DEV) -m pytest -v $(KIND_TESTS)
 
