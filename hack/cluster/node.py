@@ -26,6 +26,7 @@ from hack.waiting import poll
 
 CGROUPS = Path("/sys/fs/cgroup")
 MARK = "EPOCHKV_CLUSTER_RUN"  # in the environment of everything we start: how `down` finds what has no record
+_SHARES = 8 * 1024  # of the CPUs on v1, where all pods together would get what one process outside of any cgroup gets
 _NAMESPACES = ("--mount", "--net", "--pid", "--uts", "--ipc")
 
 # Runs as PID 1 of the node. /run and /var/log become the node's own; the cluster's run folder stays visible at its path.
@@ -186,9 +187,13 @@ class Node:
                     available = (parent / "cgroup.controllers").read_text().split()
                     _write(parent / "cgroup.subtree_control", " ".join(f"+{name}" for name in available))
                 folder.mkdir(exist_ok=True)
+                if v2:
+                    continue
                 for file in ("cpuset.cpus", "cpuset.mems"):
-                    if not v2 and (parent / file).exists():
+                    if (parent / file).exists():
                         _write(folder / file, (parent / file).read_text())
+                if (folder / "cpu.shares").exists():
+                    _write(folder / "cpu.shares", str(_SHARES))
 
     def remove_cgroups(self) -> None:
         """Remove the cluster's cgroups in every hierarchy (v1) or the one (v2)."""
