@@ -68,7 +68,7 @@ OLD_KEY_SECONDS = 1.0
 @dataclass(eq=False)
 class _Reconciler(ABC):
     """Brings objects of one kind to what they should be. `wake`: look at a key after a delay; `served`: kinds of other projects that there
-    are.
+    are; `refused`: what this operator may not list, of what objects of a namespace are judged by.
     """
 
     settings: Settings
@@ -80,6 +80,7 @@ class _Reconciler(ABC):
     client: KubeClient
     wake: Callable[[Key, float], None]
     served: Callable[[], frozenset[str]]
+    refused: Callable[[str], str]
 
     async def reconcile(self, key: Key) -> None:
         """Raises what another try may solve."""
@@ -96,6 +97,12 @@ class _Reconciler(ABC):
             # Of an engine, it may be the pool: one that cannot be read is not a missing one, so nothing is changed until it can.
             message = str(error)
             await self.reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
+
+    def _blind(self, namespace: str) -> Problem | None:
+        """What is known of the objects may be old."""
+        why = self.refused(namespace)
+        text = f"{why}: what is said here may be old. epochkv doctor names each right that the operator lacks, and the fix"
+        return Problem("ReadForbidden", text) if why else None
 
     @abstractmethod
     def _forget(self, key: Key) -> None:
@@ -119,7 +126,7 @@ class PoolReconciler(_Reconciler):
         context = context_for(self.settings, keys, self.served())
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
-        problem, again = problem or refused, retry or again
+        problem, again = problem or refused or self._blind(key.namespace), retry or again
 
         snapshot = HubSnapshot()
 
@@ -274,7 +281,7 @@ class EngineReconciler(_Reconciler):
             nonlocal snapshot
             status = newest.get("status") or {}
             snapshot = self.hub(HubService.snapshot, pool.metadata.uid) if pool is not None else snapshot
-            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, snapshot.view, problem)
+            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, snapshot.view, problem or self._blind(key.namespace))
             return engine_status(engine, pool, seen, status, now()) if snapshot.known else status
 
         await self.reporter.report(obj, compute)

@@ -14,7 +14,7 @@ import structlog
 
 from epochkv_fence.protocol.pool import relabelled
 from epochkv_operator.hub.authority import RECORD_FIELDS, record_of
-from epochkv_operator.kube.client import Json
+from epochkv_operator.kube.client import Forbidden, Json
 from epochkv_operator.kube.resources import POOLS, ref_of
 from epochkv_operator.kube.status import EventRecorder, StatusWriter
 from epochkv_operator.kube.store import Key, key_of
@@ -118,7 +118,12 @@ class Reporter:
             after = compute({**newest, "status": before})
             return merge_patch(live, after) or None
 
-        answer = await self._statuses.update(ref_of(obj), decide)
+        try:
+            answer = await self._statuses.update(ref_of(obj), decide)
+        except Forbidden as error:
+            note = f"the operator may not write this object's status, which is old: {error.message}"
+            self.tell(obj, reason="StatusForbidden", action="Status", note=note)
+            raise
         written.confirmed(answer.get("status") or {})
         if labels is not None:
             self._tell_labels(obj, labels, written.labels or {}, after)

@@ -173,7 +173,7 @@ class Operator:
         executor = Executor(client, self.store)
         reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
-        given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served)
+        given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served, watches.refused)
         elections = Elections(self.store, self.queue.add)
         pools, engines = PoolReconciler(*given, elections), EngineReconciler(*given)
         recheck = recheck_seconds(self.settings.resync_seconds)
@@ -229,7 +229,7 @@ class Operator:
             self.queue.add_after(key, engines_seconds if of_pool else delay_seconds)
 
     def _look_at_all(self) -> None:
-        """The cluster serves other kinds than before, so any object may want others."""
+        """The cluster serves other kinds than before, so any object may want others; or lets us list others."""
         for resource in PRIMARY:
             objects = self.store.every(resource.kind)
             for index, obj in enumerate(objects):

@@ -47,7 +47,7 @@ Vanished = Callable[[Resource, Json], None]
 
 
 class Watches:
-    """`begin`, then `run` and `compare` for ever. `changed` is called when `served` has become another set."""
+    """`begin`, then `run` and `compare` for ever. `changed` is called when `served` or what `refused` says has become another."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class Watches:
         self._found: set[Place] = set()
         self._misses: Counter[Place] = Counter()
         self._served: frozenset[str] = frozenset()
+        self._refused: dict[Place, str] = {}
         self.listed_at: dict[Resource, float] = {}
 
     async def begin(self) -> None:
@@ -113,6 +114,10 @@ class Watches:
     def served(self) -> frozenset[str]:
         """Kinds of other projects that can be listed in every scope."""
         return self._served
+
+    def refused(self, namespace: str) -> str:
+        """What the API server does not let us list any more, of what objects of this namespace are judged by; empty: nothing."""
+        return "; ".join(why for (_, scope), why in sorted(self._refused.items(), key=str) if scope in (None, namespace))
 
     def oldest_list_seconds(self) -> float:
         """Age of the least recently completed comparison; 0 before the first round is through."""
@@ -168,6 +173,7 @@ class Watches:
         except ApiError as error:
             self._missed(resource, scope, error)
             return None
+        self._may(resource, scope, None)
         for obj in self._store.retain(resource.kind, uids, version, scope):
             self._vanished(resource, obj)
         if resource in OPTIONAL:
@@ -179,12 +185,23 @@ class Watches:
     def _missed(self, resource: Resource, scope: str | None, error: ApiError) -> None:
         place = (resource, scope)
         if resource not in OPTIONAL:
+            self._may(resource, scope, error)
             self._complain(resource, error)
         elif isinstance(error, NotFound | Forbidden):
             self._misses[place] += 1
             if place not in self._found or self._misses[place] >= MISSES:
                 self._found.discard(place)
                 self._settle(resource, f"not used: {(error.message or error.reason).strip()}")
+
+    def _may(self, resource: Resource, scope: str | None, error: ApiError | None) -> None:
+        """The API server has let us list this, or it has not."""
+        place, before = (resource, scope), dict(self._refused)
+        if error is None:
+            self._refused.pop(place, None)
+        elif isinstance(error, Forbidden):
+            self._refused[place] = (error.message or error.reason).strip()
+        if self._refused != before:
+            self._changed()
 
     def _settle(self, resource: Resource, why: str) -> None:
         """Work out whether the kind is served, and say so when it is news."""
@@ -212,7 +229,12 @@ class Watches:
 
     async def _compare(self, resource: Resource) -> None:
         for scope in self._scopes:
-            shown, version = await self._client.shown(resource, scope, _selector(resource))
+            try:
+                shown, version = await self._client.shown(resource, scope, _selector(resource))
+            except ApiError as error:
+                self._may(resource, scope, error)
+                raise
+            self._may(resource, scope, None)
             await self._brought(resource, shown, PATIENCE_SECONDS)
             await self._take_in(resource, scope, shown, version)
         self._listed(resource)

@@ -1,0 +1,61 @@
+"""Rights that an operator loses while it runs show on the objects that it can no longer serve, and go away when it has them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from epochkv_operator.kube.resources import Right, rights
+from hack.cluster.controlplane import ControlPlane
+from hack.waiting import eventually
+from tests.cluster.operator_harness import POOLS, Namespace, OperatorProcess, condition
+
+ACCOUNT = "operator-that-loses-rights"
+RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/{}"
+
+
+def grant(space: Namespace, *, but: Callable[[Right], bool] = lambda right: False) -> None:
+    """All that the operator needs in this namespace, which is its home, too, but for some."""
+    needed = [right for right in rights(space.name, [space.name], "epochkv-operator", "epochkv-hub") if not but(right)]
+    rules: list[Any] = [
+        {
+            "apiGroups": [right.group],
+            "resources": [f"{right.resource}/{right.subresource}".rstrip("/")],
+            "verbs": [right.verb],
+            **({"resourceNames": [right.name]} if right.name else {}),
+        }
+        for right in needed
+    ]
+    body = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "operator"}, "rules": rules}
+    space.plane.api.apply(RBAC.format(space.name, "roles/operator"), body)
+
+
+def test_lost_rights_show_on_objects(plane: ControlPlane, tmp_path: Path) -> None:
+    space = Namespace.create_in(plane, "lost-rights")
+    grant(space)
+    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
+    subject = {"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": ACCOUNT}
+    space.request("POST", RBAC.format(space.name, "rolebindings"), {"metadata": {"name": "o"}, "roleRef": ref, "subjects": [subject]})
+    config = plane.kubeconfig_for(ACCOUNT, ("system:authenticated",))
+    with OperatorProcess(plane, space.name, tmp_path, kubeconfig=config, resync_seconds=2) as operator:
+        operator.wait_ready()
+        space.create_pool("policy", local={"capacity": "64Mi"})
+        space.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
+
+        def ready() -> list[tuple[str, str]]:
+            found = [condition(status, "Ready") for status in (space.status("policy"), space.engine_status("rollout"))]
+            return [(one.get("reason", ""), one.get("message", "")) for one in found]
+
+        eventually(lambda: [reason for reason, _ in ready()] == ["Ready", "Starting"], f"served; log:\n{operator.tail()}")
+        grant(space, but=lambda right: (right.resource, right.verb) == ("pods", "list"))
+        eventually(lambda: [reason for reason, _ in ready()] == ["ReadForbidden"] * 2, f"shown; log:\n{operator.tail()}", 60)
+        assert all('cannot list resource "pods"' in message and "epochkv doctor" in message for _, message in ready())
+        grant(space)
+        eventually(lambda: [reason for reason, _ in ready()] == ["Ready", "Starting"], f"over; log:\n{operator.tail()}", 60)
+
+        grant(space, but=lambda right: (right.resource, right.subresource) == ("kvcachepools", "status"))
+        space.patch(POOLS, "policy", {"spec": {"local": {"capacity": "65Mi"}}})
+        [event] = eventually(lambda: space.events("StatusForbidden"), f"told; log:\n{operator.tail()}", 60)
+        assert event["regarding"]["name"] == "policy"
+        assert 'cannot patch resource "kvcachepools/status"' in event["note"]
