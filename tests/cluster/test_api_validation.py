@@ -104,7 +104,7 @@ def test_epochs_in_status_never_go_down(namespace: Namespace) -> None:
         assert code == 422, (status, answer)
         assert text in answer["message"]
     code, answer = patch_status(namespace, "monotone", {"epoch": 5})
-    assert (code, answer["status"]) == (200, {"targetEpoch": 5, "epoch": 5})
+    assert (code, answer["status"]) == (200, {"targetEpoch": 5, "epoch": 5, "observedGeneration": -1})
 
 
 def test_kubectl_lists_scales_and_selects(namespace: Namespace) -> None:

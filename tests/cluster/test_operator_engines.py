@@ -133,7 +133,7 @@ def test_an_engine_that_lacks_tiers_says_so_until_it_has_them(namespace: Namespa
             assert condition(status, "TiersUsable")["message"] == f"{pod}: {MAMBA}"
         eventually(
             lambda: {event["regarding"]["kind"] for event in namespace.events("LayoutUnsupported")} == {"InferenceEngine", "KVCachePool"},
-            "an Event about each",
+            lambda: f"an Event about each: {namespace.events('LayoutUnsupported')}; log:\n{operator.tail()}",
         )
         assert {event["type"] for event in namespace.events("LayoutUnsupported")} == {"Warning"}
         assert operator.metric("epochkv_pool_tiers_off_engines") == 1

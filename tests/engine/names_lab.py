@@ -119,7 +119,9 @@ class Stream:
             "stream": True,
         }
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        for line in connection.getresponse():
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        for line in answer:
             if self.enough:
                 break
             text = line.decode().strip().removeprefix("data: ")

@@ -125,7 +125,7 @@ class Reporter:
             self.tell(obj, reason="StatusForbidden", action="Status", note=note)
             raise
         written.confirmed(answer.get("status") or {})
-        if labels is not None:
+        if labels is not None and obj["kind"] == POOLS.kind:
             self._tell_labels(obj, labels, written.labels or {}, after)
         if before != after:
             self._tell(obj, before, after)
