@@ -56,9 +56,9 @@ def explain(error: msgspec.ValidationError, document: Any) -> tuple[str, str]:
     key = shown(".".join(path))[1:-1]
     if field is None:
         return path[0], f"{key} is {shown(value)}: {' '.join(found['what'].split())[:MAX_TEXT]}"
-    return path[0], f"{key} is missing" if "missing" in field[
-        "state"
-    ] else f"{key} is {shown(value)}, but there is no such key: take it out, or correct its name"
+    if "missing" in field["state"]:
+        return path[0], f"{key} is missing"
+    return path[0], f"{key} is {shown(value)}, but there is no such key: take it out, or correct its name"
 
 
 NAME: Final = "EpochKVConnector"

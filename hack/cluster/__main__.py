@@ -18,6 +18,7 @@ console = Console(highlight=False)
 Name = Annotated[str, typer.Option(help="Name of the cluster; several can live side by side.", envvar="EPOCHKV_CLUSTER")]
 Kind = Annotated[str | None, typer.Option("--provider", help="local or kind; default $CLUSTER, else local.")]
 DEFAULT_NAME = "epochkv"
+OTHER_MODULES = [module.name for module in binaries.MODULES if module.checks]
 
 
 def _report(text: str) -> None:
@@ -26,7 +27,7 @@ def _report(text: str) -> None:
 
 @app.command()
 def build(
-    also: Annotated[list[str] | None, typer.Argument(help="prometheus, actionlint, lws (tests need them), kind")] = None,
+    also: Annotated[list[str] | None, typer.Argument(help=f"What tests or kind need: {', '.join(OTHER_MODULES)}.")] = None,
 ) -> None:
     """Build the Kubernetes binaries (cached; minutes the first time)."""
     progress = Console(highlight=False, stderr=True)

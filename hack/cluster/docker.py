@@ -18,7 +18,7 @@ from hack.cluster.binaries import cache_root
 from hack.cluster.config import ClusterState
 from hack.cluster.node import Node, host
 from hack.cluster.process import log_tail
-from hack.cluster.provider import ClusterError, Report
+from hack.cluster.provider import ClusterError, Report, check_installed
 from hack.waiting import poll
 
 MODULES = Path("/lib/modules")
@@ -78,8 +78,7 @@ def _package() -> Path:
 
 
 def _unpack(report: Report) -> None:
-    if missing := sorted({package for tool, package in _TOOLS.items() if shutil.which(tool) is None}):
-        raise ClusterError(f"not installed: {', '.join(missing)}: 'apt-get install {' '.join(missing)}'")
+    check_installed(_TOOLS)
     if (_package() / "usr/sbin/dockerd").exists():
         return
     report("Docker: downloading and unpacking Debian's docker.io (36 MB, once)")

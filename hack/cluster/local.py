@@ -19,7 +19,7 @@ from hack.cluster.config import ClusterState
 from hack.cluster.controlplane import Api
 from hack.cluster.node import Node, claim, locked
 from hack.cluster.process import log_tail
-from hack.cluster.provider import ClusterError, ComponentStatus, Report
+from hack.cluster.provider import ClusterError, ComponentStatus, Report, check_installed
 from hack.waiting import poll
 
 COMPONENTS = (
@@ -280,9 +280,7 @@ class LocalCluster:
 def _check_machine(mounts: Sequence[Path]) -> None:
     if os.geteuid() != 0:
         raise ClusterError("the local provider needs root: it creates namespaces; use 'sudo', or CLUSTER=kind with Docker")
-    missing = sorted({package for tool, package in _TOOLS.items() if shutil.which(tool) is None})
-    if missing:
-        raise ClusterError(f"not installed: {', '.join(missing)}: 'apt-get install {' '.join(missing)}'")
+    check_installed(_TOOLS)
     for path in mounts:
         if not path.exists():
             raise ClusterError(f"--mount {path}: no such file or folder on this machine")

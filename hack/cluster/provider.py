@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 Report = Callable[[str], None]
+
+
+def check_installed(tools: Mapping[str, str]) -> None:
+    """Raise ClusterError with the fix unless each tool is on PATH. `tools`: program -> Debian's package."""
+    if missing := sorted({package for tool, package in tools.items() if shutil.which(tool) is None}):
+        raise ClusterError(f"not installed: {', '.join(missing)}: 'apt-get install {' '.join(missing)}'")
 
 
 class ClusterError(RuntimeError):

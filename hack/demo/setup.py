@@ -67,8 +67,8 @@ class Setup:
         With kind whose images can be pulled, PATH may have kind, kubectl and Helm, and Docker builds our images.
         """
         python, provider = sys.executable, self.provider
-        kind = isinstance(provider, KindCluster)
-        pulls = isinstance(provider, KindCluster) and provider.pulls()
+        kind = provider if isinstance(provider, KindCluster) else None
+        pulls = kind is not None and kind.pulls()
         commands = {} if "EPOCHKV_ENGINE_VENV" in os.environ else {"vLLM": [str(ROOT / "hack/setup.sh"), "engine"]}
         if not (pulls and all(map(shutil.which, ("kind", "kubectl", "helm")))):
             commands["binaries"] = [python, "-m", "hack.cluster", "build", *(["kind"] if kind else [])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 import time
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hack.cluster.binaries import Report, cache_root
-from hack.cluster.provider import ClusterError
+from hack.cluster.provider import ClusterError, check_installed
 from hack.images import recipe
 from hack.images.recipe import Image
 
@@ -171,6 +170,4 @@ class Builder:
     def _check_machine() -> None:
         if os.geteuid() != 0:
             raise ClusterError("building images without Docker needs root (mmdebstrap and buildah's chroot isolation)")
-        missing = [tool for tool in ("buildah", "mmdebstrap") if shutil.which(tool) is None]
-        if missing:
-            raise ClusterError(f"not installed: {', '.join(missing)}: 'apt-get install {' '.join(missing)}'")
+        check_installed({tool: tool for tool in ("buildah", "mmdebstrap")})

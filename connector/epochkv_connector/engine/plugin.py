@@ -80,7 +80,8 @@ def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> No
     arguments.kv_transfer_config = KVTransferConfig(**transfer_config(extra))
     try:
         if config.hub is not None:
-            read_client_keys(config.hub, environ), read_root_secret(config.hub, environ)
+            read_client_keys(config.hub, environ)
+            read_root_secret(config.hub, environ)
     except ConfigurationError as error:
         logger.warning("EpochKV: %s: this engine cannot join pool %s, and will serve in bypass: %s", ATTACH_ENV, config.pool.name, error)
         return

@@ -64,10 +64,7 @@ def hub(
     pool: Annotated[
         str, typer.Option("--pool", metavar="NAME", help="Name of the pool: lower-case letters, digits, - and ., as in Kubernetes.")
     ],
-    listen: Annotated[
-        str,
-        typer.Option(metavar="tcp://HOST:PORT", help="Where to listen; * for every address, port 0 for a free one."),
-    ],
+    listen: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="Where to listen; * for every address, port 0 for a free one.")],
     state: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the record and the keys; the hub creates it on first use.")],
     lease_seconds: Annotated[
         float,

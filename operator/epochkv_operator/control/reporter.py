@@ -109,7 +109,7 @@ class Reporter:
             written = self._written[key] = Written(obj["metadata"]["uid"], obj["kind"])
         before: Json = {}
         after: Json = {}
-        labels = written.labels
+        labels = written.labels if obj["kind"] == POOLS.kind else None
 
         def decide(newest: Json) -> Json | None:
             nonlocal before, after
@@ -125,7 +125,7 @@ class Reporter:
             self.tell(obj, reason="StatusForbidden", action="Status", note=note)
             raise
         written.confirmed(answer.get("status") or {})
-        if labels is not None and obj["kind"] == POOLS.kind:
+        if labels is not None:
             self._tell_labels(obj, labels, written.labels or {}, after)
         if before != after:
             self._tell(obj, before, after)

@@ -12,6 +12,7 @@ from typing import Final
 
 import aiohttp
 
+from epochkv_fence.common import bracketed
 from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.resources import PODS, POOLS
@@ -55,7 +56,7 @@ def _url(pod: Json) -> str:
         address = ipaddress.ip_address((pod.get("status") or {}).get("podIP") or "")
     except ValueError:
         return ""
-    return f"http://{f'[{address}]' if address.version == 6 else address}:{MASTER_ADMIN_PORT}"
+    return f"http://{bracketed(str(address))}:{MASTER_ADMIN_PORT}"
 
 
 def _elects(pool: Json) -> bool:
@@ -81,17 +82,12 @@ class Elections:
         timeout, connector = aiohttp.ClientTimeout(total=ANSWER_SECONDS), aiohttp.TCPConnector(limit=AT_ONCE, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
-                pools = [pool for pool in self._store.every(POOLS.kind) if _elects(pool)]
-                none_leads = await asyncio.gather(*(self._none_leads(session, pool) for pool in pools))
-                before = self._rounds
-                self._rounds = {
-                    pool["metadata"]["uid"]: before.get(pool["metadata"]["uid"], 0) + 1
-                    for pool, none in zip(pools, none_leads, strict=True)
-                    if none
-                }
-                for pool in pools:
-                    uid = pool["metadata"]["uid"]
-                    if (before.get(uid, 0) >= ROUNDS) != self.leaderless(uid):
+                pools = {pool["metadata"]["uid"]: pool for pool in self._store.every(POOLS.kind) if _elects(pool)}
+                none_leads = await asyncio.gather(*(self._none_leads(session, pool) for pool in pools.values()))
+                before = {uid: self.leaderless(uid) for uid in pools}
+                self._rounds = {uid: self._rounds.get(uid, 0) + 1 for uid, none in zip(pools, none_leads, strict=True) if none}
+                for uid, pool in pools.items():
+                    if before[uid] != self.leaderless(uid):
                         self._changed(key_of(POOLS.kind, pool))
                 await asyncio.sleep(PERIOD_SECONDS)
 

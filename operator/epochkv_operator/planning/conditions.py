@@ -323,9 +323,11 @@ def _weights_converged(hub: HubView | None) -> Condition:
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
     taking = [engine.display_name for engine in hub.engines if engine.updating]
-    mute = [engine for engine in hub.engines if engine.alive and not engine.updating and engine.weights is None]
-    mute = [engine for engine in mute if engine.tiers_off != "OwnCache"]
-    unknown = [f"{engine.display_name} ({_line(engine.weights_note) or 'it has not said yet'})" for engine in mute]
+    unknown = [
+        f"{engine.display_name} ({_line(engine.weights_note) or 'it has not said yet'})"
+        for engine in hub.engines
+        if engine.alive and not engine.updating and engine.weights is None and engine.tiers_off != "OwnCache"
+    ]
     silent = f"the weights of these engines are not known, and they share nothing: {listed(unknown, _MAX_OUTLIERS)}" if unknown else ""
     if hub.outliers and hub.overdue:
         remedy = (

@@ -171,9 +171,9 @@ def _with_nulls(value: Any) -> Any:
         return None
     if isinstance(value, dict):
         return {key: _with_nulls(item) for key, item in value.items()}
-    return (
-        [_with_nulls(item) if isinstance(item, dict) and item != DELETE else item for item in value] if isinstance(value, list) else value
-    )
+    if isinstance(value, list):
+        return [_with_nulls(item) if isinstance(item, dict) and item != DELETE else item for item in value]
+    return value
 
 
 def _hardened(container: Json) -> Json:

@@ -102,9 +102,9 @@ def test_what_the_command_of_an_update_prints_is_no_part_of_the_json(pushed: Hub
     assert f"pushed through {os.path.abspath(relative)}" in done.stderr
 
 
-def test_the_command_of_an_update_finds_a_configuration_in_the_home_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/trainer")
-    assert environment({"EPOCHKV_CONFIG": "~/client"}, None, "")["EPOCHKV_CONFIG"] == "/home/trainer/client"
+def test_the_command_of_an_update_finds_a_configuration_in_the_home_of_its_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert environment({"EPOCHKV_CONFIG": "~/client"}, None, "")["EPOCHKV_CONFIG"] == f"{tmp_path}/client"
 
 
 def test_an_engine_that_missed_the_push_is_status_3_and_named(pushed: HubProcess, pushed_agents: Agents, tmp_path: Path) -> None:
