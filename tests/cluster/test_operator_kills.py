@@ -1,6 +1,6 @@
 """The operator is killed right after each of its writes, in everything that it writes for; the next one ends where the first would have.
 
-`make test` kills after the last write of each flow, and after one before it; `make test-all` after each of them.
+`make test` kills after the last write of each flow, and after one of its first half; `make test-all` after each of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Journey:
     proxy: FaultProxy
     operator: OperatorProcess
     epochs: EpochWatch
-    killed: list[str] = field(default_factory=list)
+    killed_early: list[str] = field(default_factory=list)
 
     @classmethod
     @contextlib.contextmanager
@@ -73,16 +73,18 @@ class Journey:
         eventually(quiet, lambda: f"{flow.name} at rest; log:\n{self.operator.tail()}", PATIENCE_SECONDS, POLL_SECONDS)
         return len(counted.writes), snapshot(self.space)
 
-    def killed_after(self, flow: Flow, last: int, wanted: Snapshot) -> list[str]:
+    def killed_after(self, flow: Flow, last: int | None, wanted: Snapshot) -> list[str]:
         """Go through a flow with an operator that dies after so many writes, and its successor. Returns what is wrong afterwards."""
         self.proxy.decide = fatal = KillAfter(last)
         hits = len(self.proxy.faults)
         flow.act(self.space)
-        # A run may need fewer writes than the one that counted them, where two changes of a status came together.
-        if poll(lambda: fatal.reached.is_set() or equal(self.space, wanted), PATIENCE_SECONDS, POLL_SECONDS) and fatal.reached.is_set():
-            eventually(lambda: any(fault.carried_out for _, _, fault in self.proxy.faults[hits:]), f"{fatal.writes[-1]} carried out")
+        poll(lambda: fatal.reached.is_set() or equal(self.space, wanted), PATIENCE_SECONDS, POLL_SECONDS)
+        if last is not None:
+            # A run may need fewer writes than the one that counted them, where two changes of a status came together. It dies at rest.
+            if fatal.reached.is_set():
+                eventually(lambda: any(fault.carried_out for _, _, fault in self.proxy.faults[hits:]), f"{fatal.writes[-1]} carried out")
+                self.killed_early.append(flow.name)
             self.operator.process.kill()
-            self.killed.append(f"{flow.name} after write {last}, {fatal.writes[-1]}")
             # Its holder is dead: the next one need not wait until the Lease is over.
             self.space.delete(LEASES, "epochkv-operator")
             self.proxy.decide = lambda method, path: None
@@ -119,7 +121,7 @@ def points(undisturbed: Undisturbed, every: bool) -> list[dict[str, int]]:
     print(f"seed {seed}, writes {writes}")
     return [
         {name: number(count) for name, count in writes.items() if count}
-        for number in (lambda count: count, lambda count: drawn.randint(1, count))
+        for number in (lambda count: count, lambda count: drawn.randint(1, (count + 1) // 2))
     ]
 
 
@@ -129,21 +131,20 @@ def test_killed_after_a_write_the_next_operator_ends_where_the_first_would_have(
     plane: ControlPlane, undisturbed: Undisturbed, tmp_path: Path, every: bool
 ) -> None:
     def travel(number: int, kills: dict[str, int]) -> tuple[list[str], list[str]]:
-        """The kills of one journey, and what was wrong after the first one after which something was."""
+        """The flows of one journey that a kill cut short, and what was wrong after the first one after which something was."""
         folder = tmp_path / str(number)
         folder.mkdir()
         with Journey.begin(plane, folder) as journey:
             for flow in FLOWS:
-                if wrong := journey.killed_after(flow, kills.get(flow.name, 10**6), undisturbed.ends[flow.name]):
-                    return journey.killed, wrong
-            return journey.killed, []
+                if wrong := journey.killed_after(flow, kills.get(flow.name), undisturbed.ends[flow.name]):
+                    return journey.killed_early, wrong
+            return journey.killed_early, []
 
     journeys = points(undisturbed, every)
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         results = list(threads.map(travel, itertools.count(), journeys))
     wrong = [line for _, lines in results for line in lines]
     assert not wrong, "\n".join(wrong)
-    killed = [kill for kills, _ in results for kill in kills]
-    meant = sum(len(kills) for kills in journeys)
-    print(f"{len(killed)} kills of {meant}; each flow takes {undisturbed.writes}")
-    assert len(killed) >= 0.7 * meant, killed
+    early = [flow for flows, _ in results for flow in flows]
+    print(f"{len(early)} kills before the end of a flow, of {sum(map(len, journeys))}; each flow takes {undisturbed.writes}")
+    assert early
