@@ -61,7 +61,7 @@ def plan(
 ) -> None:
     """Show what the operator would apply and delete for pools and engines, why, and which pods that replaces.
 
-    Without --live, every object is new, and only the schema judges it. With --live, kubectl has the API server judge the
+    Without --live, every object is new, and the rules of the CRDs judge it. With --live, kubectl has the API server judge the
     files in a dry run, and engines that a changed pool restarts are shown, too, in whatever file they are.
 
     \b

@@ -6,7 +6,9 @@ defaults, images and keys that only the running operator knows cancel out.
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,7 @@ import yaml
 from epochkv_operator import __version__
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import API_VERSION, GROUP
+from epochkv_operator.api.rules import violations
 from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.resources import ENGINES, POOLS, identity
 from epochkv_operator.planning.context import Context, Observed, listed
@@ -60,6 +63,8 @@ class Outcome:
     subject: Subject
     details: tuple[str, ...] = ()
     """The planner's steps, with why."""
+    applied: tuple[Json, ...] = ()
+    """The objects that the operator would apply, in the order of the steps."""
     pods: int = 0
     """Pods that would be replaced."""
     problem: str = ""
@@ -73,13 +78,16 @@ class Outcome:
         else:
             state = f"{'new' if self.subject.before is None else 'as it is applied'} ({self.subject.source})"
         problem = [f"! the operator would change nothing: {self.problem}"] if self.problem else []
-        lines = [*(f"note: {note}" for note in self.notes), *problem, *self.details]
+        pods = (_pod_said(obj) if kind == ENGINES.kind else "" for obj in self.applied)
+        steps = (f"{step}\n    {pod}" if pod else step for step, pod in itertools.zip_longest(self.details, pods, fillvalue=""))
+        lines = [*(f"note: {note}" for note in self.notes), *problem, *steps]
         return "\n  ".join([f"{kind} {namespace}/{name}: {state}", *(lines or ["nothing to do"])]) + "\n"
 
     def as_json(self) -> Json:
         kind, namespace, name = identity(self.subject.after)
         facts = {"kind": kind, "namespace": namespace, "name": name, "file": self.subject.source, "new": self.subject.before is None}
-        return {**facts, "problem": self.problem, "notes": self.notes, "steps": self.details, "podsReplaced": self.pods}
+        steps = {"steps": self.details, "apply": self.applied, "podsReplaced": self.pods}
+        return {**facts, "problem": self.problem, "notes": self.notes, **steps}
 
 
 def planned(
@@ -93,6 +101,9 @@ def planned(
     if live:
         return _live(paths, namespace, context, rendered)
     manifests, skipped = read(paths, namespace, "default")
+    refused = [f"{source}: {obj['kind']} {'/'.join(identity(obj)[1:])}: {text}" for obj, source in manifests for text in violations(obj)]
+    if refused:
+        raise CannotPlan(*refused)
     subjects = [Subject(None, _with_uid(obj), source, tuple(_nulls(obj["spec"], "spec"))) for obj, source in manifests]
     return outcomes(subjects, {}, _pools(one.after for one in subjects), rendered), skipped
 
@@ -117,7 +128,7 @@ def _outcome(subject: Subject, before: Pools, after: Pools, context: Context) ->
         detail + (_said(obj, pods[identity(obj)], identity(obj) not in wanted) if identity(obj) in pods else "")
         for detail, obj in zip(plan.details, (*plan.apply, *plan.delete), strict=True)
     ]
-    return Outcome(subject, tuple(steps), sum(pods.values()), notes=tuple(_notes(subject, after)))
+    return Outcome(subject, tuple(steps), plan.apply, sum(pods.values()), notes=tuple(_notes(subject, after)))
 
 
 def _plan(obj: Json, pools: Pools, children: Sequence[Json], context: Context) -> Plan:
@@ -150,6 +161,18 @@ def _said(obj: Json, replaced: int, new: bool) -> str:
         return f"; replaces {replaced} pod{'s' if replaced > 1 else ''}, {at_once}"
     started = _pods(spec) if new else 0
     return f"; starts {started} pod{'s' if started > 1 else ''}" if started else ""
+
+
+def _pod_said(workload: Json) -> str:
+    """What a pod of an engine gets: what the fields were computed into. In a group of pods, the first one."""
+    spec = workload.get("spec", {})
+    template = spec.get("template") or (spec.get("leaderWorkerTemplate") or {}).get("leaderTemplate")
+    if template is None:
+        return ""
+    container = next(container for container in template["spec"]["containers"] if container["name"] == "engine")
+    memory = (container["resources"].get("limits") or container["resources"].get("requests") or {}).get("memory")
+    arguments = " ".join("{...}" if argument.startswith("{") else shlex.quote(argument) for argument in container["args"])
+    return f"each pod: {f'{memory} of memory, ' if memory else ''}vLLM with {arguments}"
 
 
 def _notes(subject: Subject, pools: Pools) -> Iterator[str]:

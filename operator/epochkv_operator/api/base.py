@@ -1,7 +1,8 @@
 """What both custom resources share: the base model, rules in CEL, values with a rule of their own, pod overrides, conditions.
 
-The models are the single source of the API: `generate.py` turns them into CRDs. The API server judges the rules in CEL, and nobody else:
-what the operator reads has passed them. The models check types, enums, bounds and what is required, as the schema does.
+The models are the single source of the API: `generate.py` turns them into CRDs. The API server judges the rules in CEL: what the operator
+reads has passed them. `epochkv plan` judges files alone by the same rules (`rules.py`). The models check types, enums, bounds and what is
+required, as the schema does.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from epochkv_operator.preview import CannotPlan, read
+from tests.support.api.cases import Case
+from tests.support.api.corpus import CASES
 from tests.support.cli import inside
 
 Json = dict[str, Any]
@@ -121,6 +123,8 @@ def test_the_command_shows_what_is_made_and_ends_with_0(tmp_path: Path, capsys: 
         f"InferenceEngine default/rollout: new ({file}, document 1)\n"
         "  apply ServiceAccount default/rollout: it does not exist\n"
         "  apply Deployment default/rollout: it does not exist; starts 3 pods\n"
+        "    each pod: 1Gi of memory, vLLM with --shutdown-timeout 40 --model tiny --port 8000 --served-model-name tiny"
+        " --enable-prompt-tokens-details --kv-transfer-config {...}\n"
         "  apply Service default/rollout: it does not exist\n"
         "  apply PodDisruptionBudget default/rollout: it does not exist\n"
         "\n"
@@ -131,6 +135,32 @@ def test_the_command_shows_what_is_made_and_ends_with_0(tmp_path: Path, capsys: 
     shown = json.loads(output)
     assert (shown["podsReplaced"], shown["objects"][1]["name"], shown["objects"][1]["new"]) == (0, "rollout", True)
     assert shown["objects"][1]["steps"][1] == "apply Deployment default/rollout: it does not exist; starts 3 pods"
+    assert shown["objects"][1]["apply"][1]["spec"]["replicas"] == 3
+
+
+def test_the_command_shows_what_a_wide_engine_is_computed_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"tensor": 2, "data": 4, "expert": True, "nodes": 2}
+    wide = engine(parallelism=shape, resources={"limits": {"memory": "64Gi"}})
+    status, output, _ = inside(capsys, "plan", "-f", str(write(tmp_path / "f.yaml", wide, pool(local={"capacity": "32Gi"}))))
+    assert status == 0
+    [line] = [line for line in output.splitlines() if line.startswith("    each pod: ")]
+    assert line.startswith("    each pod: 96Gi of memory, vLLM with ")
+    assert " --tensor-parallel-size 2 --data-parallel-size 4 --enable-expert-parallel --nnodes 2 " in line
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind[:3]}-{case.id}")
+def test_files_alone_are_refused_for_what_the_api_server_refuses(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the schema, the models say it in their own words."""
+    document = {"apiVersion": "epochkv.io/v1alpha1", "kind": case.kind, "metadata": {"name": case.name}}
+    file = write(tmp_path / "f.yaml", document if case.spec is None else {**document, "spec": case.spec})
+    status, output, errors = inside(capsys, "plan", "-f", str(file))
+    if case.says is None:
+        assert errors == ""
+        assert status == 0 or "! the operator would change nothing" in output
+        return
+    assert status == 1
+    assert case.schema or all(fragment in errors for fragment in case.says), errors
+    assert "hunter2" not in errors
 
 
 @pytest.mark.parametrize(
