@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ BUSY = frozenset(
     }
 )
 """Reasons of conditions that pass by themselves."""
+NO_POD_YET = re.compile(r"replicas of the \w+ are ready($|: it has no pod)")
+"""No kubelet makes a pod ready here, so a message that names none is about to."""
 
 
 def _pool(space: Namespace, spec: Json) -> None:
@@ -81,7 +84,9 @@ def at_rest(found: Snapshot) -> bool:
         if not key.startswith(("kvcachepools/", "inferenceengines/")):
             continue
         status = obj["status"]
-        if status.get("observedGeneration") != "newest" or any(each["reason"] in BUSY for each in status["conditions"]):
+        if status.get("observedGeneration") != "newest":
+            return False
+        if any(each["reason"] in BUSY or NO_POD_YET.search(each["message"]) for each in status["conditions"]):
             return False
         if key.startswith("kvcachepools/") and (
             status.get("epoch") != obj["spec"]["resetEpoch"] or status["engines"]["summary"] != "1/1" or not status["externalEngines"]
