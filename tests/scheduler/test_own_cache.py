@@ -28,6 +28,11 @@ def elastic(config: VllmConfig, patch: Patch) -> None:
     patch.setattr(type(config.model_config), "is_moe", True)
 
 
+def wide(config: VllmConfig, patch: Patch) -> None:
+    object.__setattr__(config.parallel_config, "data_parallel_size", 2)
+    patch.setattr(type(config.model_config), "is_moe", True)
+
+
 def rebalancing(config: VllmConfig, patch: Patch) -> None:
     object.__setattr__(config.parallel_config, "enable_eplb", True)
 
@@ -46,6 +51,8 @@ REASONS: dict[str, tuple[Callable[[VllmConfig, Patch], None], str]] = {
     "prefetch offloading": (offloading, "offload_group_size"),
     "old Ray executor": (old_ray, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"),
 }
+FENCED = {**REASONS, "wide": (wide, "EPOCHKV_FENCE")}
+"""Under the fence alone, ranks of a wide model compare nothing."""
 every_reason = pytest.mark.parametrize("reason", list(REASONS))
 
 
@@ -56,7 +63,7 @@ def make_own(make_rig: MakeRig, monkeypatch: Patch) -> Callable[..., Any]:
     def make(reason: str, kind: type[Rig] = Rig, **options: Any) -> Any:
         if reason == "old Ray executor":
             monkeypatch.setattr("tests.support.scheduler.FakeExecutor", RayDistributedExecutor)
-        return make_rig(kind, **options, change_config=lambda config: REASONS[reason][0](config, monkeypatch))
+        return make_rig(kind, **options, change_config=lambda config: FENCED[reason][0](config, monkeypatch))
 
     return make
 
@@ -203,7 +210,7 @@ def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: Callabl
     assert rig.connector.scheduler.gauges()["bypass"] == 1.0
 
 
-@every_reason
+@pytest.mark.parametrize("reason", list(FENCED))
 @pytest.mark.parametrize("stock", [Stock, Offloading], ids=["no connector", "offloading"])
 def test_the_fence_alone_keeps_such_engines_hits_too(make_own: Callable[..., Any], reason: str, stock: Callable[[], Stock]) -> None:
     rig = make_own(reason, kind=FencedRig, stock=stock(), num_blocks=64)
@@ -214,9 +221,10 @@ def test_the_fence_alone_keeps_such_engines_hits_too(make_own: Callable[..., Any
     rig.check_clean()
 
 
-def test_other_engines_do_not_find_what_such_an_engine_puts_into_a_store_that_they_share(make_own: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("reason", ["elastic ranks", "wide"])
+def test_other_engines_do_not_find_what_such_an_engine_puts_into_a_store_that_they_share(make_own: Callable[..., Any], reason: str) -> None:
     objects: dict[str, Any] = {}
-    a, b = (make_own("elastic ranks", kind=FencedRig, stock=MooncakeStore(objects), epoch=0) for _ in range(2))
+    a, b = (make_own(reason, kind=FencedRig, stock=MooncakeStore(objects), epoch=0) for _ in range(2))
     assert found(a) == 0
     assert objects
     assert found(b) == 0
