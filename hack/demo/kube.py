@@ -6,13 +6,13 @@ HTTP to pods goes through the API server's pod proxy, so that neither routes to 
 from __future__ import annotations
 
 import base64
-import http.client
 import json
 import ssl
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,7 +76,7 @@ class Kube:
     def get(self, path: str) -> Json:
         """One object; raises DemoError with the server's words."""
         status, body = self.request("GET", path)
-        if status != http.client.OK:
+        if status != HTTPStatus.OK:
             raise DemoError(f"GET {path}: {status} {body.decode(errors='replace')[:500]}")
         found: Json = json.loads(body)
         return found
@@ -85,7 +85,7 @@ class Kube:
         """Objects of a watch, oldest first, beginning with what is there; ends after `seconds`."""
         query = f"{path}&watch=true&timeoutSeconds={max(1, int(seconds))}"
         with self._open("GET", query, None, JSON_BODY, seconds + 5) as response:
-            if response.status_code != http.client.OK:
+            if response.status_code != HTTPStatus.OK:
                 raise DemoError(f"watch {path}: {response.status_code} {response.read().decode(errors='replace')[:500]}")
             for line in response.iter_lines():
                 event = json.loads(line)
@@ -148,7 +148,7 @@ class PodEngine(EngineApi):
             status, answer = self._kube.pod_http(self._namespace, self.name, 8000, method, path, body, self._headers, seconds)
         except OSError as error:
             raise EngineError(f"{self.name} {path}: no answer: {error}") from error
-        if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
+        if not HTTPStatus.OK <= status < HTTPStatus.MULTIPLE_CHOICES:
             raise EngineError(f"{self.name} {path}: HTTP {status}: {answer.decode(errors='replace')[:500]}")
         return answer
 

@@ -1,6 +1,6 @@
 """The operator is killed right after each of its writes, in everything that it writes for; the next one ends where the first would have.
 
-`make test` kills after the last write of each flow, and after one of its first half; `make test-all` after each of them.
+`make test` kills after the last write of each flow, and after one before it; `make test-all` after each of them.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def points(undisturbed: Undisturbed, every: bool) -> list[dict[str, int]]:
     print(f"seed {seed}, writes {writes}")
     return [
         {name: number(count) for name, count in writes.items() if count}
-        for number in (lambda count: count, lambda count: drawn.randint(1, (count + 1) // 2))
+        for number in (lambda count: count, lambda count: drawn.randint(1, count))
     ]
 
 
@@ -146,5 +146,6 @@ def test_killed_after_a_write_the_next_operator_ends_where_the_first_would_have(
     wrong = [line for _, lines in results for line in lines]
     assert not wrong, "\n".join(wrong)
     early = [flow for flows, _ in results for flow in flows]
-    print(f"{len(early)} kills before the end of a flow, of {sum(map(len, journeys))}; each flow takes {undisturbed.writes}")
-    assert early
+    meant = sum(len(kills) for kills in journeys)
+    print(f"{len(early)} kills before the end of a flow, of {meant}; each flow takes {undisturbed.writes}")
+    assert len(early) >= meant / 3, early

@@ -22,15 +22,14 @@ class RayDistributedExecutor(FakeExecutor):
     """By its name, vLLM's old Ray executor."""
 
 
-def elastic(config: VllmConfig, patch: Patch) -> None:
-    object.__setattr__(config.parallel_config, "data_parallel_size", 2)
-    object.__setattr__(config.parallel_config, "enable_elastic_ep", True)
-    patch.setattr(type(config.model_config), "is_moe", True)
-
-
 def wide(config: VllmConfig, patch: Patch) -> None:
     object.__setattr__(config.parallel_config, "data_parallel_size", 2)
     patch.setattr(type(config.model_config), "is_moe", True)
+
+
+def elastic(config: VllmConfig, patch: Patch) -> None:
+    wide(config, patch)
+    object.__setattr__(config.parallel_config, "enable_elastic_ep", True)
 
 
 def rebalancing(config: VllmConfig, patch: Patch) -> None:
