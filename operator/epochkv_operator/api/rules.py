@@ -18,6 +18,8 @@ from epochkv_fence import quantity
 from epochkv_operator.api.base import Json
 from epochkv_operator.api.generate import CRDS, manifest
 
+_LARGEST: Final = 2**63 - 1
+
 
 def violations(obj: Json) -> list[str]:
     """What is wrong with a new object that fits the schema, as `field: text`."""
@@ -37,6 +39,8 @@ def _with_defaults(schema: Json, value: Any) -> Any:
         return {name: _with_defaults(fields.get(name, {}), item) for name, item in value.items()}
     if isinstance(value, list):
         return [_with_defaults(schema.get("items", {}), item) for item in value]
+    if isinstance(value, int) and abs(value) > _LARGEST:  # more than CEL has, and beyond every bound of ours
+        return _LARGEST if value > 0 else -_LARGEST
     return value
 
 

@@ -148,6 +148,22 @@ def test_the_command_shows_what_a_wide_engine_is_computed_into(tmp_path: Path, c
     assert " --tensor-parallel-size 2 --data-parallel-size 4 --enable-expert-parallel --nnodes 2 " in line
 
 
+def test_memory_that_is_only_requested_is_shown_beside_other_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = engine(resources={"limits": {"nvidia.com/gpu": "1"}, "requests": {"memory": "32Gi"}})
+    _, output, _ = inside(capsys, "plan", "-f", str(write(tmp_path / "f.yaml", asked, pool())))
+    assert "    each pod: 33Gi of memory, vLLM with " in output
+
+
+@pytest.mark.parametrize("number", [2**70, -(2**70)])
+def test_numbers_beyond_64_bits_are_refused_by_the_rule_of_their_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    status, _, errors = inside(capsys, "plan", "-f", str(write(tmp_path / "f.yaml", pool(local={"capacity": number}))))
+    assert status == 1
+    assert "KVCachePool default/policy: spec.local.capacity: " in errors
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind[:3]}-{case.id}")
 def test_files_alone_are_refused_for_what_the_api_server_refuses(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the schema, the models say it in their own words."""
