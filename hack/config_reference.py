@@ -58,7 +58,8 @@ def _allowed(kind: inspect.Type, words: Mapping[str, Any]) -> tuple[str, str]:
         case inspect.BoolType():
             return "boolean", "true or false"
         case inspect.IntType():
-            return "integer", f"a whole number of {words['unit']} from {kind.ge} to {kind.le}"
+            unit = f" of {words['unit']}" if "unit" in words else ""
+            return "integer", f"a whole number{unit} from {kind.ge} to {kind.le}"
         case inspect.FloatType():
             bounds = f"from {kind.ge:g} to {kind.le:g}" if kind.gt is None else f"above {kind.gt:g}, at most {kind.le:g}"
             return "number", f"a number of {words['unit']} {bounds}"

@@ -45,8 +45,11 @@ def rules() -> str:
     for (group, resource), allowed in verbs.items():
         merged.setdefault((group, tuple(allowed)), []).append(resource)
     lines = ["{{- /* Made by hack/sync_chart.py; do not edit. */}}", '{{- define "epochkv.rules" -}}']
+    in_namespaces = {right.resource for right in rights("home", ("team",), "lease", "hub")}
     for (group, allowed), resources in merged.items():
-        lines += [f"- apiGroups: [{group or json.dumps('')}]", f"  resources: [{', '.join(resources)}]", f"  verbs: [{', '.join(allowed)}]"]
+        rule = [f"- apiGroups: [{group or json.dumps('')}]", f"  resources: [{', '.join(resources)}]", f"  verbs: [{', '.join(allowed)}]"]
+        of_cluster = in_namespaces.isdisjoint(resource.partition("/")[0] for resource in resources)
+        lines += ["{{- if not .Values.watchNamespaces }}", *rule, "{{- end }}"] if of_cluster else rule
     return "\n".join([*lines, "{{- end }}"]) + "\n"
 
 

@@ -114,6 +114,17 @@ class DistributedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             extra={"allowed": "names of RDMA devices with commas, or empty"},
         ),
     ] = ""
+    cluster_id: Annotated[
+        str | None,
+        Meta(
+            description="The `--cluster_id` of masters that agree on a leader by etcd. With another one, no client finds the leader.",
+            extra={"allowed": "the masters' cluster id"},
+        ),
+    ] = None
+    gid_index: Annotated[
+        Annotated[int, Meta(ge=0, le=255)] | None,
+        Meta(description="Index of the address that RoCE devices use, where Mooncake finds none or a wrong one."),
+    ] = None
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

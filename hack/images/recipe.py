@@ -44,14 +44,19 @@ IMAGES = (
     Image("store", "docker/store.Dockerfile", None, 60),
     Image("engine", "docker/engine.Dockerfile", "engine-hostenv", 60),
 )
+JOINING = (
+    Image("connector", "docker/engine.Dockerfile", "connector", 60),
+    Image("vllm", "docker/engine.Dockerfile", "vllm-hostenv", 30),
+)
+"""For pods that join a pool by their label: the init container, and an image that has vLLM and nothing of ours."""
 
 
 def image(name: str) -> Image:
     """The image of this name, or an error that lists them."""
-    for found in IMAGES:
+    for found in (*IMAGES, *JOINING):
         if found.name == name:
             return found
-    raise ClusterError(f"no image {name!r}: one of {', '.join(found.name for found in IMAGES)}")
+    raise ClusterError(f"no image {name!r}: one of {', '.join(found.name for found in (*IMAGES, *JOINING))}")
 
 
 def copied_paths(dockerfile: str) -> list[str]:

@@ -19,7 +19,9 @@ for asks in hack/requirements/trainers/*.in; do
   "$uv" pip compile pyproject.toml "$asks" "${common[@]}" --extra connector --extra trainer --group dev \
     --override hack/requirements/overrides.txt "${more[@]}" -o "${asks%.in}.txt"
 done
-for name in build operator store docs sbom; do
+for name in build operator store connector docs sbom; do
   [ -f "hack/requirements/$name.in" ] || continue
-  "$uv" pip compile "hack/requirements/$name.in" "${common[@]}" -o "hack/requirements/$name.txt" "$@"
+  more=()
+  [ "$name" != connector ] || more=(--no-deps) # vLLM brings what Mooncake asks for
+  "$uv" pip compile "hack/requirements/$name.in" "${common[@]}" "${more[@]}" -o "hack/requirements/$name.txt" "$@"
 done

@@ -73,7 +73,7 @@ class Engine(EngineApi):
         environ = {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT, **(environ or {})}
         self.process = Process(name, command, directory / f"{name}.log", environ, popen=popen)
 
-    def wait_ready(self, seconds: float = 240.0) -> Self:
+    def wait_ready(self, seconds: float = 600.0) -> Self:
         """Return once `/health` answers 200."""
         self.process.wait_until(lambda: self._status("/health") == 200, seconds, "healthy")
         self._was_ready = True

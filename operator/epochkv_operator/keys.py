@@ -34,7 +34,7 @@ import structlog
 
 from epochkv_fence.net.keys import CredentialsError, KeyPair, check_key, generate_keypair, public_of
 from epochkv_operator import metrics
-from epochkv_operator.api.base import MANAGED_BY, POOL_LABEL
+from epochkv_operator.api.base import MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, SHARED_ANNOTATION
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import POOLS, SECRETS
 from epochkv_operator.kube.status import EventRecorder
@@ -53,7 +53,7 @@ GENERATION: Final = "generation"
 PREVIOUS: Final = "previous.pub"
 CHECK: Final = "check"
 FIELDS: Final = (HUB, PUBLIC, KEY, ROOT, GENERATION, PREVIOUS, CHECK)
-_OURS: Final = {"app.kubernetes.io/managed-by": MANAGED_BY, "app.kubernetes.io/part-of": "epochkv"}
+_OURS: Final = {MANAGED_BY_LABEL: MANAGED_BY, "app.kubernetes.io/part-of": "epochkv"}
 LOOK_SECONDS: Final = 10.0
 RETRY_SECONDS: Final = 2.0
 
@@ -163,6 +163,18 @@ def manifest(namespace: str, name: str, fields: Fields, labels: Mapping[str, str
         "immutable": immutable,
         "data": encoded(fields),
     }
+
+
+def copied(pool_namespace: str, pool: str, namespace: str, fields: Fields) -> Json:
+    """A copy of a pool's Secret for another namespace, which no object there can own: it names its pool."""
+    body = manifest(namespace, component_name(pool, "fence"), fields, {POOL_LABEL: pool}, [])
+    body["metadata"]["annotations"] = {SHARED_ANNOTATION: f"{pool_namespace}/{pool}"}
+    return body
+
+
+def is_copy(found: Json, pool_namespace: str, pool: str) -> bool:
+    """Whether a Secret is such a copy of this pool's."""
+    return bool((found["metadata"].get("annotations") or {}).get(SHARED_ANNOTATION) == f"{pool_namespace}/{pool}")
 
 
 def owner_reference(pool: Json) -> Json:

@@ -206,6 +206,11 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         before = keys.values.copy()
         until(lambda: (s := team.get(secrets, "policy-fence")) and s["data"]["client.key"] not in before, "the orphan replaced")
 
+        left = {"epochkv.io/pool": "gone", "app.kubernetes.io/managed-by": "epochkv-operator"}
+        copy = {"name": "gone-connection", "labels": left, "annotations": {"epochkv.io/shared-by": f"{TEAM}/gone"}}
+        team.create(CHILDREN["configmaps"], {"metadata": copy})
+        until(lambda: team.get(CHILDREN["configmaps"], "gone-connection") is None, "what a pool shared went with it")
+
         hub = break_hub_secret(home)
         until(lambda: (home.get(secrets, "epochkv-hub") or {}).get("data") == hub, "the hub's Secret restored")
         until(lambda: home.events("SecretRestored") or Right(HOME, "events.k8s.io", "events", "create") in rights.granted, "told")

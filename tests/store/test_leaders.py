@@ -22,7 +22,7 @@ from epochkv_connector.store.connection import StoreOutcome
 from epochkv_operator.hub import masters
 from epochkv_operator.hub.masters import Elections
 from epochkv_operator.kube.store import Key, Store, indexed
-from epochkv_operator.planning.connection import client_environment, connection
+from epochkv_operator.planning.connection import connection
 from hack.cluster.binaries import build
 from hack.standalone.process import Process
 from hack.waiting import eventually
@@ -99,12 +99,12 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
 
 @pytest.fixture
 def engine(pods: Pods, connect: ConnectTo, monkeypatch: pytest.MonkeyPatch) -> tuple[StoreClient, Memory]:
-    """The connector's client, as an engine of the pool has it: the operator's environment and address."""
+    """The connector's client, as an engine of the pool has it: the operator's cluster id and address."""
     wanted = pool(pods.spec)
-    for name, value in client_environment(wanted).items():
-        monkeypatch.setenv(name, value)
+    tier = connection(wanted, CONTEXT)["distributed"]
+    monkeypatch.setenv("MC_STORE_CLUSTER_ID", tier["cluster_id"])  # as the connector does, which takes it once in a process
     memory = Memory(KEYS, 10_000)
-    return connect(connection(wanted, CONTEXT)["distributed"]["master_address"], memory), memory
+    return connect(tier["master_address"], memory), memory
 
 
 def test_a_leader_that_is_killed_costs_no_stored_block(pods: Pods, engine: tuple[StoreClient, Memory]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_connector.store.connection import prepare_environment
-from epochkv_operator.planning.connection import client_environment, connection
+from epochkv_operator.planning.connection import cluster_of, connection
 from hack.cluster.binaries import build
 from hack.loopback import port_open
 from hack.standalone.process import Process
@@ -75,7 +75,7 @@ def test_masters_stores_and_engines_reach_etcd_past_the_proxy(address: str, tmp_
             running.append(start(rendered(spec, "store"), "store", STORE, tmp_path, 0, **proxy.environ))
             running[-1].wait_until(lambda: "bytes of filled memory" in running[-1].log.read_text(errors="replace"), 60, "mounted")
             wanted = pool(spec)
-            environ = {**os.environ, **client_environment(wanted), **proxy.environ, "PYTHONPATH": os.getcwd()}
+            environ = {**os.environ, "MC_STORE_CLUSTER_ID": cluster_of(wanted) or "", **proxy.environ, "PYTHONPATH": os.getcwd()}
             master = connection(wanted, CONTEXT)["distributed"]["master_address"]
             assert master == f"etcd://{etcd.endpoint}"
             ran = subprocess.run(

@@ -31,6 +31,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- index . 2 | default (printf "epochkv/%s:%s" (index . 1) ($root.Values.image.tag | default $root.Chart.AppVersion)) -}}
 {{- end }}
 
+{{- define "epochkv.connectorImage" -}}
+{{- include "epochkv.defaultImage" (list . "connector" .Values.join.image) -}}
+{{- end }}
+
 {{/* Pod Security `restricted`. */}}
 {{- define "epochkv.podSecurity" -}}
 runAsNonRoot: true

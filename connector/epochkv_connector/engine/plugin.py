@@ -1,4 +1,4 @@
-"""The entry point that vLLM calls first in every process (`vllm.general_plugins`).
+"""What the entry point (`entry`) does in every process of vLLM.
 
 It registers the connector: `kv_connector_module_path` suffices for the connector alone, but a MultiConnector rebuilds its
 children's stats through the registry. It has weights digested before a kernel packs them away. And it switches the connector on

@@ -108,6 +108,7 @@ class HubLink:
                 identity = EngineIdentity(
                     engine=os.environ.get("EPOCHKV_ENGINE_NAME") or f"{socket.gethostname()}:{os.getpid()}",
                     pod=os.environ.get("POD_NAME", ""),
+                    namespace=os.environ.get("POD_NAMESPACE", ""),
                     rank=rank,
                     fingerprint=fingerprint,
                     versions=running(),

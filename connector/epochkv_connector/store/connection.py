@@ -132,6 +132,7 @@ class StoreSettings:
     Attributes:
         master_address: `host:port`, or `etcd://h1:2379;h2:2379` for a replicated master.
         metadata_server, protocol, device_name: Mooncake's `setup` arguments of these names.
+        cluster_id, gid_index: what Mooncake reads from its environment; None: what that says.
         local_hostname: address of this process for its peers; None: `POD_IP`, else the address the master is reached from.
         verify_payload: checksum of the whole payload on put and get, not only header and trailer.
         get_threads: store calls that may fetch at the same time (a call to a hung peer blocks for seconds).
@@ -153,6 +154,8 @@ class StoreSettings:
     metadata_server: str = "P2PHANDSHAKE"
     protocol: str = "tcp"
     device_name: str = ""
+    cluster_id: str | None = None
+    gid_index: int | None = None
     local_hostname: str | None = None
     verify_payload: bool = True
     get_threads: int = 2
@@ -180,6 +183,8 @@ class StoreSettings:
             metadata_server=tier.metadata_server,
             protocol=tier.protocol,
             device_name=tier.device_name,
+            cluster_id=tier.cluster_id,
+            gid_index=tier.gid_index,
             verify_payload=config.verify == "full",
         )
 
@@ -197,7 +202,10 @@ def prepare_environment(settings: StoreSettings) -> None:
     if hosts or settings.master_address.startswith("etcd://"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # without a Linux' /proc, say
             _hide_proxies_from_go()
-    for name, value in {**ENVIRONMENT, "GLOG_minloglevel": "1"}.items():  # below 1 every setup writes a page of INFO lines to stderr
+    given = {"MC_STORE_CLUSTER_ID": settings.cluster_id, "MC_GID_INDEX": settings.gid_index}
+    ours = {name: str(value) for name, value in given.items() if value is not None}
+    # Below level 1, every setup writes a page of INFO lines to stderr.
+    for name, value in {**ENVIRONMENT, **ours, "GLOG_minloglevel": "1"}.items():
         os.environ.setdefault(name, value)
 
 

@@ -32,6 +32,7 @@ class Engine:
             `OwnCache`, `L1Only`; empty: it can.
         tiers_note: the same in a sentence, with what to change.
         versions: of what it runs: `epochkv`, `vllm`, `mooncake`; empty: it is older than this.
+        namespace: of its pod.
     """
 
     instance: str
@@ -51,6 +52,7 @@ class Engine:
     tiers_off: str = ""
     tiers_note: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    namespace: str = ""
 
     @classmethod
     def of(cls, status: EngineStatus, target: int) -> Engine:

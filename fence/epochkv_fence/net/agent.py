@@ -125,7 +125,7 @@ class AgentHooks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Who this engine is, for status. `pod` is empty for engines nobody provisioned; `versions` are of what it runs, by package.
+    """Who this engine is, for status. `pod` and `namespace` are empty outside of Kubernetes; `versions` are of what it runs, by package.
 
     `pool`: uid of its pool; the hub takes it for no other one. Empty: whichever its keys are of. `removes`: it has a client of the
     pool's store.
@@ -138,6 +138,7 @@ class EngineIdentity:
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)
     pool: str = ""
     removes: bool = True
+    namespace: str = ""
 
 
 class GuardedEngine:
@@ -202,6 +203,7 @@ class GuardedEngine:
             instance_age_seconds=now - self._born,
             engine=self._identity.engine[:253],
             pod=self._identity.pod[:253],
+            namespace=self._identity.namespace[:253],
             rank=self._identity.rank,
             fingerprint=self._identity.fingerprint[:253],
             stats={name[:MAX_STAT_NAME]: value for name, value in list(stats.items())[:MAX_STATS]},

@@ -91,7 +91,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of itself. Heartbeats carry it, and status and the hub's view show it.
 
     Attributes:
-        engine, pod, rank: who this is; `pod` is empty for engines nobody provisioned.
+        engine, pod, namespace, rank: who this is; `pod` and `namespace` are empty outside of Kubernetes.
         old_epoch_requests: requests admitted under a root that is no longer current.
         isolated: this instance's caches were reset alone: it shares nothing before the next epoch.
         weights: that its ranks hold; None: not known, and `weights_note` says why.
@@ -102,6 +102,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: Name = ""
     pod: Name = ""
+    namespace: Name = ""
     rank: Count = 0
     old_epoch_requests: EngineCount = 0
     fingerprint: Name = ""

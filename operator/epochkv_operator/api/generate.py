@@ -55,6 +55,7 @@ POOL = Crd(
         _column("Weights", "string", ".status.weightsSummary"),
         _column("Stores", "integer", ".status.store.readyReplicas"),
         _column("Reason", "string", _condition("Ready", "reason"), wide=True),
+        _column("External", "integer", ".status.engines.external", wide=True),
         _column("Origin", "string", ".status.reset.origin", wide=True),
         _column("Reset-ms", "integer", ".status.reset.durationMilliseconds", wide=True),
         _column("Reclaimed", "string", _condition("Reclaimed", "status"), wide=True),

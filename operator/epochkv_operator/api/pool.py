@@ -28,9 +28,11 @@ from epochkv_operator.api.base import (
     StatusModel,
     Timestamp,
     list_field,
+    matching,
     own_defaults,
     rule,
     rules,
+    text,
 )
 
 _SSD_TOO_SMALL = "store.ssd.capacity must be at least 4Gi: Mooncake leaves a part of the disk free; make it larger, or remove ssd"
@@ -259,6 +261,47 @@ class Distributed(ApiModel):
     """A Mooncake store that somebody else runs."""
 
 
+_LABEL_VALUE = Annotated[str, Field(max_length=63, pattern="^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")]
+_LABEL_KEY = Annotated[str, Field(min_length=1, max_length=317)]
+
+
+class Requirement(ApiModel):
+    """What a label has to be."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "(self.operator in ['In', 'NotIn']) == (has(self.values) && size(self.values) > 0)",
+                "values are needed with In and NotIn, and only then",
+                path=".values",
+            )
+        )
+    )
+
+    key: _LABEL_KEY
+    """The label."""
+    operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
+    """How it relates to the values."""
+    values: Annotated[tuple[_LABEL_VALUE, ...] | None, list_field(64, kind="atomic")] = None
+    """Values, for `In` and `NotIn`."""
+
+
+class LabelSelector(ApiModel):
+    """Labels, as elsewhere in Kubernetes. Without any, everything matches."""
+
+    match_labels: Annotated[dict[str, _LABEL_VALUE] | None, Field(max_length=32)] = None
+    """Labels that there have to be."""
+    match_expressions: Annotated[tuple[Requirement, ...] | None, list_field(32, kind="atomic")] = None
+    """What other labels have to be."""
+
+    def __str__(self) -> str:
+        """As `labelSelector` of a LIST."""
+        words = {"In": "{key} in ({values})", "NotIn": "{key} notin ({values})", "Exists": "{key}", "DoesNotExist": "!{key}"}
+        found = [f"{key}={value}" for key, value in (self.match_labels or {}).items()]
+        found += [words[it.operator].format(key=it.key, values=",".join(it.values or ())) for it in self.match_expressions or ()]
+        return ",".join(found)
+
+
 class NetworkPolicy(ApiModel):
     """Who may reach the pool's ports; Mooncake itself has no authentication."""
 
@@ -266,6 +309,29 @@ class NetworkPolicy(ApiModel):
     """`Enabled`: master and store accept only pods of this namespace with the label `epochkv.io/pool: <pool>`. All engines have it; give
     it to trainers that start engines. The master's admin port accepts only the operator and namespaces with the label
     `epochkv.io/scrape: "true"`. The engines' transfer ports accept only pods of the pool."""
+
+
+class AllowedNamespaces(ApiModel):
+    """Namespaces whose pods may join the pool, beside its own. The operator keeps copies of the pool's ConfigMap and Secret there. Whoever
+    may read Secrets there can read all KV of the pool."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "has(self.names) || has(self.selector)",
+                "spec.allowedNamespaces has neither names nor selector: set one of them, or remove allowedNamespaces",
+                reason="FieldValueRequired",
+            )
+        )
+    )
+
+    names: Annotated[
+        tuple[Annotated[str, text(63, matching("^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "must be the name of a namespace"))], ...] | None,
+        list_field(256, kind="set", min_length=1),
+    ] = None
+    """By their names."""
+    selector: LabelSelector | None = None
+    """By their labels: those that match. Where the operator serves only some namespaces, it cannot look, so use `names`."""
 
 
 _WIPE_NEEDS_OWN_STORE = rule(
@@ -333,6 +399,8 @@ class KVCachePoolSpec(ApiModel):
     """L2: a store that all engines of the pool share. Adding or removing it restarts the engines one by one."""
     network_policy: Annotated[NetworkPolicy, own_defaults(NetworkPolicy)]
     """Who may reach the pool's ports."""
+    allowed_namespaces: AllowedNamespaces | None = None
+    """Other namespaces whose pods may join the pool. Without it, those of its own namespace may."""
 
 
 WeightsId = Annotated[str, Field(pattern="^[0-9a-f]{32}$", max_length=32)]
@@ -371,6 +439,8 @@ class EnginesStatus(StatusModel):
     """Engine processes (one per data-parallel rank) with a live or recent lease."""
     converged: Count = 0
     """Of these, at the target epoch."""
+    external: Count = 0
+    """Of these, in processes that the operator did not start."""
     old_epoch_requests: Number = 0
     """Requests still running that were admitted under an older epoch; they see only what they held already."""
     summary: Annotated[str, Field(max_length=64)] = ""
@@ -382,6 +452,10 @@ class ExternalEngine(StatusModel):
 
     name: Annotated[str, Field(max_length=253)]
     """The name under which it reports, with its rank; where several report under one name, with the start of the instance's id."""
+    pod: Annotated[str | None, Field(max_length=253)] = None
+    """Its pod, if it is in one."""
+    namespace: Annotated[str | None, Field(max_length=253)] = None
+    """The namespace of its pod."""
     epoch: Epoch | None = None
     """The epoch it reported last."""
     weights: Annotated[str | None, Field(max_length=64)] = None
@@ -488,7 +562,7 @@ class KVCachePoolStatus(StatusModel):
     conditions: Conditions | None = None
     """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`,
     `WeightsConverged`, `TiersUsable`, `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
-    `keys.generation` was raised)."""
+    `keys.generation` was raised), `NamespacesAllowed` (with `allowedNamespaces`)."""
     observed_generation: ObservedGeneration | None = None
     """The `metadata.generation` this status was computed from. -1: the operator has not looked yet."""
     target_epoch: Epoch | None = None

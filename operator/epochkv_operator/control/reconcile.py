@@ -19,6 +19,7 @@ from epochkv_operator import __version__
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
+from epochkv_operator.control.joining import Copies, explain
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.hub.masters import Elections
@@ -28,7 +29,7 @@ from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json, Kub
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, pool_of
-from epochkv_operator.planning.context import Context, HubView, Observed, Problem
+from epochkv_operator.planning.context import Context, HubView, Observed, Problem, Shared
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.status import engine_status, pool_status
@@ -87,7 +88,7 @@ class _Reconciler(ABC):
         obj = self.store.get(key.kind, key.namespace, key.name)
         if obj is None:
             self.reporter.forget(key)
-            self._forget(key)
+            await self._forget(key)
             raise ObjectGone(f"{key} is gone")
         if obj["metadata"].get("deletionTimestamp"):
             return
@@ -105,7 +106,7 @@ class _Reconciler(ABC):
         return Problem("ReadForbidden", text) if why else None
 
     @abstractmethod
-    def _forget(self, key: Key) -> None:
+    async def _forget(self, key: Key) -> None:
         """The object is gone: drop what is held for it."""
 
     @abstractmethod
@@ -116,6 +117,7 @@ class _Reconciler(ABC):
 @dataclass(eq=False)
 class PoolReconciler(_Reconciler):
     elections: Elections
+    copies: Copies
 
     async def _reconcile(self, key: Key, obj: Json) -> None:
         pool = parse_pool(obj)
@@ -127,6 +129,10 @@ class PoolReconciler(_Reconciler):
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem, again = problem or refused or self._blind(key.namespace), retry or again
+        shared: Shared | None = None
+        if keys is not None:
+            shared, late = await self.copies.keep(key, pool, keys, context)
+            again = again or late
 
         snapshot = HubSnapshot()
 
@@ -134,7 +140,7 @@ class PoolReconciler(_Reconciler):
             nonlocal snapshot
             status, snapshot = newest.get("status") or {}, self.hub(HubService.snapshot, pool.metadata.uid, newest)
             seen = observe(self.store, key.namespace, POOL_LABEL, key.name, snapshot.view, problem)
-            seen = replace(seen, leaderless=self.elections.leaderless(pool.metadata.uid))
+            seen = replace(seen, leaderless=self.elections.leaderless(pool.metadata.uid), shared=shared)
             return pool_status(pool, seen, context, status, now()) if snapshot.known or keys is None else status
 
         await self.reporter.report(obj, compute)
@@ -147,10 +153,11 @@ class PoolReconciler(_Reconciler):
         if again is not None:
             raise again
 
-    def _forget(self, key: Key) -> None:
+    async def _forget(self, key: Key) -> None:
         self.secrets.forget(key.namespace, key.name)
         for uid in self.hub(HubService.forget, key.namespace, key.name):
             log.info("pool gone", object=str(key), uid=uid)
+        await self.copies.withdraw(key)
 
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""
@@ -213,7 +220,7 @@ POOL_WAIT_SECONDS = 5.0
 class EngineReconciler(_Reconciler):
     _new: dict[Key, float] = field(default_factory=dict)
 
-    def _forget(self, key: Key) -> None:
+    async def _forget(self, key: Key) -> None:
         self._new.pop(key, None)
 
     async def _reconcile(self, key: Key, obj: Json) -> None:
@@ -286,6 +293,26 @@ class EngineReconciler(_Reconciler):
 
         await self.reporter.report(obj, compute)
         return snapshot
+
+
+@dataclass(eq=False)
+class PodReconciler:
+    """Says on pods with a pool's label why they did not join it, once."""
+
+    store: Store
+    reporter: Reporter
+    _told: set[str] = field(default_factory=set)
+
+    async def reconcile(self, key: Key) -> None:
+        pod = self.store.get(key.kind, key.namespace, key.name)
+        if pod is None:
+            raise ObjectGone(f"{key} is gone")
+        pool = pod["metadata"]["labels"].get(POOL_LABEL, "")
+        there = self.store.get(POOLS.kind, key.namespace, pool) or self.store.found("ConfigMap", key.namespace, POOL_LABEL, pool)
+        why = explain(pod, bool(there))
+        if why and pod["metadata"]["uid"] not in self._told:
+            self._told.add(pod["metadata"]["uid"])
+            self.reporter.tell(pod, reason="NotJoined", action="Join", note=why)
 
 
 def _waits(namespace: str, pool: str) -> Problem:

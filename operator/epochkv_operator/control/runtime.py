@@ -21,8 +21,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from epochkv_operator import metrics
 from epochkv_operator.control import driver
 from epochkv_operator.control.executor import Executor
+from epochkv_operator.control.joining import Copies
 from epochkv_operator.control.leader import HubProxy, Leader, watch_lag
-from epochkv_operator.control.reconcile import EngineReconciler, PoolReconciler
+from epochkv_operator.control.reconcile import EngineReconciler, PodReconciler, PoolReconciler
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.worker import Worker, WorkQueue, recheck_seconds
 from epochkv_operator.hub.masters import Elections
@@ -30,7 +31,7 @@ from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.lease import LeaseLost, new_identity
-from epochkv_operator.kube.resources import ENGINES, POOLS, PRIMARY, Resource
+from epochkv_operator.kube.resources import ENGINES, PODS, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import EventRecorder, StatusWriter
 from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, indexed, key_of, only_epochs_differ
 from epochkv_operator.kube.watch import Watches
@@ -175,9 +176,10 @@ class Operator:
         secrets = FenceSecrets(client, keys.public)
         given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served, watches.refused)
         elections = Elections(self.store, self.queue.add)
-        pools, engines = PoolReconciler(*given, elections), EngineReconciler(*given)
+        pools = PoolReconciler(*given, elections, Copies(client, self.store, self.settings))
+        engines, pods = EngineReconciler(*given), PodReconciler(self.store, reporter)
         recheck = recheck_seconds(self.settings.resync_seconds)
-        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile}, recheck)
+        worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile, PODS.kind: pods.reconcile}, recheck)
         self._start("hub", leader.watch_hub())
         self._start("elections", elections.watch())
         self._start("lists", watches.compare())

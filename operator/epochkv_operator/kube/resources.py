@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from epochkv_operator.api.base import GROUP, MANAGED_BY, VERSION
+from epochkv_operator.api.base import GROUP, MANAGED_BY, POOL_LABEL, VERSION
 
 #: Server-side filter of every child watch: nothing that is not ours is ever read.
 CHILD_SELECTOR: Final = f"app.kubernetes.io/managed-by={MANAGED_BY}"
+#: The same for pods: those that we make, and those that join a pool.
+POD_SELECTOR: Final = POOL_LABEL
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ PODS: Final = Resource("", "v1", "pods", "Pod")
 LEADER_WORKER_SETS: Final = Resource("leaderworkerset.x-k8s.io", "v1", "leaderworkersets", "LeaderWorkerSet")
 POD_MONITORS: Final = Resource("monitoring.coreos.com", "v1", "podmonitors", "PodMonitor")
 SECRETS: Final = Resource("", "v1", "secrets", "Secret")
+NAMESPACES: Final = Resource("", "v1", "namespaces", "Namespace")
 LEASES: Final = Resource("coordination.k8s.io", "v1", "leases", "Lease")
 EVENTS: Final = Resource("events.k8s.io", "v1", "events", "Event")
 
@@ -88,6 +91,11 @@ OPTIONAL: Final = (LEADER_WORKER_SETS, POD_MONITORS)
 _BY_KIND: Final = {resource.kind: resource for resource in (*PRIMARY, *CHILDREN, PODS, *OPTIONAL, SECRETS, LEASES, EVENTS)}
 
 
+def selector(resource: Resource) -> str:
+    """Of what the operator lists and watches of a kind."""
+    return "" if resource in PRIMARY else POD_SELECTOR if resource is PODS else CHILD_SELECTOR
+
+
 def by_kind(kind: str) -> Resource:
     """The resource of a kind this operator knows."""
     return _BY_KIND[kind]
@@ -95,7 +103,7 @@ def by_kind(kind: str) -> Resource:
 
 READ: Final = ("get", "list", "watch")
 KEEP: Final = ("get", "list", "watch", "create", "patch")
-KEPT: Final = (CONFIGMAPS, SERVICE_ACCOUNTS)
+KEPT: Final = (SERVICE_ACCOUNTS,)
 """Children that only go with their owner: the garbage collector deletes them."""
 
 
@@ -143,6 +151,8 @@ def _served(scope: str | None) -> Iterable[Right]:
     for resource in (*CHILDREN, *OPTIONAL):
         yield from right(resource, KEEP if resource in KEPT else (*KEEP, "delete"))
     yield from right(PODS, ("list", "watch"))
+    if scope is None:  # for `allowedNamespaces.selector`
+        yield from right(NAMESPACES, ("list",))
     # The names of the pools' Secrets are not known beforehand, so a role cannot list them.
     yield from right(SECRETS, ("get", "create", "update", "delete"))
     yield from right(EVENTS, ("create",))

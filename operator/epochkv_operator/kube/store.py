@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
-from epochkv_operator.kube.resources import ENGINES, POOLS
+from epochkv_operator.api.base import ENGINE_LABEL, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, SHARED_ANNOTATION
+from epochkv_operator.kube.resources import CONFIGMAPS, ENGINES, POOLS
 
 Json = dict[str, Any]
 POD = "Pod"
@@ -27,7 +27,7 @@ def resource_version(obj: Json) -> int:
 
 def slim(kind: str, obj: Json) -> Json:
     """The object without what nobody asks for: managedFields (most of its bytes), except one fact, whether an autoscaler owns the replica
-    count; and the spec of a pod, of which there are many.
+    count; and the spec of a pod, of which there are many, except whether it mounts the keys of its pool.
     """
     metadata = dict(obj["metadata"])
     fields = metadata.pop("managedFields", None) or []
@@ -36,7 +36,10 @@ def slim(kind: str, obj: Json) -> Json:
     )
     slimmed = {**obj, "metadata": metadata}
     if kind == POD:
-        slimmed.pop("spec", None)
+        spec = slimmed.pop("spec", None) or {}
+        keys = f"{(metadata.get('labels') or {}).get(POOL_LABEL)}-fence"
+        if any((volume.get("secret") or {}).get("secretName") == keys for volume in spec.get("volumes") or ()):
+            slimmed["x-mounts-keys"] = True
     if scaled:
         slimmed["x-scaled-by-others"] = True
     return slimmed
@@ -44,8 +47,8 @@ def slim(kind: str, obj: Json) -> Json:
 
 Group = tuple[str, str, str, str]
 """Kind, namespace, name of an index, value."""
-Indexer = Callable[[str, Json], Iterable[tuple[str, str]]]
-"""Under which (index, value) an object of a kind is looked up."""
+Indexer = Callable[[str, Json], Iterable[tuple[str, str, str]]]
+"""Under which (namespace, index, value) an object of a kind is looked up."""
 
 
 class Store:
@@ -76,7 +79,7 @@ class Store:
             return False
         self._objects[kind][uid] = slim(kind, obj)
         self._index(kind, metadata, uid)
-        self._regroup(uid, ((kind, metadata.get("namespace", ""), *entry) for entry in self._indexer(kind, obj)))
+        self._regroup(uid, ((kind, *entry) for entry in self._indexer(kind, obj)))
         return True
 
     def remove(self, kind: str, obj: Json) -> bool:
@@ -114,7 +117,7 @@ class Store:
         return list(self._objects.get(kind, {}).values())
 
     def found(self, kind: str, namespace: str, index: str, value: str) -> list[Json]:
-        """Objects of one namespace that the indexer puts under this value."""
+        """Objects that the indexer puts under this value of a namespace."""
         objects = self._objects.get(kind, {})
         uids = tuple(self._groups.get((kind, namespace, index, value), ()))  # at once: another thread may ask
         return [obj for obj in map(objects.get, uids) if obj is not None]
@@ -157,6 +160,8 @@ class Store:
 
 BY_POOL: Final = "spec.poolRef.name"
 """Index of engines."""
+BY_SHARING: Final = SHARED_ANNOTATION
+"""Index of ConfigMaps by the pool of another namespace that they are copies for, over all namespaces (`""`)."""
 
 
 class Key(NamedTuple):
@@ -189,14 +194,23 @@ def pool_of(engine: Json) -> str | None:
     return str(name) if name else None
 
 
-def indexed(kind: str, obj: Json) -> Iterator[tuple[str, str]]:
-    """`store.Indexer`: children and pods by the operator's labels, engines by their pool."""
+def sharer(obj: Json) -> Key | None:
+    """The pool of another namespace that a ConfigMap is a copy for."""
+    namespace, _, name = ((obj["metadata"].get("annotations") or {}).get(SHARED_ANNOTATION) or "").partition("/")
+    return pool_key(namespace, name) if name else None
+
+
+def indexed(kind: str, obj: Json) -> Iterator[tuple[str, str, str]]:
+    """`store.Indexer`: children and pods by the operator's labels, engines by their pool, copies by the pool that they are for."""
+    namespace = obj["metadata"].get("namespace", "")
     if kind == ENGINES.kind:
         if (pool := pool_of(obj)) is not None:
-            yield BY_POOL, pool
+            yield namespace, BY_POOL, pool
         return
+    if kind == CONFIGMAPS.kind and (key := sharer(obj)) is not None:
+        yield "", BY_SHARING, f"{key.namespace}/{key.name}"
     labels = obj["metadata"].get("labels") or {}
-    yield from ((label, labels[label]) for label in (POOL_LABEL, ENGINE_LABEL) if labels.get(label))
+    yield from ((namespace, label, labels[label]) for label in (POOL_LABEL, ENGINE_LABEL) if labels.get(label))
 
 
 def engines_of(store: Store, namespace: str, pool: str) -> list[Json]:
@@ -223,6 +237,8 @@ def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
         yield pool_key(namespace, name)
         for engine in engines_of(store, namespace, name):
             yield engine_key(namespace, engine["metadata"]["name"])
+        copies = store.found(CONFIGMAPS.kind, namespace, POOL_LABEL, name)
+        yield from filter(None, map(sharer, copies))  # a pool of another namespace has to make room
         return
     if kind == ENGINES.kind:
         yield engine_key(namespace, name)
@@ -233,5 +249,9 @@ def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
     labels = metadata.get("labels") or {}
     if labels.get(ENGINE_LABEL):
         yield engine_key(namespace, labels[ENGINE_LABEL])
+    elif kind == POD and labels.get(MANAGED_BY_LABEL) != MANAGED_BY:
+        yield Key(POD, namespace, name)
     elif labels.get(POOL_LABEL):
         yield pool_key(namespace, labels[POOL_LABEL])
+        if kind == CONFIGMAPS.kind and (key := sharer(obj)) is not None:
+            yield key

@@ -20,7 +20,7 @@ import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import ApiError, Expired, Forbidden, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import CHILD_SELECTOR, CHILDREN, OPTIONAL, PODS, PRIMARY, Resource
+from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, PRIMARY, Resource, selector
 from epochkv_operator.kube.store import Store
 
 log = structlog.get_logger(__name__)
@@ -144,7 +144,7 @@ class Watches:
                 await asyncio.sleep(ABSENT_SECONDS if resource in OPTIONAL and resource.kind not in self._served else RETRY_SECONDS)
                 continue
             try:
-                async for event in self._client.watch(resource, scope, str(version), CHILD_SELECTOR):
+                async for event in self._client.watch(resource, scope, str(version), selector(resource)):
                     obj = event["object"]
                     if event["type"] == "ERROR":
                         kind = Expired if obj.get("code") == Expired.STATUS else ApiError
@@ -165,7 +165,7 @@ class Watches:
         """Take a kind in as a whole. The version of the list; None: there is none to be had now."""
         uids, version = set(), 0
         try:
-            async for page, of_list in self._client.pages(resource, scope, CHILD_SELECTOR):
+            async for page, of_list in self._client.pages(resource, scope, selector(resource)):
                 version = of_list
                 for obj in page:
                     uids.add(obj["metadata"]["uid"])
@@ -230,7 +230,7 @@ class Watches:
     async def _compare(self, resource: Resource) -> None:
         for scope in self._scopes:
             try:
-                shown, version = await self._client.shown(resource, scope, _selector(resource))
+                shown, version = await self._client.shown(resource, scope, selector(resource))
             except ApiError as error:
                 self._may(resource, scope, error)
                 raise
@@ -253,7 +253,7 @@ class Watches:
         if behind := self._store.behind(resource.kind, shown):
             log.warning("watch cache incomplete, listing again", kind=resource.kind, objects=behind)
             metrics.MISSED.labels(kind=resource.kind).inc(behind)
-            async for page, _ in self._client.pages(resource, scope, _selector(resource)):
+            async for page, _ in self._client.pages(resource, scope, selector(resource)):
                 for obj in page:
                     self._seen(resource, None, obj)
         for obj in self._store.retain(resource.kind, shown, version, scope):
@@ -287,7 +287,3 @@ class Watches:
         if self._problem.get(resource) != str(error):
             self._problem[resource] = str(error)
             log.warning("cannot list, trying again", kind=resource.kind, error=str(error))
-
-
-def _selector(resource: Resource) -> str:
-    return "" if resource in PRIMARY else CHILD_SELECTOR

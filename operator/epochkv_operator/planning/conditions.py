@@ -42,7 +42,7 @@ def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
         parts.append(_workload_condition("StoreAvailable", store_health(pool, observed)))
     parts.append(_epoch_converged(pool, hub))
     tiers = _tiers_usable(hub.engines if hub is not None else None)
-    notes = (_weights_converged(hub), tiers, _drained(hub), _reclaimed(pool, hub), _keys_rotated(pool, hub))
+    notes = (_weights_converged(hub), tiers, _drained(hub), _reclaimed(pool, hub), _keys_rotated(pool, hub), _allowed(pool, observed))
     return [
         *_with_ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the pool serves")),
         *(note for note in notes if note is not None),
@@ -125,7 +125,8 @@ def engine_ranks(engine: InferenceEngine, observed: Observed) -> list[Ranks]:
     pods = select(observed.pods, leader_selector(engine), engine.metadata.namespace)
     by_pod: dict[str, list[EngineView]] = {}
     for view in observed.hub.engines if observed.hub is not None else ():
-        by_pod.setdefault(view.pod, []).append(view)
+        if view.namespace in ("", engine.metadata.namespace):
+            by_pod.setdefault(view.pod, []).append(view)
     names = [pod["metadata"]["name"] for pod in pods if pod["metadata"].get("deletionTimestamp") is None and not ended(pod)]
     return [_replica(engine, name, by_pod) for name in names]
 
@@ -315,6 +316,19 @@ def _keys_rotated(pool: KVCachePool, hub: HubView | None) -> Condition | None:
     if hub.keys.generation < asked:
         return Condition(kind, "False", "Rotating", f"key generation {asked} is asked for, {hub.keys.generation} is in the Secret")
     return Condition(kind, "True", "Rotated", f"only the key pair of generation {hub.keys.generation} is accepted")
+
+
+def _allowed(pool: KVCachePool, observed: Observed) -> Condition | None:
+    """Pods of the namespaces that the pool allows can join."""
+    kind, shared = "NamespacesAllowed", observed.shared
+    if pool.spec.allowed_namespaces is None:
+        return None
+    if shared is None:
+        return Condition(kind, "Unknown", "NotReconciled", "the operator has not looked yet")
+    text = f"pods may join in {listed(shared.namespaces)}" if shared.namespaces else "no other namespace can join"
+    if shared.problem is not None:
+        return Condition(kind, "False", shared.problem.reason, f"{text}; {shared.problem.message}")
+    return Condition(kind, "True", "Allowed", text)
 
 
 def _weights_converged(hub: HubView | None) -> Condition:

@@ -72,16 +72,18 @@ def master_address(pool: KVCachePool) -> str | None:
     return f"{component_name(pool.metadata.name, 'master')}.{pool.metadata.namespace}.svc:{MASTER_RPC_PORT}"
 
 
-def client_environment(pool: KVCachePool) -> dict[str, str]:
-    """Variables for every process with a Mooncake client of this pool; empty for a pool without L2."""
-    if pool.spec.distributed is None:
-        return {}
-    environment, external = dict(_CLIENT_ENV), pool.spec.distributed.external
-    if pool.mooncake is not None and etcd_endpoints(pool.mooncake) is not None:
-        environment["MC_STORE_CLUSTER_ID"] = cluster_id(pool)
-    if external is not None and external.cluster_id is not None:
-        environment["MC_STORE_CLUSTER_ID"] = external.cluster_id
-    used = transport(pool)
+def cluster_of(pool: KVCachePool) -> str | None:
+    """`--cluster_id` of masters that agree on a leader; None: there is one master, or the owner of an external store has not said."""
+    distributed = pool.spec.distributed
+    if distributed is not None and distributed.external is not None:
+        return distributed.external.cluster_id
+    return cluster_id(pool) if pool.mooncake is not None and etcd_endpoints(pool.mooncake) is not None else None
+
+
+def store_environment(pool: KVCachePool) -> dict[str, str]:
+    """Variables for the Mooncake clients in stores. Engines set theirs, the same ones, by themselves and by `connection`."""
+    used, cluster = transport(pool), cluster_of(pool)
+    environment = dict(_CLIENT_ENV) if cluster is None else {**_CLIENT_ENV, "MC_STORE_CLUSTER_ID": cluster}
     if used is not None and used.gid_index is not None:
         environment["MC_GID_INDEX"] = str(used.gid_index)
     return environment
@@ -113,6 +115,8 @@ def connection(pool: KVCachePool, context: Context) -> Json:
             "protocol": used.protocol.lower(),
             "device_name": ",".join(used.devices or ()),
         }
+        optional = {"cluster_id": cluster_of(pool), "gid_index": used.gid_index}
+        config["distributed"] |= {key: value for key, value in optional.items() if value is not None}
     return config
 
 
@@ -145,7 +149,7 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
     if pool.spec.network_policy.mode == "Disabled":
         return []
     name = pool.metadata.name
-    members = [_pods({POOL_LABEL: name})]
+    members = _members(pool)
     scrapers = [{"namespaceSelector": {"matchLabels": {SCRAPE_LABEL: "true"}}}]
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.operator_namespace}},
@@ -177,9 +181,21 @@ def engine_policy(engine: InferenceEngine, pool: KVCachePool, context: Context) 
     first, last = TRANSFER_PORTS
     ingress = [
         {"ports": [_tcp(1, first - 1), _tcp(last + 1, 65535), {"protocol": "UDP", "port": 1, "endPort": 65535}]},
-        {"from": [_pods({POOL_LABEL: pool.metadata.name})], "ports": [_tcp(first, last)]},
+        {"from": _members(pool), "ports": [_tcp(first, last)]},
     ]
     return [engine_object("NetworkPolicy", engine, context, _policy(engine_selector(engine.metadata.name), ingress))]
+
+
+def _members(pool: KVCachePool) -> list[Json]:
+    """Pods of the pool, also in the namespaces that it allows."""
+    pods, allowed = _pods({POOL_LABEL: pool.metadata.name}), pool.spec.allowed_namespaces
+    found = [pods]
+    if allowed is not None and allowed.names:
+        named: Json = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": sorted(allowed.names)}
+        found.append({"namespaceSelector": {"matchExpressions": [named]}, **pods})
+    if allowed is not None and allowed.selector is not None:
+        found.append({"namespaceSelector": allowed.selector.model_dump(exclude_none=True), **pods})
+    return found
 
 
 def _policy(selector: dict[str, str], ingress: list[Json]) -> Json:

@@ -145,6 +145,15 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """What became of `spec.allowedNamespaces`."""
+
+    namespaces: Sequence[str]
+    """Those that have copies of the pool's ConfigMap and Secret."""
+    problem: Problem | None = None
+
+
+@dataclass(frozen=True)
 class Observed:
     """Live objects. `children` and `pods` may hold more than what belongs to the object: planning takes what it owns, by uid and
     label."""
@@ -156,6 +165,8 @@ class Observed:
     """Problem of the plan (or of applying it), shown in conditions."""
     leaderless: bool = False
     """Of a pool: every master that is ready says that it does not serve."""
+    shared: Shared | None = None
+    """Of a pool with `allowedNamespaces`; None: nobody has looked."""
 
 
 def listed(names: Iterable[str], shown: int = 4) -> str:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Final
 
 from epochkv_fence import quantity
+from epochkv_operator.api.base import POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec, ModelVolume, is_zero
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning import connection as wiring
@@ -163,7 +164,6 @@ def environment(engine: InferenceEngine, pool: KVCachePool | None) -> list[Json]
         own += podspec.environment({"VLLM_HOST_IP": "$(POD_IP)"})  # where the other pods of the group reach this one
     if pool is not None:
         own.append({"name": "EPOCHKV_ENGINE_NAME", "value": engine.metadata.name})
-        own += podspec.environment(wiring.client_environment(pool))
     return own + user
 
 
@@ -248,7 +248,8 @@ def follower_template(engine: InferenceEngine, pool: KVCachePool | None, context
 
 
 def _finished(engine: InferenceEngine, pool: KVCachePool | None, context: Context, container: Json) -> Json:
-    template: Json = {"metadata": {"labels": engine_labels(engine)}, "spec": _pod_spec(engine, pool, context, container)}
+    labels = {POOL_LABEL: "", **engine_labels(engine)}  # of all pods, so that one watch shows them
+    template: Json = {"metadata": {"labels": labels}, "spec": _pod_spec(engine, pool, context, container)}
     if pool is not None:
         config = wiring.connection(pool, context)
         template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: wiring.connection_hash(config, context)}

@@ -6,17 +6,17 @@ import hashlib
 import json
 from typing import Any, Final
 
-from epochkv_operator.api.base import API_VERSION, ENGINE_LABEL, MANAGED_BY, POOL_LABEL
+from epochkv_operator.api.base import API_VERSION, ENGINE_LABEL, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
-MANAGED_BY_LABEL = "app.kubernetes.io/managed-by"
 SCRAPE_LABEL = "epochkv.io/scrape"
 HASH_ANNOTATION = "epochkv.io/applied-hash"
 VERSION_ANNOTATION = "epochkv.io/operator-version"
 CONNECTION_ANNOTATION = "epochkv.io/connection-hash"
+KEYS_ANNOTATION = "epochkv.io/keys-hash"
 ENGINE_PORT = 8000
 MASTER_RPC_PORT = 50051
 MASTER_ADMIN_PORT = 9003
@@ -130,7 +130,12 @@ def _owned_object(
         },
         **body,
     }
-    # The version says who applied last, and is no reason to apply: an upgrade touches nothing that it builds as before.
+    return stamped(obj, context, annotations)
+
+
+def stamped(obj: Json, context: Context, annotations: dict[str, str] | None = None) -> Json:
+    """The object with these annotations, the hash of it all, and who applies it. An upgrade touches nothing that it builds as before:
+    the version is no part of the hash."""
     if annotations:
         obj["metadata"]["annotations"] = annotations
     obj["metadata"]["annotations"] = {**(annotations or {}), HASH_ANNOTATION: digest(obj), VERSION_ANNOTATION: context.operator_version}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from epochkv_fence import quantity
-from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
+from epochkv_operator.api.base import ENGINE_LABEL, MANAGED_BY_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem, listed
@@ -16,7 +16,6 @@ from epochkv_operator.planning.names import (
     CHILD_KINDS,
     COMPONENT_LABEL,
     HASH_ANNOTATION,
-    MANAGED_BY_LABEL,
     OPTIONAL_KINDS,
     VERSION_ANNOTATION,
     controller_of,

@@ -6,13 +6,14 @@ import json
 from functools import partial
 
 from epochkv_fence import quantity
-from epochkv_operator.api.base import PodTemplate
+from epochkv_operator.api.base import SHARED_ANNOTATION, SHARED_LABEL, PodTemplate
 from epochkv_operator.api.pool import KVCachePool, Mooncake
 from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
 from epochkv_operator.planning.connection import pool_monitors, pool_policies
 from epochkv_operator.planning.context import Context, Json
 from epochkv_operator.planning.names import (
+    KEYS_ANNOTATION,
     MASTER_ADMIN_PORT,
     MASTER_RPC_PORT,
     STORE_HEALTH_PORT,
@@ -21,6 +22,7 @@ from epochkv_operator.planning.names import (
     component_selector,
     pool_labels,
     pool_object,
+    stamped,
 )
 from epochkv_operator.planning.podspec import finish_pod
 
@@ -83,12 +85,27 @@ def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
     ]
 
 
+def shared_connection(pool: KVCachePool, namespace: str, keys: str, context: Context) -> Json:
+    """The ConfigMap by which pods of another namespace join. No object of another namespace can own it, so it says whose it is.
+
+    Args:
+        keys: changes when the Secret beside it must.
+    """
+    name, labels = component_name(pool.metadata.name, "connection"), pool_labels(pool.metadata.name, "connection")
+    shared_by = {SHARED_ANNOTATION: f"{pool.metadata.namespace}/{pool.metadata.name}", KEYS_ANNOTATION: keys}
+    metadata = {"name": name, "namespace": namespace, "labels": {SHARED_LABEL: "true", **labels}}
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": _connection_files(pool, context)}
+    return stamped(body, context, shared_by)
+
+
 def _connection_files(pool: KVCachePool, context: Context) -> dict[str, str]:
     config = wiring.connection(pool, context)
-    return {
+    files = {
         "connection.json": json.dumps(config, sort_keys=True, indent=2) + "\n",
         "kv-transfer-config.json": wiring.transfer_config(config),
     }
+    # For the admission policy of the chart, which adds it to the memory of pods that join.
+    return files if pool.spec.local is None else {**files, "local": str(quantity.to_bytes(pool.spec.local.capacity))}
 
 
 def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
@@ -191,7 +208,7 @@ def _store_memory(segment: int, more: int) -> str:
 
 def _store_environment(pool: KVCachePool, mooncake: Mooncake, segment: int) -> dict[str, str]:
     return {
-        **wiring.client_environment(pool),
+        **wiring.store_environment(pool),
         "MOONCAKE_LOCAL_HOSTNAME": "$(POD_IP)",  # localhost otherwise
         "MOONCAKE_MASTER": wiring.master_address(pool) or "",
         "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",

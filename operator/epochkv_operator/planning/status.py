@@ -53,7 +53,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     }
     _add_epochs(status, observed.hub, previous)
     if observed.hub is not None:
-        status["engines"] = _engines(observed.hub)
+        status["engines"] = _engines(observed.hub, len(external(observed, pool.metadata.namespace)))
         status["externalEngines"] = _external(observed, pool.metadata.namespace)
         status["weights"] = _weights_groups(observed.hub, previous)
         status["weightsSummary"] = weights_summary(observed.hub.engines, observed.hub)
@@ -191,18 +191,19 @@ def _add_epochs(status: Json, hub: HubView | None, previous: Json) -> None:
         status["proof"] = hub.proof
 
 
-def _engines(hub: HubView) -> Json:
+def _engines(hub: HubView, num_external: int) -> Json:
     converged = sum(engine.epoch is not None and engine.epoch >= hub.target for engine in hub.engines)
     total = len(hub.engines)
     return {
         "total": total,
         "converged": converged,
+        "external": num_external,
         "oldEpochRequests": sum(engine.old_epoch_requests for engine in hub.engines),
         "summary": f"{converged}/{total}",
     }
 
 
-def _external(observed: Observed, namespace: str) -> list[Json]:
+def external(observed: Observed, namespace: str) -> list[EngineView]:
     """Engines that no InferenceEngine pod of this namespace stands behind."""
     assert observed.hub is not None
     ours = {
@@ -210,7 +211,12 @@ def _external(observed: Observed, namespace: str) -> list[Json]:
         for pod in observed.pods
         if pod["metadata"]["namespace"] == namespace and ENGINE_LABEL in (pod["metadata"].get("labels") or {})
     }
-    found = [engine for engine in observed.hub.engines if engine.pod not in ours]
+    return [engine for engine in observed.hub.engines if engine.pod not in ours or engine.namespace not in ("", namespace)]
+
+
+def _external(observed: Observed, namespace: str) -> list[Json]:
+    """What `status.externalEngines` says."""
+    found = external(observed, namespace)
     namesakes = Counter(engine.display_name for engine in found)
     entries: dict[str, Json] = {}
     for engine in found:
@@ -223,6 +229,7 @@ def _external_entry(engine: EngineView, shared_name: bool) -> Json:
     """Instances that report under one name are told apart by their ids; a process that was restarted is one of them for a lease."""
     suffix = f"#{engine.instance.hex()[:8]}" if shared_name else ""
     entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix}
+    entry |= {key: value for key, value in (("pod", engine.pod), ("namespace", engine.namespace)) if value}
     if engine.alive and engine.weights is not None:
         entry["weights"] = short_id(engine.weights.hex())
     if engine.epoch is not None:

@@ -21,7 +21,7 @@ SERVED = {
     ("apps", "deployments"): {"get", "list", "watch", "create", "patch", "delete"},
     ("apps", "statefulsets"): {"get", "list", "watch", "create", "patch", "delete"},
     ("", "services"): {"get", "list", "watch", "create", "patch", "delete"},
-    ("", "configmaps"): {"get", "list", "watch", "create", "patch"},
+    ("", "configmaps"): {"get", "list", "watch", "create", "patch", "delete"},
     ("", "serviceaccounts"): {"get", "list", "watch", "create", "patch"},
     ("policy", "poddisruptionbudgets"): {"get", "list", "watch", "create", "patch", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"get", "list", "watch", "create", "patch", "delete"},
@@ -84,7 +84,7 @@ def test_the_operator_runs_under_restricted_pod_security(render: Render) -> None
 def test_cluster_wide_rights_are_exactly_those_the_operator_uses(render: Render) -> None:
     rendered = render()
     role = rendered.one("ClusterRole", "epochkv-operator")
-    assert granted(role) == SERVED
+    assert granted(role) == SERVED | {("", "namespaces"): {"list"}}
     assert named(role) == set()
     own = rendered.one("Role", "epochkv-operator-leader")
     assert own["metadata"]["namespace"] == "epochkv-system"

@@ -13,8 +13,11 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/reference/conditions.md"
 PLANNING = ROOT / "operator/epochkv_operator/planning"
 REASON = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
+CONTROL = ROOT / "operator/epochkv_operator/control"
 PROBLEMS = {"SecretConflict", "SecretRefused", "PoolNotReady", "WaitingForPool"}
 """Reasons of `Ready` that `control` finds."""
+SHARING = set(re.findall(r'Problem\("(\w+)"', (CONTROL / "joining.py").read_text())) | {"Forbidden", "WriteFailed"}
+"""Reasons of `NamespacesAllowed` that `control` finds."""
 
 
 def rows(section: str, cells: int) -> list[list[str]]:
@@ -54,7 +57,8 @@ def test_every_reason_is_on_the_page_with_its_status() -> None:
         for reason in names(reasons)
         if reason not in PROBLEMS
     }
-    assert page == written | {(reason, "False") for reason in TIER_REASONS}
+    assert len(SHARING) == 7
+    assert page == written | {(reason, "False") for reason in (*TIER_REASONS, *SHARING)}
 
 
 def test_every_type_is_on_the_page() -> None:

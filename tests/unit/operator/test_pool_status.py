@@ -101,9 +101,9 @@ def test_pool_status_in_full() -> None:
     )
     status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7, "granting": True}, NOW)
     assert (status["targetEpoch"], status["epoch"], status["granting"]) == (8, 7, True)
-    assert status["engines"] == {"total": 4, "converged": 2, "oldEpochRequests": 3, "summary": "2/4"}
+    assert status["engines"] == {"total": 4, "converged": 2, "external": 2, "oldEpochRequests": 3, "summary": "2/4"}
     assert status["externalEngines"] == [
-        {"name": "ray-1/3", "rank": 3, "oldEpochRequests": 1},
+        {"name": "ray-1/3", "pod": "ray-1", "rank": 3, "oldEpochRequests": 1},
         {"name": "trainer-b", "weights": "bbbbbbbb", "epoch": 8, "rank": 0, "oldEpochRequests": 0},
     ]
     assert status["reset"] == {

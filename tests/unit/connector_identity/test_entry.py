@@ -1,0 +1,81 @@
+"""The entry point of vLLM's plugins: what an init container has left is found, and a vLLM that cannot have a connector stays as it is."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import vllm
+
+from epochkv_connector.engine import entry, interface, plugin
+
+HERE = f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    calls: list[str] = []
+    monkeypatch.setattr(plugin, "register", lambda: calls.append("plugin"))
+    return calls
+
+
+@pytest.mark.parametrize(("version", "injected", "joins"), [("0.32.0", "1", True), ("0.29.1", "1", False), ("0.29.1", "", True)])
+def test_only_a_pod_that_joined_by_its_label_is_left_alone(
+    registered: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, injected: str, joins: bool
+) -> None:
+    """Whoever has installed the connector is told by an error (`limits.check_start`)."""
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.setattr(interface.vllm, "__version__", version)
+    monkeypatch.setenv(entry.INJECTED_ENV, injected)
+    with caplog.at_level(logging.WARNING, "vllm.epochkv"):
+        logging.getLogger("vllm.epochkv").addHandler(caplog.handler)
+        entry.register()
+    assert registered == (["plugin"] if joins else [])
+    (*lines,) = (line for line in caplog.messages if "stays as it is" in line)
+    assert len(set(lines)) == (not joins)  # two handlers may have it
+    assert all("vLLM 0.29.1 is not supported: EpochKV was tested with 0.30 to 0.33" in line for line in lines)
+
+
+def test_a_vllm_without_the_names_that_a_connector_needs_stays_as_it_is(tmp_path: Path) -> None:
+    """So far away that our own module cannot be imported."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.6.3'\n")
+    code = "import epochkv_connector.engine as e; from epochkv_connector.engine import entry; entry.register(); print(hasattr(e, 'plugin'))"
+    environ = {"PYTHONPATH": f"{tmp_path}:{entry.BUNDLE}:{entry.BUNDLE.parent / 'fence'}", entry.INJECTED_ENV: "1", "PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+    assert done.stderr.count("\n") == 1
+    assert "this engine stays as it is: vLLM 0.6.3 is not supported" in done.stderr
+
+
+def test_what_was_brought_for_this_python_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for version in (HERE, "cp27"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "brought_along.py").write_text(f"FOR = '{version}'")
+    monkeypatch.setattr(entry, "OF_THE_SYSTEM", ("libnowhere.so.1", "libc.so.6"))
+    tried: list[str] = []
+    real = ctypes.CDLL
+
+    def load(name: str) -> ctypes.CDLL:
+        tried.append(name)
+        return real(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    for _ in range(2):  # vLLM calls more than once
+        entry.use_bundle(tmp_path)
+    import brought_along  # type: ignore[import-not-found]
+
+    assert brought_along.FOR == HERE
+    assert sys.path.count(str(tmp_path / HERE)) == 1
+    assert tried == ["libnowhere.so.1", str(tmp_path / "lib/libnowhere.so.1"), "libc.so.6"]
+
+
+def test_an_installed_connector_has_nothing_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(sys.path)
+    entry.use_bundle(entry.BUNDLE)
+    assert sys.path == before
