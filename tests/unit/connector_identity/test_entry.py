@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from epochkv_connector.engine import entry, interface, plugin
+from epochkv_connector.engine import entry, plugin
 
 HERE = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -29,7 +29,6 @@ def test_only_a_pod_that_joined_by_its_label_is_left_alone(
 ) -> None:
     """Whoever has installed the connector is told by an error (`limits.check_start`)."""
     monkeypatch.setattr(vllm, "__version__", version)
-    monkeypatch.setattr(interface.vllm, "__version__", version)
     monkeypatch.setenv(entry.INJECTED_ENV, injected)
     with caplog.at_level(logging.WARNING, "vllm.epochkv"):
         logging.getLogger("vllm.epochkv").addHandler(caplog.handler)
