@@ -146,9 +146,9 @@ docs: $(DOCS)/.made ## Build the documentation site into .build/site; a broken l
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
 	@echo "open .build/site/index.html"
 
-sbom: ## CycloneDX lists of the Python packages that the images of operator and store install, in .build/sbom
+sbom: ## CycloneDX lists of the Python packages that the images of operator, store and connector install, in .build/sbom
 	@$(SETUP) sbom
-	@for image in operator store; do \
+	@for image in operator store connector; do \
 	  .build/sbom/tool/bin/cyclonedx-py environment --pyproject pyproject.toml --spec-version 1.6 --output-reproducible \
 	    --output-file .build/sbom/$$image.cdx.json .build/sbom/env-$$image/bin/python; \
 	  echo ".build/sbom/$$image.cdx.json"; \

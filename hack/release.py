@@ -1,7 +1,7 @@
 """What the release workflow does beside building: compare versions with the tag, and package the chart for a registry.
 
     python -m hack.release check --tag v0.1.0
-    python -m hack.release chart --publish-to ghcr.io/you --digest operator=sha256:... --digest store=... --digest engine=... --out dist
+    python -m hack.release chart --publish-to ghcr.io/you --digest operator=sha256:... --digest store=... ... --out dist
 
 Needs the standard library only, and Helm on PATH for `chart`. Nothing names an owner: a fork releases into its own registry.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts/epochkv"
-IMAGES = ("operator", "store", "engine")
+IMAGES = ("operator", "store", "engine", "connector")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -67,6 +67,7 @@ def released_values(values: str, registry: str, version: str, digests: Mapping[s
         '  digest: ""\n': f"  digest: {digests['operator']}\n",
         '  storeImage: ""\n': f"  storeImage: {registry}/epochkv-store:{version}@{digests['store']}\n",
         '  engineImage: ""\n': f"  engineImage: {registry}/epochkv-engine:{version}@{digests['engine']}\n",
+        '  connectorImage: ""\n': f"  connectorImage: {registry}/epochkv-connector:{version}@{digests['connector']}\n",
     }
     for old, new in changes.items():
         if values.count(old) != 1:

@@ -141,7 +141,7 @@ for stage in "$@"; do
     dynamo) beside dynamo 230 ;;
     sbom)
       pinned sbom .build/sbom/tool
-      for image in operator store; do pinned "$image" ".build/sbom/env-$image"; done ;;
+      for image in operator store connector; do pinned "$image" ".build/sbom/env-$image"; done ;;
     system)
       apt containerd runc iptables containernetworking-plugins mmdebstrap buildah iproute2 conntrack procps ca-certificates openssl ;;
     *)

@@ -171,7 +171,7 @@ def test_the_policy_of_an_operator_that_serves_some_namespaces(plane: ControlPla
     assert set(objects) == {(kind, name) for kind in KINDS for name in names}
     admission = objects["MutatingAdmissionPolicy", names[0]]
     assert admission["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"][0]["values"] == ["a", "b"]
-    pinned = rendered(plane, "join.image=registry.example/c@sha256:0")[0]["spec"]["mutations"][0]["jsonPatch"]["expression"]
+    pinned = rendered(plane, "defaults.connectorImage=registry.example/c@sha256:0")[0]["spec"]["mutations"][0]["jsonPatch"]["expression"]
     assert "image: 'registry.example/c@sha256:0'" in pinned
 
 

@@ -32,7 +32,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
 {{- define "epochkv.connectorImage" -}}
-{{- include "epochkv.defaultImage" (list . "connector" .Values.join.image) -}}
+{{- include "epochkv.defaultImage" (list . "connector" .Values.defaults.connectorImage) -}}
 {{- end }}
 
 {{/* Pod Security `restricted`. */}}

@@ -14,7 +14,12 @@ from hack import release
 from hack.cluster import binaries
 
 ROOT = Path(__file__).resolve().parents[3]
-DIGESTS = {"operator": "sha256:" + "a" * 64, "store": "sha256:" + "b" * 64, "engine": "sha256:" + "c" * 64}
+DIGESTS = {
+    "operator": "sha256:" + "a" * 64,
+    "store": "sha256:" + "b" * 64,
+    "engine": "sha256:" + "c" * 64,
+    "connector": "sha256:" + "d" * 64,
+}
 DOCKERFILES = {"operator": "Dockerfile", "store": "docker/store.Dockerfile", "engine": "docker/engine.Dockerfile"}
 
 
@@ -27,7 +32,7 @@ def test_every_place_has_one_version() -> None:
 def test_the_released_chart_names_every_image_by_digest(tmp_path: Path) -> None:
     helm = str(binaries.build().path("helm"))
     chart = release.package("registry.example/team", DIGESTS, tmp_path, helm)
-    command = [helm, "template", "demo", str(chart)]
+    command = [helm, "template", "demo", str(chart), "--api-versions=admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"]
     rendered = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     objects = [obj for obj in yaml.safe_load_all(rendered) if obj]
     (deployment,) = [obj for obj in objects if obj["kind"] == "Deployment"]
@@ -36,14 +41,15 @@ def test_the_released_chart_names_every_image_by_digest(tmp_path: Path) -> None:
     assert container["image"] == f"registry.example/team/epochkv-operator@{DIGESTS['operator']}"
     assert f"--store-image=registry.example/team/epochkv-store:{version}@{DIGESTS['store']}" in container["args"]
     assert f"--engine-image=registry.example/team/epochkv-engine:{version}@{DIGESTS['engine']}" in container["args"]
+    assert rendered.count(f"image: 'registry.example/team/epochkv-connector:{version}@{DIGESTS['connector']}'") == 2
     images = {spec["image"] for obj in objects for spec in obj.get("spec", {}).get("containers", [])}
     assert images == {container["image"]}
 
 
-@pytest.mark.parametrize("digests", [{}, {**DIGESTS, "store": "sha256:1"}, {**DIGESTS, "engine": "latest"}])
+@pytest.mark.parametrize("digests", [{}, {**DIGESTS, "store": "sha256:1"}, {**DIGESTS, "engine": "latest"}, {**DIGESTS, "connector": ""}])
 def test_a_chart_without_all_digests_is_refused(digests: dict[str, str]) -> None:
     values = (release.CHART / "values.yaml").read_text()
-    with pytest.raises(release.ReleaseError, match=r"--digest (operator|store|engine)=sha256"):
+    with pytest.raises(release.ReleaseError, match=r"--digest (operator|store|engine|connector)=sha256"):
         release.released_values(values, "registry.example", "1.0.0", digests)
 
 
@@ -80,7 +86,7 @@ def pins(name: str) -> set[tuple[str, str]]:
 def test_the_sbom_lists_exactly_what_is_pinned() -> None:
     done = subprocess.run(["make", "sbom"], cwd=ROOT, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("operator", "store"):
+    for name in ("operator", "store", "connector"):
         text = (ROOT / f".build/sbom/{name}.cdx.json").read_text()
         bom = json.loads(text)
         assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
