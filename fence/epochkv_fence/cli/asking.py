@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Annotated, Final
 
 import typer
@@ -46,6 +47,7 @@ from epochkv_fence.client.resets import RESET_SECONDS
 from epochkv_fence.client.session import STATUS_SECONDS
 from epochkv_fence.connection import CONFIG_ENV
 from epochkv_fence.protocol.messages import MAX_EPOCH
+from epochkv_fence.protocol.pool import is_called
 
 Config = Annotated[
     str | None,
@@ -189,15 +191,34 @@ def status(config: Config = None, timeout: Timeout = STATUS_SECONDS, output: Out
         show_status(pool.status(timeout), output)
 
 
-def engines(config: Config = None, timeout: Timeout = STATUS_SECONDS, output: Out = Output.TABLE) -> None:
+def engines(
+    config: Config = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only those that hold these weights: a label, or 8 or more first digits of a digest.")
+    ] = None,
+    timeout: Timeout = STATUS_SECONDS,
+    output: Out = Output.TABLE,
+) -> None:
     """List the pool's live engine processes.
 
     \b
       epochkv engines
+      epochkv engines --weights step-42 -o json | jq -r '.[].pod'     # whom a router may ask
       epochkv engines -o json | jq -r '.[] | select(.state != "sharing") | .name'
+
+    Exit status: 1 if no engine holds the weights that --weights names. With -o json, the command also prints an empty list then.
     """
     with closing(connect(config, timeout)) as pool:
-        show_engines(pool.status(timeout), output)
+        found = pool.status(timeout)
+    if weights is not None:
+        held = (one for one in found.engines if one.weights and is_called(one.weights, found.labels.get(one.weights, ""), weights))
+        found = replace(found, engines=tuple(held))
+        if not found.engines:
+            say_error(f"no live engine holds {weights}; `epochkv weights` shows what they hold")
+    if found.engines or output is Output.JSON or weights is None:
+        show_engines(found, output)
+    if weights is not None and not found.engines:
+        raise typer.Exit(Exit.FAILED)
 
 
 def weights(

@@ -278,6 +278,11 @@ def relabelled(known: Mapping[bytes, str], weights: bytes, label: str, held: Col
     return "" if other is None else f"until now {label} was the label of weights {other.hex()[:8]}"
 
 
+def is_called(weights: str, label: str, name: str) -> bool:
+    """Whether these weights (32 hex digits, and their label) are meant by `name`: the label, or the first 8 or more of the digits."""
+    return name == label or (len(name) >= 8 and weights.startswith(name))
+
+
 class Authority(Protocol):
     """All calls are made with a deadline by the caller; a call that is cancelled may still take effect later."""
 

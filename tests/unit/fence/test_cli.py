@@ -187,6 +187,13 @@ def test_weights_shows_who_holds_what(hub: HubProcess, agents: Agents) -> None:
             (OLD.hex(), "", ["rollout-2"]),
         ]
         assert found["unknown"] == [{"name": "sleeper", "note": "asleep"}]
+        for name, holders in {"step-42": [0, 1], NEW.hex()[:8]: [0, 1], OLD.hex(): [2], NEW.hex()[:7]: [], "step-4": []}.items():
+            listed = epochkv("engines", "--weights", name, "-o", "json", config=hub.folder)
+            assert [engine["name"] for engine in json.loads(listed.stdout)] == [f"rollout-{number}" for number in holders], name
+            assert listed.returncode == (0 if holders else 1)
+        nobody = epochkv("engines", "--weights", "step-43", config=hub.folder)
+        assert (nobody.returncode, nobody.stdout) == (1, "")
+        assert nobody.stderr == "epochkv: no live engine holds step-43; `epochkv weights` shows what they hold\n"
         agents.all.pop().stop()
         push(running, OTHER)
         eventually(lambda: pool.weights().ids == {OTHER.hex()})
