@@ -36,20 +36,21 @@ def template(name: str, text: str) -> str:
 
 def rules() -> str:
     """The helper with what the operator may do in the namespaces that it serves, from `epochkv_operator/kube/resources.py`."""
-    verbs: dict[tuple[str, str], list[str]] = {}
+    verbs: dict[tuple[str, str, bool], list[str]] = {}
     for right in rights("home", (None,), "lease", "hub"):
         if right.namespace is None and not right.name:
             resource = f"{right.resource}/{right.subresource}" if right.subresource else right.resource
-            verbs.setdefault((right.group, resource), []).append(right.verb)
-    merged: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for (group, resource), allowed in verbs.items():
-        merged.setdefault((group, tuple(allowed)), []).append(resource)
+            verbs.setdefault((right.group, resource, right.optional), []).append(right.verb)
+    merged: dict[tuple[str, tuple[str, ...], bool], list[str]] = {}
+    for (group, resource, optional), allowed in verbs.items():
+        merged.setdefault((group, tuple(allowed), optional), []).append(resource)
     lines = ["{{- /* Made by hack/sync_chart.py; do not edit. */}}", '{{- define "epochkv.rules" -}}']
     in_namespaces = {right.resource for right in rights("home", ("team",), "lease", "hub")}
-    for (group, allowed), resources in merged.items():
+    for (group, allowed, optional), resources in merged.items():
         rule = [f"- apiGroups: [{group or json.dumps('')}]", f"  resources: [{', '.join(resources)}]", f"  verbs: [{', '.join(allowed)}]"]
         of_cluster = in_namespaces.isdisjoint(resource.partition("/")[0] for resource in resources)
-        lines += ["{{- if not .Values.watchNamespaces }}", *rule, "{{- end }}"] if of_cluster else rule
+        only = ".Values.serve.gates" if optional else "not .Values.watchNamespaces" if of_cluster else ""
+        lines += [f"{{{{- if {only} }}}}", *rule, "{{- end }}"] if only else rule
     return "\n".join([*lines, "{{- end }}"]) + "\n"
 
 

@@ -39,6 +39,9 @@ ROWS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resync", type=float, default=60.0, help="seconds between LISTs of each kind while the fleet idles (default 60)")
     parser.add_argument("--bumps", type=int, default=50, help="epochs asked for while the fleet is there (default 50)")
+    parser.add_argument(
+        "--gates", action="store_true", help="with spec.serve: the containers of each pod get ready, and its gate is written"
+    )
 
 
 if __name__ == "__main__":

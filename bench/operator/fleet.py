@@ -14,18 +14,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from bench.bump_to_published import measure
 from bench.fence.parts import Child
 from bench.report import Figure, Progress, Row, percentile
+from epochkv_operator.api.base import GATE
 from hack.cluster.binaries import build
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import client_keys
-from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, install_crds
+from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition, install_crds
 
 ENGINES_OF_A_POOL = 20
 PODS = 5
@@ -48,10 +49,10 @@ class EndedOperator(RuntimeError):
 
 
 class Fleet:
-    """Pools and engines in a namespace, and the operator that serves them. `size`: engines that there are."""
+    """Pools and engines in a namespace, and the operator that serves them. `size`: engines there are. `gates`: pods wait for weights."""
 
-    def __init__(self, space: Namespace, operator: OperatorProcess, pods: int = PODS) -> None:
-        self.space, self.operator, self.pods = space, operator, pods
+    def __init__(self, space: Namespace, operator: OperatorProcess, pods: int = PODS, *, gates: bool = False) -> None:
+        self.space, self.operator, self.pods, self.gates = space, operator, pods, gates
         self.size = 0
 
     def grow(self, size: int) -> float:
@@ -59,11 +60,32 @@ class Fleet:
         began, there = time.monotonic(), self.size
         pools = range(math.ceil(there / ENGINES_OF_A_POOL), math.ceil(size / ENGINES_OF_A_POOL))
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda number: self.space.create_pool(pool_of(number), local={"capacity": "1Gi"}), pools))
+            serve = {"serve": {"weights": "Converged"}} if self.gates else {}
+            list(threads.map(lambda number: self.space.create_pool(pool_of(number), local={"capacity": "1Gi"}, **serve), pools))
             list(threads.map(self._create_engine, range(there, size)))
         self.size = size
         self._wait(lambda: self.served() == size, "a status of each engine")
-        return time.monotonic() - began
+        seconds = time.monotonic() - began
+        if self.gates:
+            self._wait(self.made, "all pods")
+            self._start()
+            self._wait(lambda: self._closed() == 0, "a gate of each pod")
+        return seconds
+
+    def _closed(self) -> int:
+        """Pods whose gate is not True. No engine reports, so that it opens when their containers have been ready for a lease."""
+        time.sleep(2.0)
+        pods = self.space.request("GET", PODS_PATH.format(self.space.name))["items"]
+        return sum(condition(pod["status"], GATE).get("status") != "True" for pod in pods)
+
+    def _start(self) -> None:
+        """The containers of each pod are ready from now on, as a kubelet says it."""
+        ready = {"type": "ContainersReady", "status": "True", "lastTransitionTime": datetime.now(UTC).isoformat(timespec="seconds")}
+        path, body = PODS_PATH.format(self.space.name), {"status": {"conditions": [ready]}}
+        content = "application/strategic-merge-patch+json"
+        names = [pod["metadata"]["name"] for pod in self.space.request("GET", path)["items"] if not condition(pod["status"], GATE)]
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda name: self.space.request("PATCH", f"{path}/{name}/status", body, content), names))
 
     def _wait(self, probe: Callable[[], bool], what: str) -> None:
         """Raises `EndedOperator` at once when nothing can come any more."""
@@ -243,9 +265,10 @@ def row(size: int, arguments: argparse.Namespace, progress: Progress) -> Row:
             options = {"resync_seconds": arguments.resync, "lease_duration_seconds": LEASE_SECONDS}
             with OperatorProcess(plane, space.name, folder, **options) as operator:
                 operator.wait_ready()
-                found = observed(Fleet(space, operator), size, plane, arguments, progress)
+                found = observed(Fleet(space, operator, gates=arguments.gates), size, plane, arguments, progress)
                 assert operator.terminate(60.0) == 0, operator.tail()
-    return Row(f"{size:,} engines of {PODS} pods", [*figures(size, found), *per_engine(size, found)], found)
+    gated = " with gates" if arguments.gates else ""
+    return Row(f"{size:,} engines of {PODS} pods{gated}", [*figures(size, found), *per_engine(size, found)], found)
 
 
 def figures(size: int, found: dict[str, Any]) -> list[Figure]:

@@ -310,7 +310,8 @@ async def _rights(client: KubeClient, operator: Operator) -> list[Finding]:
         async with gate:
             return await _allowed(client, right, account)
 
-    needed = rights(operator.namespace, operator.scopes, operator.lease_name, Settings.hub_secret)
+    every = rights(operator.namespace, operator.scopes, operator.lease_name, Settings.hub_secret)
+    needed = [right for right in every if not right.optional]
     answers = await asyncio.gather(*(allowed(right) for right in needed))
     return [judge_rights(operator, [right for right, answer in zip(needed, answers, strict=True) if not answer], len(needed))]
 

@@ -113,7 +113,9 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     large = pod(namespace, "large", pool="other", containers=containers)
     assert container(large, "vllm")["resources"]["limits"]["memory"] == str(5 * 2**29)
     assert {volume["configMap"]["name"] for volume in large["spec"]["volumes"] if "configMap" in volume} == {"other-connection"}
-    fenced = pod(namespace, "fenced", notes={"epochkv.io/fence": "true"}, containers=containers)
+    fenced = pod(namespace, "fenced", notes={"epochkv.io/fence": "true", "epochkv.io/weights-gate": "true"}, containers=containers)
+    assert fenced["spec"]["readinessGates"] == [{"conditionType": "epochkv.io/weights"}]
+    assert "readinessGates" not in named["spec"]
     assert env(fenced, "vllm")["EPOCHKV_FENCE"] == "1"
     assert "EPOCHKV_ATTACH" not in env(fenced, "vllm")
     assert container(fenced, "vllm")["resources"]["limits"]["memory"] == str(3 * 2**29)

@@ -191,6 +191,10 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         until(lambda: team.status("policy").get("epoch") == 1, "published")
         until(lambda: condition(team.engine_status("rollout"), "EpochCurrent") and len(team.names("networkpolicies")) == 3, "made")
         until(lambda: overtaken(team, rights), "a status write that was overtaken")
+        labels = {"epochkv.io/pool": "policy", "app.kubernetes.io/managed-by": "epochkv-operator"}
+        gate: Any = {"readinessGates": [{"conditionType": "epochkv.io/weights"}], "containers": [{"name": "engine", "image": "i"}]}
+        team.create("/api/v1/namespaces/{}/pods", {"metadata": {"name": "joined", "labels": labels}, "spec": gate})
+        until(lambda: condition((team.get("/api/v1/namespaces/{}/pods", "joined") or {})["status"], "epochkv.io/weights"), "a gate")
         team.patch_spec("policy", keys={"generation": 1})
         until(lambda: team.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "keys rotated")
         team.patch_spec("policy", distributed=None)

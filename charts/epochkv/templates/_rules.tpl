@@ -35,6 +35,11 @@
   resources: [namespaces]
   verbs: [list]
 {{- end }}
+{{- if .Values.serve.gates }}
+- apiGroups: [""]
+  resources: [pods/status]
+  verbs: [patch]
+{{- end }}
 - apiGroups: [""]
   resources: [secrets]
   verbs: [get, create, update, delete]

@@ -205,6 +205,44 @@ class PodTemplate(ApiModel):
     here; an attempt is reported in a condition (`InvalidTemplate`) and nothing is changed."""
 
 
+ANY: Final = "Any"
+CONVERGED: Final = "Converged"
+
+
+class Serve(ApiModel):
+    """Which weights a pod's engines must hold for the pod to be in its Services."""
+
+    weights: Annotated[
+        str,
+        text(
+            253,
+            rule(
+                f"!self.matches('(?i)^(any|converged)$') || self in ['{ANY}', '{CONVERGED}']",
+                f"{ANY} and {CONVERGED} are written so; anything else is a label or a digest",
+                expression=shown(f"must be written {ANY} or {CONVERGED}"),
+            ),
+        ),
+    ] = ANY
+    """`Any`: pods serve whatever their engines hold. `Converged`: pods whose engines hold other weights than most live engines of the pool
+    leave their Services. Anything else names the weights to serve: a trainer's label, or the first 8 or more hex digits of a digest. Pods
+    then have the readiness gate `epochkv.io/weights`, so changing from or to `Any` replaces the pods one by one."""
+    strict: bool = False
+    """True: a pod serves only while it is known to hold the weights, also when that leaves a Service without pods. False: a pod whose
+    weights nobody can tell serves, such as while no hub leads; and of the pods that are ready otherwise, at least half stay."""
+
+
+GATE: Final = "epochkv.io/weights"
+"""The readiness gate of pods that wait for weights."""
+GATED: Final = "x-weights-gate"
+"""What the store notes of a pod that has the gate: it drops specs."""
+
+
+def has_gate(pod: Json) -> bool:
+    """Whether the pod waits for the gate; as the API server or the store has it."""
+    gates = (pod.get("spec") or {}).get("readinessGates") or ()
+    return bool(pod.get(GATED)) or any(gate.get("conditionType") == GATE for gate in gates)
+
+
 class Condition(StatusModel):
     """One condition, as in all Kubernetes objects."""
 

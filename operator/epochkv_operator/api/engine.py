@@ -27,6 +27,7 @@ from epochkv_operator.api.base import (
     PodTemplate,
     PoolName,
     Revision,
+    Serve,
     StatusModel,
     VariableName,
     list_field,
@@ -386,6 +387,12 @@ class InferenceEngineSpec(ApiModel):
                 reason="FieldValueForbidden",
             ),
             rule(
+                "!has(self.serve) || has(self.poolRef)",
+                "spec.serve needs spec.poolRef: without a pool nobody tells which weights the engine holds; remove serve",
+                path=".serve",
+                reason="FieldValueForbidden",
+            ),
+            rule(
                 f"!has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{EC_ARG}'))",
                 EC_ARG_TEXT,
                 path=".args",
@@ -428,6 +435,8 @@ class InferenceEngineSpec(ApiModel):
     """Environment variables."""
     resources: ResourceRequirements | None = None
     """Compute resources of the engine container. The pool's L1 capacity is added to the memory given here."""
+    serve: Serve | None = None
+    """Which weights the pods must hold to be in the engine's Service; the pool's `serve` when unset."""
     pod_security: PodSecurity | None = None
     """`restricted`: the pods run as user and group 65532. `platform`: the ids are left to a platform that assigns them, such as
     OpenShift. The operator's own default when unset (chart value `podSecurity`). RDMA runs as root with either."""

@@ -24,6 +24,7 @@ from epochkv_operator.api.base import (
     ObservedGeneration,
     PodSecurity,
     PodTemplate,
+    Serve,
     Size,
     StatusModel,
     Timestamp,
@@ -401,6 +402,9 @@ class KVCachePoolSpec(ApiModel):
     """Who may reach the pool's ports."""
     allowed_namespaces: AllowedNamespaces | None = None
     """Other namespaces whose pods may join the pool. Without it, those of its own namespace may."""
+    serve: Serve | None = None
+    """Which weights the engines' pods must hold to be in their Services; an InferenceEngine's own `serve` replaces this one. Any weights
+    when unset."""
 
 
 WeightsId = Annotated[str, Field(pattern="^[0-9a-f]{32}$", max_length=32)]
@@ -547,6 +551,15 @@ class WeightsLabel(StatusModel):
     """What they are called."""
 
 
+class ServedWeights(StatusModel):
+    """Weights whose pods serve, where `serve.weights` is `Converged`."""
+
+    fingerprint: Annotated[str, Field(max_length=253)]
+    """Of the engines that they are the weights of: of model, layout and all else that decides the bytes of KV."""
+    id: WeightsId
+    """Digest of the weights, 32 hex digits."""
+
+
 class KVCachePoolStatus(StatusModel):
     """What the pool is. `status.epoch` is the proof: no engine finds KV that was named under an older epoch."""
 
@@ -561,8 +574,8 @@ class KVCachePoolStatus(StatusModel):
 
     conditions: Conditions | None = None
     """`Ready`, `MasterAvailable` and `StoreAvailable` (with a store that the operator runs), `EpochConverged`,
-    `WeightsConverged`, `TiersUsable`, `Drained`, `Reclaimed` (with a store, unless `reclaimPolicy` is `Retain`), `KeysRotated` (once
-    `keys.generation` was raised), `NamespacesAllowed` (with `allowedNamespaces`)."""
+    `WeightsConverged`, `ServingGate` (where `serve.weights` is not `Any`), `TiersUsable`, `Drained`, `Reclaimed` (with a store, unless
+    `reclaimPolicy` is `Retain`), `KeysRotated` (once `keys.generation` was raised), `NamespacesAllowed` (with `allowedNamespaces`)."""
     observed_generation: ObservedGeneration | None = None
     """The `metadata.generation` this status was computed from. -1: the operator has not looked yet."""
     target_epoch: Epoch | None = None
@@ -579,6 +592,8 @@ class KVCachePoolStatus(StatusModel):
     """Weights that most live engines hold and how many of them, such as `3f2a9c1e 16/16`; for the printer column."""
     weights_labels: Annotated[tuple[WeightsLabel, ...] | None, list_field(16, key="id")] = None
     """What trainers called weights, the 16 newest."""
+    served_weights: Annotated[tuple[ServedWeights, ...] | None, list_field(16, key="fingerprint")] = None
+    """Weights that serve with `serve.weights: Converged`. They move only to weights that more engines hold."""
     reset: ResetStatus | None = None
     """The latest reset."""
     reclaim: ReclaimStatus | None = None

@@ -7,15 +7,16 @@ and follows it until it is published (`epochkv_fence/hub/machine.py`).
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import structlog
 
-from epochkv_operator import __version__
+from epochkv_operator import __version__, metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
@@ -25,13 +26,14 @@ from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.hub.masters import Elections
 from epochkv_operator.hub.service import AcceptedKeys, HubService, HubSnapshot
 from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
-from epochkv_operator.kube.client import ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS
+from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
+from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS, ref_of
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, pool_of
-from epochkv_operator.planning.context import Context, HubView, Observed, Problem, Shared
+from epochkv_operator.planning.context import Context, HubView, Observed, Problem, Serving, Shared, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
+from epochkv_operator.planning.serving import ANYTHING, serve_of, serving
 from epochkv_operator.planning.status import engine_status, pool_status
 from epochkv_operator.settings import Settings
 
@@ -64,6 +66,9 @@ def now() -> datetime:
 log = structlog.get_logger(__name__)
 #: How often it is looked whether anybody still uses the older of two client keys.
 OLD_KEY_SECONDS = 1.0
+#: Between two looks at gates that no news asks for.
+GATES_SECONDS = 0.5
+GATES_AT_ONCE = 8
 
 
 @dataclass(eq=False)
@@ -118,6 +123,10 @@ class _Reconciler(ABC):
 class PoolReconciler(_Reconciler):
     elections: Elections
     copies: Copies
+    _away: dict[str, float] = field(default_factory=dict)
+    """By uid of a pool that no hub leads: since when (monotonic)."""
+    _forbidden: dict[str, str] = field(default_factory=dict)
+    """By uid of a pool: why gates could not be written."""
 
     async def _reconcile(self, key: Key, obj: Json) -> None:
         pool = parse_pool(obj)
@@ -134,16 +143,20 @@ class PoolReconciler(_Reconciler):
             shared, late = await self.copies.keep(key, pool, keys, context)
             again = again or late
 
-        snapshot = HubSnapshot()
+        snapshot, found = HubSnapshot(), None
 
         def compute(newest: Json) -> Json:
-            nonlocal snapshot
+            nonlocal snapshot, found
             status, snapshot = newest.get("status") or {}, self.hub(HubService.snapshot, pool.metadata.uid, newest)
             seen = observe(self.store, key.namespace, POOL_LABEL, key.name, snapshot.view, problem)
-            seen = replace(seen, leaderless=self.elections.leaderless(pool.metadata.uid), shared=shared)
+            found = self._gates(pool, seen, shared, status)
+            seen = replace(seen, serving=found, leaderless=self.elections.leaderless(pool.metadata.uid), shared=shared)
             return pool_status(pool, seen, context, status, now()) if snapshot.known or keys is None else status
 
         await self.reporter.report(obj, compute)
+        if found is not None:
+            late = await self._turn(key, pool.metadata.uid, found)
+            again = again or late
         if not snapshot.known and keys is not None:
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
         if snapshot.incomplete_seconds > 0:
@@ -153,9 +166,64 @@ class PoolReconciler(_Reconciler):
         if again is not None:
             raise again
 
+    def _gates(self, pool: KVCachePool, seen: Observed, shared: Shared | None, status: Json) -> Serving | None:
+        """What the gates of the pool's pods should be, those of other namespaces, too."""
+        uid, namespace = pool.metadata.uid, pool.metadata.namespace
+        guests = (self.store.found(PODS.kind, one, POOL_LABEL, pool.metadata.name) for one in (shared.namespaces if shared else ()))
+        pods = [*seen.pods, *(pod for found in guests for pod in found)]
+        own = {engine["metadata"]["name"]: engine["spec"].get("serve") for engine in engines_of(self.store, namespace, pool.metadata.name)}
+        overrides = {name: serve_of(serve) for name, serve in own.items() if serve}
+        if seen.hub is not None:
+            self._away.pop(uid, None)
+        away = 0.0 if seen.hub is not None else time.monotonic() - self._away.setdefault(uid, time.monotonic())
+        before = {one["fingerprint"]: one["id"] for one in status.get("servedWeights") or ()}
+        default, lease = pool.spec.serve or ANYTHING, float(pool.spec.reset.lease_seconds)
+        found = serving(pods, default, overrides, seen.hub, before, lease, now(), away)
+        return found and replace(found, forbidden=self._forbidden.get(uid, ""))
+
+    async def _turn(self, key: Key, uid: str, found: Serving) -> ApiError | None:
+        """Write the gates. First those that open: what others make room for has to be there. Returns the error to try again on."""
+        if found.look_again is not None:
+            self.wake(key, max(found.look_again, GATES_SECONDS))
+        refused, failed = "", None
+        for turns in ([turn for turn in found.turns if turn.opens], [turn for turn in found.turns if not turn.opens]):
+            errors = await self._write(turns) if failed is None and not refused else []
+            refused = next((error.message for error in errors if isinstance(error, Forbidden)), refused)
+            failed = failed or next(iter(errors), None)
+        if refused != self._forbidden.get(uid, ""):
+            self._forbidden[uid] = refused
+            self.wake(key, GATES_SECONDS)  # the condition says so
+        if isinstance(failed, Conflict | NotFound):
+            self.wake(key, GATES_SECONDS)  # the pod is gone, or about to be seen anew
+            return None
+        return None if refused else failed
+
+    async def _write(self, turns: Sequence[Turn]) -> list[ApiError]:
+        """Some at a time, until one fails."""
+        errors: list[ApiError] = []
+        for start in range(0, len(turns), GATES_AT_ONCE):
+            if errors:
+                break
+            answers = await asyncio.gather(*map(self._write_gate, turns[start : start + GATES_AT_ONCE]))
+            errors += [answer for answer in answers if answer is not None]
+        return errors
+
+    async def _write_gate(self, turn: Turn) -> ApiError | None:
+        try:
+            answer = await self.client.patch_condition(ref_of(turn.pod), turn.condition)
+        except ApiError as error:
+            return error
+        self.store.upsert(PODS.kind, answer)
+        metrics.API_WRITES.labels(kind=PODS.kind, operation="gate").inc()
+        about = f"{turn.pod['metadata']['namespace']}/{turn.pod['metadata']['name']}"
+        log.info("gate written", pod=about, status=turn.condition["status"], reason=turn.condition["reason"])
+        return None
+
     async def _forget(self, key: Key) -> None:
         self.secrets.forget(key.namespace, key.name)
         for uid in self.hub(HubService.forget, key.namespace, key.name):
+            self._away.pop(uid, None)
+            self._forbidden.pop(uid, None)
             log.info("pool gone", object=str(key), uid=uid)
         await self.copies.withdraw(key)
 

@@ -19,6 +19,7 @@ from kubernetes.aio.config import ConfigException
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from epochkv_operator import metrics
+from epochkv_operator.api.base import has_gate
 from epochkv_operator.control import driver
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.joining import Copies
@@ -228,7 +229,8 @@ class Operator:
         """Look at what the object affects. While the hub is at a reset, after a delay: it wakes the key when it is through."""
         for key in affected(self.store, resource.kind, obj):
             of_pool = resource is POOLS and key.kind == ENGINES.kind
-            self.queue.add_after(key, engines_seconds if of_pool else delay_seconds)
+            gate = OPEN_SECONDS if key.kind == POOLS.kind and has_gate(obj) else 0.0  # a rollout changes many pods at once
+            self.queue.add_after(key, engines_seconds if of_pool else max(delay_seconds, gate))
 
     def _look_at_all(self) -> None:
         """The cluster serves other kinds than before, so any object may want others; or lets us list others."""

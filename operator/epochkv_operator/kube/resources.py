@@ -118,6 +118,11 @@ class Right:
     name: str = ""
     subresource: str = ""
 
+    @property
+    def optional(self) -> bool:
+        """Only where `spec.serve` is used: the chart has a value for it, and the condition `ServingGate` says where it is missing."""
+        return (self.resource, self.subresource) == (PODS.plural, "status")
+
     def __str__(self) -> str:
         plural = f"{self.resource}.{self.group}" if self.group else self.resource
         what = f"{plural}/{self.subresource}" if self.subresource else plural
@@ -153,6 +158,7 @@ def _served(scope: str | None) -> Iterable[Right]:
     yield from right(PODS, ("list", "watch"))
     if scope is None:  # for `allowedNamespaces.selector`
         yield from right(NAMESPACES, ("list",))
+    yield from right(PODS, ("patch",), "status")
     # The names of the pools' Secrets are not known beforehand, so a role cannot list them.
     yield from right(SECRETS, ("get", "create", "update", "delete"))
     yield from right(EVENTS, ("create",))

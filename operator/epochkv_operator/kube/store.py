@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from epochkv_operator.api.base import ENGINE_LABEL, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, SHARED_ANNOTATION
+from epochkv_operator.api.base import ENGINE_LABEL, GATED, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, SHARED_ANNOTATION, has_gate
 from epochkv_operator.kube.resources import CONFIGMAPS, ENGINES, POOLS
 
 Json = dict[str, Any]
@@ -27,7 +27,7 @@ def resource_version(obj: Json) -> int:
 
 def slim(kind: str, obj: Json) -> Json:
     """The object without what nobody asks for: managedFields (most of its bytes), except one fact, whether an autoscaler owns the replica
-    count; and the spec of a pod, of which there are many, except whether it mounts the keys of its pool.
+    count; and the spec of a pod, of which there are many, except whether it mounts the keys of its pool, and whether it has our gate.
     """
     metadata = dict(obj["metadata"])
     fields = metadata.pop("managedFields", None) or []
@@ -40,6 +40,8 @@ def slim(kind: str, obj: Json) -> Json:
         keys = f"{(metadata.get('labels') or {}).get(POOL_LABEL)}-fence"
         if any((volume.get("secret") or {}).get("secretName") == keys for volume in spec.get("volumes") or ()):
             slimmed["x-mounts-keys"] = True
+        if has_gate(obj):
+            slimmed[GATED] = True
     if scaled:
         slimmed["x-scaled-by-others"] = True
     return slimmed
@@ -249,9 +251,10 @@ def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
     labels = metadata.get("labels") or {}
     if labels.get(ENGINE_LABEL):
         yield engine_key(namespace, labels[ENGINE_LABEL])
-    elif kind == POD and labels.get(MANAGED_BY_LABEL) != MANAGED_BY:
+    joins = kind == POD and labels.get(MANAGED_BY_LABEL) != MANAGED_BY
+    if joins:
         yield Key(POD, namespace, name)
-    elif labels.get(POOL_LABEL):
-        yield pool_key(namespace, labels[POOL_LABEL])
-        if kind == CONFIGMAPS.kind and (key := sharer(obj)) is not None:
-            yield key
+    if (pool := labels.get(POOL_LABEL)) and (has_gate(obj) or not (joins or labels.get(ENGINE_LABEL))):
+        yield pool_key(namespace, pool)
+        copies = store.found(CONFIGMAPS.kind, namespace, POOL_LABEL, pool) if joins else [obj]
+        yield from filter(None, map(sharer, copies))

@@ -11,7 +11,7 @@ No text holds an age: a pool in which nothing changes is not written to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -20,7 +20,7 @@ from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.connection import etcd_endpoints
-from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, listed, short_id
+from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, Serving, listed, short_id
 from epochkv_operator.planning.engine import leader_selector, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
@@ -42,7 +42,15 @@ def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
         parts.append(_workload_condition("StoreAvailable", store_health(pool, observed)))
     parts.append(_epoch_converged(pool, hub))
     tiers = _tiers_usable(hub.engines if hub is not None else None)
-    notes = (_weights_converged(hub), tiers, _drained(hub), _reclaimed(pool, hub), _keys_rotated(pool, hub), _allowed(pool, observed))
+    notes = (
+        _weights_converged(hub),
+        _serving_gate(observed.serving, hub),
+        tiers,
+        _drained(hub),
+        _reclaimed(pool, hub),
+        _keys_rotated(pool, hub),
+        _allowed(pool, observed),
+    )
     return [
         *_with_ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the pool serves")),
         *(note for note in notes if note is not None),
@@ -360,6 +368,44 @@ def _weights_converged(hub: HubView | None) -> Condition:
     held = sorted({_called(engine.weights.hex(), hub) for engine in hub.engines if engine.alive and engine.weights is not None})
     text = f"all engines hold {listed(held, MAX_KINDS)}" if held else "no engine is connected"
     return Condition(kind, "True", "Converged", text)
+
+
+def _serving_gate(found: Serving | None, hub: HubView | None) -> Condition | None:
+    """Pods whose engines hold other weights than those that are asked for are out of their Services."""
+    kind = "ServingGate"
+    if found is None:
+        return None
+    if found.forbidden:
+        fix = "install the chart with serve.gates=true, or set spec.serve.weights to Any"
+        return Condition(kind, "False", "Forbidden", f"the operator may not write the gates of pods: {found.forbidden}; {fix}")
+    then = "spec.serve.strict keeps them out of their Services" if found.strict else "they serve"
+    if hub is None:
+        return Condition(kind, "Unknown", "HubUnavailable", f"{_NO_HUB}: gates stay as they are for a lease; after that {then}")
+    apart = f"; out of their Services: {listed((f'{name} ({held})' for name, held in found.held), _MAX_OUTLIERS)}" if found.held else ""
+    apart += f"; they stay, so that half of the pods serve: {listed(found.stays, _MAX_OUTLIERS)}" if found.stays else ""
+    if found.absent:
+        text = (
+            f"no live engine holds {listed(found.absent)}, which spec.serve names, so no pod that serves is taken out unless it is strict"
+        )
+        return Condition(kind, "False", "NotHeld", f"{text}{apart}; push them, or correct spec.serve")
+    if not found.unsaid:
+        serves = f"pods serve that hold {listed(found.serves, MAX_KINDS)}" if found.serves else "it is not known yet which weights serve"
+        return Condition(kind, "True", "Gating", f"{serves}{apart}")
+    return _unsaid(found.unsaid, then, apart)
+
+
+def _unsaid(unsaid: Mapping[str, Sequence[str]], then: str, apart: str) -> Condition:
+    """Nobody can tell of some pods what they hold."""
+    kind = "ServingGate"
+    said = {why: f"{listed(pods, _MAX_OUTLIERS)}; {then}{apart}" for why, pods in unsaid.items()}
+    if "NoMajority" in said:
+        text = "for longer than a push takes, no weights have been those of most engines"
+        return Condition(
+            kind, "False", "NoMajority", f"{text}, which concerns {said['NoMajority']}; push weights, or name some in spec.serve"
+        )
+    if "NotReporting" in said:
+        return Condition(kind, "False", "NotReporting", f"for longer than a lease, no engine has reported of {said['NotReporting']}")
+    return Condition(kind, "False", "WeightsUnknown", f"for longer than a lease, the weights are not known of {said['WeightsUnknown']}")
 
 
 def _line(note: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
@@ -154,6 +154,47 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A gate to be written: of this pod, with this condition."""
+
+    pod: Json
+    condition: Json
+
+    @property
+    def opens(self) -> bool:
+        return bool(self.condition["status"] == "True")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a look at the gates of a pool found.
+
+    Attributes:
+        serves: what serves, in words; empty: nobody knows.
+        turns: gates to be written.
+        held: pods that hold other weights and are out of their Services, with those.
+        stays: pods that hold other weights and stay, so that half of their Service does.
+        unsaid: pods of which nobody can tell what they hold, by why.
+        absent: weights that are named and that no engine holds.
+        strict: none of them serves.
+        weights: W of `Converged`, by fingerprint.
+        look_again: after so many seconds a gate may change without news.
+        forbidden: why gates could not be written.
+    """
+
+    serves: tuple[str, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    held: tuple[tuple[str, str], ...] = ()
+    stays: tuple[str, ...] = ()
+    unsaid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    strict: bool = False
+    weights: Mapping[str, str] = field(default_factory=dict)
+    look_again: float | None = None
+    forbidden: str = ""
+
+
+@dataclass(frozen=True)
 class Observed:
     """Live objects. `children` and `pods` may hold more than what belongs to the object: planning takes what it owns, by uid and
     label."""
@@ -163,6 +204,8 @@ class Observed:
     hub: HubView | None = None
     problem: Problem | None = None
     """Problem of the plan (or of applying it), shown in conditions."""
+    serving: Serving | None = None
+    """Of a pool whose pods have gates."""
     leaderless: bool = False
     """Of a pool: every master that is ready says that it does not serve."""
     shared: Shared | None = None

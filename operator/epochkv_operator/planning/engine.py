@@ -6,7 +6,7 @@ from functools import partial
 from typing import Final
 
 from epochkv_fence import quantity
-from epochkv_operator.api.base import POOL_LABEL
+from epochkv_operator.api.base import ANY, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec, ModelVolume, is_zero
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning import connection as wiring
@@ -24,6 +24,7 @@ from epochkv_operator.planning.names import (
     engine_selector,
 )
 from epochkv_operator.planning.podspec import FENCE_VOLUME, finish_pod
+from epochkv_operator.planning.serving import gate_of, with_gate
 
 MODELS_DIR: Final = "/models"
 CACHE_DIR: Final = "/cache"
@@ -233,6 +234,8 @@ def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Con
     }
     template = _finished(engine, pool, context, container)
     set_shutdown_timeout(template["spec"], engine.spec)
+    if pool is not None and gate_of(engine.spec.serve, pool.spec.serve).weights != ANY:
+        template["spec"] = with_gate(template["spec"])
     return template
 
 

@@ -33,6 +33,7 @@ _MAX_LAGGARDS = 16
 _MAX_EXTERNAL = 64
 _MAX_MESSAGE = 4096
 _MAX_WEIGHTS = 8
+_MAX_SERVED = 16
 _HEARD = ("engines", "externalEngines", "weights", "weightsSummary")
 
 
@@ -47,6 +48,8 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     known_before = (previous.get("engines") or {}).get("total", 0)
     partial = observed.hub is not None and not observed.hub.complete and len(observed.hub.engines) < known_before
     found = conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now)
+    if observed.hub is not None and not observed.hub.complete:  # gates stay as they are, too
+        found = [one if one["type"] != "ServingGate" else _kept([one], previous, ("ServingGate",))[0] for one in found]
     status: Json = {
         "conditions": _kept(found, previous, ("WeightsConverged", "TiersUsable", "Drained")) if partial else found,
         "observedGeneration": pool.metadata.generation,
@@ -65,6 +68,9 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
             status["reclaim"] = _reclaim(pool, observed.hub, previous)
     else:
         status |= {key: previous[key] for key in (*_HEARD, "keys", "reclaim") if key in previous}
+    if observed.serving is not None and observed.serving.weights:
+        served = [{"fingerprint": kind, "id": weights} for kind, weights in sorted(observed.serving.weights.items())]
+        status["servedWeights"] = served[:_MAX_SERVED]
     reset = _reset(observed.hub, previous, now, partial=partial)
     if reset:
         status["reset"] = reset

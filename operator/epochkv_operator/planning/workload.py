@@ -207,9 +207,9 @@ def _starting(workload: Json, pods: Sequence[Json]) -> str:
             return f"pod {name} waits for its image, volumes or network; {look} says for which"
         if again := next((container for container in containers if container.get("restartCount") and not container.get("ready")), None):
             return f"container {again['name']} of pod {name} {_last_exit(again)}, and it starts again"
-        if containers:
-            return f"pod {name} runs, but its readiness probe does not succeed yet"
-        return f"pod {name} is {str(status.get('phase', 'Pending')).lower()}"
+        gate = next((item for item in status.get("conditions") or [] if item.get("reason") == "ReadinessGatesNotReady"), None)
+        why = "but its readiness probe does not succeed yet" if gate is None else f"and is kept out of its Service: {gate.get('message')}"
+        return f"pod {name} runs, {why}" if containers else f"pod {name} is {str(status.get('phase', 'Pending')).lower()}"
     return ""
 
 

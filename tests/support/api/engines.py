@@ -104,6 +104,8 @@ ENGINE_CASES = [
     engine("ec-with-pool", {**POOL_REF, "args": ["--ec-transfer-config={}"]}, "--ec-transfer-config", "remove it"),
     engine("pool-in-other-namespace", {"poolRef": {"name": "p", "namespace": "x"}}, 'unknown field "spec.poolRef.namespace"', schema=True),
     engine("pool-name-case", {"poolRef": {"name": "Policy"}}, "poolRef.name", "'Policy' must be the name of a KVCachePool"),
+    engine("serve", {**POOL_REF, "serve": {"weights": "Converged", "strict": True}}),
+    engine("serve-without-pool", {"serve": {"weights": "Converged"}}, "spec.serve needs spec.poolRef"),
     # the rest
     engine("model-missing", {"model": {}}, "model.name: Required value", schema=True),
     engine("model-empty", {"model": {"name": ""}}, "model.name", schema=True),

@@ -28,6 +28,7 @@ SERVED = {
     ("leaderworkerset.x-k8s.io", "leaderworkersets"): {"get", "list", "watch", "create", "patch", "delete"},
     ("monitoring.coreos.com", "podmonitors"): {"get", "list", "watch", "create", "patch", "delete"},
     ("", "pods"): {"list", "watch"},
+    ("", "pods/status"): {"patch"},
     ("", "secrets"): {"get", "create", "update", "delete"},
     ("events.k8s.io", "events"): {"create"},
 }
@@ -98,6 +99,12 @@ def test_cluster_wide_rights_are_exactly_those_the_operator_uses(render: Render)
     }
     everything = [rule for kind in ("ClusterRole", "Role") for role in rendered.all(kind) for rule in role["rules"]]
     assert all("*" not in rule[field] for rule in everything for field in ("apiGroups", "resources", "verbs"))
+
+
+def test_without_gates_the_operator_writes_no_pod(render: Render) -> None:
+    role = render("--set", "serve.gates=false").one("ClusterRole", "epochkv-operator")
+    everywhere = SERVED | {("", "namespaces"): {"list"}}
+    assert granted(role) == {resource: verbs for resource, verbs in everywhere.items() if resource != ("", "pods/status")}
 
 
 def test_watch_namespaces_give_roles_there_and_no_cluster_role(render: Render) -> None:

@@ -92,9 +92,10 @@ BOUNDS = {
 BOOLEANS = {
     *(f"InferenceEngine.spec.env[].valueFrom.{kind}KeyRef.optional" for kind in ("configMap", "secret")),
     "InferenceEngine.spec.parallelism.expert",
+    *(f"{kind}.spec.serve.strict" for kind in ("InferenceEngine", "KVCachePool")),
     "KVCachePool.status.granting",
 }
-"""As in pods, as vLLM's option, and a fact: elsewhere a third value comes later."""
+"""As in pods, as vLLM's option, what is done where nobody knows, and a fact: elsewhere a third value comes later."""
 WRONG_NAMES = re.compile("phase|timestamp|(timeout|duration|interval|period|delay|lease)$", re.IGNORECASE)
 CAMEL = re.compile(r"[a-z][a-z0-9]*(?:[A-Z][a-z0-9]*)*")
 

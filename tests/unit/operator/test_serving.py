@@ -1,0 +1,278 @@
+"""What each case of `spec.serve` comes to: gates, times of another look, the pool's condition, and what is made of it in pods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from epochkv_fence.protocol.pool import EngineView
+from epochkv_operator.api.base import Serve
+from epochkv_operator.kube.store import Store, affected, indexed, slim
+from epochkv_operator.planning.conditions import engine_health, pool_conditions
+from epochkv_operator.planning.context import HubView, Observed, Serving, WeightsGroup
+from epochkv_operator.planning.engine import desired_engine
+from epochkv_operator.planning.serving import serving
+from epochkv_operator.planning.status import pool_status
+from tests.support.planning import CONTEXT, engine, one, pool
+from tests.unit.operator.cluster_state import NOW, POLICY, engine_children, pool_children, rank
+
+Json = dict[str, Any]
+BASE, STEP_1, STEP_2 = ("0" * 32, "1" * 32, "2" * 32)
+CONVERGED, STRICT = Serve(weights="Converged"), Serve(weights="Converged", strict=True)
+LEASE = 30.0
+GATE = "epochkv.io/weights"
+
+
+def ago(seconds: float) -> str:
+    return (NOW - timedelta(seconds=seconds)).isoformat(timespec="seconds")
+
+
+def gated(
+    name: str, gate: str | None = None, *, since: float = 500.0, up: float | None = 900.0, ran: float = 1000.0, **labels: str
+) -> Json:
+    """A pod: what its gate says and since when, since when its containers are ready, and its engine's container runs."""
+    conditions = [{"type": "Ready", "status": "True" if gate == "True" and up is not None else "False"}]
+    conditions.append({"type": "ContainersReady", "status": str(up is not None), "lastTransitionTime": ago(up or 0.0)})
+    if gate is not None:
+        reason = "Holds" if gate == "True" else "OtherWeights"
+        conditions.append({"type": GATE, "status": gate, "reason": reason, "lastTransitionTime": ago(since)})
+    return {
+        "kind": "Pod",
+        "metadata": {"name": name, "namespace": "rl", "uid": f"uid-{name}", "labels": {"epochkv.io/engine": "rollout"}},
+        "spec": {"readinessGates": [{"conditionType": GATE}]},
+        "status": {"conditions": conditions, "containerStatuses": [{"name": "engine", "state": {"running": {"startedAt": ago(ran)}}}]},
+    }
+
+
+def holds(pod: str, weights: str | None, *, age: float = 990.0, since: float = 900.0, **more: Any) -> EngineView:
+    more.setdefault("instance", f"{pod}@{age}/{more.get('rank', 0)}".encode())
+    return rank(pod, weights=weights, age_seconds=age, weights_since=since, **more)
+
+
+def look(pods: Sequence[Json], engines: Sequence[EngineView] | None, serve: Serve = CONVERGED, **more: Any) -> Serving:
+    named = {view.weights.hex() for view in engines or () if view.weights is not None}
+    groups = [WeightsGroup(weights, 1, NOW, "step-1" if weights == STEP_1 else "") for weights in sorted(named)]
+    facts = {name: more.pop(name) for name in ("overdue", "complete") if name in more}
+    hub = HubView(7, 7, engines, weights=groups, **facts) if engines is not None else None
+    found = serving(pods, serve, more.pop("overrides", {}), hub, more.pop("before", {"": STEP_1}), LEASE, NOW, **more)
+    assert found is not None
+    return found
+
+
+def turns(found: Serving) -> dict[str, tuple[str, str]]:
+    return {turn.pod["metadata"]["name"]: (turn.condition["status"], turn.condition["reason"]) for turn in found.turns}
+
+
+def test_who_asks_for_nothing_is_not_looked_at() -> None:
+    plain = {**gated("a"), "spec": {}}
+    assert serving([plain], Serve(), {}, HubView(7, 7), {}, LEASE, NOW) is None
+    for gone in ({"metadata": {**gated("a")["metadata"], "deletionTimestamp": ago(1.0)}}, {"status": {"phase": "Failed"}}):
+        assert turns(look([{**gated("a"), **gone}], [holds("a", STEP_1)])) == {}
+    # A pod that still has the gate must not wait for ever.
+    assert turns(look([gated("a")], [holds("a", BASE)], Serve())) == {"a": ("True", "NotGated")}
+
+
+OLD, NEW = holds("b", BASE), holds("b", BASE, age=20.0, since=5.0)
+
+
+@pytest.mark.parametrize(
+    ("pod", "views", "serve", "expected"),
+    [
+        (gated("b", "True"), [holds("b", STEP_1)], CONVERGED, None),
+        (gated("b"), [holds("b", STEP_1)], CONVERGED, ("True", "Holds")),
+        (gated("b"), [OLD], CONVERGED, ("False", "OtherWeights")),
+        (gated("b", "False"), [OLD], CONVERGED, None),
+        (gated("b", "True"), [OLD], CONVERGED, ("False", "OtherWeights")),
+        # It took others just now, after those that serve came: a push that goes on.
+        (gated("b", "True"), [holds("b", STEP_2, since=5.0)], CONVERGED, None),
+        (gated("b", "False"), [holds("b", STEP_2, since=5.0)], CONVERGED, None),
+        # Started again in place, with and without a report since; the instance before it lives on for a lease.
+        (gated("b", "True", ran=21.0, up=8.0), [NEW], CONVERGED, ("False", "OtherWeights")),
+        (gated("b", "True", ran=21.0, up=None), [], CONVERGED, ("False", "Starting")),
+        (gated("b", "True", ran=21.0, up=None), [holds("b", STEP_1)], CONVERGED, ("False", "Starting")),
+        (gated("b", "True", ran=21.0, up=8.0), [holds("b", STEP_1), NEW], CONVERGED, ("False", "OtherWeights")),
+        (gated("b", "True", ran=21.0, up=8.0), [holds("b", STEP_1, age=20.0, since=5.0)], CONVERGED, ("True", "Holds")),
+        # Nobody can tell.
+        (gated("b", "False"), [], CONVERGED, ("True", "FailedOpen")),
+        (gated("b", "True"), [], STRICT, ("False", "Unknown")),
+        (gated("b", up=10.0), [], CONVERGED, None),
+        (gated("b", up=None), [], CONVERGED, None),
+        (gated("b", "False"), [holds("b", None, since=40.0)], CONVERGED, ("True", "FailedOpen")),
+        (gated("b", "False"), [holds("b", None, since=20.0)], CONVERGED, None),
+        (gated("b", "False"), [holds("b", None, since=40.0, stats={"weights_updating": 1.0})], CONVERGED, None),
+        # Every rank counts.
+        (gated("b"), [holds("b", STEP_1), holds("b", STEP_1, rank=1)], CONVERGED, ("True", "Holds")),
+        (gated("b"), [holds("b", STEP_1), holds("b", BASE, rank=1)], CONVERGED, ("False", "OtherWeights")),
+        (gated("b"), [holds("b", STEP_1), holds("b", None, rank=1, since=5.0)], CONVERGED, None),
+        # Named by label or digits.
+        (gated("b"), [holds("b", STEP_1)], Serve(weights="step-1"), ("True", "Holds")),
+        (gated("b"), [OLD], Serve(weights="step-1"), ("False", "OtherWeights")),
+        (gated("b"), [OLD], Serve(weights=BASE[:8]), ("True", "Holds")),
+        (gated("b", "True"), [holds("b", STEP_2, since=5.0)], Serve(weights="step-1"), ("False", "OtherWeights")),
+        # Nobody holds what is named.
+        (gated("b"), [OLD], Serve(weights="step-9"), None),
+        (gated("b", "True"), [OLD], Serve(weights="step-9"), None),
+        (gated("b", "True"), [OLD], Serve(weights="step-9", strict=True), ("False", "OtherWeights")),
+        (gated("b", "True", ran=21.0, up=8.0), [NEW], Serve(weights="step-9"), ("False", "OtherWeights")),
+    ],
+)  # fmt: skip
+def test_one_pod_beside_three(pod: Json, views: list[EngineView], serve: Serve, expected: tuple[str, str] | None) -> None:
+    others = ("a", "c", "d")
+    found = look([pod, *(gated(name, "True") for name in others)], [*(holds(name, STEP_1) for name in others), *views], serve)
+    assert turns(found).get("b") == expected
+    assert "b" not in found.stays
+
+
+@pytest.mark.parametrize(
+    ("pod", "views", "facts", "expected", "wait"),
+    [
+        (gated("b", "False"), None, {"away_seconds": 10.0}, None, 20.0),
+        (gated("b", "False"), None, {"away_seconds": 30.0}, ("True", "FailedOpen"), None),
+        (gated("b", up=11.0), [], {}, None, 18.9),  # times in a pod are whole seconds
+        (gated("b"), [], {"complete": False}, None, None),
+        (gated("b", "True"), [holds("b", STEP_2, since=20.0)], {}, None, 40.0),
+        (gated("b", "True"), [holds("b", STEP_2, since=70.0)], {"overdue": True}, ("False", "OtherWeights"), None),
+        (gated("b", "True"), [holds("b", STEP_2, since=20.0)], {"overdue": True}, None, 40.0),
+    ],
+)
+def test_what_lasts_too_long(pod: Json, views: list[EngineView] | None, facts: Json, expected: object, wait: float | None) -> None:
+    others = [holds(name, STEP_1) for name in ("a", "c")]
+    found = look([pod, gated("a", "True"), gated("c", "True")], None if views is None else [*others, *views], **facts)
+    assert turns(found).get("b") == expected
+    assert found.look_again == (pytest.approx(wait, abs=0.2) if wait is not None else None)
+
+
+@pytest.mark.parametrize(
+    ("held", "before", "overdue", "expected"),
+    [
+        ([STEP_1, STEP_1, STEP_2], None, False, STEP_1),
+        ([STEP_1, BASE], STEP_1, False, STEP_1),
+        ([STEP_1, BASE], STEP_1, True, STEP_1),
+        ([STEP_1, STEP_2], STEP_1, False, STEP_1),
+        ([STEP_1, STEP_2 + "p"], STEP_1, False, STEP_1),
+        ([STEP_1, STEP_2 + "p"], STEP_1, True, STEP_2),  # a push missed one of two
+        ([STEP_2, STEP_2, STEP_1], STEP_1, False, STEP_2),
+        ([BASE], STEP_1, False, BASE),
+        ([STEP_2 + "p", BASE], STEP_1, False, STEP_2),
+        ([STEP_2, BASE], STEP_1, False, None),
+        ([STEP_1, STEP_2, STEP_2, BASE, BASE], STEP_1, False, STEP_1),
+    ],
+)
+def test_what_serves(held: list[str], before: str | None, overdue: bool, expected: str | None) -> None:
+    views = [holds(f"p{number}", weights[:32], pushed=weights.endswith("p"), since=100.0 + number) for number, weights in enumerate(held)]
+    assert look([], views, before={"": before} if before else {}, overdue=overdue).weights == ({"": expected} if expected else {})
+    new_hub = look([], views, before={"": before} if before else {}, complete=False)
+    assert new_hub.weights == ({"": before} if before else {}), "it does not know everybody yet"
+
+
+def test_without_a_majority_gates_open_once_a_push_is_over() -> None:
+    pods, views = [gated("a"), gated("b", "False")], [holds("a", STEP_2), holds("b", BASE)]
+    assert turns(look(pods, views, before={})) == {}
+    assert turns(look(pods, views, before={}, overdue=True)) == dict.fromkeys("ab", ("True", "FailedOpen"))
+    assert turns(look(pods, views, STRICT, before={}, overdue=True)) == dict.fromkeys("ab", ("False", "Unknown"))
+
+
+def test_half_of_a_service_stays() -> None:
+    """Of five pods that are ready but for the gate, two hold what serves; the rest hold what came before, and one is not ready."""
+    pods = [gated(name, "True") for name in "abcd"] + [gated("e"), gated("f", "True", up=None)]
+    views = [holds("a", STEP_1), holds("b", STEP_1), *(holds(name, BASE) for name in "cd"), holds("e", BASE), holds("f", BASE)]
+    views += [holds(f"elsewhere-{number}", STEP_1) for number in range(4)]
+    found = look(pods, views)
+    assert found.stays == ("c",)
+    assert turns(found) == dict.fromkeys("def", ("False", "OtherWeights"))
+    assert not look(pods, views, STRICT).stays
+    late = gated("c", "True")  # its gate is True, and the kubelet has not seen that yet
+    late["status"]["conditions"][0]["status"] = "False"
+    assert look([pod if pod["metadata"]["name"] != "c" else late for pod in pods], views).stays == ("d",)
+    # Another Service is no help.
+    alone = [gated("a", "True"), {**gated("c", "True"), "metadata": {**gated("c")["metadata"], "labels": {"epochkv.io/engine": "other"}}}]
+    assert look(alone, views).stays == ("c",)
+    assert turns(look(alone, views, overrides={"other": Serve()})) == {"c": ("True", "NotGated")}
+
+
+def test_ranks_on_other_nodes_count_for_the_first_pod() -> None:
+    worker = {**gated("w-0-1"), "spec": {}}
+    worker["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] = "1"
+    views = [holds("w-0", STEP_1), holds("w-0-1", BASE, rank=1), holds("a", STEP_1)]
+    assert turns(look([gated("w-0"), worker, gated("a", "True")], views)) == {"w-0": ("False", "OtherWeights")}
+
+
+def test_a_time_is_kept_while_the_status_stays() -> None:
+    [turn] = look([gated("a", "False", since=400.0), gated("b", "True")], [holds("b", STEP_1)], STRICT).turns
+    assert (turn.condition["reason"], turn.condition["lastTransitionTime"]) == ("Unknown", "2026-03-01T11:53:20Z")
+    assert turn.condition["lastProbeTime"] == "2026-03-01T12:00:00Z"
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "reason", "text"),
+    [
+        (look([gated("a", "True"), gated("b")], [holds("a", STEP_1), holds("b", BASE)]), "True", "Gating",
+         "pods serve that hold 11111111 (step-1); out of their Services: b (00000000)"),
+        (look([gated("a", "True"), gated("b", "True")], [holds("a", BASE), holds("b", BASE), *(holds(f"x{n}", STEP_1) for n in range(3))]),
+         "True", "Gating", "pods serve that hold 11111111 (step-1); out of their Services: b (00000000); "
+         "they stay, so that half of the pods serve: a"),
+        (look([gated("a", "True")], [holds("a", BASE)], Serve(weights="step-9")), "False", "NotHeld", "no live engine holds step-9"),
+        (look([gated("a")], []), "False", "NotReporting", "for longer than a lease, no engine has reported of a; they serve"),
+        (look([gated("a")], [], STRICT), "False", "NotReporting", "reported of a; spec.serve.strict keeps them out of their Services"),
+        (look([gated("a")], [holds("a", None)]), "False", "WeightsUnknown", "the weights are not known of a; they serve"),
+        (look([gated("a"), gated("b")], [holds("a", STEP_2), holds("b", BASE)], overdue=True, before={}), "False", "NoMajority", "a, b"),
+        (replace(look([gated("a")], []), forbidden="pods/status"), "False", "Forbidden", "serve.gates=true"),
+    ],
+)  # fmt: skip
+def test_the_condition(found: Serving, status: str, reason: str, text: str) -> None:
+    seen = Observed(pool_children(), (), HubView(7, 7), serving=found)
+    [condition] = [each for each in pool_conditions(POLICY, seen) if each.type == "ServingGate"]
+    assert (condition.status, condition.reason) == (status, reason)
+    assert text in condition.message
+    away = pool_conditions(POLICY, replace(seen, hub=None))
+    assert [each.status for each in away if each.type == "ServingGate" and reason != "Forbidden"] in (["Unknown"], [])
+
+
+def test_what_serves_is_remembered() -> None:
+    seen = Observed(pool_children(), (), HubView(7, 7), serving=Serving(weights={"f": STEP_1}))
+    assert pool_status(POLICY, seen, CONTEXT, {}, NOW)["servedWeights"] == [{"fingerprint": "f", "id": STEP_1}]
+    assert "servedWeights" not in pool_status(POLICY, replace(seen, serving=None), CONTEXT, {}, NOW)
+
+
+def test_a_hub_that_does_not_know_everybody_yet_changes_no_condition() -> None:
+    seen = Observed(pool_children(), (), HubView(7, 7), serving=look([gated("a")], []))
+    before = pool_status(POLICY, seen, CONTEXT, {}, NOW)
+    new = replace(seen, hub=HubView(7, 7, complete=False), serving=look([gated("a")], [], complete=False, before={}))
+    assert pool_status(POLICY, new, CONTEXT, before, NOW) == before
+
+
+def test_only_pods_that_are_asked_for_have_the_gate() -> None:
+    def gates(**specs: Json) -> Any:
+        spec = {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, **specs.get("engine", {})}
+        wanted = desired_engine(engine(spec), pool({"local": {"capacity": "1Gi"}, **specs.get("pool", {})}), CONTEXT)
+        return one(wanted, "Deployment")["spec"]["template"]["spec"].get("readinessGates")
+
+    ours, theirs = {"conditionType": GATE}, {"conditionType": "example/own"}
+    assert gates() is None
+    assert gates(pool={"serve": {"weights": "Converged"}}) == [ours]
+    assert gates(pool={"serve": {"weights": "Converged"}}, engine={"serve": {}}) is None
+    template = {"serve": {"weights": "step-1"}, "template": {"spec": {"readinessGates": [theirs]}}}
+    assert gates(engine=template) == [theirs, ours]
+
+
+def test_the_store_remembers_the_gate_and_the_pool_follows_its_pods() -> None:
+    pod = gated("a")
+    pod["metadata"]["labels"] |= {"epochkv.io/pool": "policy", "app.kubernetes.io/managed-by": "epochkv-operator"}
+    kept = slim("Pod", pod)
+    assert "spec" not in kept
+    for known in (pod, kept):
+        assert [key.kind for key in affected(Store(indexed), "Pod", known)] == ["InferenceEngine", "KVCachePool"]
+    assert [key.kind for key in affected(Store(indexed), "Pod", {**pod, "spec": {}})] == ["InferenceEngine"]
+
+
+def test_an_engine_says_that_a_gate_keeps_a_pod_out() -> None:
+    said = 'the status of pod readiness gate "epochkv.io/weights" is not "True", but False'
+    status = {"conditions": [{"type": "Ready", "status": "False", "reason": "ReadinessGatesNotReady", "message": said}]}
+    pods = [{**gated("a"), "status": {**status, "containerStatuses": [{"name": "engine", "ready": True}]}}]
+    pods[0]["metadata"]["labels"]["app.kubernetes.io/component"] = "engine"
+    found = engine_health(engine(), Observed(engine_children({"replicas": 1, "updatedReplicas": 1}, 1), pods))
+    assert (found.reason, found.message.endswith(f"pod a runs, and is kept out of its Service: {said}")) == ("Starting", True)
