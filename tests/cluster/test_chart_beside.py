@@ -49,8 +49,8 @@ def test_two_releases_that_share_nothing_get_along(bare: ControlPlane, tmp_path:
             operator.wait_ready()
             space.create_pool("policy", local=LOCAL, resetEpoch=3)
         for operator, space in ((one, spaces[0]), (two, spaces[1])):
-            eventually(lambda s=space: s.status("policy").get("epoch") == 3, f"published; log:\n{operator.tail()}")
-            eventually(lambda s=space: "endpoints" in s.status("policy"), f"a whole status; log:\n{operator.tail()}")
+            eventually(lambda s=space: s.status("policy").get("epoch") == 3, "published")
+            eventually(lambda s=space: "endpoints" in s.status("policy"), "a whole status")
             assert space.status("policy")["endpoints"]["hub"].endswith(f":{operator.hub_port}")
             assert 'code="403"' not in operator.http("/metrics")[1], operator.tail()
     # The release that has the CRDs goes, and the other one's pool stays.

@@ -54,11 +54,11 @@ def serve(space: Namespace) -> None:
 def test_a_rollout_from_its_start_to_its_end(namespace: Namespace, operator: OperatorProcess) -> None:
     """Told by the real Deployment controller: new pods one by one, one that cannot be pulled, the way back."""
     namespace.create_engine("rollout", **ENGINE, updateStrategy={"maxUnavailable": "34%", "maxSurge": 1}, image="a:1")
-    eventually(lambda: len(pods_of(namespace)) == 3, f"pods; log:\n{operator.tail()}")
-    eventually(lambda: progress(namespace) == ("True", "RollingOut"), f"under way; log:\n{operator.tail()}")
+    eventually(lambda: len(pods_of(namespace)) == 3, "pods")
+    eventually(lambda: progress(namespace) == ("True", "RollingOut"), "under way")
     strategy = (namespace.get(CHILDREN["deployments"], "rollout") or {})["spec"]["strategy"]
     assert strategy == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "34%", "maxSurge": 1}}
-    eventually(lambda: serve(namespace) or progress(namespace) == ("True", "RolledOut"), f"over; log:\n{operator.tail()}")
+    eventually(lambda: serve(namespace) or progress(namespace) == ("True", "RolledOut"), "over")
     assert condition(namespace.engine_status("rollout"), "Ready")["status"] == "True"
 
     # A pod that is lost is no rollout.
@@ -78,12 +78,12 @@ def test_a_rollout_from_its_start_to_its_end(namespace: Namespace, operator: Ope
         serve(namespace)
         return str(condition(namespace.engine_status("rollout"), "Available").get("message")).startswith(told)
 
-    eventually(counted, f"counted; log:\n{operator.tail()}")
+    eventually(counted, "counted")
     namespace.delete(PODS, first["metadata"]["name"])
     eventually(lambda: len(pods_of(namespace)) == 3, "deleted")
 
     namespace.patch(ENGINES, "rollout", {"spec": {"image": "missing:2"}})
-    eventually(lambda: progress(namespace) == ("True", "RollingOut"), f"under way; log:\n{operator.tail()}")
+    eventually(lambda: progress(namespace) == ("True", "RollingOut"), "under way")
 
     def new() -> list[Json]:
         return [pod for pod in pods_of(namespace) if pod["spec"]["containers"][0]["image"] == "missing:2"]
@@ -91,17 +91,17 @@ def test_a_rollout_from_its_start_to_its_end(namespace: Namespace, operator: Ope
     eventually(lambda: len(new()) == 2, "one that is added, and one in the place of a third of the old ones")
     eventually(lambda: len(pods_of(namespace)) == 4, "one more than asked for")
     report(namespace, new()[0], waiting={"reason": "ImagePullBackOff", "message": "missing:2 not found"})
-    eventually(lambda: progress(namespace) == ("False", "ImagePullFailed"), f"stalled; log:\n{operator.tail()}")
+    eventually(lambda: progress(namespace) == ("False", "ImagePullFailed"), "stalled")
     counts = "2 of 3 replicas run the current spec, 2 an older one; pod rollout-"
 
     def said() -> str | None:
         text = condition(namespace.engine_status("rollout"), "Progressing")["message"]
         return text if text.startswith(counts) else None
 
-    assert eventually(said, f"counts; log:\n{operator.tail()}").endswith("missing:2 not found")
+    assert eventually(said, "counts").endswith("missing:2 not found")
 
     namespace.patch(ENGINES, "rollout", {"spec": {"image": "a:1"}})
-    eventually(lambda: serve(namespace) or progress(namespace) == ("True", "RolledOut"), f"back; log:\n{operator.tail()}")
+    eventually(lambda: serve(namespace) or progress(namespace) == ("True", "RolledOut"), "back")
     assert not new()
 
 
@@ -118,27 +118,27 @@ def test_an_engine_that_lacks_tiers_says_so_until_it_has_them(namespace: Namespa
     namespace.create_pool("policy", local={"capacity": "64Mi"}, reset={"leaseSeconds": 5})
     namespace.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
     secret = eventually(lambda: namespace.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
-    [found] = eventually(lambda: pods_of(namespace), f"a pod; log:\n{operator.tail()}")
+    [found] = eventually(lambda: pods_of(namespace), "a pod")
     pod = found["metadata"]["name"]
-    eventually(lambda: usable(namespace)[0] == ("Unknown", "NotReporting"), f"nobody has said; log:\n{operator.tail()}")
+    eventually(lambda: usable(namespace)[0] == ("Unknown", "NotReporting"), "nobody has said")
     with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", client_keys(secret), "rollout", pod=pod) as engine:
-        eventually(lambda: usable(namespace) == [("True", "Usable")] * 2, f"heard; log:\n{operator.tail()}")
+        eventually(lambda: usable(namespace) == [("True", "Usable")] * 2, "heard")
         assert namespace.events("Usable") == [], "that it came up is no news"
         assert not namespace.status("policy").get("externalEngines"), "it has an InferenceEngine"
         assert operator.metric("epochkv_pool_tiers_off_engines") == 0
         engine.lacks = ("LayoutUnsupported", MAMBA)
         engine.agent.poke()
-        eventually(lambda: usable(namespace) == [("False", "LayoutUnsupported")] * 2, f"told; log:\n{operator.tail()}")
+        eventually(lambda: usable(namespace) == [("False", "LayoutUnsupported")] * 2, "told")
         for status in (namespace.engine_status("rollout"), namespace.status("policy")):
             assert condition(status, "TiersUsable")["message"] == f"{pod}: {MAMBA}"
         eventually(
             lambda: {event["regarding"]["kind"] for event in namespace.events("LayoutUnsupported")} == {"InferenceEngine", "KVCachePool"},
-            lambda: f"an Event about each: {namespace.events('LayoutUnsupported')}; log:\n{operator.tail()}",
+            lambda: f"an Event about each: {namespace.events('LayoutUnsupported')}",
         )
         assert {event["type"] for event in namespace.events("LayoutUnsupported")} == {"Warning"}
         assert operator.metric("epochkv_pool_tiers_off_engines") == 1
         assert condition(namespace.status("policy"), "Ready")["status"] == "True", "it serves correctly"
         engine.lacks = ("", "")
         engine.agent.poke()
-        eventually(lambda: usable(namespace) == [("True", "Usable")] * 2, f"told; log:\n{operator.tail()}")
+        eventually(lambda: usable(namespace) == [("True", "Usable")] * 2, "told")
         eventually(lambda: namespace.events("Usable"), "an Event")

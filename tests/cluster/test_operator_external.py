@@ -48,9 +48,7 @@ def test_they_join_count_and_leave(namespace: Namespace, operator: OperatorProce
         assert len(connection.root_secret()) == 32
         ranks = [stack.enter_context(joined(connection, "ray-rollout", rank=rank)) for rank in range(2)]
         twins = [stack.enter_context(joined(connection, "eval")) for _ in range(2)]
-        eventually(
-            lambda: [entry.get("weights") for entry in external(namespace).values()] == ["3f2a9c1e"] * 4, f"four; log:\n{operator.tail()}"
-        )
+        eventually(lambda: [entry.get("weights") for entry in external(namespace).values()] == ["3f2a9c1e"] * 4, "four")
         names = external(namespace)
         assert {"ray-rollout", "ray-rollout/1"} < set(names)
         assert {name.partition("#")[0] for name in names} == {"ray-rollout", "ray-rollout/1", "eval"}
@@ -62,19 +60,17 @@ def test_they_join_count_and_leave(namespace: Namespace, operator: OperatorProce
 
         twins[0].hold.set()  # it counts: nothing is published without it, until its lease is over
         namespace.bump("policy", 1)
-        eventually(lambda: all(engine.epoch == 1 for engine in (*ranks, *twins)), f"adopted; log:\n{operator.tail()}")
+        eventually(lambda: all(engine.epoch == 1 for engine in (*ranks, *twins)), "adopted")
         eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, "recorded")
         assert namespace.status("policy")["epoch"] == 0
         twins[0].hold.clear()
-        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
+        eventually(lambda: namespace.status("policy").get("epoch") == 1, "published")
         eventually(lambda: (namespace.status("policy").get("engines") or {}).get("summary") == "4/4", "counted")
 
         assert twins[1].agent.stop(5.0)
-        eventually(lambda: "eval" in external(namespace), f"the last of its name needs no suffix; log:\n{operator.tail()}")
+        eventually(lambda: "eval" in external(namespace), "the last of its name needs no suffix")
         assert ranks[1].agent.stop(5.0)
-        left = eventually(
-            lambda: found if len(found := external(namespace)) == 2 else None, f"gone with its lease; log:\n{operator.tail()}"
-        )
+        left = eventually(lambda: found if len(found := external(namespace)) == 2 else None, "gone with its lease")
         assert set(left) == {"ray-rollout", "eval"}
         namespace.bump("policy", 2)
         eventually(lambda: namespace.status("policy").get("epoch") == 2, "those that left hold nothing up")
@@ -86,14 +82,14 @@ def test_requests_of_an_older_epoch_are_counted_until_they_end(namespace: Namesp
         eventually(lambda: engine.epoch == 0, "joined")
         engine.running = 5
         namespace.bump("policy", 1)
-        eventually(lambda: (namespace.status("policy").get("engines") or {}).get("oldEpochRequests") == 5, f"counted\n{operator.tail()}")
+        eventually(lambda: (namespace.status("policy").get("engines") or {}).get("oldEpochRequests") == 5, "counted")
         found = condition(namespace.status("policy"), "Drained")
         assert (found["status"], found["reason"]) == ("False", "OldEpochRequests")
         assert "ray (5)" in found["message"]
         assert external(namespace)["ray"]["oldEpochRequests"] == 5
         eventually(lambda: operator.metric("epochkv_pool_old_epoch_requests") == 5, "metric")
         engine.running = 0
-        eventually(lambda: condition(namespace.status("policy"), "Drained").get("status") == "True", f"drained\n{operator.tail()}")
+        eventually(lambda: condition(namespace.status("policy"), "Drained").get("status") == "True", "drained")
 
 
 def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
@@ -107,13 +103,13 @@ def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: Contr
         connection = mounted(namespace, tmp_path)
         with joined(connection, "ray") as engine:
             namespace.bump("policy", 3)
-            eventually(lambda: engine.epoch == 3, f"there; log:\n{operator.tail()}")
+            eventually(lambda: engine.epoch == 3, "there")
             eventually(lambda: namespace.status("policy").get("epoch") == 3, "published")
             operator.process.kill()
             restore(namespace, "policy", 1)
             assert (namespace.status("policy")["epoch"], namespace.pool("policy")["spec"]["resetEpoch"]) == (1, 1)
             operator.start().wait_ready()
-            eventually(lambda: namespace.status("policy").get("epoch") == 3, f"healed; log:\n{operator.tail()}", 60)
+            eventually(lambda: namespace.status("policy").get("epoch") == 3, "healed", 60)
             status = eventually(lambda: s if (s := namespace.status("policy")).get("reset", {}).get("epoch") == 3 else None, "reported")
             assert status["reset"]["origin"] == "Engine"
             assert engine.epoch == 3
@@ -154,7 +150,7 @@ def test_an_engine_of_a_deleted_pool_raises_no_epoch_of_the_next(namespace: Name
     """It lives on, and is given the new pool's keys, as by a kubelet that refreshes a mounted Secret."""
     old = namespace.create_pool("policy", resetEpoch=7, **POOL)
     with joined(mounted(namespace, tmp_path), "survivor") as survivor:
-        eventually(lambda: survivor.epoch == 7 and survivor.leased, f"epoch 7; log:\n{operator.tail()}")
+        eventually(lambda: survivor.epoch == 7 and survivor.leased, "epoch 7")
         root = Connection.load(tmp_path).root_secret()
         namespace.delete(POOLS, "policy")
         eventually(lambda: namespace.pool("policy") is None, "the pool is gone")
@@ -164,14 +160,14 @@ def test_an_engine_of_a_deleted_pool_raises_no_epoch_of_the_next(namespace: Name
             secret = namespace.get(CHILDREN["secrets"], "policy-fence")
             return secret is not None and secret["metadata"]["ownerReferences"][0]["uid"] == new["metadata"]["uid"]
 
-        eventually(renewed, f"a Secret of the new pool; log:\n{operator.tail()}")
+        eventually(renewed, "a Secret of the new pool")
         assert mounted(namespace, tmp_path).root_secret() != root
-        eventually(lambda: survivor.agent.counters["key_changes"] > 0, f"it has the new keys; log:\n{operator.tail()}", 60)
-        eventually(lambda: not survivor.leased, f"its old pool's lease is over; log:\n{operator.tail()}")
+        eventually(lambda: survivor.agent.counters["key_changes"] > 0, "it has the new keys", 60)
+        eventually(lambda: not survivor.leased, "its old pool's lease is over")
         before = survivor.agent.counters["refused_by_hub"]
-        eventually(lambda: survivor.agent.counters["refused_by_hub"] > before, f"it is of another pool; log:\n{operator.tail()}")
+        eventually(lambda: survivor.agent.counters["refused_by_hub"] > before, "it is of another pool")
         namespace.bump("policy", 1)
-        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"epoch 1; log:\n{operator.tail()}")
+        eventually(lambda: namespace.status("policy").get("epoch") == 1, "epoch 1")
         assert namespace.status("policy")["targetEpoch"] == 1
         assert external(namespace) == {}
         assert not survivor.leased

@@ -46,16 +46,16 @@ def test_work_is_done_once_a_storm_is_over(namespace: Namespace, proxy: FaultPro
         proxy.decide = storm
         namespace.create_pool("policy", **POOL)
         namespace.create_engine("rollout", **ENGINE)
-        eventually(lambda: len(proxy.faults) >= 6, f"the storm hits; log:\n{operator.tail()}")
+        eventually(lambda: len(proxy.faults) >= 6, "the storm hits")
         proxy.decide = lambda method, path: None
-        eventually(lambda: settled(namespace, 0), f"all is well after the storm; log:\n{operator.tail()}", 60)
+        eventually(lambda: settled(namespace, 0), "all is well after the storm", 60)
 
         hit = len(proxy.faults)
         proxy.decide = storm
         namespace.bump("policy", 1)
-        eventually(lambda: len(proxy.faults) >= hit + 3, f"the storm hits the reset; log:\n{operator.tail()}")
+        eventually(lambda: len(proxy.faults) >= hit + 3, "the storm hits the reset")
         proxy.decide = lambda method, path: None
-        eventually(lambda: settled(namespace, 1), f"published after the storm; log:\n{operator.tail()}", 60)
+        eventually(lambda: settled(namespace, 1), "published after the storm", 60)
         assert operator.http("/livez")[0] == 200
         assert all(found == fault for _, _, found in proxy.faults)
 
@@ -67,15 +67,15 @@ def test_one_object_that_cannot_be_written_holds_up_nothing_else(namespace: Name
         proxy.decide = lambda method, path: Fault(NO_ANSWER) if is_write(method, path) and "/serviceaccounts/" in path else None
         namespace.create_pool("policy", **POOL)
         namespace.create_engine("rollout", **ENGINE)
-        eventually(lambda: namespace.names("deployments") == {"rollout"}, f"the Deployment; log:\n{operator.tail()}")
+        eventually(lambda: namespace.names("deployments") == {"rollout"}, "the Deployment")
         ready = eventually(
             lambda: next((c for c in [condition(namespace.engine_status("rollout"), "Ready")] if c.get("reason") == "ApplyFailed"), None),
-            f"a condition that says so; log:\n{operator.tail()}",
+            "a condition that says so",
         )
         assert "ServiceAccount rollout" in ready["message"]
         assert namespace.names("serviceaccounts") == set()
         proxy.decide = lambda method, path: None
-        eventually(lambda: settled(namespace, 0), f"all is well afterwards; log:\n{operator.tail()}", 60)
+        eventually(lambda: settled(namespace, 0), "all is well afterwards", 60)
 
 
 def test_rights_that_are_taken_away_and_given_back(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_rights_that_are_taken_away_and_given_back(namespace: Namespace, proxy: 
         operator.wait_ready()
         namespace.create_pool("policy", **POOL)
         namespace.create_engine("rollout", **ENGINE)
-        eventually(lambda: settled(namespace, 0), f"settled; log:\n{operator.tail()}", 60)
+        eventually(lambda: settled(namespace, 0), "settled", 60)
         before = namespace.pool("policy")["status"]
         proxy.decide = lambda method, path: None if "/leases" in path else Fault(403)
         namespace.patch(ENGINES, "rollout", {"spec": {"replicas": 3}})
         namespace.delete(CHILDREN["services"], "rollout")
-        eventually(lambda: len(proxy.faults) >= 6, f"requests are refused; log:\n{operator.tail()}")
+        eventually(lambda: len(proxy.faults) >= 6, "requests are refused")
         assert {method for method, _, _ in proxy.faults} >= {"GET"}
         assert namespace.pool("policy")["status"] == before
         proxy.decide = lambda method, path: None
@@ -97,6 +97,6 @@ def test_rights_that_are_taken_away_and_given_back(namespace: Namespace, proxy: 
         def replicas() -> int:
             return int(namespace.get(CHILDREN["deployments"], "rollout")["spec"]["replicas"])  # type: ignore[index]
 
-        eventually(lambda: replicas() == 3, f"scaled; log:\n{operator.tail()}", 60)
-        eventually(lambda: settled(namespace, 0), f"settled again; log:\n{operator.tail()}", 60)
+        eventually(lambda: replicas() == 3, "scaled", 60)
+        eventually(lambda: settled(namespace, 0), "settled again", 60)
         assert operator.http("/livez")[0] == 200

@@ -80,17 +80,17 @@ def test_a_raised_generation_replaces_the_key_without_a_lost_lease_or_a_restart(
         eventually(lambda: engine.leased, "joined")
         with LeaseWatch(engine) as leases:
             namespace.patch_spec("policy", keys={"generation": 1})
-            eventually(lambda: secret(namespace).get("generation") == "1", f"rotated; log:\n{operator.tail()}")
+            eventually(lambda: secret(namespace).get("generation") == "1", "rotated")
             after = secret(namespace)
             assert after["client.pub"] != before["client.pub"]
             assert after["client.key"] != before["client.key"]
             assert (after["root.secret"], after["hub.pub"]) == (before["root.secret"], before["hub.pub"])
-            eventually(lambda: engine.agent.counters["key_changes"] == 1, f"the engine has the new key; log:\n{operator.tail()}")
-            eventually(lambda: "previous.pub" not in secret(namespace), f"the old key retired; log:\n{operator.tail()}")
+            eventually(lambda: engine.agent.counters["key_changes"] == 1, "the engine has the new key")
+            eventually(lambda: "previous.pub" not in secret(namespace), "the old key retired")
             eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "reported")
             assert condition(namespace.status("policy"), "KeysRotated")["status"] == "True"
             namespace.bump("policy", 1)
-            eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
+            eventually(lambda: namespace.status("policy").get("epoch") == 1, "published")
             assert engine.epoch == 1
         assert (leases.lost, leases.looked > 100) == (0, True)
     now = namespace.get(CHILDREN["deployments"], "rollout")
@@ -110,7 +110,7 @@ def test_an_engine_that_keeps_the_old_key_is_named_and_can_be_cut_off(namespace:
         namespace.patch_spec("policy", keys={"generation": 1})
         found = eventually(
             lambda: c if "stubborn" in (c := condition(namespace.status("policy"), "KeysRotated")).get("message", "") else None,
-            f"named; log:\n{operator.tail()}",
+            "named",
         )
         assert (found["status"], found["reason"]) == ("False", "OldKeyInUse")
         assert namespace.status("policy")["keys"] == {"generation": 1, "accepted": 2}
@@ -120,7 +120,7 @@ def test_an_engine_that_keeps_the_old_key_is_named_and_can_be_cut_off(namespace:
         patch = json.loads(found["message"].split("-p ")[1].strip("'"))
         path = f"{CHILDREN['secrets'].format(namespace.name)}/policy-fence"
         namespace.request("PATCH", path, patch, "application/json-patch+json")
-        eventually(lambda: not engine.leased, f"cut off; log:\n{operator.tail()}", 90)
+        eventually(lambda: not engine.leased, "cut off", 90)
         eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "reported")
 
 
@@ -134,13 +134,11 @@ def test_a_new_hub_key_goes_into_the_secret_in_place(plane: ControlPlane, namesp
         operator.process.kill()
         namespace.delete(CHILDREN["secrets"], "epochkv-hub")
         operator.start().wait_ready()
-        after = eventually(
-            lambda: found if (found := secret(namespace))["hub.pub"] != before["hub.pub"] else None, f"new\n{operator.tail()}"
-        )
+        after = eventually(lambda: found if (found := secret(namespace))["hub.pub"] != before["hub.pub"] else None, "new")
         assert {**after, "hub.pub": before["hub.pub"]} == before
         assert namespace.get(CHILDREN["secrets"], "policy-fence")["metadata"]["uid"] == uid  # type: ignore[index]
         with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", keys_now(namespace), "engine-0") as engine:
-            eventually(lambda: engine.leased, f"let in; log:\n{operator.tail()}")
+            eventually(lambda: engine.leased, "let in")
 
 
 def test_the_hub_knows_the_new_key_before_anybody_can_have_it(
@@ -153,16 +151,16 @@ def test_the_hub_knows_the_new_key_before_anybody_can_have_it(
         before = keys_now(namespace)
         proxy.decide = lambda method, path: Fault(0, carried_out=True) if method == "PUT" and "/secrets/policy-fence" in path else None
         namespace.patch_spec("policy", keys={"generation": 1})
-        eventually(lambda: proxy.faults, f"the write is held back; log:\n{operator.tail()}")
+        eventually(lambda: proxy.faults, "the write is held back")
         after = keys_now(namespace)
         assert after.public != before.public
         endpoint = f"tcp://127.0.0.1:{operator.hub_port}"
         with FenceEngine(endpoint, after, "newcomer") as newcomer, FenceEngine(endpoint, before, "oldtimer") as oldtimer:
-            eventually(lambda: newcomer.leased and oldtimer.leased, f"both are let in; log:\n{operator.tail()}")
+            eventually(lambda: newcomer.leased and oldtimer.leased, "both are let in")
         refused = [record.getMessage() for record in caplog.records if "refuses our key" in record.getMessage()]
         assert not refused, "let in at once, not when the operator had looked again"
         proxy.decide = lambda method, path: None
-        eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, f"done; log:\n{operator.tail()}", 60)
+        eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "done", 60)
         assert keys_now(namespace).public == after.public, "one rotation, one new key"
 
 
@@ -177,13 +175,13 @@ def test_an_operator_that_dies_in_mid_rotation_is_followed_by_one_that_goes_on(
         stubborn = stack.enter_context(FenceEngine(f"tcp://127.0.0.1:{first.hub_port}", before, "stubborn"))
         eventually(lambda: stubborn.leased, "joined")
         namespace.patch_spec("policy", keys={"generation": 1})
-        eventually(lambda: "previous.pub" in secret(namespace), f"rotated; log:\n{first.tail()}")
+        eventually(lambda: "previous.pub" in secret(namespace), "rotated")
         first.process.kill()
         eventually(lambda: not stubborn.leased, "nobody grants")
         second = stack.enter_context(OperatorProcess(plane, namespace.name, tmp_path, hub_port=first.hub_port))
         second.wait_ready()
         newcomer = stack.enter_context(FenceEngine(f"tcp://127.0.0.1:{first.hub_port}", keys_now(namespace), "newcomer"))
-        eventually(lambda: stubborn.leased and newcomer.leased, f"both keys are accepted; log:\n{second.tail()}", 60)
+        eventually(lambda: stubborn.leased and newcomer.leased, "both keys are accepted", 60)
         assert stubborn.agent.stop(5.0)
-        eventually(lambda: "previous.pub" not in secret(namespace), f"retired; log:\n{second.tail()}", 60)
+        eventually(lambda: "previous.pub" not in secret(namespace), "retired", 60)
         assert newcomer.leased

@@ -47,15 +47,15 @@ def test_lost_rights_show_on_objects(plane: ControlPlane, tmp_path: Path) -> Non
             found = [condition(status, "Ready") for status in (space.status("policy"), space.engine_status("rollout"))]
             return [(one.get("reason", ""), one.get("message", "")) for one in found]
 
-        eventually(lambda: [reason for reason, _ in ready()] == ["Ready", "Starting"], f"served; log:\n{operator.tail()}")
+        eventually(lambda: [reason for reason, _ in ready()] == ["Ready", "Starting"], "served")
         grant(space, but=lambda right: (right.resource, right.verb) == ("pods", "list"))
-        eventually(lambda: [reason for reason, _ in ready()] == ["ReadForbidden"] * 2, f"shown; log:\n{operator.tail()}", 60)
+        eventually(lambda: [reason for reason, _ in ready()] == ["ReadForbidden"] * 2, "shown", 60)
         assert all('cannot list resource "pods"' in message and "epochkv doctor" in message for _, message in ready())
         grant(space)
-        eventually(lambda: [reason for reason, _ in ready()] == ["Ready", "Starting"], f"over; log:\n{operator.tail()}", 60)
+        eventually(lambda: [reason for reason, _ in ready()] == ["Ready", "Starting"], "over", 60)
 
         grant(space, but=lambda right: (right.resource, right.subresource) == ("kvcachepools", "status"))
         space.patch(POOLS, "policy", {"spec": {"local": {"capacity": "65Mi"}}})
-        [event] = eventually(lambda: space.events("StatusForbidden"), f"told; log:\n{operator.tail()}", 60)
+        [event] = eventually(lambda: space.events("StatusForbidden"), "told", 60)
         assert event["regarding"]["name"] == "policy"
         assert 'cannot patch resource "kvcachepools/status"' in event["note"]

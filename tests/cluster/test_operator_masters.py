@@ -51,7 +51,7 @@ def test_masters_of_which_none_leads_are_not_available(namespace: Namespace, ope
         items: list[Json] = namespace.request("GET", PODS.format(namespace.name))["items"]
         return [pod for pod in items if pod["metadata"]["labels"].get("app.kubernetes.io/component") == "master"]
 
-    eventually(lambda: len(found()) == 2, f"masters; log:\n{operator.tail()}")
+    eventually(lambda: len(found()) == 2, "masters")
     for pod in found():
         ready = [{"type": "Ready", "status": "True"}]
         status = {"phase": "Running", "podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}], "conditions": ready}
@@ -64,7 +64,7 @@ def test_masters_of_which_none_leads_are_not_available(namespace: Namespace, ope
         available = condition(namespace.status("policy"), "MasterAvailable")
         return (available.get("status"), available.get("reason")) == (status, reason)
 
-    eventually(lambda: said("False", "NoLeader"), f"nobody leads; log:\n{operator.tail()}")
+    eventually(lambda: said("False", "NoLeader"), "nobody leads")
     assert "does etcd.example:2379 answer" in condition(namespace.status("policy"), "MasterAvailable")["message"]
     health["body"] = '{"status":"ok","service_ready":true}'
-    eventually(lambda: said("True", "Available"), f"one leads; log:\n{operator.tail()}")
+    eventually(lambda: said("True", "Available"), "one leads")

@@ -75,14 +75,14 @@ def test_leaderworkersets_and_monitors_follow_their_kinds(
         operator.wait_ready()
         namespace.create_pool("policy", local={"capacity": "64Mi"}, distributed={"mooncake": {"store": {"segmentSize": "64Mi"}}})
         namespace.create_engine("big", **SPANNING)
-        said = eventually(lambda: ready(namespace, "big", "KindNotServed"), f"a condition that names the kind; log:\n{operator.tail()}")
+        said = eventually(lambda: ready(namespace, "big", "KindNotServed"), "a condition that names the kind")
         assert "LeaderWorkerSets (leaderworkerset.x-k8s.io/v1)" in said["message"]
         assert "install LeaderWorkerSet (https://lws.sigs.k8s.io)" in said["message"]
         assert "big" not in namespace.names("services")
 
         install(LWS_CRD)
         install(MONITOR_CRD)
-        made = eventually(lambda: namespace.get(SETS, "big-nodes"), f"admitted by the real CRD; log:\n{operator.tail()}", SEEN_SECONDS)
+        made = eventually(lambda: namespace.get(SETS, "big-nodes"), "admitted by the real CRD", SEEN_SECONDS)
         spec = made["spec"]["leaderWorkerTemplate"]
         assert made["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"] == {"maxUnavailable": "50%", "maxSurge": 1, "partition": 0}
         for template in (spec["leaderTemplate"], spec["workerTemplate"]):
@@ -94,28 +94,26 @@ def test_leaderworkersets_and_monitors_follow_their_kinds(
         # What LeaderWorkerSet's controller would say.
         status = {"replicas": 2, "readyReplicas": 2, "updatedReplicas": 2, "hpaPodSelector": "x"}
         namespace.patch(SETS, "big-nodes", {"status": status}, "/status")
-        available = eventually(
-            lambda: condition(namespace.engine_status("big"), "Available").get("reason") == "Available", f"seen; log:\n{operator.tail()}"
-        )
+        available = eventually(lambda: condition(namespace.engine_status("big"), "Available").get("reason") == "Available", "seen")
         assert available
         assert condition(namespace.engine_status("big"), "Progressing")["reason"] == "RolledOut"
 
         # Edited by hand, scaled by an autoscaler, gone: as with any other child.
         namespace.patch(SETS, "big-nodes", {"spec": {"leaderWorkerTemplate": {"size": 7}}})
-        eventually(lambda: groups(namespace)["leaderWorkerTemplate"]["size"] == 2, f"restored; log:\n{operator.tail()}")
+        eventually(lambda: groups(namespace)["leaderWorkerTemplate"]["size"] == 2, "restored")
         namespace.patch(ENGINES, "big", {"spec": {"replicas": 5}}, "/scale")
-        eventually(lambda: groups(namespace)["replicas"] == 5, f"scaled; log:\n{operator.tail()}")
+        eventually(lambda: groups(namespace)["replicas"] == 5, "scaled")
         namespace.delete(SETS, "big-nodes")
-        again = eventually(lambda: namespace.get(SETS, "big-nodes"), f"made again; log:\n{operator.tail()}")
+        again = eventually(lambda: namespace.get(SETS, "big-nodes"), "made again")
         assert again["metadata"]["uid"] != made["metadata"]["uid"]
 
         # To one node and back.
         namespace.patch(ENGINES, "big", {"spec": {"parallelism": {"nodes": 1}}})
-        eventually(lambda: namespace.get(CHILDREN["deployments"], "big"), f"a Deployment; log:\n{operator.tail()}")
-        eventually(lambda: namespace.get(SETS, "big-nodes") is None, f"no set; log:\n{operator.tail()}")
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "big"), "a Deployment")
+        eventually(lambda: namespace.get(SETS, "big-nodes") is None, "no set")
         namespace.patch(ENGINES, "big", {"spec": {"parallelism": {"nodes": 4}}})
-        eventually(lambda: namespace.get(SETS, "big-nodes"), f"a set; log:\n{operator.tail()}")
-        eventually(lambda: namespace.get(CHILDREN["deployments"], "big") is None, f"no Deployment; log:\n{operator.tail()}")
+        eventually(lambda: namespace.get(SETS, "big-nodes"), "a set")
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "big") is None, "no Deployment")
 
         # The monitors of the engine and of its pool, with the labels by which a Prometheus finds them.
         def names() -> set[str]:
@@ -123,12 +121,12 @@ def test_leaderworkersets_and_monitors_follow_their_kinds(
             return {item["metadata"]["name"] for item in items if item["metadata"]["labels"]["release"] == "prom"}
 
         everything = {"big", "policy-master", "policy-store"}
-        eventually(lambda: names() == everything, f"admitted by the real CRD; log:\n{operator.tail()}", SEEN_SECONDS)
+        eventually(lambda: names() == everything, "admitted by the real CRD", SEEN_SECONDS)
         namespace.delete(MONITORS, "big")
-        eventually(lambda: names() == everything, f"made again; log:\n{operator.tail()}")
+        eventually(lambda: names() == everything, "made again")
         remove(plane, MONITOR_CRD)
         namespace.create_engine("later", model={"name": "tiny"}, poolRef={"name": "policy"})
-        eventually(lambda: namespace.get(CHILDREN["deployments"], "later"), f"nothing waits for it; log:\n{operator.tail()}")
+        eventually(lambda: namespace.get(CHILDREN["deployments"], "later"), "nothing waits for it")
 
 
 def test_the_sample_of_kuberay_is_accepted(plane: ControlPlane, install: Install) -> None:

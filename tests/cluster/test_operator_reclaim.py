@@ -82,7 +82,7 @@ def _alone(namespace: Namespace) -> Iterator[None]:
 def engine(operator: OperatorProcess, space: Namespace, name: str = "engine-0") -> Iterator[FenceEngine]:
     secret = eventually(lambda: space.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
     with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", client_keys(secret), name) as found:
-        eventually(lambda: found.epoch is not None, f"joined; log:\n{operator.tail()}")
+        eventually(lambda: found.epoch is not None, "joined")
         yield found
 
 
@@ -93,7 +93,7 @@ def served(operator: OperatorProcess, space: Namespace, store: Mooncake, policy:
     announce(space, store)
     put(store, keys)
     assert len(store.keys()) == keys
-    eventually(lambda: "targetEpoch" in space.status("policy"), f"served; log:\n{operator.tail()}")
+    eventually(lambda: "targetEpoch" in space.status("policy"), "served")
 
 
 def reclaimed(space: Namespace) -> tuple[str | None, str | None, int | None]:
@@ -107,9 +107,9 @@ def test_remove_all_wipes_the_store_after_it_has_published(namespace: Namespace,
     served(operator, namespace, mooncake, "RemoveAll")
     with engine(operator, namespace):
         namespace.bump("policy", 1)
-        eventually(lambda: mooncake.keys() == [], f"wiped; log:\n{operator.tail()}")
+        eventually(lambda: mooncake.keys() == [], "wiped")
         assert namespace.status("policy")["epoch"] == 1, "published before"
-        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
+        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), "reported", 60)
         found = namespace.status("policy")["reclaim"]
         assert (found["policy"], found["epoch"]) == ("RemoveAll", 1)
         assert found["keys"] >= 5
@@ -123,9 +123,9 @@ def test_remove_all_wipes_the_store_after_it_has_published(namespace: Namespace,
 def test_delete_without_any_engine_is_done_through_the_master(namespace: Namespace, operator: OperatorProcess, mooncake: Mooncake) -> None:
     served(operator, namespace, mooncake, "Delete")
     namespace.bump("policy", 1)
-    eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-    eventually(lambda: mooncake.keys() == [], f"swept; log:\n{operator.tail()}", 90)
-    eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
+    eventually(lambda: namespace.status("policy").get("epoch") == 1, "published")
+    eventually(lambda: mooncake.keys() == [], "swept", 90)
+    eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), "reported", 60)
     found = namespace.status("policy")["reclaim"]
     assert (found["policy"], found["epoch"], found["keys"]) == ("Delete", 1, 5)
 
@@ -134,8 +134,8 @@ def test_delete_is_asked_of_an_engine(namespace: Namespace, operator: OperatorPr
     served(operator, namespace, mooncake, "Delete", 2)
     with engine(operator, namespace) as remover:
         namespace.bump("policy", 1)
-        eventually(lambda: namespace.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}")
-        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), f"reported; log:\n{operator.tail()}", 60)
+        eventually(lambda: namespace.status("policy").get("epoch") == 1, "published")
+        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), "reported", 60)
         assert set(remover.removed) == {1}
         found = namespace.status("policy")["reclaim"]
         assert (found["policy"], found["epoch"], found["keys"], found["bytes"]) == ("Delete", 1, 3, 3 * 1000)

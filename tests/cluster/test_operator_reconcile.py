@@ -57,7 +57,7 @@ def test_a_pool_and_an_engine_become_objects_and_then_ready(namespace: Namespace
         "services": {"policy-master", "policy-store", "rollout"},
     }
     for kind, names in expected.items():
-        eventually(lambda k=kind, n=names: n <= namespace.names(k), f"{names} among the {kind}; log:\n{operator.tail()}")
+        eventually(lambda k=kind, n=names: n <= namespace.names(k), f"{names} among the {kind}")
     owners = {"policy-master": pool, "rollout": engine}
     for name, owner in owners.items():
         deployment = namespace.get(CHILDREN["deployments"], name)
@@ -79,7 +79,7 @@ def test_a_steady_and_a_restarted_operator_write_nothing(plane: ControlPlane, na
         first.wait_ready()
         namespace.create_pool("policy", **L1_AND_L2)
         namespace.create_engine("rollout", **ENGINE)
-        eventually(lambda: up(namespace), f"pool and engine up; log:\n{first.tail()}")
+        eventually(lambda: up(namespace), "pool and engine up")
         time.sleep(3)  # the tail of the rollout: counters of other controllers
         before, writes = namespace.versions(), first.metric("epochkv_operator_api_writes_total")
         assert writes > 10  # the counter counts
@@ -108,7 +108,7 @@ def test_deleted_children_come_back(namespace: Namespace, operator: OperatorProc
             new = namespace.get(CHILDREN[kind], name)
             return new is not None and new["metadata"]["uid"] != old[name]["metadata"]["uid"]
 
-        eventually(back, f"{name} back; log:\n{operator.tail()}")
+        eventually(back, f"{name} back")
     applied = [line for line in operator.logged("child applied") if f" {namespace.name}/" in line["object"]]
     assert {line["reason"] for line in applied if line["child"].split()[1] in children} == {"it does not exist"}
 
@@ -116,7 +116,7 @@ def test_deleted_children_come_back(namespace: Namespace, operator: OperatorProc
 def test_a_changed_child_is_put_right_and_foreign_fields_stay(namespace: Namespace, operator: OperatorProcess) -> None:
     namespace.create_pool("policy", **L1_AND_L2)
     namespace.create_engine("rollout", **ENGINE)
-    eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), f"made; log:\n{operator.tail()}")
+    eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made")
     change = {"metadata": {"annotations": {"team": "a"}}, "spec": {"replicas": 7}}
     namespace.patch(CHILDREN["deployments"], "rollout", change)
     eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout")["spec"]["replicas"] == 2, "replicas put right")  # type: ignore[index]
@@ -138,7 +138,7 @@ def test_a_port_that_somebody_renumbered_is_put_right(
     """An apply would add the right port beside the wrong one, which has its name: the API server refuses that."""
     namespace.create_pool("policy", **L1_AND_L2)
     namespace.create_engine("rollout", **ENGINE)
-    made = eventually(lambda: namespace.get(CHILDREN[kind], name), f"made; log:\n{operator.tail()}")
+    made = eventually(lambda: namespace.get(CHILDREN[kind], name), "made")
 
     def ports(obj: dict[str, Any] | None) -> Any:
         found: Any = obj
@@ -150,10 +150,10 @@ def test_a_port_that_somebody_renumbered_is_put_right(
     operations = [{"op": "replace", "path": path, "value": 81}]
     status, answer = namespace.plane.api.request("PATCH", target, operations, "application/json-patch+json", 15)
     assert status == 200, answer
-    eventually(lambda: ports(namespace.get(CHILDREN[kind], name)) == ports(made), f"put right; log:\n{operator.tail()}")
+    eventually(lambda: ports(namespace.get(CHILDREN[kind], name)) == ports(made), "put right")
     owner = "policy" if name.startswith("policy") else "rollout"
     state = namespace.status if owner == "policy" else namespace.engine_status
-    eventually(lambda: condition(state(owner), "Ready").get("reason") != "ApplyRefused", f"applied; log:\n{operator.tail()}")
+    eventually(lambda: condition(state(owner), "Ready").get("reason") != "ApplyRefused", "applied")
 
 
 def test_an_engine_whose_pool_vanishes_serves_without_cache(namespace: Namespace, operator: OperatorProcess) -> None:
@@ -164,7 +164,7 @@ def test_an_engine_whose_pool_vanishes_serves_without_cache(namespace: Namespace
         deployment = namespace.get(CHILDREN["deployments"], "rollout")
         return json.dumps(deployment["spec"]["template"]["spec"]) if deployment else ""
 
-    eventually(lambda: "kv-transfer-config" in arguments(), f"engine with connector; log:\n{operator.tail()}")
+    eventually(lambda: "kv-transfer-config" in arguments(), "engine with connector")
     namespace.delete(POOLS, "policy")
     eventually(lambda: arguments() and "kv-transfer-config" not in arguments(), "engine without connector")
     bound = eventually(
@@ -179,13 +179,11 @@ def test_an_engine_that_comes_shortly_before_its_pool_starts_its_pods_once(names
     namespace.create_engine("rollout", **ENGINE)
     waits = eventually(
         lambda: next((c for c in [condition(namespace.engine_status("rollout"), "Ready")] if c.get("status") == "False"), None),
-        f"a condition; log:\n{operator.tail()}",
+        "a condition",
     )
     assert (waits["reason"], namespace.get(CHILDREN["deployments"], "rollout")) == ("WaitingForPool", None)
     namespace.create_pool("policy", **L1_AND_L2)
-    eventually(
-        lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "True", f"bound; log:\n{operator.tail()}"
-    )
+    eventually(lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "True", "bound")
     deployment = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made with its pool")
     assert "kv-transfer-config" in json.dumps(deployment)
     assert deployment["metadata"]["generation"] == 1, "it was made without the pool before"
@@ -193,12 +191,10 @@ def test_an_engine_that_comes_shortly_before_its_pool_starts_its_pods_once(names
 
 def test_an_engine_that_waited_long_enough_starts_without_its_pool(namespace: Namespace, operator: OperatorProcess) -> None:
     namespace.create_engine("rollout", **ENGINE)
-    alone = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), f"made alone; log:\n{operator.tail()}")
+    alone = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made alone")
     assert "kv-transfer-config" not in json.dumps(alone)
     namespace.create_pool("policy", **L1_AND_L2)
-    eventually(
-        lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "True", f"bound; log:\n{operator.tail()}"
-    )
+    eventually(lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "True", "bound")
     eventually(lambda: "kv-transfer-config" in json.dumps(namespace.get(CHILDREN["deployments"], "rollout")), "made anew with its pool")
 
 
@@ -206,7 +202,7 @@ def test_an_object_that_the_api_server_refuses_is_a_condition_not_a_crash(namesp
     namespace.create_engine("rollout", model={"name": "tiny"}, template={"spec": {"nodeSelectr": {"disk": "fast"}}})
     refused = eventually(
         lambda: next((c for c in namespace.engine_status("rollout").get("conditions") or [] if "nodeSelectr" in c["message"]), None),
-        f"a condition that says so; log:\n{operator.tail()}",
+        "a condition that says so",
     )
     assert refused["status"] == "False"
     namespace.patch(ENGINES, "rollout", {"spec": {"template": None}})
@@ -222,7 +218,7 @@ def test_deletes_in_a_watch_gap_are_noticed(fresh_control_plane: ControlPlane, t
     with OperatorProcess(fresh_control_plane, "default", tmp_path, lease_duration_seconds=120) as operator:
         operator.wait_ready()
         space.create_pool("policy", **L1_AND_L2)
-        old = eventually(lambda: space.get(CHILDREN["deployments"], "policy-master"), f"made; log:\n{operator.tail()}")
+        old = eventually(lambda: space.get(CHILDREN["deployments"], "policy-master"), "made")
         operator.process.freeze()
         fresh_control_plane.restart("kube-apiserver")
         space.delete(CHILDREN["deployments"], "policy-master")
@@ -233,9 +229,9 @@ def test_deletes_in_a_watch_gap_are_noticed(fresh_control_plane: ControlPlane, t
             new = space.get(CHILDREN["deployments"], "policy-master")
             return new is not None and new["metadata"]["uid"] != old["metadata"]["uid"]
 
-        eventually(back, f"the Deployment is back; log:\n{operator.tail()}", 60)
+        eventually(back, "the Deployment is back", 60)
         space.bump("policy", 1)
-        eventually(lambda: space.status("policy").get("epoch") == 1, f"published; log:\n{operator.tail()}", 60)
+        eventually(lambda: space.status("policy").get("epoch") == 1, "published", 60)
         assert operator.http("/livez")[0] == 200
 
 
@@ -262,14 +258,14 @@ def test_what_a_pool_left_behind_belongs_to_the_next_one(namespace: Namespace, o
         return {name: data.get(name, "") for name in ("root.secret", "client.pub")}
 
     first = made()
-    eventually(lambda: owners() == first, f"all is made; log:\n{operator.tail()}")
+    eventually(lambda: owners() == first, "all is made")
     before, old_keys = uids(), keys()
     for collection, name in ((ENGINES, "rollout"), (POOLS, "policy")):
         namespace.request("DELETE", f"{collection.format(namespace.name)}/{name}", {"propagationPolicy": "Orphan"})
         eventually(lambda c=collection, n=name: namespace.get(c, n) is None, f"{name} is gone", 120)
     assert (owners(), uids()) == (dict.fromkeys(before), before), "what is left is nobody's"
     again = made()
-    eventually(lambda: owners() == again, f"each has an owner again; log:\n{operator.tail()}", 60)
+    eventually(lambda: owners() == again, "each has an owner again", 60)
     assert uids() == before
     assert not set(keys().values()) & {*old_keys.values(), ""}, "the keys of a deleted pool are given to nobody"
     assert "NameConflict" not in str(namespace.status("policy")) + str(namespace.engine_status("rollout"))

@@ -183,7 +183,7 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
                 nudge(team, next(looks))
                 return done()
 
-            return eventually(look, f"{what}; log:\n{operator.tail()}", 120, 0.3)
+            return eventually(look, f"{what}", 120, 0.3)
 
         until(lambda: operator.http("/readyz")[0] == 200, "leads")
         team.create_pool("policy", resetEpoch=1, **POOL)

@@ -73,7 +73,7 @@ def test_whatever_is_changed_comes_back_and_one_event_names_it(namespace: Namesp
         for number, edit in enumerate(edits, 1):
             write(namespace, "policy-fence", **edit)
             look(namespace)
-            eventually(lambda: secret(namespace) == before, f"{edit} put right; log:\n{operator.tail()}")
+            eventually(lambda: secret(namespace) == before, f"{edit} put right")
             told = eventually(lambda n=number: found if len(found := notes(namespace)) >= n else None, f"{edit} told")
             assert len(told) == number
             assert [note for note in told if all(field.replace("_", ".") in note for field in edit)], (edit, told)
@@ -81,12 +81,12 @@ def test_whatever_is_changed_comes_back_and_one_event_names_it(namespace: Namesp
         write(namespace, "policy-fence", root_secret="cd" * 32, generation="9")
         namespace.patch(SECRETS, "policy-fence", {"immutable": True})
         look(namespace)
-        eventually(lambda: secret(namespace) == before, f"made again; log:\n{operator.tail()}")
+        eventually(lambda: secret(namespace) == before, "made again")
         assert not namespace.get(SECRETS, "policy-fence").get("immutable")  # type: ignore[union-attr]
         told = eventually(lambda: found if len(found := notes(namespace)) > len(EDITS) + 1 else None, "told")
         # A rotation that the spec asks for is none of these, and neither is the end of the older key.
         namespace.patch_spec("policy", keys={"generation": 1})
-        eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, f"rotated\n{operator.tail()}", 60)
+        eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "rotated", 60)
         eventually(lambda: engine.leased, "still in")
     assert len(notes(namespace)) == len(told)
     assert revision(namespace) == generation, "nothing restarts"
@@ -105,11 +105,11 @@ def test_a_secret_without_its_owner_or_with_a_foreign_field_stays_the_pools(name
     def owned() -> bool:
         return bool(namespace.get(SECRETS, "policy-fence")["metadata"].get("ownerReferences") == owners)  # type: ignore[index]
 
-    eventually(owned, f"its owner is back; log:\n{operator.tail()}")
+    eventually(owned, "its owner is back")
     assert secret(namespace) == {**before, "theirs": "x"}
     write(namespace, "policy-fence", root_secret="ab" * 32)
     look(namespace)
-    eventually(lambda: secret(namespace) == {**before, "theirs": "x"}, f"put right; log:\n{operator.tail()}")
+    eventually(lambda: secret(namespace) == {**before, "theirs": "x"}, "put right")
 
 
 def test_a_deleted_secret_says_that_it_is_back(namespace: Namespace, operator: OperatorProcess) -> None:
@@ -118,7 +118,7 @@ def test_a_deleted_secret_says_that_it_is_back(namespace: Namespace, operator: O
     before = settled(namespace)
     namespace.delete(SECRETS, "policy-fence")
     look(namespace)
-    eventually(lambda: secret(namespace) == before, f"back; log:\n{operator.tail()}")
+    eventually(lambda: secret(namespace) == before, "back")
     [note] = eventually(lambda: notes(namespace), "told")
     assert "was deleted: it is back with the same keys" in note
 
@@ -146,12 +146,12 @@ def test_what_was_changed_or_deleted_while_no_operator_ran_is_new(plane: Control
         namespace.delete(SECRETS, "other-fence")
         operator.start().wait_ready()
         with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", old, "engine-0", credentials=reader(namespace)) as engine:
-            eventually(lambda: engine.leased, f"it has read the new key; log:\n{operator.tail()}")
+            eventually(lambda: engine.leased, "it has read the new key")
         after = secret(namespace)
         assert after["hub.pub"] == before["hub.pub"]
         assert after["client.pub"] != before["client.pub"]
         assert after["root.secret"] not in (before["root.secret"], "ab" * 32)
-        eventually(lambda: revision(namespace) != generation, f"engines restart; log:\n{operator.tail()}")
+        eventually(lambda: revision(namespace) != generation, "engines restart")
         told = eventually(lambda: found if len(found := notes(namespace)) == 2 else None, "both are told")
         assert all("its keys are new, engines restart" in note for note in told)
         assert sorted("was deleted" in note for note in told) == [False, True]
@@ -169,10 +169,10 @@ def test_the_hubs_secret_comes_back_with_the_same_keys(operator: OperatorProcess
     home = operator.home
     before = hub_keys(home)
     home.delete(SECRETS, "epochkv-hub")
-    eventually(lambda: hub_keys(home) == before, f"back; log:\n{operator.tail()}")
+    eventually(lambda: hub_keys(home) == before, "back")
     home.delete(SECRETS, "epochkv-hub")
     home.create(SECRETS, {"metadata": {"name": "epochkv-hub"}, "stringData": {"hub.pub": OTHER.public, "hub.key": OTHER.secret}})
-    eventually(lambda: hub_keys(home) == before, f"put right; log:\n{operator.tail()}")
+    eventually(lambda: hub_keys(home) == before, "put right")
     told = eventually(lambda: found if len(found := notes(home, kind="Secret")) == 2 else None, "told twice")
     assert sorted("was deleted" in note for note in told) == [False, True]
     assert all("stop the operator, delete the Secret" in note for note in told)
@@ -184,7 +184,7 @@ def test_a_hub_secret_without_a_key_is_said_and_waited_for(plane: ControlPlane, 
     body = {"metadata": {"name": "epochkv-hub", "labels": labels}, "stringData": {"hub.pub": OTHER.public, "hub.key": "garbage"}}
     namespace.create(SECRETS, body)
     with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        [note] = eventually(lambda: notes(namespace, "SecretUnusable", "Secret"), f"told; log:\n{operator.tail()}")
+        [note] = eventually(lambda: notes(namespace, "SecretUnusable", "Secret"), "told")
         assert "hub.key is not a CURVE key" in note
         assert "restore the Secret, or delete it" in note
         write(namespace, "epochkv-hub", hub_key=OTHER.secret)

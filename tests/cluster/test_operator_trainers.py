@@ -31,7 +31,7 @@ def trained(operator: OperatorProcess, space: Namespace, directory: Path, engine
     connection = mounted(space, directory)
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(joined(connection, f"ray-{number}")) for number in range(engines)]
-        eventually(lambda: all(engine.epoch == 0 for engine in found), f"joined; log:\n{operator.tail()}")
+        eventually(lambda: all(engine.epoch == 0 for engine in found), "joined")
         yield stack.enter_context(Pool.connect(connection, timeout_s=30)), found
 
 
@@ -42,7 +42,7 @@ def test_a_trainers_reset_is_in_the_pools_status(namespace: Namespace, operator:
         # Published means: every engine is there, and the pool object says so already.
         assert {engine.epoch for engine in engines} == {1}
         assert namespace.status("policy")["epoch"] == 1
-        status = eventually(lambda: published(namespace, 1), f"reported; log:\n{operator.tail()}")
+        status = eventually(lambda: published(namespace, 1), "reported")
         assert status["reset"]["origin"] == "Trainer"
         assert namespace.pool("policy")["spec"]["resetEpoch"] == 0, "the spec is its owner's"
         assert condition(status, "EpochConverged")["reason"] == "Published"
@@ -55,7 +55,7 @@ def test_a_trainers_reset_is_in_the_pools_status(namespace: Namespace, operator:
         assert (again.noop, again.published) == (True, True)
         # The spec's turn: origins change hands.
         namespace.bump("policy", 2)
-        status = eventually(lambda: published(namespace, 2), f"reported; log:\n{operator.tail()}")
+        status = eventually(lambda: published(namespace, 2), "reported")
         assert status["reset"]["origin"] == "Spec"
         assert pool.status().origin == "Spec"
 
@@ -63,7 +63,7 @@ def test_a_trainers_reset_is_in_the_pools_status(namespace: Namespace, operator:
 def test_a_spec_that_lags_behind_is_told_and_resets_nothing(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
     with trained(operator, namespace, tmp_path) as (pool, engines):
         assert pool.reset(epoch=5, timeout_s=30).published
-        eventually(lambda: published(namespace, 5), f"reported; log:\n{operator.tail()}")
+        eventually(lambda: published(namespace, 5), "reported")
         for asked in (3, 5):
             before = namespace.pool("policy")["status"]["targetEpoch"]
             namespace.bump("policy", asked)
@@ -73,14 +73,14 @@ def test_a_spec_that_lags_behind_is_told_and_resets_nothing(namespace: Namespace
                     if f"spec.resetEpoch {asked} " in (c := condition(namespace.status("policy"), "EpochConverged")).get("message", "")
                     else None
                 ),
-                f"told; log:\n{operator.tail()}",
+                "told",
             )
             assert (found["status"], found["reason"]) == ("True", "EpochAhead")
             assert "Set 6 or higher" in found["message"]
             assert namespace.status("policy")["targetEpoch"] == before == 5
         assert {engine.epoch for engine in engines} == {5}
         namespace.bump("policy", 6)
-        status = eventually(lambda: published(namespace, 6), f"published; log:\n{operator.tail()}")
+        status = eventually(lambda: published(namespace, 6), "published")
         eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("reason") == "Published", "told")
         assert status["reset"]["origin"] == "Spec"
         assert condition(namespace.status("policy"), "Ready")["status"] == "True"
@@ -107,7 +107,7 @@ def test_kubectl_and_trainer_racing_end_at_the_maximum(namespace: Namespace, ope
                 assert results, f"the trainer's reset of {client}"
                 assert results[0].published
                 top = max(spec, client)
-                eventually(lambda top=top: namespace.status("policy").get("epoch") == top, f"epoch {top}; log:\n{operator.tail()}")
+                eventually(lambda top=top: namespace.status("policy").get("epoch") == top, f"epoch {top}")
                 assert {engine.epoch for engine in engines} == {top}
             eventually(lambda: history.epochs and history.epochs[-1] == (top, top), "seen by the watch")
         history.assert_monotone()
@@ -138,7 +138,7 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
         trainer = threading.Thread(target=train)
         trainer.start()
         if moment == "after":
-            eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, f"recorded; log:\n{first.tail()}")
+            eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, "recorded")
         else:
             time.sleep(1)
             assert namespace.status("policy").get("targetEpoch") == 0, "it was frozen"
@@ -155,7 +155,7 @@ def test_a_reset_survives_the_operator(plane: ControlPlane, namespace: Namespace
         assert namespace.status("policy")["epoch"] == 1
         status = eventually(lambda: s if (s := namespace.status("policy")).get("reset", {}).get("epoch") == 1 else None, "reported")
         assert status["reset"]["origin"] == "Trainer"
-        eventually(lambda: {engine.epoch for engine in engines} == {1}, f"adopted; log:\n{second.tail()}")
+        eventually(lambda: {engine.epoch for engine in engines} == {1}, "adopted")
         history.assert_monotone()
 
 
@@ -169,7 +169,7 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
         assert namespace.status("policy")["weightsLabels"] == [{"id": second.hex(), "label": "step-1"}]
         found = eventually(
             lambda: w if (w := namespace.status("policy").get("weights") or [{}])[0].get("label") == "step-1" else None,
-            f"shown; log:\n{operator.tail()}",
+            "shown",
         )
         assert [(entry["id"], entry["engines"]) for entry in found] == [(second.hex(), 2)]
         assert namespace.status("policy")["targetEpoch"] == 0, "no epoch was needed for it"
@@ -179,13 +179,13 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
         assert list(raised.value.engines) == ["ray-1"]
         said = eventually(
             lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("reason") == "Updating" else None,
-            f"told; log:\n{operator.tail()}",
+            "told",
         )
         assert "ray-1 holds 00010203 (step-1) instead of 3f2a9c1e" in said["message"]
         engines[0].push(None, "rank 1: no answer within 10 s")
         unknown = eventually(
             lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "Unknown" else None,
-            f"told; log:\n{operator.tail()}",
+            "told",
         )
         assert "share nothing: ray-0 (rank 1: no answer within 10 s)" in unknown["message"]
         # Back to the weights before, which keep their label over a change of operator.
@@ -194,4 +194,4 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
         operator.process.kill()
         namespace.delete(LEASES, "epochkv-operator")
         operator.start().wait_ready()
-        eventually(lambda: pool.status().labels == {second.hex(): "step-1"}, f"remembered; log:\n{operator.tail()}")
+        eventually(lambda: pool.status().labels == {second.hex(): "step-1"}, "remembered")
