@@ -109,8 +109,7 @@ def test_an_engine_that_keeps_the_old_key_is_named_and_can_be_cut_off(namespace:
         eventually(lambda: engine.leased, "joined")
         namespace.patch_spec("policy", keys={"generation": 1})
         found = eventually(
-            lambda: c if "stubborn" in (c := condition(namespace.status("policy"), "KeysRotated")).get("message", "") else None,
-            "named",
+            lambda: c if "stubborn" in (c := condition(namespace.status("policy"), "KeysRotated")).get("message", "") else None, "named"
         )
         assert (found["status"], found["reason"]) == ("False", "OldKeyInUse")
         assert namespace.status("policy")["keys"] == {"generation": 1, "accepted": 2}

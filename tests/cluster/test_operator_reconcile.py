@@ -15,10 +15,7 @@ from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition, install_crds
 
-L1_AND_L2 = {
-    "local": {"capacity": "64Mi"},
-    "distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}},
-}
+L1_AND_L2 = {"local": {"capacity": "64Mi"}, "distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}}}
 ENGINE = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "replicas": 2}
 
 

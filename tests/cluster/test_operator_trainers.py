@@ -168,8 +168,7 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
         # Labelled means: it is on record already.
         assert namespace.status("policy")["weightsLabels"] == [{"id": second.hex(), "label": "step-1"}]
         found = eventually(
-            lambda: w if (w := namespace.status("policy").get("weights") or [{}])[0].get("label") == "step-1" else None,
-            "shown",
+            lambda: w if (w := namespace.status("policy").get("weights") or [{}])[0].get("label") == "step-1" else None, "shown"
         )
         assert [(entry["id"], entry["engines"]) for entry in found] == [(second.hex(), 2)]
         assert namespace.status("policy")["targetEpoch"] == 0, "no epoch was needed for it"
@@ -178,14 +177,12 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
             engines[0].push(first)
         assert list(raised.value.engines) == ["ray-1"]
         said = eventually(
-            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("reason") == "Updating" else None,
-            "told",
+            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("reason") == "Updating" else None, "told"
         )
         assert "ray-1 holds 00010203 (step-1) instead of 3f2a9c1e" in said["message"]
         engines[0].push(None, "rank 1: no answer within 10 s")
         unknown = eventually(
-            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "Unknown" else None,
-            "told",
+            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "Unknown" else None, "told"
         )
         assert "share nothing: ray-0 (rank 1: no answer within 10 s)" in unknown["message"]
         # Back to the weights before, which keep their label over a change of operator.

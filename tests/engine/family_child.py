@@ -11,12 +11,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-GAINS = {
-    "embed_tokens": 1.0,
-    "qkv_proj": 1.6,
-    "o_proj": 2.0,
-    "lm_head": 6.0,
-}
+GAINS = {"embed_tokens": 1.0, "qkv_proj": 1.6, "o_proj": 2.0, "lm_head": 6.0}
 """Standard deviations of what a matrix makes of unit inputs, by a part of its name; the first that fits counts, else 1."""
 FILLS = {"q_norm": 1.6, "k_norm": 1.6, "norm": 1.0}
 """Of vectors: constants by a part of the name."""

@@ -13,19 +13,7 @@ import pytest
 
 from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check, settled_keys
-from tests.engine.names_lab import (
-    BLOCK_TOKENS,
-    FLIPPED,
-    OPENING,
-    Lab,
-    Orders,
-    Streams,
-    Traffic,
-    derive,
-    flip,
-    open_pool,
-    rpc,
-)
+from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Streams, Traffic, derive, flip, open_pool, rpc
 from tests.engine.server_nursery import ServerNursery
 
 NUM_RUNNING = 8

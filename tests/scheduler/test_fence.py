@@ -222,10 +222,7 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig)
 
 @pytest.mark.parametrize(
     "method",
-    [
-        *("hits.begin", "hits.answer", "loads.commit", "hits.forget_request", "saves.collect"),
-        *("end_step", "on_acks", "adopt", "finish"),
-    ],
+    [*("hits.begin", "hits.answer", "loads.commit", "hits.forget_request", "saves.collect"), *("end_step", "on_acks", "adopt", "finish")],
 )
 def test_an_exception_of_ours_never_reaches_vllm(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str

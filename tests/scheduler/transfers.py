@@ -110,10 +110,7 @@ def with_nixl(ours: Any, place: int, policy: str, nixl: Mapping[str, Any]) -> KV
     names = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")
     children.insert(place, {name: getattr(ours, name) for name in names})
     return KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_both",
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config={"connectors": children},
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy=policy, kv_connector_extra_config={"connectors": children}
     )
 
 

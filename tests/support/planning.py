@@ -22,9 +22,7 @@ SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfia
 POOL_SPECS: dict[str, Json] = {
     "l1": {"local": {"capacity": "2Gi"}},
     "l1-l2": {"resetEpoch": 7, "local": {"capacity": "1Gi"}, "distributed": {"mooncake": {"store": {"segmentSize": "256Mi"}}}},
-    "ssd": {
-        "distributed": {"mooncake": {"store": {"segmentSize": "2Gi", "ssd": {"capacity": "100Gi", "storageClassName": "local-nvme"}}}},
-    },
+    "ssd": {"distributed": {"mooncake": {"store": {"segmentSize": "2Gi", "ssd": {"capacity": "100Gi", "storageClassName": "local-nvme"}}}}},
     "external": {"distributed": {"external": {"masterAddress": "mooncake.shared:50051"}}},
     "ha": {
         "distributed": {
@@ -45,7 +43,7 @@ POOL_SPECS: dict[str, Json] = {
                 "store": {"segmentSize": "1Gi"},
                 "transport": {"protocol": "RDMA", "devices": ["mlx5_0"], "resourceName": "rdma/hca_shared_devices_a", "gidIndex": 3},
             }
-        },
+        }
     },
     "external-rdma": {
         "distributed": {
@@ -54,7 +52,7 @@ POOL_SPECS: dict[str, Json] = {
                 "clusterId": "shared",
                 "transport": {"protocol": "RDMA", "devices": ["mlx5_0"]},
             }
-        },
+        }
     },
     "templates": {
         "distributed": {
@@ -86,10 +84,7 @@ ENGINE_SPECS: dict[str, Json] = {
         "replicas": 4,
         "parallelism": {"tensor": 2},
         "args": ["--max-model-len=4096", "--served_model_name=policy", "--no-enable-prompt-tokens-details"],
-        "env": [
-            {"name": "HOME", "value": "/home/vllm"},
-            {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}},
-        ],
+        "env": [{"name": "HOME", "value": "/home/vllm"}, {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}],
         "resources": {"limits": {"nvidia.com/gpu": 2, "memory": "64Gi"}, "requests": {"memory": "32Gi", "cpu": "4"}},
         "template": {
             "metadata": {"labels": {"team": "rl"}},

@@ -146,11 +146,7 @@ class Rig:
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
         return Request(
-            request_id=request_id,
-            prompt_token_ids=list(tokens),
-            sampling_params=sampling,
-            pooling_params=None,
-            block_hasher=self.hasher,
+            request_id=request_id, prompt_token_ids=list(tokens), sampling_params=sampling, pooling_params=None, block_hasher=self.hasher
         )
 
     def add(self, tokens: Sequence[int], **kwargs: Any) -> Request:

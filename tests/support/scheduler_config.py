@@ -197,10 +197,7 @@ def rank_kv_cache_config(options: EngineOptions, rank: int = 0) -> KVCacheConfig
             spec = _state(options) if kind == STATE else _attention(kind)
         made.append(KVCacheGroupSpec(names, spec))
     return KVCacheConfig(
-        num_blocks=options.num_blocks,
-        kv_cache_tensors=[],
-        kv_cache_groups=made,
-        prefix_cache_retention_interval=options.retention,
+        num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=made, prefix_cache_retention_interval=options.retention
     )
 
 

@@ -362,15 +362,7 @@ class FakeWorker:
         if num_failed:
             self.failed.add(job.request_id)
         self.acks.append(
-            JobAck(
-                job.job_id,
-                self.rank,
-                Phase.LOADED,
-                0,
-                len(job.moves) - num_failed,
-                failed=num_failed > 0,
-                filled_slots=tuple(filled),
-            )
+            JobAck(job.job_id, self.rank, Phase.LOADED, 0, len(job.moves) - num_failed, failed=num_failed > 0, filled_slots=tuple(filled))
         )
 
     def results(self) -> tuple[set[str], set[str]]:

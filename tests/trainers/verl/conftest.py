@@ -75,10 +75,7 @@ def expected(
 
 @pytest.fixture(scope="session")
 def world(
-    expected: Answers,
-    weights: dict[str, Path],
-    prompts: list[list[int]],
-    tmp_path_factory: pytest.TempPathFactory,
+    expected: Answers, weights: dict[str, Path], prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
     """Started after the engine without a cache has ended: each engine takes gigabytes."""
     folder = Path(tempfile.mkdtemp(prefix="v"))  # short: names of sockets have at most 107 characters, and Ray's are in it

@@ -62,15 +62,7 @@ def value(worker: Any) -> bytes:
 
 
 def test_parameters_buffers_and_plain_tensors_are_weights() -> None:
-    block = {
-        "proj.weight",
-        "norm.weight",
-        "norm.bias",
-        "k_scale",
-        "gate_bias",
-        "w13",
-        "tables.0",
-    }
+    block = {"proj.weight", "norm.weight", "norm.bias", "k_scale", "gate_bias", "w13", "tables.0"}
     expected = {"embed.weight", "lm_head.weight"} | {f"layers.{index}.{name}" for index in (0, 1) for name in block}
     assert set(names(Worker(Model()))) == expected
 

@@ -5,17 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS
-from tests.unit.connector_scheduler.rig import (
-    L1,
-    L2,
-    PROMPT,
-    SNAP,
-    World,
-    chain,
-    config,
-    stored,
-    view,
-)
+from tests.unit.connector_scheduler.rig import L1, L2, PROMPT, SNAP, World, chain, config, stored, view
 
 # -- the answer ------------------------------------------------------------------------------------------------------
 

@@ -14,21 +14,7 @@ from epochkv_connector.tiers.saves import SavePlanner
 from epochkv_connector.tiers.state import TierState
 from epochkv_connector.wire import SaveJob
 from tests.unit.connector_scheduler.machines import Pool
-from tests.unit.connector_scheduler.rig import (
-    BOTH,
-    FULL,
-    L1,
-    PROMPT,
-    SNAP,
-    World,
-    chain,
-    commit,
-    config,
-    planned,
-    scheduled,
-    snap_of,
-    view,
-)
+from tests.unit.connector_scheduler.rig import BOTH, FULL, L1, PROMPT, SNAP, World, chain, commit, config, planned, scheduled, snap_of, view
 
 # -- saves -----------------------------------------------------------------------------------------------------------
 

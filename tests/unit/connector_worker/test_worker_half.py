@@ -139,8 +139,7 @@ def test_a_put_that_outlives_its_deadline_is_dropped_and_released_later(store: O
 def test_the_store_gets_what_is_left_of_the_deadline(store: ObedientStore) -> None:
     rig = Rig(store)
     rig.step(
-        saves=[save(1, [move(3, 0, 30)], NAMESPACE, deadline=7.0)],
-        loads=[load(2, [move(8, 5, 30, Tier.STORE)], NAMESPACE, deadline=3.0)],
+        saves=[save(1, [move(3, 0, 30)], NAMESPACE, deadline=7.0)], loads=[load(2, [move(8, 5, 30, Tier.STORE)], NAMESPACE, deadline=3.0)]
     )
     rig.until_acked(1, Phase.STORED)
     assert {request.kind: 0 < request.timeout <= limit for request, limit in zip(store.seen, (3.0, 7.0), strict=True)} == {
@@ -187,10 +186,7 @@ def test_a_slot_that_holds_another_block_is_refused(store: ObedientStore) -> Non
     before = rig.kv.clone()
     rig.step(saves=[save(1, [move(3, 0, 30)])])
     rig.until_acked(1, Phase.COPIED)
-    rig.step(
-        loads=[load(2, [move(8, 0, 31)]), load(3, [move(8, 4, 30)])],
-        saves=[save(4, [move(3, 0, 31, copy=False)], NAMESPACE)],
-    )
+    rig.step(loads=[load(2, [move(8, 0, 31)]), load(3, [move(8, 4, 30)])], saves=[save(4, [move(3, 0, 31, copy=False)], NAMESPACE)])
     assert rig.until_acked(2, Phase.LOADED).failed
     assert rig.until_acked(3, Phase.LOADED).failed
     assert rig.until_acked(4, Phase.COPIED).failed

@@ -20,16 +20,7 @@ from epochkv_fence.cli.render import (
     show_weights,
     shown_weights,
 )
-from epochkv_fence.client import (
-    Engine,
-    PoolStatus,
-    Reset,
-    Standing,
-    UnknownWeights,
-    WeightsGroup,
-    WeightsReport,
-    WeightsStanding,
-)
+from epochkv_fence.client import Engine, PoolStatus, Reset, Standing, UnknownWeights, WeightsGroup, WeightsReport, WeightsStanding
 
 # ------------------------------------------------------------------------------------------------------------------ status
 

@@ -159,10 +159,7 @@ def test_a_pair_that_is_being_replaced_is_read_again(folder: Path) -> None:
 def test_a_folder_of_keys_that_is_not_there_is_named_with_its_field(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     for place, named in (
-        (
-            "absent",
-            r"hub\.credentials_dir is 'absent' \(in the working directory .* give an absolute path\), which is not there",
-        ),
+        ("absent", r"hub\.credentials_dir is 'absent' \(in the working directory .* give an absolute path\), which is not there"),
         (str(folder / "hub.pub"), r"hub\.credentials_dir is '.*/hub\.pub', which is no folder; give the folder with hub\.pub"),
     ):
         text = json.dumps({**CONTENT, "hub": {**CONTENT["hub"], "credentials_dir": place}})

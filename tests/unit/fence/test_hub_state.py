@@ -45,10 +45,7 @@ def test_a_rotation_keeps_the_key_before_and_everything_else(tmp_path: Path) -> 
     assert second.accepted == (second.client.public, first.client.public)
     assert (second.hub, second.root_secret, second.pool_uid) == (first.hub, first.root_secret, first.pool_uid)
     folder_fits(tmp_path, second)
-    with pytest.raises(
-        StateError,
-        match="the key before is still accepted for 100 s; rotate again afterwards, or drop it now",
-    ):
+    with pytest.raises(StateError, match="the key before is still accepted for 100 s; rotate again afterwards, or drop it now"):
         rotate_keys(tmp_path, 100.0)
     assert retire_previous(tmp_path).accepted == (second.client.public,)
     assert retire_previous(tmp_path).accepted == (second.client.public,)
@@ -79,12 +76,7 @@ def test_what_is_no_keys_is_named(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"version": 2},
-        {"root_secret": "00"},
-        {"client": {"public": "x", "secret": "y"}},
-        {"previous": {"public": "x", "retire_at": 0}},
-    ],
+    [{"version": 2}, {"root_secret": "00"}, {"client": {"public": "x", "secret": "y"}}, {"previous": {"public": "x", "retire_at": 0}}],
 )
 def test_keys_that_are_changed_by_hand_are_named(tmp_path: Path, change: dict[str, Any]) -> None:
     ensure_keys(tmp_path, "u")

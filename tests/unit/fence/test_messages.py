@@ -148,11 +148,7 @@ def test_what_the_other_side_would_refuse_is_not_sent() -> None:
 
 def test_keys_are_read_from_files_and_never_shown(tmp_path: Path) -> None:
     hub, client = generate_keypair(), generate_keypair()
-    for name, key in (
-        ("hub.pub", hub.public),
-        ("client.pub", client.public),
-        ("client.key", client.secret),
-    ):
+    for name, key in (("hub.pub", hub.public), ("client.pub", client.public), ("client.key", client.secret)):
         (tmp_path / name).write_text(key + "\n")
     keys = ClientKeys.load(tmp_path)
     assert (keys.hub_public, keys.public, keys.secret) == (hub.public, client.public, client.secret)

@@ -16,13 +16,7 @@ LEASE = 3.0
 FENCE_OPTIONS = {"lease_seconds": LEASE}
 
 
-STEPS = [
-    (Hub, "_finish_round"),
-    (Hub, "_tick"),
-    (Hub, "round_at"),
-    (machine, "_heartbeat"),
-    (machine, "acquire"),
-]
+STEPS = [(Hub, "_finish_round"), (Hub, "_tick"), (Hub, "round_at"), (machine, "_heartbeat"), (machine, "acquire")]
 
 
 @pytest.mark.parametrize(("owner", "step"), STEPS, ids=[step for _, step in STEPS])

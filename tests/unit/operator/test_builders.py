@@ -62,12 +62,7 @@ def test_the_connector_reads_what_is_rendered(spec: str) -> None:
     assert config.hub is not None
     assert (config.hub.endpoint, config.hub.credentials_dir) == (CONTEXT.hub_endpoint, "/etc/epochkv/fence")
     assert (config.local.capacity_bytes if config.local else None) == {"l1": 2147483648, "l1-l2": 1073741824}.get(spec)
-    addresses = {
-        "l1": None,
-        "external": "mooncake.shared:50051",
-        "external-rdma": "etcd://e0:2379;e1:2379",
-        "ha": "etcd://e0:2379;e1:2379",
-    }
+    addresses = {"l1": None, "external": "mooncake.shared:50051", "external-rdma": "etcd://e0:2379;e1:2379", "ha": "etcd://e0:2379;e1:2379"}
     address = config.distributed.master_address if config.distributed else None
     assert address == addresses.get(spec, "policy-master.rl.svc:50051")
     if spec == "rdma":

@@ -154,10 +154,7 @@ def test_a_recreated_pool_waits_for_its_namesakes_objects() -> None:
 
 @pytest.mark.parametrize(
     "plan_of",
-    [
-        lambda seen: plan_pool(pool(uid=ANOTHER), seen, CONTEXT),
-        lambda seen: plan_engine(engine(uid=ANOTHER), pool(), seen, CONTEXT),
-    ],
+    [lambda seen: plan_pool(pool(uid=ANOTHER), seen, CONTEXT), lambda seen: plan_engine(engine(uid=ANOTHER), pool(), seen, CONTEXT)],
     ids=["pool", "engine"],
 )
 def test_what_a_deleted_namesake_left_behind_is_taken_over(plan_of: Callable[[Observed], Plan]) -> None:
