@@ -14,7 +14,7 @@ import pytest
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 
-from tests.scheduler.rigs import LENGTH, MakeRig
+from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_worker import RankAdapters
 
@@ -103,51 +103,47 @@ def make(make_rig: MakeRig, store: SharedStore) -> MakeRig:
 def test_equal_tensors_are_one_name_whatever_they_are_called(make: MakeRig, num_ranks: int) -> None:
     """Written while engines run; another name, id and path in each, and again in the first."""
     first = make(num_ranks=num_ranks)
-    tokens = prompt(1, LENGTH)
     load(first, adapter(1), "one")
-    assert serve(first, adapter(1), tokens) == 0
+    assert serve(first, adapter(1), TOKENS) == 0
     load(first, adapter(5, "/elsewhere/copy", name="copy"), "one")
-    assert serve(first, adapter(5, "/elsewhere/copy", name="copy"), tokens) == ALL
+    assert serve(first, adapter(5, "/elsewhere/copy", name="copy"), TOKENS) == ALL
     first.check_clean()
     second = make(num_ranks=num_ranks)
     load(second, adapter(3, "/mnt/b", name="other"), "one")
-    assert serve(second, adapter(3, "/mnt/b", name="other"), tokens) == ALL
+    assert serve(second, adapter(3, "/mnt/b", name="other"), TOKENS) == ALL
     second.check_clean()
 
 
 def test_other_tensors_are_another_name_whatever_they_are_called(make: MakeRig) -> None:
-    tokens = prompt(1, LENGTH)
     first = make()
     load(first, adapter(), "one")
-    assert serve(first, adapter(), tokens) == 0
-    assert first.cached[first.serve(tokens)] == 0, "the model itself is not the adapter"
+    assert serve(first, adapter(), TOKENS) == 0
+    assert first.cached[first.serve(TOKENS)] == 0, "the model itself is not the adapter"
     second = make()
     load(second, adapter(), "two")
-    assert serve(second, adapter(), tokens) == 0
+    assert serve(second, adapter(), TOKENS) == 0
     load(second, adapter(2, "/b"), "one")
-    assert serve(second, adapter(2, "/b"), tokens) == ALL
+    assert serve(second, adapter(2, "/b"), TOKENS) == ALL
 
 
 def test_a_request_that_comes_first_has_its_adapter_loaded_and_is_named_by_it(make: MakeRig) -> None:
     """As the offline API: nobody told the engine to load it."""
-    tokens = prompt(1, LENGTH)
     for cached in (0, ALL):
         rig = make()
         rig.executor.disk[PATH] = "one"
-        assert serve(rig, adapter(), tokens) == cached
-        assert serve(rig, adapter(), tokens) == ALL
+        assert serve(rig, adapter(), TOKENS) == cached
+        assert serve(rig, adapter(), TOKENS) == ALL
         assert rig.executor.adapters[0].loads == [PATH], "once, as without us"
 
 
 def test_other_weights_of_the_model_make_other_names(make: MakeRig) -> None:
     rig = make()
-    tokens = prompt(1, LENGTH)
     load(rig, adapter(), "one")
-    assert serve(rig, adapter(), tokens) == 0
+    assert serve(rig, adapter(), TOKENS) == 0
     rig.weights = "w1"
-    assert serve(rig, adapter(), tokens) == 0
+    assert serve(rig, adapter(), TOKENS) == 0
     rig.weights = "w0"
-    assert serve(rig, adapter(), tokens) == ALL
+    assert serve(rig, adapter(), TOKENS) == ALL
 
 
 # ---------------------------------------------------------------------------------------------- replaced
@@ -182,17 +178,16 @@ REPLACE = pytest.mark.parametrize("replace", [in_place_over_http, unloaded_and_l
 def test_a_new_version_is_named_by_its_tensors_and_the_old_one_is_found_again(
     make: MakeRig, replace: Callable[[Any, str], LoRARequest]
 ) -> None:
-    tokens = prompt(1, LENGTH)
     other = make()
     load(other, adapter(), "two")
-    assert serve(other, adapter(), tokens) == 0
+    assert serve(other, adapter(), TOKENS) == 0
     rig = make()
     load(rig, adapter(), "one")
-    assert serve(rig, adapter(), tokens) == 0
+    assert serve(rig, adapter(), TOKENS) == 0
     used = replace(rig, "two")
-    assert serve(rig, used, tokens) == ALL, "from the engine that has it, too"
+    assert serve(rig, used, TOKENS) == ALL, "from the engine that has it, too"
     used = replace(rig, "one")
-    assert serve(rig, used, tokens) == ALL
+    assert serve(rig, used, TOKENS) == ALL
     rig.check_clean()
 
 
@@ -223,10 +218,9 @@ def test_requests_that_run_over_a_change_name_nothing_more(
 @REPLACE
 def test_a_request_that_waits_finds_nothing_of_the_version_before(make: MakeRig, replace: Callable[[Any, str], LoRARequest]) -> None:
     rig = make()
-    tokens = prompt(1, LENGTH)
     load(rig, adapter(), "one")
-    assert serve(rig, adapter(), tokens) == 0
-    waiting = add(rig, adapter(), tokens)
+    assert serve(rig, adapter(), TOKENS) == 0
+    waiting = add(rig, adapter(), TOKENS)
     replace(rig, "two")
     rig.run()
     assert rig.cached[waiting.request_id] == 0
@@ -236,14 +230,13 @@ def test_a_request_that_waits_finds_nothing_of_the_version_before(make: MakeRig,
 
 @REPLACE
 def test_what_is_being_loaded_for_the_version_before_fails(make: MakeRig, replace: Callable[[Any, str], LoRARequest]) -> None:
-    tokens = prompt(1, LENGTH)
     first = make()
     load(first, adapter(), "one")
-    assert serve(first, adapter(), tokens) == 0
+    assert serve(first, adapter(), TOKENS) == 0
     rig = make()
     load(rig, adapter(), "one")
     rig.workers[0].hold_loads = True
-    loading = run_a_little(rig, adapter(), tokens)
+    loading = run_a_little(rig, adapter(), TOKENS)
     assert rig.tiers.loads.is_open(loading.request_id)
     replace(rig, "two")
     rig.workers[0].hold_loads = False
@@ -255,28 +248,26 @@ def test_what_is_being_loaded_for_the_version_before_fails(make: MakeRig, replac
 
 def test_a_load_that_fails_leaves_what_was_there(make: MakeRig) -> None:
     rig = make()
-    tokens = prompt(1, LENGTH)
     load(rig, adapter(), "one")
-    assert serve(rig, adapter(), tokens) == 0
+    assert serve(rig, adapter(), TOKENS) == 0
     with pytest.raises(LoRAAdapterNotFoundError, match="nowhere"):
         rig.core.add_lora(adapter(path="/nowhere", load_inplace=True))
-    assert serve(rig, adapter(), tokens) == ALL
+    assert serve(rig, adapter(), TOKENS) == ALL
     rig.check_clean()
 
 
 def test_requests_that_load_in_place_are_named_by_what_they_load(make: MakeRig) -> None:
     """vLLM reads it again with every step of such a request. Nobody told the engine of the new version but the request."""
     rig = make()
-    tokens = prompt(1, LENGTH)
     used = adapter(load_inplace=True)
     load(rig, used, "one")
-    assert serve(rig, used, tokens) == 0
-    assert serve(rig, used, tokens) == ALL
+    assert serve(rig, used, TOKENS) == 0
+    assert serve(rig, used, TOKENS) == ALL
     rig.executor.disk[PATH] = "two"
-    assert serve(rig, used, tokens) == 0
-    assert serve(rig, used, tokens) == ALL
+    assert serve(rig, used, TOKENS) == 0
+    assert serve(rig, used, TOKENS) == ALL
     rig.executor.disk[PATH] = "one"
-    assert serve(rig, used, tokens) == ALL
+    assert serve(rig, used, TOKENS) == ALL
     assert rig.side.weights.adapters.counters["late"] == 0
     rig.check_clean()
 
@@ -352,14 +343,13 @@ def test_a_rank_that_cannot_say_leaves_its_engine_without_names_and_it_says_so_o
 
 def test_ranks_that_hold_different_tensors_share_nothing_with_ranks_that_hold_the_same_ones(make: MakeRig) -> None:
     """One of them missed a push."""
-    tokens = prompt(1, LENGTH)
     whole = make(num_ranks=2)
     load(whole, adapter(), "one")
-    assert serve(whole, adapter(), tokens) == 0
+    assert serve(whole, adapter(), TOKENS) == 0
     half = make(num_ranks=2)
     half.executor.adapters[1].disk = {PATH: "old"}
     load(half, adapter(), "one")
-    request = add(half, adapter(), tokens)
+    request = add(half, adapter(), TOKENS)
     half.run()
     assert half.cached[request.request_id] == 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig, begin_load, every_layout, filled, num_saved, push_out
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, begin_load, every_layout, filled, found, num_saved, push_out
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -20,17 +20,15 @@ def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adop
     assert rig.pins.old_epoch_requests() == 1
     rig.run()
     assert len(short.block_hashes) == 1
-    follower = rig.serve(list(short.all_token_ids) + prompt(2, BLOCK))
-    assert rig.cached[follower] == 0
+    assert found(rig, list(short.all_token_ids) + prompt(2, BLOCK)) == 0
     rig.check_clean()
 
 
 @every_layout
 def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    waiting = rig.add(tokens)
+    rig.serve(TOKENS)
+    waiting = rig.add(TOKENS)
     before = waiting.block_hashes
     assert rig.block_pool.get_cached_block(before[0], [0]) is not None  # old KV lies under the name it now carries
     rig.adopt(1, weights="w1")
@@ -38,8 +36,7 @@ def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
     assert waiting.block_hashes is not before  # never in place
     assert waiting.block_hashes[0] != before[0]
     assert rig.cached[waiting.request_id] == 0
-    again = rig.serve(tokens)
-    assert rig.cached[again] == 8 * BLOCK  # and reuse works in the new epoch
+    assert found(rig) == 8 * BLOCK  # and reuse works in the new epoch
     rig.check_clean()
 
 
@@ -47,9 +44,8 @@ def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
 def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_rehashed(make_rig: MakeRig) -> None:
     """The input thread hashes with the global of its moment."""
     rig = make_rig(epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    late = rig.request(tokens)
+    rig.serve(TOKENS)
+    late = rig.request(TOKENS)
     rig.adopt(1, weights="w1")
     rig.scheduler.add_request(late)
     rig.run()
@@ -61,14 +57,12 @@ def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_re
 def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(make_rig: MakeRig) -> None:
     """vLLM goes on with it in the same step, and caches its blocks under whatever its hashes are then."""
     rig = make_rig(epoch=0)
-    tokens = prompt(1, LENGTH)
-    skipping = rig.add(tokens, skip_reading_prefix_cache=True)
+    skipping = rig.add(TOKENS, skip_reading_prefix_cache=True)
     rig.adopt(1, weights="w1")
     output = rig.step()
     assert skipping.request_id in output.num_scheduled_tokens
     rig.run()
-    follower = rig.serve(tokens)
-    assert rig.cached[follower] == 8 * BLOCK  # named in the new epoch
+    assert found(rig) == 8 * BLOCK  # named in the new epoch
     rig.check_clean()
 
 
@@ -105,8 +99,7 @@ def test_a_load_recorded_before_the_adoption_is_carried_and_stays_private(make_r
     rig.run()
     assert rig.cached[loaded.request_id] == 8 * BLOCK  # its own, as before
     assert rig.pins.old_epoch_requests() == 0
-    follower = rig.serve(tokens)
-    assert rig.cached[follower] == 0
+    assert found(rig, tokens) == 0
     rig.check_clean()
 
 
@@ -122,8 +115,7 @@ def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig, 
     assert rig.pins.old_epoch_requests() == 1
     rig.run()
     assert set(store.objects) == before
-    follower = rig.serve(list(running.all_token_ids))
-    assert rig.cached[follower] == 0
+    assert found(rig, list(running.all_token_ids)) == 0
     rig.check_clean()
 
 
@@ -150,8 +142,7 @@ def test_a_preempted_request_is_repinned_and_recomputes(make_rig: MakeRig) -> No
 def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_not_sent(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the answer and the allocation: the acknowledgement waits for the step, and the load never runs."""
     rig = make_rig(num_blocks=12, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     push_out(rig)
     answer = rig.connector.get_num_new_matched_tokens
     busy: list[bool] = []
@@ -162,7 +153,7 @@ def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_not_sent(make_rig:
         rig.adopt(1, weights="w1")
         return found
 
-    hit = rig.add(tokens)
+    hit = rig.add(TOKENS)
     monkeypatch.setattr(rig.connector, "get_num_new_matched_tokens", overtaken)
     rig.step()
     assert hit.status is RequestStatus.WAITING_FOR_REMOTE_KVS

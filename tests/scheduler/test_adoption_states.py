@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig, begin_load, every_layout, filled, num_saved, release
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, begin_load, every_layout, filled, found, num_saved, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -42,7 +42,7 @@ def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig) 
     assert (rig.cached[loaded.request_id], rig.cached[waiting.request_id]) == (8 * BLOCK, 0)
     assert {key for key in set(store.objects) - saved if "/e0/" in key} == set(), "a request on an old epoch saved"
     assert rig.pins.old_epoch_requests() == 0
-    assert rig.cached[rig.serve([*running.all_token_ids, 9])] == 0
+    assert found(rig, [*running.all_token_ids, 9]) == 0
     rig.check_clean()
 
 
@@ -66,8 +66,7 @@ def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig)
 def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has found the prompt in its own cache, by the old names: it must drop that."""
     rig = make_rig(epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     find = rig.scheduler._get_local_prefix_cache_hit
     found: list[int] = []
 
@@ -79,7 +78,7 @@ def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, 
         return hit
 
     monkeypatch.setattr(rig.scheduler, "_get_local_prefix_cache_hit", overtaken)
-    request = rig.serve(tokens)
+    request = rig.serve(TOKENS)
     assert found == [8 * BLOCK, 0]
     assert rig.cached[request] == 0
     rig.check_clean()
@@ -112,7 +111,7 @@ def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_ri
     rig.weights = "w1"
     rig.run()
     assert set(store.objects) == saved, "it saved under a root that is not current"
-    assert rig.cached[rig.serve(list(request.all_token_ids))] == 0
+    assert found(rig, list(request.all_token_ids)) == 0
     rig.check_clean()
 
 
@@ -132,7 +131,7 @@ def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig, l
     assert len(store.objects) == num_saved(layout)
     assert all("/e0/" in key for key in store.objects), "garbage at worst, never a wrong name"
     assert rig.tiers.stats()["slots_indexed"] == 0, "and not indexed in L1"
-    assert rig.cached[rig.serve(prompt(1, LENGTH))] == 0
+    assert found(rig, prompt(1, LENGTH)) == 0
     rig.check_clean()
 
 
@@ -145,7 +144,7 @@ def test_l1_of_older_roots_goes_first(make_rig: MakeRig) -> None:
     rig.serve(prompt(3, LENGTH))
     assert rig.tiers.stats()["slots_other_roots"] == 4
     rig.scheduler.reset_prefix_cache()
-    assert rig.cached[rig.serve(prompt(2, LENGTH))] == 8 * BLOCK, "a block of the current root was evicted before old ones"
+    assert found(rig, prompt(2, LENGTH)) == 8 * BLOCK, "a block of the current root was evicted before old ones"
     rig.check_clean()
 
 
@@ -160,18 +159,17 @@ def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weig
     multimodal(monkeypatch)
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    rig.serve(TOKENS)
+    assert found(rig) == 8 * BLOCK
     in_use = [True]
     monkeypatch.setattr("epochkv_connector.engine.blocks.encoder_outputs_in_use", lambda scheduler: in_use[0])
     rig.weights = "w1"
-    rig.serve(tokens)
-    assert rig.cached[rig.serve(tokens)] == 0
+    rig.serve(TOKENS)
+    assert found(rig) == 0
     assert rig.pins.root.snapshot.shared is False
     in_use[0] = False
-    rig.serve(tokens)
-    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    rig.serve(TOKENS)
+    assert found(rig) == 8 * BLOCK
     assert rig.pins.root.snapshot.shared is True
     rig.check_clean()
 
@@ -187,17 +185,16 @@ def test_a_skipping_request_that_is_preempted_across_an_adoption(make_rig: MakeR
     output = rig.step()
     assert output.num_scheduled_tokens[request.request_id] >= WHOLE, "it goes on in the same step, all of it computed again"
     rig.run()
-    assert rig.cached[rig.serve(prompt(1, LENGTH))] == 8 * BLOCK
+    assert found(rig, prompt(1, LENGTH)) == 8 * BLOCK
     rig.check_clean()
 
 
 def test_kv_of_another_engine_without_a_tag_is_private_under_a_private_root_too(make_rig: MakeRig) -> None:
     """No root is shared, so we have no tag; a producer that shows none must not pass for one of ours."""
     rig = make_rig(hub=False)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens, params={"do_remote_prefill": True, "remote_engine_id": "x"})
+    rig.serve(TOKENS, params={"do_remote_prefill": True, "remote_engine_id": "x"})
     assert rig.pins.counters["foreign_kv_requests"] == 1
     assert rig.tiers.stats()["saves_emitted"] == 0
-    assert rig.cached[rig.serve(tokens)] == 0
-    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    assert found(rig) == 0
+    assert found(rig) == 8 * BLOCK
     rig.check_clean()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.wire import Phase
-from tests.scheduler.rigs import LENGTH, FailsOnce, MakeRig, begin_load, filled, release
+from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig, begin_load, filled, found, release
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 
@@ -26,18 +26,16 @@ def check_unharmed(rig: Any) -> None:
 def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     """vLLM looks into its own cache before it asks us; an error in our answer must not let it keep what it found."""
     rig = make_rig(store=SharedStore(), epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    request = rig.add(tokens)
+    rig.serve(TOKENS)
+    request = rig.add(TOKENS)
     rig.adopt(1, weights="w1")
     failure = FailsOnce(rig.tiers.hits, failing, monkeypatch)
     rig.run()
     assert failure.raised
     assert rig.cached[request.request_id] == 0
     check_unharmed(rig)
-    rig.serve(tokens)
-    again = rig.serve(tokens)
-    assert rig.cached[again] == 8 * BLOCK
+    rig.serve(TOKENS)
+    assert found(rig) == 8 * BLOCK
 
 
 def test_a_load_overtaken_while_our_code_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,14 +143,12 @@ def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_
 
 def test_a_reset_that_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig(epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     FailsOnce(rig.pins.root, "reset", monkeypatch)
     assert not rig.scheduler.reset_prefix_cache(reset_connector=True)
     FailsOnce(rig.tiers, "reset", monkeypatch)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)  # the names changed, which makes it true
-    request = rig.serve(tokens)
-    assert rig.cached[request] == 0
+    assert found(rig) == 0
     check_unharmed(rig)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
 from epochkv_connector.engine.events import EventStream, Private, Renamed
-from tests.scheduler.rigs import LENGTH, MakeRig
+from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig
 from tests.scheduler.router import findable
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
@@ -16,8 +16,7 @@ from tests.support.scheduler import BLOCK, SharedStore, prompt
 def test_a_router_learns_what_is_in_l1(listened: Callable[..., Any]) -> None:
     rig, router = listened()
     rig.adopt(0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     news = router.listen()
     assert [event.medium for event in news if type(event).__name__ == "BlockStored"].count("CPU") == 8
     assert router.blocks("CPU") == findable(rig)
@@ -28,7 +27,7 @@ def test_a_router_learns_what_is_in_l1(listened: Callable[..., Any]) -> None:
     for _ in range(8):
         parent, held = by_parent[parent]
         chain += held
-    assert chain == tokens[: 8 * BLOCK]
+    assert chain == TOKENS[: 8 * BLOCK]
     stored = next(event for event in news if getattr(event, "medium", None) == "CPU")
     assert (stored.block_size, stored.lora_name, stored.locality, stored.kv_cache_spec_kind) == (BLOCK, None, "LOCAL", "full_attention")
 
@@ -55,11 +54,10 @@ def test_what_l2_brings_into_l1_is_told(listened: Callable[..., Any], make_rig: 
     store = SharedStore()
     writer = make_rig(store=store)
     writer.adopt(0)
-    tokens = prompt(1, LENGTH)
-    writer.serve(tokens)
+    writer.serve(TOKENS)
     rig, router = listened(store=store)
     rig.adopt(0)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     router.listen()
     assert len(store.fetched) == 8
     assert router.blocks("CPU") == findable(rig)

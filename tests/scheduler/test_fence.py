@@ -12,7 +12,7 @@ from vllm.config import KVTransferConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled, push_out
+from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, begin_load, every_layout, filled, found, push_out
 from tests.support.scheduler import BLOCK, SharedStore, global_root, prompt
 
 # ---------------------------------------------------------------------------------------------- construction
@@ -60,8 +60,7 @@ def test_a_lower_epoch_is_refused(make_rig: MakeRig) -> None:
 def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig) -> None:
     store = SharedStore()
     rig = make_rig(store=store)
-    tokens = prompt(1, LENGTH)
-    first, second = rig.serve(tokens), rig.serve(tokens)
+    first, second = rig.serve(TOKENS), rig.serve(TOKENS)
     assert (rig.cached[first], rig.cached[second]) == (0, 0)
     assert rig.outputs[first] == rig.outputs[second]
     assert store.objects == {}
@@ -73,11 +72,9 @@ def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig) -> Non
 def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig) -> None:
     store = SharedStore()
     rig = make_rig(hub=False, num_blocks=12, store=store)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     push_out(rig)
-    again = rig.serve(tokens)
-    assert rig.cached[again] == 8 * BLOCK
+    assert found(rig) == 8 * BLOCK
     assert (store.objects, store.asked) == ({}, [])  # private names never leave the engine
     rig.check_clean()
 
@@ -100,10 +97,8 @@ def test_a_broken_hub_configuration_is_bypass_said_once(
         rig = make_rig(hub=False, extra={"hub": {"endpoint": "tcp://127.0.0.1:9", "credentials_dir": str(credentials)}})
     said = [record for record in caplog.records if "without the pool's caches" in record.getMessage()]
     assert len({id(record) for record in said}) == 1  # vLLM 0.30 sets its logger up so that pytest hears a record twice
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    again = rig.serve(tokens)
-    assert rig.cached[again] == 0
+    rig.serve(TOKENS)
+    assert found(rig) == 0
     assert rig.connector.scheduler.gauges()["hub_unusable"] == 1.0
     rig.check_clean()
 
@@ -114,16 +109,14 @@ def test_a_broken_hub_configuration_is_bypass_said_once(
 @every_layout
 def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    waiting = rig.add(tokens)
+    rig.serve(TOKENS)
+    waiting = rig.add(TOKENS)
     rig.lease_until = 0.0
     rig.run()
     assert rig.cached[waiting.request_id] == 0  # pinned to the shared root before, and asked after the loss
-    during = rig.serve(tokens)
-    assert rig.cached[during] == 0
+    assert found(rig) == 0
     rig.lease_until = float("inf")
-    after = rig.serve(tokens)
+    after = rig.serve(TOKENS)
     assert rig.cached[after] == 8 * BLOCK
     rig.check_clean()
 
@@ -165,16 +158,13 @@ def test_running_requests_are_current_again_when_the_lease_returns(make_rig: Mak
 def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     saved = dict(store.objects)
     init_none_hash(sha256)  # a second engine core in this process
     foreign = global_root()
-    again = rig.serve(tokens)
-    assert rig.cached[again] == 0
+    assert found(rig) == 0
     rig.adopt(1, weights="w1")
-    later = rig.serve(tokens)
-    assert rig.cached[later] == 0
+    assert found(rig) == 0
     assert store.objects == saved
     assert global_root() is foreign  # it is not fought over
     assert rig.pins.counters["root_overwritten"] == 1
@@ -228,8 +218,7 @@ def test_an_exception_of_ours_never_reaches_vllm(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
 ) -> None:
     rig = make_rig(num_blocks=12, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     push_out(rig)
     raised: list[str] = []
 
@@ -238,7 +227,7 @@ def test_an_exception_of_ours_never_reaches_vllm(
         raise RuntimeError(f"{method} is broken")
 
     monkeypatch.setattr(operator.attrgetter(method)(rig.tiers).__self__, method.rpartition(".")[2], broken)
-    request = rig.add(tokens)
+    request = rig.add(TOKENS)
     if method == "adopt":
         rig.adopt(1, weights="w1")
     for _ in range(60):

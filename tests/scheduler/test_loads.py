@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled, release
+from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled, found, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -74,8 +74,7 @@ def test_the_cooldown_ends_when_the_request_was_scheduled(make_rig: MakeRig) -> 
     assert rig.leaks() == {}
     for seed in range(100, 104):
         rig.serve(prompt(seed, LENGTH))
-    again = rig.serve(tokens)
-    assert rig.cached[again] == 8 * BLOCK
+    assert found(rig, tokens) == 8 * BLOCK
     rig.check_clean()
 
 
@@ -149,7 +148,6 @@ def test_an_adoption_between_the_reports_of_two_ranks(make_rig: MakeRig) -> None
 
 def test_loads_are_off_unless_failed_ones_are_recomputed(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
     rig, tokens = filled(make_rig, transfer={"kv_load_failure_policy": "fail"})
-    request = rig.serve(tokens)
-    assert rig.cached[request] == 0
+    assert found(rig, tokens) == 0
     assert rig.tiers.stats()["slots_indexed"] > 0  # it was there to be loaded
     rig.check_clean()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epochkv_connector.scheduler.role import FenceHooks
-from tests.scheduler.rigs import LENGTH, MakeRig, begin_load, every_layout, filled
+from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, begin_load, every_layout, filled, found
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 
@@ -18,25 +18,24 @@ def test_a_local_reset_before_anything_was_admitted_keeps_the_root(make_rig: Mak
     assert global_root() is root
     tokens = prompt(2, LENGTH)
     rig.serve(tokens)
-    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    assert found(rig, tokens) == 8 * BLOCK
     rig.check_clean()
 
 
 def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     saved = set(store.objects)
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     rig.weights = "w1"  # what the caller does next
-    assert rig.cached[rig.serve(tokens)] == 0
-    assert rig.cached[rig.serve(tokens)] == 0
+    assert found(rig) == 0
+    assert found(rig) == 0
     assert set(store.objects) == saved
     assert rig.connector.scheduler.gauges()["waiting_after_reset"] == 1.0
     rig.adopt(1)
-    rig.serve(tokens)
-    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    rig.serve(TOKENS)
+    assert found(rig) == 8 * BLOCK
     assert set(store.objects) > saved
     rig.check_clean()
 
@@ -102,7 +101,7 @@ def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: i
         worker.hold_saves = False
         worker.work()
     rig.run()
-    assert rig.cached[rig.serve(tokens)] == (8 * BLOCK if settles else 0)
+    assert found(rig, tokens) == (8 * BLOCK if settles else 0)
     rig.check_clean()
 
 
@@ -139,8 +138,7 @@ def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: Ma
     assert rig.scheduler.reset_prefix_cache(reset_connector=True) is False  # the running request holds blocks
     assert rig.pins.root.snapshot.shared is False
     rig.weights = "w1"
-    follower = rig.serve(tokens)
-    assert rig.cached[follower] == 0
+    assert found(rig, tokens) == 0
     assert running.request_id in rig.finished
     rig.check_clean()
 
@@ -169,18 +167,17 @@ def test_a_reset_while_the_lease_is_lost_is_remembered(make_rig: MakeRig) -> Non
     assert rig.scheduler.reset_prefix_cache(reset_connector=True) is False
     rig.weights = "w1"
     rig.lease_until = float("inf")
-    assert rig.cached[rig.serve(tokens)] == 0
+    assert found(rig, tokens) == 0
     assert running.request_id in rig.finished
     rig.check_clean()
 
 
 def test_a_reset_without_a_hub_replaces_the_private_root(make_rig: MakeRig) -> None:
     rig = make_rig(hub=False, num_blocks=12)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
+    rig.serve(TOKENS)
     root = global_root()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert global_root() is not root
-    assert rig.cached[rig.serve(tokens)] == 0
-    assert rig.cached[rig.serve(tokens)] == 8 * BLOCK
+    assert found(rig) == 0
+    assert found(rig) == 8 * BLOCK
     rig.check_clean()

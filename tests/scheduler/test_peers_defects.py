@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.rigs import LENGTH, MakeRig, filled, release
+from tests.scheduler.rigs import LENGTH, MakeRig, filled, found, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -42,7 +42,7 @@ def test_a_save_outlives_its_request_and_a_namesake_gets_nothing_of_it(make_rig:
     assert len(store.objects) == 16
     rig.scheduler.reset_prefix_cache()
     for seed in (1, 2):
-        assert rig.cached[rig.serve(prompt(seed, LENGTH))] == 8 * BLOCK  # the oracle compares every position
+        assert found(rig, prompt(seed, LENGTH)) == 8 * BLOCK  # the oracle compares every position
     rig.check_clean()
 
 
@@ -62,7 +62,7 @@ def test_a_preempted_requests_save_reads_its_own_blocks(make_rig: MakeRig) -> No
     release(rig)
     rig.run()
     rig.scheduler.reset_prefix_cache()
-    assert rig.cached[rig.serve(prompt(1, LENGTH))] == 8 * BLOCK
+    assert found(rig, prompt(1, LENGTH)) == 8 * BLOCK
     rig.check_clean()
 
 

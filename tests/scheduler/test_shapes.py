@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.scheduler.rigs import LENGTH, MakeRig
+from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, found
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 WINDOWS = [("full", "48"), ("48", "full"), ("full", "32", "80")]
@@ -30,18 +30,16 @@ def test_hybrid_groups_come_back_whole(make_rig: MakeRig, groups: tuple[str, ...
     assert rig.cached[again] == 8 * BLOCK
     assert rig.outputs[again] == rig.outputs[first]
     rig.adopt(1, weights="w1")
-    assert rig.cached[rig.serve(tokens)] == 0
+    assert found(rig, tokens) == 0
     rig.check_clean()
 
 
 def test_without_prefix_caching_the_tiers_still_work(make_rig: MakeRig) -> None:
     rig = make_rig(caching=False, epoch=0)
-    tokens = prompt(1, LENGTH)
-    rig.serve(tokens)
-    again = rig.serve(tokens)
-    assert rig.cached[again] == 8 * BLOCK
+    rig.serve(TOKENS)
+    assert found(rig) == 8 * BLOCK
     rig.adopt(1, weights="w1")
-    assert rig.cached[rig.serve(tokens)] == 0
+    assert found(rig) == 0
     rig.check_clean()
 
 
@@ -78,7 +76,7 @@ def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeR
     rig.scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
     rig.run()
     assert rig.pins.old_epoch_requests(sessions=True) == 0
-    assert rig.cached[rig.serve(prompt(1, LENGTH))] == 0
+    assert found(rig, prompt(1, LENGTH)) == 0
     rig.check_clean()
 
 

@@ -16,7 +16,7 @@ from epochkv_connector.weights import executor as joining
 from epochkv_connector.wire import RankLayout
 from epochkv_connector.worker.role import JobRunner, build_runner
 from epochkv_fence.connection import ConfigurationError
-from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig
+from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig, found
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import rank_kv_cache_config
 
@@ -29,7 +29,7 @@ BLOCKS = 8  # of a prompt
 def serve_again(rig: Any, seed: int) -> int:
     """Tokens of a prompt that are found once the GPU has forgotten it."""
     assert rig.block_pool.reset_prefix_cache()
-    return int(rig.cached[rig.serve(prompt(seed, LENGTH))])
+    return found(rig, prompt(seed, LENGTH))
 
 
 def check_fills_and_evicts(rig: Any, num_slots: int) -> None:
