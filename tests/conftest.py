@@ -1,11 +1,13 @@
-"""Keep how long every test took in `.build/durations.json`: its set-up, itself, and what it tears down.
+"""Keep how long every test took in `.build/durations.json`: its set-up, itself, and what it tears down. Run coroutines.
 
 The set-up of a fixture that tests share counts for the first of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import inspect
 import json
 import time
 from collections import defaultdict
@@ -17,6 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 DURATIONS = ROOT / ".build/durations.json"
 """Test -> `[seconds, when it ended]`, of its last run in this checkout."""
 _seconds: dict[str, float] = defaultdict(float)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine runs in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

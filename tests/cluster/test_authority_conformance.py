@@ -78,8 +78,8 @@ class TestKubernetesAuthority(AuthorityConformance):
             yield operators
             self.space.delete(POOLS, operators.name)
 
-    def test_the_record_is_what_kubectl_shows(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_the_record_is_what_kubectl_shows(self) -> None:
+        async with self.fresh() as world:
             assert isinstance(world, Operators)
             authority, _ = await world.take_over()
             await authority.record(world.uid, 3, Source.TRAINER)
@@ -99,12 +99,9 @@ class TestKubernetesAuthority(AuthorityConformance):
             await authority.record(world.uid, 4, Source.SPEC)
             assert self.space.status(world.name)["reset"] == {"epoch": 4, "origin": "Spec"}
 
-        self.run(body)
-
-    def test_the_same_through_a_conflict(self) -> None:
+    async def test_the_same_through_a_conflict(self) -> None:
         """The field-by-field write, which somebody else's write to the object forces, says the same as the whole one."""
-
-        async def body(world: Authorities) -> None:
+        async with self.fresh() as world:
             assert isinstance(world, Operators)
             authority, _ = await world.take_over()
             await authority.load(world.uid)  # from here on it knows a state, which is always the one before
@@ -122,21 +119,16 @@ class TestKubernetesAuthority(AuthorityConformance):
                 assert len(self.space.status(world.name)["weightsLabels"]) == epoch
             assert conflicts() == before + 9
 
-        self.run(body)
-
-    def test_an_epoch_that_is_not_recorded_is_not_published(self) -> None:
+    async def test_an_epoch_that_is_not_recorded_is_not_published(self) -> None:
         """A status that lost its target (a restored etcd) gets it back by `record`, with its origin."""
-
-        async def body(world: Authorities) -> None:
+        async with self.fresh() as world:
             authority, _ = await world.take_over()
             with pytest.raises(AuthorityError, match="epoch 3 cannot be published: 0 is recorded"):
                 await authority.publish(world.uid, 3)
             assert await authority.load(world.uid) == PoolRecord()
 
-        self.run(body)
-
-    def test_a_namesake_is_another_pool(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_a_namesake_is_another_pool(self) -> None:
+        async with self.fresh() as world:
             assert isinstance(world, Operators)
             authority, _ = await world.take_over()
             await authority.record(world.uid, 3, Source.SPEC)
@@ -147,8 +139,6 @@ class TestKubernetesAuthority(AuthorityConformance):
                 await authority.publish(world.uid, 3)
             assert record_of(self.space.get(POOLS, world.name) or {}) == PoolRecord()
             assert recreated["metadata"]["uid"] != world.uid
-
-        self.run(body)
 
 
 def test_an_origin_of_a_newer_operator_is_unknown_not_wrong() -> None:

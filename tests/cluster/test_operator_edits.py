@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -135,37 +134,34 @@ def test_an_epoch_written_below_an_open_target_is_not_believed_either(namespace:
         assert (namespace.status("policy")["epoch"], engine.epoch) == (4, 4)
 
 
-def test_a_wiped_status_is_no_proof_that_nobody_was_granted_anything(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wiped_status_is_no_proof_that_nobody_was_granted_anything(namespace: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub that believed it would publish the next epoch while engines still use the one before, under an older hub's grants."""
     monkeypatch.setenv("KUBECONFIG", str(namespace.plane.kubeconfig))
     uid = str(namespace.create_pool("policy", **POOL)["metadata"]["uid"])
 
-    async def body() -> None:
-        client = await KubeClient.connect()
-        try:
-            store = Store(indexed)
-            statuses = StatusWriter(client, store, lambda resource, obj: store.upsert(resource.kind, obj))
-            lease = LeaseHolder(client, namespace.name, "lease", "me")
-            term = await lease.acquire()
-            first, next_one = (KubernetesAuthority(lease, statuses, Proofs("key")) for _ in range(2))
-            assert await first.verify(Term(term.holder, term.transitions))
-            first.register(uid, namespace.name, "policy", new=True)
-            next_one.register(uid, namespace.name, "policy")
-            assert await first.load(uid) == PoolRecord(), "whoever made the pool's keys knows"
-            await first.record(uid, 1)
-            await first.publish(uid, 1)
-            assert await next_one.load(uid) == PoolRecord(1, 1, False), "and signs it"
-            await first.note_granting(uid)
-            for wiped in ({"granting": None}, {"granting": None, "proof": None}):
-                edit(namespace, POOLS, "policy", **wiped)
-                assert (await next_one.load(uid)).granting
-            assert (await next_one.load(uid)).published == 0, "without its proof"
-            stranger = KubernetesAuthority(lease, statuses, Proofs("another key"))
-            stranger.register(uid, namespace.name, "policy")
-            await first.publish(uid, 1)
-            assert await stranger.load(uid) == PoolRecord(1, 0, True)
-            assert await next_one.load(uid) == PoolRecord(1, 1, True)
-        finally:
-            await client.close()
-
-    asyncio.run(body())
+    client = await KubeClient.connect()
+    try:
+        store = Store(indexed)
+        statuses = StatusWriter(client, store, lambda resource, obj: store.upsert(resource.kind, obj))
+        lease = LeaseHolder(client, namespace.name, "lease", "me")
+        term = await lease.acquire()
+        first, next_one = (KubernetesAuthority(lease, statuses, Proofs("key")) for _ in range(2))
+        assert await first.verify(Term(term.holder, term.transitions))
+        first.register(uid, namespace.name, "policy", new=True)
+        next_one.register(uid, namespace.name, "policy")
+        assert await first.load(uid) == PoolRecord(), "whoever made the pool's keys knows"
+        await first.record(uid, 1)
+        await first.publish(uid, 1)
+        assert await next_one.load(uid) == PoolRecord(1, 1, False), "and signs it"
+        await first.note_granting(uid)
+        for wiped in ({"granting": None}, {"granting": None, "proof": None}):
+            edit(namespace, POOLS, "policy", **wiped)
+            assert (await next_one.load(uid)).granting
+        assert (await next_one.load(uid)).published == 0, "without its proof"
+        stranger = KubernetesAuthority(lease, statuses, Proofs("another key"))
+        stranger.register(uid, namespace.name, "policy")
+        await first.publish(uid, 1)
+        assert await stranger.load(uid) == PoolRecord(1, 0, True)
+        assert await next_one.load(uid) == PoolRecord(1, 1, True)
+    finally:
+        await client.close()

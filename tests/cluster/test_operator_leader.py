@@ -39,67 +39,60 @@ def _kubeconfig(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(plane.kubeconfig))
 
 
-def test_the_lease_is_renewed_while_the_main_loop_stands_still(namespace: Namespace) -> None:
-    async def scenario() -> None:
-        leader = leader_of(namespace, "still")
-        try:
-            await leader.acquire()
-            holding = asyncio.create_task(leader.hold())
-            port = await leader.serve(generate_keypair())
-            time.sleep(10.0)  # noqa: ASYNC251 - three times the Lease's duration, and no other task of this loop runs
-            assert leader.not_leading() is None
-            assert port(HubService.snapshot, "nobody").view is None
-            assert leader.hung() is None
-            await asyncio.sleep(0)
-            assert not holding.done()
-        finally:
-            await leader.close_hub()
-            await leader.close()
-
-    asyncio.run(scenario())
+async def test_the_lease_is_renewed_while_the_main_loop_stands_still(namespace: Namespace) -> None:
+    leader = leader_of(namespace, "still")
+    try:
+        await leader.acquire()
+        holding = asyncio.create_task(leader.hold())
+        port = await leader.serve(generate_keypair())
+        time.sleep(10.0)  # noqa: ASYNC251 - three times the Lease's duration, and no other task of this loop runs
+        assert leader.not_leading() is None
+        assert port(HubService.snapshot, "nobody").view is None
+        assert leader.hung() is None
+        await asyncio.sleep(0)
+        assert not holding.done()
+    finally:
+        await leader.close_hub()
+        await leader.close()
 
 
-def test_who_has_lost_the_lease_may_not_write_and_serves_no_hub(namespace: Namespace) -> None:
-    async def scenario() -> None:
-        leader = leader_of(namespace, "lost")
-        assert "does not hold" in (leader.not_leading() or "")
-        try:
-            await leader.acquire()
-            assert leader.not_leading() is None
-            await leader.serve(generate_keypair())
-            path = LEASES.format(namespace.name, "lost")
-            lease = namespace.request("GET", path)
-            lease["spec"] |= {"holderIdentity": "another", "leaseTransitions": 7}
-            namespace.request("PUT", path, lease)
-            with pytest.raises(LeaseLost, match="another"):
-                await leader.hold()
-            assert not leader.listening
-        finally:
-            await leader.close()
-
-    asyncio.run(scenario())
+async def test_who_has_lost_the_lease_may_not_write_and_serves_no_hub(namespace: Namespace) -> None:
+    leader = leader_of(namespace, "lost")
+    assert "does not hold" in (leader.not_leading() or "")
+    try:
+        await leader.acquire()
+        assert leader.not_leading() is None
+        await leader.serve(generate_keypair())
+        path = LEASES.format(namespace.name, "lost")
+        lease = namespace.request("GET", path)
+        lease["spec"] |= {"holderIdentity": "another", "leaseTransitions": 7}
+        namespace.request("PUT", path, lease)
+        with pytest.raises(LeaseLost, match="another"):
+            await leader.hold()
+        assert not leader.listening
+    finally:
+        await leader.close()
 
 
-def test_the_hub_writes_nothing_once_the_lease_was_not_renewed_in_time(namespace: Namespace, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_hub_writes_nothing_once_the_lease_was_not_renewed_in_time(
+    namespace: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
     """As after a freeze. The Lease still names us, so a look at it does not tell."""
     namespace.create_pool("policy", resetEpoch=1, local={"capacity": "64Mi"})
     pool = parse_pool(namespace.pool("policy"))
 
-    async def scenario() -> None:
-        leader = leader_of(namespace, "late")
-        try:
-            await leader.acquire()
-            port = await leader.serve(generate_keypair())
-            while leader.not_leading() is None:  # noqa: ASYNC110 - nobody renews it
-                await asyncio.sleep(0.1)
-            port(HubService.ensure, pool, AcceptedKeys((generate_keypair().public,)))
-            assert not await asyncio.to_thread(poll, lambda: namespace.status("policy").keys() - {"observedGeneration"}, 4.0)
-            assert any("NotLeading" in record.getMessage() for record in caplog.records), "it did not try"
-        finally:
-            await leader.close_hub()
-            await leader.close()
-
-    asyncio.run(scenario())
+    leader = leader_of(namespace, "late")
+    try:
+        await leader.acquire()
+        port = await leader.serve(generate_keypair())
+        while leader.not_leading() is None:  # noqa: ASYNC110 - nobody renews it
+            await asyncio.sleep(0.1)
+        port(HubService.ensure, pool, AcceptedKeys((generate_keypair().public,)))
+        assert not await asyncio.to_thread(poll, lambda: namespace.status("policy").keys() - {"observedGeneration"}, 4.0)
+        assert any("NotLeading" in record.getMessage() for record in caplog.records), "it did not try"
+    finally:
+        await leader.close_hub()
+        await leader.close()
 
 
 def test_a_write_whose_connection_comes_too_late_is_not_sent(namespace: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

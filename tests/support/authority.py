@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -43,9 +43,6 @@ class Authorities(Protocol):
         `AuthorityError`, and what it still writes may land late."""
 
 
-Body = Callable[[Authorities], Awaitable[None]]
-
-
 class AuthorityConformance(abc.ABC):
     """The suite. Every test gets a fresh memory and a fresh pool."""
 
@@ -53,20 +50,16 @@ class AuthorityConformance(abc.ABC):
     def authorities(self) -> AbstractAsyncContextManager[Authorities]:
         """Fresh ones, removed when the context ends."""
 
-    def run(self, body: Body) -> None:
-        """Run a test in a loop of its own, with a deadline."""
-
-        async def go() -> None:
-            async with self.authorities() as world:
-                async with asyncio.timeout(BODY_SECONDS):
-                    await body(world)
-
-        asyncio.run(go())
+    @contextlib.asynccontextmanager
+    async def fresh(self) -> AsyncIterator[Authorities]:
+        """Fresh ones, for a test that has a deadline."""
+        async with self.authorities() as world, asyncio.timeout(BODY_SECONDS):
+            yield world
 
     # ------------------------------------------------------------------ terms (promise 1)
 
-    def test_only_the_current_term_is_verified(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_only_the_current_term_is_verified(self) -> None:
+        async with self.fresh() as world:
             authority, term = await world.take_over()
             assert await authority.verify(term)
             assert not await authority.verify(Term(term.holder, term.transitions - 1))
@@ -74,10 +67,8 @@ class AuthorityConformance(abc.ABC):
             assert not await authority.verify(Term(term.holder + "x", term.transitions))
             assert await authority.verify(term)
 
-        self.run(body)
-
-    def test_a_term_ends_with_the_next_one(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_a_term_ends_with_the_next_one(self) -> None:
+        async with self.fresh() as world:
             first, old = await world.take_over()
             assert await first.verify(old)
             second, new = await world.take_over()
@@ -88,12 +79,10 @@ class AuthorityConformance(abc.ABC):
             with contextlib.suppress(AuthorityError):  # a process that is gone cannot say; it must not say yes
                 assert not await first.verify(old)
 
-        self.run(body)
-
     # ------------------------------------------------------------------ reading (promise 2)
 
-    def test_a_pool_that_is_none_is_gone(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_a_pool_that_is_none_is_gone(self) -> None:
+        async with self.fresh() as world:
             authority, _ = await world.take_over()
             other = "00000000-0000-4000-8000-000000000000"
             with pytest.raises(PoolGone):
@@ -106,12 +95,10 @@ class AuthorityConformance(abc.ABC):
                 await authority.note_granting(other)
             assert await authority.load(world.uid) == PoolRecord()
 
-        self.run(body)
-
     # ------------------------------------------------------------------ writing (promise 3)
 
-    def test_publish_never_passes_the_target(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_publish_never_passes_the_target(self) -> None:
+        async with self.fresh() as world:
             authority, _ = await world.take_over()
             await authority.record(world.uid, 6, TRAINER)
             await authority.publish(world.uid, 4)
@@ -120,10 +107,8 @@ class AuthorityConformance(abc.ABC):
             record = await authority.load(world.uid)
             assert record in (PoolRecord(6, 4, False, TRAINER), PoolRecord(9, 9, False, TRAINER))
 
-        self.run(body)
-
-    def test_labels_are_added_and_the_newest_stay(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_labels_are_added_and_the_newest_stay(self) -> None:
+        async with self.fresh() as world:
             first, _ = await world.take_over()
             known: dict[bytes, str] = {}
             for number in range(MAX_LABELS + 4):
@@ -144,30 +129,24 @@ class AuthorityConformance(abc.ABC):
             with pytest.raises(PoolGone):
                 await second.note_labels("00000000-0000-4000-8000-000000000000", known)
 
-        self.run(body)
-
-    def test_of_two_that_label_at_once_neither_is_lost(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_of_two_that_label_at_once_neither_is_lost(self) -> None:
+        async with self.fresh() as world:
             authority, _ = await world.take_over()
             added = [{bytes([number]) * 16: f"step-{number}"} for number in range(8)]
             await asyncio.gather(*(authority.note_labels(world.uid, labels) for labels in added))
             found = (await authority.load(world.uid)).labels
             assert dict(found) == {weights: label for labels in added for weights, label in labels.items()}
 
-        self.run(body)
-
-    def test_the_ends_of_the_range_are_kept_exactly(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_the_ends_of_the_range_are_kept_exactly(self) -> None:
+        async with self.fresh() as world:
             authority, _ = await world.take_over()
             await authority.record(world.uid, MAX_EPOCH - 1, TRAINER)
             await authority.record(world.uid, MAX_EPOCH, TRAINER)
             await authority.publish(world.uid, MAX_EPOCH)
             assert await authority.load(world.uid) == PoolRecord(MAX_EPOCH, MAX_EPOCH, False, TRAINER)
 
-        self.run(body)
-
-    def test_late_writes_of_a_deposed_process_lower_nothing(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_late_writes_of_a_deposed_process_lower_nothing(self) -> None:
+        async with self.fresh() as world:
             first, _ = await world.take_over()
             await first.record(world.uid, 2, TRAINER)
             second, _ = await world.take_over()
@@ -179,10 +158,8 @@ class AuthorityConformance(abc.ABC):
                     await late
             assert await second.load(world.uid) == PoolRecord(7, 7, True, OWNER)
 
-        self.run(body)
-
-    def test_a_call_that_is_given_up_lowers_nothing(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_a_call_that_is_given_up_lowers_nothing(self) -> None:
+        async with self.fresh() as world:
             authority, term = await world.take_over()
             await authority.record(world.uid, 1, TRAINER)
             loop = asyncio.get_running_loop()
@@ -197,10 +174,8 @@ class AuthorityConformance(abc.ABC):
             assert (await authority.load(world.uid)).target == 20
             assert await authority.verify(term)
 
-        self.run(body)
-
-    def test_many_writers_end_at_the_maximum_and_nobody_sees_a_step_down(self) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_many_writers_end_at_the_maximum_and_nobody_sees_a_step_down(self) -> None:
+        async with self.fresh() as world:
             authority, _ = await world.take_over()
             rng = random.Random(4)
             epochs = [rng.randrange(1, 60) for _ in range(24)]
@@ -231,11 +206,9 @@ class AuthorityConformance(abc.ABC):
             for record in seen:
                 assert record.origin == (source_of(record.target) if record.target else None)
 
-        self.run(body)
-
     @pytest.mark.parametrize("seed", range(4))
-    def test_any_sequence_of_calls_and_take_overs_is_a_maximum(self, seed: int) -> None:
-        async def body(world: Authorities) -> None:
+    async def test_any_sequence_of_calls_and_take_overs_is_a_maximum(self, seed: int) -> None:
+        async with self.fresh() as world:
             rng = random.Random(seed)
             authority, term = await world.take_over()
             target = published = 0
@@ -259,5 +232,3 @@ class AuthorityConformance(abc.ABC):
                     case "take over":
                         authority, term = await world.take_over()
                 assert await authority.load(world.uid) == PoolRecord(target, published, granting, origin)
-
-        self.run(body)

@@ -407,71 +407,62 @@ def test_a_progress_callback_that_raises_changes_nothing(
 # -------------------------------------------------------------------------------------------------------------- asyncio
 
 
-def test_asyncio_does_all_of_it(world: HubWorld) -> None:
+async def test_asyncio_does_all_of_it(world: HubWorld) -> None:
     engines = holding(world)
 
-    async def body() -> None:
-        async with await AsyncPool.connect(world.folder) as pool:
-            assert (pool.name, pool.uid) == ("policy", world.snapshot().uid)
-            before = await pool.weights()
-            async with pool.weight_update("step-1", timeout_s=20) as update:
-                push(engines, NEW)
-            assert groups(update.report) == [(NEW.hex(), "step-1", EVERYBODY)]
-            assert (await pool.wait_weights(other_than=before.common)).ids == {NEW.hex()}
-            with pytest.raises(WeightsDiverged) as caught:
-                async with pool.weight_update("step-2", engines=["engine-0"], timeout_s=0.5):
-                    pass
-            assert caught.value.engines == ("engine-0",)
-            with pytest.raises(RuntimeError):
-                async with pool.weight_update("step-3"):
-                    raise RuntimeError("the push failed")
-            resets = await asyncio.gather(*(pool.reset() for _ in range(4)))
-            top = max(reset.epoch for reset in resets)
-            assert (await pool.wait(top, timeout_s=20)).published
-            assert [engine.state for engine in await pool.engines()] == ["sharing"] * 3
-            assert (await pool.status()).target == top
-
-    asyncio.run(body())
+    async with await AsyncPool.connect(world.folder) as pool:
+        assert (pool.name, pool.uid) == ("policy", world.snapshot().uid)
+        before = await pool.weights()
+        async with pool.weight_update("step-1", timeout_s=20) as update:
+            push(engines, NEW)
+        assert groups(update.report) == [(NEW.hex(), "step-1", EVERYBODY)]
+        assert (await pool.wait_weights(other_than=before.common)).ids == {NEW.hex()}
+        with pytest.raises(WeightsDiverged) as caught:
+            async with pool.weight_update("step-2", engines=["engine-0"], timeout_s=0.5):
+                pass
+        assert caught.value.engines == ("engine-0",)
+        with pytest.raises(RuntimeError):
+            async with pool.weight_update("step-3"):
+                raise RuntimeError("the push failed")
+        resets = await asyncio.gather(*(pool.reset() for _ in range(4)))
+        top = max(reset.epoch for reset in resets)
+        assert (await pool.wait(top, timeout_s=20)).published
+        assert [engine.state for engine in await pool.engines()] == ["sharing"] * 3
+        assert (await pool.status()).target == top
 
 
-def test_asyncio_a_wait_that_is_cancelled_ends(world: HubWorld) -> None:
+async def test_asyncio_a_wait_that_is_cancelled_ends(world: HubWorld) -> None:
     engines = holding(world)
 
-    async def body() -> None:
-        async with await AsyncPool.connect(world.folder) as pool:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(pool.wait_weights(timeout_s=600, other_than=[OLD.hex()]), 0.5)
-            engines[0][1].is_busy = True
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(pool.reset(), 0.3)
-            engines[0][1].is_busy = False
-            assert (await pool.wait_weights(timeout_s=20)).ids == {OLD.hex()}
-
-    asyncio.run(body())
+    async with await AsyncPool.connect(world.folder) as pool:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.wait_weights(timeout_s=600, other_than=[OLD.hex()]), 0.5)
+        engines[0][1].is_busy = True
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.reset(), 0.3)
+        engines[0][1].is_busy = False
+        assert (await pool.wait_weights(timeout_s=20)).ids == {OLD.hex()}
 
 
-def test_asyncio_a_pool_that_is_closed_ends_what_waits(world: HubWorld) -> None:
+async def test_asyncio_a_pool_that_is_closed_ends_what_waits(world: HubWorld) -> None:
     holding(world)
 
-    async def body() -> None:
-        pool = await AsyncPool.connect(world.folder)
-        looked = asyncio.Event()
-        loop = asyncio.get_running_loop()
+    pool = await AsyncPool.connect(world.folder)
+    looked = asyncio.Event()
+    loop = asyncio.get_running_loop()
 
-        def note(standing: WeightsStanding) -> None:
-            loop.call_soon_threadsafe(looked.set)
+    def note(standing: WeightsStanding) -> None:
+        loop.call_soon_threadsafe(looked.set)
 
-        wait = pool.wait_weights(timeout_s=600, other_than=[OLD.hex()], progress=note)
-        task = asyncio.create_task(wait)
-        await looked.wait()
-        await pool.close()
-        with pytest.raises(PoolClosed):
-            await task
-        with pytest.raises(PoolClosed):
-            await pool.weights()
-        pool = await AsyncPool.connect(world.folder)
-        with pytest.raises(PoolClosed):
-            async with pool.weight_update("step-1"):
-                await pool.close()
-
-    asyncio.run(body())
+    wait = pool.wait_weights(timeout_s=600, other_than=[OLD.hex()], progress=note)
+    task = asyncio.create_task(wait)
+    await looked.wait()
+    await pool.close()
+    with pytest.raises(PoolClosed):
+        await task
+    with pytest.raises(PoolClosed):
+        await pool.weights()
+    pool = await AsyncPool.connect(world.folder)
+    with pytest.raises(PoolClosed):
+        async with pool.weight_update("step-1"):
+            await pool.close()

@@ -156,18 +156,15 @@ def test_a_kill_while_the_state_is_made_leaves_something_that_can_be_used(tmp_pa
     assert cut_short > 0  # at least one kill came before the writer led
 
 
-def test_commits_are_synced(tmp_path: Path) -> None:
-    async def body() -> None:
-        authority, _ = await opened(tmp_path)
-        connection = authority._database.connection
-        settings = [
-            await authority._call("look", lambda name=name: connection.execute(f"PRAGMA {name}").fetchone()[0])  # type: ignore[misc]
-            for name in ("journal_mode", "synchronous", "locking_mode")
-        ]
-        assert settings == ["wal", 2, "exclusive"]  # 2 is FULL
-        await authority.close()
-
-    asyncio.run(body())
+async def test_commits_are_synced(tmp_path: Path) -> None:
+    authority, _ = await opened(tmp_path)
+    connection = authority._database.connection
+    settings = [
+        await authority._call("look", lambda name=name: connection.execute(f"PRAGMA {name}").fetchone()[0])  # type: ignore[misc]
+        for name in ("journal_mode", "synchronous", "locking_mode")
+    ]
+    assert settings == ["wal", 2, "exclusive"]  # 2 is FULL
+    await authority.close()
 
 
 # ------------------------------------------------------------------------------------------------------------- one writer
@@ -191,35 +188,29 @@ def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path: Path) -> No
     assert record_of(tmp_path)[0].target >= 1, "the writer went on as if nobody had tried"
 
 
-def test_a_state_that_is_replaced_under_a_hub_ends_its_term(tmp_path: Path) -> None:
-    async def body() -> None:
-        authority, uid = await opened(tmp_path / "state")
-        term = await authority.acquire()
-        assert await authority.verify(term)
-        shutil.rmtree(tmp_path / "state")
-        assert not await authority.verify(term)
-        successor, other = await opened(tmp_path / "state")
-        assert other != uid  # never reused
-        await successor.acquire()
-        assert not await authority.verify(term)
-        await authority.close()
-        await successor.close()
-
-    asyncio.run(body())
+async def test_a_state_that_is_replaced_under_a_hub_ends_its_term(tmp_path: Path) -> None:
+    authority, uid = await opened(tmp_path / "state")
+    term = await authority.acquire()
+    assert await authority.verify(term)
+    shutil.rmtree(tmp_path / "state")
+    assert not await authority.verify(term)
+    successor, other = await opened(tmp_path / "state")
+    assert other != uid  # never reused
+    await successor.acquire()
+    assert not await authority.verify(term)
+    await authority.close()
+    await successor.close()
 
 
-def test_the_same_holder_gets_a_new_term(tmp_path: Path) -> None:
-    async def body() -> None:
-        authority, _ = await opened(tmp_path)
-        first, second = await authority.acquire(), await authority.acquire()
-        assert second == Term(first.holder, first.transitions + 1)
-        assert [await authority.verify(term) for term in (first, second)] == [False, True]
-        await authority.close()
-        for call in (authority.verify(second), authority.load("x"), authority.record("x", 1)):
-            with pytest.raises(AuthorityError, match="released; this hub is no longer the leader"):
-                await call
-
-    asyncio.run(body())
+async def test_the_same_holder_gets_a_new_term(tmp_path: Path) -> None:
+    authority, _ = await opened(tmp_path)
+    first, second = await authority.acquire(), await authority.acquire()
+    assert second == Term(first.holder, first.transitions + 1)
+    assert [await authority.verify(term) for term in (first, second)] == [False, True]
+    await authority.close()
+    for call in (authority.verify(second), authority.load("x"), authority.record("x", 1)):
+        with pytest.raises(AuthorityError, match="released; this hub is no longer the leader"):
+            await call
 
 
 # ------------------------------------------------------------------------------- directories that cannot be used
@@ -230,23 +221,20 @@ def refused(directory: Path, match: str, kind: type[StateError] = StateError) ->
         asyncio.run(opened(directory))
 
 
-def test_a_directory_of_another_pool_and_a_shorter_lease_are_refused(tmp_path: Path) -> None:
-    async def body() -> None:
-        authority, uid = await opened(tmp_path, lease_seconds=30.0)
-        await authority.close()
-        for name, lease, match in (
-            ("other", 30.0, "belongs to pool 'policy', not 'other'; give --pool policy or another --state"),
-            ("policy", 10.0, "give --lease-seconds 30 or more"),
-        ):
-            with pytest.raises(StateError, match=match):
-                await opened(tmp_path, name, lease)
-        authority, again = await opened(tmp_path, lease_seconds=60.0)
-        assert again == uid
-        await authority.close()
-        with pytest.raises(StateError, match="give --lease-seconds 60 or more"):
-            await opened(tmp_path, "policy", 30.0)
-
-    asyncio.run(body())
+async def test_a_directory_of_another_pool_and_a_shorter_lease_are_refused(tmp_path: Path) -> None:
+    authority, uid = await opened(tmp_path, lease_seconds=30.0)
+    await authority.close()
+    for name, lease, match in (
+        ("other", 30.0, "belongs to pool 'policy', not 'other'; give --pool policy or another --state"),
+        ("policy", 10.0, "give --lease-seconds 30 or more"),
+    ):
+        with pytest.raises(StateError, match=match):
+            await opened(tmp_path, name, lease)
+    authority, again = await opened(tmp_path, lease_seconds=60.0)
+    assert again == uid
+    await authority.close()
+    with pytest.raises(StateError, match="give --lease-seconds 60 or more"):
+        await opened(tmp_path, "policy", 30.0)
 
 
 def test_garbage_and_foreign_databases_are_refused(tmp_path: Path) -> None:
@@ -319,28 +307,25 @@ def test_a_write_that_the_disk_refuses_is_an_error_and_the_next_one_works(tmp_pa
     assert record_of(tmp_path)[0].target == 3
 
 
-def test_a_disk_that_hangs_is_an_error_and_never_blocks_the_loop(tmp_path: Path) -> None:
-    async def body() -> None:
-        authority = await SqliteAuthority.open(tmp_path, deadline_seconds=0.2)
-        uid = await authority.ensure_pool("policy", 1.0)
-        hang = threading.Event()
-        authority._worker.submit(hang.wait)  # the thread is where a write that does not return would leave it
-        ticks = 0
+async def test_a_disk_that_hangs_is_an_error_and_never_blocks_the_loop(tmp_path: Path) -> None:
+    authority = await SqliteAuthority.open(tmp_path, deadline_seconds=0.2)
+    uid = await authority.ensure_pool("policy", 1.0)
+    hang = threading.Event()
+    authority._worker.submit(hang.wait)  # the thread is where a write that does not return would leave it
+    ticks = 0
 
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0.01)
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.01)
 
-        ticker = asyncio.create_task(tick())
-        for call in (authority.record(uid, 5), authority.load(uid)):
-            with pytest.raises(AuthorityError, match=r"did not answer within 0\.2 s"):
-                await call
-        assert ticks > 10
-        hang.set()
-        assert (await authority.load(uid)).target == 0  # a call that was given up before it began is never made
-        ticker.cancel()
-        await authority.close()
-
-    asyncio.run(body())
+    ticker = asyncio.create_task(tick())
+    for call in (authority.record(uid, 5), authority.load(uid)):
+        with pytest.raises(AuthorityError, match=r"did not answer within 0\.2 s"):
+            await call
+    assert ticks > 10
+    hang.set()
+    assert (await authority.load(uid)).target == 0  # a call that was given up before it began is never made
+    ticker.cancel()
+    await authority.close()

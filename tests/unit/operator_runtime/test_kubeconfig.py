@@ -107,16 +107,13 @@ def test_which_proxy_the_environment_gives(
 
 @both
 @pytest.mark.parametrize("by", ["HTTP_PROXY", "proxy-url"])
-def test_the_proxy_is_asked(by: str, ask: Asking, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with serving() as (port, asked):
-            proxy = f"http://127.0.0.1:{port}"
-            monkeypatch.setenv("HTTP_PROXY", proxy if by == "HTTP_PROXY" else "http://wrong.invalid:1")
-            write(**({} if by == "HTTP_PROXY" else {"proxy_url": proxy}))
-            assert await answered(ask) == {"gitVersion": "v1"}
-            assert [request.headers["Host"] for request in asked] == ["api.invalid:6443"]
-
-    asyncio.run(run())
+async def test_the_proxy_is_asked(by: str, ask: Asking, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as (port, asked):
+        proxy = f"http://127.0.0.1:{port}"
+        monkeypatch.setenv("HTTP_PROXY", proxy if by == "HTTP_PROXY" else "http://wrong.invalid:1")
+        write(**({} if by == "HTTP_PROXY" else {"proxy_url": proxy}))
+        assert await answered(ask) == {"gitVersion": "v1"}
+        assert [request.headers["Host"] for request in asked] == ["api.invalid:6443"]
 
 
 def test_a_proxy_that_we_cannot_use_is_named(write: Callable[..., None]) -> None:
@@ -126,20 +123,17 @@ def test_a_proxy_that_we_cannot_use_is_named(write: Callable[..., None]) -> None
 
 
 @both
-def test_the_user_that_it_acts_as(ask: Asking, write: Callable[..., None]) -> None:
+async def test_the_user_that_it_acts_as(ask: Asking, write: Callable[..., None]) -> None:
     acts = {"as": "robot", "as-uid": "7", "as-groups": ["dev", "ops"], "as-user-extra": {"acme.com/team": ["a", "b"]}}
 
-    async def run() -> None:
-        async with serving() as (port, asked):
-            write(f"http://127.0.0.1:{port}", {"token": "secret", **acts})
-            await answered(ask)
-            headers = asked[0].headers
-            assert headers["Authorization"] == "Bearer secret"
-            assert (headers["Impersonate-User"], headers["Impersonate-Uid"]) == ("robot", "7")
-            assert headers.getall("Impersonate-Group") == ["dev", "ops"]
-            assert headers.getall("Impersonate-Extra-acme.com%2Fteam") == ["a", "b"]
-
-    asyncio.run(run())
+    async with serving() as (port, asked):
+        write(f"http://127.0.0.1:{port}", {"token": "secret", **acts})
+        await answered(ask)
+        headers = asked[0].headers
+        assert headers["Authorization"] == "Bearer secret"
+        assert (headers["Impersonate-User"], headers["Impersonate-Uid"]) == ("robot", "7")
+        assert headers.getall("Impersonate-Group") == ["dev", "ops"]
+        assert headers.getall("Impersonate-Extra-acme.com%2Fteam") == ["a", "b"]
 
 
 def plugin(tmp_path: Path, expires: str) -> dict[str, Any]:
@@ -152,19 +146,18 @@ def plugin(tmp_path: Path, expires: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("expires", "tokens"), [("2999-01-01T00:00:00Z", ["1", "1", "1"]), ("2001-01-01T00:00:00Z", ["2", "3", "4"])])
-def test_a_plugin_runs_again_when_its_token_is_over(expires: str, tokens: list[str], write: Callable[..., None], tmp_path: Path) -> None:
-    async def run() -> None:
-        async with serving() as (port, asked):
-            write(f"http://127.0.0.1:{port}", plugin(tmp_path, expires))
+async def test_a_plugin_runs_again_when_its_token_is_over(
+    expires: str, tokens: list[str], write: Callable[..., None], tmp_path: Path
+) -> None:
+    async with serving() as (port, asked):
+        write(f"http://127.0.0.1:{port}", plugin(tmp_path, expires))
 
-            async def ask(client: KubeClient) -> None:
-                for one in (by_client, by_client, by_kopf):
-                    await one(client)
+        async def ask(client: KubeClient) -> None:
+            for one in (by_client, by_client, by_kopf):
+                await one(client)
 
-            await answered(ask)
-            assert [request.headers["Authorization"] for request in asked] == [f"Bearer {token}" for token in tokens]
-
-    asyncio.run(run())
+        await answered(ask)
+        assert [request.headers["Authorization"] for request in asked] == [f"Bearer {token}" for token in tokens]
 
 
 def test_a_plugin_that_fails_is_named(write: Callable[..., None]) -> None:
@@ -174,15 +167,12 @@ def test_a_plugin_that_fails_is_named(write: Callable[..., None]) -> None:
 
 
 @both
-def test_the_name_in_the_certificate(ask: Asking, write: Callable[..., None], tmp_path: Path) -> None:
+async def test_the_name_in_the_certificate(ask: Asking, write: Callable[..., None], tmp_path: Path) -> None:
     pki, context = Pki(tmp_path), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     pki.ensure_ca()
     pki.ensure("server", "server", hosts=["DNS:api.example"])
     context.load_cert_chain(pki.crt("server"), pki.key("server"))
 
-    async def run() -> None:
-        async with serving(context) as (port, _):
-            write(f"https://127.0.0.1:{port}", certificate_authority=str(pki.ca), tls_server_name="api.example")
-            assert await answered(ask) == {"gitVersion": "v1"}
-
-    asyncio.run(run())
+    async with serving(context) as (port, _):
+        write(f"https://127.0.0.1:{port}", certificate_authority=str(pki.ca), tls_server_name="api.example")
+        assert await answered(ask) == {"gitVersion": "v1"}

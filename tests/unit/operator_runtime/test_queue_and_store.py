@@ -30,105 +30,90 @@ def obj(name: str, uid: str, version: int, namespace: str = "a") -> dict[str, An
     return {"metadata": {"name": name, "namespace": namespace, "uid": uid, "resourceVersion": str(version)}}
 
 
-def test_a_key_added_twice_is_served_once_and_added_in_work_is_served_again() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
-        queue.add("x")
-        queue.add("x")
-        queue.add("y")
-        assert await queue.get() == "x"
-        queue.add("x")  # its worker may have read before this change
-        assert await queue.get() == "y"
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(queue.get(), 0.02)  # never two workers on one key
-        queue.done("x")
-        assert await queue.get() == "x"
-        queue.done("x")
-        queue.done("y")
-        assert len(queue) == 0
-
-    asyncio.run(scenario())
+async def test_a_key_added_twice_is_served_once_and_added_in_work_is_served_again() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add("x")
+    queue.add("x")
+    queue.add("y")
+    assert await queue.get() == "x"
+    queue.add("x")  # its worker may have read before this change
+    assert await queue.get() == "y"
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(queue.get(), 0.02)  # never two workers on one key
+    queue.done("x")
+    assert await queue.get() == "x"
+    queue.done("x")
+    queue.done("y")
+    assert len(queue) == 0
 
 
-def test_failures_back_off_by_key_and_doubling_and_success_forgets() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
-        delays = []
-        for _ in range(10):
-            queue.add("x")
-            await queue.get()
-            delays.append(queue.retry("x"))
-        assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
+async def test_failures_back_off_by_key_and_doubling_and_success_forgets() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    delays = []
+    for _ in range(10):
         queue.add("x")
         await queue.get()
-        queue.done("x")
-        queue.add("x")
-        await queue.get()
-        assert queue.retry("x", at_least_seconds=7.0) == 7.0  # a server's Retry-After wins
-        queue.close()
-
-    asyncio.run(scenario())
-
-
-def test_of_two_delays_the_shorter_counts_and_add_overtakes_both() -> None:
-    async def scenario() -> None:
-        queue: WorkQueue[str] = WorkQueue()
-        queue.add_after("x", 30.0)
-        queue.add_after("x", 0.01)
-        queue.add_after("x", 60.0)
-        assert await asyncio.wait_for(queue.get(), 5) == "x"
-        queue.done("x")
-        queue.add_after("y", 30.0)
-        queue.add("y")
-        assert await asyncio.wait_for(queue.get(), 5) == "y"
-        queue.done("y")
-        queue.close()
-
-    asyncio.run(scenario())
+        delays.append(queue.retry("x"))
+    assert delays == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
+    queue.add("x")
+    await queue.get()
+    queue.done("x")
+    queue.add("x")
+    await queue.get()
+    assert queue.retry("x", at_least_seconds=7.0) == 7.0  # a server's Retry-After wins
+    queue.close()
 
 
-def test_the_oldest_age_counts_keys_in_work_and_not_those_in_backoff() -> None:
-    async def scenario() -> None:
-        clock = Clock()
-        queue: WorkQueue[str] = WorkQueue(clock)
-        assert queue.oldest_age_seconds() == 0.0
-        queue.add("x")
-        clock.now += 5
-        assert queue.oldest_age_seconds() == 5.0
-        await queue.get()
-        clock.now += 5
-        assert queue.oldest_age_seconds() == 10.0
-        queue.retry("x")
-        assert queue.oldest_age_seconds() == 0.0
-        queue.close()
-
-    asyncio.run(scenario())
+async def test_of_two_delays_the_shorter_counts_and_add_overtakes_both() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add_after("x", 30.0)
+    queue.add_after("x", 0.01)
+    queue.add_after("x", 60.0)
+    assert await asyncio.wait_for(queue.get(), 5) == "x"
+    queue.done("x")
+    queue.add_after("y", 30.0)
+    queue.add("y")
+    assert await asyncio.wait_for(queue.get(), 5) == "y"
+    queue.done("y")
+    queue.close()
 
 
-def test_a_long_queue_is_not_stuck_while_it_moves() -> None:
-    async def scenario() -> None:
-        clock = Clock()
-        queue: WorkQueue[str] = WorkQueue(clock)
-        clock.now += 100
-        assert queue.stuck_seconds() == 0.0
-        for key in "abc":
-            queue.add(key)
-        assert queue.stuck_seconds() == 0.0, "it was empty until now"
-        for _ in range(2):
-            clock.now += 40
-            assert queue.stuck_seconds() == 40.0
-            queue.done(await queue.get())
-        assert queue.oldest_age_seconds() == 80.0
-        assert queue.stuck_seconds() == 0.0
-        await queue.get()
-        clock.now += 50
-        assert queue.stuck_seconds() == 50.0, "in work for so long"
-        queue.retry("c", 1000.0)
-        clock.now += 50
-        assert queue.stuck_seconds() == 0.0, "waits out its backoff"
-        queue.close()
+async def test_the_oldest_age_counts_keys_in_work_and_not_those_in_backoff() -> None:
+    clock = Clock()
+    queue: WorkQueue[str] = WorkQueue(clock)
+    assert queue.oldest_age_seconds() == 0.0
+    queue.add("x")
+    clock.now += 5
+    assert queue.oldest_age_seconds() == 5.0
+    await queue.get()
+    clock.now += 5
+    assert queue.oldest_age_seconds() == 10.0
+    queue.retry("x")
+    assert queue.oldest_age_seconds() == 0.0
+    queue.close()
 
-    asyncio.run(scenario())
+
+async def test_a_long_queue_is_not_stuck_while_it_moves() -> None:
+    clock = Clock()
+    queue: WorkQueue[str] = WorkQueue(clock)
+    clock.now += 100
+    assert queue.stuck_seconds() == 0.0
+    for key in "abc":
+        queue.add(key)
+    assert queue.stuck_seconds() == 0.0, "it was empty until now"
+    for _ in range(2):
+        clock.now += 40
+        assert queue.stuck_seconds() == 40.0
+        queue.done(await queue.get())
+    assert queue.oldest_age_seconds() == 80.0
+    assert queue.stuck_seconds() == 0.0
+    await queue.get()
+    clock.now += 50
+    assert queue.stuck_seconds() == 50.0, "in work for so long"
+    queue.retry("c", 1000.0)
+    clock.now += 50
+    assert queue.stuck_seconds() == 0.0, "waits out its backoff"
+    queue.close()
 
 
 def test_a_list_removes_what_vanished_but_not_what_is_newer_than_it() -> None:

@@ -51,7 +51,7 @@ def test_healthy_objects_are_rechecked_failed_ones_tried_again_and_gone_ones_for
     assert seen[BROKEN] >= 3
 
 
-def test_keys_that_need_no_request_leave_others_their_turn() -> None:
+async def test_keys_that_need_no_request_leave_others_their_turn() -> None:
     """A thousand of them in a row: whoever shares the loop is served in between."""
     served, seen = [], []
 
@@ -63,18 +63,15 @@ def test_keys_that_need_no_request_leave_others_their_turn() -> None:
             seen.append(len(served))
             await asyncio.sleep(0)
 
-    async def scenario() -> None:
-        queue: WorkQueue[Key] = WorkQueue()
-        worker = Worker(queue, {engine_key("a", "b").kind: reconcile}, {})
-        for number in range(1000):
-            queue.add(engine_key("a", str(number)))
-        workers = [asyncio.create_task(worker.run()) for _ in range(4)]
-        async with asyncio.timeout(20):
-            await other()
-        for task in workers:
-            task.cancel()
-
-    asyncio.run(scenario())
+    queue: WorkQueue[Key] = WorkQueue()
+    worker = Worker(queue, {engine_key("a", "b").kind: reconcile}, {})
+    for number in range(1000):
+        queue.add(engine_key("a", str(number)))
+    workers = [asyncio.create_task(worker.run()) for _ in range(4)]
+    async with asyncio.timeout(20):
+        await other()
+    for task in workers:
+        task.cancel()
     assert max(after - before for before, after in pairwise(seen)) <= 4
 
 
