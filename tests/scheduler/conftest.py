@@ -55,6 +55,20 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[str,
 
 
 @pytest.fixture
+def rig(make_rig: Callable[..., Any]) -> Any:
+    """An engine in epoch 0."""
+    return make_rig(epoch=0)
+
+
+@pytest.fixture
+def store() -> Any:
+    """An L2 that engines share."""
+    from tests.support.scheduler import SharedStore
+
+    return SharedStore()
+
+
+@pytest.fixture
 def listened(make_rig: Callable[..., Any], tmp_path: Any) -> Iterator[Callable[..., tuple[Any, Any]]]:
     """An engine that publishes for real, and a router that hears all of it."""
     from vllm.distributed.kv_events import ZmqEventPublisher

@@ -85,11 +85,6 @@ class WriteInPlace(FromMemory):
 
 
 @pytest.fixture
-def store() -> SharedStore:
-    return SharedStore()
-
-
-@pytest.fixture
 def make(make_rig: MakeRig, store: SharedStore) -> MakeRig:
     """Engines of one pool that hold the same model. One after the other: a process has one root of vLLM's."""
 

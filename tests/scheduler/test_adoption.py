@@ -11,8 +11,7 @@ from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
 @every_layout
-def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adoption(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adoption(rig: Any) -> None:
     short = rig.add(prompt(1, BLOCK - 6), max_tokens=BLOCK)
     rig.steps(3)
     assert short.block_hashes == []
@@ -25,8 +24,7 @@ def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adop
 
 
 @every_layout
-def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_waiting_request_is_repinned(rig: Any) -> None:
     rig.serve(TOKENS)
     waiting = rig.add(TOKENS)
     before = waiting.block_hashes
@@ -41,9 +39,8 @@ def test_a_waiting_request_is_repinned(make_rig: MakeRig) -> None:
 
 
 @every_layout
-def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_rehashed(make_rig: MakeRig) -> None:
+def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_rehashed(rig: Any) -> None:
     """The input thread hashes with the global of its moment."""
-    rig = make_rig(epoch=0)
     rig.serve(TOKENS)
     late = rig.request(TOKENS)
     rig.adopt(1, weights="w1")
@@ -54,9 +51,8 @@ def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_re
 
 
 @every_layout
-def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(make_rig: MakeRig) -> None:
+def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(rig: Any) -> None:
     """vLLM goes on with it in the same step, and caches its blocks under whatever its hashes are then."""
-    rig = make_rig(epoch=0)
     skipping = rig.add(TOKENS, skip_reading_prefix_cache=True)
     rig.adopt(1, weights="w1")
     output = rig.step()
@@ -104,8 +100,7 @@ def test_a_load_recorded_before_the_adoption_is_carried_and_stays_private(make_r
 
 
 @every_layout
-def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
-    store = SharedStore()
+def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig, layout: tuple[str, ...], store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     running = rig.add(prompt(1, LENGTH), max_tokens=3 * BLOCK)
     rig.step()
@@ -120,8 +115,7 @@ def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig, 
 
 
 @every_layout
-def test_a_preempted_request_is_repinned_and_recomputes(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_preempted_request_is_repinned_and_recomputes(rig: Any) -> None:
     preempted = rig.add(prompt(1, LENGTH), max_tokens=6)
     rig.step()
     rig.step()

@@ -12,9 +12,8 @@ from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
 @every_layout
-def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig) -> None:
+def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig, store: SharedStore) -> None:
     """`pause(mode="keep")` without clearing: everybody keeps his blocks while weights are pushed and the epoch is raised."""
-    store = SharedStore()
     rig, tokens = filled(make_rig, num_blocks=48, store=store)
     rig.scheduler.reset_prefix_cache()
     running = rig.add(prompt(50, LENGTH), max_tokens=2 * BLOCK)
@@ -63,9 +62,8 @@ def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig)
 
 
 @every_layout
-def test_an_adoption_between_vllms_own_lookup_and_our_answer(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adoption_between_vllms_own_lookup_and_our_answer(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has found the prompt in its own cache, by the old names: it must drop that."""
-    rig = make_rig(epoch=0)
     rig.serve(TOKENS)
     find = rig.scheduler._get_local_prefix_cache_hit
     found: list[int] = []
@@ -116,8 +114,7 @@ def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_ri
 
 
 @every_layout
-def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
-    store = SharedStore()
+def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig, layout: tuple[str, ...], store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     (worker,) = rig.workers
     worker.hold_saves = True
@@ -175,8 +172,7 @@ def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weig
 
 
 @every_layout
-def test_a_skipping_request_that_is_preempted_across_an_adoption(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_skipping_request_that_is_preempted_across_an_adoption(rig: Any) -> None:
     request = rig.add(prompt(1, LENGTH), max_tokens=4, skip_reading_prefix_cache=True)
     rig.step()
     rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)

@@ -52,8 +52,7 @@ def test_a_load_overtaken_while_our_code_fails_is_no_success(make_rig: MakeRig, 
     check_unharmed(rig)
 
 
-def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig(epoch=0)
+def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.workers[0].hold_saves = True
     for seed in (1, 2):
         rig.add(prompt(seed, LENGTH))
@@ -103,9 +102,8 @@ def test_a_report_that_was_not_counted_is_not_asked_for_again(make_rig: MakeRig,
     check_unharmed(rig)
 
 
-def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_computed_after_an_error_counts_as_used(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a reset with requests running would keep the root, and KV of the old weights under it."""
-    rig = make_rig(epoch=0)
     failure = FailsOnce(rig.tiers.hits, "forget_request", monkeypatch)
     rig.add(prompt(1, LENGTH), max_tokens=3)
     rig.step()
@@ -118,8 +116,7 @@ def test_what_is_computed_after_an_error_counts_as_used(make_rig: MakeRig, monke
     check_unharmed(rig)
 
 
-def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig(epoch=0)
+def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     failure = FailsOnce(rig.tiers, "finish", monkeypatch)
     rig.serve(prompt(1, LENGTH))
     rig.adopt(1, weights="w1")
@@ -141,8 +138,7 @@ def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_
     assert not rig.pins.busy()
 
 
-def test_a_reset_that_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig(epoch=0)
+def test_a_reset_that_fails_is_no_success(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.serve(TOKENS)
     FailsOnce(rig.pins.root, "reset", monkeypatch)
     assert not rig.scheduler.reset_prefix_cache(reset_connector=True)
@@ -152,8 +148,7 @@ def test_a_reset_that_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest
     check_unharmed(rig)
 
 
-def test_blocks_that_requests_hold_anyhow_do_not_put_preemption_off(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_blocks_that_requests_hold_anyhow_do_not_put_preemption_off(rig: Any) -> None:
     rig.workers[0].hold_saves = True
     request = rig.add(prompt(1, LENGTH), max_tokens=4)
     rig.step()

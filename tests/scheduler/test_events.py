@@ -50,8 +50,7 @@ def test_an_eviction_is_told(listened: Callable[..., Any]) -> None:
     assert router.blocks("CPU") == findable(rig)
 
 
-def test_what_l2_brings_into_l1_is_told(listened: Callable[..., Any], make_rig: MakeRig) -> None:
-    store = SharedStore()
+def test_what_l2_brings_into_l1_is_told(listened: Callable[..., Any], make_rig: MakeRig, store: SharedStore) -> None:
     writer = make_rig(store=store)
     writer.adopt(0)
     writer.serve(TOKENS)

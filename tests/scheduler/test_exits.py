@@ -305,8 +305,7 @@ def test_not_asked_again_in_a_step_that_preempts(make_rig: MakeRig) -> None:
 
 
 @pytest.mark.parametrize("status", ["grammar", "load"])
-def test_a_blocked_request_is_not_asked_and_gives_back_what_was_begun_for_it(make_rig: MakeRig, status: str) -> None:
-    store = SharedStore()
+def test_a_blocked_request_is_not_asked_and_gives_back_what_was_begun_for_it(make_rig: MakeRig, status: str, store: SharedStore) -> None:
     rig, tokens = filled(make_rig, store=store, l1_bytes=None, extra={"lookup_wait_ms": 0.1, "lookup_deadline_ms": 60_000.0})
     if status == "load":
         request = begin_load(rig, tokens)

@@ -57,8 +57,7 @@ def test_a_lower_epoch_is_refused(make_rig: MakeRig) -> None:
 # ---------------------------------------------------------------------------------------------- bypass
 
 
-def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig) -> None:
-    store = SharedStore()
+def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store)
     first, second = rig.serve(TOKENS), rig.serve(TOKENS)
     assert (rig.cached[first], rig.cached[second]) == (0, 0)
@@ -69,8 +68,7 @@ def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig) -> Non
     rig.check_clean()
 
 
-def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig) -> None:
-    store = SharedStore()
+def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(hub=False, num_blocks=12, store=store)
     rig.serve(TOKENS)
     push_out(rig)
@@ -107,8 +105,7 @@ def test_a_broken_hub_configuration_is_bypass_said_once(
 
 
 @every_layout
-def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(rig: Any) -> None:
     rig.serve(TOKENS)
     waiting = rig.add(TOKENS)
     rig.lease_until = 0.0
@@ -135,8 +132,7 @@ def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig) -> Non
     rig.check_clean()
 
 
-def test_running_requests_are_current_again_when_the_lease_returns(make_rig: MakeRig) -> None:
-    store = SharedStore()
+def test_running_requests_are_current_again_when_the_lease_returns(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     running = rig.add(prompt(1, LENGTH), max_tokens=2 * BLOCK)
     rig.step()
@@ -155,8 +151,7 @@ def test_running_requests_are_current_again_when_the_lease_returns(make_rig: Mak
 # ---------------------------------------------------------------------------------------------- the overwritten global
 
 
-def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig) -> None:
-    store = SharedStore()
+def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     rig.serve(TOKENS)
     saved = dict(store.objects)

@@ -14,8 +14,7 @@ def first_name(rig: Any, request: Any, root: bytes) -> Any:
     return rig.connector.scheduler.hashing.first(request, root)
 
 
-def test_a_short_prompt_gives_its_first_hash_to_us_and_the_next_to_vllm(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_short_prompt_gives_its_first_hash_to_us_and_the_next_to_vllm(rig: Any) -> None:
     request = rig.add(prompt(1, BLOCK - 3), max_tokens=2 * BLOCK)
     root = rig.pins.pin_of(request).root
     rig.step()

@@ -39,12 +39,11 @@ def test_an_invalidated_load_with_barely_enough_blocks_does_not_hang(make_rig: M
 
 
 @pytest.mark.parametrize("failing", [1, 2])
-def test_a_failed_load_does_not_stand_in_the_way_of_others_that_hold_blocks(make_rig: MakeRig, failing: int) -> None:
+def test_a_failed_load_does_not_stand_in_the_way_of_others_that_hold_blocks(make_rig: MakeRig, failing: int, store: SharedStore) -> None:
     """With a sliding window a load holds fewer blocks than computing takes, so the failed one may have to wait for others to end.
 
     vLLM 0.32 keeps it at the head of those that hold blocks, and looks at none behind it while it does not fit.
     """
-    store = SharedStore()
     options: dict[str, Any] = {"groups": ("48", "full"), "store": store, "l1_bytes": None, "extra": {"staging_slots": 64}}
     filler = make_rig(num_blocks=64, **options)
     filler.adopt(0)

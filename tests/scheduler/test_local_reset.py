@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from epochkv_connector.scheduler.role import FenceHooks
@@ -9,8 +11,7 @@ from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, begin_load, every_layo
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 
-def test_a_local_reset_before_anything_was_admitted_keeps_the_root(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_local_reset_before_anything_was_admitted_keeps_the_root(rig: Any) -> None:
     rig.serve(prompt(1, LENGTH))
     rig.adopt(1, weights="w1")
     root = global_root()
@@ -22,8 +23,7 @@ def test_a_local_reset_before_anything_was_admitted_keeps_the_root(make_rig: Mak
     rig.check_clean()
 
 
-def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig) -> None:
-    store = SharedStore()
+def test_a_local_reset_goes_private_until_the_next_epoch(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     rig.serve(TOKENS)
     saved = set(store.objects)
@@ -61,9 +61,8 @@ def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch
     rig.check_clean()
 
 
-def test_a_local_reset_with_requests_running(make_rig: MakeRig) -> None:
+def test_a_local_reset_with_requests_running(rig: Any) -> None:
     """reset_running_requests preempts them; they come back under the private root and see nothing old."""
-    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     running = [rig.add(tokens, max_tokens=8), rig.add(prompt(2, LENGTH), max_tokens=8)]
     rig.step()
@@ -105,8 +104,7 @@ def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: i
     rig.check_clean()
 
 
-def test_an_engine_without_requests_is_stepped_until_saves_that_let_go_are_acknowledged(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_an_engine_without_requests_is_stepped_until_saves_that_let_go_are_acknowledged(rig: Any) -> None:
     (worker,) = rig.workers
     worker.hold_saves = True
     request = rig.add(prompt(1, LENGTH), max_tokens=1)
@@ -121,8 +119,7 @@ def test_an_engine_without_requests_is_stepped_until_saves_that_let_go_are_ackno
     rig.check_clean()
 
 
-def test_what_fails_while_saves_let_go_is_no_error_of_vllms(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = make_rig(epoch=0)
+def test_what_fails_while_saves_let_go_is_no_error_of_vllms(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.serve(prompt(1, LENGTH))
     monkeypatch.setattr(rig.tiers.saves, "let_go", lambda: 1 // 0)
     assert rig.scheduler.reset_prefix_cache()
@@ -130,8 +127,7 @@ def test_what_fails_while_saves_let_go_is_no_error_of_vllms(make_rig: MakeRig, m
     assert rig.scheduler.schedule().kv_connector_metadata.settle
 
 
-def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_refused_gpu_reset_leaves_old_kv_unreachable_all_the_same(rig: Any) -> None:
     tokens = prompt(1, LENGTH)
     running = rig.add(tokens, max_tokens=8)
     rig.step()
@@ -157,9 +153,8 @@ def test_a_local_reset_invalidates_a_load_under_way(make_rig: MakeRig) -> None:
     rig.check_clean()
 
 
-def test_a_reset_while_the_lease_is_lost_is_remembered(make_rig: MakeRig) -> None:
+def test_a_reset_while_the_lease_is_lost_is_remembered(rig: Any) -> None:
     """The lease may return; the shared root named KV of weights that the caller is about to replace."""
-    rig = make_rig(epoch=0)
     tokens = prompt(1, LENGTH)
     running = rig.add(tokens, max_tokens=4 * BLOCK)
     rig.step()

@@ -26,9 +26,8 @@ def test_a_request_that_a_reset_preempted_is_loaded_although_the_same_step_names
     rig.check_clean()
 
 
-def test_a_save_outlives_its_request_and_a_namesake_gets_nothing_of_it(make_rig: MakeRig) -> None:
+def test_a_save_outlives_its_request_and_a_namesake_gets_nothing_of_it(make_rig: MakeRig, store: SharedStore) -> None:
     """vllm#52360: jobs keyed by request id took the second request for the first."""
-    store = SharedStore()
     rig = make_rig(store=store, epoch=0)
     rig.workers[0].hold_saves = True
     first = rig.add(prompt(1, LENGTH), max_tokens=8, request_id="same")
@@ -95,9 +94,8 @@ def test_a_failed_load_of_a_hybrid_model_names_requests_and_no_blocks(make_rig: 
     rig.check_clean()
 
 
-def test_a_lost_key_is_asked_for_once_by_each_request(make_rig: MakeRig) -> None:
+def test_a_lost_key_is_asked_for_once_by_each_request(make_rig: MakeRig, store: SharedStore) -> None:
     """vllm PR#55297: the same broken key was looked up and loaded again without end."""
-    store = SharedStore()
     rig, tokens = filled(make_rig, store=store, l1_bytes=None)
     store.lose = lambda key: True
     for count in (1, 2):

@@ -59,8 +59,7 @@ def test_rehashing_is_spread_over_steps(make_rig: MakeRig, monkeypatch: pytest.M
     rig.check_clean()
 
 
-def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_streaming_session_keeps_its_root_and_is_counted_apart(rig: Any) -> None:
     session = rig.request(prompt(1, LENGTH), max_tokens=3)
     session.resumable = True
     rig.scheduler.add_request(session)
@@ -80,8 +79,7 @@ def test_a_streaming_session_keeps_its_root_and_is_counted_apart(make_rig: MakeR
     rig.check_clean()
 
 
-def test_a_session_that_never_ran_is_repinned(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_session_that_never_ran_is_repinned(rig: Any) -> None:
     tokens = prompt(1, LENGTH)
     rig.serve(tokens)
     session = rig.request(tokens, max_tokens=2)

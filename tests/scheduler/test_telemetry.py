@@ -37,9 +37,8 @@ def has_hit_sources() -> bool:
     return blocks.CacheHitSource is not None  # type: ignore[attr-defined]  # vLLM 0.32 and later
 
 
-def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig) -> None:
+def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig, store: SharedStore) -> None:
     """L1 has the first half of a prompt, L2 all of it."""
-    store = SharedStore()
     writer = quiet(make_rig(store=store))
     writer.adopt(0)
     tokens = prompt(1, 8 * BLOCK + 3)
@@ -81,10 +80,9 @@ def test_what_is_not_looked_up_counts_in_vllms_series_and_not_in_ours(make_rig: 
     assert lookups > 0
 
 
-def test_everything_that_is_reported_has_a_series(make_rig: MakeRig) -> None:
+def test_everything_that_is_reported_has_a_series(make_rig: MakeRig, store: SharedStore) -> None:
     from epochkv_connector import metrics
 
-    store = SharedStore()
     rig = quiet(make_rig(store=store))
     rig.adopt(0)
     tokens = prompt(1, 8 * BLOCK)

@@ -39,8 +39,7 @@ WRITING = frozenset((
 
 
 @pytest.mark.parametrize("method", ["update_weights", "start_weight_update", "skyrl_start_weight_update", "sleep", touch])
-def test_every_call_that_writes_ends_the_names_before_it_is_delegated(make_rig: MakeRig, method: Any) -> None:
-    store = SharedStore()
+def test_every_call_that_writes_ends_the_names_before_it_is_delegated(make_rig: MakeRig, method: Any, store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     assert found(rig) == 0
     assert found(rig) == WHOLE
@@ -71,9 +70,8 @@ def test_every_call_that_writes_ends_the_names_before_it_is_delegated(make_rig: 
     rig.check_clean()
 
 
-def test_a_probe_between_requests_keeps_the_names_and_what_they_find(make_rig: MakeRig) -> None:
+def test_a_probe_between_requests_keeps_the_names_and_what_they_find(rig: Any) -> None:
     """prime-rl asks for `liveness_probe` now and then, also while requests run."""
-    rig = make_rig(epoch=0)
     assert found(rig) == 0
     root = rig.pins.root.snapshot.root
     running = rig.add(prompt(2, LENGTH), max_tokens=4 * BLOCK)
@@ -149,8 +147,7 @@ def test_vllms_source_shows_that_harmless_names_leave_weights_alone() -> None:
             assert not [writer for writer in WRITERS if writer in source], function
 
 
-def test_harmless_names_cost_nothing(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_harmless_names_cost_nothing(rig: Any) -> None:
     found(rig)
     rig.executor.calls.clear()
     harmless = sorted(HARMLESS - ADAPTER_CALLS)

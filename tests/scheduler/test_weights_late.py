@@ -24,8 +24,7 @@ def late_hit(rig: Any) -> list[int]:
 
 
 @every_layout
-def test_a_change_behind_a_step_saves_nothing_of_it_and_asks_for_one_epoch(make_rig: MakeRig) -> None:
-    store = SharedStore()
+def test_a_change_behind_a_step_saves_nothing_of_it_and_asks_for_one_epoch(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     found(rig)
     old, before = rig.watch.value, len(store.objects)
@@ -41,8 +40,7 @@ def test_a_change_behind_a_step_saves_nothing_of_it_and_asks_for_one_epoch(make_
     assert not any(rig.foreign_tokens.values())
 
 
-def test_an_ended_digest_stays_ended_until_the_next_epoch(make_rig: MakeRig) -> None:
-    store = SharedStore()
+def test_an_ended_digest_stays_ended_until_the_next_epoch(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     found(rig)
     old = rig.watch.value
@@ -86,9 +84,8 @@ def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig
 
 
 @every_layout
-def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: MakeRig) -> None:
+def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: MakeRig, store: SharedStore) -> None:
     """Its part of a block would be named with the rest of it, after the weights that were there before and after."""
-    store = SharedStore()
     rig = make_rig(store=store, epoch=0)
     request = rig.add(TOKENS, max_tokens=2 * BLOCK)
     rig.steps(3)
@@ -107,8 +104,7 @@ def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: Ma
 
 
 @every_layout
-def test_no_shard_is_stored_before_every_rank_has_agreed(make_rig: MakeRig, layout: tuple[str, ...]) -> None:
-    store = SharedStore()
+def test_no_shard_is_stored_before_every_rank_has_agreed(make_rig: MakeRig, layout: tuple[str, ...], store: SharedStore) -> None:
     rig = make_rig(store=store, num_ranks=2, epoch=0)
     rig.workers[1].hold_saves = True
     request = rig.add(TOKENS, max_tokens=4)
@@ -126,8 +122,7 @@ def test_no_shard_is_stored_before_every_rank_has_agreed(make_rig: MakeRig, layo
 
 @every_layout
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_holds_other_weights_after_the_step_stores_nothing_anywhere(make_rig: MakeRig, rank: int) -> None:
-    store = SharedStore()
+def test_a_rank_that_holds_other_weights_after_the_step_stores_nothing_anywhere(make_rig: MakeRig, rank: int, store: SharedStore) -> None:
     rig = make_rig(store=store, num_ranks=2, epoch=0)
     asked: list[int] = []
     rig.side.weights.link.propose = asked.append

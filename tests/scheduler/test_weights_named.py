@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from epochkv_connector.engine import blocks
 from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, begin_load, every_layout, filled, found, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore
@@ -24,8 +26,7 @@ def test_a_push_while_a_request_waits_for_a_load(make_rig: MakeRig) -> None:
 
 
 @every_layout
-def test_a_push_while_a_request_is_preempted(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+def test_a_push_while_a_request_is_preempted(rig: Any) -> None:
     request = rig.add(TOKENS, max_tokens=BLOCK)
     rig.steps(3)
     rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
@@ -53,8 +54,7 @@ def test_a_preemption_after_the_push_names_the_request_anew(make_rig: MakeRig) -
     rig.check_clean()
 
 
-def test_a_push_while_a_session_waits_for_its_next_turn(make_rig: MakeRig) -> None:
-    store = SharedStore()
+def test_a_push_while_a_session_waits_for_its_next_turn(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     session = rig.request(TOKENS, max_tokens=2 * BLOCK)
     session.resumable = True
