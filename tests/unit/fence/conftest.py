@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.fence import FenceWorld
 from tests.support.hub import HubWorld, hub_world
+from tests.unit.fence.helpers import Driver, leading
 
 
 @pytest.fixture
@@ -24,3 +25,9 @@ def fence(request: pytest.FixtureRequest) -> Iterator[FenceWorld]:
     made = FenceWorld(**getattr(request.module, "FENCE_OPTIONS", {}))
     yield made
     made.close()
+
+
+@pytest.fixture
+def hub() -> Driver:
+    """A hub that leads from now on."""
+    return leading()

@@ -96,6 +96,20 @@ class Driver:
         return [action.epoch for action in self.writes if isinstance(action, ev.Publish)]
 
 
+def leading(**keys: Any) -> Driver:
+    """A hub that leads from now on."""
+    hub = Driver(**keys)
+    hub.lead(granting=True)
+    return hub
+
+
+def waited() -> Driver:
+    """A hub that is past its own leadership wait."""
+    hub = leading()
+    hub.now += HOLD
+    return hub
+
+
 def led(epoch: int = 0) -> Driver:
     """A hub long past its own leadership wait, with instances 1 and 2 at `epoch`."""
     hub = Driver()

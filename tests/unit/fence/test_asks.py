@@ -7,22 +7,19 @@ import pytest
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, Error, Grant, Propose, Refusal, Source, decode, encode
 from epochkv_fence.protocol.pool import PoolRecord, Term
-from tests.unit.fence.helpers import HOLD, Driver, instance
+from tests.unit.fence.helpers import HOLD, Driver, instance, waited
 
 
-def pool(**keys: object) -> Driver:
-    hub = Driver(**keys)
-    hub.lead(granting=True)
-    hub.now += HOLD
-    return hub
+@pytest.fixture
+def hub() -> Driver:
+    return waited()
 
 
 def epochs(hub: Driver) -> dict[int, int]:
     return {grant.instance[0]: grant.epoch for grant in hub.round()}
 
 
-def test_of_many_proposals_the_first_one_counts() -> None:
-    hub = pool()
+def test_of_many_proposals_the_first_one_counts(hub: Driver) -> None:
     hub.hold_writes = True
     hub.hear(Propose(instance(1), 1))
     hub.hear(Bump(1, 1))
@@ -33,8 +30,7 @@ def test_of_many_proposals_the_first_one_counts() -> None:
     assert hub.hub.snapshot(hub.now).origin == Source.ENGINE
 
 
-def test_no_epoch_is_left_after_the_last() -> None:
-    hub = pool()
+def test_no_epoch_is_left_after_the_last(hub: Driver) -> None:
     hub.ask(MAX_EPOCH)
     assert hub.hub.target == MAX_EPOCH
     hub.ask(MAX_EPOCH + 1)
@@ -46,8 +42,7 @@ def test_no_epoch_is_left_after_the_last() -> None:
 # --------------------------------------------------------------------------------------------------------------- origins
 
 
-def test_the_record_names_who_asked() -> None:
-    hub = pool()
+def test_the_record_names_who_asked(hub: Driver) -> None:
     hub.hear(Propose(instance(1), 1))
     hub.ask(2)
     hub.hear(Bump(1, 3))
@@ -72,8 +67,7 @@ def test_the_origin_on_record_counts(how: str) -> None:
 # -------------------------------------------------------------------------------------------------------- a record that fell
 
 
-def test_an_epoch_above_the_record_is_recorded_again() -> None:
-    hub = pool()
+def test_an_epoch_above_the_record_is_recorded_again(hub: Driver) -> None:
     hub.beat(1, epoch=9)
     assert hub.writes == [ev.RecordTarget(9, Source.ENGINE)]
     hub.beat(2, epoch=0)
@@ -111,8 +105,7 @@ def test_an_epoch_heard_before_leadership_is_compared_when_it_leads() -> None:
 # ------------------------------------------------------------------------------------------------------------- what is told
 
 
-def test_a_sum_that_no_message_can_carry_is_cut() -> None:
-    hub = pool()
+def test_a_sum_that_no_message_can_carry_is_cut(hub: Driver) -> None:
     for number in (1, 2, 3):
         hub.beat(number, old_epoch_requests=2**63 - 1)
     hub.hear(Bump(1, 1))
@@ -135,8 +128,7 @@ def test_a_bump_is_remembered_by_a_hub_that_does_not_lead_and_answered_when_it_d
     assert [answer.target for answer in hub.of(BumpStatus)] == [3]
 
 
-def test_a_target_is_told_only_when_a_later_read_shows_that_we_lead() -> None:
-    hub = pool()
+def test_a_target_is_told_only_when_a_later_read_shows_that_we_lead(hub: Driver) -> None:
     hub.hold_writes = True
     hub.beat(1)
     before_the_record = hub.begin()
@@ -154,8 +146,7 @@ def test_a_target_is_told_only_when_a_later_read_shows_that_we_lead() -> None:
     assert [answer.target for answer in hub.of(BumpStatus)] == [0, 1, 1], "known from now on"
 
 
-def test_nobody_who_waits_and_no_read_for_a_target() -> None:
-    hub = pool()
+def test_nobody_who_waits_and_no_read_for_a_target(hub: Driver) -> None:
     hub.ask(1)
     hub.round()
     assert hub.hub.published == 1

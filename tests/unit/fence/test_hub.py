@@ -28,9 +28,7 @@ def test_nothing_is_granted_before_the_record_is_read() -> None:
     assert (grant.instance, grant.seq, grant.epoch, grant.lease_seconds) == (instance(1), 0, 3, LEASE)
 
 
-def test_a_heartbeat_after_the_read_began_waits_for_the_next_round() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_a_heartbeat_after_the_read_began_waits_for_the_next_round(hub: Driver) -> None:
     hub.beat(1)
     number = hub.begin()
     hub.beat(2)
@@ -38,9 +36,7 @@ def test_a_heartbeat_after_the_read_began_waits_for_the_next_round() -> None:
     assert [grant.instance for grant in hub.round()] == [instance(2)]
 
 
-def test_a_round_for_a_question_alone_takes_no_heartbeat_that_comes_after_its_read() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_a_round_for_a_question_alone_takes_no_heartbeat_that_comes_after_its_read(hub: Driver) -> None:
     hub.hear(Status(1))
     number = hub.begin()
     assert hub.hub.round_open
@@ -50,9 +46,7 @@ def test_a_round_for_a_question_alone_takes_no_heartbeat_that_comes_after_its_re
     assert [grant.instance for grant in hub.round()] == [instance(1)]
 
 
-def test_the_epoch_is_taken_after_the_read() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_the_epoch_is_taken_after_the_read(hub: Driver) -> None:
     hub.beat(1)
     number = hub.begin()
     hub.ask(4)
@@ -60,9 +54,7 @@ def test_the_epoch_is_taken_after_the_read() -> None:
     assert hub.sent[-1][1].epoch == 4  # type: ignore[union-attr]
 
 
-def test_a_read_without_an_answer_grants_nothing_and_loses_no_heartbeat() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_a_read_without_an_answer_grants_nothing_and_loses_no_heartbeat(hub: Driver) -> None:
     seq = hub.beat(1)
     hub.step(ev.RoundDropped(hub.begin()))
     assert hub.sent == []
@@ -97,9 +89,7 @@ def test_the_note_is_durable_before_a_round_collects() -> None:
     assert len(hub.round()) == 1
 
 
-def test_rounds_come_once_a_second_and_at_once_while_a_reset_is_open() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_rounds_come_once_a_second_and_at_once_while_a_reset_is_open(hub: Driver) -> None:
     hub.beat(1)
     assert hub.hub.round_at(hub.now) == hub.now
     hub.round()
@@ -110,9 +100,7 @@ def test_rounds_come_once_a_second_and_at_once_while_a_reset_is_open() -> None:
     assert hub.hub.round_at(hub.now) == hub.now
 
 
-def test_who_has_no_live_lease_is_answered_within_50_ms() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_who_has_no_live_lease_is_answered_within_50_ms(hub: Driver) -> None:
     hub.beat(1)
     hub.round()
     hub.now += 0.02
@@ -135,9 +123,7 @@ def test_a_short_lease_has_quicker_rounds() -> None:
     assert hub.hub.round_at(hub.now) == pytest.approx(hub.now + 0.1, abs=1e-6)
 
 
-def test_steady_state_asks_for_nothing() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_steady_state_asks_for_nothing(hub: Driver) -> None:
     hub.beat(1)
     hub.round()
     hub.beat(1, epoch=0)

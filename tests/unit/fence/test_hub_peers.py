@@ -30,9 +30,7 @@ def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
     assert len(hub.nudged()) == 3
 
 
-def test_thousands_that_are_behind_are_nudged_no_faster_than_they_can_answer() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_thousands_that_are_behind_are_nudged_no_faster_than_they_can_answer(hub: Driver) -> None:
     for number in range(5000):
         hub.hear(Heartbeat(number.to_bytes(16, "big"), 0))
     assert len(hub.round()) == 5000
@@ -45,9 +43,7 @@ def test_thousands_that_are_behind_are_nudged_no_faster_than_they_can_answer() -
     assert hub.now - asked >= 5000 / NUDGES_PER_SECOND - 0.01 > NUDGE_SECONDS
 
 
-def test_nobody_waits_for_an_instance_that_has_left() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_nobody_waits_for_an_instance_that_has_left(hub: Driver) -> None:
     hub.now += HOLD
     for number in (1, 2):
         hub.beat(number)
@@ -62,9 +58,7 @@ def test_nobody_waits_for_an_instance_that_has_left() -> None:
     assert [view.instance for view in hub.hub.snapshot(hub.now).engines] == [instance(2)]
 
 
-def test_a_heartbeat_that_comes_after_its_instance_has_left_brings_nobody_back() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_a_heartbeat_that_comes_after_its_instance_has_left_brings_nobody_back(hub: Driver) -> None:
     hub.beat(1)
     hub.hear(Leave(instance(1)), b"peer1")
     hub.beat(1)
@@ -89,9 +83,7 @@ def test_an_engine_of_another_pool_does_not_count() -> None:
     assert hub.published == [1], "its epoch raised no target, and nobody waits for it"
 
 
-def test_what_is_remembered_of_those_who_left_is_bounded() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_what_is_remembered_of_those_who_left_is_bounded(hub: Driver) -> None:
     for number in range(MAX_INSTANCES + 5):
         hub.hear(Leave(number.to_bytes(16, "big")))
     assert len(hub.hub.state.instances.departed) == MAX_INSTANCES

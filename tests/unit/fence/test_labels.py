@@ -13,12 +13,6 @@ from tests.unit.fence.helpers import Driver
 A, B = b"a" * 16, b"b" * 16
 
 
-def pool() -> Driver:
-    hub = Driver()
-    hub.lead(granting=True)
-    return hub
-
-
 def labels(hub: Driver) -> dict[bytes, str]:
     return hub.hub.snapshot(hub.now).labels
 
@@ -33,8 +27,7 @@ def test_of_the_same_weights_the_newer_label_counts_and_the_oldest_go() -> None:
     assert list(merged_labels(many, {})) == list(many)[3:]
 
 
-def test_a_label_is_answered_when_it_is_durable() -> None:
-    hub = pool()
+def test_a_label_is_answered_when_it_is_durable(hub: Driver) -> None:
     hub.hold_writes = True
     hub.beat(1, weights=A)
     hub.hear(Label(7, A, "step-1"))
@@ -50,8 +43,7 @@ def test_a_label_is_answered_when_it_is_durable() -> None:
     assert len(notes(hub)) == 1, "it is durable already"
 
 
-def test_labels_that_come_during_a_write_are_written_together_after_it() -> None:
-    hub = pool()
+def test_labels_that_come_during_a_write_are_written_together_after_it(hub: Driver) -> None:
     hub.hold_writes = True
     hub.hear(Label(1, A, "one"))
     hub.hear(Label(2, A, "two"), peer=b"other")
@@ -66,8 +58,7 @@ def test_labels_that_come_during_a_write_are_written_together_after_it() -> None
     assert labels(hub) == {B: "b", A: "one"}
 
 
-def test_a_label_that_is_about_to_be_replaced_is_no_answer() -> None:
-    hub = pool()
+def test_a_label_that_is_about_to_be_replaced_is_no_answer(hub: Driver) -> None:
     hub.hear(Label(1, A, "one"))
     hub.hold_writes = True
     hub.hear(Label(2, A, "two"), peer=b"other")
@@ -79,8 +70,7 @@ def test_a_label_that_is_about_to_be_replaced_is_no_answer() -> None:
     assert labels(hub) == {A: "one"}
 
 
-def test_a_write_of_an_earlier_term_answers_nothing() -> None:
-    hub = pool()
+def test_a_write_of_an_earlier_term_answers_nothing(hub: Driver) -> None:
     hub.hold_writes = True
     hub.hear(Label(1, A, "one"))
     hub.step(ev.SteppedDown())
@@ -92,8 +82,7 @@ def test_a_write_of_an_earlier_term_answers_nothing() -> None:
     assert [answer.request for answer in hub.of(Labelled)] == [2]
 
 
-def test_a_write_that_fails_is_made_again_when_its_trainer_asks_again() -> None:
-    hub = pool()
+def test_a_write_that_fails_is_made_again_when_its_trainer_asks_again(hub: Driver) -> None:
     hub.hold_writes = True
     hub.hear(Label(1, A, "one"))
     hub.step(ev.Done(ev.NoteLabels({A: "one"}), ok=False))
@@ -140,8 +129,7 @@ def test_a_hub_that_leads_again_believes_the_record_and_not_what_it_remembers() 
     assert labels(hub) == {A: "new"}
 
 
-def test_what_waits_is_bounded() -> None:
-    hub = pool()
+def test_what_waits_is_bounded(hub: Driver) -> None:
     hub.hold_writes = True
     for number in range(MAX_LABELLING + 50):
         hub.hear(Label(number, number.to_bytes(16, "big"), "x"))

@@ -88,9 +88,7 @@ def test_answers_to_what_was_not_asked_are_not_counted(what: str) -> None:
     assert hub.hub.snapshot(hub.now).reclaimed_keys == (5 if what == "twice" else 0)
 
 
-def test_an_engine_behind_the_published_epoch_is_not_asked() -> None:
-    hub = Driver()
-    hub.lead(granting=True)
+def test_an_engine_behind_the_published_epoch_is_not_asked(hub: Driver) -> None:
     hub.now += HOLD
     hub.ask(1)
     hub.beat(1, epoch=0)

@@ -25,16 +25,14 @@ from epochkv_fence.protocol.messages import (
     encode,
 )
 from epochkv_fence.protocol.pool import PoolRecord, Term
-from tests.unit.fence.helpers import HOLD, LEASE, Driver, instance
+from tests.unit.fence.helpers import LEASE, Driver, instance, waited
 
 W = b"w" * 16
 
 
-def pool(**keys: object) -> Driver:
-    hub = Driver(**keys)
-    hub.lead(granting=True)
-    hub.now += HOLD
-    return hub
+@pytest.fixture
+def hub() -> Driver:
+    return waited()
 
 
 def pages(hub: Driver) -> list[Status]:
@@ -48,8 +46,7 @@ def pages(hub: Driver) -> list[Status]:
     return found[:-1]
 
 
-def test_a_status_tells_all_about_the_pool() -> None:
-    hub = pool()
+def test_a_status_tells_all_about_the_pool(hub: Driver) -> None:
     hub.beat(1, epoch=0, age=100.0, engine="e", pod="p", rank=2, fingerprint="f", old_epoch_requests=3, weights=b"w" * 16)
     hub.now += 2.0
     hub.beat(2, epoch=0, weights_note="asleep")
@@ -76,8 +73,7 @@ def test_a_hub_that_does_not_lead_tells_nothing_about_epochs() -> None:
     assert hub.of(Status) == hub.of(BumpStatus) == []
 
 
-def test_a_status_waits_for_a_leadership_read() -> None:
-    hub = pool()
+def test_a_status_waits_for_a_leadership_read(hub: Driver) -> None:
     hub.hear(Status(1))
     assert hub.hub.round_at(hub.now) == hub.now
     number = hub.begin()
@@ -88,8 +84,7 @@ def test_a_status_waits_for_a_leadership_read() -> None:
     assert [page.target for page in hub.of(Status)] == [7]
 
 
-def test_a_status_survives_a_read_that_fails_and_is_refused_when_the_hub_was_deposed() -> None:
-    hub = pool()
+def test_a_status_survives_a_read_that_fails_and_is_refused_when_the_hub_was_deposed(hub: Driver) -> None:
     hub.hear(Status(1))
     hub.step(ev.RoundDropped(hub.begin()))
     assert hub.of(Status) == []
@@ -102,8 +97,7 @@ def test_a_status_survives_a_read_that_fails_and_is_refused_when_the_hub_was_dep
     assert [message.code for message in hub.of(Error)] == [Refusal.NOT_LEADING] * 3
 
 
-def test_a_flood_of_questions_costs_few_reads_and_little_memory() -> None:
-    hub = pool()
+def test_a_flood_of_questions_costs_few_reads_and_little_memory(hub: Driver) -> None:
     hub.hear(Status(1))
     hub.round()
     for request in range(1000):
@@ -116,8 +110,7 @@ def test_a_flood_of_questions_costs_few_reads_and_little_memory() -> None:
 
 
 @pytest.mark.parametrize(("width", "note"), [(60, ""), (253, "weights_note"), (253, "tiers_note")])
-def test_pages_fit_into_messages_whatever_names_engines_have(width: int, note: str) -> None:
-    hub = pool()
+def test_pages_fit_into_messages_whatever_names_engines_have(width: int, note: str, hub: Driver) -> None:
     wide = "\U0001f600" * width  # four bytes each
     for number in range(100):
         texts: dict[str, Any] = dict.fromkeys(("engine", "pod", "fingerprint", "tiers_off"), wide)
@@ -135,7 +128,7 @@ def test_pages_fit_into_messages_whatever_names_engines_have(width: int, note: s
 def test_no_instance_that_stays_is_missed_while_others_come_and_go() -> None:
     rng = random.Random(4)
     for _ in range(10):
-        hub = pool()
+        hub = waited()
         there = set(rng.sample(range(250), 200))
         stayed = set(there)
         seen: list[bytes] = []
@@ -159,8 +152,7 @@ def test_no_instance_that_stays_is_missed_while_others_come_and_go() -> None:
         assert {instance(number) for number in stayed} <= set(seen)
 
 
-def test_everyone_who_waits_is_told_of_the_publication_once() -> None:
-    hub = pool()
+def test_everyone_who_waits_is_told_of_the_publication_once(hub: Driver) -> None:
     hub.hold_writes = True
     for request, epoch in ((1, 1), (2, 2), (3, 2), (4, 9)):
         hub.hear(Bump(request, epoch), b"t%d" % request)
@@ -176,8 +168,7 @@ def test_everyone_who_waits_is_told_of_the_publication_once() -> None:
     assert hub.sent[before:] == []
 
 
-def test_the_snapshot_shows_what_engines_said() -> None:
-    hub = pool()
+def test_the_snapshot_shows_what_engines_said(hub: Driver) -> None:
     beat = Heartbeat(instance(1), 0, 0, old_epoch_requests=5)
     hub.step(ev.Heard(b"p", beat, key_index=1))
     (view,) = hub.hub.snapshot(hub.now).engines
@@ -201,9 +192,8 @@ def test_the_snapshot_shows_what_engines_said() -> None:
     assert hub.hub.snapshot(hub.now).limited == [], "only of live engines"
 
 
-def test_other_keys_move_what_engines_use_among_them() -> None:
+def test_other_keys_move_what_engines_use_among_them(hub: Driver) -> None:
     """Until an engine's next heartbeat, too: its owner must not believe that the newest key is in use because it was."""
-    hub = pool()
 
     def accept(*keys: str) -> int:
         hub.step(ev.Configured(dataclasses.replace(hub.hub.state.config, client_public_keys=keys)))

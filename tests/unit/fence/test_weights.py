@@ -10,16 +10,10 @@ from epochkv_fence.hub.reclaim import MAX_WEIGHTS
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Leave, Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import EngineView, PoolRecord, Term
-from tests.unit.fence.helpers import HOLD, LEASE, Driver, config, instance
+from tests.unit.fence.helpers import HOLD, LEASE, Driver, config, instance, leading
 
 GRACE = 600.0
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
-
-
-def pool(**keys: object) -> Driver:
-    hub = Driver(**keys)
-    hub.lead(granting=True)
-    return hub
 
 
 def groups(hub: Driver) -> list[tuple[bytes, int, float, int]]:
@@ -42,8 +36,7 @@ def views(hub: Driver) -> dict[int, EngineView]:
 # ------------------------------------------------------------------------------------------------------------ what is shown
 
 
-def test_how_long_an_engine_has_held_its_weights() -> None:
-    hub = pool()
+def test_how_long_an_engine_has_held_its_weights(hub: Driver) -> None:
     hub.beat(1, weights=A)
     hub.now += 5.0
     hub.beat(1, weights=A)
@@ -55,15 +48,13 @@ def test_how_long_an_engine_has_held_its_weights() -> None:
     assert (views(hub)[1].weights, views(hub)[1].weights_since) == (B, 1.0)
 
 
-def test_an_engine_that_has_held_others_before_was_pushed_to() -> None:
-    hub = pool()
+def test_an_engine_that_has_held_others_before_was_pushed_to(hub: Driver) -> None:
     for weights, pushed in ((None, False), (A, False), (None, False), (A, False), (B, True), (None, True), (A, True)):
         hub.beat(1, weights=weights)
         assert views(hub)[1].pushed is pushed
 
 
-def test_live_engines_are_grouped_most_first_and_of_as_many_the_newest() -> None:
-    hub = pool()
+def test_live_engines_are_grouped_most_first_and_of_as_many_the_newest(hub: Driver) -> None:
     for number, weights, fingerprint in ((1, A, "f"), (2, B, "f"), (3, B, "g"), (4, C, "f"), (5, None, "f")):
         hub.beat(number, weights=weights, fingerprint=fingerprint)
         hub.now += 1.0
@@ -72,8 +63,7 @@ def test_live_engines_are_grouped_most_first_and_of_as_many_the_newest() -> None
     assert [(group[0], group[1]) for group in groups(hub)] == [(C, 1), (B, 1)]
 
 
-def test_who_differs_from_most_of_its_fingerprint_and_since_when() -> None:
-    hub = pool()
+def test_who_differs_from_most_of_its_fingerprint_and_since_when(hub: Driver) -> None:
     for number in (1, 2, 3, 4):
         hub.beat(number, weights=A, fingerprint="f")
     hub.beat(5, weights=C, fingerprint="g")  # another model
@@ -94,8 +84,7 @@ def test_who_differs_from_most_of_its_fingerprint_and_since_when() -> None:
     assert diverged(hub) == {4: 0.0}
 
 
-def test_engines_that_change_and_go_on_differing_have_differed_all_the_time() -> None:
-    hub = pool()
+def test_engines_that_change_and_go_on_differing_have_differed_all_the_time(hub: Driver) -> None:
     hub.beat(1, weights=A)
     hub.beat(2, weights=B)
     hub.now += 10.0
@@ -107,8 +96,7 @@ def test_engines_that_change_and_go_on_differing_have_differed_all_the_time() ->
 
 
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1)])
-def test_a_new_hub_learns_from_heartbeats_since_when_engines_differ(order: tuple[int, ...]) -> None:
-    hub = pool()
+def test_a_new_hub_learns_from_heartbeats_since_when_engines_differ(order: tuple[int, ...], hub: Driver) -> None:
     ages = {1: 20.0, 2: 25.0, 3: 900.0}
     for number in order:
         hub.beat(number, weights=A if number == 3 else B, weights_age_seconds=ages[number])
@@ -123,8 +111,7 @@ def test_a_new_hub_learns_from_heartbeats_since_when_engines_differ(order: tuple
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "forgets"])
-def test_an_engine_that_is_gone_or_does_not_know_differs_from_nobody(how: str) -> None:
-    hub = pool()
+def test_an_engine_that_is_gone_or_does_not_know_differs_from_nobody(how: str, hub: Driver) -> None:
     for number, weights in ((1, A), (2, A), (3, B)):
         hub.beat(number, weights=weights)
     assert set(diverged(hub)) == {3}
@@ -147,7 +134,7 @@ def test_shown_is_what_was_said_whatever_the_order() -> None:
     """Against the plain definition, in random histories."""
     rng = random.Random(7)
     for _ in range(40):
-        hub = pool()
+        hub = leading()
         held: dict[int, tuple[bytes | None, str]] = {}
         for _ in range(40):
             number = rng.randrange(6)
@@ -173,7 +160,7 @@ def test_shown_is_what_was_said_whatever_the_order() -> None:
 
 def serving(**keys: object) -> Driver:
     """A hub that leads for longer than the grace period, with instances 1 and 2 that hold A and nothing left to remove."""
-    hub = pool(**keys)
+    hub = leading(**keys)
     pass_time(hub, GRACE, {1: A, 2: A})
     settle(hub)
     return hub
@@ -199,16 +186,14 @@ def settle(hub: Driver) -> None:
     hub.sent.clear()
 
 
-def test_what_an_older_hub_has_left_is_removed_a_grace_period_after_it() -> None:
-    hub = pool()
+def test_what_an_older_hub_has_left_is_removed_a_grace_period_after_it(hub: Driver) -> None:
     pass_time(hub, GRACE - 10.0, {1: A, 2: B})
     assert requests(hub) == []
     pass_time(hub, 10.0, {1: A, 2: B})
     assert requests(hub) == [(0, [A, B])]
 
 
-def test_an_epoch_that_is_published_meanwhile_is_no_reason_to_remove_them_sooner() -> None:
-    hub = pool()
+def test_an_epoch_that_is_published_meanwhile_is_no_reason_to_remove_them_sooner(hub: Driver) -> None:
     pass_time(hub, HOLD + 1.0, {1: A, 2: B})
     hub.ask(1)
     pass_time(hub, 1.0, {1: A, 2: B}, epoch=1)
@@ -304,7 +289,7 @@ def test_an_answer_to_an_older_request_says_nothing_about_the_weights_since() ->
 
 
 def test_retain_removes_no_weights_either() -> None:
-    hub = pool(reclaim="Retain")
+    hub = leading(reclaim="Retain")
     pass_time(hub, 2 * GRACE, {1: A})
     pass_time(hub, 2 * GRACE, {1: B})
     assert requests(hub) == []
