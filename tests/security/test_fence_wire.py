@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -113,8 +114,7 @@ def test_a_giant_message_is_cut_off_and_hurts_nobody(world: FenceWorld, hub: Hub
 
 
 def test_tampered_frames_are_never_taken(world: FenceWorld, hub: HubServer) -> None:
-    relay = Relay(hub.endpoint)
-    try:
+    with closing(Relay(hub.endpoint)) as relay:
         agent, engine = world.agent(relay.endpoint)
         eventually(lambda: agent.view.epoch == 0 and hub.counters["received"] == agent.counters["sent"] >= 2)
         relay.tampering = True
@@ -128,13 +128,10 @@ def test_tampered_frames_are_never_taken(world: FenceWorld, hub: HubServer) -> N
         assert engine.adopted == [0]
         relay.tampering = False
         eventually(lambda: agent.view.epoch == 1, "it recovers by itself")
-    finally:
-        relay.close()
 
 
 def test_frames_sent_twice_are_taken_once(world: FenceWorld, hub: HubServer) -> None:
-    relay = Relay(hub.endpoint)
-    try:
+    with closing(Relay(hub.endpoint)) as relay:
         agent, engine = world.agent(relay.endpoint)
         eventually(lambda: agent.view.epoch == 0 and hub.counters["received"] == agent.counters["sent"] >= 2)
         relay.replaying = True
@@ -146,13 +143,10 @@ def test_frames_sent_twice_are_taken_once(world: FenceWorld, hub: HubServer) -> 
         world.request(hub, 1)
         eventually(lambda: agent.view.epoch == 1, "it recovers by itself")
         assert engine.adopted == [0, 1]
-    finally:
-        relay.close()
 
 
 def test_replayed_and_foreign_grants_and_garbage_change_nothing(world: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
-    fake = FakeHub(world.hub_pair)
-    try:
+    with closing(FakeHub(world.hub_pair)) as fake:
         agent, engine = world.agent(fake.endpoint)
         first = fake.next()
         old = fake.grant(first, 3)
@@ -176,5 +170,3 @@ def test_replayed_and_foreign_grants_and_garbage_change_nothing(world: FenceWorl
         agent.poke()
         while fake.socket.poll(1000):  # it still heartbeats, and has answered the garbage
             fake.socket.recv_multipart()
-    finally:
-        fake.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import closing
 
 import zmq
 
@@ -46,14 +45,9 @@ class RawClient:
         self.context.destroy(linger=0)
 
 
-@contextlib.contextmanager
-def raw(endpoint: str, keys: ClientKeys | None) -> Iterator[RawClient]:
+def raw(endpoint: str, keys: ClientKeys | None) -> closing[RawClient]:
     """A client that is closed at the end."""
-    client = RawClient(endpoint, keys)
-    try:
-        yield client
-    finally:
-        client.close()
+    return closing(RawClient(endpoint, keys))
 
 
 def heartbeat(instance: bytes, seq: int = 0) -> list[bytes]:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 
@@ -129,16 +129,13 @@ class Mute:
 
 def test_setup_is_not_repeated_soon_after_it_failed(connect: ConnectTo, caplog: pytest.LogCaptureFixture) -> None:
     """It holds the GIL for as long as the master does not answer, and the engine stands still."""
-    mute = Mute()
-    try:
+    with closing(Mute()) as mute:
         client = connect(mute.address, wait=False, setup_backoff_seconds=(60.0, 60.0))
         eventually(lambda: client.stats().get("setup_failed") == 1, "setup fails", 20)
         eventually(lambda: "returned -1; it takes connections: is it a Mooncake master, of version " in caplog.text, "a sentence", 5)
         hasty = connect(mute.address, wait=False, setup_backoff_seconds=(0.5, 0.5))
         eventually(lambda: hasty.stats().get("setup_failed", 0) >= 3, "the pause decides", 20)
         assert client.stats()["setup_failed"] == 1
-    finally:
-        mute.close()
 
 
 CROWDED = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,25 +45,19 @@ def test_everything_goes_and_is_counted_until_nothing_is_left(filled: Mooncake) 
 
 
 def test_what_is_read_stays_until_its_lease_is_over(filled: Mooncake) -> None:
-    reader = RawClient(filled.address)
-    try:
+    with closing(RawClient(filled.address)) as reader:
         assert reader.get("key-3", 1 << 20) == bytes([3]) * (1 << 20)
         assert remove_all(filled).keys == 9
         assert filled.keys() == ["key-3"]
         eventually(lambda: remove_all(filled).keys == 1, "the lease of the reader is over", 30)
-    finally:
-        reader.close()
 
 
 def test_a_file_hub_empties_the_store_after_it_has_published(filled: Mooncake, tmp_path: Path) -> None:
     options = ("--reclaim", "RemoveAll", "--store-admin", f"http://127.0.0.1:{filled.admin_port}")
     with HubProcess(tmp_path / "state", *options) as hub, Pool.connect(hub.folder) as pool:
-        agents = Agents(hub.folder)
-        try:
+        with Agents(hub.folder) as agents:
             agent, engine = agents.start()
             eventually(lambda: agent.view.epoch == 0, "the agent joins")
             assert pool.reset().published
             eventually(lambda: filled.keys() == [], "the store is emptied", 60)
             eventually(lambda: (1, ()) in engine.reclaims, "an engine looks for what was being read", 60)
-        finally:
-            agents.stop()

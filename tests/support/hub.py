@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,11 +298,6 @@ def together(works: list[Callable[[], Any]], seconds: float = 120.0) -> list[Any
     return results
 
 
-@contextmanager
-def hub_world(state: Path, **options: Any) -> Iterator[HubWorld]:
+def hub_world(state: Path, **options: Any) -> closing[HubWorld]:
     """A world that is taken down."""
-    world = HubWorld(state, **options)
-    try:
-        yield world
-    finally:
-        world.close()
+    return closing(HubWorld(state, **options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import zmq
@@ -173,12 +173,11 @@ def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool() -> None:
     old = FenceWorld(lease_seconds=1.0)
     new = FenceWorld(lease_seconds=1.0)
     new.authority, new.hub_pair, new.pool_pair, new.config = old.authority, old.hub_pair, old.pool_pair, old.config
-    switch = None
-    try:
+    with closing(old), closing(new):
         first = old.hub()
         old.lead(first)
-        switch = Switch(int(first.endpoint.rpartition(":")[2]))
-        with Pool.connect(connection(switch.endpoint, POOL, old.client_keys), 20) as pool:
+        way = closing(Switch(int(first.endpoint.rpartition(":")[2])))
+        with way as switch, Pool.connect(connection(switch.endpoint, POOL, old.client_keys), 20) as pool:
             thaw = old.thread.freeze()
             second = new.hub()
             new._terms = old._terms
@@ -197,8 +196,3 @@ def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool() -> None:
             thread.join(60)
             assert results[0].epoch == 4  # type: ignore[attr-defined]
             assert new.published() == 4
-    finally:
-        if switch is not None:
-            switch.close()
-        new.close()
-        old.close()

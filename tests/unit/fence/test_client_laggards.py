@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,14 +20,11 @@ def cut_off(tmp_path: Path) -> Iterator[HubWorld]:
     """Two engines that share; the way of one of them to the hub is cut, and a reset has to wait for its lease."""
     with hub_world(tmp_path / "state", lease_seconds=LEASE) as world:
         assert world.hub is not None
-        switch = Switch(int(world.hub.server.endpoint.rpartition(":")[2]))
-        try:
+        with closing(Switch(int(world.hub.server.endpoint.rpartition(":")[2]))) as switch:
             agents = [world.agents.start("here")[0], world.agents.start("cut-off", endpoint=switch.endpoint)[0]]
             eventually(lambda: all(using(agent, 0) for agent in agents))
             switch.turn(None)
             yield world
-        finally:
-            switch.close()
 
 
 def test_an_engine_that_fell_silent_is_named_when_its_lease_has_fenced_it(tmp_path: Path) -> None:

@@ -93,14 +93,9 @@ def test_kill_9_of_the_hub_again_and_again_costs_time_and_no_epoch(tmp_path: Pat
 
 
 def test_a_frozen_hub_is_waited_for(tmp_path: Path) -> None:
-    process = HubProcess(tmp_path / "state").start()
-    try:
-        with Pool.connect(process.folder) as pool:
-            process.send(signal.SIGSTOP)
-            with pytest.raises(ResetNotRecorded):
-                pool.reset(timeout_s=0.5)
-            threading.Timer(0.5, lambda: process.send(signal.SIGCONT)).start()
-            reset = pool.reset(timeout_s=60)
-            assert reset.published
-    finally:
-        process.end()
+    with HubProcess(tmp_path / "state") as process, Pool.connect(process.folder) as pool:
+        process.send(signal.SIGSTOP)
+        with pytest.raises(ResetNotRecorded):
+            pool.reset(timeout_s=0.5)
+        threading.Timer(0.5, lambda: process.send(signal.SIGCONT)).start()
+        assert pool.reset(timeout_s=60).published

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -300,8 +301,8 @@ def test_an_engine_that_joins_while_it_is_waited_for_counts(world: HubWorld) -> 
 
 def test_one_that_dies_is_waited_for_until_its_lease_is_over(world: HubWorld) -> None:
     assert world.hub is not None
-    engines, switch = holding(world, num_engines=2), Switch(int(world.hub.server.endpoint.rpartition(":")[2]))
-    try:
+    engines = holding(world, num_engines=2)
+    with closing(Switch(int(world.hub.server.endpoint.rpartition(":")[2]))) as switch:
         world.agents.start("dying", endpoint=switch.endpoint, engine=engine_with(OLD))
         eventually(lambda: len(world.snapshot().engines) == 3)
         told: list[tuple[str, ...]] = []
@@ -311,8 +312,6 @@ def test_one_that_dies_is_waited_for_until_its_lease_is_over(world: HubWorld) ->
             push(engines, NEW)
         assert groups(update.report) == [(NEW.hex(), "step-1", EVERYBODY[:2])]
         assert ("dying",) in told
-    finally:
-        switch.close()
 
 
 # --------------------------------------------------------------------------------------------------------------- the hub
@@ -334,8 +333,8 @@ def test_one_that_a_new_hub_has_not_heard_is_no_proof(world: HubWorld) -> None:
     """It missed the push, and lives; the hub that leads now hears of it when its line is mended, and nobody shares with it."""
     assert world.hub is not None
     port = int(world.hub.server.endpoint.rpartition(":")[2])
-    engines, switch = holding(world, num_engines=2), Switch(port)
-    try:
+    engines = holding(world, num_engines=2)
+    with closing(Switch(port)) as switch:
         world.agents.start("cut off", endpoint=switch.endpoint, engine=engine_with(OLD))
         eventually(lambda: len(world.snapshot().engines) == 3)
         pool = world.connect()
@@ -349,8 +348,6 @@ def test_one_that_a_new_hub_has_not_heard_is_no_proof(world: HubWorld) -> None:
 
         error = missed(pool, misses, timeout_s=3.0, progress=lambda _: switch.turn(port))
         assert error.engines == ("cut off",)
-    finally:
-        switch.close()
 
 
 def test_without_a_hub_nothing_is_proved(world: HubWorld) -> None:

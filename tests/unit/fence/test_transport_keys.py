@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -84,8 +85,7 @@ def serving(fence: FenceWorld, num_agents: int = 4) -> tuple[HubServer, Vault, l
 def test_a_key_is_replaced_under_load_and_no_lease_ends(fence: FenceWorld, first: str) -> None:
     hub, vault, agents, engines = serving(fence)
     old, new = fence.pool_pair, generate_keypair()
-    watch = Watch(agents)
-    try:
+    with closing(Watch(agents)) as watch:
         if first == "hub":
             accept(fence, hub, new, old)
             eventually(lambda: key_indexes(fence, hub) == [1] * 4, "everyone still uses the old key")
@@ -107,8 +107,6 @@ def test_a_key_is_replaced_under_load_and_no_lease_ends(fence: FenceWorld, first
         eventually(lambda: fence.published() == 2, "life goes on")
         lease = agents[0].view.lease_until
         eventually(lambda: agents[0].view.lease_until >= lease + LEASE)
-    finally:
-        watch.close()
     assert watch.looks > 100
     assert watch.gaps == 0
     assert all(len(engine.adopted) == 3 for engine in engines)
