@@ -31,6 +31,7 @@ from epochkv_fence.protocol.messages import (
     Reclaim,
     Reclaimed,
     Refusal,
+    Source,
     Status,
     encode,
 )
@@ -45,7 +46,7 @@ CORPUS: list[Message] = [
     Heartbeat(INSTANCES[0], 8, 3, weights=WEIGHTS[1]),
     Heartbeat(INSTANCES[2], 9, 3, weights_note="rank 1: no answer"),
     Heartbeat(INSTANCES[3], 9, 3, tiers_off="SavesOnly", tiers_note="loads are off: because"),
-    Heartbeat(INSTANCES[3], 10, 3, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}),
+    Heartbeat(INSTANCES[3], 10, 3, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}, rank=1, old_epoch_requests=2, isolated=True),
     Grant(INSTANCES[0], 7, 4, 30.0),
     Nudge(INSTANCES[0]),
     Propose(INSTANCES[1], 5),
@@ -55,7 +56,8 @@ CORPUS: list[Message] = [
     Status(3),
     Status(4, after=INSTANCES[0]),
     Status(
-        3, 4, 4, 1, [EngineStatus(INSTANCES[0], 4, engine="engine", pod="pod-0", weights=WEIGHTS[0])], 30.0, labels={"61" * 16: "step-42"}
+        *(3, 4, 4, 1, [EngineStatus(INSTANCES[0], 4, 12.5, 0.25, 7.5, engine="engine", pod="pod-0", weights=WEIGHTS[0])], 30.0),
+        *(Source.TRAINER, "uid-1", INSTANCES[0], {"61" * 16: "step-42"}),
     ),
     Label(5, WEIGHTS[0], "step-42"),
     Labelled(5, WEIGHTS[0], "step-42"),
