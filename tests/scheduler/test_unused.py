@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 
 from epochkv_connector.weights import rank
 from epochkv_connector.wire import RankLayout
-from tests.scheduler.rigs import FailsOnce, MakeRig, filled, found
+from tests.scheduler.rigs import LENGTH, FailsOnce, MakeRig, filled, found
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import EngineOptions, kv_cache_config
 from tests.support.scheduler_worker import FakeExecutor
@@ -177,6 +177,25 @@ def test_what_the_user_asked_for_is_said_and_no_problem(make_rig: MakeRig, caplo
     assert all(says in line for line in said)
     assert rig.connector.scheduler.hooks().tiers() == ("", "")
     assert reported(rig) == 0.0
+
+
+def test_a_producer_saves_and_never_loads(make_rig: MakeRig) -> None:
+    rig = make_rig(transfer={"kv_role": "kv_producer"}, epoch=0)
+    assert found(rig) == 0
+    assert rig.tiers.stats()["slots_indexed"] == 8  # there to be loaded
+    assert rig.block_pool.reset_prefix_cache()
+    assert found(rig) == 0
+    rig.check_clean()
+
+
+def test_a_consumer_loads_what_others_saved_and_saves_nothing(make_rig: MakeRig, store: SharedStore) -> None:
+    for role, expected in (("kv_both", 0), ("kv_consumer", 8 * BLOCK)):
+        rig = make_rig(transfer={"kv_role": role}, store=store, epoch=0)
+        assert found(rig) == expected
+        rig.serve(prompt(2, LENGTH))  # computed by both
+        assert rig.tiers.stats()["saves_emitted"] == (2 if role == "kv_both" else 0)
+        assert len(store.objects) == 16
+        rig.check_clean()
 
 
 def test_all_reasons_are_told_at_once_and_the_worst_first(make_rig: MakeRig, monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
