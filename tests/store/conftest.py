@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from epochkv_connector.store.client import NO_LAYOUT, StoreClient
+from epochkv_connector.store.client import NO_LAYOUT, StoreClient, StoreUnavailable
+from epochkv_connector.store.connection import StoreOutcome
 from hack.standalone.mooncake import Mooncake
 from tests.support.store import Memory, settings
 
@@ -17,6 +18,13 @@ ConnectTo = Callable[..., StoreClient]
 def mooncake(directory: Path) -> Mooncake:
     """One node at most, whose read leases last 5 s."""
     return Mooncake(directory, segment_bytes=64 << 20, lease_seconds=5.0)
+
+
+def why_not(client: StoreClient, keys: Sequence[str]) -> StoreOutcome:
+    """Why a client cannot say which of these there are."""
+    with pytest.raises(StoreUnavailable) as caught:
+        client.exists(keys).result(10)
+    return caught.value.outcome
 
 
 @pytest.fixture

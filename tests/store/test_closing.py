@@ -5,22 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 
 from epochkv_connector.store.client import StoreClient, StoreUnavailable
 from epochkv_connector.store.connection import StoreOutcome, StoreState
 from hack.standalone.mooncake import Mooncake
-from tests.store.conftest import ConnectTo
+from tests.store.conftest import ConnectTo, why_not
 from tests.support.store import Memory, block_keys, get, put, settings
-
-
-def why_not(client: StoreClient, keys: Sequence[str]) -> StoreOutcome:
-    with pytest.raises(StoreUnavailable) as caught:
-        client.exists(keys).result(10)
-    return caught.value.outcome
-
 
 _CLOSE_IN_FLIGHT = """
 import sys, threading

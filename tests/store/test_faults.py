@@ -8,25 +8,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import closing, suppress
 
 import pytest
 
-from epochkv_connector.store.client import StoreClient, StoreUnavailable
+from epochkv_connector.store.client import StoreUnavailable
 from epochkv_connector.store.connection import StoreOutcome, StoreState
 from hack.loopback import free_port
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
-from tests.store.conftest import ConnectTo
+from tests.store.conftest import ConnectTo, why_not
 from tests.support.store import Memory, block_keys, get, pattern, put
-
-
-def why_not(client: StoreClient, keys: Sequence[str]) -> StoreOutcome:
-    with pytest.raises(StoreUnavailable) as caught:
-        client.exists(keys).result(10)
-    return caught.value.outcome
-
 
 # -- the master ---------------------------------------------------------------------------------------------------------------
 

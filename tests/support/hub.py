@@ -112,6 +112,11 @@ class HubWorld:
         self.options = replace(self.options, listen=hub.server.endpoint)
         return hub
 
+    @property
+    def port(self) -> int:
+        """Where its hubs listen, one after the other."""
+        return int(self.options.listen.rpartition(":")[2])
+
     def stop_hub(self) -> None:
         if self.hub is not None:
             self.thread.run(self.hub.stop())
@@ -155,7 +160,7 @@ class HubProcess:
         self.port = port or free_port()
         self.command = [*CLI, "hub", "--pool", pool, "--listen", f"tcp://127.0.0.1:{self.port}", "--state", str(state), *options]
         self.log = state.parent / f"{state.name}.log"
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child: subprocess.Popen[bytes]
 
     def start(self, wait: bool = True) -> HubProcess:
         """Start (again); returns when it leads."""
@@ -168,25 +173,26 @@ class HubProcess:
         return self
 
     def child_ended(self) -> bool:
-        assert self.child is not None
         return self.child.poll() is not None
 
     def text(self) -> str:
         return self.log.read_text()
 
+    def target(self) -> int:
+        """The newest epoch that it was asked for."""
+        with Pool.connect(self.folder) as pool:
+            return pool.status().target
+
     def send(self, number: signal.Signals) -> None:
-        assert self.child is not None
         os.kill(self.child.pid, number)
 
     def kill(self) -> None:
         """SIGKILL, and wait for the end."""
-        assert self.child is not None
         self.child.kill()
         self.child.wait(30)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Tell it to end; its exit status."""
-        assert self.child is not None
         if self.child.poll() is None:
             os.kill(self.child.pid, signal.SIGCONT)
             os.kill(self.child.pid, number)

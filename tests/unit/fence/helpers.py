@@ -103,11 +103,17 @@ def leading(**keys: Any) -> Driver:
     return hub
 
 
-def waited() -> Driver:
+def waited(**keys: Any) -> Driver:
     """A hub that is past its own leadership wait."""
-    hub = leading()
+    hub = leading(**keys)
     hub.now += HOLD
     return hub
+
+
+def alive(hub: Driver, epoch: int = 1) -> None:
+    """Instances 1 and 2 say that they are at it."""
+    for number in (1, 2):
+        hub.beat(number, epoch=epoch)
 
 
 def led(epoch: int = 0) -> Driver:
@@ -118,7 +124,6 @@ def led(epoch: int = 0) -> Driver:
     for number in (1, 2):
         hub.beat(number)
     hub.round()
-    for number in (1, 2):
-        hub.beat(number, epoch=epoch)
+    alive(hub, epoch)
     hub.round()
     return hub

@@ -32,11 +32,6 @@ def agents(hub: HubProcess) -> Iterator[Agents]:
         yield made
 
 
-def target(hub: HubProcess) -> int:
-    with Pool.connect(hub.folder) as pool:
-        return pool.status().target
-
-
 # --------------------------------------------------------------------------------------------------------------- asking
 
 
@@ -44,7 +39,7 @@ def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
     agent, engine = agents.start("rollout-a")
     engine.num_old_epoch = 2
     eventually(lambda: agent.view.epoch is not None)
-    before = target(hub)
+    before = hub.target()
     done = epochkv("reset", config=hub.folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"epoch {before + 1} published in ")
@@ -97,7 +92,7 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
                     subprocess.Popen([*CLI, *arguments, "--config", str(patient.folder)], stderr=subprocess.PIPE, text=True)
                     for arguments in (("reset",), ("wait", "2"))
                 ]
-            eventually(lambda: target(patient) == 2, "asked for")
+            eventually(lambda: patient.target() == 2, "asked for")
             said = []
             for child in children:
                 assert child.stderr is not None

@@ -23,11 +23,6 @@ from tests.support.fence import NEW, OLD, Running, engine_with, push
 from tests.support.hub import CLI, Agents, HubProcess, epochkv, interruptible, using
 
 
-def target(hub: HubProcess) -> int:
-    with Pool.connect(hub.folder) as pool:
-        return pool.status().target
-
-
 @pytest.fixture
 def pushed(tmp_path: Path) -> Iterator[HubProcess]:
     """A hub of a new pool."""
@@ -65,7 +60,7 @@ def test_update_runs_the_command_and_waits_for_its_weights(pushed: HubProcess, p
         done = epochkv("update", "--version", "step-2", "-o", "json", *command, config=pushed.folder)
     found = json.loads(done.stdout)
     assert (done.returncode, found["equal"], found["groups"][0]["label"]) == (0, True, "step-2")
-    assert target(pushed) == 0
+    assert pushed.target() == 0
 
 
 def test_weights_that_engines_held_before_are_a_line_and_a_status_on_request(
@@ -128,12 +123,11 @@ def test_a_command_that_fails_passes_its_status_and_nothing_is_waited_for(pushed
     assert done.stderr == "epochkv: the command ended with status 7; `epochkv weights` shows which engines hold what\n"
     done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "kill -KILL $$", config=pushed.folder)
     assert done.returncode == 128 + 9
-    assert target(pushed) == 0
+    assert pushed.target() == 0
 
 
 def test_a_hub_that_is_gone_after_the_command_is_status_4(tmp_path: Path) -> None:
     hub = HubProcess(tmp_path / "state").start()
-    assert hub.child is not None
     try:
         command = ("--timeout", "3", "--", "kill", "-STOP", str(hub.child.pid))
         done = epochkv("update", "--version", "step-1", *command, config=hub.folder)
@@ -192,7 +186,7 @@ def test_the_command_has_the_terminal(pushed: HubProcess) -> None:
     deadline = time.monotonic() + 60
     try:
         while time.monotonic() < deadline:
-            if not sent and target(pushed) == 0:
+            if not sent and pushed.target() == 0:
                 os.write(master, b"hello\n")
                 sent = True
             try:

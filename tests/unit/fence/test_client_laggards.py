@@ -19,8 +19,7 @@ LEASE = 4.0
 def cut_off(tmp_path: Path) -> Iterator[HubWorld]:
     """Two engines that share; the way of one of them to the hub is cut, and a reset has to wait for its lease."""
     with hub_world(tmp_path / "state", lease_seconds=LEASE) as world:
-        assert world.hub is not None
-        with closing(Switch(int(world.hub.server.endpoint.rpartition(":")[2]))) as switch:
+        with closing(Switch(world.port)) as switch:
             agents = [world.agents.start("here")[0], world.agents.start("cut-off", endpoint=switch.endpoint)[0]]
             eventually(lambda: all(using(agent, 0) for agent in agents))
             switch.turn(None)

@@ -300,9 +300,8 @@ def test_an_engine_that_joins_while_it_is_waited_for_counts(world: HubWorld) -> 
 
 
 def test_one_that_dies_is_waited_for_until_its_lease_is_over(world: HubWorld) -> None:
-    assert world.hub is not None
     engines = holding(world, num_engines=2)
-    with closing(Switch(int(world.hub.server.endpoint.rpartition(":")[2]))) as switch:
+    with closing(Switch(world.port)) as switch:
         world.agents.start("dying", endpoint=switch.endpoint, engine=engine_with(OLD))
         eventually(lambda: len(world.snapshot().engines) == 3)
         told: list[tuple[str, ...]] = []
@@ -331,10 +330,8 @@ def test_a_hub_that_begins_to_lead_says_that_it_may_not_know_everybody(tmp_path:
 
 def test_one_that_a_new_hub_has_not_heard_is_no_proof(world: HubWorld) -> None:
     """It missed the push, and lives; the hub that leads now hears of it when its line is mended, and nobody shares with it."""
-    assert world.hub is not None
-    port = int(world.hub.server.endpoint.rpartition(":")[2])
     engines = holding(world, num_engines=2)
-    with closing(Switch(port)) as switch:
+    with closing(Switch(world.port)) as switch:
         world.agents.start("cut off", endpoint=switch.endpoint, engine=engine_with(OLD))
         eventually(lambda: len(world.snapshot().engines) == 3)
         pool = world.connect()
@@ -346,7 +343,7 @@ def test_one_that_a_new_hub_has_not_heard_is_no_proof(world: HubWorld) -> None:
             world.start_hub()
             eventually(lambda: pool.weights().ids == {NEW.hex()}, "those that it hears hold the same, new weights")
 
-        error = missed(pool, misses, timeout_s=3.0, progress=lambda _: switch.turn(port))
+        error = missed(pool, misses, timeout_s=3.0, progress=lambda _: switch.turn(world.port))
         assert error.engines == ("cut off",)
 
 

@@ -6,24 +6,17 @@ import pytest
 
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
-from tests.unit.fence.helpers import HOLD, Driver, config, instance
+from tests.unit.fence.helpers import HOLD, Driver, alive, config, instance, waited
 
 
 def published(**keys: object) -> Driver:
     """Epoch 1 is published and instances 1 and 2 are at it."""
-    hub = Driver(**keys)
-    hub.lead(granting=True)
-    hub.now += HOLD
+    hub = waited(**keys)
     hub.ask(1)
     alive(hub)
     hub.round()
     assert hub.published == [1]
     return hub
-
-
-def alive(hub: Driver, epoch: int = 1) -> None:
-    for number in (1, 2):
-        hub.beat(number, epoch=epoch)
 
 
 def asked(hub: Driver) -> Reclaim:

@@ -8,7 +8,7 @@ from epochkv_fence.hub.reclaim import WIPE_RETRY_SECONDS, WIPE_SECONDS
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim
 from epochkv_fence.protocol.pool import PoolRecord, Term
-from tests.unit.fence.helpers import HOLD, LEASE, Driver, config
+from tests.unit.fence.helpers import HOLD, LEASE, Driver, alive, config
 
 
 def led(epoch: int = 0, **keys: object) -> Driver:
@@ -19,11 +19,6 @@ def led(epoch: int = 0, **keys: object) -> Driver:
     alive(hub, epoch)
     hub.round()
     return hub
-
-
-def alive(hub: Driver, epoch: int) -> None:
-    for number in (1, 2):
-        hub.beat(number, epoch=epoch)
 
 
 def publish(hub: Driver, epoch: int) -> None:
