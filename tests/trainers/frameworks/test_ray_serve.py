@@ -21,12 +21,7 @@ from hack.standalone.mooncake import CLIENT_ENVIRONMENT, Mooncake
 from hack.standalone.pool import Pool
 from hack.standalone.process import Process
 from hack.waiting import eventually
-from tests.trainers.frameworks.conftest import L1_BYTES, PATIENT, new_prompt
-
-CACHED = 896
-"""Whole blocks of 128 tokens of a prompt of 1,000."""
-START_SECONDS = 480.0
-"""Of CPU they use about 60 each, most of it to import: a busy machine takes minutes."""
+from tests.trainers.frameworks.conftest import CACHED, L1_BYTES, PATIENT, START_SECONDS, new_prompt
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -9,6 +9,13 @@ import pytest
 from epochkv_connector.weights.watch import ASLEEP, IDLE_SECONDS, QUIET_SECONDS, STARTED, WRITING, fold
 from tests.unit.connector_naming.watch_world import World, digest_of, digest_of_one
 
+
+@pytest.fixture
+def world() -> World:
+    """One rank, which was looked at."""
+    return World("a").started()
+
+
 # ---------------------------------------------------------------------------------------------- start and pushes
 
 
@@ -44,9 +51,8 @@ def test_the_device_is_waited_for_once_between_two_steps() -> None:
     assert world.log == ["wait"]
 
 
-def test_a_write_while_the_ranks_were_asked_is_looked_at_again() -> None:
+def test_a_write_while_the_ranks_were_asked_is_looked_at_again(world: World) -> None:
     """The number of writes is read before the question: a write that comes during it is not taken for known."""
-    world = World("a").started()
     world.push("b")
 
     def written(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -64,8 +70,7 @@ def test_a_write_while_the_ranks_were_asked_is_looked_at_again() -> None:
 
 @pytest.mark.parametrize("start", ["start_weight_update", "start_draft_weight_update", "skyrl_start_weight_update"])
 @pytest.mark.parametrize("finish", ["finish_weight_update", "skyrl_finish_weight_update", "reload_weights"])
-def test_nothing_is_named_between_the_start_and_the_end_of_a_transfer(start: str, finish: str) -> None:
-    world = World("a").started()
+def test_nothing_is_named_between_the_start_and_the_end_of_a_transfer(start: str, finish: str, world: World) -> None:
     world.watch.calling(start)
     assert world.step() == [("hold", None, STARTED)]
     assert world.step(5.0) == []  # not even compared
@@ -77,16 +82,14 @@ def test_nothing_is_named_between_the_start_and_the_end_of_a_transfer(start: str
     assert world.step() == ["ask", ("hold", digest_of_one("b"))]
 
 
-def test_a_transfer_that_fails_is_over_and_what_it_left_is_named() -> None:
-    world = World("a").started()
+def test_a_transfer_that_fails_is_over_and_what_it_left_is_named(world: World) -> None:
     world.watch.calling("start_weight_update")
     world.push("half", "update_weights")
     world.watch.called(idle=False, failed=True)
     assert world.step() == ["ask", ("hold", digest_of_one("half"))]
 
 
-def test_a_call_that_fails_is_looked_at_again() -> None:
-    world = World("a").started()
+def test_a_call_that_fails_is_looked_at_again(world: World) -> None:
     world.watch.calling("update_weights")
     world.step()
     world.ranks = ["half"]
@@ -95,8 +98,7 @@ def test_a_call_that_fails_is_looked_at_again() -> None:
 
 
 @pytest.mark.parametrize("method", ["update_weights", "start_profile", print, object()])
-def test_other_calls_start_no_transfer(method: Any) -> None:
-    world = World("a").started()
+def test_other_calls_start_no_transfer(method: Any, world: World) -> None:
     world.watch.calling(method)
     assert "ask" in world.step()
 
@@ -104,8 +106,7 @@ def test_other_calls_start_no_transfer(method: Any) -> None:
 # ---------------------------------------------------------------------------------------------- sleep
 
 
-def test_weights_are_never_read_while_asleep() -> None:
-    world = World("a").started()
+def test_weights_are_never_read_while_asleep(world: World) -> None:
     world.watch.calling("sleep")
     world.asleep = True
     assert world.step() == [("hold", None, ASLEEP)]
@@ -122,8 +123,7 @@ def test_weights_are_never_read_while_asleep() -> None:
 # ---------------------------------------------------------------------------------------------- idle engines
 
 
-def test_an_engine_that_was_idle_compares_before_it_names() -> None:
-    world = World("a").started()
+def test_an_engine_that_was_idle_compares_before_it_names(world: World) -> None:
     assert world.step(IDLE_SECONDS + 0.1) == ["compare"]
     world.ranks = ["b"]
     assert world.step(IDLE_SECONDS / 2) == []  # it was not idle: the samples of steps see it
@@ -131,9 +131,7 @@ def test_an_engine_that_was_idle_compares_before_it_names() -> None:
     assert world.watch.counters["unseen"] == 1
 
 
-def test_a_comparison_that_raises_is_one_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World("a").started()
-
+def test_a_comparison_that_raises_is_one_that_differs(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     def broken(number: int) -> bool:
         raise RuntimeError("gone")
 
@@ -141,8 +139,7 @@ def test_a_comparison_that_raises_is_one_that_differs(monkeypatch: pytest.Monkey
     assert world.step(IDLE_SECONDS + 0.1) == ["ask"]
 
 
-def test_an_idle_engine_looks_when_the_push_has_gone_quiet() -> None:
-    world = World("a").started()
+def test_an_idle_engine_looks_when_the_push_has_gone_quiet(world: World) -> None:
     world.push("b1")
     world.now += QUIET_SECONDS * 0.9
     world.push("b2")
@@ -162,8 +159,7 @@ def test_an_idle_engine_looks_when_the_push_has_gone_quiet() -> None:
 # ---------------------------------------------------------------------------------------------- names of calls
 
 
-def test_an_idle_engine_looks_at_once_after_a_lone_call_and_nobody_hears_of_it() -> None:
-    world = World("a").started()
+def test_an_idle_engine_looks_at_once_after_a_lone_call_and_nobody_hears_of_it(world: World) -> None:
     world.now += 5.0
     world.watch.calling("liveness_probe")
     world.log.clear()
@@ -172,8 +168,7 @@ def test_an_idle_engine_looks_at_once_after_a_lone_call_and_nobody_hears_of_it()
     assert (world.told, world.watch.pending) == ([], False)
 
 
-def test_who_asks_during_a_long_call_hears_that_weights_are_written_and_the_hub_hears_of_its_end() -> None:
-    world = World("a").started()
+def test_who_asks_during_a_long_call_hears_that_weights_are_written_and_the_hub_hears_of_its_end(world: World) -> None:
     known = (world.watch.value, "")
     world.now += 5.0
     world.watch.calling("update_weights")
@@ -186,8 +181,7 @@ def test_who_asks_during_a_long_call_hears_that_weights_are_written_and_the_hub_
     assert (world.watch.tells(), world.watch.updating) == (known, False)
 
 
-def test_a_transfer_that_was_started_is_an_update_until_it_is_finished() -> None:
-    world = World("a").started()
+def test_a_transfer_that_was_started_is_an_update_until_it_is_finished(world: World) -> None:
     world.watch.calling("start_weight_update")
     world.watch.called(idle=True)
     world.step()
@@ -198,8 +192,7 @@ def test_a_transfer_that_was_started_is_an_update_until_it_is_finished() -> None
     assert not world.watch.updating
 
 
-def test_while_calls_follow_each_other_nobody_is_told_that_the_weights_are_known() -> None:
-    world = World("a").started()
+def test_while_calls_follow_each_other_nobody_is_told_that_the_weights_are_known(world: World) -> None:
     world.now += 5.0
     for part in ("ab", "abc", "abcd"):
         world.push(part, "update_weights")
@@ -212,8 +205,7 @@ def test_while_calls_follow_each_other_nobody_is_told_that_the_weights_are_known
     assert world.watch.told == (fold([digest_of("abcd")]), "")
 
 
-def test_a_busy_engine_tells_that_it_does_not_know_until_its_next_step_has_looked() -> None:
-    world = World("a").started()
+def test_a_busy_engine_tells_that_it_does_not_know_until_its_next_step_has_looked(world: World) -> None:
     known = world.watch.value
     world.watch.calling("something")
     world.watch.called(idle=False)
@@ -222,8 +214,7 @@ def test_a_busy_engine_tells_that_it_does_not_know_until_its_next_step_has_looke
     assert world.watch.told == (known, "")
 
 
-def test_a_step_that_may_not_look_yet_names_nothing_whatever_was_told_before() -> None:
-    world = World("a").started()
+def test_a_step_that_may_not_look_yet_names_nothing_whatever_was_told_before(world: World) -> None:
     world.seconds = 1.0
     world.push("b")
     world.step()
