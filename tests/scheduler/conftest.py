@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ def layout() -> tuple[str, ...]:
 
 
 @pytest.fixture
-def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[str, ...]) -> Iterator[Callable[..., Any]]:
-    """Build engines, in an epoch if one is given; each is closed at the end.
+def make_rig(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[str, ...], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Any]]:
+    """Build engines, in an epoch if one is given; each is closed at the end, and `check_clean` if the test is not marked as `unclean`.
 
     GPU blocks are given for one group, and every further group gets as many.
     """
@@ -47,11 +50,14 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[str,
             rig.adopt(epoch)
         return rig
 
-    yield build
-    for rig in made:
-        rig.close()
-    if had:
-        kv_cache_utils.NONE_HASH = before
+    with ExitStack() as ending:
+        yield build
+        if had:
+            ending.callback(setattr, kv_cache_utils, "NONE_HASH", before)
+        for rig in made:
+            ending.callback(rig.close)
+        for rig in made if request.node.get_closest_marker("unclean") is None else ():
+            rig.check_clean()
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ def test_a_short_prompt_keeps_its_pin_when_its_first_hash_is_made_after_the_adop
     rig.run()
     assert len(short.block_hashes) == 1
     assert found(rig, list(short.all_token_ids) + prompt(2, BLOCK)) == 0
-    rig.check_clean()
 
 
 @every_layout
@@ -35,7 +34,6 @@ def test_a_waiting_request_is_repinned(rig: Any) -> None:
     assert waiting.block_hashes[0] != before[0]
     assert rig.cached[waiting.request_id] == 0
     assert found(rig) == 8 * BLOCK  # and reuse works in the new epoch
-    rig.check_clean()
 
 
 @every_layout
@@ -47,7 +45,6 @@ def test_a_request_hashed_with_the_old_global_and_added_after_the_adoption_is_re
     rig.scheduler.add_request(late)
     rig.run()
     assert rig.cached[late.request_id] == 0
-    rig.check_clean()
 
 
 @every_layout
@@ -59,7 +56,6 @@ def test_a_waiting_request_that_skips_the_prefix_cache_is_repinned_at_once(rig: 
     assert skipping.request_id in output.num_scheduled_tokens
     rig.run()
     assert found(rig) == 8 * BLOCK  # named in the new epoch
-    rig.check_clean()
 
 
 @every_layout
@@ -76,7 +72,6 @@ def test_a_load_under_way_is_invalidated(make_rig: MakeRig) -> None:
     assert worker.invalidated == [loading.request_id]
     assert rig.cached[loading.request_id] == 0
     assert rig.pins.old_epoch_requests() == 0
-    rig.check_clean()
 
 
 @every_layout
@@ -96,7 +91,6 @@ def test_a_load_recorded_before_the_adoption_is_carried_and_stays_private(make_r
     assert rig.cached[loaded.request_id] == 8 * BLOCK  # its own, as before
     assert rig.pins.old_epoch_requests() == 0
     assert found(rig, tokens) == 0
-    rig.check_clean()
 
 
 @every_layout
@@ -111,7 +105,6 @@ def test_a_running_request_is_carried_and_saves_nothing_more(make_rig: MakeRig, 
     rig.run()
     assert set(store.objects) == before
     assert found(rig, list(running.all_token_ids)) == 0
-    rig.check_clean()
 
 
 @every_layout
@@ -129,7 +122,6 @@ def test_a_preempted_request_is_repinned_and_recomputes(rig: Any) -> None:
     output = rig.step()
     assert output.num_scheduled_tokens[preempted.request_id] >= WHOLE
     rig.run()
-    rig.check_clean()
 
 
 @every_layout
@@ -156,9 +148,9 @@ def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_not_sent(make_rig:
     assert not rig.pins.busy()  # the step is over
     rig.run()
     assert rig.cached[hit.request_id] == 0
-    rig.check_clean()
 
 
+@pytest.mark.unclean
 def test_the_clearing_event_precedes_events_of_new_blocks(make_rig: MakeRig) -> None:
     rig = make_rig(kv_events=True, epoch=0)
     rig.serve(prompt(1, LENGTH))

@@ -42,7 +42,6 @@ def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig, 
     assert {key for key in set(store.objects) - saved if "/e0/" in key} == set(), "a request on an old epoch saved"
     assert rig.pins.old_epoch_requests() == 0
     assert found(rig, [*running.all_token_ids, 9]) == 0
-    rig.check_clean()
 
 
 @every_layout
@@ -58,7 +57,6 @@ def test_a_load_under_way_across_a_keep_pause_and_an_adoption(make_rig: MakeRig)
     rig.scheduler.set_pause_state(PauseState.UNPAUSED)
     rig.run()
     assert rig.cached[request.request_id] == 0
-    rig.check_clean()
 
 
 @every_layout
@@ -79,7 +77,6 @@ def test_an_adoption_between_vllms_own_lookup_and_our_answer(rig: Any, monkeypat
     request = rig.serve(TOKENS)
     assert found == [8 * BLOCK, 0]
     assert rig.cached[request] == 0
-    rig.check_clean()
 
 
 @every_layout
@@ -110,7 +107,6 @@ def test_an_adoption_between_our_answer_and_the_admission_of_a_local_hit(make_ri
     rig.run()
     assert set(store.objects) == saved, "it saved under a root that is not current"
     assert found(rig, list(request.all_token_ids)) == 0
-    rig.check_clean()
 
 
 @every_layout
@@ -129,7 +125,6 @@ def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig, l
     assert all("/e0/" in key for key in store.objects), "garbage at worst, never a wrong name"
     assert rig.tiers.stats()["slots_indexed"] == 0, "and not indexed in L1"
     assert found(rig, prompt(1, LENGTH)) == 0
-    rig.check_clean()
 
 
 def test_l1_of_older_roots_goes_first(make_rig: MakeRig) -> None:
@@ -142,7 +137,6 @@ def test_l1_of_older_roots_goes_first(make_rig: MakeRig) -> None:
     assert rig.tiers.stats()["slots_other_roots"] == 4
     rig.scheduler.reset_prefix_cache()
     assert found(rig, prompt(2, LENGTH)) == 8 * BLOCK, "a block of the current root was evicted before old ones"
-    rig.check_clean()
 
 
 def multimodal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +162,6 @@ def test_a_multimodal_engine_shares_until_its_encoders_outputs_are_of_other_weig
     rig.serve(TOKENS)
     assert found(rig) == 8 * BLOCK
     assert rig.pins.root.snapshot.shared is True
-    rig.check_clean()
 
 
 @every_layout
@@ -182,7 +175,6 @@ def test_a_skipping_request_that_is_preempted_across_an_adoption(rig: Any) -> No
     assert output.num_scheduled_tokens[request.request_id] >= WHOLE, "it goes on in the same step, all of it computed again"
     rig.run()
     assert found(rig, prompt(1, LENGTH)) == 8 * BLOCK
-    rig.check_clean()
 
 
 def test_kv_of_another_engine_without_a_tag_is_private_under_a_private_root_too(make_rig: MakeRig) -> None:
@@ -193,4 +185,3 @@ def test_kv_of_another_engine_without_a_tag_is_private_under_a_private_root_too(
     assert rig.tiers.stats()["saves_emitted"] == 0
     assert found(rig) == 0
     assert found(rig) == 8 * BLOCK
-    rig.check_clean()

@@ -245,4 +245,3 @@ def test_every_name_is_right_under_fast_adoption(make_rig: MakeRig, many_switche
     assert rig.wrong == []
     assert len(rig.checked) > 1000
     assert {name: pair for name, pair in reached(rig, agent, count).items() if pair[0] < pair[1]} == {}
-    rig.check_clean()

@@ -185,6 +185,7 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
     assert store.asked_to_remove == others
 
 
+@pytest.mark.unclean
 def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     from epochkv_connector.scheduler import role as build
 

@@ -10,6 +10,8 @@ from epochkv_connector.wire import Phase
 from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig, begin_load, filled, found, release
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
+pytestmark = pytest.mark.unclean  # `check_unharmed` instead
+
 
 def check_unharmed(rig: Any) -> None:
     """Nothing old or foreign was used, every GPU block is back, the engine may sleep."""

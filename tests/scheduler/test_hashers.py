@@ -49,4 +49,3 @@ def test_a_session_whose_only_hash_vllm_cuts_off_is_named_by_its_pin_again(make_
     assert session.block_hashes != [first_name(rig, session, global_root())]
     rig.scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
     rig.run()
-    rig.check_clean()

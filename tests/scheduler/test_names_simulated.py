@@ -205,6 +205,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.unclean
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_a_rule_that_is_taken_away_is_noticed(make_rig: MakeRig, mutant: Callable[[pytest.MonkeyPatch, Any], None]) -> None:
     for seed in (*TELLING, *range(MUTANT_SCHEDULES)):

@@ -175,6 +175,7 @@ def test_what_a_request_names_for_itself_is_not_told(listened: Listened, change:
     assert len(router.blocks("GPU")) == 8
 
 
+@pytest.mark.unclean
 def test_an_error_in_the_stream_leaves_vllm_its_events(listened: Listened, monkeypatch: pytest.MonkeyPatch) -> None:
     from epochkv_connector.engine.events import EventStream
 

@@ -24,12 +24,10 @@ def begin(make_rig: MakeRig, **options: Any) -> tuple[TransferRig, TransferRig, 
 
 
 def end(producer: TransferRig, consumer: TransferRig) -> None:
-    """All that is under way ends, and nothing is left of it."""
+    """All that is under way ends."""
     consumer.hold_reads = False
     consumer.run()
     producer.run()
-    for rig in (producer, consumer):
-        rig.check_clean()
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
@@ -79,6 +77,7 @@ def test_kv_under_another_tag_belongs_to_its_request_alone(make_rig: MakeRig, sp
     end(producer, consumer)
 
 
+@pytest.mark.unclean
 def test_the_tag_is_beside_what_nixl_says(make_rig: MakeRig) -> None:
     producer, _ = engines(make_rig)
     handed = producer.produce(TOKENS)
@@ -88,6 +87,7 @@ def test_the_tag_is_beside_what_nixl_says(make_rig: MakeRig) -> None:
     assert handed["epochkv"]["seconds"] == 15.0
 
 
+@pytest.mark.unclean
 def test_a_producer_whose_weights_change_meanwhile_shows_no_tag(make_rig: MakeRig) -> None:
     producer, _ = engines(make_rig, max_batched_tokens=4 * BLOCK)
     request = producer.add(TOKENS, params={"do_remote_decode": True})
@@ -186,6 +186,7 @@ def test_a_request_that_ends_during_its_transfer_saves_nothing(make_rig: MakeRig
     end(producer, consumer)
 
 
+@pytest.mark.unclean
 def test_an_error_of_ours_when_the_transfer_ends_costs_a_recompute(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer, request = begin(make_rig)
     broken = FailsOnce(consumer.side.requests, "report", monkeypatch)

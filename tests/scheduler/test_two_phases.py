@@ -33,7 +33,6 @@ def stored(make_rig: MakeRig, groups: tuple[str, ...], prompts: list[list[int]])
     filler.adopt(0)
     for tokens in prompts:
         filler.serve(tokens)
-    filler.check_clean()
     return store
 
 
@@ -85,7 +84,6 @@ def test_slots_of_a_hit_stay_while_its_other_groups_get_theirs(make_rig: MakeRig
     assert {Tier.HOST, Tier.STORE} == {move.source for job in jobs for move in job.moves}, "the hit was not mixed"
     assert {move.group for job in jobs for move in job.moves if move.source is Tier.HOST} == {len(groups) - 1}
     assert index.evictions > evicted, "nothing had to be evicted"
-    rig.check_clean()
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,6 @@ def test_gpu_blocks_of_a_local_hit_stay_while_other_groups_load(
     assert [job.request_id for job in jobs] == [request]
     assert {move.block for job in jobs for move in job.moves if groups[move.group] == "full"} == {4, 5, 6, 7}, "no local hit"
     assert rig.cached[request] == 8 * BLOCK
-    rig.check_clean()
 
 
 def test_a_preempted_request_gets_two_groups_again(make_rig: MakeRig) -> None:
@@ -135,4 +132,3 @@ def test_a_preempted_request_gets_two_groups_again(make_rig: MakeRig) -> None:
     assert [job.request_id for job in jobs] == [request.request_id], "it was not loaded again"
     assert {move.group for job in jobs for move in job.moves} == {0, 1}
     assert {request.request_id, other.request_id} <= rig.finished
-    rig.check_clean()

