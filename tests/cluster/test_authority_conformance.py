@@ -149,8 +149,6 @@ def test_an_origin_of_a_newer_operator_is_unknown_not_wrong() -> None:
 
 
 # -- the writes below it
-
-
 @pytest.fixture
 def pool(space: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """A pool at target 3, published 2."""

@@ -254,7 +254,6 @@ class Lab:
         eventually(lambda: engine.complete(prompt).cached > 0, "it finds what it has computed")
 
     # ------------------------------------------------------------------ weights
-
     def push(self, engine: Engine, model: Path) -> None:
         """These weights, the way that every framework has."""
         self._held[engine.name] = None
@@ -275,7 +274,6 @@ class Lab:
         self._held[engine.name] = held
 
     # ------------------------------------------------------------------ what must hold
-
     def right(self, engine: Engine, prompt: Sequence[int], model: Path) -> int:
         """The engine's answer is that of these weights; how many of the prompt's tokens were cached."""
         answer = engine.complete(prompt)
@@ -311,7 +309,6 @@ class Lab:
             settled_keys(self.mooncake)
 
     # ------------------------------------------------------------------ what is told
-
     def seen(self, engine: Engine) -> list[str]:
         """What the engine's log says that it holds, in order."""
         return SEEN.findall(engine.process.log.read_text(errors="replace"))

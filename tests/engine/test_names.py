@@ -51,8 +51,6 @@ def orders(lab: Lab) -> Orders:
 
 
 # ---------------------------------------------------------------------- pushes
-
-
 def test_staggered_pushes_under_traffic(lab: Lab, weights: Weights, prompts: Prompts) -> None:
     lab.have(weights.base)
     held = {id(lab.a): [(weights.base, 0.0, 0.0)], id(lab.b): [(weights.base, 0.0, 0.0)]}
@@ -89,8 +87,6 @@ def test_a_push_that_misses_an_engine(lab: Lab, weights: Weights) -> None:
 
 
 # ---------------------------------------------------------------------- calls that nobody has listed
-
-
 def test_a_parameter_is_written_by_a_call_that_nobody_knows(lab: Lab, weights: Weights, flipped: Path, prompts: Prompts) -> None:
     lab.have(weights.base)
     old = lab.share(weights.base)
@@ -121,8 +117,6 @@ def test_an_engine_that_refuses_to_sleep_goes_on_sharing(lab: Lab, weights: Weig
 
 
 # ---------------------------------------------------------------------- past vLLM
-
-
 def test_weights_written_past_vllm_and_back_within_one_block(lab: Lab, orders: Orders, weights: Weights, prompts: Prompts) -> None:
     """The steps that begin a block and end it have the right weights, those in the middle have not."""
     lab.have(weights.base)
@@ -141,8 +135,6 @@ def test_weights_written_past_vllm_and_back_within_one_block(lab: Lab, orders: O
 
 
 # ---------------------------------------------------------------------- other engines
-
-
 def test_an_engine_restarts_with_base_weights_in_the_middle(lab: Lab, weights: Weights) -> None:
     lab.have(weights.base)
     old = lab.share(weights.base)

@@ -142,7 +142,6 @@ class Names:
         self.target = max(self.target, epoch)
 
     # ------------------------------------------------------------------ what happens
-
     def act(self) -> None:
         """One thing happens to one engine."""
         names = list(ACTIONS)
@@ -183,7 +182,6 @@ class Names:
         self._verify(rig)
 
     # ------------------------------------------------------------------ what must hold
-
     def _check_named(self, rig: Any) -> None:
         """What a step is scheduled with."""
         if rig.is_misled():
@@ -239,8 +237,6 @@ class Names:
 
 
 # ---------------------------------------------------------------------------------------------- what happens to one engine
-
-
 class Action(NamedTuple):
     """How often it happens beside the others, and what it does."""
 

@@ -92,8 +92,6 @@ def make(make_rig: MakeRig, store: SharedStore) -> MakeRig:
 
 
 # ---------------------------------------------------------------------------------------------- names
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_equal_tensors_are_one_name_whatever_they_are_called(make: MakeRig, num_ranks: int) -> None:
     """Written while engines run; another name, id and path in each, and again in the first."""
@@ -140,8 +138,6 @@ def test_other_weights_of_the_model_make_other_names(make: MakeRig) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- replaced
-
-
 def in_place_over_http(rig: Any, text: str) -> LoRARequest:
     used = adapter(load_inplace=True)
     load(rig, used, text)
@@ -260,8 +256,6 @@ def test_requests_that_load_in_place_are_named_by_what_they_load(make: MakeRig) 
 
 
 # ---------------------------------------------------------------------------------------------- read again by itself
-
-
 def test_an_adapter_that_is_read_again_after_an_eviction_keeps_its_name(make: MakeRig) -> None:
     rig = make(num_adapters=1)
     one, two, tokens = adapter(1), adapter(2, "/b", name="b"), prompt(1, LENGTH)
@@ -304,8 +298,6 @@ def test_files_that_were_overwritten_and_read_again_are_saved_under_no_name(make
 
 
 # ---------------------------------------------------------------------------------------------- unknown
-
-
 def test_a_rank_that_cannot_say_leaves_its_engine_without_names_and_it_says_so_once(
     make: MakeRig, store: SharedStore, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,8 +59,6 @@ def end(rig: Any, request: Any) -> Callable[[], None]:
 
 
 # -- after our answer ------------------------------------------------------------------------------------------------
-
-
 def no_blocks(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
     rig, runner, tokens = blocked_by_a_runner(make_rig)
     return Held(rig, rig.add(tokens), end(rig, runner))
@@ -185,8 +183,6 @@ def test_dropped_after_our_answer(
 
 
 # -- before our question, with a plan from an earlier step -----------------------------------------------------------
-
-
 def planned(make_rig: MakeRig, **kwargs: Any) -> tuple[Any, Any, Any]:
     """A plan is open: the scheduler asked, and had no blocks."""
     rig, runner, tokens = blocked_by_a_runner(make_rig, **kwargs)
@@ -323,8 +319,6 @@ def test_a_blocked_request_is_not_asked_and_gives_back_what_was_begun_for_it(mak
 
 
 # -- shrunk ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("replay", "loaded"), [(200, 0), (BLOCK // 2, 8 * BLOCK)])
 def test_a_hit_that_vllm_replays(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, replay: int, loaded: int) -> None:
     """Bounded replay recomputes the end of a hit, and drops a hit that is no longer than what it would recompute."""

@@ -15,9 +15,8 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, begin_load, every_layout, filled, found, push_out
 from tests.support.scheduler import BLOCK, SharedStore, global_root, prompt
 
+
 # ---------------------------------------------------------------------------------------------- construction
-
-
 def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     ready: list[bool] = []
     original = init_none_hash
@@ -55,8 +54,6 @@ def test_a_lower_epoch_is_refused(make_rig: MakeRig) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- bypass
-
-
 def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store)
     first, second = rig.serve(TOKENS), rig.serve(TOKENS)
@@ -99,8 +96,6 @@ def test_a_broken_hub_configuration_is_bypass_said_once(
 
 
 # ---------------------------------------------------------------------------------------------- lease
-
-
 @every_layout
 def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(rig: Any) -> None:
     rig.serve(TOKENS)
@@ -143,8 +138,6 @@ def test_running_requests_are_current_again_when_the_lease_returns(make_rig: Mak
 
 
 # ---------------------------------------------------------------------------------------------- the overwritten global
-
-
 def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store, epoch=0)
     rig.serve(TOKENS)
@@ -162,8 +155,6 @@ def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig, st
 
 
 # ---------------------------------------------------------------------------------------------- refusals
-
-
 def test_foreign_encoder_outputs_with_pushed_weights_are_refused(make_rig: MakeRig) -> None:
     from epochkv_connector.connector import EpochKVConnector
     from epochkv_connector.engine.interface import UnsupportedEngine
@@ -196,8 +187,6 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig)
 
 
 # ---------------------------------------------------------------------------------------------- our own errors
-
-
 @pytest.mark.unclean
 @pytest.mark.parametrize(
     "method",

@@ -49,8 +49,6 @@ def begin_load(rig: FencedRig) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- what each change hides
-
-
 @every_stock
 def test_an_epoch_hides_what_was_before_it(make_rig: MakeRig, make_stock: Callable[[], Stock]) -> None:
     rig = fenced(make_rig, make_stock())
@@ -107,8 +105,6 @@ def test_an_engine_that_is_late(make_rig: MakeRig, with_fence: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- who was there before
-
-
 @every_stock
 def test_a_request_that_runs_ends_on_what_it_had(make_rig: MakeRig, make_stock: Callable[[], Stock]) -> None:
     rig = fenced(make_rig, make_stock(), max_batched_tokens=CHUNK)
@@ -207,8 +203,6 @@ def test_a_preempted_request_is_named_anew(make_rig: MakeRig, make_stock: Callab
 
 
 # ---------------------------------------------------------------------------------------------- resets
-
-
 @pytest.mark.unclean
 @pytest.mark.parametrize("with_fence", [False, True])
 def test_a_reset_of_one_engine_empties_no_store(make_rig: MakeRig, with_fence: bool) -> None:
@@ -242,8 +236,6 @@ def test_a_reset_asks_for_the_next_epoch(make_rig: MakeRig, make_stock: Callable
 
 
 # ---------------------------------------------------------------------------------------------- errors of ours
-
-
 @pytest.mark.unclean
 @every_stock
 @pytest.mark.parametrize("method", ["pin", "repin"])
@@ -275,8 +267,6 @@ def test_a_connector_that_cannot_follow_ends_the_names(make_rig: MakeRig, monkey
 
 
 # ---------------------------------------------------------------------------------------------- P/D
-
-
 def transfers(make_rig: MakeRig) -> tuple[FencedRig, FencedRig, dict[str, Any]]:
     """A producer and a consumer, and what the producer says of the prompt."""
     producer, consumer = (fenced(make_rig, Nixl()) for _ in range(2))

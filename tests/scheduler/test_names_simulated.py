@@ -52,8 +52,6 @@ def test_the_schedules_reached_what_they_are_for() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- rules taken away
-
-
 def skip_a_rank(patch: pytest.MonkeyPatch, rig: Any) -> None:
     patch.setattr(watching, "fold", lambda values: fold([next(iter(values))]))
 

@@ -40,8 +40,6 @@ def of_device(news: list[Any]) -> list[Any]:
 
 
 # ---------------------------------------------------------------------- an engine that idles
-
-
 def test_an_idle_engine_tells_of_an_epoch(listened: Listened) -> None:
     rig, router = listened(epoch=0)
     rig.serve(TOKENS)
@@ -101,8 +99,6 @@ def test_an_engine_that_waits_is_woken_when_there_is_something_to_tell(make_rig:
 
 
 # ---------------------------------------------------------------------- parents first
-
-
 def test_blocks_that_are_found_again_are_told_parents_first(listened: Listened) -> None:
     rig, router = listened(epoch=0, l1_bytes=20 * 2304)
     for seed in (1, 2, 3):  # the third takes the slots of the first, as they were given up: children first
@@ -138,8 +134,6 @@ def test_after_a_reset_of_the_device_alone_l1_is_told_again(listened: Listened) 
 
 
 # ---------------------------------------------------------------------- names that nobody else has
-
-
 def test_in_bypass_nothing_is_told(listened: Listened) -> None:
     rig, router = listened(num_blocks=12)
     rig.serve(TOKENS)
@@ -198,8 +192,6 @@ def test_an_error_in_the_stream_leaves_vllm_its_events(listened: Listened, monke
 
 
 # ---------------------------------------------------------------------- the rules of routers
-
-
 class Fleet:
     """Two engines of a pool, and indexes that follow both."""
 

@@ -38,8 +38,6 @@ def states(rig: Any) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- saved and found
-
-
 @on_states
 @pytest.mark.parametrize("kept", [3 * BLOCK, 3 * BLOCK + 5, 6 * BLOCK])
 def test_a_prompt_that_stops_between_two_states_finds_the_one_before(make_rig: MakeRig, kept: int) -> None:
@@ -53,8 +51,6 @@ def test_a_prompt_that_stops_between_two_states_finds_the_one_before(make_rig: M
 
 
 # ---------------------------------------------------------------------------------------------- where prompts part
-
-
 @on_states
 def test_the_state_where_two_prompts_part_is_found_by_a_third(make_rig: MakeRig) -> None:
     """vLLM keeps it when the second prompt shows that they part."""

@@ -111,8 +111,6 @@ def test_half_of_the_lease_is_for_clocks_that_differ(make_rig: MakeRig, late: fl
 
 
 # ---------------------------------------------------------------------------------------------- while the transfer runs
-
-
 def test_an_epoch_during_the_transfer_leaves_its_blocks_unnamed(make_rig: MakeRig) -> None:
     producer, consumer, request = begin(make_rig)
     consumer.adopt(1)
@@ -201,8 +199,6 @@ def test_an_error_of_ours_when_the_transfer_ends_costs_a_recompute(make_rig: Mak
 
 
 # ---------------------------------------------------------------------------------------------- who answers
-
-
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_no_tier_answers_for_what_another_engine_keeps(make_rig: MakeRig, ours_first: bool) -> None:
     producer, consumer = engines(make_rig, num_blocks=12, ours_first=ours_first)

@@ -68,8 +68,6 @@ def test_an_engine_whose_layout_cannot_be_restored_says_so(make_rig: MakeRig, mo
 
 
 # ------------------------------------------------------------------------------------------------------------ every reason
-
-
 def policy(patch: Patch) -> dict[str, Any]:
     return {"transfer": {"kv_load_failure_policy": "fail"}}
 

@@ -9,9 +9,8 @@ import pytest
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, begin_load, every_layout, found, num_saved
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
+
 # ---------------------------------------------------------------------------------------------- H2: a change behind a step
-
-
 def late_hit(rig: Any) -> list[int]:
     """Somebody writes past vLLM while a step is under way; what was asked for."""
     asked: list[int] = []
@@ -101,8 +100,6 @@ def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: Ma
 
 
 # ---------------------------------------------------------------------------------------------- H3: ranks that differ
-
-
 @every_layout
 def test_no_shard_is_stored_before_every_rank_has_agreed(make_rig: MakeRig, layout: tuple[str, ...], store: SharedStore) -> None:
     rig = make_rig(store=store, num_ranks=2, epoch=0)

@@ -8,9 +8,8 @@ from epochkv_connector.engine import blocks
 from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, begin_load, every_layout, filled, found, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore
 
+
 # ---------------------------------------------------------------------------------------------- requests in every state
-
-
 def test_a_push_while_a_request_waits_for_a_load(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)

@@ -50,8 +50,6 @@ def test_a_rank_that_cannot_say_makes_the_engine_share_nothing_and_say_so_once(
 
 
 # ---------------------------------------------------------------------------------------------- encoders
-
-
 class EncoderCache:
     """As vLLM's `EncoderCacheManager`, as far as we look at it."""
 
@@ -84,8 +82,6 @@ def test_outputs_of_an_encoder_go_with_the_weights_that_made_them(rig: Any) -> N
 
 
 # ---------------------------------------------------------------------------------------------- our own errors
-
-
 def broken(*args: Any, **kwargs: Any) -> Any:
     """An error of ours."""
     raise RuntimeError("broken")

@@ -43,8 +43,6 @@ class Crash(Exception):
 
 
 # ----------------------------------------------------------------------------------------------------- in this process
-
-
 def decoder(rng: Random) -> Message | None:
     """`messages.decode`: a message or `WireError`, and a message stays what it is when encoded again."""
     given = frames(rng)
@@ -102,8 +100,6 @@ def _perform(hub: Hub, action: ev.Action, rng: Random, now: float) -> None:
 
 
 # -------------------------------------------------------------------------------------------------- over real sockets
-
-
 class HubPath:
     """The hub's receive path: a batch of frames on one connection, then a heartbeat must still be granted."""
 
@@ -179,8 +175,6 @@ class AgentPath:
 
 
 # ------------------------------------------------------------------------------------------------------------ the run
-
-
 @contextlib.contextmanager
 def targets() -> Iterator[dict[str, tuple[Target, int]]]:
     """All targets, with how many inputs each gets in a turn."""

@@ -18,9 +18,8 @@ from hack.waiting import eventually
 from tests.security.wire import FakeHub, heartbeat, pool_instances, raw
 from tests.support.fence import POOL, SECOND_POOL, FenceWorld
 
+
 # ------------------------------------------------------------------------------------------------------------------ keys
-
-
 def test_without_curve_nothing_is_heard(world: FenceWorld, hub: HubServer) -> None:
     with raw(hub.endpoint, None) as client:
         assert client.ask(heartbeat(b"x" * 16), timeout=1.0) is None
@@ -66,8 +65,6 @@ def test_a_client_speaks_for_its_own_pool_only(world: FenceWorld, hub: HubServer
 
 
 # --------------------------------------------------------------------------------------------------------------- garbage
-
-
 def test_garbage_costs_its_sender_an_answer_and_nothing_else(world: FenceWorld, hub: HubServer) -> None:
     instance = secrets.token_bytes(16)
     for frames, code in (
@@ -111,8 +108,6 @@ def test_a_giant_message_is_cut_off_and_hurts_nobody(world: FenceWorld, hub: Hub
 
 
 # ------------------------------------------------------------------------------------------------- tampering and replay
-
-
 def test_tampered_frames_are_never_taken(world: FenceWorld, hub: HubServer) -> None:
     with closing(Relay(hub.endpoint)) as relay:
         agent, engine = world.agent(relay.endpoint)

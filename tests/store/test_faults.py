@@ -20,9 +20,8 @@ from hack.waiting import eventually
 from tests.store.conftest import ConnectTo, why_not
 from tests.support.store import Memory, block_keys, get, pattern, put
 
+
 # -- the master ---------------------------------------------------------------------------------------------------------------
-
-
 def test_a_master_that_is_absent_at_start_is_joined_when_it_appears(
     stores: Mooncake, connect: ConnectTo, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,8 +153,6 @@ def test_a_client_without_ports_says_so(shared: Mooncake) -> None:
 
 
 # -- segment owners -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_killed_store_is_a_miss_and_another_one_takes_over(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(2, 1000)
     stores.client_ttl_seconds = 3
@@ -232,8 +229,6 @@ def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: Connect
 
 
 # -- races --------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_full_queue_drops_the_oldest_put(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(6, 1 << 18)
     stores.client_ttl_seconds = 60

@@ -120,8 +120,6 @@ def test_a_reclaim_counts_keys_of_all_layouts_and_bytes_of_its_own(shared: Moonc
 
 
 # -- bytes that are not ours ------------------------------------------------------------------------------------------------
-
-
 def test_an_object_of_another_layout_is_a_miss_that_is_counted_and_said_once(
     shared: Mooncake, connect: ConnectTo, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,7 +57,6 @@ class AuthorityConformance(abc.ABC):
             yield world
 
     # ------------------------------------------------------------------ terms (promise 1)
-
     async def test_only_the_current_term_is_verified(self) -> None:
         async with self.fresh() as world:
             authority, term = await world.take_over()
@@ -80,7 +79,6 @@ class AuthorityConformance(abc.ABC):
                 assert not await first.verify(old)
 
     # ------------------------------------------------------------------ reading (promise 2)
-
     async def test_a_pool_that_is_none_is_gone(self) -> None:
         async with self.fresh() as world:
             authority, _ = await world.take_over()
@@ -96,7 +94,6 @@ class AuthorityConformance(abc.ABC):
             assert await authority.load(world.uid) == PoolRecord()
 
     # ------------------------------------------------------------------ writing (promise 3)
-
     async def test_publish_never_passes_the_target(self) -> None:
         async with self.fresh() as world:
             authority, _ = await world.take_over()

@@ -105,7 +105,6 @@ class Rig:
         )
 
     # ------------------------------------------------------------------ what tests reach for
-
     @property
     def weights(self) -> str:
         """What the engine computes with."""
@@ -156,7 +155,6 @@ class Rig:
         return request
 
     # ------------------------------------------------------------------ steps
-
     def step(self) -> Any:
         """schedule, forward, update; returns the scheduler's output."""
         output = self.scheduler.schedule()
@@ -240,7 +238,6 @@ class Rig:
         return request.request_id
 
     # ------------------------------------------------------------------ ends
-
     def leaks(self) -> dict[str, int]:
         """What is left open, without zeros."""
         return {name: count for name, count in self.side.leak_report().items() if count}

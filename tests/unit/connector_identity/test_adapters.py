@@ -97,8 +97,6 @@ def test_an_adapter_without_tensors_has_no_digest() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- on a rank
-
-
 def request(number: int = 1, path: str = "/a", *, load_inplace: bool = False) -> LoRARequest:
     return LoRARequest("a", number, path, load_inplace=load_inplace)
 

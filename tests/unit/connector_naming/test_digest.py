@@ -170,8 +170,6 @@ def test_names_types_shapes_and_what_else_is_told_count(way: Way) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- where tensors lie
-
-
 def test_a_slice_has_the_digest_of_its_copy_and_shows_only_its_own_elements(way: Way) -> None:
     whole = many(11, 640, 700)
     part = whole[7:600:3, 5:690]
@@ -221,8 +219,6 @@ def test_an_expanded_tensor(way: Way) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- ties, wrappers, refusals
-
-
 def test_a_tied_tensor_is_read_once_and_untying_it_shows(way: Way) -> None:
     tensor = many(20, 300, 40)
     tied = digest([("embed", tensor), ("head", tensor)])

@@ -149,8 +149,6 @@ def test_sleep_is_refused_while_copies_still_run(joined: Joined) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- idle engines
-
-
 def test_an_idle_engine_is_woken_and_looks_by_itself(joined: Joined) -> None:
     joined.executor.collective_rpc("update_weights")
     joined.executor.held = b"b" * 32

@@ -146,8 +146,6 @@ def test_a_quant_method_that_is_a_module_is_walked_once() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- drafters
-
-
 def test_a_drafter_counts_under_names_of_its_own() -> None:
     model, draft = Model(), Model()
     alone, both = value(Worker(model)), value(Worker(model, draft))
@@ -159,8 +157,6 @@ def test_a_drafter_counts_under_names_of_its_own() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- weights that kernels hide
-
-
 def test_a_layer_without_sizes_whose_parameter_was_emptied_has_no_digest_either() -> None:
     class Fused(nn.Module):
         def __init__(self) -> None:

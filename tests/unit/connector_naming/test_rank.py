@@ -73,8 +73,6 @@ def test_it_is_as_asked_until_something_is_written_and_only_for_the_last_questio
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be told
-
-
 def broken(error: Exception) -> Callable[[], Any]:
     def get_model() -> Any:
         raise error
@@ -149,8 +147,6 @@ def test_weights_that_change_while_they_are_read_are_unknown(
 
 
 # ---------------------------------------------------------------------------------------------- load_weights
-
-
 def test_load_weights_still_loads_and_is_counted_once_before_and_once_after(worker: Worker) -> None:
     for number in range(3):
         digest_weights(worker, number)
@@ -209,8 +205,6 @@ def test_a_model_without_load_weights_can_be_asked() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- comparisons behind steps
-
-
 def test_a_comparison_of_a_step_sees_what_was_written_during_it(worker: Worker) -> None:
     digest_weights(worker, 1)
     worker.model.first += 1

@@ -17,8 +17,6 @@ def world() -> World:
 
 
 # ---------------------------------------------------------------------------------------------- start and pushes
-
-
 def test_it_looks_before_the_first_step_and_not_again() -> None:
     world = World("a", "b")
     assert world.watch.value is None
@@ -66,8 +64,6 @@ def test_a_write_while_the_ranks_were_asked_is_looked_at_again(world: World) -> 
 
 
 # ---------------------------------------------------------------------------------------------- transfers
-
-
 @pytest.mark.parametrize("start", ["start_weight_update", "start_draft_weight_update", "skyrl_start_weight_update"])
 @pytest.mark.parametrize("finish", ["finish_weight_update", "skyrl_finish_weight_update", "reload_weights"])
 def test_nothing_is_named_between_the_start_and_the_end_of_a_transfer(start: str, finish: str, world: World) -> None:
@@ -104,8 +100,6 @@ def test_other_calls_start_no_transfer(method: Any, world: World) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- sleep
-
-
 def test_weights_are_never_read_while_asleep(world: World) -> None:
     world.watch.calling("sleep")
     world.asleep = True
@@ -121,8 +115,6 @@ def test_weights_are_never_read_while_asleep(world: World) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- idle engines
-
-
 def test_an_engine_that_was_idle_compares_before_it_names(world: World) -> None:
     assert world.step(IDLE_SECONDS + 0.1) == ["compare"]
     world.ranks = ["b"]
@@ -157,8 +149,6 @@ def test_an_idle_engine_looks_when_the_push_has_gone_quiet(world: World) -> None
 
 
 # ---------------------------------------------------------------------------------------------- names of calls
-
-
 def test_an_idle_engine_looks_at_once_after_a_lone_call_and_nobody_hears_of_it(world: World) -> None:
     world.now += 5.0
     world.watch.calling("liveness_probe")

@@ -75,8 +75,6 @@ def test_of_the_time_a_share_may_go_into_looks() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- late
-
-
 def test_every_rank_may_report_it_and_steps_under_way_too() -> None:
     world = World("a").started()
     number = world.watch.number
@@ -113,8 +111,6 @@ def test_questions_are_remembered_for_ranks_that_report_late() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- encoders
-
-
 def test_while_they_are_in_use_nothing_is_named_and_nothing_is_read_again() -> None:
     world = World("a", has_encoder=True).started()
     world.encoder_free = False
@@ -175,8 +171,6 @@ def test_weights_written_past_vllm_while_the_encoder_waits_are_not_named_as_thos
 
 
 # ---------------------------------------------------------------------------------------------- names of calls
-
-
 def test_a_late_report_on_weights_that_are_held_again_ends_their_names() -> None:
     world = World("a").started()
     known, number = world.watch.value, world.watch.number

@@ -7,9 +7,8 @@ import pytest
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS
 from tests.unit.connector_scheduler.rig import L1, L2, PROMPT, SNAP, World, chain, config, stored, view
 
+
 # -- the answer ------------------------------------------------------------------------------------------------------
-
-
 def test_a_block_that_one_shard_misses_is_not_there() -> None:
     world = World(L2)
     assert SNAP.namespace
@@ -28,8 +27,6 @@ def test_other_local_tokens_make_another_plan() -> None:
 
 
 # -- a slow or dead store --------------------------------------------------------------------------------------------
-
-
 def test_a_slow_store_defers_until_the_deadline_then_l1_answers() -> None:
     world = World(config(l1_slots=200, l2=True, lookup_deadline_ms=20.0))
     world.free(world.save("a", PROMPT[:20], SNAP))

@@ -16,9 +16,8 @@ from epochkv_connector.wire import SaveJob
 from tests.unit.connector_scheduler.machines import Pool
 from tests.unit.connector_scheduler.rig import BOTH, FULL, L1, PROMPT, SNAP, World, chain, commit, config, planned, scheduled, snap_of, view
 
+
 # -- saves -----------------------------------------------------------------------------------------------------------
-
-
 def test_what_another_request_is_saving_is_not_saved_again() -> None:
     world = World(L1)
     blocks = world.begin_save("a", PROMPT, SNAP)
@@ -64,8 +63,6 @@ def test_saves_without_slots_are_tried_again() -> None:
 
 
 # -- failed and late loads -------------------------------------------------------------------------------------------
-
-
 def test_a_block_that_was_gone_is_not_believed_any_more() -> None:
     world = planned()
     world.store.objects.clear()
@@ -80,8 +77,6 @@ def test_a_block_that_was_gone_is_not_believed_any_more() -> None:
 
 
 # -- new names -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("change", ["adopt", "reset"])
 def test_after_a_change_nothing_old_is_found_and_loads_are_named(change: str) -> None:
     world = planned()

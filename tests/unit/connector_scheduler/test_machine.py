@@ -86,7 +86,6 @@ class Schedule:
         self.number = 0
 
     # -- what vLLM does ----------------------------------------------------------------------------------------------
-
     def arrive(self) -> None:
         self.number += 1
         family = self.random.randrange(2)
@@ -202,7 +201,6 @@ class Schedule:
             live.blocks, live.computed, live.state = [], 0, "waiting"
 
     # -- what ranks do -----------------------------------------------------------------------------------------------
-
     def work(self) -> None:
         worker, how = self.random.choice(self.world.workers), self.random.choice(OUTCOMES)
         acks = worker.release() if self.random.random() < 0.2 else worker.work(how)
@@ -254,7 +252,6 @@ class Schedule:
                         assert worker.gpu[block] == expected, "a load brought something else than its name says"
 
     # -- what else happens -------------------------------------------------------------------------------------------
-
     def change_names(self) -> None:
         kind = self.random.randrange(4)
         if kind == 0:

@@ -89,8 +89,6 @@ def test_what_verl_would_ignore_or_overwrite_is_refused(rollout: dict[str, Any],
 
 
 # ------------------------------------------------------------------ files
-
-
 def test_the_pools_file_stands_for_our_connector(world: HubWorld) -> None:
     path = str(world.folder / "connection.json")
     expected = {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": {"config_file": path}}
@@ -139,8 +137,6 @@ def test_a_file_without_its_keys_is_refused(world: HubWorld, tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------------ at launch
-
-
 def test_another_pool_than_the_hubs_is_refused(world: HubWorld, tmp_path: Path) -> None:
     path = altered(world, tmp_path, pool={"uid": "somebody-else"})
     with pytest.raises(BlockError, match=r"config_path names another pool than its hub serves: .*somebody-else"):

@@ -261,8 +261,6 @@ def test_ids_out_of_range_touch_nothing() -> None:
 
 
 # -- slots --------------------------------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=4))
 @example([4096 - 128])
 def test_slots_hold_the_largest_object_aligned(payloads: list[int]) -> None:

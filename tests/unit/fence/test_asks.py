@@ -40,8 +40,6 @@ def test_no_epoch_is_left_after_the_last(hub: Driver) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- origins
-
-
 def test_the_record_names_who_asked(hub: Driver) -> None:
     hub.hear(Propose(instance(1), 1))
     hub.ask(2)
@@ -65,8 +63,6 @@ def test_the_origin_on_record_counts(how: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- a record that fell
-
-
 def test_an_epoch_above_the_record_is_recorded_again(hub: Driver) -> None:
     hub.beat(1, epoch=9)
     assert hub.writes == [ev.RecordTarget(9, Source.ENGINE)]
@@ -103,8 +99,6 @@ def test_an_epoch_heard_before_leadership_is_compared_when_it_leads() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- what is told
-
-
 def test_a_sum_that_no_message_can_carry_is_cut(hub: Driver) -> None:
     for number in (1, 2, 3):
         hub.beat(number, old_epoch_requests=2**63 - 1)

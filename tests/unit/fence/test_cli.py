@@ -33,8 +33,6 @@ def agents(hub: HubProcess) -> Iterator[Agents]:
 
 
 # --------------------------------------------------------------------------------------------------------------- asking
-
-
 def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
     agent, engine = agents.start("rollout-a")
     engine.num_old_epoch = 2
@@ -160,8 +158,6 @@ def test_wrong_usage_is_status_2_and_named(
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
-
-
 def test_weights_shows_who_holds_what(hub: HubProcess, agents: Agents) -> None:
     running = [agents.start(f"rollout-{number}", engine=engine_with(NEW if number < 2 else OLD)) for number in range(3)]
     agents.start("sleeper", engine=engine_with("asleep"))
@@ -198,8 +194,6 @@ def test_weights_shows_who_holds_what(hub: HubProcess, agents: Agents) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- mistakes
-
-
 def test_what_is_no_command_is_status_127_as_in_a_shell(world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "push.sh").write_text("#!/bin/sh\n")  # may not be executed
     for name in (str(tmp_path / "push.sh"), str(tmp_path), "absent.sh"):

@@ -28,9 +28,8 @@ from hack.waiting import eventually
 from tests.support.fence import NEW, OLD, LoopThread, engine_with, push
 from tests.support.hub import Agents, HubProcess, epochkv, using
 
+
 # ------------------------------------------------------------------------------------------------------------------ hub
-
-
 def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state") as hub:
         names = sorted(path.name for path in hub.folder.iterdir())
@@ -188,8 +187,6 @@ def test_metrics_and_health(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------- keys
-
-
 def test_keys_are_rotated_under_a_running_hub(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state", "--lease-seconds", "1") as hub:
         old = tmp_path / "old"
@@ -230,8 +227,6 @@ def test_keys_of_a_directory_that_has_none(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- words of the log
-
-
 def copy_with(folder: Path, target: Path, change: Callable[[Path], None]) -> Path:
     shutil.copytree(folder, target)
     change(target)

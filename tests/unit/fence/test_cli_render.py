@@ -22,9 +22,8 @@ from epochkv_fence.cli.render import (
 )
 from epochkv_fence.client import Engine, PoolStatus, Reset, Standing, UnknownWeights, WeightsGroup, WeightsReport, WeightsStanding
 
+
 # ------------------------------------------------------------------------------------------------------------------ status
-
-
 def status(**changes: object) -> PoolStatus:
     return replace(PoolStatus("policy", "u-1", 3, 3, "Trainer", 30.0, ()), **changes)  # type: ignore[arg-type]
 

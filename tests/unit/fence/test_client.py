@@ -20,8 +20,6 @@ def client_threads() -> list[threading.Thread]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- resets
-
-
 def test_a_reset_returns_when_every_engine_has_moved(world: HubWorld) -> None:
     agents = world.serving(2)
     agents[0][1].num_old_epoch = 3
@@ -80,8 +78,6 @@ def test_an_engine_that_never_acknowledges_is_named_and_fenced_by_its_lease(tmp_
 
 
 # ---------------------------------------------------------------------------------------------------------- many at once
-
-
 def test_resets_of_many_threads_are_all_newer_than_their_calls(world: HubWorld) -> None:
     """Several that call at once may share an epoch: none of them has KV of before its call."""
     world.serving(2)
@@ -108,8 +104,6 @@ def test_an_epoch_that_the_owner_took_first_is_exceeded(world: HubWorld) -> None
 
 
 # ------------------------------------------------------------------------------------------------------------- processes
-
-
 def test_a_fork_is_refused_cleanly_and_connects_anew(world: HubWorld) -> None:
     pool = world.connect()
     assert pool.reset().epoch == 1

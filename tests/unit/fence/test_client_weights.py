@@ -58,8 +58,6 @@ def missed(pool: Pool, pushes: Callable[[], object], timeout_s: float = 1.0, **k
 
 
 # ------------------------------------------------------------------------------------------------------------- it arrived
-
-
 def test_a_push_that_reaches_everybody_is_proved_and_called(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
     assert groups(pool.weights()) == [(OLD.hex(), "", EVERYBODY)]
@@ -143,8 +141,6 @@ def test_a_label_does_not_go_to_weights_of_another_label_without_a_word(world: H
 
 
 # ------------------------------------------------------------------------------------------------------------ it did not
-
-
 def test_an_engine_that_missed_the_push_is_named(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
     error = missed(pool, lambda: push(engines[:2], NEW))
@@ -229,8 +225,6 @@ def test_a_pool_with_more_engines_than_fit_into_a_message(tmp_path: Path) -> Non
 
 
 # -------------------------------------------------------------------------------------------------- names, fingerprints
-
-
 def test_engines_of_two_fingerprints_need_not_be_equal(world: HubWorld) -> None:
     """Such as two and four ranks: their digests differ for the same checkpoint."""
     engines, pool = holding(world, num_engines=2), world.connect()
@@ -281,8 +275,6 @@ def test_a_name_means_all_ranks_of_its_engine(world: HubWorld) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- engines come and go
-
-
 def test_an_engine_that_joins_while_it_is_waited_for_counts(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
     late: list[Running] = []
@@ -314,8 +306,6 @@ def test_one_that_dies_is_waited_for_until_its_lease_is_over(world: HubWorld) ->
 
 
 # --------------------------------------------------------------------------------------------------------------- the hub
-
-
 def test_a_hub_that_begins_to_lead_says_that_it_may_not_know_everybody(tmp_path: Path) -> None:
     with hub_world(tmp_path / "state", lease_seconds=30.0) as world:
         holding(world)
@@ -363,8 +353,6 @@ def test_without_a_hub_nothing_is_proved(world: HubWorld) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- exceptions
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_an_exception_inside_goes_on_as_it_is(world: HubWorld, kind: type[BaseException]) -> None:
     engines, pool = holding(world), world.connect()
@@ -399,8 +387,6 @@ def test_a_progress_callback_that_raises_changes_nothing(
 
 
 # -------------------------------------------------------------------------------------------------------------- asyncio
-
-
 async def test_asyncio_does_all_of_it(world: HubWorld) -> None:
     engines = holding(world)
 

@@ -155,8 +155,6 @@ def test_options_that_contradict_each_other(capsys: pytest.CaptureFixture[str]) 
 
 
 # --------------------------------------------------------------------------------------------------- what the hub says of a pool
-
-
 def engine(name: str = "e0", **fields: Any) -> Engine:
     known: dict[str, Any] = {
         "instance": name.encode().hex(), "name": name, "engine": name, "pod": "", "rank": 0, "epoch": 4, "state": "sharing",
@@ -198,8 +196,6 @@ def test_what_the_hub_says_of_a_pool(status: PoolStatus, check: str, level: Leve
 
 
 # ------------------------------------------------------------------------------------------------------------- how checks are run
-
-
 def test_one_check_that_hangs_or_breaks_costs_no_other() -> None:
     async def hangs() -> list[Finding]:
         await asyncio.sleep(3600)

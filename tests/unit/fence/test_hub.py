@@ -16,8 +16,6 @@ def test_margin_is_a_tenth_of_the_lease_and_at_least_a_second(lease: float, marg
 
 
 # ---------------------------------------------------------------------------------------------------------------- rounds
-
-
 def test_nothing_is_granted_before_the_record_is_read() -> None:
     hub = Driver()
     hub.beat(1)
@@ -142,8 +140,6 @@ def test_steady_state_asks_for_nothing(hub: Driver) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- publish
-
-
 def test_a_silent_engine_delays_by_lease_and_margin_after_its_last_older_grant() -> None:
     hub = led()
     granted = hub.now
@@ -228,8 +224,6 @@ def test_a_publish_that_fails_is_tried_again_after_the_target_is_recorded_again(
 
 
 # ---------------------------------------------------------------------------------------------------------------- record
-
-
 def test_the_target_is_raised_only_once_it_is_durable_and_newer_asks_supersede() -> None:
     hub = Driver()
     hub.hold_writes = True

@@ -9,9 +9,8 @@ from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Bump, BumpStatus, Error, Heartbeat, Leave, Propose, Refusal
 from tests.unit.fence.helpers import HOLD, Driver, instance, led
 
+
 # ----------------------------------------------------------------------------------------------------- nudges, dead instances
-
-
 def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
     hub = led()
     hub.step(ev.Tick())
@@ -110,8 +109,6 @@ def test_the_number_of_instances_is_limited() -> None:
 
 
 # ------------------------------------------------------------------------------------------- proposals, trainers, status
-
-
 def test_many_proposals_for_one_epoch_cause_one_bump() -> None:
     hub = led(epoch=4)
     for number in (1, 2, 1):

@@ -166,8 +166,6 @@ def test_retain_asks_nobody_until_the_policy_is_changed() -> None:
 
 
 # ---------------------------------------------------------------------- engines without a client of the store
-
-
 def mixed(hub: Driver) -> None:
     """Instance 1 has no client of the store, instance 2 has one."""
     hub.beat(1, epoch=1, removes=False)

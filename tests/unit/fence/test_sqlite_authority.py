@@ -105,8 +105,6 @@ def start_writer(directory: Path, **extra: object) -> subprocess.Popen[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- crashes
-
-
 def test_kill_9_at_any_point_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     rng = random.Random(9)
     directory, said, terms, kills_in_writes = tmp_path / "state", {"target": 0, "published": 0}, [0], 0
@@ -168,8 +166,6 @@ async def test_commits_are_synced(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- one writer
-
-
 def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
     writer = start_writer(tmp_path)
     try:
@@ -214,8 +210,6 @@ async def test_the_same_holder_gets_a_new_term(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- directories that cannot be used
-
-
 def refused(directory: Path, match: str, kind: type[StateError] = StateError) -> None:
     with pytest.raises(kind, match=match):
         asyncio.run(opened(directory))

@@ -34,8 +34,6 @@ def views(hub: Driver) -> dict[int, EngineView]:
 
 
 # ------------------------------------------------------------------------------------------------------------ what is shown
-
-
 def test_how_long_an_engine_has_held_its_weights(hub: Driver) -> None:
     hub.beat(1, weights=A)
     hub.now += 5.0
@@ -156,8 +154,6 @@ def test_shown_is_what_was_said_whatever_the_order() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- keys of old weights
-
-
 def serving(**keys: object) -> Driver:
     """A hub that leads for longer than the grace period, with instances 1 and 2 that hold A and nothing left to remove."""
     hub = leading(**keys)
