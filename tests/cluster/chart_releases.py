@@ -4,8 +4,6 @@ There is no kubelet. What the operator's container would be told, and may do, co
 and its service account.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A real control plane for the tests of this layer: one for each process that runs tests, ended by pid afterwards."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Generator, Iterator
 from pathlib import Path

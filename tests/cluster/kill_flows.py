@@ -1,7 +1,5 @@
 """A journey through everything that the operator writes for, and how to kill it after any of its writes."""
 
-from __future__ import annotations
-
 import copy
 import re
 import threading

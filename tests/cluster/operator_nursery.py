@@ -4,8 +4,6 @@ An operator takes 2 s of CPU until it leads, more than half of it to import the 
 line in a session of its own, so that it is killed and frozen like any other.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Everything the planner wants, against a real API server: applied as it is, stable once applied, admitted as `restricted`."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from typing import Any

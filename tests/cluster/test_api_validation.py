@@ -1,7 +1,5 @@
 """What a real API server accepts and refuses, and what it says: every promise about bad input is kept before the operator sees it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The common suite of all authorities, against the pool object and the Lease of a real API server."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

@@ -1,7 +1,5 @@
 """Releases beside each other, on a real API server: what Helm refuses, with which sentence, and two that get along."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

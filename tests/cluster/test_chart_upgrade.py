@@ -1,7 +1,5 @@
 """Upgrade from the chart of before, rollback, and reinstall over living objects: what rolls, and what must not."""
 
-from __future__ import annotations
-
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Random edits while the API server fails and operators die; afterwards the namespace equals a fresh install. More: `make chaos`."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Status that somebody edits: what nobody proved is not believed, everything else is put back, and one Event says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

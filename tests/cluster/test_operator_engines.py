@@ -3,8 +3,6 @@
 No node runs the pods; the tests write what a kubelet would.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Engines that nobody provisioned: the pool's ConfigMap and Secret are all they need, status shows them, leases count them out."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The operator behind an API server that refuses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

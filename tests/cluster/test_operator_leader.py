@@ -1,7 +1,5 @@
 """The Lease and the hub while everything else in the process stands still, on a real API server."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

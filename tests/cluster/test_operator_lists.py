@@ -1,7 +1,5 @@
 """How often the operator lists, and what it does about events that its watches lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

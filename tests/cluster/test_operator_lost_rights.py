@@ -1,7 +1,5 @@
 """Rights that an operator loses while it runs show on the objects that it can no longer serve, and go away when it has them again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 No node runs the pods: the tests write what a kubelet would, and answer where the masters would.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

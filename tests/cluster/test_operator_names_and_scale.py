@@ -1,7 +1,5 @@
 """The operator beside others: names that are taken already, counts that autoscalers own, Secrets that a quota refuses."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

@@ -3,8 +3,6 @@
 The CRDs come and go while the operator runs. No controller of these kinds runs: the tests write what it would.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

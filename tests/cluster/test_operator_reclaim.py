@@ -3,8 +3,6 @@
 There is no kubelet in this layer: a Pod object says where the master is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -2,8 +2,6 @@
 made ready by hand.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

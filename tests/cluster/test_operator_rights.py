@@ -4,8 +4,6 @@ So each right of the chart was missing once and its request failed, which the AP
 nothing ever asked for would be left over. The same run, at debug level, shows that no key is logged.
 """
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

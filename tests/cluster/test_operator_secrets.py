@@ -1,7 +1,5 @@
 """Secrets that somebody edits or deletes: put back, or replaced where they are lost, and said so."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 from typing import Any

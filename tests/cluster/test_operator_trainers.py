@@ -1,7 +1,5 @@
 """The trainer client against the operator's hub: no Kubernetes access, and yet what it asks for is in the pool's status."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """`epochkv plan --live` as people run it, against a real API server, with an operator that then does what was foretold."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

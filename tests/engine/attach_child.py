@@ -5,8 +5,6 @@ python -m tests.engine.attach_child JOB      (JOB: what `test_attach` wrote)
 It asks once the test has seen its engine share: what is computed before is not saved.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -3,8 +3,6 @@
 Answers are compared with those of an engine that caches nothing.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -4,8 +4,6 @@
 Standard library only: both environments read it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

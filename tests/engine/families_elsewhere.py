@@ -3,8 +3,6 @@
 Standard library only, as `families`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

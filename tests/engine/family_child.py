@@ -4,8 +4,6 @@ Tiny models of fifteen architectures have no checkpoints to load. vLLM's dummy l
 numbers for the same name in every engine, sharp enough that attention and states decide the answer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Folders of tiny models that vLLM starts without weights on disk: `config.json`, and what a processor of images needs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

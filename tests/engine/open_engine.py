@@ -3,8 +3,6 @@
 The test process never imports vLLM.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 import time

@@ -7,8 +7,6 @@ frozen and killed like any other. `test_attach`, `test_fenced` and `tests/e2e` s
     python -m tests.engine.server_nursery SOCKET
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """Two engines and a store that is made to fail: A saves (L1 and L2), B reads (L2 alone, through a relay before the master)."""
 
-from __future__ import annotations
-
 import re
 import struct
 import threading

@@ -1,8 +1,6 @@
 """Adapters that trainers write and replace while engines run: equal tensors share, and what one engine computes with others no
 engine takes for its own. Every answer is compared with one that found nothing in any cache."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterator, Sequence

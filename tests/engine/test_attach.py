@@ -1,7 +1,5 @@
 """`EPOCHKV_ATTACH` alone joins the engine of a program that knows nothing of connectors, and it has hits of L1."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

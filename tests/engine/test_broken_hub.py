@@ -1,7 +1,5 @@
 """An engine whose hub cannot be used serves alone, and says why."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

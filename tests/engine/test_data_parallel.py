@@ -1,7 +1,5 @@
 """A group of two pods with two data-parallel ranks each, of a dense model: two processes with the arguments that the operator renders."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

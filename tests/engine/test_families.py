@@ -6,8 +6,6 @@ Before that counts, each family proves that a wrong block of any of its KV cache
 `make test` runs those that are `sliced`, `make test-all` every one. Some families are shown with two ranks, or scheduled ahead, too.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence

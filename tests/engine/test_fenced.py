@@ -1,7 +1,5 @@
 """vLLM's own Mooncake connector on real engines, with our fence and nothing else of ours (the third act of `make demo-stock`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rich.console import Console

@@ -3,8 +3,6 @@
 Every answer is compared with one of an engine that caches nothing and has exactly these weights; every hit is counted.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two tensor-parallel ranks: an engine is named after what both hold, and a block reaches the store from both or from none."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory of old epochs and old weights: wiped behind a publication, or removed by name. Real store, real reads and puts."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

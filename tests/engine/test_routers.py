@@ -1,8 +1,6 @@
 """Dynamo's own indexer follows two real engines over an epoch and new weights. The rules of other routers follow vLLM's scheduler
 (`tests/scheduler/test_routers.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Two engines, L1 and L2, one pool: what is shared, what an epoch takes away, what a lost hub may not do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 

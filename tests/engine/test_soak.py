@@ -1,7 +1,5 @@
 """A minute of `make soak`: three engines under random faults, resets and weight changes, from a fixed seed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

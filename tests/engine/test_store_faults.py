@@ -4,8 +4,6 @@ Every answer is that of an engine without any cache, no request fails, the conne
 engines share again by themselves. The tests use one pair of engines and leave it sharing; the last one ends them.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Iterator

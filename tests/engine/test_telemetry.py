@@ -1,7 +1,5 @@
 """Metrics of vLLM and of the connector on `/metrics` of real engines."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

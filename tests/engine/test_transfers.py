@@ -3,8 +3,6 @@
 `make test-transfers` runs this, and `make test` does not: a thread of NIXL keeps a core of each engine busy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ That KV of other weights is never found is shown elsewhere, and without this cli
 tests share two engines and leave both with the same weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ The ranks of A have a server each, which a push can reach alone; those of B shar
 nothing of others, is right.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 P reads from the store and never writes to it. So what the store holds, D has put there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures of the scheduler layer: rigs that are closed, and vLLM's global put back, after each test."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

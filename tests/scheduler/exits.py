@@ -1,7 +1,5 @@
 """Every exit of vLLM's loop over waiting requests, read from its source, and which of them a step took."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Engines in the states that many tests of the scheduler layer begin with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A router that hears an engine's KV events over vLLM's own ZeroMQ publisher, in order with vLLM's events of GPU blocks."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

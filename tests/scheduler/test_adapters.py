@@ -3,8 +3,6 @@
 The oracle labels KV with the text that an adapter's tensors were made of, so KV of another version shows whoever made the mistake.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

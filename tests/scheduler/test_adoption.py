@@ -1,7 +1,5 @@
 """Requests in every state across an adoption: none of them, and nobody after them, sees KV of the epoch before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """More states a request can be in when an epoch is adopted: paused, between vLLM's own lookup and its admission, on a P/D path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -7,8 +7,6 @@ cache, in L1, and in L2. It also holds that no request ever sees KV that was com
 and that nobody is admitted under a root that was left before.
 """
 
-from __future__ import annotations
-
 import queue
 import random
 import sys

@@ -1,7 +1,5 @@
 """The borders with vLLM: versions, fingerprint fields, layouts, stats, registration by name, the worker facade."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

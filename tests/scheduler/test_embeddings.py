@@ -1,7 +1,5 @@
 """Prompts of embeddings, and what else vLLM's workers are told of a new request: each input that decides KV is in its names."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Errors of our own code: each costs a miss or a recompute, and never an old answer, a lost block or a request that waits for ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """KV events of L1 as a router hears them: over vLLM's own ZeroMQ publisher, in order with vLLM's events of GPU blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

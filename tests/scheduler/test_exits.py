@@ -5,8 +5,6 @@ its condition; a test traces `Scheduler.schedule` and proves that the request le
 the source of the installed vLLM, so a new exit is noticed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Bypass, lease, the overwritten global, local resets, siblings, adapters: when the root is whose, with the real Scheduler."""
 
-from __future__ import annotations
-
 import logging
 import operator
 from pathlib import Path

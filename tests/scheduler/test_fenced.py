@@ -1,7 +1,5 @@
 """Our fence under vLLM's own connectors: whatever they keep, a request that comes after a change finds nothing from before it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an engine's fingerprint and the layout of its ranks say of the real vLLM: everything that changes bytes of KV, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 from typing import Any

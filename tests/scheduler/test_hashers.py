@@ -1,7 +1,5 @@
 """vLLM calls a request's hasher for every token: ours stands before it only until the first block has its name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from epochkv_connector.naming.pins import PinnedHasher, plain_hasher

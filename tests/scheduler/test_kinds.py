@@ -1,7 +1,5 @@
 """How each kind of vLLM's KV cache groups is reused: told by its class, and refused by name with what would help."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loads that fail, are lost, late or invalidated: each is reported exactly once per rank and costs a recompute, never an answer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

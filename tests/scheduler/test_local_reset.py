@@ -1,7 +1,5 @@
 """Somebody resets this engine's caches alone: which root is left, for how long, and what goes with it; with the real Scheduler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What an engine's log says when it changes its standing with the pool: one line for each change, with the remedy."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.scheduler.rigs import MakeRig

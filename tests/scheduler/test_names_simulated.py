@@ -3,8 +3,6 @@
 EPOCHKV_SEEDS=500 runs more schedules, EPOCHKV_SEED=7 one of them.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

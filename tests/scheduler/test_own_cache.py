@@ -1,7 +1,5 @@
 """Engines that cannot know by their configuration what their KV depends on: hits as stock vLLM has them, and for nobody else."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Defects of connectors in public use that no other test looks for (docs/reference/peers-defects.md lists all): ours has none."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.scheduler.rigs import LENGTH, MakeRig, filled, found, release

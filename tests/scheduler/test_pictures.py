@@ -3,8 +3,6 @@
 On whole engines vLLM's CPU build cannot show it without torchvision: its vision models import a processor that needs it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

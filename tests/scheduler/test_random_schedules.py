@@ -4,8 +4,6 @@ Invariants after every step: no request is admitted with KV of other tokens or o
 (pins, plans, jobs, GPU blocks) and every request has ended. A failing test prints its seed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

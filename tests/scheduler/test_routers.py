@@ -1,8 +1,6 @@
 """What routers make of an engine's KV events over changes of names: no block of before, no child before its parent, nothing that one
 request has alone; and an engine that idles tells as soon as one that works."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,6 @@
 looked at that has no new block.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Other shapes of engine and request: hybrid groups, no prefix caching, streaming sessions, many waiting requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

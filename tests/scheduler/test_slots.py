@@ -3,8 +3,6 @@
 vLLM shows the scheduler role the first layer of a group and the first rank of an engine, so what it could count is often too much.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent states: which are saved and found again."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 from typing import Any

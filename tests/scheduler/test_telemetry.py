@@ -1,7 +1,5 @@
 """What an engine tells of itself: tokens by tier, in vLLM's statistics and in ours; tiers that an error turned off."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.scheduler.rigs import MakeRig

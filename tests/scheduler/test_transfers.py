@@ -1,7 +1,5 @@
 """P/D: KV that NIXL brings from another engine has our names if that engine has shown our tag. If not, it is its request's alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

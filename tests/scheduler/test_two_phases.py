@@ -6,8 +6,6 @@ shown here: vLLM's for GPU blocks, with our loads as the external part, and ours
 position with the tokens it must have come from, so a block with two owners is seen, whoever gave it away.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

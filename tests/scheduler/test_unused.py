@@ -1,7 +1,5 @@
 """No engine is silently without hits: what it cannot use is one line of its log, and what it tells the hub and its metrics."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace

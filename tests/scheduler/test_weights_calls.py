@@ -1,7 +1,5 @@
 """Every call on workers that may write to weights ends the names that they had, before it is delegated; harmless ones cost nothing."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import import_module
 from typing import Any

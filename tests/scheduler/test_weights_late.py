@@ -1,7 +1,5 @@
 """Weights that change behind a step, and ranks that hold different ones, on the real scheduler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """KV is named after the weights that the ranks hold, on the real scheduler: requests in every state, and weights that return."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from epochkv_connector.engine import blocks

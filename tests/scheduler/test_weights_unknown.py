@@ -1,7 +1,5 @@
 """Ranks that cannot say what they hold, encoders, and errors of our own while weights change, on the real scheduler."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank whose job runner breaks down: everything it took is answered once, and never before its copies have ended."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A read happens at once, or when the consumer is told to. It brings what the producer's blocks hold then, whoever they belong to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Set
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A hub that leads, for clients that say what they like."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -8,8 +8,6 @@ Kinds: `garbage` (frames that are no message, from an authenticated client), `fr
 handshakes with keys that nobody knows), `connections` (plain TCP connections that are left open with garbage in them).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import secrets

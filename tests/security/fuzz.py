@@ -5,8 +5,6 @@ exception but the one that is documented, a message that changes when encoded ag
 printed with the target, the seed and the number that make the same input again, and ends the run with status 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import logging

@@ -4,8 +4,6 @@ Drawn from a `random.Random`, so that a seed and a number give an input again. H
 tests next to this; for ten minutes of inputs it is a hundred times too slow.
 """
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any
 

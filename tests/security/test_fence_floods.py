@@ -4,8 +4,6 @@ The floods come from processes of their own; each test shows by counters of the 
 flooder's connections, that the flood was there before and after what it must not disturb.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """The decoder and both state machines take whatever a peer can make them decode."""
 
-from __future__ import annotations
-
 import os
 
 from tests.security import fuzz

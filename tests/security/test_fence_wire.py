@@ -1,7 +1,5 @@
 """Who may speak to the hub, and what garbage, tampering and replay can do: nothing but cost their sender an answer."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

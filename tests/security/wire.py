@@ -1,7 +1,5 @@
 """Clients and hubs that say what they like, for tests of what the wire lets through."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import zmq

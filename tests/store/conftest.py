@@ -1,7 +1,5 @@
 """Fixtures of the store layer: real processes over TCP on loopback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 

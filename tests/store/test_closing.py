@@ -1,7 +1,5 @@
 """Ends of the store client: with calls in flight, before its start, with its master away; and what it says of its environment."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Masters and stores that die, freeze, forget, fill up: every fault is a miss in bounded time, and the client comes back by itself."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

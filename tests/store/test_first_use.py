@@ -1,7 +1,5 @@
 """First use of memory is over before anybody waits for it, and a store that stands still for a moment is not given up."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """A pool in a cluster of IPv6: master and store as the operator renders them, on `::1`, and the connector's client."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

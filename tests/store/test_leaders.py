@@ -2,8 +2,6 @@
 Without etcd none leads, and the operator sees it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The series of Mooncake's master that boards ask for, on a real master with a store."""
 
-from __future__ import annotations
-
 import re
 import urllib.request
 

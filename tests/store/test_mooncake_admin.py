@@ -1,7 +1,5 @@
 """The hub's one call that empties a store, against a real master."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is put is what is got, and nothing else ever is."""
 
-from __future__ import annotations
-
 import secrets
 
 import pytest

@@ -1,7 +1,5 @@
 """Proxy variables in the environment of pods: whatever stays in the cluster goes past the proxy. Real masters, stores, clients, etcd."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A store with a disk, as the operator renders it: blocks that memory has no room for any more are read back from the disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 of the one before it are in, and with draft tokens a step may give several tokens, or take some back.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from functools import partial

@@ -4,8 +4,6 @@ Subclass `AuthorityConformance` in a module of tests, name the class `Test...` a
 made; pytest fixtures reach it through an autouse fixture that sets attributes. Nothing here knows what is behind it.
 """
 
-from __future__ import annotations
-
 import abc
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """The command line as tests run it without the start of another process."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

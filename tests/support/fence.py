@@ -1,7 +1,5 @@
 """Real parts around the fence for tests: an authority in memory, an engine that records what it was told, a loop in a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import threading

@@ -1,7 +1,5 @@
 """Objects for planning tests, in few words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from epochkv_operator.api import InferenceEngine, KVCachePool, parse_engine, parse_pool

@@ -3,8 +3,6 @@
 GPU blocks, host slots and store objects hold, for each token position, *which weights computed it from which tokens*.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """What a vLLM `Scheduler` with our connector is configured with, in tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

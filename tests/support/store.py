@@ -1,7 +1,5 @@
 """Registered memory, clients and relays to talk with a real Mooncake on loopback (`hack.standalone.mooncake`)."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import re

@@ -1,7 +1,5 @@
 """What a case of the API's corpus says, and the parts that cases are made of."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 The list is written by hand from the API's promises; nothing in it is computed from the code.
 """
 
-from __future__ import annotations
-
 from tests.support.api.cases import EXTERNAL, LOCAL, MOONCAKE, STORE, Change, Json, etcd, master, mooncake, pool
 from tests.support.api.engines import ENGINE_CASES, ENV, KV, POOL_REF
 

@@ -1,7 +1,5 @@
 """Specs of engines that must be accepted or refused, as in `corpus`."""
 
-from __future__ import annotations
-
 from tests.support.api.cases import engine
 
 KV = ("belongs to the operator", "remove it from spec.args", "the pool named by spec.poolRef decides about KV")

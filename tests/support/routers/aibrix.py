@@ -1,7 +1,5 @@
 """The rules by which AIBrix's gateway follows engines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dynamo's indexer as a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

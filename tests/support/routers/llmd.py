@@ -1,7 +1,5 @@
 """The rules by which llm-d's router follows engines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What routers read of vLLM's events, and cut prompts into."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

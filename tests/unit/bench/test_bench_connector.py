@@ -1,7 +1,5 @@
 """The benchmark of the connector runs and writes what it measured; no figure is asserted, except hit rates, which are no timings."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Rendering the chart with the real Helm, and reading what comes out."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

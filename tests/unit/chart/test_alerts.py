@@ -1,7 +1,5 @@
 """The chart's alerts, parsed as Prometheus would, against the metrics that the operator has."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

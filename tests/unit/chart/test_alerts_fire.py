@@ -3,8 +3,6 @@
 `alerts/NAME.yaml` is the test of the alert NAME, in the format of `promtool test rules`.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

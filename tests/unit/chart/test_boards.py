@@ -3,8 +3,6 @@
 Each one gives an answer, and none ends in an error, such as of matching.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The chart as an administrator meets it: what it renders, what it grants, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

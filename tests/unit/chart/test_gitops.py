@@ -1,7 +1,5 @@
 """What tools that wait for an object make of it: kstatus, Flux with the page's expressions, Argo CD with the page's check."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Every value: described, refused when it is unknown, and found again in what is rendered."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

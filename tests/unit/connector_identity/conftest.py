@@ -1,7 +1,5 @@
 """What vLLM makes of the arguments of an engine, once for all tests of starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The scheduler role of adapters: which it asks ranks for, when, and what it names. No vLLM."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

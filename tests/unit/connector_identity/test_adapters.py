@@ -1,7 +1,5 @@
 """What an adapter's tensors are on a rank, whether a rank still uses them, and what the scheduler role makes of the answers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

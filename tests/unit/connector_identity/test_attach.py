@@ -1,7 +1,5 @@
 """`EPOCHKV_ATTACH`: engines of a program that has no field for a connector join the pool of the environment; every wrong value is named."""
 
-from __future__ import annotations
-
 import json
 import logging
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Every wrong configuration is an error that names the key; keys that cannot be read are not one (the engine serves without a hub)."""
 
-from __future__ import annotations
-
 import codecs
 import json
 import math

@@ -1,7 +1,5 @@
 """`EPOCHKV_FENCE`: which engines can have the fence without our connector, and the one sentence that others get."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

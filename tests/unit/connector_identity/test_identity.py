@@ -1,7 +1,5 @@
 """Names: computed by hand from the protocol's text, and different whenever anything they are made of differs."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory that this machine or its container can give."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

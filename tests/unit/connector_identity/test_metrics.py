@@ -1,7 +1,5 @@
 """The table of metrics against what the roles count."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the user who starts an engine sees: one line, before anything is loaded."""
 
-from __future__ import annotations
-
 import copy
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Statistics reach vLLM's API process, where a falling counter would end the output handler and with it the engine."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

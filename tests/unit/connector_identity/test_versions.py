@@ -1,7 +1,5 @@
 """What an engine tells its hub of the packages that it runs."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 import vllm

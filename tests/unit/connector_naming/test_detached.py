@@ -1,7 +1,5 @@
 """Names that nobody finds, for requests that go on over a change of weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from typing import Any

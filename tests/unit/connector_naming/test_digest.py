@@ -1,8 +1,6 @@
 """One digest of tensors: nothing that changes what a model computes may leave it as it was. On the host's way and on the device's,
 which is run on the host's tensors here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

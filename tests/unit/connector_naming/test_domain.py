@@ -1,7 +1,5 @@
 """Ranks of a domain in threads, with all-reduces in lockstep: when they carry more, what each then knows, and when a pass is settled."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

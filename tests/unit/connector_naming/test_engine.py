@@ -1,7 +1,5 @@
 """The watch in front of an executor's calls and a scheduler's steps: what happens in which order, and how an idle engine is woken."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which tensors of a worker are weights: everything a model holds in any way, less what a reason leaves out; what is hidden is said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 For each: one changed weight changes the digest, although no tensor of the model may show it any more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What one rank knows of its weights: questions, comparisons behind steps, writes in between; and that it never raises."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from functools import wraps

@@ -1,7 +1,5 @@
 """A few elements of every tensor: whole pushes show, one element shows as often as it is said, and nothing shows without a change."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

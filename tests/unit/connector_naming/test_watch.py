@@ -1,7 +1,5 @@
 """The scheduler role's state machine: when it looks, what it believes meanwhile, and what it tells names. No vLLM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the watch makes of what ranks answer: none, late ones, and those that an encoder has to wait for. No vLLM."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank, as far as its models go."""
 
-from __future__ import annotations
-
 from torch import nn
 
 

@@ -1,7 +1,5 @@
 """What the bookkeeping acts on: GPU blocks with owners, a store that holds names, and ranks that do as told, or not."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence

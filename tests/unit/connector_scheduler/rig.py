@@ -4,8 +4,6 @@ Content is modelled as the name it was computed under, so a block that ends up h
 a wrong answer in life. Ranks acknowledge late, in any interleaving, and may fail, drop or time out.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

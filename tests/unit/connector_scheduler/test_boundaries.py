@@ -1,7 +1,5 @@
 """The calendar of blocks: who cannot have a new block is not looked at. `test_running_ahead.py` shows that nobody is missed."""
 
-from __future__ import annotations
-
 from epochkv_connector.scheduler.steps import Boundaries
 
 SIZE = 16

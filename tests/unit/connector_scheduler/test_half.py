@@ -1,7 +1,5 @@
 """The scheduler role as the facade sees it: lookups, and a store that is slow."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS

@@ -1,7 +1,5 @@
 """From a hit to its load: what is committed, refused, given back or cut."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS

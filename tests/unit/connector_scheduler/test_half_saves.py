@@ -1,7 +1,5 @@
 """The scheduler role as the facade sees it: saves, loads that fail or are late, and changes of names."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The length of a hit, against a definition by brute force, and against vLLM's own coordinator."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

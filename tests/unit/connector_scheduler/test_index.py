@@ -1,7 +1,5 @@
 """Host slots: one owner each, never evicted while referenced, other roots first, promises kept."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_connector.tiers.state import HostIndex

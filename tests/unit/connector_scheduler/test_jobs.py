@@ -1,7 +1,5 @@
 """The table: ranks counted across steps, intersection and hull, nothing released that a rank may touch."""
 
-from __future__ import annotations
-
 from epochkv_connector.tiers.state import Jobs, Loaded, Outcome, Released
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 

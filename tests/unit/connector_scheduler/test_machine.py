@@ -4,8 +4,6 @@ Held at every moment: no slot and no GPU block has two owners, a referenced bloc
 with anything but what its name says. At the end nothing is left.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import dataclass, field

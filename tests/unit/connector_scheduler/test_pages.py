@@ -1,7 +1,5 @@
 """The pages for auditors name tests and code that exist, and leave out no section of what they list."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Loads from L2 that fail again and again are paused: a hit that cannot be loaded costs its request up to a deadline."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

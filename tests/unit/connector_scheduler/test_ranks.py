@@ -3,8 +3,6 @@
 Saves are aggregated by intersection, whichever way vLLM merges the ranks of a step, and nothing is seen before the last rank has spoken.
 """
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The table of a load's states: whatever happens, vLLM hears of a load once, and of no success whose names have changed."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

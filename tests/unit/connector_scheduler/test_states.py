@@ -1,7 +1,5 @@
 """What is saved of groups that are not plain attention: recurrent states, windows that vLLM keeps in part, private groups."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout

@@ -1,7 +1,5 @@
 """verl's `kv_store` block: what it stands for, every wrong field by name, and real hubs and masters that answer or do not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Whatever breaks under a job, and whatever the store does in any schedule, its rank answers it once and gives its slots back."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

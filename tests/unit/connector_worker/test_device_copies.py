@@ -1,8 +1,6 @@
 """What copies need of a device: the driver's calls by their C signatures, registration in whole slots, and no error before
 what was issued has ended. What only a GPU can show is in `tests/cuda`."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

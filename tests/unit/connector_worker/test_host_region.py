@@ -1,7 +1,5 @@
 """The memory that copies and the store use has its pages before anybody uses it, and is the kind that gets huge ones."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from pathlib import Path

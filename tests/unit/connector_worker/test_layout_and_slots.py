@@ -1,7 +1,5 @@
 """Every layout that can be cut into blocks is copied byte for byte, every other one is refused by name; and how many slots a rank has."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

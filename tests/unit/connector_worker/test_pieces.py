@@ -1,7 +1,5 @@
 """Loads with more blocks than slots go through in pieces, and whatever happens between two pieces is answered once."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

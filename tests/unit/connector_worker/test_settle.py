@@ -1,7 +1,5 @@
 """Saves whose GPU blocks were given back early: before a step writes to them the copies have ended, or count as failed."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

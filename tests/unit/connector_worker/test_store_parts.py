@@ -1,7 +1,5 @@
 """What the store client is made of: names of objects, the ends around them, how many one call carries, and what is said of it."""
 
-from __future__ import annotations
-
 import logging
 import re
 import struct

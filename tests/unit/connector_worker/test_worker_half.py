@@ -3,8 +3,6 @@
 The store here is a double that obeys the test: real stores fail at moments nobody can choose (`tests/store` has those).
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections import Counter

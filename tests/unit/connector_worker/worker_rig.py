@@ -1,7 +1,5 @@
 """A worker role over host memory, and a store that does what a test tells it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

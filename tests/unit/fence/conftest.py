@@ -1,7 +1,5 @@
 """Fixtures of the fence's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

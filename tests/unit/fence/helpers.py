@@ -1,7 +1,5 @@
 """A hub under a clock that the test moves, with an authority that answers at once."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from epochkv_fence.hub.machine import Hub

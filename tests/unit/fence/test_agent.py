@@ -1,7 +1,5 @@
 """The agent's rules, one by one, under a clock that the test moves."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_fence.protocol.agent import (

@@ -1,7 +1,5 @@
 """Who asked for an epoch, what trainers are told of it, and a record that fell."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_fence.protocol import pool as ev

@@ -1,7 +1,5 @@
 """The command `epochkv` as people and scripts use it: real processes, their exit statuses, what they print and leave behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """`epochkv hub` and `epochkv keys` as people and scripts use them: what they leave behind, and how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Commands that other packages add to `epochkv`, found by their entry points in a real process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

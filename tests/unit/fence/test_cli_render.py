@@ -1,7 +1,5 @@
 """What `epochkv` prints: tables, and numbers as people say them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`epochkv update`: a command that pushes weights, and the wait for them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The trainer's client against real hubs and agents: what a reset means, and that no fault makes it mean less."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

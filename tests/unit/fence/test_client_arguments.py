@@ -1,7 +1,5 @@
 """What the client refuses before anything is asked: the parameter, what was given, and what is allowed."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

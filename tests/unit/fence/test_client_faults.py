@@ -1,7 +1,5 @@
 """The client against what answers and is no hub of ours, against a hub that was deposed in its sleep, and against large pools."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager

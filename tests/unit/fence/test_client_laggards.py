@@ -1,7 +1,5 @@
 """Who did not acknowledge, by name, also when the hub does not list it any more."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path

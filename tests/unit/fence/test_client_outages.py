@@ -1,7 +1,5 @@
 """Resets while hubs are gone, refuse, restart, are killed or frozen, or cannot be reached."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

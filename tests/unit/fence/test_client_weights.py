@@ -1,7 +1,5 @@
 """Pushes of weights against real hubs and agents: what counts as arrived, who is named when one did not, and every way to fail."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable

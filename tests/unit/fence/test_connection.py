@@ -1,7 +1,5 @@
 """How a pool is reached: every form of the configuration, and errors that say what to change, whatever comes in."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

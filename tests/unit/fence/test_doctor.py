@@ -1,7 +1,5 @@
 """`epochkv doctor --config` with a real hub and real agents: well, and with one fault after the other. Nothing hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """The hub's rules, one by one, under a clock that the test moves. L = 30 s, margin 3 s."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_fence.protocol import pool as ev

@@ -1,7 +1,5 @@
 """The hub's rules about those it talks to: instances that fall behind, leave or die, proposals, trainers. L = 30 s, margin 3 s."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_fence.hub.record import MAX_INSTANCES, NUDGE_SECONDS, NUDGES_PER_SECOND

@@ -1,7 +1,5 @@
 """What a standalone hub's log and metrics say of a pool, and the address that it advertises: values in, text out."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from dataclasses import replace

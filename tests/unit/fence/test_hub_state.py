@@ -1,7 +1,5 @@
 """Keys and client folder of a standalone hub: replaced as a whole, repaired after a kill, bound to their pool."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """What weights are called: answered when it is durable, kept over a change of hub, bounded."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_fence.hub.record import MAX_LABELLING

@@ -1,7 +1,5 @@
 """The wire: what goes in comes out, and everything else is named in an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """The store's admin port seen as an enemy: it hangs, drips, refuses, answers nonsense. The real master is in tests/store."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Keys of older epochs are removed after publication: by an engine, or by the store when there is none. L = 30 s."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_fence.protocol import pool as ev

@@ -1,7 +1,5 @@
 """Lines of the log that somebody else causes are few, whatever is tried."""
 
-from __future__ import annotations
-
 from epochkv_fence.common import Seldom
 
 

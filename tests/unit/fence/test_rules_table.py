@@ -1,7 +1,5 @@
 """The table of rules for auditors names things that exist, and every mutant."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """The SQLite authority: the common suite, real kills at random points, and every way a directory can be unusable."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

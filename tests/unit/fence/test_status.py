@@ -1,7 +1,5 @@
 """What trainers and owners are told about a pool: `Status`, `BumpStatus`, the snapshot."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from typing import Any

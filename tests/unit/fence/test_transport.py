@@ -1,7 +1,5 @@
 """Agents and hubs over real sockets on loopback, with an authority in memory."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """What goes wrong with one pool, or with one message, harms nothing else, and is over when its cause is."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

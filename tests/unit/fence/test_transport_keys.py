@@ -1,7 +1,5 @@
 """A pool's client key is replaced while engines serve: nobody's lease ends, whichever side learns of the new key first."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A plain ZeroMQ socket in an event loop: nothing is lost to its edge-triggered descriptor, and no flood starves the loop."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Wipes, sweeps, reclaims and labels between real agents, a real hub and a store: who is asked for what, and when."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass, field

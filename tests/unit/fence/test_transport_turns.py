@@ -1,7 +1,5 @@
 """Pools take turns by the time that their messages cost, whatever their number."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

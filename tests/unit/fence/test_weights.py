@@ -1,7 +1,5 @@
 """Which weights engines hold: what people are shown, and which keys are removed. L = 30 s, margin 3 s."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """`RemoveAll`: the store is wiped once after each publication, and nothing waits for that. L = 30 s, margin 3 s."""
 
-from __future__ import annotations
-
 import pytest
 
 from epochkv_fence.hub.reclaim import WIPE_RETRY_SECONDS, WIPE_SECONDS

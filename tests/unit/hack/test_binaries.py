@@ -1,7 +1,5 @@
 """The cache key of the Go binaries covers everything that they are built from, and a demo builds nothing that only tests need."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Addresses and index choice of local clusters."""
 
-from __future__ import annotations
-
 import ipaddress
 
 import pytest

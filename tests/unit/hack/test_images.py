@@ -1,7 +1,5 @@
 """What decides whether an image is built again, and the archives written here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

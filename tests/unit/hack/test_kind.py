@@ -1,7 +1,5 @@
 """What kind is asked for, and what is taken from a container where root lacks capabilities."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

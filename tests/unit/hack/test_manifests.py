@@ -1,7 +1,5 @@
 """The manifests that users copy, and those of the demo."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Boards and the metrics' page: what the table of metrics lacks cannot be asked for."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Components are known by pid and start time; only they are ever signalled."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which failed tests have a second run: those of real processes, a few at most, and no wrong answer."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

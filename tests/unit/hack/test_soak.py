@@ -1,7 +1,5 @@
 """The soak's own judgement: what it counts as wrong, leaked or growing."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Child processes and their groups: nothing of them survives their program."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

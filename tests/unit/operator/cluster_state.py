@@ -1,7 +1,5 @@
 """Objects of a cluster as the planner reads them."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The models read what the API server accepts, and refuse what its schema does; the CRDs that are made from them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from decimal import Decimal

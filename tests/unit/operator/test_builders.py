@@ -4,8 +4,6 @@ After an intended change run `EPOCHKV_UPDATE_GOLDEN=1 pytest tests/unit/operator
 difference of the golden files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

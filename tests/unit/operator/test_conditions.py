@@ -1,7 +1,5 @@
 """Conditions as tables: what is observed, and what a user reads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta

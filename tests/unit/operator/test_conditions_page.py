@@ -1,7 +1,5 @@
 """The reference page of conditions has every type and reason that the operator writes, with its status, and no other."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What `epochkv doctor` says of objects of a cluster. Pure: objects as the API server gives them, and its time."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from typing import Any
 

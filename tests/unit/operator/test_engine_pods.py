@@ -1,7 +1,5 @@
 """What the pods of an engine are given: time to start, a model, other pods to compute with; and how they are replaced."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

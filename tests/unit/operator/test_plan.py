@@ -1,7 +1,5 @@
 """Plans: what is applied, deleted or left alone, and why; and what holds for every spec that is accepted."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace

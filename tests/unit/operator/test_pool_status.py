@@ -1,7 +1,5 @@
 """The whole status of pools and engines, and what of it outlives operators and hubs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import timedelta
 

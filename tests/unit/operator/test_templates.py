@@ -1,7 +1,5 @@
 """Pod templates of the owner: merged like strategic patches, or refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What samples of trainers mount is what the operator makes for the pool of the samples: names, keys, paths and label."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

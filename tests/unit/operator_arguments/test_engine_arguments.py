@@ -3,8 +3,6 @@
 vLLM takes unambiguous abbreviations and reads '_' as '-', so a pattern can be too narrow as well as too wide.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """`epochkv plan` without a cluster: what it reads, what it refuses, and how it says so."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

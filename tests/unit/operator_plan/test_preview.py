@@ -1,7 +1,5 @@
 """What `epochkv plan` foretells of changes and the pods that they replace, without a cluster."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

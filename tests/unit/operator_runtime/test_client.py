@@ -1,7 +1,5 @@
 """The client's promise: an answer, or an `ApiError` of the right kind, whatever comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """What kopf is told about the network."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 from epochkv_operator.control.driver import kopf_settings

@@ -1,7 +1,5 @@
 """Carrying out a plan, against a client that notes what it is told."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

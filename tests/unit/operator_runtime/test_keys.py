@@ -1,7 +1,5 @@
 """What a pool's Secret holds, and when it is as some operator wrote it: whole, or with what operators make of it, or not at all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

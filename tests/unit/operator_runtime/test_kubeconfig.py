@@ -1,7 +1,5 @@
 """What kubectl obeys of a kubeconfig and of the environment, our client and kopf's session obey, too."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

@@ -1,7 +1,5 @@
 """Where the operator listens when nobody says: on every address, of both families."""
 
-from __future__ import annotations
-
 import asyncio
 
 import aiohttp

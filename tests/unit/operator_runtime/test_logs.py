@@ -1,7 +1,5 @@
 """What reaches the log when something unexpected happens: the place, never what local variables hold."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The hub's thread: calls from other threads, and what the hub's writes know of the store."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """All metrics against what the documentation says of them, and what the hub counts in the operator's."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The work queue and the store: what must hold for any order of events."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import product
 from typing import Any

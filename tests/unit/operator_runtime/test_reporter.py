@@ -1,7 +1,5 @@
 """What is said of a status beside its conditions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

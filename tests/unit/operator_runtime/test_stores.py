@@ -1,7 +1,5 @@
 """Which admin ports belong to a pool: those of its own live masters, and of nobody else. What is made of their answers."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

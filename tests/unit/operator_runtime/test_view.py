@@ -1,7 +1,5 @@
 """From snapshots to what status shows: counts belong to a reset, old keys to engines, silence to nobody."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

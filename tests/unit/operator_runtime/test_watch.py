@@ -1,7 +1,5 @@
 """Kinds that are listed and watched, through an API server that fails in every way that counts."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Workers: who is looked at again, and who is left in peace."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """What is released: one version everywhere, images by digest in the chart, images from pinned bases, and lists of what they hold."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The workflows: right by actionlint, with everything pinned that somebody else could move, and with nobody's name in them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
