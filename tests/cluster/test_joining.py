@@ -35,15 +35,22 @@ def rendered(plane: ControlPlane, *values: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(text))
 
 
+def apply_policy(plane: ControlPlane) -> None:
+    for obj in rendered(plane):
+        plane.api.apply(f"{ADMISSION}{KINDS[obj['kind']]}/{obj['metadata']['name']}", obj)
+
+
+def delete_policy(plane: ControlPlane) -> None:
+    for obj in rendered(plane):
+        plane.api.request("DELETE", f"{ADMISSION}{KINDS[obj['kind']]}/{obj['metadata']['name']}", None, timeout=15)
+
+
 @pytest.fixture(scope="module")
 def policy(plane: ControlPlane) -> Iterator[None]:
     """The chart's policy, on this API server."""
-    objects = rendered(plane)
-    for obj in objects:
-        plane.api.apply(f"{ADMISSION}{KINDS[obj['kind']]}/{obj['metadata']['name']}", obj)
+    apply_policy(plane)
     yield
-    for obj in objects:
-        plane.api.request("DELETE", f"{ADMISSION}{KINDS[obj['kind']]}/{obj['metadata']['name']}", None, timeout=15)
+    delete_policy(plane)
 
 
 def pod(space: Namespace, name: str, pool: str | None = "policy", notes: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
@@ -165,6 +172,27 @@ def test_a_pod_of_a_namespace_that_is_not_allowed_starts_untouched(policy: None,
     (event,) = eventually(lambda: namespace.events("NotJoined"), f"an Event; log:\n{operator.tail()}")
     assert f"namespace {namespace.name} has no such pool" in event["note"]
     assert "spec.allowedNamespaces" in event["note"]
+
+
+def test_without_the_policy_nothing_changes_and_an_event_says_so(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **POOL)
+    joins(namespace, "first")
+    delete_policy(namespace.plane)
+    try:
+        for attempt in range(30):
+            made = pod(namespace, f"plain-{attempt}")
+            if "initContainers" not in made["spec"]:
+                break
+            time.sleep(0.5)
+        assert "initContainers" not in made["spec"]
+        notes = eventually(
+            lambda: [one["note"] for one in namespace.events("NotJoined") if one["regarding"]["name"] == made["metadata"]["name"]],
+            lambda: f"an Event; log:\n{operator.tail()}",
+        )
+        assert "the cluster has no policy" in notes[0]
+    finally:
+        apply_policy(namespace.plane)
+    joins(namespace, "again")
 
 
 def test_the_policy_of_an_operator_that_serves_some_namespaces(plane: ControlPlane) -> None:

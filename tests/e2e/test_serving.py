@@ -8,6 +8,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 import yaml
@@ -41,7 +42,9 @@ class Client(threading.Thread):
     def __init__(self, kube: Kube, right: tuple[int, ...]) -> None:
         super().__init__()
         self.engine, self.right = ServiceEngine(kube, NAMESPACE, NAME, MODEL), right
-        self.answers, self.wrong = 0, 0
+        self.answers = 0
+        self.wrong: list[str] = []
+        """When."""
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -51,7 +54,8 @@ class Client(threading.Thread):
             except (EngineError, OSError):
                 continue
             self.answers += 1
-            self.wrong += found != self.right
+            if found != self.right:
+                self.wrong.append(datetime.now(UTC).isoformat())
 
     def answered(self) -> None:
         """Some more answers come."""
@@ -147,6 +151,7 @@ def test_no_answer_of_other_weights_after_a_push(setup: Setup, kube: Kube, fleet
         client.ended.set()
         client.join()
     print(f"{client.answers} answers")
-    assert client.wrong == 0
+    said = kube.kubectl("-n", SYSTEM, "logs", "deployment/epochkv-operator", "--tail=-1").splitlines()
+    assert client.wrong == [], "\n".join(line for line in said if NAME in line and "gate" in line)
     for engine in (first, second):
         engine.reload_weights(BASE_WEIGHTS)

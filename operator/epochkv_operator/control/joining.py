@@ -31,6 +31,8 @@ from epochkv_operator.settings import Settings
 log = structlog.get_logger(__name__)
 CHECK_SECONDS: Final = 60.0
 """After which the Secret of a copy is read again: no watch shows it."""
+LIST_SECONDS: Final = 10.0
+"""For how long a list of namespaces counts."""
 JOINED: Final = "epochkv.io/joined"
 REJECTED: Final = "epochkv.io/rejected"
 """Annotations that the admission policy leaves on a pod."""
@@ -44,6 +46,7 @@ class Copies:
         self._store = store
         self._served = settings.watch_namespaces
         self._checked: dict[tuple[str, str], float] = {}
+        self._matched: dict[str, tuple[float, str, set[str]]] = {}
 
     async def keep(self, key: Key, pool: KVCachePool, keys: FenceKeys, context: Context) -> tuple[Shared | None, ApiError | None]:
         """Bring the copies to what the pool allows. Returns what became of it, and the error to try again on."""
@@ -92,11 +95,19 @@ class Copies:
             problem = Problem("SelectorNotServed", "this operator serves some namespaces only and cannot look for labels: use names")
         elif allowed.selector is not None:
             try:
-                found, _ = await self._client.list(NAMESPACES, None, str(allowed.selector))
-                wanted |= {obj["metadata"]["name"] for obj in found if not obj["metadata"].get("deletionTimestamp")}
+                wanted |= await self._matching(pool.metadata.uid, str(allowed.selector))
             except ApiError as error:
                 problem, again = Problem("NamespacesNotListed", f"{error.message or error}"), error
         return wanted - {pool.metadata.namespace}, problem, again
+
+    async def _matching(self, pool_uid: str, selector: str) -> set[str]:
+        """Namespaces with these labels, as some seconds ago: a pool is looked at whenever an engine of it has news."""
+        until, known, names = self._matched.get(pool_uid, (0.0, "", set()))
+        if time.monotonic() >= until or known != selector:
+            found, _ = await self._client.list(NAMESPACES, None, selector)
+            names = {obj["metadata"]["name"] for obj in found if not obj["metadata"].get("deletionTimestamp")}
+            self._matched[pool_uid] = (time.monotonic() + LIST_SECONDS, selector, names)
+        return names
 
     def _taken(self, key: Key, namespace: str) -> Problem | None:
         """Why the pool cannot be in this namespace: its names are somebody else's there."""

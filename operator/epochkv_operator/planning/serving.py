@@ -16,8 +16,8 @@ For a pod p with the gate, an engine instance r of it, and a fingerprint f:
 The gate of p becomes, by the first line that fits:
 
     True       nothing is asked for (`Any`), or holds(p)
-    open       nobody can tell: no hub for a lease; no report of p, or none that says its weights, for a lease; engines have differed for
-               too long and W is none. Open is True, and with `strict` False
+    open       nobody can tell: no hub for a lease; no report of p, or none that says its weights, for a lease in which its containers
+               were ready; engines have differed for too long and W is none. Open is True, and with `strict` False
     as it is   one of these for a shorter time, or weights are being written; but False if new(p). Also while no engine holds the weights
                that are named, unless `strict`
     False      its gate is not True, or new(p)
@@ -215,11 +215,14 @@ class _Look:
 
     def _silent(self, pod: _Pod, hub: HubView) -> _Verdict:
         """Engines of the pod do not report, or not their weights."""
+        ready = self._seconds_since(pod.ready_since)
         if not pod.views:
-            waits = hub.complete and pod.ready_since is not None
-            return self._unsaid(pod, "NotReporting", self._lease - self._seconds_since(pod.ready_since) if waits else None)
+            return self._unsaid(pod, "NotReporting", self._lease - ready if hub.complete and pod.ready_since is not None else None)
         silent = [view.weights_since for view in pod.views if view.weights is None and not view.updating]
-        return self._unsaid(pod, "WeightsUnknown", self._lease - max(silent) if silent else None)
+        # While a pod starts, it is no loss that its weights are not known yet.
+        return self._unsaid(
+            pod, "WeightsUnknown", self._lease - min(ready, max(silent)) if silent and pod.ready_since is not None else None
+        )
 
     def _unsaid(self, pod: _Pod, why: str, left: float | None) -> _Verdict:
         """Nobody can tell what the pod holds. `left`: how much longer it may stay so; None: until there is news."""

@@ -16,6 +16,7 @@ from typing import Any
 from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from vllm import SamplingParams, _custom_ops
+from vllm.model_executor.layers import utils
 
 from tests.trainers.trl import grpo
 
@@ -53,8 +54,9 @@ def main() -> None:
         values = {(metric.name, metric.labels.get("tier", "")): int(getattr(metric, "value", 0)) for metric in metrics}
         return [values.get(key, 0) for key in COUNTED]
 
-    # With oneDNN, vLLM packs weights for the CPU and leaves nothing behind that TRL could write: the run without a cache fails, too.
+    # On some CPUs, vLLM packs weights and leaves nothing behind that TRL could write: the run without a cache fails, too.
     _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
     # TRL passes a fixed list of arguments, and neither a size of the GPU's cache nor metrics are in it.
     vllm_generation.LLM = functools.partial(vllm_generation.LLM, disable_log_stats=False, **arguments)
     where = {"vllm_mode": "colocate", "vllm_max_model_length": MAX_MODEL_TOKENS}

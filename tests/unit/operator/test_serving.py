@@ -103,6 +103,8 @@ OLD, NEW = holds("b", BASE), holds("b", BASE, age=20.0, since=5.0)
         (gated("b", up=None), [], CONVERGED, None),
         (gated("b", "False"), [holds("b", None, since=40.0)], CONVERGED, ("True", "FailedOpen")),
         (gated("b", "False"), [holds("b", None, since=20.0)], CONVERGED, None),
+        (gated("b", "False", up=10.0), [holds("b", None, since=40.0)], CONVERGED, None),
+        (gated("b", "False", up=None), [holds("b", None, since=40.0)], CONVERGED, None),
         (gated("b", "False"), [holds("b", None, since=40.0, stats={"weights_updating": 1.0})], CONVERGED, None),
         # Every rank counts.
         (gated("b"), [holds("b", STEP_1), holds("b", STEP_1, rank=1)], CONVERGED, ("True", "Holds")),
