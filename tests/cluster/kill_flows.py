@@ -86,6 +86,8 @@ def at_rest(found: Snapshot) -> bool:
             return False
         if any(each["reason"] in BUSY or NO_POD_YET.search(each["message"]) for each in status["conditions"]):
             return False
+        if key.startswith("inferenceengines/") and status.get("replicas") != obj["spec"]["replicas"]:
+            return False  # the controller of Deployments is replacing pods
         if key.startswith("kvcachepools/") and (
             status.get("epoch") != obj["spec"]["resetEpoch"] or status["engines"]["summary"] != "1/1" or not status["externalEngines"]
         ):
