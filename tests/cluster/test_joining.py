@@ -13,7 +13,7 @@ import yaml
 
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
-from tests.cluster.operator_harness import CHILDREN, POOLS, ROOT, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, POOLS, ROOT, Namespace, OperatorProcess, condition, install_crds
 from tests.cluster.test_operator_external import external, joined, mounted
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
@@ -127,6 +127,9 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     assert "EPOCHKV_ATTACH" not in env(fenced, "vllm")
     assert container(fenced, "vllm")["resources"]["limits"]["memory"] == str(3 * 2**29)
 
+    empty = pod(namespace, "empty", containers=[{"name": "vllm", **CONTAINER, "env": [{"name": "PYTHONPATH"}]}])
+    assert env(empty, "vllm")["PYTHONPATH"] == "/epochkv"
+
     # Nothing of ours where nobody asked, or where somebody wrote it by hand.
     assert "initContainers" not in pod(namespace, "strange", pool=None)["spec"]
     by_hand = [{"name": "fence", "secret": {"secretName": "policy-fence"}}]
@@ -146,6 +149,7 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
             {"containers": [{"name": "vllm", **CONTAINER, "env": [BY_FIELD]}]},
             "container vllm has PYTHONPATH by valueFrom: give it a value",
         ),
+        ({}, {"volumes": [{"name": "epochkv", "emptyDir": {}}]}, "the pod has volume epochkv already"),
         ({}, {"os": {"name": "windows"}, "securityContext": {}, "containers": [{"name": "vllm", "image": "x"}]}, "the pod is for Windows"),
     ],
 )
@@ -196,7 +200,7 @@ def test_without_the_policy_nothing_changes_and_an_event_says_so(policy: None, n
 
 
 def test_the_policy_of_an_operator_that_serves_some_namespaces(plane: ControlPlane) -> None:
-    objects = {(obj["kind"], obj["metadata"]["name"]): obj for obj in rendered(plane, "watchNamespaces={a,b}")}
+    objects = {(obj["kind"], obj["metadata"]["name"]): obj for obj in rendered(plane, "watchNamespaces={a,b}", "join.enabled=true")}
     names = ("epochkv-join-default", "epochkv-join-default-shared")
     assert set(objects) == {(kind, name) for kind in KINDS for name in names}
     admission = objects["MutatingAdmissionPolicy", names[0]]
@@ -209,11 +213,12 @@ Whole = tuple[OperatorProcess, list[Namespace]]
 
 
 @pytest.fixture
-def whole(plane: ControlPlane, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Whole]:
-    """An operator of the whole cluster, and three namespaces."""
-    topic = f"allowed-{abs(hash(request.node.name)) % 9973}"
-    spaces = [Namespace.create_in(plane, f"{topic}-{letter}") for letter in "abc"]
-    with OperatorProcess(plane, spaces[0].name, tmp_path, watch_namespace=None, lease_duration_seconds=TAKEOVER_SECONDS) as operator:
+def whole(fresh_control_plane: ControlPlane, tmp_path: Path) -> Iterator[Whole]:
+    """An operator of a whole cluster, which no other one may serve, and three namespaces."""
+    install_crds(fresh_control_plane)
+    apply_policy(fresh_control_plane)
+    spaces = [Namespace.create_in(fresh_control_plane, f"allowed-{letter}") for letter in "abc"]
+    with OperatorProcess(fresh_control_plane, spaces[0].name, tmp_path, watch_namespace=None) as operator:
         yield operator.wait_ready(), spaces
 
 
@@ -234,7 +239,7 @@ def allowed(space: Namespace) -> tuple[str, str, str]:
     return found.get("status", ""), found.get("reason", ""), found.get("message", "")
 
 
-def test_other_namespaces_join_while_the_pool_allows_it(policy: None, whole: Whole, tmp_path: Path) -> None:
+def test_other_namespaces_join_while_the_pool_allows_it(whole: Whole, tmp_path: Path) -> None:
     operator, (home, by_name, by_label) = whole
     home.create_pool("policy", **POOL, allowedNamespaces={"names": [by_name.name]})
     eventually(lambda: has_copies(by_name), lambda: f"copies; log:\n{operator.tail()}")
@@ -283,13 +288,13 @@ def test_a_pool_that_went_while_no_operator_ran_leaves_no_copies(whole: Whole) -
     eventually(lambda: allowed(home)[1] == "NamespaceNotFound", lambda: f"told: {allowed(home)}")
     assert "nowhere" in allowed(home)[2]
     before = first.versions() | second.versions()
-    operator.process.kill()
+    assert operator.terminate() == 0
     second.delete(CHILDREN["secrets"], "policy-fence")
     operator.start().wait_ready()
     eventually(lambda: has_copies(second), lambda: f"the Secret is back; log:\n{operator.tail()}")
     after = first.versions() | second.versions()
     assert {name for name in before if before[name] != after.get(name)} == {"secrets/policy-fence"}
-    operator.process.kill()
+    assert operator.terminate() == 0
     home.delete(POOLS, "policy")
     eventually(lambda: home.pool("policy") is None, "gone")
     operator.start().wait_ready()

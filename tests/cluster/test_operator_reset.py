@@ -93,7 +93,13 @@ def test_a_raised_epoch_is_published_when_both_engines_have_adopted_it(plane: Co
             assert (first.epoch, second.epoch) == (1, 1)
             status = eventually(lambda: published(namespace, 1), "the reset reported")
             assert status["reset"]["durationMilliseconds"] >= 0
-            assert status["engines"] | {"oldEpochRequests": 0} == {"total": 2, "converged": 2, "oldEpochRequests": 0, "summary": "2/2"}
+            assert status["engines"] | {"oldEpochRequests": 0} == {
+                "total": 2,
+                "converged": 2,
+                "external": 2,
+                "oldEpochRequests": 0,
+                "summary": "2/2",
+            }
             assert {engine["name"] for engine in status["externalEngines"]} == {"engine-0", "engine-1"}
             eventually(lambda: condition(namespace.status("policy"), "EpochConverged").get("status") == "True", "EpochConverged")
             eventually(lambda: operator.metric("epochkv_pool_published_epoch") == 1, "metric")

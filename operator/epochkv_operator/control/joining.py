@@ -45,12 +45,12 @@ class Copies:
         self._client = client
         self._store = store
         self._served = settings.watch_namespaces
-        self._checked: dict[tuple[str, str], float] = {}
-        self._matched: dict[str, tuple[float, str, set[str]]] = {}
+        self._checked: dict[Key, dict[str, float]] = {}
+        self._matched: dict[Key, tuple[float, str, set[str]]] = {}
 
     async def keep(self, key: Key, pool: KVCachePool, keys: FenceKeys, context: Context) -> tuple[Shared | None, ApiError | None]:
         """Bring the copies to what the pool allows. Returns what became of it, and the error to try again on."""
-        wanted, problem, again = await self._wanted(pool)
+        wanted, problem, again = await self._wanted(key, pool)
         for namespace in self._places(key):
             if namespace not in wanted and (again is None or pool.spec.allowed_namespaces is None):
                 await self._withdraw(key, namespace)
@@ -59,7 +59,7 @@ class Copies:
             found = self._taken(key, namespace)
             try:
                 if found is None:
-                    await self._write(pool, keys, namespace, context)
+                    await self._write(key, pool, keys, namespace, context)
                     done.append(namespace)
                 elif self._is_ours(key, self._store.get(CONFIGMAPS.kind, namespace, component_name(key.name, "connection"))):
                     await self._withdraw(key, namespace)
@@ -79,11 +79,13 @@ class Copies:
         """
         for namespace in self._places(key):
             await self._withdraw(key, namespace)
+        self._checked.pop(key, None)
+        self._matched.pop(key, None)
 
     def _places(self, key: Key) -> list[str]:
         return [obj["metadata"]["namespace"] for obj in self._store.found(CONFIGMAPS.kind, "", BY_SHARING, f"{key.namespace}/{key.name}")]
 
-    async def _wanted(self, pool: KVCachePool) -> tuple[set[str], Problem | None, ApiError | None]:
+    async def _wanted(self, key: Key, pool: KVCachePool) -> tuple[set[str], Problem | None, ApiError | None]:
         allowed = pool.spec.allowed_namespaces
         if allowed is None:
             return set(), None, None
@@ -95,18 +97,18 @@ class Copies:
             problem = Problem("SelectorNotServed", "this operator serves some namespaces only and cannot look for labels: use names")
         elif allowed.selector is not None:
             try:
-                wanted |= await self._matching(pool.metadata.uid, str(allowed.selector))
+                wanted |= await self._matching(key, str(allowed.selector))
             except ApiError as error:
                 problem, again = Problem("NamespacesNotListed", f"{error.message or error}"), error
         return wanted - {pool.metadata.namespace}, problem, again
 
-    async def _matching(self, pool_uid: str, selector: str) -> set[str]:
+    async def _matching(self, key: Key, selector: str) -> set[str]:
         """Namespaces with these labels, as some seconds ago: a pool is looked at whenever an engine of it has news."""
-        until, known, names = self._matched.get(pool_uid, (0.0, "", set()))
+        until, known, names = self._matched.get(key, (0.0, "", set()))
         if time.monotonic() >= until or known != selector:
             found, _ = await self._client.list(NAMESPACES, None, selector)
             names = {obj["metadata"]["name"] for obj in found if not obj["metadata"].get("deletionTimestamp")}
-            self._matched[pool_uid] = (time.monotonic() + LIST_SECONDS, selector, names)
+            self._matched[key] = (time.monotonic() + LIST_SECONDS, selector, names)
         return names
 
     def _taken(self, key: Key, namespace: str) -> Problem | None:
@@ -124,17 +126,17 @@ class Copies:
         annotations = (found or {}).get("metadata", {}).get("annotations") or {}
         return bool(annotations.get(SHARED_ANNOTATION) == f"{key.namespace}/{key.name}")
 
-    async def _write(self, pool: KVCachePool, keys: FenceKeys, namespace: str, context: Context) -> None:
+    async def _write(self, key: Key, pool: KVCachePool, keys: FenceKeys, namespace: str, context: Context) -> None:
         wanted = content(keys, pool.metadata.uid)
         hidden = {name: value for name, value in wanted.items() if name not in ("client.key", "root.secret")}
         config = shared_connection(pool, namespace, digest([hidden, keys.revision]), context)
         live = self._store.get(CONFIGMAPS.kind, namespace, config["metadata"]["name"])
         why = "it does not exist" if live is None else difference(config, live)
-        place = (pool.metadata.uid, namespace)
-        if why is None and time.monotonic() < self._checked.get(place, 0.0) + CHECK_SECONDS:
+        checked = self._checked.setdefault(key, {})
+        if why is None and time.monotonic() < checked.get(namespace, 0.0) + CHECK_SECONDS:
             return
         await self._write_secret(pool, wanted, namespace)
-        self._checked[place] = time.monotonic()
+        checked[namespace] = time.monotonic()
         if why is not None:
             self._store.upsert(CONFIGMAPS.kind, await self._client.apply(CONFIGMAPS, namespace, config))
             metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="apply").inc()

@@ -369,17 +369,19 @@ class PodReconciler:
 
     store: Store
     reporter: Reporter
-    _told: set[str] = field(default_factory=set)
+    _told: dict[Key, str] = field(default_factory=dict)
+    """By name: the uid of the pod that it was said of."""
 
     async def reconcile(self, key: Key) -> None:
         pod = self.store.get(key.kind, key.namespace, key.name)
         if pod is None:
+            self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
         pool = pod["metadata"]["labels"].get(POOL_LABEL, "")
         there = self.store.get(POOLS.kind, key.namespace, pool) or self.store.found("ConfigMap", key.namespace, POOL_LABEL, pool)
         why = explain(pod, bool(there))
-        if why and pod["metadata"]["uid"] not in self._told:
-            self._told.add(pod["metadata"]["uid"])
+        if why and self._told.get(key) != pod["metadata"]["uid"]:
+            self._told[key] = pod["metadata"]["uid"]
             self.reporter.tell(pod, reason="NotJoined", action="Join", note=why)
 
 
