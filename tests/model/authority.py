@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tests.model.world import World
 
 MUST_ANSWER = ("lead", "load")
+WRITES = ("record", "publish", "note", "label")
 PATIENCE = 1.0
 """Seconds after which a hub gives up waiting for an answer."""
 
@@ -37,6 +38,8 @@ class Authority:
         if kind in MUST_ANSWER:
             call.not_before = min(call.not_before, self.world.now + PATIENCE)
             call.patience = float("inf")
+        if kind in WRITES and process.term != self.leader:
+            call.effective = True  # an operator without the Lease sends no write; one that is under way may still land
         self.calls.append(call)
         return call
 
@@ -201,9 +204,15 @@ class Authority:
         won.term, won.effective, won.result = self.leader, True, True
 
     def restore(self) -> None:
-        """An older record comes back, from a backup."""
+        """An older record comes back, from a backup.
+
+        That ends every write under way: the API server rejects a status that goes down, so only a backup of etcd brings one back, and
+        that is restored while no API server runs. SQLite's file is replaced while its one hub is stopped.
+        """
         old = self.record
         if old.published > 0:
+            for call in self.calls:
+                call.effective = call.effective or call.kind in WRITES
             target = self.world.rng.randrange(old.published)
             self.record = PoolRecord(target, self.world.rng.randrange(target + 1), True, None)
             self.world.count("restores")
