@@ -33,12 +33,12 @@ def main() -> int:
         "--focus", choices=sorted(ALL_MUTANTS), default="", help="schedules as they are drawn for this mutant, nothing mutated"
     )
     mutants = commands.add_parser("mutants", help="every rule taken away")
-    mutants.add_argument("--only", choices=sorted(ALL_MUTANTS), default=None, help="one of them")
+    mutants.add_argument("--only", choices=sorted(ALL_MUTANTS), metavar="NAME", default=None, help="one of them")
     mutants.add_argument("--rare", action="store_true", help=f"those that need up to {RARE_BUDGET:,} schedules")
     replay = commands.add_parser("replay", help="one seed")
     replay.add_argument("seed", type=int)
     replay.add_argument("--focus", choices=sorted(ALL_MUTANTS), default="", help="as it is drawn for this mutant")
-    replay.add_argument("--mutant", choices=sorted(ALL_MUTANTS), default="", help="without this rule")
+    replay.add_argument("--mutant", choices=sorted(ALL_MUTANTS), metavar="NAME", default="", help="without this rule")
     for command in (run, replay):
         command.add_argument("--steps", type=_positive, default=None, help="of every schedule (default: drawn)")
     for command in (run, mutants):

@@ -38,8 +38,8 @@ class Authority:
         if kind in MUST_ANSWER:
             call.not_before = min(call.not_before, self.world.now + PATIENCE)
             call.patience = float("inf")
-        if kind in WRITES and process.term != self.leader:
-            call.effective = True  # an operator without the Lease sends no write; one that is under way may still land
+        if self.world.profile.restores and kind in WRITES and process.term != self.leader:
+            call.effective = True  # what can be restored is Kubernetes' record, and an operator without the Lease sends no write
         self.calls.append(call)
         return call
 
