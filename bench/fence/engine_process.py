@@ -39,6 +39,9 @@ class Hooks:
     def weights(self) -> tuple[bytes | None, str]:
         return b"w" * 16, ""
 
+    def labelled(self, weights: bytes, label: str) -> None:
+        """Answers would say it."""
+
     def tiers(self) -> tuple[str, str]:
         return "", ""
 

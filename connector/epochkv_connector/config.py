@@ -193,6 +193,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             "other bytes. Without it, blocks behind such an id reach neither L1 nor L2, unless the request has a `cache_salt`."
         ),
     ] = False
+    stamp: Annotated[
+        bool,
+        Meta(
+            description="Every answer says which weights made which of its tokens, in `kv_transfer_params`. Without it, the answers to "
+            "requests that ask for it."
+        ),
+    ] = False
     allow_untested_vllm: Annotated[bool, Meta(description="Start with a version of vLLM that was not tested, at your own risk.")] = False
 
     @property

@@ -31,9 +31,8 @@ _PLACES = (
     "acknowledgement", "acks", "adopt", "allocate", "build_connector_meta", "domain", "emergency", "end", "events", "finish_step",
     "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "hold", "isolate",
     "late", "layouts", "let_go", "link.stop", "lookup", "on_new_request", "record_loads", "register_kv_caches", "renamed",
-    "request_finished", "reset", "reset_cache", "results", "schedule", "settle", "start_step", "stats", "take", "tiers", "tiers.close",
-    "update_connector_output",
-    "update_state_after_alloc", "weights", "worker.shutdown",
+    "request_finished", "reset", "reset_cache", "results", "schedule", "settle", "stamps", "start_step", "stats", "take", "tiers",
+    "tiers.close", "update_connector_output", "update_state_after_alloc", "weights", "worker.shutdown",
 )  # fmt: skip
 
 

@@ -107,6 +107,13 @@ class Reference:
             self._answers[key] = answer.tokens
         return self._answers[key]
 
+    def answer(self, prompt: Sequence[int], model: Path, num_tokens: int) -> tuple[int, ...]:
+        """A longer answer."""
+        if model != self._loaded:
+            self._engine.reload_weights(model)
+            self._loaded = model
+        return self._engine.complete(prompt, num_tokens).tokens
+
     def lend(self) -> Engine:
         """The engine itself, to somebody who may change its weights."""
         self._loaded = None

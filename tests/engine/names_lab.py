@@ -20,6 +20,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from epochkv_fence.client.stamps import ASK, Stamp, stamps
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
@@ -77,11 +78,15 @@ class Stream:
     """A request whose tokens are seen as they come.
 
     Attributes:
+        times: when each of `tokens` came.
+        stamp: which weights made them; None: it has not ended.
         enough: it is given up with its next token.
     """
 
-    def __init__(self, engine: Engine, prompt: Sequence[int]) -> None:
-        self.prompt, self.tokens = list(prompt), list[int]()
+    def __init__(self, engine: Engine, prompt: Sequence[int], max_tokens: int = MAX_TOKENS) -> None:
+        self.prompt, self.tokens, self.times = list(prompt), list[int](), list[float]()
+        self.stamp: Stamp | None = None
+        self._max_tokens = max_tokens
         self.error: BaseException | None = None
         self._engine = engine
         self.enough = False
@@ -96,6 +101,10 @@ class Stream:
     def end(self) -> None:
         """Give the request up."""
         self.enough = True
+        self.join()
+
+    def join(self) -> None:
+        """Return when it has ended."""
         self._thread.join(120.0)
         assert self.error is None, f"a request failed: {self.error!r}"
         assert not self._thread.is_alive()
@@ -111,12 +120,13 @@ class Stream:
         body = {
             "model": self._engine.model,
             "prompt": self.prompt,
-            "max_tokens": MAX_TOKENS,
+            "max_tokens": self._max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
             "detokenize": False,
             "stream": True,
+            "kv_transfer_params": ASK,
         }
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -126,8 +136,11 @@ class Stream:
                 break
             text = line.decode().strip().removeprefix("data: ")
             if text.startswith("{"):
-                for choice in json.loads(text)["choices"]:
+                chunk = json.loads(text)
+                for choice in chunk["choices"]:
                     self.tokens += choice.get("token_ids") or []
+                self.times += [time.monotonic()] * (len(self.tokens) - len(self.times))
+                self.stamp = stamps(chunk)[0] or self.stamp
         connection.close()
 
 
@@ -138,10 +151,10 @@ class Streams:
     them before the first tokens are seen.
     """
 
-    def __init__(self, engine: Engine, prompts: Iterable[Sequence[int]]) -> None:
+    def __init__(self, engine: Engine, prompts: Iterable[Sequence[int]], max_tokens: int = MAX_TOKENS) -> None:
         self._slow = slow_file(engine)
         self._slow.touch()
-        self.all = [Stream(engine, prompt) for prompt in prompts]
+        self.all = [Stream(engine, prompt, max_tokens) for prompt in prompts]
 
     def arrive(self, num_tokens: int, num_requests: int | None = None) -> None:
         """Return once that many of them (default: all) have so many tokens."""
@@ -151,6 +164,11 @@ class Streams:
             return sum(len(stream.tokens) >= num_tokens or stream.error is not None for stream in self.all) >= wanted
 
         eventually(there, f"{num_tokens} tokens of {wanted} requests", 120.0)
+
+    def wait(self) -> None:
+        """Return once all of them have ended by themselves."""
+        for stream in self.all:
+            stream.join()
 
     def move_on(self, num_tokens: int, num_requests: int | None = None) -> None:
         """Return once that many have so many tokens more than the one that has most has now."""
@@ -312,6 +330,10 @@ class Lab:
     def seen(self, engine: Engine) -> list[str]:
         """What the engine's log says that it holds, in order."""
         return SEEN.findall(engine.process.log.read_text(errors="replace"))
+
+    def digest(self, engine: Engine) -> str:
+        """Of what it holds now, 8 hex digits."""
+        return self.seen(engine)[-1]
 
     def late(self, engine: Engine) -> float:
         """How often its ranks have seen a change behind a step."""

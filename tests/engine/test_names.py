@@ -3,15 +3,17 @@
 Every answer is compared with one of an engine that caches nothing and has exactly these weights; every hit is counted.
 """
 
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from epochkv_fence.client.stamps import ASK, stamps
 from hack.standalone.mooncake import Mooncake
-from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check, settled_keys
-from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Streams, Traffic, derive, flip, open_pool, rpc
+from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check, eventually, settled_keys
+from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Stream, Streams, Traffic, derive, flip, open_pool, rpc
 from tests.engine.server_nursery import ServerNursery
 
 NUM_RUNNING = 8
@@ -82,6 +84,72 @@ def test_a_push_that_misses_an_engine(lab: Lab, weights: Weights) -> None:
     lab.push(lab.b, weights.new)
     check(lab.b.complete(old), CACHED, lab.reference(old, weights.new))
     lab.share(weights.new)
+
+
+def stamped(lab: Lab, num_answers: int, num_pushes: int, source: random.Random) -> None:
+    """Answers of A while weights change: what their stamps say is what an engine without a cache says, and what pushes were made."""
+    lab.have(lab.weights.base)
+    held = [(lab.digest(lab.a), lab.weights.base, 0.0, 0.0)]
+    while num_answers > 0:
+        num_answers, model = num_answers - NUM_RUNNING, held[-1][1]
+        with Streams(lab.a, [lab.prompts(OPENING) for _ in range(NUM_RUNNING)], max_tokens=source.randrange(60, 90)) as streams:
+            for _ in range(min(num_pushes, 2)):
+                num_pushes -= 1
+                streams.move_on(source.randrange(1, 25))
+                model, began, before = lab.weights.after(model), time.monotonic(), len(lab.seen(lab.a))
+                lab.push(lab.a, model)
+                ended = time.monotonic()
+                eventually(lambda before=before: len(lab.seen(lab.a)) > before, "the engine has seen them")
+                held.append((lab.digest(lab.a), model, began, ended))
+            streams.wait()
+        for stream in streams.all:
+            check_stamp(lab, stream, held)
+
+
+def check_stamp(lab: Lab, stream: Stream, held: list[tuple[str, Path, float, float]]) -> None:
+    """`held`: digest, weights, and when their push began and ended, in order."""
+    assert stream.stamp is not None
+    made = stream.stamp.made
+    assert made[0].from_token == 0
+    first = next(index for index, (_, _, _, ended) in reversed(list(enumerate(held))) if ended <= stream.times[0] or index == 0)
+    order = [one.weights[:8] for one in made]
+    digests = [digest for digest, *_ in held]
+    assert any(digests[start : start + len(order)] == order for start in range(first + 1)), f"{order} of pushes {digests}"
+    for one in made[1:]:  # no token of these came before their push had begun
+        began = min(began for digest, _, began, _ in held if digest == one.weights[:8])
+        assert stream.times[one.from_token] >= began
+    until = made[1].from_token if len(made) > 1 else len(stream.tokens)
+    model = next(model for digest, model, *_ in held if digest == order[0])
+    assert lab.reference.answer(stream.prompt, model, until) == tuple(stream.tokens[:until])
+
+
+def test_every_token_says_which_weights_made_it(lab: Lab) -> None:
+    stamped(lab, NUM_RUNNING, 2, random.Random(1))
+
+
+@pytest.mark.slow
+def test_two_hundred_answers_over_ten_pushes_say_which_weights_made_each_token(lab: Lab) -> None:
+    stamped(lab, 200, 10, random.Random(2))
+
+
+def test_samples_of_one_answer_have_a_stamp_each(lab: Lab) -> None:
+    lab.have(lab.weights.base)
+    body = {"model": lab.a.model, "prompt": lab.prompts(), "max_tokens": 4, "n": 3, "temperature": 1, "detokenize": False}
+    answer = lab.a.post("/v1/completions", {**body, "kv_transfer_params": ASK})
+    assert [stamp.weights[:8] for stamp in stamps(answer) if stamp is not None] == [lab.digest(lab.a)] * 3
+
+
+def test_an_answer_that_a_pause_aborts_has_its_stamp(lab: Lab) -> None:
+    """As trainers do that push in the middle of rollouts and take the part that is there."""
+    lab.have(lab.weights.base)
+    with Streams(lab.a, [lab.prompts(OPENING)]) as streams:
+        streams.arrive(10)
+        lab.a.post("/pause?mode=abort", {})
+        streams.wait()
+        lab.a.post("/resume", {})
+    (stream,) = streams.all
+    assert stream.stamp is not None
+    assert stream.stamp.weights[:8] == lab.digest(lab.a)
 
 
 # ---------------------------------------------------------------------- calls that nobody has listed

@@ -34,15 +34,15 @@ def duo(folder: Path, mooncake: Mooncake, weights: Weights, servers: ServerNurse
 
 
 def without_tag(duo: Duo, handed: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in handed.items() if key != "epochkv"}
+    return {key: value for key, value in handed.items() if key != "epochkv_tag"}
 
 
 def with_other_weights(duo: Duo, handed: dict[str, Any]) -> dict[str, Any]:
-    return {**handed, "epochkv": {**handed["epochkv"], "weights": "00" * 32}}
+    return {**handed, "epochkv_tag": {**handed["epochkv_tag"], "weights": "00" * 32}}
 
 
 def after_an_epoch(duo: Duo, handed: dict[str, Any]) -> dict[str, Any]:
-    assert duo.pool.bump() == handed["epochkv"]["epoch"] + 1
+    assert duo.pool.bump() == handed["epochkv_tag"]["epoch"] + 1
     return handed
 
 

@@ -280,9 +280,9 @@ def transfers(make_rig: MakeRig) -> tuple[FencedRig, FencedRig, dict[str, Any]]:
 @pytest.mark.parametrize("tagged", [True, False])
 def test_kv_of_another_engine_has_our_names_only_with_its_tag(make_rig: MakeRig, tagged: bool) -> None:
     producer, consumer, handed = transfers(make_rig)
-    assert handed["epochkv"]["epoch"] == 0
+    assert handed["epochkv_tag"]["epoch"] == 0
     if not tagged:
-        del handed["epochkv"]
+        del handed["epochkv_tag"]
     request = consumer.add(TOKENS, params=handed)
     consumer.run()
     assert consumer.cached[request.request_id] == LENGTH - 1

@@ -89,7 +89,7 @@ def test_its_gpu_cache_and_l1_work_and_nothing_leaves_it(
     rig.step()
     assert is_private(rig.pins, running), "routers are told nothing of it"
     rig.run()
-    assert "epochkv" not in (rig.handed.get(running.request_id) or {})
+    assert "epochkv_tag" not in (rig.handed.get(running.request_id) or {})
     gauges = rig.connector.scheduler.gauges()
     assert (gauges["own_cache"], gauges["bypass"], gauges["weights_known"], gauges["root_shared"]) == (1.0, 0.0, 0.0, 0.0)
     value, note = rig.connector.scheduler.hooks().weights()

@@ -42,20 +42,20 @@ def test_kv_under_our_tag_is_shared_and_saved(make_rig: MakeRig, ours_first: boo
 
 
 def changed(handed: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {**handed, "epochkv": {**handed["epochkv"], **fields}}
+    return {**handed, "epochkv_tag": {**handed["epochkv_tag"], **fields}}
 
 
 BAD = {
-    "none": lambda handed: {key: value for key, value in handed.items() if key != "epochkv"},
-    "text": lambda handed: {**handed, "epochkv": "yes"},
-    "empty": lambda handed: {**handed, "epochkv": {}},
+    "none": lambda handed: {key: value for key, value in handed.items() if key != "epochkv_tag"},
+    "text": lambda handed: {**handed, "epochkv_tag": "yes"},
+    "empty": lambda handed: {**handed, "epochkv_tag": {}},
     "pool": lambda handed: changed(handed, pool="another"),
     "epoch": lambda handed: changed(handed, epoch=1),
     "weights": lambda handed: changed(handed, weights="00" * 32),
     "fingerprint": lambda handed: changed(handed, fingerprint="00" * 32),
     "adapter": lambda handed: changed(handed, adapter="00" * 32),
-    "early": lambda handed: changed(handed, made=handed["epochkv"]["made"] - 3600),
-    "late": lambda handed: changed(handed, made=handed["epochkv"]["made"] + 3600),
+    "early": lambda handed: changed(handed, made=handed["epochkv_tag"]["made"] - 3600),
+    "late": lambda handed: changed(handed, made=handed["epochkv_tag"]["made"] + 3600),
     "never": lambda handed: changed(handed, made=None),
     "nan": lambda handed: changed(handed, made=float("nan")),
     "forever": lambda handed: changed(handed, seconds="forever"),
@@ -81,8 +81,8 @@ def test_the_tag_is_beside_what_nixl_says(make_rig: MakeRig) -> None:
     handed = producer.produce(TOKENS)
     assert handed["do_remote_prefill"] is True
     assert handed["remote_engine_id"] == producer.engine_id
-    assert set(handed["epochkv"]) == {"pool", "epoch", "fingerprint", "weights", "made", "seconds"}
-    assert handed["epochkv"]["seconds"] == 15.0
+    assert set(handed["epochkv_tag"]) == {"pool", "epoch", "fingerprint", "weights", "made", "seconds"}
+    assert handed["epochkv_tag"]["seconds"] == 15.0
 
 
 @pytest.mark.unclean
@@ -95,14 +95,14 @@ def test_a_producer_whose_weights_change_meanwhile_shows_no_tag(make_rig: MakeRi
     producer.weights = "w0"
     while request.request_id not in producer.finished:
         producer.step()
-    assert "epochkv" not in producer.handed[request.request_id]
+    assert "epochkv_tag" not in producer.handed[request.request_id]
 
 
 @pytest.mark.parametrize(("late", "shared"), [(-6, False), (-4, True), (4, True), (6, False)])
 def test_half_of_the_lease_is_for_clocks_that_differ(make_rig: MakeRig, late: float, shared: bool) -> None:
     producer, consumer = engines(make_rig, lease=10)
     handed = producer.produce(TOKENS)
-    consumer.pins.maker.clock = lambda: handed["epochkv"]["made"] + late
+    consumer.pins.maker.clock = lambda: handed["epochkv_tag"]["made"] + late
     consumer.take_over(TOKENS, handed)
     end(producer, consumer)
     assert found(consumer) == (WHOLE if shared else 0)

@@ -81,6 +81,7 @@ class FakeEngine:
         self.reclaims: list[tuple[int, tuple[bytes, ...]]] = []
         self.holds: bytes | str = WEIGHTS
         self.lacks = ("", "")
+        self.labels: dict[bytes, str] = {}
 
     def ready(self) -> bool:
         return self.is_ready
@@ -102,6 +103,9 @@ class FakeEngine:
 
     def weights(self) -> tuple[bytes | None, str]:
         return (None, self.holds) if isinstance(self.holds, str) else (self.holds, "")
+
+    def labelled(self, weights: bytes, label: str) -> None:
+        self.labels[weights] = label
 
     def tiers(self) -> tuple[str, str]:
         return self.lacks

@@ -53,7 +53,7 @@ def share_log_handlers() -> None:
             logger.setLevel(logging.INFO)
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """Run `around(function, *args, **kwargs)` in place of the owner's function. A second call changes nothing, nor does a missing name."""
     function = getattr(owner, name, None)
     if function is None or hasattr(function, "__wrapped__"):
@@ -79,7 +79,7 @@ def around_arguments(before: Callable[[Any], None], after: Callable[[Any], None]
         after(config)
         return config
 
-    _wrap(getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None), "create_engine_config", create)
+    wrap(getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None), "create_engine_config", create)
 
 
 def before_packing(mark: Callable[[Any], None]) -> None:
@@ -98,12 +98,12 @@ def before_packing(mark: Callable[[Any], None]) -> None:
         mark(args[1] if len(args) > 1 else kwargs["layer"])
         return function(*args, **kwargs)
 
-    _wrap(utils, "dispatch_cpu_unquantized_gemm", pack_layer)
+    wrap(utils, "dispatch_cpu_unquantized_gemm", pack_layer)
     try:
         from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     except ImportError:  # elsewhere in another version: such a layer then hides its weights, and the engine says so
         return
-    _wrap(CPUInt8ScaledMMLinearKernel, "process_weights_after_loading", process_layer)
+    wrap(CPUInt8ScaledMMLinearKernel, "process_weights_after_loading", process_layer)
 
 
 def after_scheduler(build: Callable[[Any], None]) -> None:
@@ -132,7 +132,7 @@ def hide_adapters_from_hashes() -> None:
         pin = getattr(request, PIN_ATTRIBUTE, None)
         return [] if pin is not None and pin.adapter else list(keys_of(request))
 
-    _wrap(kv_cache_utils, "_gen_lora_extra_hash_keys", unless_pinned)
+    wrap(kv_cache_utils, "_gen_lora_extra_hash_keys", unless_pinned)
 
 
 def mark_media_ids() -> None:
@@ -157,9 +157,9 @@ def mark_media_ids() -> None:
     def identifier(function: Callable[..., Any], processor: Any, mm_hash: str, *args: Any, **kwargs: Any) -> Any:
         return function(processor, mm_hash.removeprefix(CLIENT_MARK), *args, **kwargs)
 
-    _wrap(ProcessorInputs, "get_mm_hashes", hashes)
-    _wrap(MultiModalHasher, "hash_kwargs", digest)
-    _wrap(InputProcessor, "_get_mm_identifier", identifier)
+    wrap(ProcessorInputs, "get_mm_hashes", hashes)
+    wrap(MultiModalHasher, "hash_kwargs", digest)
+    wrap(InputProcessor, "_get_mm_identifier", identifier)
 
 
 class _Instead:
@@ -226,8 +226,8 @@ def around_events(block_pool: Any, of_request: Callable[[Any, list[Any]], list[A
         return taken(function())
 
     for name in ("cache_full_blocks", "cache_partial_block", "emit_cached_block_events"):
-        _wrap(block_pool, name, name_blocks)
-    _wrap(block_pool, "take_events", take)
+        wrap(block_pool, name, name_blocks)
+    wrap(block_pool, "take_events", take)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from epochkv_connector.config import (
     shown_size,
     transfer_config,
 )
-from epochkv_connector.engine import describe, fenced, limits, patches
+from epochkv_connector.engine import answers, describe, fenced, limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.patches import share_log_handlers
 from epochkv_fence import quantity
@@ -159,4 +159,5 @@ def check(vllm_config: Any) -> None:
     describe.note_cores(vllm_config)
     limits.check_before_load(vllm_config)
     patches.mark_media_ids()
+    answers.install()
     fenced.check(vllm_config)

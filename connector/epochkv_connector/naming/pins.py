@@ -113,7 +113,7 @@ def is_detached(request: Any) -> bool:
 REHASH_BUDGET_SECONDS = 0.005
 """Re-hashing allowed per scheduler step; 100,000 tokens of 16-token blocks take about 11 ms."""
 
-TAG_KEY = "epochkv"
+TAG_KEY = "epochkv_tag"
 
 
 class Repin(enum.Enum):

@@ -22,6 +22,7 @@ from epochkv_connector.engine import blocks, patches
 from epochkv_connector.engine.events import HostEvents, Outgoing
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.pins import Pins, Repin, awaits_transfer, is_private
+from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.tiers.layout import RequestView
 from epochkv_connector.tiers.manager import TierManager
 from epochkv_connector.wire import Tier
@@ -307,7 +308,8 @@ class SharedState:
 class Admission:
     """Answers vLLM's questions about waiting requests; with no hit of a tier unless it `may_load`."""
 
-    def __init__(self, state: SharedState, *, may_load: bool) -> None:
+    def __init__(self, state: SharedState, stamps: Stamps, *, may_load: bool) -> None:
+        self._stamps = stamps
         self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
         self._may_load = may_load
 
@@ -404,6 +406,7 @@ class Admission:
         elif self._requests.on(record, LoadEvent.ACCEPT):
             host, store = self._tokens_by_tier(request.request_id, num_external)
             self._state.counters.update(tokens_hit_host=host, tokens_hit_store=store)
+            self._stamps.loaded(request.request_id, host, store)
 
     def admit(self, request: Any) -> None:
         """vLLM computes tokens of this request from now on."""

@@ -32,6 +32,7 @@ from epochkv_connector.naming.identity import fingerprint, object_key, older_pat
 from epochkv_connector.naming.pins import TAG_KEY, Pins
 from epochkv_connector.naming.root import PoolMembership, RootState
 from epochkv_connector.scheduler.requests import Admission, SharedState
+from epochkv_connector.scheduler.stamps import Held, Stamps
 from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.stats import EpochKVStats, Reporter
@@ -71,6 +72,7 @@ class FenceHooks:
     old_epoch_requests: Callable[[], int]
     isolated: Callable[[], bool]
     weights: Callable[[], tuple[bytes | None, str]]
+    labelled: Callable[[bytes, str], None]
     tiers: Callable[[], tuple[str, str]]
     stats: Callable[[], dict[str, float]]
     reclaim: Callable[[int, tuple[bytes, ...]], tuple[int, int]]
@@ -149,6 +151,7 @@ class HubLink:
 
 
 CLOSE_SECONDS = 2.0
+MAX_SHOWN_LABELS = 64
 NO_MEMORY = "it has no host memory for them"
 
 
@@ -249,7 +252,8 @@ class SchedulerRole:
         fingerprint: of everything that decides what a byte of a block is (64 hex digits).
         hashing: vLLM's block hashing.
         state: what the parts share.
-        admission, weights, steps: the parts.
+        stamps, admission, weights, steps: the parts.
+        labels: what people call weights, as far as the hub has said; any thread.
     """
 
     def __init__(
@@ -292,7 +296,9 @@ class SchedulerRole:
         off = {one.what for one in self._unused}
         self.state = state = SharedState(self.pins, self.tiers, guard.note, core, trust_media_ids=config.trust_media_ids)
         self.requests, self.counters = state.requests, state.counters
-        self.admission = Admission(state, may_load=not off & {limits.NOTHING, limits.NO_LOADS})
+        self.labels: dict[bytes, str] = {}
+        self.stamps = self._build_stamps(adapters)
+        self.admission = Admission(state, self.stamps, may_load=not off & {limits.NOTHING, limits.NO_LOADS})
         self.weights = WeightChanges(state, self.admission, self._link, core, scheduler, self._kept_own)
         candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config))
         self.steps = Steps(state, self.weights, candidates, not off & {limits.NOTHING, limits.NO_SAVES}, local_worker)
@@ -326,6 +332,21 @@ class SchedulerRole:
         if self._own is not None:
             root.keep_own()
         return Pins(root, self.hashing, adapters)
+
+    def _build_stamps(self, adapters: Adapters) -> Stamps:
+        speculative = self._vllm_config.speculative_config
+
+        def found(number: int) -> bytes | None:
+            return self.weights.watch.found(number)
+
+        return Stamps(
+            lambda: Held(self.weights.watch.known, adapters.held),
+            found,
+            lambda: self.pins.root.snapshot.epoch,
+            lambda weights: self.labels.get(weights, ""),
+            all_requests=self._config.stamp,
+            tokens_per_step=1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0),
+        )
 
     def _find_unused(self, layouts: Sequence[RankLayout], policy: str) -> list[limits.Unused]:
         """What this engine cannot use, said in one line."""
@@ -363,6 +384,8 @@ class SchedulerRole:
             watch.keep_own(self._own.why, asks=self._own.asks)
         if core is not None and scheduler is not None:
             join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
+        if scheduler is not None:
+            self.stamps.join(scheduler, lambda work: self._guard.run("stamps", work, lambda: None))
         self._guard.run("weights", watch.before_schedule, weights.break_off)
 
     def _start_link(self) -> None:
@@ -384,6 +407,7 @@ class SchedulerRole:
         """Pin, and begin the L2 lookup."""
         self.requests.see(request)
         self.weights.adapter_arrived(request)
+        self.stamps.open(request)
         self.admission.arrive(request)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -429,10 +453,15 @@ class SchedulerRole:
             old_epoch_requests=self.pins.old_epoch_requests,
             isolated=lambda: self.pins.root.waiting_for_epoch,
             weights=self._told,
+            labelled=self._labelled,
             tiers=self.tiers_told,
             stats=self._report,
             reclaim=self.reclaim,
         )
+
+    def _labelled(self, weights: bytes, label: str) -> None:
+        """Stamps say it; a long rollout ends after many pushes."""
+        self.labels = dict([*self.labels.items(), (weights, label)][-MAX_SHOWN_LABELS:])
 
     def _adopt(self, epoch: int) -> None:
         self.pins.root.adopt(epoch)
@@ -510,6 +539,7 @@ class SchedulerRole:
         report = {
             **self.requests.leak_report(),
             **self.steps.candidates.leak_report(),
+            "stamps": len(self.stamps),
             "old_epoch_requests": self.pins.old_epoch_requests() + self.pins.old_epoch_requests(sessions=True),
         }
         if self.tiers is not None:

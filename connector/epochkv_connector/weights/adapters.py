@@ -72,6 +72,7 @@ class Adapters:
 
     Attributes:
         counters: `asked`, `changes`, `unknown`, `late`.
+        held: digests by id; another object when anything has changed.
 
     Args:
         why_not: adapters of this engine are never named, and why.
@@ -79,6 +80,7 @@ class Adapters:
 
     def __init__(self, ranks: Ranks, num_ranks: int, clock: Callable[[], float], why_not: str | None = None) -> None:
         self.counters: Counter[str] = Counter()
+        self.held: Mapping[int, bytes | None] = {}
         self._ranks = ranks
         self._num_ranks = num_ranks
         self._clock = clock
@@ -226,6 +228,7 @@ class Adapters:
             logger.warning("EpochKV: the KV of adapter id %d is not reused or saved: %s", adapter_id, note or "the ranks do not hold it")
         if value == before:
             return False
+        self.held = {**self.held, adapter_id: value}
         self.counters["unknown" if value is None else "changes"] += 1
         if value is not None:
             logger.info("EpochKV: adapter id %d is %s", adapter_id, value.hex()[:SHOWN_DIGITS])
@@ -243,4 +246,5 @@ class Adapters:
         if len(self._known) > MAX_ADAPTERS:
             kept = in_use.keys() | self._suspected.keys()
             self._known = {adapter_id: known for adapter_id, known in self._known.items() if adapter_id in kept}
+            self.held = {adapter_id: known.value for adapter_id, known in self._known.items()}
             self._said.clear()

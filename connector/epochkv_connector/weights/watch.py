@@ -223,6 +223,15 @@ class Watch:
         """New weights are on their way: a call writes them, or a transfer was started and is not finished. Any thread."""
         return self.tells()[1] in (WRITING, STARTED)
 
+    @property
+    def known(self) -> bytes | None:
+        """What decides the answers of the step that is scheduled next; None: unknown."""
+        return self.value if self._why_own is None else None
+
+    def found(self, number: int) -> bytes | None:
+        """The answer to this question, if anybody remembers."""
+        return self._found.get(number)
+
     def _is_called_long(self) -> bool:
         since = self.calling_since
         return since is not None and self._clock() >= since + PAUSE_SECONDS

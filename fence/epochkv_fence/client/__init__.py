@@ -21,6 +21,7 @@ from epochkv_fence.client.results import (
     WeightsStanding,
     WrongPool,
 )
+from epochkv_fence.client.stamps import Made, Stamp, stamps
 from epochkv_fence.connection import ConfigurationError, Connection
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Engine",
     "HubUnreachable",
     "KeyRefused",
+    "Made",
     "Pool",
     "PoolClosed",
     "PoolError",
@@ -38,6 +40,7 @@ __all__ = [
     "Reset",
     "ResetNotRecorded",
     "ResetTimeout",
+    "Stamp",
     "Standing",
     "UnknownWeights",
     "Update",
@@ -46,4 +49,5 @@ __all__ = [
     "WeightsReport",
     "WeightsStanding",
     "WrongPool",
+    "stamps",
 ]

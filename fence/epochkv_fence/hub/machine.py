@@ -234,7 +234,10 @@ class Hub:
             instance = hub.instances.known.get(name)
             if instance is not None:
                 instance.grant(now, now + hub.rules.fence_timeout_seconds(hub.config))
-                actions.append(ev.Send(peer, Grant(name, seq, hub.record.target, hub.config.lease_seconds)))
+                weights = instance.newest.weights
+                label = hub.labels.known.get(weights, "") if weights is not None else ""
+                grant = Grant(name, seq, hub.record.target, hub.config.lease_seconds, weights if label else None, label)
+                actions.append(ev.Send(peer, grant))
         return actions
 
     # ------------------------------------------------------------------ time

@@ -28,6 +28,7 @@ from epochkv_fence.protocol.messages import (
     MAX_VERSIONS,
     WEIGHTS_BYTES,
     Error,
+    Grant,
     Heartbeat,
     Message,
     Reclaimed,
@@ -108,6 +109,9 @@ class AgentHooks(Protocol):
     def weights(self) -> tuple[bytes | None, str]:
         """The digest of the weights that its ranks hold, 16 bytes; or None, and why. Who changes it calls `AgentThread.poke`."""
 
+    def labelled(self, weights: bytes, label: str) -> None:
+        """People call these weights so."""
+
     def tiers(self) -> tuple[str, str]:
         """Why it cannot use its tiers, or not all of them: one of `TIER_REASONS`, and a sentence with what to change. Both empty:
         it can."""
@@ -175,6 +179,9 @@ class GuardedEngine:
             return False
         self._say("adopt", f"{epoch}", logging.DEBUG, "adopted epoch %d", epoch)
         return True
+
+    def call(self, weights: bytes, label: str) -> None:
+        self._ask("labelled", lambda: self._hooks.labelled(weights, label), None)
 
     def _ask(self, name: str, call: Callable[[], T], default: T) -> T:
         try:
@@ -547,6 +554,8 @@ class AgentThread:
                 self._say(f"wire {error.code.value}", "said", logging.WARNING, "dropped a message from the hub: %s", error.text)
                 self._send(Error(error.code, error.text[:1024]))
                 continue
+            if isinstance(message, Grant) and message.weights is not None:
+                self._engine.call(message.weights, message.label)
             self._step(ag.Received(message))
 
     def _link_event(self, event: LinkEvent) -> None:

@@ -147,12 +147,18 @@ class Heartbeat(EngineReport, frozen=True, tag=True, tag_field="type"):
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
-    """Hub -> agent: instance `instance` may use `epoch` for `lease_seconds`, counted from when it *sent* heartbeat `seq`."""
+    """Hub -> agent: instance `instance` may use `epoch` for `lease_seconds`, counted from when it *sent* heartbeat `seq`.
+
+    Attributes:
+        weights, label: what the engine reported last, and what people call it. Empty: nothing that the hub knows.
+    """
 
     instance: Instance
     seq: Count
     epoch: Epoch
     lease_seconds: LeaseSeconds
+    weights: Weights | None = None
+    label: Name = ""
 
 
 class Nudge(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

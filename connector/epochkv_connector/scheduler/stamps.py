@@ -1,0 +1,242 @@
+"""Which weights made which token of an answer.
+
+A token belongs to the step that sampled it, and a step to what the ranks held when it was scheduled. vLLM takes the results of steps in the
+order in which it scheduled them. So a change shows when the results of the first step after it are about to be counted: each request
+that wants a stamp has then as many tokens as were made before. Nothing is kept per step and request.
+
+A rank may see, behind a step, that it had held something else (`StepMetadata.digest_number`). On a GPU that is reported one step late. The
+tokens of all steps that it may have been are then unknown.
+
+Our stamp travels with the first output of a request, with the first one after each change, and with its end. So the front end has it where
+it ends an answer by itself: at a stop string, or when everything is aborted (`engine.answers`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from epochkv_connector.wire import WorkerReport
+from epochkv_fence.protocol.messages import WEIGHTS_BYTES
+
+KEY = "epochkv"
+"""In the `kv_transfer_params` of a request and of its answer."""
+UNKNOWN = "unknown"
+OF_US = ("l1", "l2")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the ranks held in one step.
+
+    Attributes:
+        weights: 32 bytes; None: unknown.
+        adapters: digests by vLLM's ids; one that is absent, or None, is unknown.
+    """
+
+    weights: bytes | None = None
+    adapters: Mapping[int, bytes | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Open:
+    """A request that wants a stamp.
+
+    Attributes:
+        made: (until, held): its tokens below `until`, and not below the entry before, were made with these.
+        num_loaded: tokens that were loaded for it from L1 and from L2.
+        cached: prompt tokens that were not computed, by where they came from.
+        epoch: of its names when it was first scheduled; -1: before the first.
+    """
+
+    request: Any
+    adapter: int | None
+    made: list[tuple[int, Held]] = field(default_factory=list)
+    num_loaded: Sequence[int] = (0, 0)
+    cached: dict[str, int] = field(default_factory=dict)
+    epoch: int = -1
+
+    def change(self, num_tokens: int, before: Held) -> None:
+        """Tokens from `num_tokens` on are of others; also some that had counted as made with `before`."""
+        self.made = [(min(until, num_tokens), held) for until, held in self.made]
+        self.made.append((num_tokens, before))
+
+    def segments(self, now: Held) -> Iterator[tuple[int, bytes | None, bytes | None]]:
+        """(first token, weights, adapter) as they follow each other."""
+        start, last = 0, None
+        for until, held in (*self.made, (self.request.num_output_tokens, now)):
+            made_with = held.weights, None if self.adapter is None else held.adapters.get(self.adapter)
+            if until > start and made_with != last:
+                yield start, *made_with
+                last = made_with
+            start = max(start, until)
+
+
+class Stamps:
+    """One per scheduler, on its thread.
+
+    Args:
+        held: what the ranks hold now.
+        found: what they had answered to a question of this number; None: nobody knows any more.
+        epoch: that names carry now.
+        label: what people call these weights; empty: nothing.
+        all_requests: each request gets one.
+        tokens_per_step: that a request may gain in one step, at most.
+    """
+
+    def __init__(
+        self,
+        held: Callable[[], Held],
+        found: Callable[[int], bytes | None],
+        epoch: Callable[[], int],
+        label: Callable[[bytes], str],
+        *,
+        all_requests: bool = False,
+        tokens_per_step: int = 1,
+    ) -> None:
+        self._held, self._found, self._epoch, self._label = held, found, epoch, label
+        self._all_requests, self._tokens_per_step = all_requests, tokens_per_step
+        self._open: dict[str, Open] = {}
+        self._due: set[str] = set()
+        self._steps: deque[tuple[Any, Held]] = deque()  # scheduled, without results
+        self._now = Held()  # of the step whose results came last
+
+    def join(self, scheduler: Any, guarded: Callable[[Callable[[], None]], None]) -> None:
+        """Follow the steps of this scheduler. `guarded` runs what must not raise into vLLM."""
+        schedule, update, finish = scheduler.schedule, scheduler.update_from_output, scheduler._connector_finished
+
+        @functools.wraps(schedule)
+        def scheduling(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            guarded(lambda: self.scheduled(output))
+            return output
+
+        @functools.wraps(update)
+        def updating(scheduler_output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
+            guarded(lambda: self.made(scheduler_output, reports_of(model_output)))
+            outputs = update(scheduler_output, model_output, *args, **kwargs)
+            guarded(lambda: self.send(outputs))
+            return outputs
+
+        @functools.wraps(finish)
+        def finishing(request: Any, *args: Any, **kwargs: Any) -> Any:
+            delay, params = finish(request, *args, **kwargs)
+            stamps: list[dict[str, Any]] = []
+            guarded(lambda: stamps.extend(self.finish(request)))
+            return delay, {**(params or {}), KEY: stamps[0]} if stamps else params
+
+        scheduler.schedule, scheduler.update_from_output, scheduler._connector_finished = scheduling, updating, finishing
+
+    # ------------------------------------------------------------------ a request's life
+
+    def open(self, request: Any) -> None:
+        """A new request."""
+        asked = (request.kv_transfer_params or {}).get(KEY)
+        if self._all_requests or (isinstance(asked, Mapping) and asked.get("stamp") is True):
+            adapter = getattr(request, "lora_request", None)
+            self._open[request.request_id] = Open(request, None if adapter is None else int(adapter.lora_int_id))
+            self._due.add(request.request_id)
+
+    def loaded(self, request_id: str, *num_tokens: int) -> None:
+        """So many tokens come from L1 and from L2."""
+        if (stamp := self._open.get(request_id)) is not None:
+            stamp.num_loaded = num_tokens
+
+    def finish(self, request: Any) -> Iterator[dict[str, Any]]:
+        """Its stamp, if it wanted one. Nothing is kept of it."""
+        self._due.discard(request.request_id)
+        if (stamp := self._open.pop(request.request_id, None)) is not None:
+            yield self._write(stamp)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    # ------------------------------------------------------------------ steps
+
+    def scheduled(self, scheduler_output: Any) -> None:
+        """A step was scheduled."""
+        self._steps.append((scheduler_output, self._held()))
+        if not self._open:
+            return
+        for new in scheduler_output.scheduled_new_reqs:
+            if (stamp := self._open.get(new.req_id)) is not None:
+                stamp.epoch, stamp.cached = self._epoch(), cached_tokens(stamp, new)
+
+    def made(self, scheduler_output: Any, reports: Iterable[WorkerReport]) -> None:
+        """The results of a step are about to be counted."""
+        held = self._now
+        while self._steps:
+            step, held = self._steps.popleft()
+            if step is scheduler_output:
+                break
+        wrong = [report for report in reports if report.late or report.mixed or report.replaced]
+        if wrong:
+            held = self._doubt(held, wrong)
+        if held != self._now:
+            self._change(held, 0)
+
+    def _doubt(self, held: Held, reports: Iterable[WorkerReport]) -> Held:
+        """Ranks had held something else than they said, in this step or in one before. What this step held, as far as known."""
+        weights = {self._found(number) for report in reports for number in (*report.late, *report.mixed)}
+        adapters = {adapter: None for report in reports for adapter, _ in report.replaced}
+
+        def known(of: Held) -> Held:
+            return Held(None if of.weights in weights else of.weights, {**of.adapters, **adapters} if adapters else of.adapters)
+
+        self._steps = deque((step, known(of)) for step, of in self._steps)
+        doubted = known(held)
+        if doubted != held:
+            self._change(doubted, (1 + len(self._steps)) * self._tokens_per_step)
+        return doubted
+
+    def _change(self, held: Held, num_doubted: int) -> None:
+        for request_id, stamp in self._open.items():
+            stamp.change(max(0, stamp.request.num_output_tokens - num_doubted), self._now)
+            self._due.add(request_id)
+        self._now = held
+
+    def send(self, outputs: Mapping[int, Any]) -> None:
+        """Put stamps that the front end does not know yet into the outputs of this step. New requests are the last of a step."""
+        for of_client in outputs.values() if self._due else ():
+            for output in reversed(of_client.outputs):
+                if output.request_id in self._due and output.new_token_ids:
+                    self._due.discard(output.request_id)
+                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: self._write(self._open[output.request_id])}
+                    if not self._due:
+                        return
+
+    def _write(self, stamp: Open) -> dict[str, Any]:
+        tokens = []
+        for first, weights, adapter in stamp.segments(self._now):
+            entry: dict[str, Any] = {"from_token": first, "weights": shown(weights)}
+            if weights is not None and (label := self._label(weights[:WEIGHTS_BYTES])):
+                entry["label"] = label
+            if stamp.adapter is not None:
+                entry["adapter"] = shown(adapter)
+            tokens.append(entry)
+        return {"tokens": tokens, "epoch": stamp.epoch if stamp.epoch >= 0 else None, "cached_tokens": stamp.cached}
+
+
+def shown(digest: bytes | None) -> str:
+    """As status and CLI show it, in full."""
+    return UNKNOWN if digest is None else digest[:WEIGHTS_BYTES].hex()
+
+
+def cached_tokens(stamp: Open, new: Any) -> dict[str, int]:
+    """Where the prompt tokens came from that this first step of the request does not compute."""
+    stats = getattr(stamp.request, "prefill_stats", None)
+    external = min(int(getattr(stats, "num_external_cached_tokens", 0)), new.num_computed_tokens)
+    found = {"gpu": new.num_computed_tokens - external}
+    for tier, number in zip(OF_US, stamp.num_loaded, strict=True):
+        found[tier] = min(number, external)
+        external -= found[tier]
+    return found if not external else {**found, "other": external}
+
+
+def reports_of(model_output: Any) -> list[WorkerReport]:
+    """What the ranks say of a step; ours may be one child of a MultiConnector."""
+    meta = getattr(getattr(model_output, "kv_connector_output", None), "kv_connector_worker_meta", None)
+    return [one for one in (meta, *(getattr(meta, "metadata", None) or ())) if isinstance(one, WorkerReport)]

@@ -1,0 +1,91 @@
+"""Which weights made which token of an answer: what engines put into `kv_transfer_params.epochkv` of an answer that asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+ASK: Final[dict[str, Any]] = {"epochkv": {"stamp": True}}
+"""`kv_transfer_params` of a request that asks for a stamp."""
+UNKNOWN: Final = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Tokens from `from_token` on, up to those of the next entry.
+
+    Attributes:
+        from_token: index in the answer, 0 the first.
+        weights: digest of what all ranks held in the step that sampled them, 32 hex digits as in `PoolStatus`; `unknown`: nobody can say.
+        label: what the trainer calls these weights; empty: nothing, or the engine has not heard yet.
+        adapter: digest of the adapter's tensors, 32 hex digits, or `unknown`; empty: the request used none.
+    """
+
+    from_token: int
+    weights: str
+    label: str = ""
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Of one answer.
+
+    Attributes:
+        made: in the order of tokens; empty: there is no token.
+        epoch: of the names that its prompt was looked up under; None: before the first.
+        cached_tokens: prompt tokens that were not computed for it, by `gpu`, `l1`, `l2` and `other` (another connector).
+    """
+
+    made: tuple[Made, ...]
+    epoch: int | None = None
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, token: int) -> Made:
+        """What made the token with this index, 0 the first.
+
+        Raises:
+            IndexError: the answer has none.
+        """
+        if token < 0 or not self.made:
+            raise IndexError(token)
+        return next(one for one in reversed(self.made) if one.from_token <= token)
+
+    @property
+    def weights(self) -> str:
+        """The digest of the weights that made the whole answer; empty: they changed, or are unknown for a part of it."""
+        digests = {one.weights for one in self.made}
+        return digests.pop() if len(digests) == 1 and UNKNOWN not in digests else ""
+
+    def is_of(self, weights: str) -> bool:
+        """Whether these weights made every token: their label, or the first digits of their digest, 8 at least."""
+        return bool(self.made) and all(
+            one.weights != UNKNOWN and (one.label == weights or (len(weights) >= 8 and one.weights.startswith(weights)))
+            for one in self.made
+        )
+
+
+def stamps(response: Any) -> list[Stamp | None]:
+    """The stamps of an answer, one for each of its samples (`n`); None for one without.
+
+    Args:
+        response: an answer of vLLM's server as JSON, or its last streamed chunk; the same as an object of the `openai` package; or a
+            `RequestOutput` of `LLM.generate`.
+    """
+    params = _get(response, "kv_transfer_params")
+    said = params.get("epochkv") if isinstance(params, Mapping) else None
+    if not isinstance(said, Mapping):
+        return [None] * max(1, len(_get(response, "choices") or _get(response, "outputs") or ()))
+    return [_stamp(one) for one in said.get("samples") or [said]]
+
+
+def _get(response: Any, name: str) -> Any:
+    return response.get(name) if isinstance(response, Mapping) else getattr(response, name, None)
+
+
+def _stamp(said: Any) -> Stamp | None:
+    if not isinstance(said, Mapping) or "tokens" not in said:
+        return None
+    made = tuple(Made(one["from_token"], one["weights"], one.get("label", ""), one.get("adapter", "")) for one in said["tokens"])
+    return Stamp(made, said.get("epoch"), dict(said.get("cached_tokens") or {}))

@@ -1,0 +1,238 @@
+"""Which weights made which token of an answer, on vLLM's real schedulers: what the stamp says is what the device computed with."""
+
+import hashlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from epochkv_connector.scheduler.stamps import KEY, UNKNOWN
+from epochkv_connector.weights.watch import fold
+from tests.scheduler.fenced import FencedRig, Stock
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, filled
+from tests.scheduler.test_adapters import adapter, add, load
+from tests.support.ahead import AheadRig, AsyncRig
+from tests.support.scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
+
+ASKED = {KEY: {"stamp": True}}
+KINDS = pytest.mark.parametrize("kind", [Rig, AheadRig, AsyncRig], ids=["Rig", "AheadRig", "AsyncRig"])
+
+
+def digest(*ranks: str) -> str:
+    """What a stamp says of ranks that hold these."""
+    return fold(hashlib.sha256(held.encode()).digest() for held in ranks)[:16].hex()
+
+
+class Truth:
+    """What the device computed each token with, by request, as stamps say it: of an update that was begun and not ended, nobody knows."""
+
+    def __init__(self, rig: Any) -> None:
+        self.made: dict[str, list[str]] = {}
+        self._rig, self._forward = rig, rig._forward
+        rig._forward = self._forwarding
+
+    def _forwarding(self, output: Any) -> Any:
+        runner = self._forward(output)
+        updates = [call for call in self._rig.executor.calls if call.endswith("_weight_update")]
+        held = UNKNOWN if updates[-1:] == ["start_weight_update"] else digest(*self._rig.executor.ranks)
+        for name, tokens in zip(runner.req_ids, runner.sampled_token_ids, strict=True):
+            self.made.setdefault(name, []).extend([held] * len(tokens))
+        return runner
+
+    def check(self, name: str, unknown: int = 0) -> None:
+        """The stamp of this answer says the same, but for so many tokens of which it says that they are unknown."""
+        said = told(self._rig, name)
+        other = [index for index, one in enumerate(said) if one != self.made[name][index]]
+        assert {said[index] for index in other} <= {UNKNOWN}, f"{name}: {said} instead of {self.made[name]}"
+        assert len(other) == unknown
+
+
+def told(rig: Any, name: str) -> list[str]:
+    """What the stamp of an answer says of each token."""
+    tokens = rig.handed[name][KEY]["tokens"]
+    starts = [one["from_token"] for one in tokens]
+    assert starts == sorted(set(starts)), starts
+    assert starts[0] == 0
+    ends = [*starts[1:], len(rig.outputs[name])]
+    return [one["weights"] for one, start, end in zip(tokens, starts, ends, strict=True) for _ in range(start, end)]
+
+
+@KINDS
+def test_an_answer_says_what_made_each_token(make_rig: MakeRig, kind: Callable[..., Rig]) -> None:
+    rig = make_rig(kind, epoch=0)
+    truth = Truth(rig)
+    request, plain = rig.add(TOKENS, max_tokens=12, params=ASKED), rig.add(TOKENS, max_tokens=12)
+    rig.steps(4)
+    rig.weights = "w1"
+    rig.steps(3)
+    rig.weights = "w2"
+    rig.weights = "w3"
+    rig.run()
+    truth.check(request.request_id)
+    stamp = rig.handed[request.request_id][KEY]
+    assert [one["weights"] for one in stamp["tokens"]] == [digest("w0"), digest("w1"), digest("w3")]
+    assert stamp["epoch"] == 0
+    assert stamp["cached_tokens"] == {"gpu": 0, "l1": 0, "l2": 0}
+    assert KEY not in rig.handed.get(plain.request_id, {})
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(12))
+def test_stamps_follow_random_pushes(make_rig: MakeRig, kind: Callable[..., Rig], seed: int) -> None:
+    drafts = 0 if kind is AsyncRig else seed % 3
+    rig = make_rig(kind, epoch=0, num_blocks=24, num_ranks=1 + seed % 2, num_drafts=drafts if kind is AheadRig else 0)
+    truth, source = Truth(rig), random.Random(seed)
+    answers: list[str] = []
+    for count in range(120):
+        luck = source.random()
+        if luck < 0.25:
+            length = source.randrange(2, LENGTH)
+            answers.append(rig.add(prompt(count, length), max_tokens=source.randrange(1, 30), params=ASKED).request_id)
+        elif luck < 0.35:
+            rig.weights = f"w{count}"
+        elif luck < 0.38:
+            rig.executor.collective_rpc("start_weight_update")
+        elif luck < 0.41:
+            rig.executor.collective_rpc("finish_weight_update")
+        elif luck < 0.43:
+            rig.executor.collective_rpc("anything")
+        elif luck < 0.45 and kind is Rig:
+            rig.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        elif luck < 0.47:
+            rig.adopt(count)
+        if rig.scheduler.has_requests():
+            rig.step()
+    rig.executor.collective_rpc("finish_weight_update")
+    rig.run()
+    for name in answers:
+        truth.check(name)
+    assert len(rig.side.stamps) == 0
+
+
+def test_tokens_of_a_step_in_which_somebody_wrote_past_vllm_are_unknown(make_rig: MakeRig) -> None:
+    rig = make_rig(epoch=0)
+    truth = Truth(rig)
+    ends_with_it = rig.add(prompt(1, LENGTH), max_tokens=4, params=ASKED).request_id
+    goes_on = rig.add(prompt(2, LENGTH), max_tokens=9, params=ASKED).request_id
+    rig.steps(3)
+    output = rig.scheduler.schedule()
+    rig.write_past("w1")
+    rig.update(output)
+    rig.run()
+    assert told(rig, ends_with_it) == [*[digest("w0")] * 2, UNKNOWN, UNKNOWN]
+    assert told(rig, goes_on) == [*[digest("w0")] * 2, UNKNOWN, UNKNOWN, *[digest("w1")] * 5]
+    truth.check(ends_with_it, unknown=2)
+    truth.check(goes_on, unknown=2)
+
+
+def test_half_a_push_is_neither_the_old_weights_nor_the_new(make_rig: MakeRig) -> None:
+    rig = make_rig(epoch=0, num_ranks=2)
+    truth = Truth(rig)
+    request = rig.add(TOKENS, max_tokens=9, params=ASKED)
+    rig.steps(3)
+    rig.executor.fails.add("update_weights")
+    with pytest.raises(RuntimeError):
+        rig.executor.collective_rpc("update_weights", kwargs={"weights": "w1"})
+    rig._weights = rig.executor.engine_weights
+    rig.run()
+    truth.check(request.request_id)
+    assert [one["weights"] for one in rig.handed[request.request_id][KEY]["tokens"]] == [digest("w0", "w0"), digest("w1", "w0")]
+
+
+def test_cached_tokens_say_where_they_came_from(make_rig: MakeRig, store: SharedStore) -> None:
+    rig, tokens = filled(make_rig, store=store)
+
+    def cached(rig: Any) -> dict[str, int]:
+        found: dict[str, int] = rig.handed[rig.serve(tokens, params=ASKED)][KEY]["cached_tokens"]
+        return found
+
+    assert cached(rig) == {"gpu": 0, "l1": WHOLE, "l2": 0}
+    assert cached(rig) == {"gpu": WHOLE, "l1": 0, "l2": 0}
+    assert cached(make_rig(store=store, epoch=0)) == {"gpu": 0, "l1": 0, "l2": WHOLE}
+
+
+def test_a_load_that_failed_is_no_cached_token(make_rig: MakeRig) -> None:
+    rig, tokens = filled(make_rig)
+    rig.workers[0].fail_loads = lambda job: True
+    assert rig.handed[rig.serve(tokens, params=ASKED)][KEY]["cached_tokens"] == {"gpu": 0, "l1": 0, "l2": 0}
+
+
+def test_every_answer_has_a_stamp_where_the_configuration_says_so(make_rig: MakeRig) -> None:
+    rig = make_rig(epoch=0, extra={"stamp": True})
+    assert rig.handed[rig.serve(TOKENS)][KEY]["tokens"] == [{"from_token": 0, "weights": digest("w0")}]
+    rig.side.hooks().labelled(bytes.fromhex(digest("w0")), "step-41")
+    assert rig.handed[rig.serve(TOKENS)][KEY]["tokens"] == [{"from_token": 0, "weights": digest("w0"), "label": "step-41"}]
+
+
+@pytest.mark.parametrize("params", [{KEY: True}, {KEY: {"stamp": "yes"}}, {KEY: {}}, {KEY: "yes"}, {"other": 1}, {}, None])
+def test_nobody_gets_a_stamp_unasked(make_rig: MakeRig, params: Any) -> None:
+    rig = make_rig(epoch=0)
+    assert KEY not in rig.handed.get(rig.serve(TOKENS, params=params), {})
+
+
+def test_the_front_end_has_the_stamp_of_an_answer_that_is_aborted(make_rig: MakeRig) -> None:
+    """It ends answers by itself, and then no output of the engine comes: at a stop string, or when all are aborted for a push."""
+    rig = make_rig(epoch=0)
+    request = rig.add(TOKENS, max_tokens=12, params=ASKED)
+    rig.step()
+    assert told(rig, request.request_id) == [digest("w0")]
+    rig.weights = "w1"
+    rig.steps(2)
+    assert told(rig, request.request_id) == [digest("w0"), *[digest("w1")] * 2]
+    rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.run()
+    assert len(rig.side.stamps) == 0
+
+
+def test_weights_that_nobody_knows_are_unknown(make_rig: MakeRig) -> None:
+    rig = make_rig(epoch=0)
+    rig.executor.answers = lambda answer: {**answer, "weights": None, "note": "it has none"} if "weights" in answer else answer
+    rig.weights = "w1"
+    request = rig.serve(prompt(3, 2 * BLOCK), max_tokens=3, params=ASKED)
+    assert rig.handed[request][KEY]["tokens"] == [{"from_token": 0, "weights": UNKNOWN}]
+
+
+def test_an_adapter_that_is_replaced_is_another_one(make_rig: MakeRig) -> None:
+    rig = make_rig(epoch=0, extra={"stamp": True})
+    load(rig, adapter(), "first")
+    request = add(rig, adapter(), TOKENS, max_tokens=6)
+    rig.steps(2)
+    before = rig.side.weights.adapters.held[1]
+    rig.core.model_executor.collective_rpc("remove_lora", args=(1,))
+    load(rig, adapter(), "second")
+    rig.run()
+    after = rig.side.weights.adapters.held[1]
+    assert before != after
+    made = rig.handed[request.request_id][KEY]["tokens"]
+    assert [(one["from_token"], one["weights"], one["adapter"]) for one in made] == [
+        (0, digest("w0"), before[:16].hex()),
+        (2, digest("w0"), after[:16].hex()),
+    ]
+
+
+def test_answers_of_an_engine_under_the_fence_say_it_too(make_rig: MakeRig) -> None:
+    rig = make_rig(FencedRig, stock=Stock(), epoch=0)
+    truth = Truth(rig)
+    request = rig.add(TOKENS, max_tokens=6, params=ASKED)
+    rig.steps(3)
+    rig.weights = "w1"
+    rig.run()
+    truth.check(request.request_id)
+    assert rig.handed[request.request_id][KEY]["cached_tokens"] == {"gpu": 0, "l1": 0, "l2": 0}
+
+
+def test_it_costs_nothing_where_nobody_asks_and_weights_stay(make_rig: MakeRig) -> None:
+    rig = make_rig(epoch=0)
+    for number in range(8):
+        rig.add(prompt(number, LENGTH), max_tokens=20, params=ASKED)
+    rig.steps(2)
+    stamps, written = rig.side.stamps, []
+    stamps._write = written.append
+    visited = stamps._change
+    stamps._change = lambda *args: pytest.fail("weights stay")
+    rig.steps(10)
+    assert not written
+    del stamps._write
+    stamps._change = visited
+    rig.run()
