@@ -35,7 +35,7 @@ def install() -> None:
     from vllm.v1.engine.output_processor import RequestState
 
     wrap(RequestState, "make_request_output", _make_output)
-    if "vllm.entrypoints.openai.api_server" in sys.modules:
+    if "uvicorn" in sys.modules:  # this process is, or will be, a server
         for module, owner, name in _STREAMS:
             with suppress(ImportError):
                 wrap(getattr(importlib.import_module(module), owner, None), name, _stream)
@@ -91,6 +91,6 @@ async def _stream(function: Callable[..., AsyncIterator[str]], *args: Any, **kwa
             chunk = json.loads(line.removeprefix("data: "))
             if any(choice.get("finish_reason") for choice in chunk.get("choices", ())):
                 chunk["kv_transfer_params"] = {KEY: newest.pop()}
-                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+                yield f"data: {json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))}\n\n"
                 continue
         yield line
