@@ -42,8 +42,10 @@ def _rows(model: inspect.StructType, path: str) -> Iterator[str]:
         assert isinstance(meta, inspect.Metadata), f"{field.name} has no description"
         words, inner = meta.extra or {}, meta.type
         kinds = inner.types if isinstance(inner, inspect.UnionType) else (inner,)
-        one = next(kind for kind in kinds if not isinstance(kind, inspect.NoneType))
-        kind, allowed = _allowed(one, words)
+        one = next(kind for kind in reversed(kinds) if not isinstance(kind, inspect.NoneType))  # an object, where it is another choice
+        kind, allowed = (
+            _allowed(one, words) if field.required or field.default is None or len(kinds) == 1 else ("string or object", words["allowed"])
+        )
         default = "required" if field.required else "" if field.default is None else f"`{json.dumps(field.default)}`"
         unit = f", {words['unit']}" if "unit" in words else ""
         cells = (f"`{path}{field.name}`", kind + unit, default, allowed, (meta.extra_json_schema or {})["description"])

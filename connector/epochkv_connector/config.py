@@ -127,6 +127,24 @@ class DistributedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = None
 
 
+class UpTo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The first tokens of a request alone."""
+
+    max_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 40,
+            description="Blocks of so many tokens of a request are saved, from its first on. 0: nothing.",
+            extra={"unit": "tokens"},
+        ),
+    ]
+
+
+Save = Literal["All", "Prompts"] | UpTo
+"""What of a request is saved."""
+
+
 class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything the connector can be told. Absent tiers are off; without `hub` this engine is a pool of its own."""
 
@@ -193,6 +211,14 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             "other bytes. Without it, blocks behind such an id reach neither L1 nor L2, unless the request has a `cache_salt`."
         ),
     ] = False
+    save: Annotated[
+        Save,
+        Meta(
+            description="What L1 and L2 get of a request: prompt and answer (`All`), its prompt (`Prompts`), or its first tokens "
+            "(`max_tokens`). A request may say otherwise: `kv_transfer_params.epochkv.save`. It does not change what is loaded.",
+            extra={"allowed": '"All", "Prompts", or an object with max_tokens'},
+        ),
+    ] = "All"
     stamp: Annotated[
         bool,
         Meta(

@@ -91,6 +91,6 @@ async def _stream(function: Callable[..., AsyncIterator[str]], *args: Any, **kwa
             chunk = json.loads(line.removeprefix("data: "))
             if any(choice.get("finish_reason") for choice in chunk.get("choices", ())):
                 chunk["kv_transfer_params"] = {KEY: newest.pop()}
-                yield f"data: {json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))}\n\n"
+                yield f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
                 continue
         yield line

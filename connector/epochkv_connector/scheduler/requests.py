@@ -87,6 +87,7 @@ class Request:
         load: see `LoadState`; only `Requests` changes it.
         steps_aside: its load has failed, and it was not asked about since.
         num_offered: how many of its blocks were offered to the tiers, from the first on.
+        max_saved: so many of its tokens may be; None: nobody has asked yet.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class Request:
     load: LoadState = LoadState.NONE
     steps_aside: bool = False
     num_offered: int = 0
+    max_saved: int | None = None
 
 
 class Requests:

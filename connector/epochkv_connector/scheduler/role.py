@@ -300,7 +300,7 @@ class SchedulerRole:
         self.stamps = self._build_stamps(adapters)
         self.admission = Admission(state, self.stamps, may_load=not off & {limits.NOTHING, limits.NO_LOADS})
         self.weights = WeightChanges(state, self.admission, self._link, core, scheduler, self._kept_own)
-        candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config))
+        candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config), config.save)
         self.steps = Steps(state, self.weights, candidates, not off & {limits.NOTHING, limits.NO_SAVES}, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
         self._start_link()

@@ -11,12 +11,18 @@ have changed meanwhile is hidden from vLLM instead, and every rank is asked to r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from epochkv_connector.config import Save, UpTo
 from epochkv_connector.engine import blocks
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request, SharedState
+from epochkv_connector.scheduler.stamps import KEY
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.tiers.layout import ScheduledRequestView
 from epochkv_connector.tiers.manager import TierManager
@@ -77,7 +83,8 @@ class Boundaries:
 class SaveCandidates:
     """Finds requests with blocks to offer; `Request.num_offered` says how many were."""
 
-    def __init__(self, state: SharedState, tokens_per_step: int) -> None:
+    def __init__(self, state: SharedState, tokens_per_step: int, save: Save) -> None:
+        self._save = save
         self._state, self._pins, self._requests = state, state.pins, state.requests
         self._boundaries = Boundaries(tokens_per_step)
         self._under: Snapshot | None = None  # what held when requests were last looked at
@@ -135,6 +142,10 @@ class SaveCandidates:
         """The request with its complete blocks, or None if nothing is new (and not `again`) or nothing may be saved."""
         request: Any = record.vllm
         hashes = self._state.names_for_tiers(request)
+        if record.max_saved is None:
+            record.max_saved = max_saved(request, self._save)
+        if record.max_saved < confirmed:
+            hashes = hashes[: record.max_saved // self._state.hash_block_size]
         complete = min(confirmed // self._state.hash_block_size, len(hashes))
         if complete <= record.num_offered and not again and not states:
             return None
@@ -155,6 +166,17 @@ class SaveCandidates:
 
     def leak_report(self) -> dict[str, int]:
         return {"boundaries": len(self._boundaries)}
+
+
+def max_saved(request: Any, save: Save) -> int:
+    """How many of its tokens may be saved: as the request says itself, else as this engine does."""
+    asked = (request.kv_transfer_params or {}).get(KEY)
+    if isinstance(asked, Mapping) and "save" in asked:
+        with contextlib.suppress(msgspec.ValidationError):
+            save = msgspec.convert(asked["save"], Save)
+    if isinstance(save, UpTo):
+        return save.max_tokens
+    return int(request.num_prompt_tokens) if save == "Prompts" else sys.maxsize
 
 
 IDLE_DRAIN_SECONDS = 0.05

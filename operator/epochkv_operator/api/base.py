@@ -116,6 +116,19 @@ Size = Annotated[_Quantity, _amount(2**20, "1Mi", "must be a Kubernetes quantity
 Amount = Annotated[_Quantity, _amount(0, "0", "must be a Kubernetes quantity that is not negative, such as 2 or 16Gi")]
 """An amount of a compute resource."""
 
+Save = Annotated[
+    int | str,
+    int_or_string(
+        16,
+        rule(
+            f"type(self) == int ? self >= 0 && self <= {2**40} : self in ['All', 'Prompts']",
+            "must be All, Prompts, or the number of tokens of a request that are saved, from its first on",
+            expression=shown("must be All, Prompts, or the number of tokens of a request that are saved, from its first on"),
+        ),
+    ),
+]
+"""What the tiers get of a request."""
+
 _HOST: Final = r"([a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9.])?|\[[0-9a-fA-F:.]+\])"
 _PORT: Final = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _HOST_PORT: Final = f"{_HOST}:{_PORT}"

@@ -27,6 +27,7 @@ from epochkv_operator.api.base import (
     PodTemplate,
     PoolName,
     Revision,
+    Save,
     Serve,
     StatusModel,
     VariableName,
@@ -435,6 +436,8 @@ class InferenceEngineSpec(ApiModel):
     """Environment variables."""
     resources: ResourceRequirements | None = None
     """Compute resources of the engine container. The pool's L1 capacity is added to the memory given here."""
+    save: Save | None = None
+    """What L1 and L2 get of a request; the pool's `save` when unset."""
     serve: Serve | None = None
     """Which weights the pods must hold to be in the engine's Service; the pool's `serve` when unset."""
     pod_security: PodSecurity | None = None

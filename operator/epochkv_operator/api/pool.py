@@ -24,6 +24,7 @@ from epochkv_operator.api.base import (
     ObservedGeneration,
     PodSecurity,
     PodTemplate,
+    Save,
     Serve,
     Size,
     StatusModel,
@@ -398,6 +399,9 @@ class KVCachePoolSpec(ApiModel):
     """L1: host memory inside each engine pod."""
     distributed: Distributed | None = None
     """L2: a store that all engines of the pool share. Adding or removing it restarts the engines one by one."""
+    save: Save | None = None
+    """What L1 and L2 get of a request: `All` (prompt and answer, also when unset), `Prompts`, or a number of tokens from its first on. A
+    request may say otherwise, and so may an InferenceEngine. Changing it restarts the engines one by one."""
     network_policy: Annotated[NetworkPolicy, own_defaults(NetworkPolicy)]
     """Who may reach the pool's ports."""
     allowed_namespaces: AllowedNamespaces | None = None

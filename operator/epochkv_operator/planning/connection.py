@@ -97,8 +97,8 @@ def transport(pool: KVCachePool) -> Transport | None:
     return used.transport if used is not None else None
 
 
-def connection(pool: KVCachePool, context: Context) -> Json:
-    """The connector's configuration (`kv_connector_extra_config`) for one pool."""
+def connection(pool: KVCachePool, context: Context, save: int | str | None = None) -> Json:
+    """The connector's configuration (`kv_connector_extra_config`) for one pool. `save`: an engine's own."""
     metadata = pool.metadata
     config: Json = {
         "pool": {"name": metadata.name, "namespace": metadata.namespace, "uid": metadata.uid},
@@ -117,6 +117,9 @@ def connection(pool: KVCachePool, context: Context) -> Json:
         }
         optional = {"cluster_id": cluster_of(pool), "gid_index": used.gid_index}
         config["distributed"] |= {key: value for key, value in optional.items() if value is not None}
+    save = pool.spec.save if save is None else save
+    if save is not None:
+        config["save"] = save if isinstance(save, str) else {"max_tokens": save}
     return config
 
 

@@ -103,7 +103,7 @@ def _shared(engine: InferenceEngine, pool: KVCachePool | None, context: Context)
         arguments.append("--enable-prompt-tokens-details")
     arguments += spec.args or ()
     if pool is not None:
-        arguments += ["--kv-transfer-config", wiring.transfer_config(wiring.connection(pool, context))]
+        arguments += ["--kv-transfer-config", wiring.transfer_config(wiring.connection(pool, context, spec.save))]
     return arguments
 
 

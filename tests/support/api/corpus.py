@@ -77,6 +77,8 @@ POOL_CASES = [
     pool("ssd-too-small-in-bytes", mooncake(store={**STORE, "ssd": {"capacity": 4294967295}}), "store.ssd.capacity", "at least 4Gi"),
     pool("ssd-without-a-size", mooncake(store={**STORE, "ssd": {}}), "capacity: Required value", schema=True),
     pool("negative-segment", mooncake(store={"segmentSize": "-5Gi"}), "segmentSize", "at least 1Mi"),
+    *(pool(f"save-{save}", {"local": LOCAL, "save": save}) for save in ("All", "Prompts", 0, 4096)),
+    *(pool(f"save-{save}", {"local": LOCAL, "save": save}, "spec.save", "All, Prompts, or the number") for save in ("all", "4096", -1)),
     pool("forgotten-unit", {"local": {"capacity": "64"}}, "capacity", "'64' must be", "at least 1Mi, such as 64Gi"),
     pool("words-as-size", {"local": {"capacity": "lots"}}, "capacity", "a Kubernetes quantity"),
     *(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from epochkv_connector.config import ConnectorConfig
+from epochkv_connector.config import ConnectorConfig, UpTo
 from epochkv_operator.planning.connection import connection
 from epochkv_operator.planning.context import Context, Observed
 from epochkv_operator.planning.engine import desired_engine
@@ -66,6 +66,19 @@ def test_the_connector_reads_what_is_rendered(spec: str) -> None:
     if spec == "rdma":
         assert config.distributed is not None
         assert (config.distributed.protocol, config.distributed.device_name) == ("rdma", "mlx5_0,mlx5_1")
+
+
+@pytest.mark.parametrize(
+    ("of_pool", "of_engine", "expected"),
+    [(None, None, "All"), ("Prompts", None, "Prompts"), ("Prompts", 0, UpTo(0)), (4096, "All", "All"), (4096, None, UpTo(4096))],
+)
+def test_what_is_saved_is_what_the_engine_says_or_its_pool(of_pool: Any, of_engine: Any, expected: Any) -> None:
+    wanted, used = pool(), engine("minimal")
+    wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"save": of_pool})})
+    used = used.model_copy(update={"spec": used.spec.model_copy(update={"save": of_engine})})
+    args = containers(one(desired_engine(used, wanted, CONTEXT), "Deployment"))[0]["args"]
+    transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
+    assert ConnectorConfig.parse(transfer["kv_connector_extra_config"], environ={}).save == expected
 
 
 def test_trainers_find_the_same_connection_in_the_config_map() -> None:
