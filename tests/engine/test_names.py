@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from epochkv_fence.client import warm
 from epochkv_fence.client.stamps import ASK, stamps
 from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check, eventually, settled_keys
@@ -130,6 +131,16 @@ def test_every_token_says_which_weights_made_it(lab: Lab) -> None:
 @pytest.mark.slow
 def test_two_hundred_answers_over_ten_pushes_say_which_weights_made_each_token(lab: Lab) -> None:
     stamped(lab, 200, 10, random.Random(2))
+
+
+def test_prompts_that_are_warmed_are_found_by_the_other_engine(lab: Lab) -> None:
+    lab.have(lab.weights.base)
+    prompts = [lab.prompts() for _ in range(3)]
+    done = warm(prompts, f"http://127.0.0.1:{lab.a.port}", timeout_s=60)
+    assert (done.prompts, done.tokens, done.weights[:8]) == (3, 3 * CACHED, lab.digest(lab.a))
+    for prompt in prompts:
+        check(lab.b.complete(prompt), CACHED, lab.reference(prompt, lab.weights.base))
+    assert warm(prompts, f"http://127.0.0.1:{lab.b.port}", timeout_s=60).computed < 3 * BLOCK_TOKENS
 
 
 def test_samples_of_one_answer_have_a_stamp_each(lab: Lab) -> None:

@@ -33,7 +33,7 @@ from epochkv_connector.naming.pins import TAG_KEY, Pins
 from epochkv_connector.naming.root import PoolMembership, RootState
 from epochkv_connector.scheduler.requests import Admission, SharedState
 from epochkv_connector.scheduler.stamps import Held, Stamps
-from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps
+from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps, max_saved
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.stats import EpochKVStats, Reporter
 from epochkv_connector.store.client import StoreClient
@@ -344,9 +344,16 @@ class SchedulerRole:
             found,
             lambda: self.pins.root.snapshot.epoch,
             lambda weights: self.labels.get(weights, ""),
+            self._stored,
             all_requests=self._config.stamp,
             tokens_per_step=1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0),
         )
+
+    def _stored(self, request: Any) -> tuple[int, int]:
+        if self.tiers is None or self.store_keys is None or self.state.broken:
+            return 0, 0
+        most = min(request.num_prompt_tokens, max_saved(request, self._config.save)) // self.state.hash_block_size
+        return self.tiers.stored(self.state.names_for_tiers(request)[:most])
 
     def _find_unused(self, layouts: Sequence[RankLayout], policy: str) -> list[limits.Unused]:
         """What this engine cannot use, said in one line."""

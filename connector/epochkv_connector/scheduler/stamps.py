@@ -83,6 +83,7 @@ class Stamps:
         found: what they had answered to a question of this number; None: nobody knows any more.
         epoch: that names carry now.
         label: what people call these weights; empty: nothing.
+        stored: of a request: how many tokens of its prompt L2 is known to hold, and how many it can.
         all_requests: each request gets one.
         tokens_per_step: that a request may gain in one step, at most.
     """
@@ -93,11 +94,12 @@ class Stamps:
         found: Callable[[int], bytes | None],
         epoch: Callable[[], int],
         label: Callable[[bytes], str],
+        stored: Callable[[Any], tuple[int, int]],
         *,
         all_requests: bool = False,
         tokens_per_step: int = 1,
     ) -> None:
-        self._held, self._found, self._epoch, self._label = held, found, epoch, label
+        self._held, self._found, self._epoch, self._label, self._stored = held, found, epoch, label, stored
         self._all_requests, self._tokens_per_step = all_requests, tokens_per_step
         self._open: dict[str, Open] = {}
         self._due: set[str] = set()
@@ -134,8 +136,7 @@ class Stamps:
 
     def open(self, request: Any) -> None:
         """A new request."""
-        asked = (request.kv_transfer_params or {}).get(KEY)
-        if self._all_requests or (isinstance(asked, Mapping) and asked.get("stamp") is True):
+        if self._all_requests or (asked_of(request) or {}).get("stamp") is True:
             adapter = getattr(request, "lora_request", None)
             self._open[request.request_id] = Open(request, None if adapter is None else int(adapter.lora_int_id))
             self._due.add(request.request_id)
@@ -149,7 +150,10 @@ class Stamps:
         """Its stamp, if it wanted one. Nothing is kept of it."""
         self._due.discard(request.request_id)
         if (stamp := self._open.pop(request.request_id, None)) is not None:
-            yield self._write(stamp)
+            written = self._write(stamp)
+            if (asked_of(request) or {}).get("stored") is True:
+                written["stored_tokens"], written["storable_tokens"] = self._stored(request)
+            yield written
 
     def __len__(self) -> int:
         return len(self._open)
@@ -218,6 +222,12 @@ class Stamps:
                 entry["adapter"] = shown(adapter)
             tokens.append(entry)
         return {"tokens": tokens, "epoch": stamp.epoch if stamp.epoch >= 0 else None, "cached_tokens": stamp.cached}
+
+
+def asked_of(request: Any) -> Mapping[str, Any] | None:
+    """What a request wants of us."""
+    asked = (request.kv_transfer_params or {}).get(KEY)
+    return asked if isinstance(asked, Mapping) else None
 
 
 def shown(digest: bytes | None) -> str:

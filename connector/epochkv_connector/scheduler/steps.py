@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +22,7 @@ from epochkv_connector.config import Save, UpTo
 from epochkv_connector.engine import blocks
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request, SharedState
-from epochkv_connector.scheduler.stamps import KEY
+from epochkv_connector.scheduler.stamps import asked_of
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.tiers.layout import ScheduledRequestView
 from epochkv_connector.tiers.manager import TierManager
@@ -170,8 +170,8 @@ class SaveCandidates:
 
 def max_saved(request: Any, save: Save) -> int:
     """How many of its tokens may be saved: as the request says itself, else as this engine does."""
-    asked = (request.kv_transfer_params or {}).get(KEY)
-    if isinstance(asked, Mapping) and "save" in asked:
+    asked = asked_of(request)
+    if asked is not None and "save" in asked:
         with contextlib.suppress(msgspec.ValidationError):
             save = msgspec.convert(asked["save"], Save)
     if isinstance(save, UpTo):

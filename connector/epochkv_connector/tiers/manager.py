@@ -9,13 +9,13 @@ Order within one step: `hits.answer`, then `loads.commit`, for each waiting requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.tiers.hits import HitPlanner, LoadJobs
-from epochkv_connector.tiers.layout import CacheLayout, KeysOf
+from epochkv_connector.tiers.layout import CacheLayout, KeysOf, longest_hit
 from epochkv_connector.tiers.lookup import Lookups
 from epochkv_connector.tiers.saves import SaveJobs
 from epochkv_connector.tiers.state import Loaded, TierState
@@ -84,6 +84,23 @@ class TierManager:
         self.saves.pool, self.loads.null_block = pool, pool.null_block_id
         self.state.hash_block_size = hash_block_size
         self.state.scales = [group.block_size // hash_block_size for group in self.state.layout.groups]
+
+    def stored(self, names: Sequence[bytes]) -> tuple[int, int]:
+        """Tokens of the longest prefix of these blocks that L2 is known to hold, and of the longest that it can."""
+        layout, known, scales = self.state.layout, self.state.known, self.state.scales
+
+        def present(group: int, block: int) -> bool:
+            position = (block + 1) * scales[group] - 1
+            return position < len(names) and (group, bytes(names[position])) in known
+
+        def first_absent(group: int, first: int, end: int) -> int:
+            return next((block for block in range(first, end) if not present(group, block)), end)
+
+        most = len(names) * self.state.hash_block_size
+        return (
+            longest_hit(layout, 0, most, present, first_absent),
+            longest_hit(layout, 0, most, lambda group, block: (block + 1) * scales[group] <= len(names), lambda group, first, end: end),
+        )
 
     def finish(self, request_id: str) -> None:
         """The request is over. A load under way stays until every rank reports it; saves stay until acknowledged."""

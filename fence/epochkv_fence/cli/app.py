@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from epochkv_fence.cli import asking, doctor, hub
+from epochkv_fence.cli import asking, doctor, hub, warm
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
@@ -131,6 +131,7 @@ app.command("status")(asking.status)
 app.command("engines")(asking.engines)
 app.command("weights")(asking.weights)
 app.command("update", context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})(asking.update)
+app.command("warm")(warm.warm)
 app.command("doctor")(doctor.doctor)
 app.add_typer(hub.keys, name="keys", help=hub.KEYS_HELP)
 

@@ -22,6 +22,7 @@ from epochkv_fence.client.results import (
     WrongPool,
 )
 from epochkv_fence.client.stamps import Made, Stamp, stamps
+from epochkv_fence.client.warm import Warmed, WarmFailed, warm
 from epochkv_fence.connection import ConfigurationError, Connection
 
 __all__ = [
@@ -44,10 +45,13 @@ __all__ = [
     "Standing",
     "UnknownWeights",
     "Update",
+    "WarmFailed",
+    "Warmed",
     "WeightsDiverged",
     "WeightsGroup",
     "WeightsReport",
     "WeightsStanding",
     "WrongPool",
     "stamps",
+    "warm",
 ]

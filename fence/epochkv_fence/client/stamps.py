@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-ASK: Final[dict[str, Any]] = {"epochkv": {"stamp": True}}
+KEY: Final = "epochkv"
+"""In `kv_transfer_params` of a request and of its answer."""
+ASK: Final[dict[str, Any]] = {KEY: {"stamp": True}}
 """`kv_transfer_params` of a request that asks for a stamp."""
 UNKNOWN: Final = "unknown"
 
@@ -74,7 +76,7 @@ def stamps(response: Any) -> list[Stamp | None]:
             `RequestOutput` of `LLM.generate`.
     """
     params = _get(response, "kv_transfer_params")
-    said = params.get("epochkv") if isinstance(params, Mapping) else None
+    said = params.get(KEY) if isinstance(params, Mapping) else None
     if not isinstance(said, Mapping):
         return [None] * max(1, len(_get(response, "choices") or _get(response, "outputs") or ()))
     return [_stamp(one) for one in said.get("samples") or [said]]

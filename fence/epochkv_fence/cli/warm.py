@@ -1,0 +1,84 @@
+"""`warm`: have one engine compute prompts that all engines will ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from epochkv_fence.cli.render import Output, show_json
+from epochkv_fence.client import ConfigurationError
+from epochkv_fence.client.warm import WARM_SECONDS, Prompt
+from epochkv_fence.client.warm import warm as warm_prompts
+
+FORM = 'give a JSON string, a list of token ids, or an object with "prompt", in each line'
+
+
+def prompts_of(path: Path) -> list[Prompt]:
+    """The prompts in a file of JSON lines.
+
+    Raises:
+        ConfigurationError: the message names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"--prompts {path}: {error}") from None
+    found: list[Prompt] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        value = value.get("prompt") if isinstance(value, dict) else value
+        if not (isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value))) or not value:
+            raise ConfigurationError(f"--prompts {path}, line {number}: {line[:60]!r} is no prompt; {FORM}")
+        found.append(value)
+    if not found:
+        raise ConfigurationError(f"--prompts {path} has no prompt; {FORM}")
+    return found
+
+
+def warm(
+    prompts: Annotated[Path, typer.Option("--prompts", metavar="FILE", help="A prompt in each line, as JSON.")],
+    url: Annotated[str, typer.Option("--url", metavar="URL", help="The OpenAI server of one engine of the pool, or of a Service of them.")],
+    model: Annotated[str | None, typer.Option("--model", help="As the server calls it. Default: the first that it serves.")] = None,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Give up after this time.")] = WARM_SECONDS,
+    output: Annotated[Output, typer.Option("--output", "-o", help="A line for people, or JSON.")] = Output.TABLE,
+) -> None:
+    """Compute prompts once, and return when L2 holds them under the weights that the engine holds now.
+
+    After a push nothing of the new weights is cached, and rollouts of one prompt start everywhere at once. Warm what they share, such as
+    system prompts and descriptions of tools, and each engine loads it instead of computing it.
+
+    \b
+      epochkv warm --prompts system.jsonl --url http://rollout:8000
+
+    Exit status: 0 L2 holds all of it; 1 it does not in time, the engine has no L2, or it cannot be reached.
+    """
+    wanted = prompts_of(prompts)
+    shown = iter(track(range(len(wanted)), "warming", console=Console(stderr=True), transient=True))
+
+    def step(number: int) -> None:
+        next(shown, None)
+
+    found = warm_prompts(wanted, url, model=model, timeout_s=timeout, progress=step)
+    _finish(shown)
+    if output is Output.JSON:
+        show_json(asdict(found))
+    else:
+        under = f"weights {found.weights[:8]}" if found.weights else "weights that changed meanwhile: warm again"
+        print(f"L2 holds {found.tokens:,} tokens of {found.prompts} prompts under {under}; {found.computed:,} tokens were computed")
+
+
+def _finish(shown: Iterator[int]) -> None:
+    for _ in shown:
+        pass

@@ -1,0 +1,112 @@
+"""`epochkv warm`: its file, and what it makes of an engine's answers."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epochkv_fence.cli.warm import prompts_of
+from epochkv_fence.client import ConfigurationError, Warmed, WarmFailed, warm
+
+MADE = [{"from_token": 0, "weights": "ab" * 16}]
+
+
+class Engine(http.server.BaseHTTPRequestHandler):
+    """Answers as vLLM's server with our connector; L2 holds 64 tokens more with each question."""
+
+    asked: dict[str, int]
+    storable: int
+    has_connector: bool
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "policy"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["model"] == "policy"
+        assert body["kv_transfer_params"]["epochkv"]["stored"] is True
+        key = json.dumps(body["prompt"])
+        self.asked[key] = self.asked.get(key, 0) + 1
+        stored = min(self.storable, 64 * self.asked[key] - 64)
+        cached = {"gpu": stored, "l1": 0, "l2": 0}
+        said = {"tokens": MADE, "cached_tokens": cached, "stored_tokens": stored, "storable_tokens": self.storable}
+        self._answer({"usage": {"prompt_tokens": 130}, "kv_transfer_params": {"epochkv": said} if self.has_connector else None})
+
+    def _answer(self, body: Any) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[type[Engine], str]]:
+    handler = type("One", (Engine,), {"asked": {}, "storable": 128, "has_connector": True})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield handler, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str]) -> None:
+    done: list[int] = []
+    assert warm(["a", [1, 2, 3]], engine[1], progress=done.append) == Warmed(2, 256, 260, "ab" * 16)
+    assert engine[0].asked == {'"a"': 3, "[1, 2, 3]": 3}
+    assert done == [1, 2]
+
+
+def test_an_engine_that_never_gets_there(engine: tuple[type[Engine], str]) -> None:
+    engine[0].storable = 1 << 20
+    with pytest.raises(WarmFailed, match="tokens of a prompt, and the time is over"):
+        warm(["a"], engine[1], timeout_s=0.5)
+
+
+def test_an_engine_without_l2(engine: tuple[type[Engine], str]) -> None:
+    engine[0].storable = 0
+    with pytest.raises(WarmFailed, match="it has no L2"):
+        warm(["a"], engine[1])
+
+
+def test_an_engine_without_us(engine: tuple[type[Engine], str]) -> None:
+    engine[0].has_connector = False
+    with pytest.raises(WarmFailed, match="without the connector"):
+        warm(["a"], engine[1])
+
+
+def test_nobody_is_there() -> None:
+    with pytest.raises(WarmFailed, match=r"http://127\.0\.0\.1:9/v1/models"):
+        warm(["a"], "http://127.0.0.1:9", timeout_s=2.0)
+
+
+def test_a_file_of_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"one"\n\n[1, 2]\n{"prompt": "three", "id": 3}\n')
+    assert prompts_of(file) == ["one", [1, 2], "three"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one\n", "line 1: 'one' is no prompt"),
+        ('"a"\n[1, "b"]\n', "line 2"),
+        ("[true]\n", "line 1"),
+        ('""\n', "line 1"),
+        ("\n", "has no prompt"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, text: str, expected: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=expected):
+        prompts_of(file)
+    with pytest.raises(ConfigurationError, match="No such file"):
+        prompts_of(tmp_path / "none")
