@@ -33,7 +33,7 @@ from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, pool
 from epochkv_operator.planning.context import Context, HubView, Observed, Problem, Serving, Shared, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
-from epochkv_operator.planning.serving import ANYTHING, serve_of, serving
+from epochkv_operator.planning.serving import ANYTHING, Life, lives_of, serve_of, serving
 from epochkv_operator.planning.status import engine_status, pool_status
 from epochkv_operator.settings import Settings
 
@@ -127,6 +127,8 @@ class PoolReconciler(_Reconciler):
     """By uid of a pool that no hub leads: since when (monotonic)."""
     _forbidden: dict[str, str] = field(default_factory=dict)
     """By uid of a pool: why gates could not be written."""
+    _lives: dict[str, dict[str, Life]] = field(default_factory=dict)
+    """By uid of a pool: of the containers behind its gates."""
 
     async def _reconcile(self, key: Key, obj: Json) -> None:
         pool = parse_pool(obj)
@@ -176,9 +178,10 @@ class PoolReconciler(_Reconciler):
         if seen.hub is not None:
             self._away.pop(uid, None)
         away = 0.0 if seen.hub is not None else time.monotonic() - self._away.setdefault(uid, time.monotonic())
-        before = {one["fingerprint"]: one["id"] for one in status.get("servedWeights") or ()}
+        before = {(one["namespace"], one["fingerprint"]): one["id"] for one in status.get("servedWeights") or ()}
+        lives = self._lives[uid] = lives_of(pods, self._lives.get(uid, {}), now())
         default, lease = pool.spec.serve or ANYTHING, float(pool.spec.reset.lease_seconds)
-        found = serving(pods, default, overrides, seen.hub, before, lease, now(), away)
+        found = serving(pods, namespace, default, overrides, seen.hub, before, lives, lease, now(), away)
         return found and replace(found, forbidden=self._forbidden.get(uid, ""))
 
     async def _turn(self, key: Key, uid: str, found: Serving) -> ApiError | None:
@@ -224,6 +227,7 @@ class PoolReconciler(_Reconciler):
         for uid in self.hub(HubService.forget, key.namespace, key.name):
             self._away.pop(uid, None)
             self._forbidden.pop(uid, None)
+            self._lives.pop(uid, None)
             log.info("pool gone", object=str(key), uid=uid)
         await self.copies.withdraw(key)
 
