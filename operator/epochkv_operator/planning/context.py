@@ -43,6 +43,8 @@ class Context:
     """Default of `podSecurity` of pools and engines."""
     monitor_labels: tuple[tuple[str, str], ...] = ()
     """Labels by which a Prometheus finds its PodMonitors."""
+    gates: bool = True
+    """The operator may open readiness gates, so pods may have them."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 For a pod p with the gate, an engine instance r of it, and a kind k (a namespace and a fingerprint: guests do not decide for others):
 
-    live(p)    of each engine and rank, the live instance that started last, if it was heard from in the present life of the container
+    live(p)    of each engine and rank, the live instance that started last, if it was heard from since the container's life before was over
     W(k)       the weights that serve. Named: those that have the label or begin with the digits. `Converged`:
                  - engines vote that were pushed to, or hold what served before. So while one does, W moves only by a push
                  - where there are none: if another kind of the namespace has a W that came by a push, engines that hold it, or weights
@@ -10,7 +10,7 @@ For a pod p with the gate, an engine instance r of it, and a kind k (a namespace
                  - of the votes, the most. Of as many, those that served before; once engines have differed for too long
                    (`HubView.overdue`), or if those are not among them, the ones that came last by a push; else none
     holds(p)   live(p) is not empty, and each r in it says weights that are in W(its kind)
-    new(p)     an instance in live(p), or else the life of the container, began after the gate was last written
+    new(p)     an instance in live(p) began, or else that life was over, after the gate was last written
     ahead(p)   `Converged`; what p holds beside W it took after W came to the first engine, and the push goes on: engines have not differed
                for too long, or p took it less than PUSH_SECONDS ago
 
@@ -76,7 +76,7 @@ Place = tuple[str, str]
 Kind = tuple[str, str]
 """Namespace and fingerprint of engines."""
 Life = tuple[str | None, datetime | None]
-"""Of an engine's container: its name (empty: it does not run; None: nobody says), and when it was first seen, if another was before it."""
+"""Of an engine's container: its name (empty: it does not run; None: nobody says), and when the one before it was seen to be over."""
 
 
 def gate_of(engine: Serve | None, pool: Serve | None) -> Serve:
@@ -170,7 +170,7 @@ def lives_of(pods: Iterable[Json], before: Mapping[str, Life], now: datetime) ->
     for pod in filter(_counts, pods):
         life, uid = _life(pod), pod["metadata"]["uid"]
         known, since = before.get(uid, (life, None))
-        found[uid] = (life, since if life == known else now)
+        found[uid] = (life, since if known in (life, "") else now)
     return found
 
 

@@ -14,7 +14,7 @@ from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.base import Serve
 from epochkv_operator.kube.store import Store, affected, indexed, slim
 from epochkv_operator.planning.conditions import engine_health, pool_conditions
-from epochkv_operator.planning.context import HubView, Observed, Serving, WeightsGroup
+from epochkv_operator.planning.context import Context, HubView, Observed, Serving, WeightsGroup
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.serving import Life, lives_of, serving
 from epochkv_operator.planning.status import pool_status
@@ -78,6 +78,18 @@ def look(pods: Sequence[Json], engines: Sequence[EngineView] | None, serve: Serv
 
 def turns(found: Serving) -> dict[str, tuple[str, str]]:
     return {turn.pod["metadata"]["name"]: (turn.condition["status"], turn.condition["reason"]) for turn in found.turns}
+
+
+def test_when_the_life_of_a_container_before_was_over() -> None:
+    """An engine may be heard of before its container is seen to run."""
+    waits, first, second, gone = gated("a"), gated("a"), gated("a", ran=20.0), gated("a")
+    waits["status"]["containerStatuses"][0]["state"] = {"waiting": {}}
+    gone["status"] = {"phase": "Failed"}
+    known: dict[str, Life] = {}
+    for seconds, pod, since in ((0, waits, None), (1, first, None), (5, waits, 5), (6, second, 5), (9, second, 5), (10, first, 10)):
+        known = lives_of([pod], known, NOW + timedelta(seconds=seconds))
+        assert known["uid-a"][1] == (None if since is None else NOW + timedelta(seconds=since))
+    assert lives_of([gone], known, NOW) == {}
 
 
 def test_who_asks_for_nothing_is_not_looked_at() -> None:
@@ -320,14 +332,15 @@ def test_a_hub_that_does_not_know_everybody_yet_changes_no_condition() -> None:
 
 
 def test_only_pods_that_are_asked_for_have_the_gate() -> None:
-    def gates(**specs: Json) -> Any:
+    def gates(context: Context = CONTEXT, **specs: Json) -> Any:
         spec = {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, **specs.get("engine", {})}
-        wanted = desired_engine(engine(spec), pool({"local": {"capacity": "1Gi"}, **specs.get("pool", {})}), CONTEXT)
+        wanted = desired_engine(engine(spec), pool({"local": {"capacity": "1Gi"}, **specs.get("pool", {})}), context)
         return one(wanted, "Deployment")["spec"]["template"]["spec"].get("readinessGates")
 
     ours, theirs = {"conditionType": GATE}, {"conditionType": "example/own"}
     assert gates() is None
     assert gates(pool={"serve": {"weights": "Converged"}}) == [ours]
+    assert gates(replace(CONTEXT, gates=False), pool={"serve": {"weights": "Converged"}}) is None, "the operator may not open it"
     assert gates(pool={"serve": {"weights": "Converged"}}, engine={"serve": {}}) is None
     template = {"serve": {"weights": "step-1"}, "template": {"spec": {"readinessGates": [theirs]}}}
     assert gates(engine=template) == [theirs, ours]
