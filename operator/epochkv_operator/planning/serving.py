@@ -75,8 +75,8 @@ Place = tuple[str, str]
 """Namespace and name of a pod."""
 Kind = tuple[str, str]
 """Namespace and fingerprint of engines."""
-Life = tuple[str | None, datetime | None]
-"""Of an engine's container: its name (empty: it does not run; None: nobody says), and when the one before it was seen to be over."""
+Life = tuple[str, datetime | None]
+"""Of an engine's container: its name (empty: it does not run, or nobody says), and when the one before it was seen to be over."""
 
 
 def gate_of(engine: Serve | None, pool: Serve | None) -> Serve:
@@ -374,10 +374,10 @@ def _pod(
     engine = (metadata.get("labels") or {}).get(ENGINE_LABEL)
     found = {condition["type"]: condition for condition in conditions}
     gate, ready = found.get(GATE, {}), found.get("ContainersReady", {})
-    _, since = lives.get(metadata["uid"], (None, None))
+    _, since = lives.get(metadata["uid"], ("", None))
     latest = [view for view in views.get(_place(pod), ()) if since is None or now - timedelta(seconds=view.silent_seconds) >= since]
     written = gate.get("lastProbeTime") or gate.get("lastTransitionTime")
-    began = [_start(view, now) for view in latest] or ([since] if since is not None else [])
+    began = [_start(view, now) - SECOND for view in latest] or ([since] if since is not None else [])
     return _Pod(
         obj=pod,
         serve=ANYTHING if _is_worker(pod) else overrides.get(str(engine), default) if engine else default,
@@ -385,7 +385,7 @@ def _pod(
         gate=gate,
         ready_since=datetime.fromisoformat(ready["lastTransitionTime"]) if ready.get("status") == "True" else None,
         views=tuple(latest),
-        new=bool(written) and any(moment > datetime.fromisoformat(written) + SECOND for moment in began),
+        new=bool(written) and any(moment > datetime.fromisoformat(written) for moment in began),
     )
 
 
@@ -418,11 +418,11 @@ def _start(view: EngineView, now: datetime) -> datetime:
     return now - timedelta(seconds=view.age_seconds + view.silent_seconds)
 
 
-def _life(pod: Json) -> str | None:
+def _life(pod: Json) -> str:
     containers: list[Any] = (pod.get("status") or {}).get("containerStatuses") or []
     name = (pod["metadata"].get("annotations") or {}).get(JOINED_ANNOTATION, "engine")
     found = next((one for one in containers if one.get("name") == name), containers[0] if len(containers) == 1 else None)
-    return None if found is None else str(((found.get("state") or {}).get("running") or {}).get("startedAt") or "")
+    return str((((found or {}).get("state") or {}).get("running") or {}).get("startedAt") or "")
 
 
 def _kind(view: EngineView) -> Kind:

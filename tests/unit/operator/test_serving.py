@@ -82,11 +82,12 @@ def turns(found: Serving) -> dict[str, tuple[str, str]]:
 
 def test_when_the_life_of_a_container_before_was_over() -> None:
     """An engine may be heard of before its container is seen to run."""
-    waits, first, second, gone = gated("a"), gated("a"), gated("a", ran=20.0), gated("a")
+    waits, first, second, gone, bare = gated("a"), gated("a"), gated("a", ran=20.0), gated("a"), gated("a")
+    del bare["status"]["containerStatuses"]
     waits["status"]["containerStatuses"][0]["state"] = {"waiting": {}}
     gone["status"] = {"phase": "Failed"}
     known: dict[str, Life] = {}
-    for seconds, pod, since in ((0, waits, None), (1, first, None), (5, waits, 5), (6, second, 5), (9, second, 5), (10, first, 10)):
+    for seconds, pod, since in ((0, bare, None), (1, first, None), (5, waits, 5), (6, second, 5), (9, second, 5), (10, first, 10)):
         known = lives_of([pod], known, NOW + timedelta(seconds=seconds))
         assert known["uid-a"][1] == (None if since is None else NOW + timedelta(seconds=since))
     assert lives_of([gone], known, NOW) == {}
@@ -120,6 +121,7 @@ TWO: tuple[Json, Json] = {"engine": "vllm:1", "instance": b"1"}, {"engine": "vll
         (gated("b", "True", ran=21.0, up=8.0), [NEW], CONVERGED, ("False", "OtherWeights")),
         (gated("b", "True", ran=21.0, up=None), [], CONVERGED, ("False", "Starting")),
         (gated("b", "True", ran=21.0, up=None), [DEAD], CONVERGED, ("False", "Starting")),
+        (gated("b", "True", ran=21.0, since=21.5, up=None), [DEAD], CONVERGED, ("False", "Starting")),
         (gated("b", "True", ran=21.0, up=8.0), [DEAD, NEW], CONVERGED, ("False", "OtherWeights")),
         (gated("b", "False", ran=21.0, up=8.0), [msgspec.structs.replace(DEAD, **TWO[0])], CONVERGED, None),
         (gated("b", "False", ran=21.0, up=8.0, node=20.0), [holds("b", STEP_1, age=9.0, since=5.0)], CONVERGED, ("True", "Holds")),
