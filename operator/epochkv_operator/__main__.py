@@ -62,6 +62,7 @@ def run(
     monitor_label: Annotated[
         list[str] | None, Option(help="key=value: a label of each PodMonitor, by which your Prometheus finds it; repeatable.")
     ] = None,
+    gates: Annotated[bool, Option(help="Pods get the readiness gate of spec.serve; needs patch pods/status.")] = Settings.gates,
     workers: Annotated[int, Option(min=1, max=64, help="Objects reconciled at the same time.")] = Settings.workers,
     resync_seconds: Annotated[float, Option(min=1, help="Period of the LISTs that find what the watches lost.")] = Settings.resync_seconds,
     log_format: Annotated[LogFormat, Option(help="json for clusters, console for people.")] = LogFormat.JSON,
@@ -87,6 +88,7 @@ def run(
         engine_image=engine_image,
         pod_security=pod_security,
         monitor_labels=_labels(monitor_label or ()),
+        gates=gates,
         workers=workers,
         resync_seconds=resync_seconds,
     )

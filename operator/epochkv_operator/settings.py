@@ -42,6 +42,8 @@ class Settings:
     """`podSecurity` of pools and engines that say nothing."""
     monitor_labels: tuple[tuple[str, str], ...] = ()
     """Labels of the PodMonitors, by which a Prometheus finds them."""
+    gates: bool = True
+    """Pods get the readiness gates of `spec.serve`, which this operator may write."""
 
     @property
     def endpoint(self) -> str:

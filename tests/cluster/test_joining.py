@@ -24,6 +24,7 @@ SERVED = "admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"
 RESTRICTED = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
 CONTAINER = {"image": "vllm", "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}}
 BY_FIELD = {"name": "PYTHONPATH", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+GATED = {"epochkv.io/weights-gate": "true"}
 GPU = {"limits": {"nvidia.com/gpu": "1", "memory": "1.5Gi"}}
 
 
@@ -91,7 +92,7 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
         "application/merge-patch+json",
     )
     namespace.create_pool("policy", **POOL)
-    namespace.create_pool("other", **POOL | {"local": {"capacity": "1Gi"}})
+    namespace.create_pool("other", **POOL | {"local": {"capacity": "1Gi"}}, serve={"weights": "Converged"})
     made = joins(namespace, "plain")
     (init,) = made["spec"]["initContainers"]
     assert init["image"].startswith("epochkv/connector:")
@@ -117,12 +118,12 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     named = pod(namespace, "named", notes={"epochkv.io/engine-container": "proxy", "epochkv.io/local": "1Gi"}, containers=containers)
     assert env(named, "proxy")["EPOCHKV_LOCAL_CAPACITY"] == "1Gi"
     assert env(named, "vllm").keys() == {"PYTHONPATH", "POD_NAME"}
-    large = pod(namespace, "large", pool="other", containers=containers)
+    large = pod(namespace, "large", pool="other", containers=containers, notes=GATED)
     assert container(large, "vllm")["resources"]["limits"]["memory"] == str(5 * 2**29)
     assert {volume["configMap"]["name"] for volume in large["spec"]["volumes"] if "configMap" in volume} == {"other-connection"}
-    fenced = pod(namespace, "fenced", notes={"epochkv.io/fence": "true", "epochkv.io/weights-gate": "true"}, containers=containers)
-    assert fenced["spec"]["readinessGates"] == [{"conditionType": "epochkv.io/weights"}]
-    assert "readinessGates" not in named["spec"]
+    fenced = pod(namespace, "fenced", notes={"epochkv.io/fence": "true", **GATED}, containers=containers)
+    assert large["spec"]["readinessGates"] == [{"conditionType": "epochkv.io/weights"}]
+    assert "readinessGates" not in fenced["spec"], "its pool asks for no weights, so nobody would open it"
     assert env(fenced, "vllm")["EPOCHKV_FENCE"] == "1"
     assert "EPOCHKV_ATTACH" not in env(fenced, "vllm")
     assert container(fenced, "vllm")["resources"]["limits"]["memory"] == str(3 * 2**29)
@@ -207,6 +208,9 @@ def test_the_policy_of_an_operator_that_serves_some_namespaces(plane: ControlPla
     assert admission["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"][0]["values"] == ["a", "b"]
     pinned = rendered(plane, "defaults.connectorImage=registry.example/c@sha256:0")[0]["spec"]["mutations"][0]["jsonPatch"]["expression"]
     assert "image: 'registry.example/c@sha256:0'" in pinned
+    for value in (True, False):
+        [gated] = [one for one in rendered(plane, f"serve.gates={value}".lower())[0]["spec"]["variables"] if one["name"] == "gated"]
+        assert gated["expression"].startswith(f"{value} &&".lower())
 
 
 Whole = tuple[OperatorProcess, list[Namespace]]
@@ -241,12 +245,18 @@ def allowed(space: Namespace) -> tuple[str, str, str]:
 
 def test_other_namespaces_join_while_the_pool_allows_it(whole: Whole, tmp_path: Path) -> None:
     operator, (home, by_name, by_label) = whole
-    home.create_pool("policy", **POOL, allowedNamespaces={"names": [by_name.name]})
+    home.create_pool("policy", **POOL, allowedNamespaces={"names": [by_name.name]}, serve={"weights": "Converged"})
     eventually(lambda: has_copies(by_name), lambda: f"copies; log:\n{operator.tail()}")
     assert not has_copies(by_label)
     old = keys(home)
     assert keys(by_name) == old
-    made = joins(by_name, "guest")
+    made = joins(by_name, "guest", notes=GATED)
+    assert made["spec"]["readinessGates"] == [{"conditionType": "epochkv.io/weights"}]
+
+    def gate() -> tuple[str, str]:
+        found = condition((by_name.get(PODS, made["metadata"]["name"]) or {})["status"], "epochkv.io/weights")
+        return found.get("status", ""), found.get("reason", "")
+
     assert {volume["secret"]["secretName"] for volume in made["spec"]["volumes"] if "secret" in volume} == {"policy-fence"}
     eventually(lambda: allowed(home)[:2] == ("True", "Allowed"), lambda: f"told: {allowed(home)}")
 
@@ -255,11 +265,13 @@ def test_other_namespaces_join_while_the_pool_allows_it(whole: Whole, tmp_path: 
         eventually(lambda: home.status("policy")["engines"].get("external") == 1, "counted")
         assert set(external(home)) == {"guest"}
 
+    assert gate() == ("", ""), "it does not run yet"
     # Labels count, too, and lost copies come back.
     labels = {"metadata": {"labels": {"rl": "yes"}}}
     by_label.request("PATCH", f"/api/v1/namespaces/{by_label.name}", labels, "application/merge-patch+json")
     home.patch_spec("policy", allowedNamespaces={"names": None, "selector": {"matchLabels": {"rl": "yes"}}})
     eventually(lambda: has_copies(by_label) and not has_copies(by_name), lambda: f"moved; log:\n{operator.tail()}")
+    eventually(lambda: gate() == ("True", "NotGated"), lambda: f"nobody else opens it: {gate()}; log:\n{operator.tail()}")
     assert by_name.get(CHILDREN["secrets"], "policy-fence") is None
     by_label.delete(CHILDREN["configmaps"], "policy-connection")
     eventually(lambda: has_copies(by_label), lambda: f"put back; log:\n{operator.tail()}")

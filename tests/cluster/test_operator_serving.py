@@ -194,14 +194,14 @@ def test_a_push_a_restart_with_base_weights_and_dead_operators(plane: ControlPla
             eventually(lambda: len(space.status("policy").get("weights") or []) == 2, f"seen; log:\n{operator.tail()}")
             assert endpoints(space) == both
             fleet.engines[second].push(PUSHED)
-            served = [{"fingerprint": "", "id": PUSHED.hex()}]
+            served = [{"namespace": space.name, "fingerprint": "", "id": PUSHED.hex()}]
             eventually(lambda: space.status("policy").get("servedWeights") == served, f"W moves; log:\n{operator.tail()}")
             assert endpoints(space) == both
             assert written() == 2, "no gate had to change"
 
             with fleet.client(PUSHED):
                 fleet.restart(second)
-                eventually(lambda: gates(space)[second][0] == "False", f"closed; log:\n{operator.tail()}")
+                eventually(lambda: gates(space)[second] == ("False", "OtherWeights"), f"closed; log:\n{operator.tail()}")
                 assert endpoints(space) == {first}
                 # The operator, and the hub in it, is killed. The next one knows nothing of pushes.
                 operator.process.kill()
@@ -282,3 +282,23 @@ def test_a_missing_right_is_told(plane: ControlPlane, namespace: Namespace, tmp_
             grant(space)
             eventually(lambda: len(endpoints(space)) == 2, f"both serve; log:\n{operator.tail()}", 60)
             eventually(lambda: told(space) == ("True", "Gating"), f"told; log:\n{operator.tail()}")
+
+
+def test_a_pool_that_goes_leaves_no_gate_that_nobody_opens(namespace: Namespace, operator: OperatorProcess) -> None:
+    space = namespace
+
+    def make(name: str) -> None:
+        """As the policy of the chart leaves it, or a template that names the gate."""
+        labels = {"epochkv.io/pool": "policy", "app.kubernetes.io/managed-by": "epochkv-operator"}
+        gate: Json = {"readinessGates": [{"conditionType": GATE}], "containers": [{"name": "engine", "image": "i"}]}
+        space.create(PODS, {"metadata": {"name": name, "labels": labels}, "spec": gate})
+
+    space.create_pool("policy", **POOL, serve={"weights": "Converged"})
+    eventually(lambda: told(space) == ("True", "Gating"), f"told; log:\n{operator.tail()}")
+    make("waits")
+    time.sleep(POOL["reset"]["leaseSeconds"] + 2)
+    assert gates(space) == {}, "its containers do not run"
+    space.delete(POOLS, "policy")
+    eventually(lambda: gates(space) == {"waits": ("True", "NotGated")}, f"open; log:\n{operator.tail()}")
+    make("late")
+    eventually(lambda: gates(space).get("late") == ("True", "NotGated"), f"open, too; log:\n{operator.tail()}")

@@ -171,17 +171,16 @@ class Peers:
 
     def __init__(self, size: int, rank: int, store: Store, changed: Callable[[], None]) -> None:
         self.foretold: bytes | None = None
-        self._rest = b""
         self._keys = [f"epochkv/holds/{number}" for number in range(size)]
         self._rank, self._store, self._changed = rank, store, changed
-        self._own: bytes = UNKNOWN
+        self._holds = UNKNOWN, b""  # both at once, or `foretold` were of weights that nobody had
         self._said = threading.Event()
         self._over = False
         threading.Thread(target=self._follow, name="epochkv-domain", daemon=True).start()
 
     def say(self, own: bytes | None, rest: bytes = b"") -> None:
         """This rank holds weights of this digest now (see `domain_digest`); None: it does not know."""
-        self._own, self._rest = own or UNKNOWN, rest
+        self._holds = own or UNKNOWN, rest
         self._said.set()
 
     def stop(self) -> None:
@@ -194,8 +193,9 @@ class Peers:
         while not self._over:
             self._said.wait(LOOK_SECONDS)
             self._said.clear()
+            own, rest = self._holds
             try:
-                if (own := self._own) != told:
+                if own != told:
                     self._store.set(self._keys[self._rank], own)
                     told = own
                 known = self._store.multi_get(self._keys) if self._store.check(self._keys) else [UNKNOWN]
@@ -203,7 +203,7 @@ class Peers:
                 logger.debug("EpochKV: the ranks of the domain cannot be asked: %r", error)
                 known, told = [UNKNOWN], None
                 time.sleep(PAUSE_SECONDS)
-            foretold = None if UNKNOWN in known else domain_digest(known, self._rest)
+            foretold = None if UNKNOWN in known else domain_digest(known, rest)
             if foretold != self.foretold:
                 self.foretold = foretold
                 self._changed()

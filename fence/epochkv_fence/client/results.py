@@ -61,7 +61,7 @@ class Engine:
             "weights": status.weights.hex() if status.weights is not None else "",
             "versions": dict(status.versions),
         }
-        del report["isolated"]
+        del report["isolated"], report["pushed"]
         return cls(
             instance=status.instance.hex(),
             name=status.name(status.instance),

@@ -47,8 +47,6 @@ class InstanceRecord:
     key_index: int = 0
     epoch: int | None = None
     weights_at: float = NEVER
-    held: bytes | None = None
-    pushed: bool = False
     heard_at: float = NEVER
     granted_at: float = NEVER
     live_until: float = NEVER
@@ -61,9 +59,6 @@ class InstanceRecord:
         if beat.seq > self.seq:
             if self.seq < 0 or beat.weights != self.newest.weights:
                 self.weights_at = now - beat.weights_age_seconds
-            if beat.weights is not None:
-                self.pushed = self.pushed or self.held not in (None, beat.weights)
-                self.held = beat.weights
             self.seq, self.peer, self.newest, self.key_index = beat.seq, peer, beat, key_index
         if beat.epoch is not None and (self.epoch is None or beat.epoch > self.epoch):
             self.epoch = beat.epoch
@@ -107,7 +102,6 @@ class InstanceRecord:
             stats=dict(self.newest.stats),
             key_index=self.key_index,
             weights_since=max(0.0, now - self.weights_at),
-            pushed=self.pushed,
             **self.newest.report(),
         )
 

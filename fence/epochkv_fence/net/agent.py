@@ -160,6 +160,8 @@ class GuardedEngine:
         self._born = time.monotonic()
         self._reported_weights: bytes | None = None
         self._reported_since = self._born
+        self._held: bytes | None = None  # the weights that were known last
+        self._pushed = False
         self._removing = False
 
     @property
@@ -202,6 +204,9 @@ class GuardedEngine:
         now = time.monotonic()
         if weights != self._reported_weights:
             self._reported_weights, self._reported_since = weights, now
+        if weights is not None:
+            self._pushed = self._pushed or self._held not in (None, weights)
+            self._held = weights
         return Heartbeat(
             instance=self._instance,
             seq=seq,
@@ -217,6 +222,7 @@ class GuardedEngine:
             isolated=bool(self._ask("isolated", self._hooks.isolated, False)),
             weights=weights,
             weights_note=note,
+            pushed=self._pushed,
             weights_age_seconds=now - self._reported_since,
             tiers_off=_line(tiers_off)[:253],
             tiers_note=_line(tiers_note),

@@ -95,6 +95,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         old_epoch_requests: requests admitted under a root that is no longer current.
         isolated: this instance's caches were reset alone: it shares nothing before the next epoch.
         weights: that its ranks hold; None: not known, and `weights_note` says why.
+        pushed: this instance has reported others before: these are not those that it started with.
         tiers_off: why it cannot use its tiers, or not all of them, one of `TIER_REASONS`; a newer engine may have others. Empty: it can.
         tiers_note: the same in a sentence, with what to change.
         versions: of what it runs: `epochkv`, `vllm`, `mooncake`.
@@ -109,6 +110,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     isolated: bool = False
     weights: Weights | None = None
     weights_note: Text = ""
+    pushed: bool = False
     tiers_off: Name = ""
     tiers_note: Text = ""
     versions: Versions = {}

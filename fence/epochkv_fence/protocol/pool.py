@@ -81,7 +81,6 @@ class EngineView(EngineReport, frozen=True):
         silent_seconds: since it was last heard from.
         key_index: which of the pool's accepted keys it used last, 0 the newest; their number: one that is not accepted any more.
         weights_since: seconds for which it has reported its weights.
-        pushed: it has held others before, as far as this hub knows: these are not those that it started with.
         diverged_seconds: for so long it has held these while others of its fingerprint hold other ones. None: it is not live,
             its weights are not known, or they are those of most of its fingerprint.
     """
@@ -95,7 +94,6 @@ class EngineView(EngineReport, frozen=True):
     stats: dict[str, float] = msgspec.field(default_factory=dict)
     key_index: int = 0
     weights_since: float = 0.0
-    pushed: bool = False
     diverged_seconds: float | None = None
 
     @property

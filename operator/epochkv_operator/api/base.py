@@ -82,8 +82,8 @@ def int_or_string(max_length: int, *entries: Json) -> WithJsonSchema:
 
 
 def list_field(max_length: int, *, key: str = "", kind: str = "", min_length: int | None = None, checks: Json | None = None) -> Any:
-    """A list: a map by `key`, or of the list type `kind`. `checks` are rules on the whole list."""
-    merged: Json = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]} if key else {"x-kubernetes-list-type": kind}
+    """A list: a map by `key` (or several), or of the list type `kind`. `checks` are rules on the whole list."""
+    merged: Json = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": key.split()} if key else {"x-kubernetes-list-type": kind}
     return Field(strict=False, min_length=min_length, max_length=max_length, json_schema_extra=merged | (checks or {}))
 
 

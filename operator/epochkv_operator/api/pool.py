@@ -558,8 +558,10 @@ class WeightsLabel(StatusModel):
 class ServedWeights(StatusModel):
     """Weights whose pods serve, where `serve.weights` is `Converged`."""
 
+    namespace: Annotated[str, Field(max_length=63)]
+    """Of the engines that they are the weights of."""
     fingerprint: Annotated[str, Field(max_length=253)]
-    """Of the engines that they are the weights of: of model, layout and all else that decides the bytes of KV."""
+    """Of the same engines: of model, layout and all else that decides the bytes of KV."""
     id: WeightsId
     """Digest of the weights, 32 hex digits."""
 
@@ -596,8 +598,9 @@ class KVCachePoolStatus(StatusModel):
     """Weights that most live engines hold and how many of them, such as `3f2a9c1e 16/16`; for the printer column."""
     weights_labels: Annotated[tuple[WeightsLabel, ...] | None, list_field(16, key="id")] = None
     """What trainers called weights, the 16 newest."""
-    served_weights: Annotated[tuple[ServedWeights, ...] | None, list_field(16, key="fingerprint")] = None
-    """Weights that serve with `serve.weights: Converged`. They move only to weights that more engines hold."""
+    served_weights: Annotated[tuple[ServedWeights, ...] | None, list_field(64, key="namespace fingerprint")] = None
+    """Weights that serve with `serve.weights: Converged`. While an engine holds them, they move only to weights that more engines got by a
+    push."""
     reset: ResetStatus | None = None
     """The latest reset."""
     reclaim: ReclaimStatus | None = None

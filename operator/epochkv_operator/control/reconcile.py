@@ -29,11 +29,11 @@ from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS, ref_of
 from epochkv_operator.kube.status import ObjectGone
-from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, pool_of
+from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, pool_of, sharer
 from epochkv_operator.planning.context import Context, HubView, Observed, Problem, Serving, Shared, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
-from epochkv_operator.planning.serving import ANYTHING, serve_of, serving
+from epochkv_operator.planning.serving import ANYTHING, Life, lives_of, serve_of, serving
 from epochkv_operator.planning.status import engine_status, pool_status
 from epochkv_operator.settings import Settings
 
@@ -55,6 +55,7 @@ def context_for(settings: Settings, keys: FenceKeys | None, served: frozenset[st
         served=served,
         pod_security=settings.pod_security,
         monitor_labels=settings.monitor_labels,
+        gates=settings.gates,
         credentials_revision=keys.revision if keys is not None else "",
     )
 
@@ -127,6 +128,8 @@ class PoolReconciler(_Reconciler):
     """By uid of a pool that no hub leads: since when (monotonic)."""
     _forbidden: dict[str, str] = field(default_factory=dict)
     """By uid of a pool: why gates could not be written."""
+    _lives: dict[str, dict[str, Life]] = field(default_factory=dict)
+    """By uid of a pool: of the containers behind its gates."""
 
     async def _reconcile(self, key: Key, obj: Json) -> None:
         pool = parse_pool(obj)
@@ -176,10 +179,12 @@ class PoolReconciler(_Reconciler):
         if seen.hub is not None:
             self._away.pop(uid, None)
         away = 0.0 if seen.hub is not None else time.monotonic() - self._away.setdefault(uid, time.monotonic())
-        before = {one["fingerprint"]: one["id"] for one in status.get("servedWeights") or ()}
+        before = {(one["namespace"], one["fingerprint"]): one["id"] for one in status.get("servedWeights") or ()}
+        lives = self._lives[uid] = lives_of(pods, self._lives.get(uid, {}), now())
         default, lease = pool.spec.serve or ANYTHING, float(pool.spec.reset.lease_seconds)
-        found = serving(pods, default, overrides, seen.hub, before, lease, now(), away)
-        return found and replace(found, forbidden=self._forbidden.get(uid, ""))
+        found = serving(pods, namespace, default, overrides, seen.hub, before, lives, lease, now(), away)
+        forbidden = self._forbidden.get(uid, "") if self.settings.gates else "the chart's value serve.gates is false"
+        return found and replace(found, forbidden=forbidden)
 
     async def _turn(self, key: Key, uid: str, found: Serving) -> ApiError | None:
         """Write the gates. First those that open: what others make room for has to be there. Returns the error to try again on."""
@@ -220,12 +225,28 @@ class PoolReconciler(_Reconciler):
         return None
 
     async def _forget(self, key: Key) -> None:
+        await self._open(key)
         self.secrets.forget(key.namespace, key.name)
         for uid in self.hub(HubService.forget, key.namespace, key.name):
             self._away.pop(uid, None)
             self._forbidden.pop(uid, None)
+            self._lives.pop(uid, None)
             log.info("pool gone", object=str(key), uid=uid)
         await self.copies.withdraw(key)
+
+    async def _open(self, key: Key) -> None:
+        """A namespace that has neither the pool nor a copy of one has nobody else who opens gates.
+
+        Raises:
+            ApiError: another try may solve it.
+        """
+        if any(map(sharer, self.store.found("ConfigMap", key.namespace, POOL_LABEL, key.name))):
+            return
+        pods = self.store.found(PODS.kind, key.namespace, POOL_LABEL, key.name)
+        found = serving(pods, key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now())
+        errors = await self._write(found.turns) if found is not None else []
+        if errors and not isinstance(errors[0], Forbidden | NotFound):
+            raise errors[0]
 
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""

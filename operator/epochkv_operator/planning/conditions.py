@@ -399,7 +399,7 @@ def _unsaid(unsaid: Mapping[str, Sequence[str]], then: str, apart: str) -> Condi
     kind = "ServingGate"
     said = {why: f"{listed(pods, _MAX_OUTLIERS)}; {then}{apart}" for why, pods in unsaid.items()}
     if "NoMajority" in said:
-        text = "for longer than a push takes, no weights have been those of most engines"
+        text = "for longer than a push takes, nobody has known which weights serve (engines differ, or have another fingerprint)"
         return Condition(
             kind, "False", "NoMajority", f"{text}, which concerns {said['NoMajority']}; push weights, or name some in spec.serve"
         )

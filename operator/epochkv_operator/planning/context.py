@@ -43,6 +43,8 @@ class Context:
     """Default of `podSecurity` of pools and engines."""
     monitor_labels: tuple[tuple[str, str], ...] = ()
     """Labels by which a Prometheus finds its PodMonitors."""
+    gates: bool = True
+    """The operator may open readiness gates, so pods may have them."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class Serving:
         unsaid: pods of which nobody can tell what they hold, by why.
         absent: weights that are named and that no engine holds.
         strict: none of them serves.
-        weights: W of `Converged`, by fingerprint.
+        weights: W of `Converged`, by namespace and fingerprint of engines.
         look_again: after so many seconds a gate may change without news.
         forbidden: why gates could not be written.
     """
@@ -189,7 +191,7 @@ class Serving:
     unsaid: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
     strict: bool = False
-    weights: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[tuple[str, str], str] = field(default_factory=dict)
     look_again: float | None = None
     forbidden: str = ""
 

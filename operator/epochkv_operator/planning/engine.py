@@ -234,7 +234,7 @@ def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Con
     }
     template = _finished(engine, pool, context, container)
     set_shutdown_timeout(template["spec"], engine.spec)
-    if pool is not None and gate_of(engine.spec.serve, pool.spec.serve).weights != ANY:
+    if context.gates and pool is not None and gate_of(engine.spec.serve, pool.spec.serve).weights != ANY:
         template["spec"] = with_gate(template["spec"])
     return template
 

@@ -104,8 +104,10 @@ def _connection_files(pool: KVCachePool, context: Context) -> dict[str, str]:
         "connection.json": json.dumps(config, sort_keys=True, indent=2) + "\n",
         "kv-transfer-config.json": wiring.transfer_config(config),
     }
-    # For the admission policy of the chart, which adds it to the memory of pods that join.
-    return files if pool.spec.local is None else {**files, "local": str(quantity.to_bytes(pool.spec.local.capacity))}
+    # For the admission policy of the chart: what it adds to the memory of pods that join, and whether they may have the gate.
+    if pool.spec.local is not None:
+        files["local"] = str(quantity.to_bytes(pool.spec.local.capacity))
+    return files if pool.spec.serve is None else {**files, "serve": pool.spec.serve.weights}
 
 
 def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:

@@ -1,23 +1,24 @@
 """Which pods of a pool are in their Services: the readiness gate `epochkv.io/weights` of each, by `spec.serve`. Pure.
 
-For a pod p with the gate, an engine instance r of it, and a fingerprint f:
+For a pod p with the gate, an engine instance r of it, and a kind k (a namespace and a fingerprint: guests do not decide for others):
 
-    live(p)    of each rank, the live instance that started last, if it is of the present life of the engine's container
-    n(f, w)    live instances of f that hold w
-    W(f)       the weights that serve. Named: those that have the label or begin with the digits. `Converged`:
-                 - the w with the largest n(f, w), if there is only one;
-                 - of several, those that served before; once engines have differed for too long (`HubView.overdue`), or if those are not
-                   among them, the ones that came last by a push; else those that served before, if any engine holds them; else none
-    holds(p)   live(p) is not empty, and each r in it says weights that are in W(its fingerprint)
-    new(p)     an instance in live(p), or the container, started after the gate was last written
+    live(p)    of each engine and rank, the live instance that started last, if it was heard from since the container's life before was over
+    W(k)       the weights that serve. Named: those that have the label or begin with the digits. `Converged`:
+                 - engines vote that were pushed to, or hold what served before. So while one does, W moves only by a push
+                 - where there are none: if another kind of the namespace has a W that came by a push, engines that hold it, or weights
+                   with its label; else all
+                 - of the votes, the most. Of as many, those that served before; once engines have differed for too long
+                   (`HubView.overdue`), or if those are not among them, the ones that came last by a push; else none
+    holds(p)   live(p) is not empty, and each r in it says weights that are in W(its kind)
+    new(p)     an instance in live(p) began, or else that life was over, after the gate was last written
     ahead(p)   `Converged`; what p holds beside W it took after W came to the first engine, and the push goes on: engines have not differed
                for too long, or p took it less than PUSH_SECONDS ago
 
 The gate of p becomes, by the first line that fits:
 
-    True       nothing is asked for (`Any`), or holds(p)
+    True       nothing is asked for (`Any`, or p is no first pod of several and answers nobody), or holds(p)
     open       nobody can tell: no hub for a lease; no report of p, or none that says its weights, for a lease in which its containers
-               were ready; engines have differed for too long and W is none. Open is True, and with `strict` False
+               were ready; W is none and p took its weights PUSH_SECONDS ago. Open is True, and with `strict` False
     as it is   one of these for a shorter time, or weights are being written; but False if new(p). Also while no engine holds the weights
                that are named, unless `strict`
     False      its gate is not True, or new(p)
@@ -30,8 +31,10 @@ So a push that goes engine by engine changes nothing until W moves to the new we
 and come back with the new ones. A gate changes at most once for each change of what the pod holds or reports, of its instances, and of W:
 nothing else turns a gate back to True.
 
-W is kept in `status.servedWeights`: a restart with base weights ties two engines, and to the hub those that came last are the majority
-then. A hub that has just begun to lead knows nobody: until each engine has had the time to be heard from, W stays as it was.
+W is kept in `status.servedWeights`, and whether an engine was pushed to is its own word: engines that merely start, however many, change
+nothing. A hub that has just begun to lead knows nobody: until each engine has had the time to be heard from, W stays as it was.
+
+Times are compared on one clock, ours. A node's names the lives of a container, and no more.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final
+
+import msgspec
 
 from epochkv_fence.protocol.pool import EngineView, is_called
 from epochkv_operator.api.base import ANY, CONVERGED, ENGINE_LABEL, GATE, Serve, has_gate
@@ -52,8 +57,6 @@ JOINED_ANNOTATION: Final = "epochkv.io/joined"
 """Of a pod that joined by its label: the engine's container."""
 WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/worker-index"
 ANYTHING: Final = Serve()
-CLOCKS_SECONDS: Final = 5.0
-"""By which a node's clock and ours may differ."""
 SECOND: Final = timedelta(seconds=1)
 """Times in a pod are whole seconds."""
 UNSAID: Final = ("HubUnavailable", "NoMajority", "NotReporting", "WeightsUnknown")
@@ -66,6 +69,14 @@ _TEXTS: Final = {
     "Unknown": "nobody can tell which weights its engines hold, and spec.serve.strict is true",
     "Starting": "an engine was started, and is not known to hold the weights that serve",
 }
+
+
+Place = tuple[str, str]
+"""Namespace and name of a pod."""
+Kind = tuple[str, str]
+"""Namespace and fingerprint of engines."""
+Life = tuple[str, datetime | None]
+"""Of an engine's container: its name (empty: it does not run, or nobody says), and when the one before it was seen to be over."""
 
 
 def gate_of(engine: Serve | None, pool: Serve | None) -> Serve:
@@ -123,10 +134,12 @@ _AS_IT_IS: Final = _Verdict(None)
 
 def serving(
     pods: Iterable[Json],
+    home: str,
     default: Serve,
     overrides: Mapping[str, Serve],
     hub: HubView | None,
-    before: Mapping[str, str],
+    before: Mapping[Kind, str],
+    lives: Mapping[str, Life],
     lease_seconds: float,
     now: datetime,
     away_seconds: float = 0.0,
@@ -135,29 +148,49 @@ def serving(
 
     Args:
         pods: of the pool.
+        home: the pool's namespace, and that of engines outside of Kubernetes.
         default, overrides: what the pool asks for, and what each engine asks for that has a `serve` of its own.
         before: W, as it was.
+        lives: see `lives_of`.
         away_seconds: for how long no hub has led the pool.
     """
     pods = list(pods)
     if default.weights == ANY and all(one.weights == ANY for one in overrides.values()) and not any(map(has_gate, pods)):
         return None
-    views = _by_pod(pods, hub.engines if hub is not None else ())
-    seen = [_pod(pod, default, overrides, views, now) for pod in pods if _counts(pod)]
-    return _Look(seen, hub, before, lease_seconds, now, away_seconds).result(default, overrides)
+    views = _by_pod(pods, home, hub.engines if hub is not None else (), now)
+    seen = [_pod(pod, default, overrides, views, lives, now) for pod in pods if _counts(pod)]
+    views |= {_place(pod.obj): pod.views for pod in seen}
+    live = [view for found in views.values() for view in found if view.weights is not None]
+    return _Look(seen, live, hub, before, lease_seconds, now, away_seconds).result(default, overrides)
+
+
+def lives_of(pods: Iterable[Json], before: Mapping[str, Life], now: datetime) -> dict[str, Life]:
+    """The lives of containers by the uid of their pods, to be remembered until the next look."""
+    found: dict[str, Life] = {}
+    for pod in filter(_counts, pods):
+        life, uid = _life(pod), pod["metadata"]["uid"]
+        known, since = before.get(uid, (life, None))
+        found[uid] = (life, since if known in (life, "") else now)
+    return found
 
 
 class _Look:
     def __init__(
-        self, pods: Sequence[_Pod], hub: HubView | None, before: Mapping[str, str], lease: float, now: datetime, away: float
+        self,
+        pods: Sequence[_Pod],
+        live: Sequence[EngineView],
+        hub: HubView | None,
+        before: Mapping[Kind, str],
+        lease: float,
+        now: datetime,
+        away: float,
     ) -> None:
         self._pods, self._hub, self._lease, self._now, self._away = pods, hub, lease, now, away
-        self._live = [view for view in hub.engines if view.alive and view.weights is not None] if hub is not None else []
-        self._weights = converged(self._live, before, hub.overdue) if hub is not None and hub.complete else dict(before)
-        self._came: dict[tuple[str, str], float] = {}
-        for view in self._live:
-            place = view.fingerprint, _hex(view)
-            self._came[place] = max(view.weights_since, self._came.get(place, 0.0))
+        self._weights = converged(live, before, hub) if hub is not None and hub.complete else dict(before)
+        self._came: dict[tuple[Kind, str], float] = {}
+        for view in live:
+            what = _kind(view), _hex(view)
+            self._came[what] = max(view.weights_since, self._came.get(what, 0.0))
 
     def result(self, default: Serve, overrides: Mapping[str, Serve]) -> Serving:
         verdicts = [(pod, self._judge(pod)) for pod in self._pods]
@@ -171,7 +204,7 @@ class _Look:
         asked = [default, *overrides.values()]
         named = dict.fromkeys(serve.weights for serve in asked if serve.weights not in (ANY, CONVERGED))
         absent = tuple(name for name in named if not self._named(name)) if self._hub is not None and self._hub.complete else ()
-        served = sorted(self._weights.values()) if any(serve.weights == CONVERGED for serve in asked) else []
+        served = sorted(set(self._weights.values())) if any(serve.weights == CONVERGED for serve in asked) else []
         served += [weights for name in named for weights in self._named(name)]
         return Serving(
             serves=tuple(dict.fromkeys(map(self._called, served))),
@@ -193,17 +226,18 @@ class _Look:
             return _Verdict(True, "NotGated")
         if self._hub is None:
             return self._unsaid(pod, "HubUnavailable", self._lease - self._away)
-        wanted = {view.fingerprint: self._wanted(serve, view.fingerprint) for view in pod.views}
+        wanted = {_kind(view): self._wanted(serve, _kind(view)) for view in pod.views}
         if not pod.views or any(view.weights is None for view in pod.views):
             return self._silent(pod, self._hub)
         if serve.weights == CONVERGED and not all(wanted.values()):
-            return self._unsaid(pod, "NoMajority", 0.0 if self._hub.overdue else None)
-        apart = [view for view in pod.views if _hex(view) not in wanted[view.fingerprint]]
+            held = min(view.weights_since for view in pod.views)
+            return self._unsaid(pod, "NoMajority", PUSH_SECONDS - held if self._hub.complete else None)
+        apart = [view for view in pod.views if _hex(view) not in wanted[_kind(view)]]
         if not apart:
             return _Verdict(None if any(view.updating for view in pod.views) else True, "Holds")
         return self._judge_others(pod, apart, wanted)
 
-    def _judge_others(self, pod: _Pod, apart: Sequence[EngineView], wanted: Mapping[str, frozenset[str]]) -> _Verdict:
+    def _judge_others(self, pod: _Pod, apart: Sequence[EngineView], wanted: Mapping[Kind, frozenset[str]]) -> _Verdict:
         """The pod is known to hold others."""
         serve, serves = pod.serve, pod.open and not pod.new
         if serve.weights == CONVERGED:
@@ -230,22 +264,21 @@ class _Look:
             return _Verdict(not pod.serve.strict, why)
         return _Verdict(False, "Starting", wait=left) if pod.open and pod.new else _Verdict(None, wait=left)
 
-    def _wanted(self, serve: Serve, fingerprint: str) -> frozenset[str]:
+    def _wanted(self, serve: Serve, kind: Kind) -> frozenset[str]:
         if serve.weights != CONVERGED:
             return self._named(serve.weights)
-        return frozenset(self._weights[one] for one in (fingerprint,) if one in self._weights)
+        return frozenset(self._weights[one] for one in (kind,) if one in self._weights)
 
     def _named(self, name: str) -> frozenset[str]:
         groups = self._hub.weights if self._hub is not None else ()
         return frozenset(group.id for group in groups if is_called(group.id, group.label, name))
 
-    def _ahead(self, apart: Sequence[EngineView], wanted: Mapping[str, frozenset[str]]) -> float | None:
+    def _ahead(self, apart: Sequence[EngineView], wanted: Mapping[Kind, frozenset[str]]) -> float | None:
         """For how much longer the pod may be ahead (infinity: until there is news); None: it is not."""
         assert self._hub is not None
         for view in apart:
-            came = [
-                self._came[view.fingerprint, weights] for weights in wanted[view.fingerprint] if (view.fingerprint, weights) in self._came
-            ]
+            kind = _kind(view)
+            came = [self._came[kind, weights] for weights in wanted[kind] if (kind, weights) in self._came]
             if came and view.weights_since >= max(came):
                 return None
         left = PUSH_SECONDS - max(view.weights_since for view in apart)
@@ -292,105 +325,108 @@ class _Look:
         return f"{short_id(weights)} ({label})" if label else short_id(weights)
 
 
-def converged(live: Iterable[EngineView], before: Mapping[str, str], overdue: bool) -> dict[str, str]:
-    """W of each fingerprint, of live engines that say their weights."""
-    holders: dict[str, dict[str, list[EngineView]]] = defaultdict(lambda: defaultdict(list))
+def converged(live: Iterable[EngineView], before: Mapping[Kind, str], hub: HubView) -> dict[Kind, str]:
+    """W of each kind, of live engines that say their weights."""
+    holders: dict[Kind, dict[str, list[EngineView]]] = defaultdict(lambda: defaultdict(list))
     for view in live:
-        holders[view.fingerprint][_hex(view)].append(view)
-    found = {kind: _served(held, before.get(kind), overdue) for kind, held in holders.items()}
+        holders[_kind(view)][_hex(view)].append(view)
+    labels = {group.id: group.label for group in hub.weights if group.label}
+    found: dict[Kind, str | None] = {}
+    for kind, held in holders.items():
+        votes = {weights: [view for view in views if view.pushed or weights == before.get(kind)] for weights, views in held.items()}
+        found[kind] = _served(votes, before.get(kind), hub.overdue)
+    came = {kind: weights for kind, weights in found.items() if weights and any(view.pushed for view in holders[kind][weights])}
+    for kind in [kind for kind, weights in found.items() if weights is None]:
+        known = {weights for other, weights in came.items() if other[0] == kind[0]}
+        alike = known | {labels[weights] for weights in known if weights in labels}
+        votes = {weights: views for weights, views in holders[kind].items() if not known or {weights, labels.get(weights)} & alike}
+        found[kind] = _served(votes, None, hub.overdue)
     return {kind: weights for kind, weights in sorted(found.items()) if weights is not None}
 
 
-def _served(held: Mapping[str, Sequence[EngineView]], before: str | None, overdue: bool) -> str | None:
-    most = max(map(len, held.values()))
-    top = sorted(weights for weights, views in held.items() if len(views) == most)
+def _served(votes: Mapping[str, Sequence[EngineView]], before: str | None, overdue: bool) -> str | None:
+    most = max(map(len, votes.values()), default=0)
+    top = sorted(weights for weights, views in votes.items() if len(views) == most > 0)
     if len(top) == 1:
         return top[0]
     if before in top and not overdue:
         return before
-    came = [(view.weights_since, weights) for weights in top for view in held[weights] if view.pushed]
-    if came:
-        return min(came)[1]
-    return before if before in held else None
+    came = [(view.weights_since, weights) for weights in top for view in votes[weights] if view.pushed]
+    return min(came)[1] if came else None
 
 
 # ---- from the objects of a cluster ----
-
-
-Place = tuple[str, str]
-"""Namespace and name of a pod."""
 
 
 def _counts(pod: Json) -> bool:
     return has_gate(pod) and pod["metadata"].get("deletionTimestamp") is None and not ended(pod)
 
 
-def _pod(pod: Json, default: Serve, overrides: Mapping[str, Serve], views: Mapping[Place, Sequence[EngineView]], now: datetime) -> _Pod:
+def _pod(
+    pod: Json,
+    default: Serve,
+    overrides: Mapping[str, Serve],
+    views: Mapping[Place, Sequence[EngineView]],
+    lives: Mapping[str, Life],
+    now: datetime,
+) -> _Pod:
     metadata, conditions = pod["metadata"], (pod.get("status") or {}).get("conditions") or []
     engine = (metadata.get("labels") or {}).get(ENGINE_LABEL)
     found = {condition["type"]: condition for condition in conditions}
     gate, ready = found.get(GATE, {}), found.get("ContainersReady", {})
-    since, latest = _started(pod, now), _latest(views.get(_place(pod), ()), now)
-    if since is not None:
-        latest = {place: view for place, view in latest.items() if _start(view, now) >= since - timedelta(seconds=CLOCKS_SECONDS)}
+    _, since = lives.get(metadata["uid"], ("", None))
+    latest = [view for view in views.get(_place(pod), ()) if since is None or now - timedelta(seconds=view.silent_seconds) >= since]
     written = gate.get("lastProbeTime") or gate.get("lastTransitionTime")
-    new = False
-    if written:
-        at = datetime.fromisoformat(written)
-        new = any(_start(view, now) > at + SECOND for view in latest.values())
-        new = new or (not latest and since is not None and since > at + timedelta(seconds=CLOCKS_SECONDS))
+    began = [_start(view, now) - SECOND for view in latest] or ([since] if since is not None else [])
     return _Pod(
         obj=pod,
-        serve=overrides.get(str(engine), default) if engine else default,
+        serve=ANYTHING if _is_worker(pod) else overrides.get(str(engine), default) if engine else default,
         group=engine or str(controller_of(pod).get("uid", "")),
         gate=gate,
         ready_since=datetime.fromisoformat(ready["lastTransitionTime"]) if ready.get("status") == "True" else None,
-        views=tuple(latest.values()),
-        new=new,
+        views=tuple(latest),
+        new=bool(written) and any(moment > datetime.fromisoformat(written) for moment in began),
     )
+
+
+def _is_worker(pod: Json) -> bool:
+    """Of a replica of several pods, one that answers nobody and whose ranks the first one speaks for."""
+    return bool((pod["metadata"].get("labels") or {}).get(WORKER_LABEL, "0") != "0")
 
 
 def _place(pod: Json) -> Place:
     return pod["metadata"]["namespace"], pod["metadata"]["name"]
 
 
-def _by_pod(pods: Sequence[Json], engines: Iterable[EngineView]) -> dict[Place, list[EngineView]]:
-    """Live instances by the pod that has the gate: of several nodes, the first one, after which LeaderWorkerSet names the others."""
-    leaders = {
-        _place(pod): (pod["metadata"]["namespace"], pod["metadata"]["name"].rsplit("-", 1)[0])
-        for pod in pods
-        if (pod["metadata"].get("labels") or {}).get(WORKER_LABEL, "0") != "0"
-    }
-    by_name = {pod["metadata"]["name"]: _place(pod) for pod in pods}  # of an engine that does not know its namespace
+def _by_pod(pods: Sequence[Json], home: str, engines: Iterable[EngineView], now: datetime) -> dict[Place, Sequence[EngineView]]:
+    """Of each engine and rank, the live instance that started last: the one before lives on for a lease. By the pod that has the gate: of
+    several nodes, the first one, after which LeaderWorkerSet names the others. Outside of Kubernetes each instance is an engine.
+    """
+    leaders = {_place(pod): (pod["metadata"]["namespace"], pod["metadata"]["name"].rsplit("-", 1)[0]) for pod in pods if _is_worker(pod)}
+    spaces = {pod["metadata"]["name"]: pod["metadata"]["namespace"] for pod in pods}  # of an engine that does not know its own
+    latest: dict[tuple[Place, str | bytes, int], EngineView] = {}
+    for view in sorted((view for view in engines if view.alive), key=lambda view: (_start(view, now), view.instance)):
+        space = (view.namespace if view.pod else home) or spaces.get(view.pod, home)
+        latest[(space, view.pod), view.engine if view.pod else view.instance, view.rank] = msgspec.structs.replace(view, namespace=space)
     found: dict[Place, list[EngineView]] = defaultdict(list)
-    for view in engines:
-        if view.pod and view.alive:
-            place = (view.namespace, view.pod) if view.namespace else by_name.get(view.pod, ("", view.pod))
-            found[leaders.get(place, place)].append(view)
-    return found
-
-
-def _latest(views: Iterable[EngineView], now: datetime) -> dict[tuple[str, int], EngineView]:
-    """Of each rank, the instance that started last: the one before lives on for a lease."""
-    found: dict[tuple[str, int], EngineView] = {}
-    for view in sorted(views, key=lambda view: (_start(view, now), view.instance)):
-        found[view.pod, view.rank] = view
-    return found
+    for (place, *_), view in latest.items():
+        found[leaders.get(place, place)].append(view)
+    return {**found}
 
 
 def _start(view: EngineView, now: datetime) -> datetime:
     return now - timedelta(seconds=view.age_seconds + view.silent_seconds)
 
 
-def _started(pod: Json, now: datetime) -> datetime | None:
-    """When the engine's container was started; now, while it does not run. None: nobody says, or it is not known which one it is."""
+def _life(pod: Json) -> str:
     containers: list[Any] = (pod.get("status") or {}).get("containerStatuses") or []
     name = (pod["metadata"].get("annotations") or {}).get(JOINED_ANNOTATION, "engine")
     found = next((one for one in containers if one.get("name") == name), containers[0] if len(containers) == 1 else None)
-    if found is None:
-        return None
-    running = (found.get("state") or {}).get("running")
-    return datetime.fromisoformat(running["startedAt"]) if running and running.get("startedAt") else now
+    return str((((found or {}).get("state") or {}).get("running") or {}).get("startedAt") or "")
+
+
+def _kind(view: EngineView) -> Kind:
+    return view.namespace, view.fingerprint
 
 
 def _hex(view: EngineView) -> str:

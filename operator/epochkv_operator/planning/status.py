@@ -33,7 +33,7 @@ _MAX_LAGGARDS = 16
 _MAX_EXTERNAL = 64
 _MAX_MESSAGE = 4096
 _MAX_WEIGHTS = 8
-_MAX_SERVED = 16
+_MAX_SERVED = 64
 _HEARD = ("engines", "externalEngines", "weights", "weightsSummary")
 
 
@@ -69,7 +69,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     else:
         status |= {key: previous[key] for key in (*_HEARD, "keys", "reclaim") if key in previous}
     if observed.serving is not None and observed.serving.weights:
-        served = [{"fingerprint": kind, "id": weights} for kind, weights in sorted(observed.serving.weights.items())]
+        served = [{"namespace": kind[0], "fingerprint": kind[1], "id": held} for kind, held in sorted(observed.serving.weights.items())]
         status["servedWeights"] = served[:_MAX_SERVED]
     reset = _reset(observed.hub, previous, now, partial=partial)
     if reset:

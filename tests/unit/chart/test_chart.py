@@ -99,8 +99,14 @@ def test_cluster_wide_rights_are_exactly_those_the_operator_uses(render: Render)
     assert all("*" not in rule[field] for rule in everything for field in ("apiGroups", "resources", "verbs"))
 
 
-def test_without_gates_the_operator_writes_no_pod(render: Render) -> None:
-    role = render("--set", "serve.gates=false").one("ClusterRole", "epochkv-operator")
+def test_without_gates_the_operator_writes_no_pod_and_no_pod_waits_for_it(render: Render) -> None:
+    def arguments(rendered: Rendered) -> list[str]:
+        found: list[str] = rendered.one("Deployment", "epochkv-operator")["spec"]["template"]["spec"]["containers"][0]["args"]
+        return found
+
+    rendered = render("--set", "serve.gates=false")
+    role = rendered.one("ClusterRole", "epochkv-operator")
+    assert ("--no-gates" in arguments(rendered), "--no-gates" in arguments(render())) == (True, False)
     everywhere = SERVED | {("", "namespaces"): {"list"}}
     assert granted(role) == {resource: verbs for resource, verbs in everywhere.items() if resource != ("", "pods/status")}
 

@@ -8,7 +8,8 @@ import torch
 from torch.distributed import HashStore
 
 from epochkv_connector.weights.digest import is_of_experts
-from epochkv_connector.weights.domain import SETTLED, TOLD_BYTES, UNKNOWN, Column, Domain, domain_digest
+from epochkv_connector.weights.domain import SETTLED, TOLD_BYTES, UNKNOWN, Column, Domain, Peers, domain_digest
+from hack.waiting import eventually
 
 ROWS = 4
 PLAIN = (ROWS,)
@@ -123,6 +124,23 @@ def test_what_a_name_depends_on_is_the_order_and_number_of_ranks_and_what_this_o
     a, b = told(0), told(1)
     names = [domain_digest(own, rest) for own in ([a, b], [b, a], [a], [a, b, b]) for rest in (b"1" * 16, b"2" * 16)]
     assert len(set(names)) == len(names)
+
+
+def test_a_rank_that_suspects_while_others_are_asked_foretells_nothing_that_nobody_holds() -> None:
+    """Else heartbeats would say that other weights had come, by a push."""
+    foretold: list[bytes | None] = []
+
+    class Asked(HashStore):
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            peers.say(None)
+            return super().multi_get(keys)
+
+    store, held = Asked(), bytes([7]) * TOLD_BYTES
+    peers = Peers(1, 0, store, lambda: foretold.append(peers.foretold))
+    peers.say(held, b"rest")
+    eventually(lambda: len(foretold) == 2)
+    peers.stop()
+    assert foretold == [domain_digest([held], b"rest"), None]
 
 
 @pytest.mark.parametrize(

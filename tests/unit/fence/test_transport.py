@@ -1,10 +1,13 @@
 """Agents and hubs over real sockets on loopback, with an authority in memory."""
 
+import logging
 import time
+from collections import Counter
 
 import pytest
 
-from epochkv_fence.net.agent import AgentThread
+from epochkv_fence.common import SayOnce
+from epochkv_fence.net.agent import AgentThread, EngineIdentity, GuardedEngine, Mailbox
 from epochkv_fence.net.server import HubServer, UnknownPool
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
@@ -190,6 +193,18 @@ def test_why_an_engine_lacks_tiers_reaches_the_hub_in_one_line_of_its_length(fen
     assert reason == "LayoutUnsupported " + "x" * 235
     assert note == ("no tier [31m is used: " + "y" * 2000)[:1024]
     assert told["rollout-1"] == ("", ""), "it keeps its lease"
+
+
+def test_an_engine_that_has_known_other_weights_was_pushed_to() -> None:
+    engine, identity = FakeEngine(), EngineIdentity("e")
+    guarded = GuardedEngine(b"i" * 16, identity, engine, Mailbox(), Counter(), SayOnce(logging.getLogger(__name__)))
+    held: list[tuple[bytes | str, bool]] = [
+        ("asleep", False), (WEIGHTS, False), ("asleep", False), (WEIGHTS, False), (b"w" * 16, True), ("asleep", True), (WEIGHTS, True),
+    ]  # fmt: skip
+    for seq, (engine.holds, pushed) in enumerate(held):
+        assert guarded.heartbeat(seq, 0).pushed is pushed
+    again = GuardedEngine(b"j" * 16, identity, engine, Mailbox(), Counter(), SayOnce(logging.getLogger(__name__)))
+    assert not again.heartbeat(0, 0).pushed, "another instance has started with them"
 
 
 @pytest.mark.parametrize("broken", ["raises", "short"])

@@ -7,15 +7,16 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.base import Serve
 from epochkv_operator.kube.store import Store, affected, indexed, slim
 from epochkv_operator.planning.conditions import engine_health, pool_conditions
-from epochkv_operator.planning.context import HubView, Observed, Serving, WeightsGroup
+from epochkv_operator.planning.context import Context, HubView, Observed, Serving, WeightsGroup
 from epochkv_operator.planning.engine import desired_engine
-from epochkv_operator.planning.serving import serving
+from epochkv_operator.planning.serving import Life, lives_of, serving
 from epochkv_operator.planning.status import pool_status
 from tests.support.planning import CONTEXT, engine, one, pool
 from tests.unit.operator.cluster_state import NOW, POLICY, engine_children, pool_children, rank
@@ -32,19 +33,24 @@ def ago(seconds: float) -> str:
 
 
 def gated(
-    name: str, gate: str | None = None, *, since: float = 500.0, up: float | None = 900.0, ran: float = 1000.0, **labels: str
+    name: str, gate: str | None = None, *, since: float = 500.0, up: float | None = 900.0, ran: float | None = None, node: float = 0.0
 ) -> Json:
-    """A pod: what its gate says and since when, since when its containers are ready, and its engine's container runs."""
+    """A pod: what its gate says and since when, since when its containers are ready, and its engine's container is in another life.
+
+    `node`: by so much its node's clock is ahead.
+    """
     conditions = [{"type": "Ready", "status": "True" if gate == "True" and up is not None else "False"}]
     conditions.append({"type": "ContainersReady", "status": str(up is not None), "lastTransitionTime": ago(up or 0.0)})
     if gate is not None:
         reason = "Holds" if gate == "True" else "OtherWeights"
         conditions.append({"type": GATE, "status": gate, "reason": reason, "lastTransitionTime": ago(since)})
+    container = {"name": "engine", "state": {"running": {"startedAt": ago((ran or 1000.0) - node)}}}
     return {
         "kind": "Pod",
         "metadata": {"name": name, "namespace": "rl", "uid": f"uid-{name}", "labels": {"epochkv.io/engine": "rollout"}},
+        "x-ran": ran,
         "spec": {"readinessGates": [{"conditionType": GATE}]},
-        "status": {"conditions": conditions, "containerStatuses": [{"name": "engine", "state": {"running": {"startedAt": ago(ran)}}}]},
+        "status": {"conditions": conditions, "containerStatuses": [container]},
     }
 
 
@@ -54,11 +60,18 @@ def holds(pod: str, weights: str | None, *, age: float = 990.0, since: float = 9
 
 
 def look(pods: Sequence[Json], engines: Sequence[EngineView] | None, serve: Serve = CONVERGED, **more: Any) -> Serving:
+    """`before`: by fingerprint."""
     named = {view.weights.hex() for view in engines or () if view.weights is not None}
-    groups = [WeightsGroup(weights, 1, NOW, "step-1" if weights == STEP_1 else "") for weights in sorted(named)]
+    labels = {STEP_1: "step-1", **more.pop("labels", {})}
+    groups = [WeightsGroup(weights, 1, NOW, labels.get(weights, "")) for weights in sorted(named)]
+    lives: dict[str, Life] = {}
+    for pod in pods:
+        known: dict[str, Life] = {pod["metadata"]["uid"]: ("another", None)} if pod.get("x-ran") else {}
+        lives |= lives_of([pod], known, NOW - timedelta(seconds=pod.get("x-ran") or 0.0))
+    before = {("rl", kind): weights for kind, weights in more.pop("before", {"": STEP_1}).items()}
     facts = {name: more.pop(name) for name in ("overdue", "complete") if name in more}
     hub = HubView(7, 7, engines, weights=groups, **facts) if engines is not None else None
-    found = serving(pods, serve, more.pop("overrides", {}), hub, more.pop("before", {"": STEP_1}), LEASE, NOW, **more)
+    found = serving(pods, "rl", serve, more.pop("overrides", {}), hub, before, lives, LEASE, NOW, **more)
     assert found is not None
     return found
 
@@ -67,16 +80,30 @@ def turns(found: Serving) -> dict[str, tuple[str, str]]:
     return {turn.pod["metadata"]["name"]: (turn.condition["status"], turn.condition["reason"]) for turn in found.turns}
 
 
+def test_when_the_life_of_a_container_before_was_over() -> None:
+    """An engine may be heard of before its container is seen to run."""
+    waits, first, second, gone, bare = gated("a"), gated("a"), gated("a", ran=20.0), gated("a"), gated("a")
+    del bare["status"]["containerStatuses"]
+    waits["status"]["containerStatuses"][0]["state"] = {"waiting": {}}
+    gone["status"] = {"phase": "Failed"}
+    known: dict[str, Life] = {}
+    for seconds, pod, since in ((0, bare, None), (1, first, None), (5, waits, 5), (6, second, 5), (9, second, 5), (10, first, 10)):
+        known = lives_of([pod], known, NOW + timedelta(seconds=seconds))
+        assert known["uid-a"][1] == (None if since is None else NOW + timedelta(seconds=since))
+    assert lives_of([gone], known, NOW) == {}
+
+
 def test_who_asks_for_nothing_is_not_looked_at() -> None:
     plain = {**gated("a"), "spec": {}}
-    assert serving([plain], Serve(), {}, HubView(7, 7), {}, LEASE, NOW) is None
+    assert serving([plain], "rl", Serve(), {}, HubView(7, 7), {}, {}, LEASE, NOW) is None
     for gone in ({"metadata": {**gated("a")["metadata"], "deletionTimestamp": ago(1.0)}}, {"status": {"phase": "Failed"}}):
         assert turns(look([{**gated("a"), **gone}], [holds("a", STEP_1)])) == {}
     # A pod that still has the gate must not wait for ever.
     assert turns(look([gated("a")], [holds("a", BASE)], Serve())) == {"a": ("True", "NotGated")}
 
 
-OLD, NEW = holds("b", BASE), holds("b", BASE, age=20.0, since=5.0)
+OLD, NEW, DEAD = holds("b", BASE), holds("b", BASE, age=20.0, since=5.0), holds("b", STEP_1, silent_seconds=22.0)
+TWO: tuple[Json, Json] = {"engine": "vllm:1", "instance": b"1"}, {"engine": "vllm:2", "instance": b"2"}
 
 
 @pytest.mark.parametrize(
@@ -93,8 +120,12 @@ OLD, NEW = holds("b", BASE), holds("b", BASE, age=20.0, since=5.0)
         # Started again in place, with and without a report since; the instance before it lives on for a lease.
         (gated("b", "True", ran=21.0, up=8.0), [NEW], CONVERGED, ("False", "OtherWeights")),
         (gated("b", "True", ran=21.0, up=None), [], CONVERGED, ("False", "Starting")),
-        (gated("b", "True", ran=21.0, up=None), [holds("b", STEP_1)], CONVERGED, ("False", "Starting")),
-        (gated("b", "True", ran=21.0, up=8.0), [holds("b", STEP_1), NEW], CONVERGED, ("False", "OtherWeights")),
+        (gated("b", "True", ran=21.0, up=None), [DEAD], CONVERGED, ("False", "Starting")),
+        (gated("b", "True", ran=21.0, since=21.5, up=None), [DEAD], CONVERGED, ("False", "Starting")),
+        (gated("b", "True", ran=21.0, up=8.0), [DEAD, NEW], CONVERGED, ("False", "OtherWeights")),
+        (gated("b", "False", ran=21.0, up=8.0), [msgspec.structs.replace(DEAD, **TWO[0])], CONVERGED, None),
+        (gated("b", "False", ran=21.0, up=8.0, node=20.0), [holds("b", STEP_1, age=9.0, since=5.0)], CONVERGED, ("True", "Holds")),
+        (gated("b", "True", node=600.0), [], STRICT, ("False", "Unknown")),
         (gated("b", "True", ran=21.0, up=8.0), [holds("b", STEP_1, age=20.0, since=5.0)], CONVERGED, ("True", "Holds")),
         # Nobody can tell.
         (gated("b", "False"), [], CONVERGED, ("True", "FailedOpen")),
@@ -110,6 +141,9 @@ OLD, NEW = holds("b", BASE), holds("b", BASE, age=20.0, since=5.0)
         (gated("b"), [holds("b", STEP_1), holds("b", STEP_1, rank=1)], CONVERGED, ("True", "Holds")),
         (gated("b"), [holds("b", STEP_1), holds("b", BASE, rank=1)], CONVERGED, ("False", "OtherWeights")),
         (gated("b"), [holds("b", STEP_1), holds("b", None, rank=1, since=5.0)], CONVERGED, None),
+        # Two servers in one container.
+        (gated("b"), [holds("b", BASE, **TWO[0]), holds("b", STEP_1, **TWO[1])], CONVERGED, ("False", "OtherWeights")),
+        (gated("b"), [holds("b", STEP_1, **TWO[0]), holds("b", STEP_1, **TWO[1])], CONVERGED, ("True", "Holds")),
         # Named by label or digits.
         (gated("b"), [holds("b", STEP_1)], Serve(weights="step-1"), ("True", "Holds")),
         (gated("b"), [OLD], Serve(weights="step-1"), ("False", "OtherWeights")),
@@ -154,28 +188,78 @@ def test_what_lasts_too_long(pod: Json, views: list[EngineView] | None, facts: J
         ([STEP_1, STEP_1, STEP_2], None, False, STEP_1),
         ([STEP_1, BASE], STEP_1, False, STEP_1),
         ([STEP_1, BASE], STEP_1, True, STEP_1),
+        ([STEP_1, STEP_1, BASE, BASE, BASE], STEP_1, False, STEP_1),  # a scale-up
+        ([STEP_1, BASE, BASE, BASE], STEP_1, True, STEP_1),  # most were started again
+        ([STEP_2 + "p", BASE, BASE, BASE], STEP_1, False, STEP_2),
+        ([STEP_2 + "p", STEP_1 + "p", BASE, BASE], None, False, STEP_2),
         ([STEP_1, STEP_2], STEP_1, False, STEP_1),
         ([STEP_1, STEP_2 + "p"], STEP_1, False, STEP_1),
         ([STEP_1, STEP_2 + "p"], STEP_1, True, STEP_2),  # a push missed one of two
-        ([STEP_2, STEP_2, STEP_1], STEP_1, False, STEP_2),
+        ([STEP_2 + "p", STEP_2 + "p", STEP_1], STEP_1, False, STEP_2),
+        ([STEP_2 + "p", STEP_2, STEP_1], STEP_1, False, STEP_1),
         ([BASE], STEP_1, False, BASE),
         ([STEP_2 + "p", BASE], STEP_1, False, STEP_2),
         ([STEP_2, BASE], STEP_1, False, None),
-        ([STEP_1, STEP_2, STEP_2, BASE, BASE], STEP_1, False, STEP_1),
+        ([STEP_1, STEP_2 + "p", STEP_2 + "p", BASE + "p", BASE + "p"], STEP_1, False, STEP_2),
     ],
 )
 def test_what_serves(held: list[str], before: str | None, overdue: bool, expected: str | None) -> None:
     views = [holds(f"p{number}", weights[:32], pushed=weights.endswith("p"), since=100.0 + number) for number, weights in enumerate(held)]
-    assert look([], views, before={"": before} if before else {}, overdue=overdue).weights == ({"": expected} if expected else {})
-    new_hub = look([], views, before={"": before} if before else {}, complete=False)
-    assert new_hub.weights == ({"": before} if before else {}), "it does not know everybody yet"
+    known = {("rl", ""): before} if before else {}
+    assert look([], views, before={"": before} if before else {}, overdue=overdue).weights == ({("rl", ""): expected} if expected else {})
+    assert look([], views, before={"": before} if before else {}, complete=False).weights == known, "it does not know everybody yet"
+
+
+def test_the_instance_before_does_not_vote() -> None:
+    views = [holds("a", STEP_1), holds("a", STEP_2, age=20.0, pushed=True), holds("b", STEP_1), holds("c", STEP_2, pushed=True)]
+    assert look([], views).weights == {("rl", ""): STEP_2}
+    dead = [holds("b", STEP_1, silent_seconds=22.0, **TWO[0]), holds("b", BASE, age=9.0, **TWO[1])]
+    assert look([gated("b", ran=21.0)], dead).weights == {("rl", ""): BASE}, "a container's earlier life neither"
+    # Outside of Kubernetes, engines may have one name.
+    views = [holds("", weights, instance=bytes([number]), pushed=True) for number, weights in enumerate((STEP_1, STEP_2, STEP_2))]
+    assert look([], views).weights == {("rl", ""): STEP_2}
+
+
+@pytest.mark.parametrize(
+    ("pushed", "more", "expected"),
+    [
+        (True, {}, None),
+        (False, {}, BASE),  # nobody was ever pushed to: what pods start with is what serves
+        (True, {"weights": STEP_2, "pushed": True}, STEP_2),
+        (True, {"weights": STEP_2}, STEP_2),  # of the same label
+        (True, {"weights": STEP_1, "labels": {}}, STEP_1),
+        (True, {"namespace": "guest"}, BASE),
+    ],
+)
+def test_a_rollout_that_changes_the_fingerprint(pushed: bool, more: Json, expected: str | None) -> None:
+    labels = {STEP_1: "", **more.pop("labels", {STEP_1: "step-1", STEP_2: "step-1"})}
+    new = holds("b", more.pop("weights", BASE), fingerprint="new", since=5.0, **more)
+    views = [holds("a", STEP_1, fingerprint="old", pushed=pushed), new]
+    found = look([gated("a", "True"), gated("b")], views, before={"old": STEP_1}, labels=labels)
+    assert found.weights == {("rl", "old"): STEP_1} | ({(new.namespace or "rl", "new"): expected} if expected else {})
+    if expected is None:
+        assert (turns(found), found.look_again) == ({}, pytest.approx(55.0))
+        assert turns(look([gated("b")], [views[0], msgspec.structs.replace(new, weights_since=61.0)])) == {"b": ("True", "FailedOpen")}
+
+
+def test_guests_do_not_decide_for_others() -> None:
+    guest = gated("a")
+    guest["metadata"] |= {"namespace": "guest", "uid": "uid-guest"}
+    guests = [holds(name, BASE, namespace="guest", pushed=True) for name in "abc"]
+    outside = [holds("", STEP_2, namespace="desk", instance=bytes([number]), pushed=True) for number in range(2)]
+    found = look([gated("a", "True"), guest], [holds("a", STEP_1, namespace="rl"), *guests])
+    assert found.weights == {("rl", ""): STEP_1, ("guest", ""): BASE}
+    assert turns(found) == {"a": ("True", "Holds")}, "the guest's"
+    assert look([gated("a")], [holds("a", STEP_1), *outside]).weights == {("rl", ""): STEP_2}
 
 
 def test_without_a_majority_gates_open_once_a_push_is_over() -> None:
-    pods, views = [gated("a"), gated("b", "False")], [holds("a", STEP_2), holds("b", BASE)]
-    assert turns(look(pods, views, before={})) == {}
-    assert turns(look(pods, views, before={}, overdue=True)) == dict.fromkeys("ab", ("True", "FailedOpen"))
-    assert turns(look(pods, views, STRICT, before={}, overdue=True)) == dict.fromkeys("ab", ("False", "Unknown"))
+    pods, views = [gated("a"), gated("b", "False")], [holds("a", STEP_2, since=5.0), holds("b", BASE, since=50.0)]
+    old = [msgspec.structs.replace(view, weights_since=61.0) for view in views]
+    assert (turns(look(pods, views, before={})), look(pods, views, before={}).look_again) == ({}, 10.0)
+    assert turns(look(pods, old, before={}, complete=False)) == {}
+    assert turns(look(pods, old, before={})) == dict.fromkeys("ab", ("True", "FailedOpen"))
+    assert turns(look(pods, old, STRICT, before={})) == dict.fromkeys("ab", ("False", "Unknown"))
 
 
 def test_half_of_a_service_stays() -> None:
@@ -201,6 +285,8 @@ def test_ranks_on_other_nodes_count_for_the_first_pod() -> None:
     worker["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] = "1"
     views = [holds("w-0", STEP_1), holds("w-0-1", BASE, rank=1), holds("a", STEP_1)]
     assert turns(look([gated("w-0"), worker, gated("a", "True")], views)) == {"w-0": ("False", "OtherWeights")}
+    worker["spec"] = gated("w")["spec"]  # it joined by its label, with the gate
+    assert turns(look([gated("w-0", "True"), worker], [holds("w-0", STEP_1)])) == {"w-0-1": ("True", "NotGated")}
 
 
 def test_a_time_is_kept_while_the_status_stays() -> None:
@@ -221,7 +307,7 @@ def test_a_time_is_kept_while_the_status_stays() -> None:
         (look([gated("a")], []), "False", "NotReporting", "for longer than a lease, no engine has reported of a; they serve"),
         (look([gated("a")], [], STRICT), "False", "NotReporting", "reported of a; spec.serve.strict keeps them out of their Services"),
         (look([gated("a")], [holds("a", None)]), "False", "WeightsUnknown", "the weights are not known of a; they serve"),
-        (look([gated("a"), gated("b")], [holds("a", STEP_2), holds("b", BASE)], overdue=True, before={}), "False", "NoMajority", "a, b"),
+        (look([gated("a"), gated("b")], [holds("a", STEP_2), holds("b", BASE)], before={}), "False", "NoMajority", "a, b"),
         (replace(look([gated("a")], []), forbidden="pods/status"), "False", "Forbidden", "serve.gates=true"),
     ],
 )  # fmt: skip
@@ -235,8 +321,8 @@ def test_the_condition(found: Serving, status: str, reason: str, text: str) -> N
 
 
 def test_what_serves_is_remembered() -> None:
-    seen = Observed(pool_children(), (), HubView(7, 7), serving=Serving(weights={"f": STEP_1}))
-    assert pool_status(POLICY, seen, CONTEXT, {}, NOW)["servedWeights"] == [{"fingerprint": "f", "id": STEP_1}]
+    seen = Observed(pool_children(), (), HubView(7, 7), serving=Serving(weights={("rl", "f"): STEP_1}))
+    assert pool_status(POLICY, seen, CONTEXT, {}, NOW)["servedWeights"] == [{"namespace": "rl", "fingerprint": "f", "id": STEP_1}]
     assert "servedWeights" not in pool_status(POLICY, replace(seen, serving=None), CONTEXT, {}, NOW)
 
 
@@ -248,14 +334,15 @@ def test_a_hub_that_does_not_know_everybody_yet_changes_no_condition() -> None:
 
 
 def test_only_pods_that_are_asked_for_have_the_gate() -> None:
-    def gates(**specs: Json) -> Any:
+    def gates(context: Context = CONTEXT, **specs: Json) -> Any:
         spec = {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, **specs.get("engine", {})}
-        wanted = desired_engine(engine(spec), pool({"local": {"capacity": "1Gi"}, **specs.get("pool", {})}), CONTEXT)
+        wanted = desired_engine(engine(spec), pool({"local": {"capacity": "1Gi"}, **specs.get("pool", {})}), context)
         return one(wanted, "Deployment")["spec"]["template"]["spec"].get("readinessGates")
 
     ours, theirs = {"conditionType": GATE}, {"conditionType": "example/own"}
     assert gates() is None
     assert gates(pool={"serve": {"weights": "Converged"}}) == [ours]
+    assert gates(replace(CONTEXT, gates=False), pool={"serve": {"weights": "Converged"}}) is None, "the operator may not open it"
     assert gates(pool={"serve": {"weights": "Converged"}}, engine={"serve": {}}) is None
     template = {"serve": {"weights": "step-1"}, "template": {"spec": {"readinessGates": [theirs]}}}
     assert gates(engine=template) == [theirs, ours]

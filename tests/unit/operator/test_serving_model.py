@@ -1,5 +1,5 @@
-"""The rule of `spec.serve` in random schedules: pushes, restarts, silence, new hubs, operators that die between two writes, a kubelet that
-comes late. What has to hold is said here in terms of the schedule, not of the rule.
+"""The rule of `spec.serve` in random schedules: pushes, restarts, new pods, rollouts to another fingerprint, silence, new hubs, operators
+that die between two writes, a kubelet that comes late. What has to hold is said here in terms of the schedule, not of the rule.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.base import Serve
 from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Serving, WeightsGroup
-from epochkv_operator.planning.serving import serving
+from epochkv_operator.planning.serving import Life, lives_of, serving
 from tests.unit.operator.cluster_state import NOW
 
 Json = dict[str, Any]
@@ -35,6 +36,7 @@ class Pod:
 
     name: str
     group: str
+    kind: str = ""
     life: int = 0
     started: float = 0.0
     holds: str = BASE
@@ -57,7 +59,9 @@ class World:
     def __init__(self, seed: int, serve: Serve) -> None:
         self.random, self.serve = random.Random(seed), serve
         self.now, self.lives, self.pushes = 1000.0, 0, 0
-        self.weights: Mapping[str, str] = {}
+        self.weights: Mapping[tuple[str, str], str] = {}
+        self.containers: Mapping[str, Life] = {}
+        self.dead: list[tuple[float, EngineView]] = []
         self.pods = [Pod(f"p{number}", f"service-{number % 2}") for number in range(self.random.randint(1, 7))]
         self.leads = self.now
         self.differ_since: float | None = None
@@ -67,7 +71,9 @@ class World:
     # ---- what happens ----
 
     def restart(self, pod: Pod) -> None:
-        """The container is started again, in place, and reads base weights."""
+        """The container is started again, in place, and reads base weights. The hub hears no more of the instance before."""
+        if self.alive(pod) and pod.up is not None:
+            self.dead.append((self.now if pod.silent is None else pod.silent, self.view(pod)))
         self.lives += 1
         pod.life, pod.started, pod.holds, pod.since = self.lives, self.now, BASE, self.now
         pod.pushed, pod.silent, pod.up, pod.ready = False, None, None, False
@@ -90,11 +96,20 @@ class World:
     def mute(self, pod: Pod) -> None:
         pod.silent = self.now if pod.silent is None else None
 
-    def new_hub(self, _: Pod) -> None:
-        """It knows nothing of pushes, and nobody for a lease."""
-        self.leads, self.differ_since = self.now, None
-        for pod in self.pods:
-            pod.pushed = False
+    def scale_up(self, _: Pod) -> None:
+        """An autoscaler adds pods, with base weights."""
+        for _number in range(self.random.randint(1, 4)):
+            self.pods.append(Pod(f"p{len(self.pods)}", f"service-{len(self.pods) % 2}"))
+            self.restart(self.pods[-1])
+
+    def roll(self, pod: Pod) -> None:
+        """It is replaced by one of another fingerprint."""
+        pod.kind = "new"
+        self.restart(pod)
+
+    def new_hub(self, _: Pod | None = None) -> None:
+        """It knows nobody for a lease, and its process has seen no container before."""
+        self.leads, self.differ_since, self.containers, self.dead = self.now, None, {}, []
 
     def kubelet(self, pod: Pod) -> None:
         pod.ready = pod.up is not None and pod.open
@@ -107,26 +122,29 @@ class World:
     def alive(self, pod: Pod) -> bool:
         return pod.silent is None or self.now < pod.silent + LEASE
 
+    def view(self, pod: Pod) -> EngineView:
+        return EngineView(
+            pod.life.to_bytes(16),
+            0,
+            True,
+            True,
+            engine=f"vllm:{pod.life}",
+            fingerprint=pod.kind,
+            age_seconds=self.now - pod.started,
+            pod=pod.name,
+            weights=bytes.fromhex(pod.holds),
+            weights_since=self.now - pod.since,
+            pushed=pod.pushed,
+        )
+
     def hub(self) -> HubView:
         live = [pod for pod in self.pods if self.alive(pod) and pod.up is not None]
-        if len({pod.holds for pod in live}) < 2:
+        if len({(pod.kind, pod.holds) for pod in live}) == len({pod.kind for pod in live}):
             self.differ_since = None
         elif self.differ_since is None:
             self.differ_since = self.now
-        engines = [
-            EngineView(
-                pod.life.to_bytes(16),
-                0,
-                True,
-                True,
-                age_seconds=self.now - pod.started,
-                pod=pod.name,
-                weights=bytes.fromhex(pod.holds),
-                weights_since=self.now - pod.since,
-                pushed=pod.pushed,
-            )
-            for pod in live
-        ]
+        engines = [msgspec.structs.replace(view, silent_seconds=self.now - at) for at, view in self.dead if self.now < at + LEASE]
+        engines += map(self.view, live)
         groups = [WeightsGroup(weights, 1, NOW) for weights in sorted({pod.holds for pod in live})]
         overdue = self.differ_since is not None and self.now >= self.differ_since + PUSH_SECONDS
         return HubView(0, 0, engines, weights=groups, overdue=overdue, complete=self.now >= self.leads + LEASE)
@@ -152,25 +170,29 @@ class World:
                         },
                         *([pod.gate] if pod.gate else []),
                     ],
-                    "containerStatuses": [{"name": "engine", "state": {"running": {"startedAt": moment(pod.started)}}}],
+                    "containerStatuses": [{"name": "engine", "state": {"running": {"startedAt": f"life {pod.life}"}}}],
                 },
             }
             for pod in self.pods
         ]
 
     def look(self) -> Serving:
-        found = serving(self.objects(), self.serve, {}, self.hub(), self.weights, LEASE, NOW + timedelta(seconds=self.now))
+        pods, now = self.objects(), NOW + timedelta(seconds=self.now)
+        self.containers = lives_of(pods, self.containers, now)
+        found = serving(pods, "rl", self.serve, {}, self.hub(), self.weights, self.containers, LEASE, now)
         assert found is not None
         return found
 
     def operate(self, _: Pod | None = None, *, dies: bool = False) -> int:
         """One pass; returns the number of writes. One that `dies` has written some gates and not others."""
-        for pod in self.pods:  # whether the hub hears it, knows everybody, and may have heard it
-            told = self.alive(pod), self.now >= self.leads + LEASE, pod.up is not None and self.now >= pod.up + LEASE
+        for pod in self.pods:  # whether the hub hears it, knows everybody, may have heard it, and whether a push may go on
+            known = self.now >= self.leads + LEASE, self.now >= pod.since + PUSH_SECONDS
+            told = self.alive(pod), *known, pod.up is not None and self.now >= pod.up + LEASE
             pod.changes += told != pod.told
             pod.told = told
         found = self.look()
         if found.weights != self.weights:
+            self.moves_by_a_push(found.weights)
             self.weights = found.weights
             for pod in self.pods:
                 pod.changes += 1
@@ -186,6 +208,16 @@ class World:
             pod.gate, pod.wrote = turn.condition, self.now
         self.half_stays(before)
         return len(written)
+
+    def moves_by_a_push(self, weights: Mapping[tuple[str, str], str]) -> None:
+        """What serves, while an engine holds what served before; and so begins another kind, while one serves that was pushed to."""
+        heard = [pod for pod in self.pods if self.alive(pod) and pod.up is not None]
+        came = {place: held for place, held in weights.items() if self.weights.get(place) != held}
+        kept = [pod for pod in heard if pod.holds == self.weights.get(("rl", pod.kind))]
+        for (_, kind), held in {**{place: "" for place in self.weights if place not in weights}, **came}.items():
+            if any(pod.kind == kind for pod in kept) or any(pod.pushed and ("rl", pod.kind) not in came for pod in kept):
+                pushed = any((pod.kind, pod.holds, pod.pushed) == (kind, held, True) for pod in heard)
+                assert pushed or not any(pod.kind == kind for pod in heard), f"{self.weights} -> {weights}"
 
     def half_stays(self, before: Mapping[str, tuple[bool, bool]]) -> None:
         for group in {pod.group for pod in self.pods}:
@@ -209,7 +241,8 @@ class World:
 def run(seed: int, serve: Serve) -> World:
     world = World(seed, serve)
     steps: list[tuple[Callable[[Pod], object], int]] = [
-        (world.restart, 2), (world.start_ends, 8), (world.push, 8), (world.mute, 1), (world.new_hub, 1), (world.kubelet, 12),
+        (world.restart, 2), (world.start_ends, 8), (world.push, 8), (world.mute, 1), (world.new_hub, 1), (world.scale_up, 1),
+        (world.roll, 1), (world.kubelet, 12),
         (world.wait, 8), (world.operate, 12), (lambda _: world.operate(dies=True), 2),
     ]  # fmt: skip
     actions, odds = zip(*steps, strict=True)
@@ -225,33 +258,36 @@ SERVES = [Serve(weights="Converged"), Serve(weights="Converged", strict=True), S
 @pytest.mark.parametrize("serve", SERVES, ids=["converged", "strict", "named"])
 def test_random_schedules(serve: Serve) -> None:
     """While they run: `half_stays`, and no gate changes without a reason (`operate`). Then they come to rest."""
-    out = opened = 0
+    out = opened = withheld = 0
     for seed in range(SCHEDULES):
         world = run(seed, serve)
         world.rest()
         reporting = [pod for pod in world.pods if world.alive(pod)]
-        wanted = set(world.weights.values()) if serve.weights == "Converged" else {serve.weights} & {pod.holds for pod in reporting}
+        named = {serve.weights} & {pod.holds for pod in reporting}
+        wanted = {kind: {world.weights.get(("rl", kind))} - {None} if serve.weights == "Converged" else named for kind in ("", "new")}
         for group in {pod.group for pod in world.pods}:
             members = [pod for pod in world.pods if pod.group == group]
-            right = [pod for pod in members if pod in reporting and pod.holds in wanted]
-            wrong = [pod for pod in members if pod in reporting and pod.holds not in wanted]
-            silent = [pod for pod in members if pod not in reporting]
+            right = [pod for pod in members if pod in reporting and pod.holds in wanted[pod.kind]]
+            wrong = [pod for pod in members if pod in reporting and wanted[pod.kind] - {pod.holds}]
+            silent = [pod for pod in members if pod not in reporting or (serve.weights == "Converged" and not wanted[pod.kind])]
             assert all(pod.open for pod in right), (seed, "holds the weights, and is out")
-            if wanted:  # else there is no majority, or nobody holds what is named
-                stay = [pod for pod in wrong if pod.open]
-                assert not stay or (not serve.strict and 2 * len(right + silent) < len(members)), (seed, "wrong answers")
-                out += len(wrong) - len(stay)
+            stay = [pod for pod in wrong if pod.open]
+            assert not stay or (not serve.strict and 2 * len(right + silent) < len(members)), (seed, "wrong answers")
+            out += len(wrong) - len(stay)
             assert all(pod.open is not serve.strict for pod in silent), (seed, "nobody can tell")
             opened += len(silent)
-        if serve.weights == "Converged" and reporting:
-            counts = [sum(pod.holds == held for pod in reporting) for held in sorted({pod.holds for pod in reporting})]
-            chosen = [sum(pod.holds == held for pod in reporting) for held in wanted]
-            assert chosen == [max(counts)] or (not wanted and counts.count(max(counts)) > 1), (seed, "not what most hold")
+        for kind in {pod.kind for pod in reporting} if serve.weights == "Converged" else ():
+            # No pod holds base weights that it was pushed to, so they serve where they did before all pushes, or nobody was pushed to.
+            votes = [pod.holds for pod in reporting if pod.kind == kind and (pod.pushed or wanted[kind] == {BASE})]
+            assert wanted[kind] or any(pod.pushed for pod in reporting), (seed, "nothing serves")
+            assert not votes or votes.count(*wanted[kind]) == max(map(votes.count, votes)), (seed, "not what most hold")
+            withheld += not wanted[kind]
         assert world.operate() == 0, (seed, "writes at rest")
-        world.leads = world.now  # another operator, whose hub knows nobody yet
+        world.new_hub()  # of another operator
         assert world.operate() == 0, (seed, "a new operator writes")
     assert out > 30, "no schedule has a pod that holds others"
     assert opened > 30, "no schedule has a pod that does not report"
+    assert withheld > 5 or serve.weights != "Converged", "no schedule has a fingerprint of which nobody knows what serves"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -275,7 +311,7 @@ def test_a_push_from_engine_to_engine_takes_each_out_once_at_most(size: int) -> 
                 world.kubelet(one)
                 changes[one.name] += one.open is not before[one.name]
             assert 2 * sum(one.ready for one in world.pods) >= size
-        moved = world.weights[""] == f"{1:032x}"
+        moved = world.weights["rl", ""] == f"{1:032x}"
         assert moved is (2 * (world.pods.index(pod) + 1) > size), "W moves with the majority"
     assert all(pod.ready for pod in world.pods)
     late = (size - 1) // 2  # those that the push had not reached when the majority moved
