@@ -188,7 +188,7 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         team.create_pool("policy", resetEpoch=1, **POOL)
         team.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
         until(lambda: team.status("policy").get("epoch") == 1, "published")
-        until(lambda: condition(team.engine_status("rollout"), "EpochCurrent") and len(team.names("networkpolicies")) == 3, "made")
+        until(lambda: condition(team.engine_status("rollout"), "EpochCurrent") and len(team.names("networkpolicies")) == 4, "made")
         until(lambda: overtaken(team, rights), "a status write that was overtaken")
         labels = {"epochkv.io/pool": "policy", "app.kubernetes.io/managed-by": "epochkv-operator"}
         gate: Any = {"readinessGates": [{"conditionType": "epochkv.io/weights"}], "containers": [{"name": "engine", "image": "i"}]}
