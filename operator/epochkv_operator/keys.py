@@ -34,11 +34,11 @@ import structlog
 
 from epochkv_fence.net.keys import CredentialsError, KeyPair, check_key, generate_keypair, public_of
 from epochkv_operator import metrics
-from epochkv_operator.api.base import MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, SHARED_ANNOTATION
+from epochkv_operator.api.base import MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, POOL_NAMESPACE
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import POOLS, SECRETS
 from epochkv_operator.kube.status import EventRecorder
-from epochkv_operator.planning.names import component_name
+from epochkv_operator.planning.names import component_name, copy_name
 
 log = structlog.get_logger(__name__)
 Fields = Mapping[str, str]
@@ -167,14 +167,9 @@ def manifest(namespace: str, name: str, fields: Fields, labels: Mapping[str, str
 
 def copied(pool_namespace: str, pool: str, namespace: str, fields: Fields) -> Json:
     """A copy of a pool's Secret for another namespace, which no object there can own: it names its pool."""
-    body = manifest(namespace, component_name(pool, "fence"), fields, {POOL_LABEL: pool}, [])
-    body["metadata"]["annotations"] = {SHARED_ANNOTATION: f"{pool_namespace}/{pool}"}
+    body = manifest(namespace, copy_name(pool_namespace, pool, "fence"), fields, {POOL_LABEL: pool}, [])
+    body["metadata"]["annotations"] = {POOL_NAMESPACE: pool_namespace}
     return body
-
-
-def is_copy(found: Json, pool_namespace: str, pool: str) -> bool:
-    """Whether a Secret is such a copy of this pool's."""
-    return bool((found["metadata"].get("annotations") or {}).get(SHARED_ANNOTATION) == f"{pool_namespace}/{pool}")
 
 
 def owner_reference(pool: Json) -> Json:

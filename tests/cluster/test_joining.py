@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -104,6 +106,9 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     }
     assert env(made, "vllm").items() >= {"PYTHONPATH": "/epochkv", "EPOCHKV_ATTACH": "1"}.items()
     assert env(made, "vllm")["EPOCHKV_CONFIG"] == "/etc/epochkv/connection/connection.json"
+    assert env(made, "vllm")["EPOCHKV_LOCAL_CAPACITY"] == str(2**26), "also when the pool is given another one later"
+    assert not made["spec"]["containers"][0].get("resources")
+    assert not init.get("resources")
 
     # The container that asks for an accelerator; what the pod has already stays, L1 comes on top.
     given = [{"name": "PYTHONPATH", "value": "/mine"}, {"name": "POD_NAME", "value": "me"}]
@@ -116,7 +121,7 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     assert container(two, "vllm")["resources"]["limits"]["memory"] == str(3 * 2**29 + 2**26)
     assert env(two, "proxy") == {}
     named = pod(namespace, "named", notes={"epochkv.io/engine-container": "proxy", "epochkv.io/local": "1Gi"}, containers=containers)
-    assert env(named, "proxy")["EPOCHKV_LOCAL_CAPACITY"] == "1Gi"
+    assert env(named, "proxy")["EPOCHKV_LOCAL_CAPACITY"] == str(2**30)
     assert env(named, "vllm").keys() == {"PYTHONPATH", "POD_NAME"}
     large = pod(namespace, "large", pool="other", containers=containers, notes=GATED)
     assert container(large, "vllm")["resources"]["limits"]["memory"] == str(5 * 2**29)
@@ -125,11 +130,15 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     assert large["spec"]["readinessGates"] == [{"conditionType": "epochkv.io/weights"}]
     assert "readinessGates" not in fenced["spec"], "its pool asks for no weights, so nobody would open it"
     assert env(fenced, "vllm")["EPOCHKV_FENCE"] == "1"
-    assert "EPOCHKV_ATTACH" not in env(fenced, "vllm")
-    assert container(fenced, "vllm")["resources"]["limits"]["memory"] == str(3 * 2**29)
+    assert not {"EPOCHKV_ATTACH", "EPOCHKV_LOCAL_CAPACITY"} & env(fenced, "vllm").keys()
+    assert container(fenced, "vllm")["resources"]["limits"]["memory"] == "1536Mi"
 
     empty = pod(namespace, "empty", containers=[{"name": "vllm", **CONTAINER, "env": [{"name": "PYTHONPATH"}]}])
     assert env(empty, "vllm")["PYTHONPATH"] == "/epochkv"
+
+    from_elsewhere = [{"configMapRef": {"name": "settings"}}]  # the kubelet puts in what it has of that name
+    drawn = pod(namespace, "drawn", containers=[{"name": "vllm", **CONTAINER, "envFrom": from_elsewhere}])
+    assert env(drawn, "vllm")["PYTHONPATH"] == "/epochkv:$(PYTHONPATH)"
 
     # Nothing of ours where nobody asked, or where somebody wrote it by hand.
     assert "initContainers" not in pod(namespace, "strange", pool=None)["spec"]
@@ -142,7 +151,8 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     ("notes", "spec", "why"),
     [
         ({"epochkv.io/local": "64 gigs"}, {}, 'epochkv.io/local is "64 gigs": it must be a size such as 64Gi'),
-        ({"epochkv.io/local": "1"}, {}, "of at least 1Mi"),
+        ({"epochkv.io/local": "1"}, {}, "of 1Mi to 1Pi"),
+        ({"epochkv.io/local": "2Pi"}, {}, "of 1Mi to 1Pi"),
         ({"epochkv.io/engine-container": "no"}, {}, 'is "no", and the pod has no such container: vllm'),
         ({"epochkv.io/fence": "yes"}, {}, 'epochkv.io/fence is "yes": it must be "true" or "false"'),
         (
@@ -170,13 +180,52 @@ def test_what_cannot_join_starts_without_us_and_says_why(
     assert why in event["note"]
 
 
+def test_l1_is_on_top_of_all_memory_that_holds_for_the_engine(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
+    """In whole bytes, and of the pod as a whole, too."""
+    namespace.create_pool("policy", local={"capacity": "1.1Mi"})
+    made = joins(namespace, "first")
+    l1 = 1_153_434  # 1,153,433.6
+    assert env(made, "vllm")["EPOCHKV_LOCAL_CAPACITY"] == str(l1)
+    given = {"limits": {"memory": "1.1Gi"}, "requests": {"memory": "1Gi"}}  # 1,181,116,006.4
+    both = {"limits": {"memory": "3Gi", "cpu": "2"}, "requests": {"memory": "2Gi"}}
+    made = pod(namespace, "both", containers=[{"name": "vllm", **CONTAINER, "resources": given}], resources=both)
+    assert container(made, "vllm")["resources"] == {
+        "limits": {"memory": str(1_181_116_007 + l1)},
+        "requests": {"memory": str(2**30 + l1)},
+    }
+    assert made["spec"]["resources"]["limits"] == {"memory": str(3 * 2**30 + l1), "cpu": "2"}
+    assert made["spec"]["resources"]["requests"]["memory"] == str(2**31 + l1)
+
+
+def test_a_limit_range_that_takes_the_engine_takes_the_rest(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
+    namespace.create_pool("policy", **POOL)
+    joins(namespace, "first")
+    limit = {"type": "Container", "min": {"cpu": "2", "memory": "2Gi"}, "maxLimitRequestRatio": {"cpu": "1", "memory": "1"}}
+    namespace.create("/api/v1/namespaces/{}/limitranges", {"metadata": {"name": "large"}, "spec": {"limits": [limit]}})
+    large = {"cpu": "2", "memory": "4Gi"}
+    resources = {"limits": {**large, "nvidia.com/gpu": "1"}, "requests": {**large, "nvidia.com/gpu": "1"}}
+    little = {"name": "vllm", **CONTAINER, "resources": {"requests": {"cpu": "1"}, "limits": {"cpu": "1"}}}
+    refused = {"metadata": {"name": "small"}, "spec": {"containers": [little], "securityContext": RESTRICTED}}
+    path = PODS.format(namespace.name)
+
+    def is_refused() -> bool:
+        status, answer = namespace.plane.api.request("POST", f"{path}?dryRun=All", refused, timeout=15)
+        return status == 403 and b"minimum" in answer
+
+    eventually(is_refused, "the LimitRange counts")
+    made = pod(namespace, "large", containers=[{"name": "vllm", **CONTAINER, "resources": resources}])
+    assert made["metadata"]["annotations"]["epochkv.io/joined"] == "vllm"
+    assert made["spec"]["initContainers"][0]["resources"] == {"limits": large, "requests": large}
+    assert container(made, "vllm")["resources"]["limits"]["memory"] == str(2**32 + 2**26)
+
+
 def test_a_pod_of_a_namespace_that_is_not_allowed_starts_untouched(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
     made = pod(namespace, "lonely")
     assert "initContainers" not in made["spec"]
     assert not {note for note in made["metadata"].get("annotations", {}) if note.startswith("epochkv.io/")}
     (event,) = eventually(lambda: namespace.events("NotJoined"), f"an Event; log:\n{operator.tail()}")
     assert f"namespace {namespace.name} has no such pool" in event["note"]
-    assert "spec.allowedNamespaces" in event["note"]
+    assert "annotation epochkv.io/pool-namespace" in event["note"]
 
 
 def test_without_the_policy_nothing_changes_and_an_event_says_so(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
@@ -226,15 +275,29 @@ def whole(fresh_control_plane: ControlPlane, tmp_path: Path) -> Iterator[Whole]:
         yield operator.wait_ready(), spaces
 
 
-def has_copies(space: Namespace, name: str = "policy") -> bool:
-    found = [space.get(CHILDREN[kind], f"{name}-{part}") for kind, part in (("configmaps", "connection"), ("secrets", "fence"))]
-    assert len({obj is None for obj in found}) == 1 or None in found
-    return None not in found
+IN = {"epochkv.io/pool-namespace": "allowed-a"}
+"""Annotation of pods that mean the pool of the first of them."""
 
 
-def keys(space: Namespace) -> dict[str, str]:
+def name_of(space: Namespace, part: str, pool: str = "policy") -> str:
+    """What the copies are called that a pool of this namespace has in others."""
+    return f"{pool}-{hashlib.sha256(json.dumps(f'{space.name}/{pool}').encode()).hexdigest()[:10]}-{part}"
+
+
+def copies(space: Namespace, of: Namespace) -> tuple[Any, Any]:
+    """ConfigMap and Secret of the pool of another namespace."""
+    parts = (("configmaps", "connection"), ("secrets", "fence"))
+    config, secret = (space.get(CHILDREN[kind], name_of(of, part)) for kind, part in parts)
+    return config, secret
+
+
+def has_copies(space: Namespace, of: Namespace) -> bool:
+    return None not in copies(space, of)
+
+
+def keys(space: Namespace, name: str = "policy-fence") -> dict[str, str]:
     """What the pool's Secret, or a copy of it, holds here."""
-    found: dict[str, str] = (space.get(CHILDREN["secrets"], "policy-fence") or {"data": {}})["data"]
+    found: dict[str, str] = (space.get(CHILDREN["secrets"], name) or {"data": {}})["data"]
     return found
 
 
@@ -246,18 +309,21 @@ def allowed(space: Namespace) -> tuple[str, str, str]:
 def test_other_namespaces_join_while_the_pool_allows_it(whole: Whole, tmp_path: Path) -> None:
     operator, (home, by_name, by_label) = whole
     home.create_pool("policy", **POOL, allowedNamespaces={"names": [by_name.name]}, serve={"weights": "Converged"})
-    eventually(lambda: has_copies(by_name), lambda: f"copies; log:\n{operator.tail()}")
-    assert not has_copies(by_label)
-    old = keys(home)
-    assert keys(by_name) == old
-    made = joins(by_name, "guest", notes=GATED)
+    eventually(lambda: has_copies(by_name, home), lambda: f"copies; log:\n{operator.tail()}")
+    assert copies(by_label, home) == (None, None)
+    old, copy = keys(home), name_of(home, "fence")
+    assert keys(by_name, copy) == old
+    made = joins(by_name, "guest", notes={**IN, **GATED})
     assert made["spec"]["readinessGates"] == [{"conditionType": "epochkv.io/weights"}]
 
     def gate() -> tuple[str, str]:
         found = condition((by_name.get(PODS, made["metadata"]["name"]) or {})["status"], "epochkv.io/weights")
         return found.get("status", ""), found.get("reason", "")
 
-    assert {volume["secret"]["secretName"] for volume in made["spec"]["volumes"] if "secret" in volume} == {"policy-fence"}
+    secrets = [volume["secret"] for volume in made["spec"]["volumes"] if "secret" in volume]
+    assert [(one["secretName"], one["optional"]) for one in secrets] == [(copy, True)], "which may be gone when it is mounted"
+    configs = [volume["configMap"] for volume in made["spec"]["volumes"] if "configMap" in volume]
+    assert [(one["name"], one["optional"]) for one in configs] == [(name_of(home, "connection"), True)]
     eventually(lambda: allowed(home)[:2] == ("True", "Allowed"), lambda: f"told: {allowed(home)}")
 
     with joined(mounted(home, tmp_path), "guest") as engine:  # as a member of the other namespace would report
@@ -270,45 +336,89 @@ def test_other_namespaces_join_while_the_pool_allows_it(whole: Whole, tmp_path: 
     labels = {"metadata": {"labels": {"rl": "yes"}}}
     by_label.request("PATCH", f"/api/v1/namespaces/{by_label.name}", labels, "application/merge-patch+json")
     home.patch_spec("policy", allowedNamespaces={"names": None, "selector": {"matchLabels": {"rl": "yes"}}})
-    eventually(lambda: has_copies(by_label) and not has_copies(by_name), lambda: f"moved; log:\n{operator.tail()}")
+    eventually(lambda: has_copies(by_label, home) and copies(by_name, home) == (None, None), lambda: f"moved; log:\n{operator.tail()}")
     eventually(lambda: gate() == ("True", "NotGated"), lambda: f"nobody else opens it: {gate()}; log:\n{operator.tail()}")
-    assert by_name.get(CHILDREN["secrets"], "policy-fence") is None
-    by_label.delete(CHILDREN["configmaps"], "policy-connection")
-    eventually(lambda: has_copies(by_label), lambda: f"put back; log:\n{operator.tail()}")
+    by_label.delete(CHILDREN["configmaps"], name_of(home, "connection"))
+    eventually(lambda: has_copies(by_label, home), lambda: f"put back; log:\n{operator.tail()}")
     home.patch_spec("policy", keys={"generation": 1})
     eventually(lambda: keys(home)["client.key"] != old["client.key"], "rotated")
-    eventually(lambda: keys(by_label)["client.key"] == keys(home)["client.key"], "handed on")
+    eventually(lambda: keys(by_label, copy)["client.key"] == keys(home)["client.key"], "handed on")
+    home.patch_spec("policy", local=None, distributed={"external": {"masterAddress": "m:1"}})
+    eventually(lambda: "local" not in copies(by_label, home)[0]["data"], "what the pool no longer has goes from the copy, too")
 
-    # A pool of that name of its own: the guest makes room, and comes back when it is gone.
-    by_label.create_pool("policy", **POOL)
-    eventually(lambda: allowed(home)[1] == "NameTaken", lambda: f"told: {allowed(home)}; log:\n{operator.tail()}")
-    eventually(
-        lambda: (by_label.get(CHILDREN["configmaps"], "policy-connection") or {"metadata": {}})["metadata"].get("ownerReferences"),
-        lambda: f"its own; log:\n{operator.tail()}",
-        90,
+
+def test_a_pod_joins_the_pool_that_it_means_and_no_namesake(whole: Whole) -> None:
+    """A tenant who may make pools in its own namespace, and lets everybody join."""
+    operator, (home, guests, tenant) = whole
+    for space, size in ((home, "64Mi"), (tenant, "32Mi")):
+        space.create_pool("policy", local={"capacity": size}, allowedNamespaces={"names": [guests.name]})
+    eventually(lambda: has_copies(guests, home) and has_copies(guests, tenant), lambda: f"both; log:\n{operator.tail()}")
+    assert copies(guests, home)[0]["metadata"]["labels"]["epochkv.io/shared"] == "true"
+    made = joins(guests, "meant", notes=IN)
+    assert env(made, "vllm")["EPOCHKV_LOCAL_CAPACITY"] == str(2**26)
+    assert {volume["secret"]["secretName"] for volume in made["spec"]["volumes"] if "secret" in volume} == {name_of(home, "fence")}
+    assert keys(guests, name_of(home, "fence")) == keys(home) != keys(tenant)
+
+    # A label alone means a pool of its own namespace, and none is there.
+    lonely = pod(guests, "lonely")
+    assert "initContainers" not in lonely["spec"]
+    event = eventually(
+        lambda: next((one for one in guests.events("NotJoined") if one["regarding"]["name"] == "lonely"), None),
+        lambda: f"an Event; log:\n{operator.tail()}",
     )
-    assert keys(by_label)["root.secret"] != keys(home)["root.secret"]
+    assert "namespace allowed-b has no such pool" in event["note"]
+    assert (
+        "annotation epochkv.io/pool-namespace of the pod (allowed-a, allowed-c has one, and lets pods of allowed-b join)" in event["note"]
+    )
+    guests.create_pool("policy", local={"capacity": "16Mi"})
+    own = joins(guests, "own")
+    assert env(own, "vllm")["EPOCHKV_LOCAL_CAPACITY"] == str(2**24)
+    assert [volume["secret"]["secretName"] for volume in own["spec"]["volumes"] if "secret" in volume] == ["policy-fence"]
+    eventually(lambda: allowed(home)[:2] == ("True", "Allowed"), "nobody makes room")
+
+    # Not allowed there: it says which.
+    wrong = pod(tenant, "wrong", notes=IN)
+    assert "initContainers" not in wrong["spec"]
+    (event,) = eventually(lambda: tenant.events("NotJoined"), lambda: f"an Event; log:\n{operator.tail()}")
+    assert "KVCachePool policy of namespace allowed-a: it is not there, or does not let pods of allowed-c join" in event["note"]
+
+
+@pytest.mark.parametrize("kind", ["configmaps", "secrets"])
+def test_what_a_stranger_has_under_that_name_stays(whole: Whole, kind: str) -> None:
+    operator, (home, other, _) = whole
+    name = name_of(home, {"configmaps": "connection", "secrets": "fence"}[kind])
+    label = {"app.kubernetes.io/managed-by": "epochkv-operator", "epochkv.io/pool": "policy"} if kind == "secrets" else {}
+    stranger = other.create(CHILDREN[kind], {"metadata": {"name": name, "labels": label}})
+    home.create_pool("policy", **POOL, allowedNamespaces={"names": [other.name]})
+    eventually(lambda: allowed(home)[:2] == ("False", "NameTaken"), lambda: f"told: {allowed(home)}; log:\n{operator.tail()}")
+    assert f"{other.name}/{name} is there and not of this pool: delete it" in allowed(home)[2]
+    made = pod(other, "guest", notes=IN)
+    assert "initContainers" not in made["spec"]
     home.patch_spec("policy", allowedNamespaces=None)
     eventually(lambda: not allowed(home)[0], "no condition without the field")
-    assert has_copies(by_label), "it is that pool's own now"
+    eventually(lambda: not other.names("configmaps"), "nothing else of the pool is left")
+    home.delete(POOLS, "policy")
+    eventually(lambda: operator.logged("pool gone"), "gone")
+    assert other.get(CHILDREN[kind], name) == stranger
+    assert [one for one in copies(other, home) if one is not None] == [stranger]
 
 
 def test_a_pool_that_went_while_no_operator_ran_leaves_no_copies(whole: Whole) -> None:
     operator, (home, first, second) = whole
     home.create_pool("policy", **POOL, allowedNamespaces={"names": [first.name, second.name, "nowhere"]})
-    eventually(lambda: has_copies(first) and has_copies(second), lambda: f"copies; log:\n{operator.tail()}")
+    eventually(lambda: has_copies(first, home) and has_copies(second, home), lambda: f"copies; log:\n{operator.tail()}")
     eventually(lambda: allowed(home)[1] == "NamespaceNotFound", lambda: f"told: {allowed(home)}")
     assert "nowhere" in allowed(home)[2]
     before = first.versions() | second.versions()
     assert operator.terminate() == 0
-    second.delete(CHILDREN["secrets"], "policy-fence")
+    second.delete(CHILDREN["secrets"], name_of(home, "fence"))
     operator.start().wait_ready()
-    eventually(lambda: has_copies(second), lambda: f"the Secret is back; log:\n{operator.tail()}")
+    eventually(lambda: has_copies(second, home), lambda: f"the Secret is back; log:\n{operator.tail()}")
     after = first.versions() | second.versions()
-    assert {name for name in before if before[name] != after.get(name)} == {"secrets/policy-fence"}
+    assert {name for name in before if before[name] != after.get(name)} == {f"secrets/{name_of(home, 'fence')}"}
     assert operator.terminate() == 0
     home.delete(POOLS, "policy")
     eventually(lambda: home.pool("policy") is None, "gone")
     operator.start().wait_ready()
     for space in (first, second):
-        eventually(lambda it=space: not it.names("configmaps") and it.get(CHILDREN["secrets"], "policy-fence") is None, "no copy is left")
+        eventually(lambda it=space: copies(it, home) == (None, None), "no copy is left")

@@ -5,6 +5,7 @@ nothing ever asked for would be left over. The same run, at debug level, shows t
 """
 
 import base64
+import hashlib
 import itertools
 import json
 import re
@@ -187,7 +188,7 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         team.create_pool("policy", resetEpoch=1, **POOL)
         team.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
         until(lambda: team.status("policy").get("epoch") == 1, "published")
-        until(lambda: condition(team.engine_status("rollout"), "EpochCurrent") and len(team.names("networkpolicies")) == 3, "made")
+        until(lambda: condition(team.engine_status("rollout"), "EpochCurrent") and len(team.names("networkpolicies")) == 4, "made")
         until(lambda: overtaken(team, rights), "a status write that was overtaken")
         labels = {"epochkv.io/pool": "policy", "app.kubernetes.io/managed-by": "epochkv-operator"}
         gate: Any = {"readinessGates": [{"conditionType": "epochkv.io/weights"}], "containers": [{"name": "engine", "image": "i"}]}
@@ -208,10 +209,11 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         before = keys.values.copy()
         until(lambda: (s := team.get(secrets, "policy-fence")) and s["data"]["client.key"] not in before, "the orphan replaced")
 
-        left = {"epochkv.io/pool": "gone", "app.kubernetes.io/managed-by": "epochkv-operator"}
-        copy = {"name": "gone-connection", "labels": left, "annotations": {"epochkv.io/shared-by": f"{TEAM}/gone"}}
+        left = {"epochkv.io/pool": "gone", "epochkv.io/shared": "true", "app.kubernetes.io/managed-by": "epochkv-operator"}
+        name = f"gone-{hashlib.sha256(json.dumps('elsewhere/gone').encode()).hexdigest()[:10]}-connection"
+        copy = {"name": name, "labels": left, "annotations": {"epochkv.io/pool-namespace": "elsewhere"}}
         team.create(CHILDREN["configmaps"], {"metadata": copy})
-        until(lambda: team.get(CHILDREN["configmaps"], "gone-connection") is None, "what a pool shared went with it")
+        until(lambda: team.get(CHILDREN["configmaps"], name) is None, "what a pool shared went with it")
 
         hub = break_hub_secret(home)
         until(lambda: (home.get(secrets, "epochkv-hub") or {}).get("data") == hub, "the hub's Secret restored")

@@ -23,6 +23,9 @@ from hack.waiting import eventually
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 GUESTS = "epochkv-guests"
 LABEL = {"epochkv.io/pool": POOL}
+IN = {"epochkv.io/pool-namespace": NAMESPACE}
+"""Annotation of pods of another namespace."""
+COPIED = ("-l", f"epochkv.io/pool={POOL},epochkv.io/shared=true", "-o", "name")
 MEMORY = 5 * 2**30
 TRIES = 3
 
@@ -58,7 +61,7 @@ def pod_spec(**more: Any) -> dict[str, Any]:
 
 def workload(kind: str, name: str) -> dict[str, Any]:
     labels = {"app": name}
-    template = {"metadata": {"labels": labels | LABEL}, "spec": pod_spec()}
+    template = {"metadata": {"labels": labels | LABEL, "annotations": IN}, "spec": pod_spec()}
     selected = {"replicas": 1, "selector": {"matchLabels": labels}, "template": template}
     if kind == "Job":
         return {
@@ -127,26 +130,19 @@ def guests(setup: Setup, kube: Kube) -> Iterator[None]:
 
 def test_pods_with_the_label_share_and_follow_a_reset(setup: Setup, kube: Kube, guests: None) -> None:
     # Not allowed: it starts as it is, and the Event says why.
-    apply(
-        kube,
-        GUESTS,
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "early", "labels": {"app": "early", **LABEL}}, "spec": pod_spec()},
-    )
+    metadata = {"name": "early", "labels": {"app": "early", **LABEL}, "annotations": IN}
+    apply(kube, GUESTS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec()})
     assert "initContainers" not in only_pod(kube, GUESTS, "early")["spec"]
     eventually(
-        lambda: "has no such pool" in kube.kubectl("-n", GUESTS, "get", "events", "--field-selector=reason=NotJoined"), "an Event", 60, 0.5
+        lambda: f"does not let pods of {GUESTS} join" in kube.kubectl("-n", GUESTS, "get", "events", "--field-selector=reason=NotJoined"),
+        "an Event",
+        60,
+        0.5,
     )
     kube.kubectl("-n", GUESTS, "delete", "pod", "early", "--grace-period=0", "--force")
 
     allow(kube, [GUESTS])
-    eventually(
-        lambda: (
-            "connection.json" in kube.kubectl("-n", GUESTS, "get", "configmap", f"{POOL}-connection", "--ignore-not-found", "-o", "yaml")
-        ),
-        "a copy",
-        60,
-        0.5,
-    )
+    eventually(lambda: kube.kubectl("-n", GUESTS, "get", "configmaps", *COPIED), "a copy", 60, 0.5)
     apply(kube, NAMESPACE, workload("Deployment", "serving"))
     apply(kube, NAMESPACE, workload("StatefulSet", "replayed"))
     apply(kube, GUESTS, workload("Job", "rollouts"))
@@ -190,10 +186,7 @@ def test_pods_with_the_label_share_and_follow_a_reset(setup: Setup, kube: Kube, 
 
     # The word is taken back: the copies go, and the next pod starts as it is.
     allow(kube, None)
-    eventually(lambda: not kube.kubectl("-n", GUESTS, "get", "secret", f"{POOL}-fence", "--ignore-not-found"), "no Secret", 60, 0.5)
-    apply(
-        kube,
-        GUESTS,
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "late", "labels": {"app": "late", **LABEL}}, "spec": pod_spec()},
-    )
+    eventually(lambda: not kube.kubectl("-n", GUESTS, "get", "secrets", f"-lepochkv.io/pool={POOL}", "-o", "name"), "gone", 60, 0.5)
+    metadata = {"name": "late", "labels": {"app": "late", **LABEL}, "annotations": IN}
+    apply(kube, GUESTS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec()})
     assert "initContainers" not in only_pod(kube, GUESTS, "late")["spec"]

@@ -2,21 +2,21 @@
 
 Pods that join a pool by their label have a vLLM image without EpochKV. Their init container leaves a folder with the connector, which
 `PYTHONPATH` names, and beside it what vLLM does not bring, for each Python (`docker/engine.Dockerfile`, target `connector`). Nobody has
-asked whether that vLLM can have a connector, so one that cannot stays as it is. Knows of vLLM 0.30 to 0.33: `__version__`.
+asked whether such an engine can have a connector, so one that cannot stays as it is (`injected`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
-import os
 import sys
 from pathlib import Path
 from typing import Final
 
-INJECTED_ENV: Final = "EPOCHKV_INJECTED"
-"""Set in containers that join by the label of their pod."""
+from epochkv_connector.engine import injected
+
+HERE: Final = f"cp{sys.version_info.major}{sys.version_info.minor}"
+"""This Python, as packages are named for it."""
 BUNDLE: Final = Path(__file__).parents[2]
 """The folder with the packages of this project."""
 OF_THE_SYSTEM: Final = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
@@ -25,23 +25,36 @@ OF_THE_SYSTEM: Final = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
 
 def register() -> None:
     """Called by vLLM in every process, possibly more than once."""
-    use_bundle(BUNDLE)
-    if os.environ.get(INJECTED_ENV) == "1":
-        try:
+    if injected.is_left():
+        return
+    asked = not injected.is_injected()
+    try:
+        if not asked:
+            check_python(BUNDLE)
+        use_bundle(BUNDLE)
+        if not asked:
             from epochkv_connector.engine.interface import check_version
 
             check_version(allow_untested=False)
-        except RuntimeError as error:  # `UnsupportedEngine`, also of the module itself
-            logging.getLogger("vllm.epochkv").warning("EpochKV: this engine stays as it is: %s", error)
-            return
-    from epochkv_connector.engine import plugin
+        from epochkv_connector.engine import plugin
 
-    plugin.register()
+        plugin.register()
+    except (Exception, SystemExit) as error:
+        if asked:
+            raise
+        injected.leave(error)
+
+
+def check_python(folder: Path) -> None:
+    """Raise `RuntimeError` if packages lie beside the connector for other Pythons than this one."""
+    made_for = sorted(path.name for path in folder.glob("cp3*"))
+    if made_for and HERE not in made_for:
+        raise RuntimeError(f"this Python is {HERE}, and the connector was brought for {', '.join(made_for)}")
 
 
 def use_bundle(folder: Path) -> None:
     """Let this process import what lies beside the connector, made for its Python, and load the libraries that the system lacks."""
-    packages = folder / f"cp{sys.version_info.major}{sys.version_info.minor}"
+    packages = folder / HERE
     if not packages.is_dir() or str(packages) in sys.path:
         return
     sys.path.append(str(packages))

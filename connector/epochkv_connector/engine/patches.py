@@ -66,18 +66,29 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def around_arguments(before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+def around_arguments(
+    before: Callable[[Any], None], after: Callable[[Any], None], failed: Callable[[BaseException], None] | None = None
+) -> None:
     """Call `before` with the arguments of each engine, and `after` with the configuration that vLLM makes of them. Nothing is loaded yet.
+    With `failed`, an error of any of them is told to it alone, and vLLM goes on with the arguments that it was given.
 
     vLLM's commands and Python programs alike make engines with `EngineArgs`, whose constructor loads plugins. A process that
     has not imported it when plugins are loaded makes no engine of its own.
     """
 
     def create(function: Callable[..., Any], arguments: Any, *args: Any, **kwargs: Any) -> Any:
-        before(arguments)
-        config = function(arguments, *args, **kwargs)
-        after(config)
-        return config
+        given = dict(vars(arguments))
+        try:
+            before(arguments)
+            config = function(arguments, *args, **kwargs)
+            after(config)
+            return config
+        except (Exception, SystemExit) as error:
+            if failed is None:
+                raise
+            failed(error)
+        vars(arguments).update(given)
+        return function(arguments, *args, **kwargs)
 
     wrap(getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None), "create_engine_config", create)
 

@@ -34,6 +34,7 @@ from epochkv_connector.config import (
     transfer_config,
 )
 from epochkv_connector.engine import answers, describe, fenced, limits, patches
+from epochkv_connector.engine.injected import is_injected, leave
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.patches import share_log_handlers
 from epochkv_fence import quantity
@@ -79,14 +80,20 @@ def before_engine(arguments: Any, environ: Mapping[str, str] = os.environ) -> No
 
     arguments.kv_transfer_config = KVTransferConfig(**transfer_config(extra))
     try:
-        if config.hub is not None:
-            read_client_keys(config.hub, environ)
-            read_root_secret(config.hub, environ)
+        _read_keys(config, environ)
     except ConfigurationError as error:
+        if is_injected(environ):  # rather than serve in bypass
+            raise
         logger.warning("EpochKV: %s: this engine cannot join pool %s, and will serve in bypass: %s", ATTACH_ENV, config.pool.name, error)
         return
     level = logging.INFO if config.has_tiers else logging.WARNING
     logger.log(level, "EpochKV: %s joins this engine to pool %s, %s", ATTACH_ENV, config.pool.name, _tiers(config))
+
+
+def _read_keys(config: ConnectorConfig, environ: Mapping[str, str]) -> None:
+    if config.hub is not None:
+        read_client_keys(config.hub, environ)
+        read_root_secret(config.hub, environ)
 
 
 def is_on(environ: Mapping[str, str]) -> bool:
@@ -105,19 +112,21 @@ def extra_config(environ: Mapping[str, str]) -> dict[str, Any]:
             f"or unset {ATTACH_ENV}"
         )
     text = environ.get(CAPACITY_ENV, "").strip()
-    return {"local": {"capacity_bytes": capacity(text)}} if text else {}
+    if not text:
+        return {}
+    return {"local": {"capacity_bytes": size} if (size := capacity(text)) else None}
 
 
 def capacity(text: str) -> int:
-    """Bytes of a size such as `64Gi` that an L1 can have."""
+    """Bytes of a size such as `64Gi` that an L1 can have; 0: no L1."""
     try:
         size = quantity.parse(text)
     except (ValueError, ArithmeticError):
-        size = Decimal(0)
-    if not MIN_BYTES <= size <= MAX_BYTES:
+        size = Decimal(-1)
+    if size != 0 and not MIN_BYTES <= size <= MAX_BYTES:
         raise ConfigurationError(
             f"{CAPACITY_ENV} is {shown(text)}; it must be a size such as 64Gi, or a number of bytes, from {MIN_BYTES} to "
-            f"{quantity.from_bytes(MAX_BYTES)}; or unset it for the L1 of the connection document"
+            f"{quantity.from_bytes(MAX_BYTES)}, or 0 for no L1; or unset it for the L1 of the connection document"
         )
     return quantity.to_bytes(text)
 
@@ -143,7 +152,7 @@ def register() -> None:
 
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
-    patches.around_arguments(before_engine, check)
+    patches.around_arguments(before_engine, check, leave if is_injected() else None)
     patches.before_packing(mark)
     fenced.install()
 
@@ -160,4 +169,6 @@ def check(vllm_config: Any) -> None:
     limits.check_before_load(vllm_config)
     patches.mark_media_ids()
     answers.install()
-    fenced.check(vllm_config)
+    config = fenced.check(vllm_config)
+    if config is not None and is_injected():
+        _read_keys(config, os.environ)

@@ -2,8 +2,10 @@
 
 The API server adds to such a pod what it needs, where the pool's connection is in the pod's namespace. So a pool is there for another
 namespace as long as that has a copy of the pool's ConfigMap and Secret: `Copies` keeps them where `spec.allowedNamespaces` says so, and
-nowhere else. Nothing of another namespace can own them, so each names its pool, and goes when that pool, or its word, is gone. The
-ConfigMap is written last and deleted last: where there is none, there is nothing of ours.
+nowhere else. Their names have the pool's namespace in them, and a pod says which namespace it means: pools of one name never meet, and
+nobody gets pods that were meant for somebody else. Nothing of another namespace can own a copy, so each names its pool, and goes when that
+pool, or its word, is gone. The ConfigMap is there first and goes last: where there is none, there is nothing of ours. Pods join by it while
+it has a label, and the Secret is there for longer than that.
 
 `explain` tells the user of a pod with the label why it did not join.
 """
@@ -11,26 +13,27 @@ ConfigMap is written last and deleted last: where there is none, there is nothin
 from __future__ import annotations
 
 import time
+from datetime import datetime
 from typing import Final
 
 import structlog
 
 from epochkv_operator import metrics
-from epochkv_operator.api.base import POOL_LABEL, SHARED_ANNOTATION
-from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.keys import FenceKeys, content, copied, is_copy
+from epochkv_operator.api.base import POOL_NAMESPACE, SHARED_LABEL
+from epochkv_operator.api.pool import AllowedNamespaces, KVCachePool
+from epochkv_operator.keys import FenceKeys, content, copied
 from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import CONFIGMAPS, NAMESPACES, POOLS, SECRETS
-from epochkv_operator.kube.store import BY_SHARING, Key, Store
+from epochkv_operator.kube.resources import CONFIGMAPS, NAMESPACES, POOLS, SECRETS, Resource
+from epochkv_operator.kube.store import BY_HOME, Key, Store, home, pool_key
 from epochkv_operator.planning.context import Context, Problem, Shared, listed
-from epochkv_operator.planning.names import component_name, digest
+from epochkv_operator.planning.names import copy_name, digest
 from epochkv_operator.planning.plan import difference
 from epochkv_operator.planning.pool import shared_connection
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
 CHECK_SECONDS: Final = 60.0
-"""After which the Secret of a copy is read again: no watch shows it."""
+"""After which the Secret of a copy is read again, or a namespace that is not there: no watch shows either."""
 LIST_SECONDS: Final = 10.0
 """For how long a list of namespaces counts."""
 JOINED: Final = "epochkv.io/joined"
@@ -45,31 +48,42 @@ class Copies:
         self._client = client
         self._store = store
         self._served = settings.watch_namespaces
-        self._checked: dict[Key, dict[str, float]] = {}
+        self._told: dict[Key, tuple[AllowedNamespaces, Shared]] = {}
+        self._looked: dict[Key, dict[str, tuple[float, Problem | None]]] = {}
+        """When a namespace was looked at, and what was wrong there that trying again does not mend."""
         self._matched: dict[Key, tuple[float, str, set[str]]] = {}
 
-    async def keep(self, key: Key, pool: KVCachePool, keys: FenceKeys, context: Context) -> tuple[Shared | None, ApiError | None]:
-        """Bring the copies to what the pool allows. Returns what became of it, and the error to try again on."""
-        wanted, problem, again = await self._wanted(key, pool)
-        for namespace in self._places(key):
-            if namespace not in wanted and (again is None or pool.spec.allowed_namespaces is None):
+    def told(self, key: Key, pool: KVCachePool) -> Shared | None:
+        """What became of the pool's list when it was last looked at; None: nobody has looked at this one."""
+        allowed, shared = self._told.get(key, (None, None))
+        return shared if allowed == pool.spec.allowed_namespaces else None
+
+    def places(self, key: Key) -> list[str]:
+        """Namespaces that have a copy."""
+        found = self._store.found(CONFIGMAPS.kind, "", BY_HOME, f"{key.namespace}/{key.name}")
+        return [obj["metadata"]["namespace"] for obj in found]
+
+    async def keep(self, key: Key, pool: KVCachePool, keys: FenceKeys, context: Context) -> ApiError | None:
+        """Bring the copies to what the pool allows. Returns the error to try again on."""
+        allowed = pool.spec.allowed_namespaces
+        wanted, problem, again = await self._wanted(key, pool, allowed)
+        for namespace in self.places(key):
+            if namespace not in wanted and again is None:
                 await self._withdraw(key, namespace)
         done: list[str] = []
         for namespace in sorted(wanted):
-            found = self._taken(key, namespace)
             try:
-                if found is None:
-                    await self._write(key, pool, keys, namespace, context)
-                    done.append(namespace)
-                elif self._is_ours(key, self._store.get(CONFIGMAPS.kind, namespace, component_name(key.name, "connection"))):
-                    await self._withdraw(key, namespace)
-            except NotFound:
-                found = Problem("NamespaceNotFound", f"there is no namespace {namespace}")
+                found = await self._look(key, pool, keys, namespace, context)
             except ApiError as error:
                 reason = "Forbidden" if isinstance(error, Forbidden) else "WriteFailed"
                 found, again = Problem(reason, f"{namespace}: {error.message or error}"), again or error
+            if found is None:
+                done.append(namespace)
             problem = problem or found
-        return (Shared(done, problem) if pool.spec.allowed_namespaces is not None else None), again
+        self._told.pop(key, None)
+        if allowed is not None:
+            self._told[key] = allowed, Shared(done, problem)
+        return again
 
     async def withdraw(self, key: Key) -> None:
         """The pool is gone.
@@ -77,16 +91,14 @@ class Copies:
         Raises:
             ApiError: another try may solve it.
         """
-        for namespace in self._places(key):
+        for namespace in self.places(key):
             await self._withdraw(key, namespace)
-        self._checked.pop(key, None)
-        self._matched.pop(key, None)
+        for known in (self._told, self._looked, self._matched):
+            known.pop(key, None)
 
-    def _places(self, key: Key) -> list[str]:
-        return [obj["metadata"]["namespace"] for obj in self._store.found(CONFIGMAPS.kind, "", BY_SHARING, f"{key.namespace}/{key.name}")]
-
-    async def _wanted(self, key: Key, pool: KVCachePool) -> tuple[set[str], Problem | None, ApiError | None]:
-        allowed = pool.spec.allowed_namespaces
+    async def _wanted(
+        self, key: Key, pool: KVCachePool, allowed: AllowedNamespaces | None
+    ) -> tuple[set[str], Problem | None, ApiError | None]:
         if allowed is None:
             return set(), None, None
         wanted, problem, again = set(allowed.names or ()), None, None
@@ -111,90 +123,122 @@ class Copies:
             self._matched[key] = (time.monotonic() + LIST_SECONDS, selector, names)
         return names
 
-    def _taken(self, key: Key, namespace: str) -> Problem | None:
-        """Why the pool cannot be in this namespace: its names are somebody else's there."""
-        if self._store.get(POOLS.kind, namespace, key.name) is not None:
-            return Problem("NameTaken", f"{namespace} has a KVCachePool {key.name} of its own: rename one of the two")
-        found = self._store.get(CONFIGMAPS.kind, namespace, component_name(key.name, "connection"))
-        if found is None or self._is_ours(key, found):
-            return None
-        other = (found["metadata"].get("annotations") or {}).get(SHARED_ANNOTATION, "another pool")
-        return Problem("NameTaken", f"{namespace} has the KVCachePool {key.name} of {other} already: rename one of the two")
-
-    @staticmethod
-    def _is_ours(key: Key, found: Json | None) -> bool:
-        annotations = (found or {}).get("metadata", {}).get("annotations") or {}
-        return bool(annotations.get(SHARED_ANNOTATION) == f"{key.namespace}/{key.name}")
-
-    async def _write(self, key: Key, pool: KVCachePool, keys: FenceKeys, namespace: str, context: Context) -> None:
+    async def _look(self, key: Key, pool: KVCachePool, keys: FenceKeys, namespace: str, context: Context) -> Problem | None:
+        """Bring one namespace up to date, unless that was just done, or has just turned out to be impossible."""
         wanted = content(keys, pool.metadata.uid)
         hidden = {name: value for name, value in wanted.items() if name not in ("client.key", "root.secret")}
         config = shared_connection(pool, namespace, digest([hidden, keys.revision]), context)
         live = self._store.get(CONFIGMAPS.kind, namespace, config["metadata"]["name"])
+        looked, problem = self._looked.setdefault(key, {}).get(namespace, (0.0, None))
         why = "it does not exist" if live is None else difference(config, live)
-        checked = self._checked.setdefault(key, {})
-        if why is None and time.monotonic() < checked.get(namespace, 0.0) + CHECK_SECONDS:
-            return
-        await self._write_secret(pool, wanted, namespace)
-        checked[namespace] = time.monotonic()
-        if why is not None:
-            self._store.upsert(CONFIGMAPS.kind, await self._client.apply(CONFIGMAPS, namespace, config))
-            metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="apply").inc()
-            log.info("pool shared", pool=f"{pool.metadata.namespace}/{pool.metadata.name}", namespace=namespace, reason=why)
-
-    async def _write_secret(self, pool: KVCachePool, wanted: dict[str, str], namespace: str) -> None:
-        body = copied(pool.metadata.namespace, pool.metadata.name, namespace, wanted)
+        if looked and time.monotonic() < looked + CHECK_SECONDS and (problem is not None or why is None):
+            return problem
         try:
-            found = await self._client.get(SECRETS, namespace, body["metadata"]["name"])
+            problem = await self._write(CONFIGMAPS, _closed(config)) if live is None else None
+            problem = problem or await self._write(SECRETS, copied(key.namespace, key.name, namespace, wanted))
+            if problem is None and why is not None:
+                problem = await self._write(CONFIGMAPS, config)
+                log.info("pool shared", pool=f"{key.namespace}/{key.name}", namespace=namespace, reason=why)
         except NotFound:
-            await self._client.create(SECRETS, namespace, body)
-            metrics.API_WRITES.labels(kind=SECRETS.kind, operation="create").inc()
-            return
-        if not is_copy(found, pool.metadata.namespace, pool.metadata.name):
-            raise Forbidden(403, "NameTaken", f"Secret {body['metadata']['name']} is there and not of this pool: delete it", "PUT secrets")
-        if (found.get("data") or {}) != body["data"]:
-            version = {"resourceVersion": found["metadata"]["resourceVersion"]}
-            await self._client.replace(SECRETS, namespace, {**body, "metadata": {**body["metadata"], **version}})
-            metrics.API_WRITES.labels(kind=SECRETS.kind, operation="replace").inc()
+            problem = Problem("NamespaceNotFound", f"there is no namespace {namespace}")
+        self._looked[key][namespace] = (time.monotonic(), problem)
+        return problem
+
+    async def _write(self, resource: Resource, wanted: Json) -> Problem | None:
+        """Make the object, or change what is there as it was read. One that is not ours stays."""
+        namespace, name = wanted["metadata"]["namespace"], wanted["metadata"]["name"]
+        try:
+            found = await self._client.get(resource, namespace, name)
+        except NotFound:
+            answer, done = await self._client.create(resource, namespace, wanted), "create"
+        else:
+            if home(found) != home(wanted):
+                text = f"{resource.kind} {namespace}/{name} is there and not of this pool: delete it"
+                return Problem("NameTaken", text)
+            if resource is SECRETS and (found.get("data") or {}) == wanted["data"]:
+                return None
+            seen = {field: found["metadata"][field] for field in ("uid", "resourceVersion")}
+            answer = await self._client.replace(resource, namespace, {**wanted, "metadata": {**wanted["metadata"], **seen}})
+            done = "replace"
+        metrics.API_WRITES.labels(kind=resource.kind, operation=done).inc()
+        if resource is CONFIGMAPS:
+            self._store.upsert(resource.kind, answer)
+        return None
 
     async def _withdraw(self, key: Key, namespace: str) -> None:
-        name = component_name(key.name, "fence")
+        """First nobody joins any more, then the keys go."""
+        name, secret = (copy_name(key.namespace, key.name, component) for component in ("connection", "fence"))
+        config = self._store.get(CONFIGMAPS.kind, namespace, name)
+        if config is None or home(config) != key:
+            return
+        self._looked.get(key, {}).pop(namespace, None)
+        try:
+            if SHARED_LABEL in config["metadata"]["labels"]:
+                await self._client.replace(CONFIGMAPS, namespace, _closed(config))
+            await self._delete_secret(key, namespace, secret)
+            await self._client.delete(CONFIGMAPS, namespace, name, config["metadata"]["uid"])
+        except NotFound:
+            return
+        metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="delete").inc()
+        log.info("pool no longer shared", pool=f"{key.namespace}/{key.name}", namespace=namespace)
+
+    async def _delete_secret(self, key: Key, namespace: str, name: str) -> None:
         try:
             secret = await self._client.get(SECRETS, namespace, name)
-            if is_copy(secret, key.namespace, key.name):
+            if home(secret) == key:
                 await self._client.delete(SECRETS, namespace, name, secret["metadata"]["uid"])
                 metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
         except NotFound:
             pass
-        config = self._store.get(CONFIGMAPS.kind, namespace, component_name(key.name, "connection"))
-        if config is not None and self._is_ours(key, config):
-            try:
-                await self._client.delete(CONFIGMAPS, namespace, config["metadata"]["name"], config["metadata"]["uid"])
-            except NotFound:
-                return
-            metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="delete").inc()
-            log.info("pool no longer shared", pool=f"{key.namespace}/{key.name}", namespace=namespace)
 
 
-def explain(pod: Json, there: bool) -> str:
-    """Why a pod with the label of a pool did not join it; empty: it did, or it is set up by hand, or it has ended.
+def _closed(config: Json) -> Json:
+    """The ConfigMap as one by which no pod joins."""
+    labels = {label: value for label, value in config["metadata"]["labels"].items() if label != SHARED_LABEL}
+    return {**config, "metadata": {**config["metadata"], "labels": labels}}
 
-    Args:
-        there: the pod's namespace has that pool, or a copy of its connection.
-    """
-    metadata = pod["metadata"]
-    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    pool, namespace = labels.get(POOL_LABEL), metadata["namespace"]
+
+def explain(pod: Json, store: Store) -> str:
+    """Why a pod with the label of a pool did not join it; empty: it did, or it is set up by hand, or it has ended."""
+    metadata, pool = pod["metadata"], home(pod)
+    notes, namespace = metadata.get("annotations") or {}, metadata["namespace"]
     ended = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-    if not pool or JOINED in notes or pod.get("x-mounts-keys") or ended:
+    if pool is None or JOINED in notes or pod.get("x-mounts-keys") or ended:
         return ""
-    without, again = f"it runs without KVCachePool {pool}", "A pod that is made anew joins"
+    without, again = f"it runs without KVCachePool {pool.name}", "A pod that is made anew joins"
     if REJECTED in notes:
         return f"{without}: {notes[REJECTED]}. Correct it: the next pod joins"
-    if not there:
-        allow = f"make the pool, or name {namespace} in spec.allowedNamespaces of the pool that is meant"
-        return f"{without}: namespace {namespace} has no such pool, and none of another namespace allows it. {allow}. {again}"
+
+    def has_copy(of: Key) -> bool:
+        return store.get(CONFIGMAPS.kind, namespace, copy_name(of.namespace, of.name, "connection")) is not None
+
+    if pool.namespace != namespace and not has_copy(pool):
+        allow = f"name {namespace} in its spec.allowedNamespaces"
+        return f"{without} of namespace {pool.namespace}: it is not there, or does not let pods of {namespace} join. {allow}. {again}"
+    if pool.namespace == namespace and store.get(POOLS.kind, namespace, pool.name) is None:
+        others = sorted({one["metadata"]["namespace"] for one in store.every(POOLS.kind) if one["metadata"]["name"] == pool.name})
+        allowing = [one for one in others if has_copy(pool_key(one, pool.name))]
+        of = f" ({listed(allowing)} has one, and lets pods of {namespace} join)" if allowing else ""
+        mean = f"make it, or name the namespace of the pool that is meant in annotation {POOL_NAMESPACE} of the pod{of}"
+        return f"{without}: namespace {namespace} has no such pool. {mean[0].upper()}{mean[1:]}. {again}"
     return (
         f"{without}: it was made before the pool was there, or the cluster has no policy that lets pods join"
         f" (chart value join.enabled, Kubernetes 1.36 or later). {again}; without the policy, docs/join.md says what to write by hand"
+    )
+
+
+def ready_since(pod: Json) -> datetime | None:
+    """None: it is not."""
+    found = (pod.get("status") or {}).get("conditions") or ()
+    since = (one["lastTransitionTime"] for one in found if (one["type"], one["status"]) == ("Ready", "True"))
+    return next(map(datetime.fromisoformat, since), None)
+
+
+def silent(pod: Json, lease_seconds: float) -> str:
+    """What may be wrong with a pod that joined and of which no engine has reported."""
+    container = pod["metadata"]["annotations"][JOINED]
+    return (
+        f"it joined, has been ready for {lease_seconds:g} s, and no engine of it has reported to the pool's hub. Lines with EpochKV say"
+        f" why: kubectl logs {pod['metadata']['name']} -c {container}. Without one, that container has no vLLM engine of its own, or"
+        " VLLM_PLUGINS leaves epochkv out"
     )

@@ -20,7 +20,7 @@ from epochkv_operator import __version__, metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.joining import Copies, explain
+from epochkv_operator.control.joining import JOINED, Copies, explain, ready_since, silent
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.hub.masters import Elections
@@ -29,8 +29,8 @@ from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS, ref_of
 from epochkv_operator.kube.status import ObjectGone
-from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, pool_of, sharer
-from epochkv_operator.planning.context import Context, HubView, Observed, Problem, Serving, Shared, Turn
+from epochkv_operator.kube.store import BY_HOME, Key, Store, engine_key, engines_of, home, key_of, pool_of
+from epochkv_operator.planning.context import Context, HubView, Observed, Problem, Serving, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.serving import ANYTHING, Life, lives_of, serve_of, serving
@@ -141,18 +141,14 @@ class PoolReconciler(_Reconciler):
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem, again = problem or refused or self._blind(key.namespace), retry or again
-        shared: Shared | None = None
-        if keys is not None:
-            shared, late = await self.copies.keep(key, pool, keys, context)
-            again = again or late
-
+        shared = self.copies.told(key, pool)
         snapshot, found = HubSnapshot(), None
 
         def compute(newest: Json) -> Json:
             nonlocal snapshot, found
             status, snapshot = newest.get("status") or {}, self.hub(HubService.snapshot, pool.metadata.uid, newest)
             seen = observe(self.store, key.namespace, POOL_LABEL, key.name, snapshot.view, problem)
-            found = self._gates(pool, seen, shared, status)
+            found = self._gates(key, pool, seen, status)
             seen = replace(seen, serving=found, leaderless=self.elections.leaderless(pool.metadata.uid), shared=shared)
             return pool_status(pool, seen, context, status, now()) if snapshot.known or keys is None else status
 
@@ -160,6 +156,14 @@ class PoolReconciler(_Reconciler):
         if found is not None:
             late = await self._turn(key, pool.metadata.uid, found)
             again = again or late
+        allowed = self.copies.places(key)
+        late = await self._open(key, [pod for pod in self._guests(key) if pod["metadata"]["namespace"] not in allowed])
+        again = again or late
+        if keys is not None:
+            late = await self.copies.keep(key, pool, keys, context)
+            again = again or late
+            if self.copies.told(key, pool) != shared:
+                self.wake(key, 0.0)  # the condition says so
         if not snapshot.known and keys is not None:
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
         if snapshot.incomplete_seconds > 0:
@@ -169,11 +173,11 @@ class PoolReconciler(_Reconciler):
         if again is not None:
             raise again
 
-    def _gates(self, pool: KVCachePool, seen: Observed, shared: Shared | None, status: Json) -> Serving | None:
+    def _gates(self, key: Key, pool: KVCachePool, seen: Observed, status: Json) -> Serving | None:
         """What the gates of the pool's pods should be, those of other namespaces, too."""
         uid, namespace = pool.metadata.uid, pool.metadata.namespace
-        guests = (self.store.found(PODS.kind, one, POOL_LABEL, pool.metadata.name) for one in (shared.namespaces if shared else ()))
-        pods = [*seen.pods, *(pod for found in guests for pod in found)]
+        allowed = self.copies.places(key)
+        pods = [*seen.pods, *(pod for pod in self._guests(key) if pod["metadata"]["namespace"] in allowed)]
         own = {engine["metadata"]["name"]: engine["spec"].get("serve") for engine in engines_of(self.store, namespace, pool.metadata.name)}
         overrides = {name: serve_of(serve) for name, serve in own.items() if serve}
         if seen.hub is not None:
@@ -225,7 +229,9 @@ class PoolReconciler(_Reconciler):
         return None
 
     async def _forget(self, key: Key) -> None:
-        await self._open(key)
+        failed = await self._open(key, [*self.store.found(PODS.kind, key.namespace, POOL_LABEL, key.name), *self._guests(key)])
+        if failed is not None:
+            raise failed
         self.secrets.forget(key.namespace, key.name)
         for uid in self.hub(HubService.forget, key.namespace, key.name):
             self._away.pop(uid, None)
@@ -234,19 +240,15 @@ class PoolReconciler(_Reconciler):
             log.info("pool gone", object=str(key), uid=uid)
         await self.copies.withdraw(key)
 
-    async def _open(self, key: Key) -> None:
-        """A namespace that has neither the pool nor a copy of one has nobody else who opens gates.
+    def _guests(self, key: Key) -> list[Json]:
+        """Pods of other namespaces that mean this pool."""
+        return self.store.found(PODS.kind, "", BY_HOME, f"{key.namespace}/{key.name}")
 
-        Raises:
-            ApiError: another try may solve it.
-        """
-        if any(map(sharer, self.store.found("ConfigMap", key.namespace, POOL_LABEL, key.name))):
-            return
-        pods = self.store.found(PODS.kind, key.namespace, POOL_LABEL, key.name)
+    async def _open(self, key: Key, pods: Sequence[Json]) -> ApiError | None:
+        """Nobody else opens the gates of pods whose pool is gone, or lets them join no more. Returns the error to try again on."""
         found = serving(pods, key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now())
         errors = await self._write(found.turns) if found is not None else []
-        if errors and not isinstance(errors[0], Forbidden | NotFound):
-            raise errors[0]
+        return next((error for error in errors if not isinstance(error, Forbidden | NotFound)), None)
 
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""
@@ -386,24 +388,45 @@ class EngineReconciler(_Reconciler):
 
 @dataclass(eq=False)
 class PodReconciler:
-    """Says on pods with a pool's label why they did not join it, once."""
+    """Says on pods with a pool's label why they did not join it, or that none of their engines did; once."""
 
     store: Store
     reporter: Reporter
+    hub: HubProxy
+    wake: Callable[[Key, float], None]
     _told: dict[Key, str] = field(default_factory=dict)
-    """By name: the uid of the pod that it was said of."""
+    """By name: the uid of the pod that there is no more to say of."""
 
     async def reconcile(self, key: Key) -> None:
         pod = self.store.get(key.kind, key.namespace, key.name)
         if pod is None:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
-        pool = pod["metadata"]["labels"].get(POOL_LABEL, "")
-        there = self.store.get(POOLS.kind, key.namespace, pool) or self.store.found("ConfigMap", key.namespace, POOL_LABEL, pool)
-        why = explain(pod, bool(there))
-        if why and self._told.get(key) != pod["metadata"]["uid"]:
+        if self._told.get(key) == pod["metadata"]["uid"]:
+            return
+        if why := explain(pod, self.store):
+            self._tell(pod, "NotJoined", why)
+        elif JOINED in (pod["metadata"].get("annotations") or {}) and (ready := ready_since(pod)) is not None:
+            self._ask(key, pod, (now() - ready).total_seconds())
+
+    def _ask(self, key: Key, pod: Json, ready_seconds: float) -> None:
+        """Whether the hub has heard of an engine of this pod, when it has had the time to."""
+        meant = home(pod)
+        pool = self.store.get(POOLS.kind, meant.namespace, meant.name) if meant is not None else None
+        if pool is None:
+            return
+        lease = float(pool["spec"]["reset"]["leaseSeconds"])
+        view = self.hub(HubService.snapshot, pool["metadata"]["uid"]).view
+        if ready_seconds < lease or view is None or not view.complete:
+            self.wake(key, max(lease - ready_seconds, 1.0))
+        elif any(engine.pod == key.name and engine.namespace in ("", key.namespace) for engine in view.engines):
             self._told[key] = pod["metadata"]["uid"]
-            self.reporter.tell(pod, reason="NotJoined", action="Join", note=why)
+        else:
+            self._tell(pod, "NotReporting", silent(pod, lease), warning=False)
+
+    def _tell(self, pod: Json, reason: str, note: str, *, warning: bool = True) -> None:
+        self._told[key_of(pod["kind"], pod)] = pod["metadata"]["uid"]
+        self.reporter.tell(pod, reason=reason, action="Join", note=note, warning=warning)
 
 
 def _waits(namespace: str, pool: str) -> Problem:

@@ -178,7 +178,7 @@ class Operator:
         given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served, watches.refused)
         elections = Elections(self.store, self.queue.add)
         pools = PoolReconciler(*given, elections, Copies(client, self.store, self.settings))
-        engines, pods = EngineReconciler(*given), PodReconciler(self.store, reporter)
+        engines, pods = EngineReconciler(*given), PodReconciler(self.store, reporter, hub, self.queue.add_after)
         recheck = recheck_seconds(self.settings.resync_seconds)
         worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile, PODS.kind: pods.reconcile}, recheck)
         self._start("hub", leader.watch_hub())

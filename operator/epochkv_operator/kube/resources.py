@@ -155,6 +155,7 @@ def _served(scope: str | None) -> Iterable[Right]:
         yield from right(resource, ("patch",), "status")
     for resource in (*CHILDREN, *OPTIONAL):
         yield from right(resource, KEEP if resource in KEPT else (*KEEP, "delete"))
+    yield from right(CONFIGMAPS, ("update",))  # copies for other namespaces, as they were read
     yield from right(PODS, ("list", "watch"))
     if scope is None:  # for `allowedNamespaces.selector`
         yield from right(NAMESPACES, ("list",))

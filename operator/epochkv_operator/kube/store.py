@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from epochkv_operator.api.base import ENGINE_LABEL, GATED, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, SHARED_ANNOTATION, has_gate
-from epochkv_operator.kube.resources import CONFIGMAPS, ENGINES, POOLS
+from epochkv_operator.api.base import ENGINE_LABEL, GATED, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, POOL_NAMESPACE, has_gate
+from epochkv_operator.kube.resources import ENGINES, POOLS
 
 Json = dict[str, Any]
 POD = "Pod"
@@ -37,8 +37,9 @@ def slim(kind: str, obj: Json) -> Json:
     slimmed = {**obj, "metadata": metadata}
     if kind == POD:
         spec = slimmed.pop("spec", None) or {}
-        keys = f"{(metadata.get('labels') or {}).get(POOL_LABEL)}-fence"
-        if any((volume.get("secret") or {}).get("secretName") == keys for volume in spec.get("volumes") or ()):
+        pool = (metadata.get("labels") or {}).get(POOL_LABEL)
+        secrets = [str((volume.get("secret") or {}).get("secretName")) for volume in spec.get("volumes") or ()]
+        if any(name.startswith(f"{pool}-") and name.endswith("-fence") for name in secrets):
             slimmed["x-mounts-keys"] = True
         if has_gate(obj):
             slimmed[GATED] = True
@@ -162,8 +163,8 @@ class Store:
 
 BY_POOL: Final = "spec.poolRef.name"
 """Index of engines."""
-BY_SHARING: Final = SHARED_ANNOTATION
-"""Index of ConfigMaps by the pool of another namespace that they are copies for, over all namespaces (`""`)."""
+BY_HOME: Final = POOL_NAMESPACE
+"""Index of what belongs to a pool of another namespace, by that pool, over all namespaces (`""`)."""
 
 
 class Key(NamedTuple):
@@ -196,23 +197,24 @@ def pool_of(engine: Json) -> str | None:
     return str(name) if name else None
 
 
-def sharer(obj: Json) -> Key | None:
-    """The pool of another namespace that a ConfigMap is a copy for."""
-    namespace, _, name = ((obj["metadata"].get("annotations") or {}).get(SHARED_ANNOTATION) or "").partition("/")
-    return pool_key(namespace, name) if name else None
+def home(obj: Json) -> Key | None:
+    """The pool that an object's label means: one of its own namespace, unless it names another one."""
+    metadata = obj["metadata"]
+    pool = (metadata.get("labels") or {}).get(POOL_LABEL)
+    return pool_key((metadata.get("annotations") or {}).get(POOL_NAMESPACE, metadata.get("namespace", "")), pool) if pool else None
 
 
 def indexed(kind: str, obj: Json) -> Iterator[tuple[str, str, str]]:
-    """`store.Indexer`: children and pods by the operator's labels, engines by their pool, copies by the pool that they are for."""
+    """`store.Indexer`: children and pods by the operator's labels, engines by their pool, guests and copies by the pool of elsewhere."""
     namespace = obj["metadata"].get("namespace", "")
     if kind == ENGINES.kind:
         if (pool := pool_of(obj)) is not None:
             yield namespace, BY_POOL, pool
         return
-    if kind == CONFIGMAPS.kind and (key := sharer(obj)) is not None:
-        yield "", BY_SHARING, f"{key.namespace}/{key.name}"
-    labels = obj["metadata"].get("labels") or {}
-    yield from ((namespace, label, labels[label]) for label in (POOL_LABEL, ENGINE_LABEL) if labels.get(label))
+    if (meant := home(obj)) is not None:
+        yield (namespace, POOL_LABEL, meant.name) if meant.namespace == namespace else ("", BY_HOME, f"{meant.namespace}/{meant.name}")
+    if engine := (obj["metadata"].get("labels") or {}).get(ENGINE_LABEL):
+        yield namespace, ENGINE_LABEL, engine
 
 
 def engines_of(store: Store, namespace: str, pool: str) -> list[Json]:
@@ -239,8 +241,6 @@ def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
         yield pool_key(namespace, name)
         for engine in engines_of(store, namespace, name):
             yield engine_key(namespace, engine["metadata"]["name"])
-        copies = store.found(CONFIGMAPS.kind, namespace, POOL_LABEL, name)
-        yield from filter(None, map(sharer, copies))  # a pool of another namespace has to make room
         return
     if kind == ENGINES.kind:
         yield engine_key(namespace, name)
@@ -254,7 +254,5 @@ def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
     joins = kind == POD and labels.get(MANAGED_BY_LABEL) != MANAGED_BY
     if joins:
         yield Key(POD, namespace, name)
-    if (pool := labels.get(POOL_LABEL)) and (has_gate(obj) or not (joins or labels.get(ENGINE_LABEL))):
-        yield pool_key(namespace, pool)
-        copies = store.found(CONFIGMAPS.kind, namespace, POOL_LABEL, pool) if joins else [obj]
-        yield from filter(None, map(sharer, copies))
+    if (meant := home(obj)) is not None and (has_gate(obj) or not (joins or labels.get(ENGINE_LABEL))):
+        yield meant

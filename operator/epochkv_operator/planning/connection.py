@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 from epochkv_fence import quantity
-from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
+from epochkv_operator.api.base import ENGINE_LABEL, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool, Mooncake, Transport
 from epochkv_operator.planning.context import Context, Json
@@ -148,7 +148,7 @@ SSD_PORTS = (10000, 65535)
 
 
 def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
-    """Policies of the master and the stores, for a pool whose Mooncake the operator runs."""
+    """Policies of the master, the stores and the pods that joined by their label, for a pool whose Mooncake the operator runs."""
     if pool.spec.network_policy.mode == "Disabled":
         return []
     name = pool.metadata.name
@@ -168,25 +168,29 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
             {"from": scrapers, "ports": [_tcp(STORE_HEALTH_PORT)]},
         ],
     }
-    return [
-        pool_object("NetworkPolicy", pool, component, context, _policy(component_selector(name, component), allowed))
-        for component, allowed in ingress.items()
-    ]
+    policies = {component: _policy(component_selector(name, component), allowed) for component, allowed in ingress.items()}
+    policies["joined"] = _policy({POOL_LABEL: name}, _engine_ingress(pool))
+    not_ours = {"key": MANAGED_BY_LABEL, "operator": "NotIn", "values": [MANAGED_BY]}
+    policies["joined"]["spec"]["podSelector"]["matchExpressions"] = [not_ours]
+    return [pool_object("NetworkPolicy", pool, component, context, policy) for component, policy in policies.items()]
 
 
 def engine_policy(engine: InferenceEngine, pool: KVCachePool, context: Context) -> list[Json]:
+    if pool.spec.network_policy.mode == "Disabled" or pool.mooncake is None:
+        return []
+    return [engine_object("NetworkPolicy", engine, context, _policy(engine_selector(engine.metadata.name), _engine_ingress(pool)))]
+
+
+def _engine_ingress(pool: KVCachePool) -> list[Json]:
     """Closes an engine's transfer ports, whose buffers hold KV, to everybody outside the pool.
 
     Its other ports stay open: to clients, and to trainers that push weights over ports of their own choice.
     """
-    if pool.spec.network_policy.mode == "Disabled" or pool.mooncake is None:
-        return []
     first, last = TRANSFER_PORTS
-    ingress = [
+    return [
         {"ports": [_tcp(1, first - 1), _tcp(last + 1, 65535), {"protocol": "UDP", "port": 1, "endPort": 65535}]},
         {"from": _members(pool), "ports": [_tcp(first, last)]},
     ]
-    return [engine_object("NetworkPolicy", engine, context, _policy(engine_selector(engine.metadata.name), ingress))]
 
 
 def _members(pool: KVCachePool) -> list[Json]:

@@ -45,6 +45,11 @@ def component_name(pool: str, component: str) -> str:
     return f"{pool}-{component}"
 
 
+def copy_name(namespace: str, pool: str, component: str) -> str:
+    """The same in a namespace that the pool allows. No other pool's has it, and it is at most 62 characters long."""
+    return component_name(f"{pool}-{digest(f'{namespace}/{pool}')[:10]}", component)
+
+
 def pool_labels(pool: str, component: str) -> dict[str, str]:
     return {**_common("epochkv-pool", pool, component), POOL_LABEL: pool}
 

@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 from epochkv_fence import quantity
-from epochkv_operator.api.base import SHARED_ANNOTATION, SHARED_LABEL, PodTemplate
+from epochkv_operator.api.base import POOL_NAMESPACE, SHARED_LABEL, PodTemplate
 from epochkv_operator.api.pool import KVCachePool, Mooncake
 from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
@@ -20,6 +20,7 @@ from epochkv_operator.planning.names import (
     STORE_REST_PORT,
     component_name,
     component_selector,
+    copy_name,
     pool_labels,
     pool_object,
     stamped,
@@ -86,16 +87,16 @@ def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
 
 
 def shared_connection(pool: KVCachePool, namespace: str, keys: str, context: Context) -> Json:
-    """The ConfigMap by which pods of another namespace join. No object of another namespace can own it, so it says whose it is.
+    """The ConfigMap by which pods of another namespace join. Nothing of another namespace can own it, so it says whose it is.
 
     Args:
         keys: changes when the Secret beside it must.
     """
-    name, labels = component_name(pool.metadata.name, "connection"), pool_labels(pool.metadata.name, "connection")
-    shared_by = {SHARED_ANNOTATION: f"{pool.metadata.namespace}/{pool.metadata.name}", KEYS_ANNOTATION: keys}
+    home, labels = pool.metadata, pool_labels(pool.metadata.name, "connection")
+    name = copy_name(home.namespace, home.name, "connection")
     metadata = {"name": name, "namespace": namespace, "labels": {SHARED_LABEL: "true", **labels}}
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": _connection_files(pool, context)}
-    return stamped(body, context, shared_by)
+    return stamped(body, context, {POOL_NAMESPACE: home.namespace, KEYS_ANNOTATION: keys})
 
 
 def _connection_files(pool: KVCachePool, context: Context) -> dict[str, str]:

@@ -50,6 +50,9 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     found = conditions(pool_conditions(pool, observed), previous, pool.metadata.generation, now)
     if observed.hub is not None and not observed.hub.complete:  # gates stay as they are, too
         found = [one if one["type"] != "ServingGate" else _kept([one], previous, ("ServingGate",))[0] for one in found]
+    if observed.shared is None:
+        allowed = conditions_by_type(previous).get("NamespacesAllowed")
+        found = [allowed if allowed and one["type"] == allowed["type"] else one for one in found]
     status: Json = {
         "conditions": _kept(found, previous, ("WeightsConverged", "TiersUsable", "Drained")) if partial else found,
         "observedGeneration": pool.metadata.generation,

@@ -67,6 +67,13 @@ def test_a_capacity_of_the_environment_wins_over_the_document(given: str, num_by
     assert config.distributed is not None, "L2 still comes from the document"
 
 
+def test_no_l1_wins_over_the_document_too() -> None:
+    environ = {**ON, "EPOCHKV_LOCAL_CAPACITY": "0"}
+    extra = joined(environ).kv_connector_extra_config
+    config = ConnectorConfig.parse(extra, environ)
+    assert (config.local, config.distributed is not None) == (None, True)
+
+
 WRONG: list[tuple[dict[str, str], str]] = [
     ({"EPOCHKV_ATTACH": "yes please"}, r"^EPOCHKV_ATTACH is 'yes please'; it must be 1, or 0 for off$"),
     ({"EPOCHKV_CONFIG": ""}, r"^EPOCHKV_ATTACH is 1 and EPOCHKV_CONFIG is not set; set it to the path .*or unset EPOCHKV_ATTACH$"),

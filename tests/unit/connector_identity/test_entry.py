@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from epochkv_connector.engine import entry, plugin
+from epochkv_connector.engine import entry, injected, plugin
 
 HERE = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -23,13 +24,13 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize(("version", "injected", "joins"), [("0.32.0", "1", True), ("0.29.1", "1", False), ("0.29.1", "", True)])
+@pytest.mark.parametrize(("version", "value", "joins"), [("0.32.0", "1", True), ("0.29.1", "1", False), ("0.29.1", "", True)])
 def test_only_a_pod_that_joined_by_its_label_is_left_alone(
-    registered: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, injected: str, joins: bool
+    registered: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, value: str, joins: bool
 ) -> None:
     """Whoever has installed the connector is told by an error (`limits.check_start`)."""
     monkeypatch.setattr(vllm, "__version__", version)
-    monkeypatch.setenv(entry.INJECTED_ENV, injected)
+    monkeypatch.setenv(injected.INJECTED_ENV, value)
     with caplog.at_level(logging.WARNING, "vllm.epochkv"):
         logging.getLogger("vllm.epochkv").addHandler(caplog.handler)
         entry.register()
@@ -44,11 +45,38 @@ def test_a_vllm_without_the_names_that_a_connector_needs_stays_as_it_is(tmp_path
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.6.3'\n")
     code = "import epochkv_connector.engine as e; from epochkv_connector.engine import entry; entry.register(); print(hasattr(e, 'plugin'))"
-    environ = {"PYTHONPATH": f"{tmp_path}:{entry.BUNDLE}:{entry.BUNDLE.parent / 'fence'}", entry.INJECTED_ENV: "1", "PATH": "/usr/bin"}
+    environ = {"PYTHONPATH": f"{tmp_path}:{entry.BUNDLE}:{entry.BUNDLE.parent / 'fence'}", injected.INJECTED_ENV: "1", "PATH": "/usr/bin"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
     assert done.stderr.count("\n") == 1
     assert "this engine stays as it is: vLLM 0.6.3 is not supported" in done.stderr
+
+
+@pytest.mark.parametrize("error", [AttributeError("enum has no StrEnum"), ModuleNotFoundError("msgspec"), SystemExit("no")])
+def test_no_error_of_ours_keeps_a_pod_from_starting(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(plugin, "register", fail)
+    for name in (injected.INJECTED_ENV, "EPOCHKV_ATTACH", "EPOCHKV_FENCE"):
+        monkeypatch.setenv(name, "1")
+    with caplog.at_level(logging.WARNING, "vllm.epochkv"):
+        logging.getLogger("vllm.epochkv").addHandler(caplog.handler)
+        for _ in range(2):
+            entry.register()
+    assert set(caplog.messages) == {f"EpochKV: this engine stays as it is: {error}"}
+    assert {os.environ[name] for name in (injected.INJECTED_ENV, "EPOCHKV_ATTACH", "EPOCHKV_FENCE")} == {"0"}, "its processes, too"
+
+
+def test_another_python_than_the_connector_was_brought_for_is_named(tmp_path: Path) -> None:
+    entry.check_python(tmp_path)
+    (tmp_path / "cp39").mkdir()
+    with pytest.raises(RuntimeError, match=f"^this Python is {HERE}, and the connector was brought for cp39$"):
+        entry.check_python(tmp_path)
+    (tmp_path / HERE).mkdir()
+    entry.check_python(tmp_path)
 
 
 def test_what_was_brought_for_this_python_can_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

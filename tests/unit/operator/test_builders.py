@@ -211,6 +211,11 @@ def test_network_policies_close_mooncake() -> None:
     covered = {port for entry in everybody["ports"] if entry["protocol"] == "TCP" for port in range(entry["port"], entry["endPort"] + 1)}
     assert set(range(1, 65536)) - covered == set(range(15000, 15128))
     assert (pool_only["from"], pool_only["ports"]) == (members, [{"protocol": "TCP", "port": 15000, "endPort": 15127}])
+    assert rules(objects, "policy-joined") == [everybody, pool_only]
+    assert one(objects, "NetworkPolicy", "policy-joined")["spec"]["podSelector"] == {
+        "matchLabels": {"epochkv.io/pool": "policy"},
+        "matchExpressions": [{"key": "app.kubernetes.io/managed-by", "operator": "NotIn", "values": ["epochkv-operator"]}],
+    }
     everything = objects + desired_engine(engine(), pool(), CONTEXT)
     workloads = [obj for obj in everything if obj["kind"] in ("Deployment", "StatefulSet")]
     assert len(workloads) == 3
