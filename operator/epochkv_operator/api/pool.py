@@ -405,7 +405,7 @@ class KVCachePoolSpec(ApiModel):
     network_policy: Annotated[NetworkPolicy, own_defaults(NetworkPolicy)]
     """Who may reach the pool's ports."""
     allowed_namespaces: AllowedNamespaces | None = None
-    """Other namespaces whose pods may join the pool. Without it, those of its own namespace may."""
+    """Other namespaces whose pods may join the pool, if they name its namespace. Without it, those of its own namespace may."""
     serve: Serve | None = None
     """Which weights the engines' pods must hold to be in their Services; an InferenceEngine's own `serve` replaces this one. Any weights
     when unset."""
