@@ -112,6 +112,7 @@ COUNTERS: tuple[Family, ...] = (
     _family("blocks", "blocks", "Blocks moved, by what happened to them.", label="event", blocks_loaded="loaded", blocks_saved="saved",
         blocks_stored="stored"),
     _family("evictions", "blocks", "Blocks evicted from L1."),
+    _family("evictions_unread", "blocks", "Blocks evicted from L1 that no request had loaded: with `save`, fewer of them."),
     _family("acks_ignored", "acknowledgements", "Acknowledgements of jobs that are not open."),
     # bytes and seconds, as the workers see them, all ranks together
     _family("load_bytes", "bytes", "Bytes loaded. L1: host memory to device (every load); L2: store to host memory.", label="tier",

@@ -164,6 +164,7 @@ class TierManager:
             "slots_reserved": index.num_reserved,
             "slots_busy": jobs.num_busy_slots,
             "evictions": index.evictions,
+            "evictions_unread": index.evictions_unread,
             "saves_deferred": self.saves.planner.num_deferred,
             "states_lost": self.saves.planner.num_states_lost,
             "jobs_open": len(jobs),

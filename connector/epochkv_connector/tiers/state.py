@@ -269,6 +269,7 @@ class HostIndex:
         on_evict: told the name of every block that leaves the index.
 
     Attributes:
+        evictions, evictions_unread: blocks that made room, and those of them that no request has loaded.
         num_reserved: slots promised and not yet allocated.
         num_held: slots with at least one reference.
     """
@@ -276,7 +277,8 @@ class HostIndex:
     def __init__(self, num_slots: int, num_groups: int, indexed: bool = True, on_evict: Callable[[Key], None] | None = None) -> None:
         self.num_slots = num_slots
         self.indexed = indexed
-        self.evictions = 0
+        self.evictions = self.evictions_unread = 0
+        self._read = bytearray(num_slots)  # 1: a request has loaded what it holds
         self._on_evict = on_evict
         self._maps: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._free = list(range(num_slots - 1, -1, -1))
@@ -337,6 +339,11 @@ class HostIndex:
                 self.num_held += 1
             refs[slot] = count + 1
 
+    def read(self, slots: Iterable[int]) -> None:
+        """A request loads what these hold."""
+        for slot in slots:
+            self._read[slot] = 1
+
     def unpin(self, slots: Iterable[int]) -> None:
         """Drop one reference each. Give slots in reverse chain order: what is dropped first is evicted first."""
         for slot in slots:
@@ -365,7 +372,8 @@ class HostIndex:
                 slot, _ = (self._dead or self._idle).popitem(last=False)
                 self._unname(slot)
                 self.evictions += 1
-            self._refs[slot] = 1
+                self.evictions_unread += not self._read[slot]
+            self._refs[slot], self._read[slot] = 1, 0
             slots.append(slot)
         self.num_held += count
         return slots
