@@ -18,6 +18,10 @@ from epochkv_connector.wire import RankLayout
 
 logger = logging.getLogger("vllm.epochkv.weights")
 
+UNMAPPING = ("sleep", "discard")
+"""Calls that take the memory of KV from under copies. From 0.33 on vLLM also tells connectors (`unregister_kv_caches`), on the rank, when
+another rank may have gone on already; here all ranks have ended their copies before one begins.
+"""
 MIN_RING_SECONDS = 0.05
 """A busy engine takes its inputs between steps, and looks with its next step anyway."""
 
@@ -91,7 +95,7 @@ def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: C
         guarded(adapters.suspect_all)
         guarded(lambda: watch.calling(method))
         alarm.set()
-        if method == "sleep":
+        if method in UNMAPPING:
             late = sum(call(rank.settle_for_sleep))
             if late:
                 raise RuntimeError(f"EpochKV: {late} copies of KV blocks still run, so their memory cannot be unmapped; sleep later")

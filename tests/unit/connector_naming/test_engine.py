@@ -133,9 +133,10 @@ def test_a_call_that_fails_still_raises_and_is_looked_at(joined: Joined) -> None
     assert joined.executor.calls == ["digest_weights", "schedule"]  # it does not wait for the end of that transfer
 
 
-def test_copies_end_before_sleep_unmaps_memory(joined: Joined) -> None:
-    joined.executor.sleep(2)
-    assert joined.executor.calls == ["end_device_work", "settle_for_sleep", "sleep"]
+@pytest.mark.parametrize("method", ["sleep", "discard"])
+def test_copies_end_before_memory_is_unmapped(joined: Joined, method: str) -> None:
+    joined.executor.collective_rpc(method)
+    assert joined.executor.calls == ["end_device_work", "settle_for_sleep", method]
 
 
 def test_sleep_is_refused_while_copies_still_run(joined: Joined) -> None:
