@@ -102,7 +102,7 @@ class Stamps:
         self._held, self._found, self._epoch, self._label, self._stored = held, found, epoch, label, stored
         self._all_requests, self._tokens_per_step = all_requests, tokens_per_step
         self._open: dict[str, Open] = {}
-        self._due: set[str] = set()
+        self._due: set[str] = set()  # scheduled, and their newest stamp has not left the engine
         self._steps: deque[tuple[Any, Held]] = deque()  # scheduled, without results
         self._now = Held()  # of the step whose results came last
 
@@ -139,7 +139,6 @@ class Stamps:
         if self._all_requests or (asked_of(request) or {}).get("stamp") is True:
             adapter = getattr(request, "lora_request", None)
             self._open[request.request_id] = Open(request, None if adapter is None else int(adapter.lora_int_id))
-            self._due.add(request.request_id)
 
     def loaded(self, request_id: str, *num_tokens: int) -> None:
         """So many tokens come from L1 and from L2."""
@@ -168,6 +167,7 @@ class Stamps:
         for new in scheduler_output.scheduled_new_reqs:
             if (stamp := self._open.get(new.req_id)) is not None:
                 stamp.epoch, stamp.cached = self._epoch(), cached_tokens(stamp, new)
+                self._due.add(new.req_id)
 
     def made(self, scheduler_output: Any, reports: Iterable[WorkerReport]) -> None:
         """The results of a step are about to be counted."""
@@ -199,12 +199,14 @@ class Stamps:
     def _change(self, held: Held, num_doubted: int) -> None:
         for request_id, stamp in self._open.items():
             stamp.change(max(0, stamp.request.num_output_tokens - num_doubted), self._now)
-            self._due.add(request_id)
+            if stamp.request.num_output_tokens:
+                self._due.add(request_id)
         self._now = held
 
     def send(self, outputs: Mapping[int, Any]) -> None:
         """Put stamps that the front end does not know yet into the outputs of this step. New requests are the last of a step."""
-        for of_client in outputs.values() if self._due else ():
+        ready = any(self._open[request_id].request.num_output_tokens for request_id in self._due)
+        for of_client in outputs.values() if ready else ():
             for output in reversed(of_client.outputs):
                 if output.request_id in self._due and output.new_token_ids:
                     self._due.discard(output.request_id)
