@@ -26,7 +26,7 @@ RUNNING = (16, 64, 256)
 NEVER_ENDS = 4000
 
 
-def engine(folder: Path, running: int, windows: int, *, connector: bool) -> Rig:
+def engine(folder: Path, running: int, windows: int, *, connector: bool, stamp: bool) -> Rig:
     """A scheduler with that many decoding requests, and blocks for all steps of the measurement."""
     num_blocks = running * (windows + 6) + 64
     rig = Rig(
@@ -36,6 +36,7 @@ def engine(folder: Path, running: int, windows: int, *, connector: bool) -> Rig:
         max_batched_tokens=max(8192, running * 2 * BLOCK),
         max_num_seqs=running,
         connector=connector,
+        extra={"stamp": stamp},
     )
     if connector:
         rig.adopt(1)
@@ -65,7 +66,7 @@ def step(rig: Rig) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU seconds of a step by window: with and without the connector, in steps that save nothing and in all steps (mean)."""
+    """CPU seconds of a step by window: `without` the connector, `with` it, and `stamped`; in steps that save nothing, and in all (mean)."""
 
     plain: dict[str, list[float]]
     mean: dict[str, list[float]]
@@ -77,8 +78,11 @@ class Cost:
 
 def measure(running: int, windows: int, folder: Path) -> Cost:
     """A window is one block's length of steps; engines take turns step by step."""
-    # The one made last sets the root of vLLM's hashes: it is the one that has names to save under.
-    rigs = {name: engine(folder / name, running, windows, connector=name == "with") for name in ("without", "with")}
+    # The one made last sets the root of vLLM's hashes, which is the same for those that have names to save under.
+    rigs = {
+        name: engine(folder / name, running, windows, connector=name != "without", stamp=name == "stamped")
+        for name in ("without", "stamped", "with")
+    }
     for _ in range(2 * BLOCK):
         for rig in rigs.values():
             step(rig)
@@ -118,11 +122,13 @@ def row(arguments: argparse.Namespace, progress: Progress) -> Row:
             plain = [per_request * seconds for seconds in cost.added(cost.plain)]
             mean = [per_request * seconds for seconds in cost.added(cost.mean)]
             ratios = [a / b for a, b in zip(cost.mean["with"], cost.mean["without"], strict=True)]
+            stamps = [a / b for a, b in zip(cost.mean["stamped"], cost.mean["with"], strict=True)]
             added[running] = statistics.median(plain) * running
             figures += [
                 repeated(f"{running} running, added per request, steps without a new block", plain, 1.0, "us"),
                 repeated(f"{running} running, added per request, all steps, every block saved", mean, None, "us"),
                 repeated(f"{running} running, step with / without connector, the same", ratios, None),
+                repeated(f"{running} running, step with / without stamps, the same", stamps, 1.01),
             ]
             details[f"{running} running"] = {"seconds without a new block": cost.plain, "seconds of all": cost.mean}
             progress.step(done + 1, len(RUNNING), began)
