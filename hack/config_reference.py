@@ -42,10 +42,8 @@ def _rows(model: inspect.StructType, path: str) -> Iterator[str]:
         assert isinstance(meta, inspect.Metadata), f"{field.name} has no description"
         words, inner = meta.extra or {}, meta.type
         kinds = inner.types if isinstance(inner, inspect.UnionType) else (inner,)
-        one = next(kind for kind in reversed(kinds) if not isinstance(kind, inspect.NoneType))  # an object, where it is another choice
-        kind, allowed = (
-            _allowed(one, words) if field.required or field.default is None or len(kinds) == 1 else ("string or object", words["allowed"])
-        )
+        *others, one = (kind for kind in kinds if not isinstance(kind, inspect.NoneType))
+        kind, allowed = ("string or object", words["allowed"]) if others else _allowed(one, words)
         default = "required" if field.required else "" if field.default is None else f"`{json.dumps(field.default)}`"
         unit = f", {words['unit']}" if "unit" in words else ""
         cells = (f"`{path}{field.name}`", kind + unit, default, allowed, (meta.extra_json_schema or {})["description"])

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import warm
-from epochkv_fence.client.stamps import ASK, UNKNOWN, stamps
+from epochkv_fence.client.stamps import ASK, stamps
+from epochkv_fence.protocol.messages import UNKNOWN_WEIGHTS as UNKNOWN
 from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check, eventually, settled_keys
 from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Stream, Streams, Traffic, derive, flip, open_pool, rpc

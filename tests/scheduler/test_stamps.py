@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.scheduler.stamps import KEY, UNKNOWN
 from epochkv_connector.weights.watch import fold
+from epochkv_fence.protocol.messages import STAMP_KEY as KEY
+from epochkv_fence.protocol.messages import UNKNOWN_WEIGHTS as UNKNOWN
 from tests.scheduler.fenced import FencedRig, Stock
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, filled
 from tests.scheduler.test_adapters import adapter, add, load

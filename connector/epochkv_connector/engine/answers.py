@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from epochkv_connector.engine.patches import wrap
-from epochkv_connector.scheduler.stamps import KEY
+from epochkv_fence.protocol.messages import STAMP_KEY
 
 _KEPT = "epochkv_stamp"
 """Attribute of vLLM's state of a request (the newest stamp), and of its parent's (those of its samples)."""
@@ -53,11 +53,11 @@ def _make_output(
     **kwargs: Any,
 ) -> Any:
     params = kv_transfer_params
-    if params is not None and KEY in params:
-        setattr(state, _KEPT, params[KEY])
-        params = {key: value for key, value in params.items() if key != KEY} or None
+    if params is not None and STAMP_KEY in params:
+        setattr(state, _KEPT, params[STAMP_KEY])
+        params = {key: value for key, value in params.items() if key != STAMP_KEY} or None
     if finish_reason is not None and (stamp := getattr(state, _KEPT, None)) is not None:
-        params = {**(params or {}), KEY: _at_end(state, stamp)}
+        params = {**(params or {}), STAMP_KEY: _at_end(state, stamp)}
     return function(state, new_token_ids, pooling_output, finish_reason, stop_reason, params, *args, **kwargs)
 
 
@@ -81,8 +81,8 @@ async def _stream(function: Callable[..., AsyncIterator[str]], *args: Any, **kwa
     async def results(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for output in outputs:
             params = (output[1] if isinstance(output, tuple) else output).kv_transfer_params
-            if params is not None and KEY in params:
-                newest[:] = [params[KEY]]
+            if params is not None and STAMP_KEY in params:
+                newest[:] = [params[STAMP_KEY]]
             yield output
 
     given.arguments["result_generator"] = results(given.arguments["result_generator"])
@@ -90,7 +90,7 @@ async def _stream(function: Callable[..., AsyncIterator[str]], *args: Any, **kwa
         if newest and line.startswith("data: {"):
             chunk = json.loads(line.removeprefix("data: "))
             if any(choice.get("finish_reason") for choice in chunk.get("choices", ())):
-                chunk["kv_transfer_params"] = {KEY: newest.pop()}
+                chunk["kv_transfer_params"] = {STAMP_KEY: newest.pop()}
                 yield f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
                 continue
         yield line

@@ -17,7 +17,6 @@ Knows of vLLM 0.30 to 0.33: fields of its configurations, `OffloadingConnectorSc
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -170,12 +169,6 @@ def fence(scheduler: Any) -> None:
         setattr(scheduler, ATTRIBUTE, Fence(scheduler, config))
 
 
-def _around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put what `make` makes of this method in its place, on this object alone."""
-    method = getattr(owner, name)
-    setattr(owner, name, functools.wraps(method)(make(method)))
-
-
 class Fence:
     """One per scheduler; its thread only, but for what the agent's thread asks of `role`.
 
@@ -217,10 +210,10 @@ class Fence:
 
             return get_computed_blocks
 
-        _around(scheduler, "add_request", adding)
-        _around(scheduler.kv_cache_manager, "get_computed_blocks", looking)
+        patches.around(scheduler, "add_request", adding)
+        patches.around(scheduler.kv_cache_manager, "get_computed_blocks", looking)
         if hasattr(scheduler.kv_cache_manager, "get_computed_blocks_for_connector"):
-            _around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", looking)
+            patches.around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", looking)
 
     def _join_steps(self, scheduler: Any) -> None:
         """What becomes of requests: steps, their end, resets, and the scheduler's own end."""
@@ -258,10 +251,10 @@ class Fence:
 
             return shutdown
 
-        _around(scheduler, "schedule", scheduling)
-        _around(scheduler, "_connector_finished", finishing)
-        _around(scheduler, "reset_connector_cache", resetting)
-        _around(scheduler, "shutdown", stopping)
+        patches.around(scheduler, "schedule", scheduling)
+        patches.around(scheduler, "_connector_finished", finishing)
+        patches.around(scheduler, "reset_connector_cache", resetting)
+        patches.around(scheduler, "shutdown", stopping)
 
     def _join_connector(self, connector: Any) -> None:
         guard = self.guard
@@ -281,8 +274,8 @@ class Fence:
 
             return update_connector_output
 
-        _around(connector, "update_state_after_alloc", allocating)
-        _around(connector, "update_connector_output", taking)
+        patches.around(connector, "update_state_after_alloc", allocating)
+        patches.around(connector, "update_connector_output", taking)
 
     def _name(self, request: Any) -> None:
         """vLLM is about to look for the request in its own cache, and goes on with it whatever we say: nothing may be deferred."""

@@ -66,6 +66,12 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
+def around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put what `make` makes of this method in its place, on this object alone."""
+    method = getattr(owner, name)
+    setattr(owner, name, functools.wraps(method)(make(method)))
+
+
 def around_arguments(
     before: Callable[[Any], None], after: Callable[[Any], None], failed: Callable[[BaseException], None] | None = None
 ) -> None:

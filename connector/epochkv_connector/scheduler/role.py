@@ -32,7 +32,7 @@ from epochkv_connector.naming.identity import fingerprint, object_key, older_pat
 from epochkv_connector.naming.pins import TAG_KEY, Pins
 from epochkv_connector.naming.root import PoolMembership, RootState
 from epochkv_connector.scheduler.requests import Admission, SharedState
-from epochkv_connector.scheduler.stamps import Held, Stamps
+from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps, max_saved
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.stats import EpochKVStats, Reporter
@@ -151,7 +151,6 @@ class HubLink:
 
 
 CLOSE_SECONDS = 2.0
-MAX_SHOWN_LABELS = 64
 NO_MEMORY = "it has no host memory for them"
 
 
@@ -253,7 +252,6 @@ class SchedulerRole:
         hashing: vLLM's block hashing.
         state: what the parts share.
         stamps, admission, weights, steps: the parts.
-        labels: what people call weights, as far as the hub has said; any thread.
     """
 
     def __init__(
@@ -296,7 +294,6 @@ class SchedulerRole:
         off = {one.what for one in self._unused}
         self.state = state = SharedState(self.pins, self.tiers, guard.note, core, trust_media_ids=config.trust_media_ids)
         self.requests, self.counters = state.requests, state.counters
-        self.labels: dict[bytes, str] = {}
         self.stamps = self._build_stamps(adapters)
         self.admission = Admission(state, self.stamps, may_load=not off & {limits.NOTHING, limits.NO_LOADS})
         self.weights = WeightChanges(state, self.admission, self._link, core, scheduler, self._kept_own)
@@ -335,15 +332,10 @@ class SchedulerRole:
 
     def _build_stamps(self, adapters: Adapters) -> Stamps:
         speculative = self._vllm_config.speculative_config
-
-        def found(number: int) -> bytes | None:
-            return self.weights.watch.found(number)
-
         return Stamps(
-            lambda: Held(self.weights.watch.known, adapters.held),
-            found,
-            lambda: self.pins.root.snapshot.epoch,
-            lambda weights: self.labels.get(weights, ""),
+            lambda: self.weights.watch,
+            adapters,
+            self.pins.root,
             self._stored,
             all_requests=self._config.stamp,
             tokens_per_step=1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0),
@@ -392,7 +384,7 @@ class SchedulerRole:
         if core is not None and scheduler is not None:
             join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
         if scheduler is not None:
-            self.stamps.join(scheduler, lambda work: self._guard.run("stamps", work, lambda: None))
+            self.stamps.join(scheduler, self._guard)
         self._guard.run("weights", watch.before_schedule, weights.break_off)
 
     def _start_link(self) -> None:
@@ -460,15 +452,11 @@ class SchedulerRole:
             old_epoch_requests=self.pins.old_epoch_requests,
             isolated=lambda: self.pins.root.waiting_for_epoch,
             weights=self._told,
-            labelled=self._labelled,
+            labelled=self.stamps.label,
             tiers=self.tiers_told,
             stats=self._report,
             reclaim=self.reclaim,
         )
-
-    def _labelled(self, weights: bytes, label: str) -> None:
-        """Stamps say it; a long rollout ends after many pushes."""
-        self.labels = dict([*self.labels.items(), (weights, label)][-MAX_SHOWN_LABELS:])
 
     def _adopt(self, epoch: int) -> None:
         self.pins.root.adopt(epoch)

@@ -13,18 +13,21 @@ it ends an answer by itself: at a stop string, or when everything is aborted (`e
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from epochkv_connector.engine import patches
+from epochkv_connector.guard import Guard
+from epochkv_connector.naming.root import RootState
+from epochkv_connector.weights.adapters import Adapters
+from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire import WorkerReport
-from epochkv_fence.protocol.messages import WEIGHTS_BYTES
+from epochkv_fence.protocol.messages import STAMP_KEY, UNKNOWN_WEIGHTS, WEIGHTS_BYTES
 
-KEY = "epochkv"
-"""In the `kv_transfer_params` of a request and of its answer."""
-UNKNOWN = "unknown"
+MAX_LABELS = 64
+"""Of weights that engines held: a long rollout ends after many pushes."""
 OF_US = ("l1", "l2")
 
 
@@ -79,10 +82,8 @@ class Stamps:
     """One per scheduler, on its thread.
 
     Args:
-        held: what the ranks hold now.
-        found: what they had answered to a question of this number; None: nobody knows any more.
-        epoch: that names carry now.
-        label: what people call these weights; empty: nothing.
+        watch: at the weights; there before the first step.
+        root: of the names, whose epoch a stamp says.
         stored: of a request: how many tokens of its prompt L2 is known to hold, and how many it can.
         all_requests: each request gets one.
         tokens_per_step: that a request may gain in one step, at most.
@@ -90,47 +91,60 @@ class Stamps:
 
     def __init__(
         self,
-        held: Callable[[], Held],
-        found: Callable[[int], bytes | None],
-        epoch: Callable[[], int],
-        label: Callable[[bytes], str],
+        watch: Callable[[], Watch],
+        adapters: Adapters,
+        root: RootState,
         stored: Callable[[Any], tuple[int, int]],
         *,
         all_requests: bool = False,
         tokens_per_step: int = 1,
     ) -> None:
-        self._held, self._found, self._epoch, self._label, self._stored = held, found, epoch, label, stored
+        self._watch, self._adapters, self._root, self._stored = watch, adapters, root, stored
         self._all_requests, self._tokens_per_step = all_requests, tokens_per_step
+        self._labels: dict[bytes, str] = {}
         self._open: dict[str, Open] = {}
         self._due: set[str] = set()  # scheduled, and their newest stamp has not left the engine
         self._steps: deque[tuple[Any, Held]] = deque()  # scheduled, without results
         self._now = Held()  # of the step whose results came last
 
-    def join(self, scheduler: Any, guarded: Callable[[Callable[[], None]], None]) -> None:
-        """Follow the steps of this scheduler. `guarded` runs what must not raise into vLLM."""
-        schedule, update, finish = scheduler.schedule, scheduler.update_from_output, scheduler._connector_finished
+    def join(self, scheduler: Any, guard: Guard) -> None:
+        """Follow the steps of this scheduler."""
 
-        @functools.wraps(schedule)
-        def scheduling(*args: Any, **kwargs: Any) -> Any:
-            output = schedule(*args, **kwargs)
-            guarded(lambda: self.scheduled(output))
-            return output
+        def guarded(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+            return guard.run("stamps", work, lambda: None)
 
-        @functools.wraps(update)
-        def updating(scheduler_output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
-            guarded(lambda: self.made(scheduler_output, reports_of(model_output)))
-            outputs = update(scheduler_output, model_output, *args, **kwargs)
-            guarded(lambda: self.send(outputs))
-            return outputs
+        def scheduling(schedule: Callable[..., Any]) -> Callable[..., Any]:
+            def scheduled(*args: Any, **kwargs: Any) -> Any:
+                output = schedule(*args, **kwargs)
+                guarded(lambda: self.scheduled(output))
+                return output
 
-        @functools.wraps(finish)
-        def finishing(request: Any, *args: Any, **kwargs: Any) -> Any:
-            delay, params = finish(request, *args, **kwargs)
-            stamps: list[dict[str, Any]] = []
-            guarded(lambda: stamps.extend(self.finish(request)))
-            return delay, {**(params or {}), KEY: stamps[0]} if stamps else params
+            return scheduled
 
-        scheduler.schedule, scheduler.update_from_output, scheduler._connector_finished = scheduling, updating, finishing
+        def updating(update: Callable[..., Any]) -> Callable[..., Any]:
+            def update_from_output(scheduler_output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
+                guarded(lambda: self.made(scheduler_output, reports_of(model_output)))
+                outputs = update(scheduler_output, model_output, *args, **kwargs)
+                guarded(lambda: self.send(outputs))
+                return outputs
+
+            return update_from_output
+
+        def finishing(finish: Callable[..., Any]) -> Callable[..., Any]:
+            def connector_finished(request: Any, *args: Any, **kwargs: Any) -> Any:
+                delay, params = finish(request, *args, **kwargs)
+                stamp = guarded(lambda: self.finish(request))
+                return delay, params if stamp is None else {**(params or {}), STAMP_KEY: stamp}
+
+            return connector_finished
+
+        patches.around(scheduler, "schedule", scheduling)
+        patches.around(scheduler, "update_from_output", updating)
+        patches.around(scheduler, "_connector_finished", finishing)
+
+    def label(self, weights: bytes, label: str) -> None:
+        """People call these weights so. Any thread."""
+        self._labels = dict([*self._labels.items(), (weights, label)][-MAX_LABELS:])
 
     # ------------------------------------------------------------------ a request's life
 
@@ -145,14 +159,15 @@ class Stamps:
         if (stamp := self._open.get(request_id)) is not None:
             stamp.num_loaded = num_tokens
 
-    def finish(self, request: Any) -> Iterator[dict[str, Any]]:
+    def finish(self, request: Any) -> dict[str, Any] | None:
         """Its stamp, if it wanted one. Nothing is kept of it."""
         self._due.discard(request.request_id)
-        if (stamp := self._open.pop(request.request_id, None)) is not None:
-            written = self._write(stamp)
-            if (asked_of(request) or {}).get("stored") is True:
-                written["stored_tokens"], written["storable_tokens"] = self._stored(request)
-            yield written
+        if (stamp := self._open.pop(request.request_id, None)) is None:
+            return None
+        written = self._write(stamp)
+        if (asked_of(request) or {}).get("stored") is True:
+            written["stored_tokens"], written["storable_tokens"] = self._stored(request)
+        return written
 
     def __len__(self) -> int:
         return len(self._open)
@@ -161,12 +176,12 @@ class Stamps:
 
     def scheduled(self, scheduler_output: Any) -> None:
         """A step was scheduled."""
-        self._steps.append((scheduler_output, self._held()))
+        self._steps.append((scheduler_output, Held(self._watch().known, self._adapters.held)))
         if not self._open:
             return
         for new in scheduler_output.scheduled_new_reqs:
             if (stamp := self._open.get(new.req_id)) is not None:
-                stamp.epoch, stamp.cached = self._epoch(), cached_tokens(stamp, new)
+                stamp.epoch, stamp.cached = self._root.snapshot.epoch, cached_tokens(stamp, new)
                 self._due.add(new.req_id)
 
     def made(self, scheduler_output: Any, reports: Iterable[WorkerReport]) -> None:
@@ -184,7 +199,8 @@ class Stamps:
 
     def _doubt(self, held: Held, reports: Iterable[WorkerReport]) -> Held:
         """Ranks had held something else than they said, in this step or in one before. What this step held, as far as known."""
-        weights = {self._found(number) for report in reports for number in (*report.late, *report.mixed)}
+        watch = self._watch()
+        weights = {watch.found(number) for report in reports for number in (*report.late, *report.mixed)}
         adapters = {adapter: None for report in reports for adapter, _ in report.replaced}
 
         def known(of: Held) -> Held:
@@ -210,7 +226,7 @@ class Stamps:
             for output in reversed(of_client.outputs):
                 if output.request_id in self._due and output.new_token_ids:
                     self._due.discard(output.request_id)
-                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), KEY: self._write(self._open[output.request_id])}
+                    output.kv_transfer_params = {**(output.kv_transfer_params or {}), STAMP_KEY: self._write(self._open[output.request_id])}
                     if not self._due:
                         return
 
@@ -218,7 +234,7 @@ class Stamps:
         tokens = []
         for first, weights, adapter in stamp.segments(self._now):
             entry: dict[str, Any] = {"from_token": first, "weights": shown(weights)}
-            if weights is not None and (label := self._label(weights[:WEIGHTS_BYTES])):
+            if weights is not None and (label := self._labels.get(weights[:WEIGHTS_BYTES])):
                 entry["label"] = label
             if stamp.adapter is not None:
                 entry["adapter"] = shown(adapter)
@@ -228,13 +244,13 @@ class Stamps:
 
 def asked_of(request: Any) -> Mapping[str, Any] | None:
     """What a request wants of us."""
-    asked = (request.kv_transfer_params or {}).get(KEY)
+    asked = (request.kv_transfer_params or {}).get(STAMP_KEY)
     return asked if isinstance(asked, Mapping) else None
 
 
 def shown(digest: bytes | None) -> str:
     """As status and CLI show it, in full."""
-    return UNKNOWN if digest is None else digest[:WEIGHTS_BYTES].hex()
+    return UNKNOWN_WEIGHTS if digest is None else digest[:WEIGHTS_BYTES].hex()
 
 
 def cached_tokens(stamp: Open, new: Any) -> dict[str, int]:

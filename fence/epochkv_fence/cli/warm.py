@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 
 from epochkv_fence.cli.render import Output, show_json
 from epochkv_fence.client import ConfigurationError
@@ -65,20 +64,15 @@ def warm(
     Exit status: 0 L2 holds all of it; 1 it does not in time, the engine has no L2, or it cannot be reached.
     """
     wanted = prompts_of(prompts)
-    shown = iter(track(range(len(wanted)), "warming", console=Console(stderr=True), transient=True))
+    with Progress(console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("warming", total=len(wanted))
 
-    def step(number: int) -> None:
-        next(shown, None)
+        def step(number: int) -> None:
+            shown.update(task, completed=number)
 
-    found = warm_prompts(wanted, url, model=model, timeout_s=timeout, progress=step)
-    _finish(shown)
+        found = warm_prompts(wanted, url, model=model, timeout_s=timeout, progress=step)
     if output is Output.JSON:
         show_json(asdict(found))
     else:
         under = f"weights {found.weights[:8]}" if found.weights else "weights that changed meanwhile: warm again"
         print(f"L2 holds {found.tokens:,} tokens of {found.prompts} prompts under {under}; {found.computed:,} tokens were computed")
-
-
-def _finish(shown: Iterator[int]) -> None:
-    for _ in shown:
-        pass

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-KEY: Final = "epochkv"
-"""In `kv_transfer_params` of a request and of its answer."""
-ASK: Final[dict[str, Any]] = {KEY: {"stamp": True}}
+from epochkv_fence.protocol.messages import STAMP_KEY, UNKNOWN_WEIGHTS
+
+ASK: Final[dict[str, Any]] = {STAMP_KEY: {"stamp": True}}
 """`kv_transfer_params` of a request that asks for a stamp."""
-UNKNOWN: Final = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +57,12 @@ class Stamp:
     def weights(self) -> str:
         """The digest of the weights that made the whole answer; empty: they changed, or are unknown for a part of it."""
         digests = {one.weights for one in self.made}
-        return digests.pop() if len(digests) == 1 and UNKNOWN not in digests else ""
+        return digests.pop() if len(digests) == 1 and UNKNOWN_WEIGHTS not in digests else ""
 
     def is_of(self, weights: str) -> bool:
         """Whether these weights made every token: their label, or the first digits of their digest, 8 at least."""
         return bool(self.made) and all(
-            one.weights != UNKNOWN and (one.label == weights or (len(weights) >= 8 and one.weights.startswith(weights)))
+            one.weights != UNKNOWN_WEIGHTS and (one.label == weights or (len(weights) >= 8 and one.weights.startswith(weights)))
             for one in self.made
         )
 
@@ -76,7 +75,7 @@ def stamps(response: Any) -> list[Stamp | None]:
             `RequestOutput` of `LLM.generate`.
     """
     params = _get(response, "kv_transfer_params")
-    said = params.get(KEY) if isinstance(params, Mapping) else None
+    said = params.get(STAMP_KEY) if isinstance(params, Mapping) else None
     if not isinstance(said, Mapping):
         return [None] * max(1, len(_get(response, "choices") or _get(response, "outputs") or ()))
     return [_stamp(one) for one in said.get("samples") or [said]]

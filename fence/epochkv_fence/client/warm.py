@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from epochkv_fence.client.results import PoolError
-from epochkv_fence.client.stamps import KEY
+from epochkv_fence.protocol.messages import STAMP_KEY
 
 Prompt = str | Sequence[int]
 WARM_SECONDS: Final = 120.0
@@ -86,8 +86,10 @@ class _Server:
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "detokenize": False}
         computed: int | None = None
         while True:
-            answer = self._ask("/v1/completions", {**body, "kv_transfer_params": {KEY: {"stamp": True, "stored": True, "save": "Prompts"}}})
-            said = (answer.get("kv_transfer_params") or {}).get(KEY) or {}
+            answer = self._ask(
+                "/v1/completions", {**body, "kv_transfer_params": {STAMP_KEY: {"stamp": True, "stored": True, "save": "Prompts"}}}
+            )
+            said = (answer.get("kv_transfer_params") or {}).get(STAMP_KEY) or {}
             if "storable_tokens" not in said:
                 raise WarmFailed(f"{self.url} does not say what L2 holds: it runs without the connector of this version of EpochKV")
             num_tokens = int(answer["usage"]["prompt_tokens"])

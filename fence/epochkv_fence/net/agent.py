@@ -182,7 +182,7 @@ class GuardedEngine:
         self._say("adopt", f"{epoch}", logging.DEBUG, "adopted epoch %d", epoch)
         return True
 
-    def call(self, weights: bytes, label: str) -> None:
+    def labelled(self, weights: bytes, label: str) -> None:
         self._ask("labelled", lambda: self._hooks.labelled(weights, label), None)
 
     def _ask(self, name: str, call: Callable[[], T], default: T) -> T:
@@ -561,7 +561,7 @@ class AgentThread:
                 self._send(Error(error.code, error.text[:1024]))
                 continue
             if isinstance(message, Grant) and message.weights is not None:
-                self._engine.call(message.weights, message.label)
+                self._engine.labelled(message.weights, message.label)
             self._step(ag.Received(message))
 
     def _link_event(self, event: LinkEvent) -> None:

@@ -31,6 +31,10 @@ not. `SavesOnly`: it loads nothing. `OwnCache`: nothing of its KV reaches others
 TIER_REASONS: Final[tuple[TierReason, ...]] = get_args(TierReason)
 MAX_LABELS: Final = 16
 """Of one pool: the newest are remembered."""
+STAMP_KEY: Final = "epochkv"
+"""In the `kv_transfer_params` of a request and of its answer: what the engine says of the answer's weights (`client.stamps`)."""
+UNKNOWN_WEIGHTS: Final = "unknown"
+"""There, in the place of a digest."""
 MAX_KEPT: Final = 1_024
 """Different weights in one `Reclaim`."""
 CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")

@@ -117,17 +117,9 @@ Size = Annotated[_Quantity, _amount(2**20, "1Mi", "must be a Kubernetes quantity
 Amount = Annotated[_Quantity, _amount(0, "0", "must be a Kubernetes quantity that is not negative, such as 2 or 16Gi")]
 """An amount of a compute resource."""
 
-Save = Annotated[
-    int | str,
-    int_or_string(
-        16,
-        rule(
-            f"type(self) == int ? self >= 0 && self <= {2**40} : self in ['All', 'Prompts']",
-            "must be All, Prompts, or the number of tokens of a request that are saved, from its first on",
-            expression=shown("must be All, Prompts, or the number of tokens of a request that are saved, from its first on"),
-        ),
-    ),
-]
+_SAVE: Final = "must be All, Prompts, or the number of tokens of a request that are saved, from its first on"
+_SAVED: Final = f"type(self) == int ? self >= 0 && self <= {2**40} : self in ['All', 'Prompts']"
+Save = Annotated[int | str, int_or_string(16, rule(_SAVED, _SAVE, expression=shown(_SAVE)))]
 """What the tiers get of a request."""
 
 _HOST: Final = r"([a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9.])?|\[[0-9a-fA-F:.]+\])"

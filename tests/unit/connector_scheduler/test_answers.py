@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from epochkv_connector.engine.answers import _make_output, _stream
-from epochkv_connector.scheduler.stamps import KEY
+from epochkv_fence.protocol.messages import STAMP_KEY as KEY
 
 STAMP: dict[str, Any] = {
     "tokens": [{"from_token": 0, "weights": "aa"}, {"from_token": 5, "weights": "bb"}],
