@@ -40,7 +40,8 @@ ROWS: dict[str, Entry] = {
     "staging": Entry("copies between engine blocks and host slots / plain copy", 15, late("copies")),
     "store": Entry("L2 put and get / raw Mooncake client", 60, late("store")),
     "ttft": Entry("time to first token, 4k tokens: cold, warm L1, warm L2 from another engine", 180, late("first_token", "own_tiers")),
-    "stock": Entry("the same from L2 / vLLM's MooncakeStoreConnector", 180, late("first_token", "against_stock")),
+    "stock": Entry("what L2 adds to a hit in the GPU's cache / vLLM's MooncakeStoreConnector", 180, late("first_token", "against_stock")),
+    "load": Entry("time to first token of 16 requests at once, half of them in L2 / the same", 240, late("first_token", "under_load")),
     "chat": Entry("throughput on chats of the trace / vLLM's MooncakeStoreConnector", 300, late("chat", "against_stock")),
     "models": Entry(
         "tokens found of another engine's, by family / vLLM's MooncakeStoreConnector",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from bench.connector.engines import BLOCK_TOKENS, GPU_BLOCKS, SETTLE_SECONDS, Fleet, empty_gpu, fleet, in_turns, prompt, timed_answer
 from bench.connector.misses import Misses, medians, pairs, ratio
-from bench.report import Progress, Row
+from bench.report import Figure, Progress, Row, percentile
 from hack.standalone.engine import Engine
 
 PROMPT_TOKENS = 4096
@@ -77,10 +81,12 @@ def _turn(group: Fleet, writer: Engine, reader: Engine, tokens: list[int], misse
 def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
     """The same prompts in the same store, read by an engine of ours and by one with vLLM's MooncakeStoreConnector, in turns.
 
+    Each is asked twice: its GPU is emptied and the answer comes from L2, and then from its GPU. The difference is what L2 adds.
     Names differ, so each writes its own copy. L1 is too small to answer: every measured hit of ours comes from L2. A turn in which
     one of them misses counts as a miss, and gives no ratio.
     """
-    samples: dict[str, list[float | None]] = {"ours": [], "stock": []}
+    samples: dict[str, list[float | None]] = {f"{name}, from {tier}": [] for name in ("ours", "stock") for tier in ("L2", "GPU")}
+    added: dict[str, list[float | None]] = {"ours": [], "stock": []}
     misses = Misses()
     with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=SMALL_L1_BLOCKS) as group:
         warm_up(group, misses)
@@ -88,17 +94,88 @@ def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
         for name, engine in group.engines.items():
             for tokens in prompts:
                 misses.attempt(name, lambda engine=engine, tokens=tokens: _store(group, engine, tokens))
+        before = _parts(group.engines["ours"])
         for index, name in in_turns(group.engines, arguments.repeats * NUM_ROTATING, progress):
-            ask = (group.engines[name], prompts[index % NUM_ROTATING])
-            samples[name].append(misses.attempt(name, lambda ask=ask: _from_store(*ask)))
-    figures = ratio("ours / vLLM's MooncakeStoreConnector, warm L2", pairs(samples["ours"], samples["stock"]), 0.9)
-    figures += [*medians(samples, "s"), *misses.figures()]
-    return Row(f"time to first token, {PROMPT_TOKENS} tokens, same store and prompts", figures, {"seconds": samples})
+            engine, tokens = group.engines[name], prompts[index % NUM_ROTATING]
+            cold = misses.attempt(name, lambda ask=(engine, tokens): _from_store(*ask))
+            warm = misses.attempt(name, lambda ask=(engine, tokens): timed_answer(*ask, CACHED_TOKENS))
+            samples[f"{name}, from L2"].append(cold)
+            samples[f"{name}, from GPU"].append(warm)
+            added[name].append(None if cold is None or warm is None else cold - warm)
+        group.engines["ours"].report_metrics(prompt("last", BLOCK_TOKENS))
+        after = _parts(group.engines["ours"])
+    turns = max(1, len([seconds for seconds in samples["ours, from L2"] if seconds is not None]))
+    parts = [Figure(f"ours, {what}", (after[what] - before[what]) / turns, None, unit) for what, unit in PARTS.items()]
+    figures = [
+        *ratio("added over a hit in the GPU's cache, ours / vLLM's MooncakeStoreConnector", pairs(added["ours"], added["stock"]), 0.7),
+        *ratio("time to first token, ours / theirs", pairs(samples["ours, from L2"], samples["stock, from L2"]), None),
+        *medians({f"added, {name}": values for name, values in added.items()}, "s"),
+        *(medians(samples, "s") + parts + misses.figures()),
+    ]
+    return Row(f"L2, {PROMPT_TOKENS} tokens, same store and prompts", figures, {"seconds": samples, "added": added})
+
+
+PARTS = {"calls that fetch": "", "seconds in them": "s", "seconds of copies to the GPU": "s"}
+
+
+def _parts(engine: Engine) -> dict[str, float]:
+    """What its loads have taken so far: the two overlap, and what is left of the added time is the lookup, steps and answers."""
+    seconds = partial(engine.metric, "vllm:epochkv_load_seconds_total")
+    values = engine.metric("vllm:epochkv_store_calls_total", call="get"), seconds(tier="L2"), seconds(tier="L1")
+    return dict(zip(PARTS, values, strict=True))
+
+
+LOAD_TOKENS = 2048
+LOAD_REQUESTS = 16
+
+
+def under_load(arguments: argparse.Namespace, progress: Progress) -> Row:
+    """16 requests at once, every second of which L2 holds, to an engine of ours and to one with vLLM's connector, in turns.
+
+    L1 has room for half of them: what is measured of ours comes from L2, and has room to come early.
+    """
+    blocks, half = LOAD_TOKENS // BLOCK_TOKENS, LOAD_REQUESTS // 2
+    hits: dict[str, list[float]] = {"ours": [], "stock": []}
+    rounds: dict[str, list[tuple[float, float] | None]] = {"ours": [], "stock": []}
+    misses = Misses()
+    with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=half * blocks) as group:
+        warm_up(group, misses)
+        stored = [[prompt(f"stored {turn} {index}", LOAD_TOKENS) for index in range(half)] for turn in range(2)]
+        for name, engine in group.engines.items():
+            for tokens in (*stored[0], *stored[1]):
+                misses.attempt(name, lambda engine=engine, tokens=tokens: _store(group, engine, tokens))
+        for index, name in in_turns(group.engines, arguments.repeats, progress):
+            engine = group.engines[name]
+            fresh = [prompt(f"fresh {name} {index} {number}", LOAD_TOKENS) for number in range(half)]
+            misses.attempt(name, lambda engine=engine: empty_gpu(engine))
+            time.sleep(SETTLE_SECONDS)
+            seconds = _at_once(engine, [one for both in zip(fresh, stored[index % 2], strict=True) for one in both], misses)[1::2]
+            answered = [taken for taken in seconds if taken is not None]
+            hits[name] += answered
+            rounds[name].append((statistics.median(answered), percentile(answered, 0.95)) if len(answered) == half else None)
+    turns = [(ours, stock) for ours, stock in zip(rounds["ours"], rounds["stock"], strict=True) if ours and stock]
+    figures = [
+        *ratio("p50 of the hits, ours / vLLM's MooncakeStoreConnector", [(ours[0], stock[0]) for ours, stock in turns], 0.6),
+        *ratio("p95 of the hits, ours / theirs", [(ours[1], stock[1]) for ours, stock in turns], 0.7),
+        *(medians(dict(hits), "s") + misses.figures()),
+    ]
+    return Row(f"{LOAD_REQUESTS} requests of {LOAD_TOKENS} tokens at once, {half} of them in L2", figures, {"seconds": hits})
+
+
+def _at_once(engine: Engine, prompts: Sequence[list[int]], misses: Misses) -> list[float | None]:
+    """Seconds to the first token of each; the second of two is to come from a cache."""
+
+    def ask(number: int) -> float | None:
+        cached = LOAD_TOKENS - BLOCK_TOKENS if number % 2 else 0
+        return misses.attempt(engine.name, lambda: timed_answer(engine, prompts[number], cached))
+
+    with ThreadPoolExecutor(len(prompts)) as executor:
+        return list(executor.map(ask, range(len(prompts))))
 
 
 def _store(group: Fleet, engine: Engine, tokens: list[int]) -> None:
     """Have the engine compute and store a prompt: one after the other, as the small L1 is also where puts are read from."""
-    stored = len(group.mooncake.keys()) + PROMPT_BLOCKS
+    stored = len(group.mooncake.keys()) + len(tokens) // BLOCK_TOKENS
     timed_answer(engine, tokens, 0)
     group.wait_stored(stored)
 

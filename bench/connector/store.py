@@ -138,7 +138,7 @@ def turn(ours: StoreClient, region: Region, raw: Raw, name: str, small: int, bac
 def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Throughput of ours / raw for puts and gets of each size."""
     repeats = 3 * arguments.repeats
-    prepare_environment()
+    prepare_environment(StoreSettings(""))
     figures: list[Figure] = []
     details: dict[str, Any] = {}
     began, done, total = time.monotonic(), 0, len(SIZES) * repeats
