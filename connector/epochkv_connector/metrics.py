@@ -109,10 +109,11 @@ COUNTERS: tuple[Family, ...] = (
     _family("saves_deferred", "units", "Saves put off for lack of host slots."),
     _family("states_lost", "units", "Recurrent states not saved for lack of host slots."),
     _family("save_tokens", "tokens", "Tokens of the save jobs sent to the workers.", "tokens_saved"),
-    _family("blocks", "blocks", "Blocks moved, by what happened to them.", label="event", blocks_loaded="loaded", blocks_saved="saved",
-        blocks_stored="stored"),
+    _family("blocks", "blocks", "Blocks moved, by what happened to them.", label="event", blocks_loaded="loaded",
+        blocks_prefetched="prefetched", blocks_saved="saved", blocks_stored="stored"),
     _family("evictions", "blocks", "Blocks evicted from L1."),
     _family("evictions_unread", "blocks", "Blocks evicted from L1 that no request had loaded: with `save`, fewer of them."),
+    _family("evictions_unused", "blocks", "Of these, blocks that were fetched for a queued request.", "evictions_unused"),
     _family("acks_ignored", "acknowledgements", "Acknowledgements of jobs that are not open."),
     # bytes and seconds, as the workers see them, all ranks together
     _family("load_bytes", "bytes", "Bytes loaded. L1: host memory to device (every load); L2: store to host memory.", label="tier",

@@ -59,7 +59,7 @@ class BlockMove(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         group: index of the KV cache group.
         block: index of the block in the request's chain, in units of the group's block size.
-        gpu_block: id in the GPU block pool (never the null block).
+        gpu_block: id in the GPU block pool (never the null block); of no meaning in a prefetch.
         slot: index into the host region; the same on every rank.
         block_hash: vLLM's block hash (made under the job's root), names the block in L2.
         source: for loads only.
@@ -79,9 +79,9 @@ class BlockMove(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Fill GPU blocks of `request_id`.
+    """Fill GPU blocks of `request_id`; a prefetch fills slots from the store, and that is all.
 
-    Reported once per rank in `finished_recving`, and in `failed_recving` if any byte is missing. Several moves from the store
+    Any other is reported once per rank in `finished_recving`, and in `failed_recving` if any byte is missing. Several moves from the store
     may name one slot: each of them is in its GPU block before the next one is fetched.
     """
 
@@ -90,6 +90,7 @@ class LoadJob:
     namespace: str | None  # L2 key prefix, frozen at creation; None: no L2 for this job
     moves: tuple[BlockMove, ...]
     deadline_seconds: float  # from receipt, on the worker's monotonic clock; afterwards the load is failed
+    prefetch: bool = False
 
 
 class SaveJob(msgspec.Struct, frozen=True):
@@ -144,6 +145,7 @@ class StepMetadata:
 
     Attributes:
         loads, saves: jobs born in this step.
+        cancelled: prefetches that nobody waits for any more.
         invalidated: request ids whose load must be reported once more, finished *and* failed (fence.md, "Invalidated loads"). Also
             names requests for which no load job was ever sent (a hit that could not be kept): reported the same way.
         newest_epoch: highest epoch adopted; a put of an older namespace that has not begun is dropped and reported as failed.
@@ -158,6 +160,7 @@ class StepMetadata:
 
     loads: tuple[LoadJob, ...] = ()
     saves: tuple[SaveJob, ...] = ()
+    cancelled: tuple[int, ...] = ()
     invalidated: tuple[str, ...] = ()
     newest_epoch: int = -1
     settle: bool = False

@@ -260,6 +260,7 @@ class FakeWorker:
         self.failed: set[str] = set()
         self.acks: list[JobAck] = []
         self.invalidated: list[str] = []
+        self.cancelled: set[int] = set()
         self.hold_loads = False
         self.hold_saves = False
         self.settles = True
@@ -272,6 +273,7 @@ class FakeWorker:
         self.finished.update(metadata.invalidated)
         self.failed.update(metadata.invalidated)
         self.loads.extend(metadata.loads)
+        self.cancelled.update(metadata.cancelled)
         refused = self.rig.executor.refused[self.rank]
         for save in metadata.saves:
             if refused or self._is_bad(save):
@@ -342,7 +344,7 @@ class FakeWorker:
     def _load(self, job: LoadJob) -> None:
         num_failed = 0
         filled: list[int] = []
-        broken = self.fail_loads(job) or self._is_bad(job)
+        broken = self.fail_loads(job) or self._is_bad(job) or job.job_id in self.cancelled
         for move in job.moves:
             content: Content | None = None
             if move.source is Tier.HOST:
@@ -354,13 +356,14 @@ class FakeWorker:
             if content is None or broken:
                 num_failed += 1
                 continue
-            self.rig.gpu[move.gpu_block] = content
+            if not job.prefetch:
+                self.rig.gpu[move.gpu_block] = content
             if move.source is Tier.STORE:
                 self.slots[move.slot] = content
                 filled.append(move.slot)
-        self.finished.add(job.request_id)
-        if num_failed:
-            self.failed.add(job.request_id)
+        if not job.prefetch:
+            self.finished.add(job.request_id)
+            self.failed.update([job.request_id] if num_failed else [])
         self.acks.append(
             JobAck(job.job_id, self.rank, Phase.LOADED, 0, len(job.moves) - num_failed, failed=num_failed > 0, filled_slots=tuple(filled))
         )

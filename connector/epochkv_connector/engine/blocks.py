@@ -126,7 +126,7 @@ def encoder_outputs_in_use(scheduler: Any) -> bool:
 
 
 class BlockPoolAdapter:
-    """vLLM's block pool by block id: seven stable names of it and nothing else."""
+    """vLLM's block pool by block id: eight stable names of it and nothing else."""
 
     def __init__(self, block_pool: Any) -> None:
         self._pool = block_pool
@@ -147,6 +147,10 @@ class BlockPoolAdapter:
     def names(self, block_id: int, group: int, name: bytes) -> bool:
         """Whether vLLM's own cache holds this block under this name (a block hash)."""
         return bool(self._pool.blocks[block_id].block_hash == kv_cache_utils.make_block_hash_with_group_id(name, group))
+
+    def holds(self, group: int, name: bytes) -> bool:
+        """Whether vLLM's own cache holds a block of this name (a block hash)."""
+        return self._pool.get_cached_block(name, [group]) is not None
 
     def touch(self, block_ids: Sequence[int]) -> None:
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])

@@ -243,7 +243,7 @@ class Steps:
         adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
         self._state.counters["tokens_saved"] += sum(save.num_blocks for save in jobs.saves) * self._state.hash_block_size
         self._state.events.offer(self._requests.vllm, jobs.loads)
-        self._requests.send(load.request_id for load in jobs.loads)
+        self._requests.send(load.request_id for load in jobs.loads if not load.prefetch)
         return self._with_names(StepMetadata(**jobs._asdict(), newest_epoch=snapshot.epoch, digest_number=number, adapters=adapters))
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:

@@ -9,6 +9,7 @@ everything is answered DOWN at once.
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import heapq
@@ -57,6 +58,7 @@ class Ticket:
 
     Attributes:
         done: one `StoreOutcome` per transfer, in order. Never fails; on a deadline it is answered early.
+        on_progress: told of the outcomes so far whenever a store call has ended, on a thread of the client.
         released: resolved (always after `done`) when the store touches the buffers no more. Until then nobody else
         may use them.
     """
@@ -64,6 +66,7 @@ class Ticket:
     def __init__(self) -> None:
         self.done: Future[list[StoreOutcome]] = Future()
         self.released: Future[None] = Future()
+        self.on_progress: Callable[[Sequence[StoreOutcome]], None] = lambda outcomes: None
         self._cancelled = threading.Event()
 
     @property
@@ -224,22 +227,35 @@ def _run_quietly(action: Callable[[], object]) -> None:
 
 
 class CallSize:
-    """How many objects the next store call of one kind carries: few until calls are seen to be fast, few again after one that was not.
+    """How many objects the next store call of one kind carries: few until calls are seen to be fast, few again while one is not.
 
     A call costs the client milliseconds whatever it carries, but one to a hung peer blocks for seconds for each few objects:
-    the first call that meets a hang after a while of work may be long, the ones after it are short.
+    the calls that meet a hang after a while of work may be long, the ones after them are short.
     """
 
     def __init__(self, low: int, high: int, fast_seconds: float) -> None:
         self._low, self._high, self._fast_seconds = min(low, high), high, fast_seconds
-        self.num_keys = self._low
+        self._num_keys = self._low
+        self._begun: dict[int, float] = {}  # by thread
 
-    def saw(self, num_keys: int, seconds: float, *, succeeded: bool) -> None:
-        """A call of `num_keys` objects ended. Threads may race here: the next call is then smaller or larger by one step."""
+    def begin(self) -> int:
+        """This thread begins a call: so many objects it may carry."""
+        now = time.monotonic()
+        if any(now > begun + self._fast_seconds for begun in list(self._begun.values())):
+            self._num_keys = self._low
+        self._begun[threading.get_ident()] = now
+        return self._num_keys
+
+    def end(self, num_keys: int, *, succeeded: bool) -> None:
+        """The call of this thread has ended. Threads may race here: the next call is then smaller or larger by one step."""
+        seconds = time.monotonic() - self._begun.pop(threading.get_ident())
         if not succeeded or seconds > self._fast_seconds:
-            self.num_keys = self._low
-        elif num_keys >= self.num_keys:
-            self.num_keys = min(2 * self.num_keys, self._high)
+            self._num_keys = self._low
+        elif num_keys >= self._num_keys:
+            self._num_keys = min(_GROWTH * self._num_keys, self._high)
+
+
+_GROWTH = 4
 
 
 def first_chunk(transfers: Sequence[Transfer], max_keys: int, max_bytes: int) -> Sequence[Transfer]:
@@ -362,6 +378,12 @@ MoveChunk = Callable[[Sequence[Transfer]], tuple[list[StoreOutcome], float]]
 """Moves a few objects in one store call: outcomes, and for how many seconds the buffers must still stay unused."""
 
 
+class _Question:
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+        self.answer: Future[Sequence[bool]] = Future()
+
+
 class StoreClient:
     """One Mooncake client behind queues, deadlines and a circuit breaker. All public methods may be called from any thread."""
 
@@ -385,6 +407,7 @@ class StoreClient:
         self._admin = RequestQueue("admin", 1)
         self._queues = (self._gets, self._puts, self._lookups, self._admin)
         self._alarms = Alarms()
+        self._questions: collections.deque[_Question] = collections.deque()
         self._full_until = 0.0  # put thread only
         self._call_sizes = {
             kind: CallSize(settings.min_call_keys, settings.max_call_keys, settings.fast_call_seconds) for kind in ("get", "put")
@@ -421,32 +444,41 @@ class StoreClient:
         return idle
 
     def exists(self, keys: Sequence[str], timeout: float = 1.0) -> Future[Sequence[bool]]:
-        """Ask which keys can be read, in order. Longer questions are split.
+        """Ask which keys can be read, in order. Questions that wait are asked together; long ones are split.
 
         Every hit is leased by the store, so ask only for what may be read. The future fails with `StoreUnavailable`
         when there is no answer (not connected, breaker open, `timeout` seconds passed).
         """
-        answer: Future[Sequence[bool]] = Future()
-        wanted = list(keys)
-
-        def run() -> None:
-            found: list[bool] = []
-            step = self.settings.max_exists_keys
-            for start in range(0, len(wanted), step):
-                if answer.done():
-                    return
-                codes = self._connection.call("exists", methodcaller("exists", wanted[start : start + step]))
-                if isinstance(codes, StoreOutcome):
-                    return abandon(codes)
-                found += [code == 1 for code in codes]
-            resolve(answer, found)
+        question = _Question(list(keys))
+        self._questions.append(question)
 
         def abandon(outcome: StoreOutcome) -> None:
-            if refuse(answer, StoreUnavailable(outcome)):
+            if refuse(question.answer, StoreUnavailable(outcome)):
                 self._counters.add(f"exists_{outcome}")
 
-        self._submit(self._lookups, QueuedRequest(run, abandon), timeout, lambda: abandon(StoreOutcome.TIMEOUT))
-        return answer
+        self._submit(self._lookups, QueuedRequest(self._ask, abandon), timeout, lambda: abandon(StoreOutcome.TIMEOUT))
+        if question.answer.done():  # not connected: nobody will take it up
+            with contextlib.suppress(ValueError):
+                self._questions.remove(question)
+        return question.answer
+
+    def _ask(self) -> None:
+        """Ask everything that waits, as one question. Lookup thread."""
+        asked = [self._questions.popleft() for _ in range(len(self._questions))]
+        asked = [question for question in asked if not question.answer.done()]
+        keys = [key for question in asked for key in question.keys]
+        found: list[bool] = []
+        for start in range(0, len(keys), self.settings.max_exists_keys):
+            codes = self._connection.call("exists", methodcaller("exists", keys[start : start + self.settings.max_exists_keys]))
+            if isinstance(codes, StoreOutcome):
+                for question in asked:
+                    if refuse(question.answer, StoreUnavailable(codes)):
+                        self._counters.add(f"exists_{codes}")
+                return
+            found += [code == 1 for code in codes]
+        position = iter(found)
+        for question in asked:
+            resolve(question.answer, list(itertools.islice(position, len(question.keys))))
 
     def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
         """Read objects into registered memory and verify them. After the first miss the rest is not begun (CANCELLED)."""
@@ -505,7 +537,7 @@ class StoreClient:
         queue.submit(request)
 
     def _move(self, queue: RequestQueue, kind: str, transfers: list[Transfer], timeout: float, move: MoveChunk) -> Ticket:
-        ticket = Ticket()
+        ticket, size = Ticket(), self._call_sizes[kind]
 
         def answer(outcomes: list[StoreOutcome]) -> None:
             if resolve(ticket.done, outcomes):
@@ -516,13 +548,15 @@ class StoreClient:
             outcomes: list[StoreOutcome] = []
             quarantine = 0.0
             while len(outcomes) < len(transfers) and not ticket.cancelled:
-                num_keys = self._call_sizes[kind].num_keys
-                chunk = first_chunk(transfers[len(outcomes) :], num_keys, self.settings.max_call_bytes)
+                chunk = first_chunk(transfers[len(outcomes) :], size.begin(), self.settings.max_call_bytes)
                 moved, hold = move(chunk)
+                # A miss is an answer like any other; what fails says nothing good of the next call.
+                size.end(len(chunk), succeeded=all(outcome in (StoreOutcome.OK, StoreOutcome.ABSENT) for outcome in moved))
                 outcomes += moved
                 quarantine = max(quarantine, hold)
                 if any(outcome is not StoreOutcome.OK for outcome in moved):
                     break
+                ticket.on_progress(outcomes)
             answer(outcomes + [StoreOutcome.CANCELLED] * (len(transfers) - len(outcomes)))
             if quarantine:
                 self._counters.add("quarantined", len(transfers))
@@ -592,9 +626,6 @@ class StoreClient:
         moved = sum(len(t.view) for t, outcome in zip(chunk, outcomes, strict=True) if outcome is StoreOutcome.OK)
         self._counters.add(f"{kind}_bytes", moved)
         self._counters.add(f"{kind}_seconds", seconds)
-        # A miss is an answer like any other; what fails says nothing good of the next call.
-        well = all(outcome in (StoreOutcome.OK, StoreOutcome.ABSENT) for outcome in outcomes)
-        self._call_sizes[kind].saw(len(chunk), seconds, succeeded=well)
         hung = StoreOutcome.TRANSFER in outcomes and seconds >= self.settings.hung_call_seconds
         return self.settings.quarantine_seconds if hung else 0.0
 

@@ -138,8 +138,8 @@ class StoreSettings:
         get_threads: store calls that may fetch at the same time (a call to a hung peer blocks for seconds).
         min_call_keys, max_call_keys, max_call_bytes: one store call carries as many objects at first and after a call that
             failed or was slow, and never more than this. A call to a hung peer blocks for a status timeout and more (measured with 2 s: 4
-            keys 2.0 s, 8 keys 4-6 s, 16 keys 12 s, 32 keys 23 s), and buffers are out of use until it returns.
-        fast_call_seconds: a call that took no longer allows the next one of its kind to carry twice as many objects.
+            keys 2.0 s, 8 keys 4-6 s, 16 keys 12 s, 32 keys 23 s, and 60 s at the most), and buffers are out of use until it returns.
+        fast_call_seconds: a call that took no longer allows the next one of its kind to carry four times as many objects.
         max_queued_puts: objects that wait to be put; beyond it the oldest waiting put is dropped.
         max_exists_keys: one existence query never asks for more.
         hung_call_seconds, quarantine_seconds: Mooncake's own batch limit, and not its socket, has ended a failed transfer call that
@@ -160,7 +160,7 @@ class StoreSettings:
     verify_payload: bool = True
     get_threads: int = 2
     min_call_keys: int = 4
-    max_call_keys: int = 16
+    max_call_keys: int = 512
     max_call_bytes: int = 32 << 20
     fast_call_seconds: float = 0.25
     max_queued_puts: int = 4096

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Final
@@ -30,6 +30,7 @@ import msgspec
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.tiers.layout import GroupKind, RequestView, align_down, cdiv, longest_hit, needed_range, tokens_by_tier
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS, LoadPause, Lookups, Query
+from epochkv_connector.tiers.prefetch import Prefetches
 from epochkv_connector.tiers.state import HostIndex, Key, Loaded, TierState
 from epochkv_connector.wire import BlockMove, LoadJob, Tier
 
@@ -258,6 +259,8 @@ class HitPlanner:
     Attributes:
         plans: those that are open, remembered misses included.
         pause: whether L2 may be asked.
+        prefetches: of requests that wait; None: L1 alone.
+        is_on_gpu: whether vLLM's own cache holds a block (group, name); known before the first request.
     """
 
     def __init__(self, state: TierState, lookups: Lookups | None) -> None:
@@ -268,20 +271,39 @@ class HitPlanner:
         self._count = state.counts
         self.plans = PlanTable()
         self.pause = LoadPause(2 * state.config.job_deadline_seconds, state.clock)
+        self.prefetches = None if lookups is None else Prefetches(state, lookups, self.pause, self._missing)
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
         self._step = 0
+        self.is_on_gpu: Callable[[int, bytes], bool] = lambda group, name: False
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for _, g in layout.restored) or 1
 
     def leak_report(self) -> dict[str, int]:
         queries = 0 if self._lookups is None else len(self._lookups)
         held, lacking = self.plans.num_held, len(self._lacking)
-        return {"plans": len(self.plans), "plan_slots": held, "hits_lacking_slots": lacking, "queries": queries}
+        prefetches = {} if self.prefetches is None else self.prefetches.leak_report()
+        return {"plans": len(self.plans), "plan_slots": held, "hits_lacking_slots": lacking, "queries": queries, **prefetches}
 
     def begin(self, req: RequestView, snap: Snapshot) -> None:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
         if self._state.is_usable and max_tokens > 0:
-            self._query(req, self.find(req), snap, 0, max_tokens)
+            query = self._query(req, self.find(req), snap, 0, max_tokens)
+            if query is not None and self.prefetches is not None:
+                self.prefetches.watch(req.request_id, query)
+
+    def _missing(self, query: Query) -> list[tuple[int, int, bytes]]:
+        """See `prefetch.Missing`."""
+        found = self.find(query.request)
+        assert query.found is not None
+        found.remote = query.found
+        total = longest_hit(self._layout, 0, self._max_tokens(query.request), found.present, found.first_absent)
+        spans = (found.locate(group, needed_range(spec, 0, total)) for group, spec in self._layout.restored)
+        return [
+            (span.group, block, name)
+            for span in spans
+            for block, (name, slot) in enumerate(zip(span.names, span.slots, strict=True), span.first)
+            if slot == ABSENT and not self.is_on_gpu(span.group, name)
+        ]
 
     def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> int | None:
         """How many tokens beyond the local ones the tiers give, held by a plan; the same question again finds the same plan.
@@ -307,15 +329,14 @@ class HitPlanner:
         found = self.find(req)
         query = self._query(req, found, snap, num_local_tokens, max_tokens)
         plan = Plan(req.request_id, snap.root, num_local_tokens, namespace, now + PLAN_TTL_SECONDS)
-        if query is not None and self._lookups is not None:
-            if self._lookups.is_pending(query):
-                self._count["lookups_deferred"] += 1
-                return None
-            if query.found is not None:
-                self._state.known.add(query.found)
-                self._state.known.discard(key for key in query.blocks if key not in query.found)
-                found.remote = query.found
-                plan.valid_until = query.begun_at + READ_LEASE_SECONDS
+        if self._is_pending(req.request_id, query):
+            self._count["lookups_deferred"] += 1
+            return None
+        if query is not None and query.found is not None:
+            self._state.known.add(query.found)
+            self._state.known.discard(key for key in query.blocks if key not in query.found)
+            found.remote = query.found
+            plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
         self._fill(plan, whole, found)
         if num_local_tokens + plan.num_tokens < whole and self._await_slots(req.request_id):
@@ -323,6 +344,12 @@ class HitPlanner:
             return None
         self._open(plan, now)
         return plan.num_tokens
+
+    def _is_pending(self, request_id: str, query: Query | None) -> bool:
+        """Whether blocks of the request are on their way, or L2 has not said yet which there are."""
+        if self._lookups is None or self.prefetches is None:
+            return False
+        return self.prefetches.is_open(request_id) or (query is not None and self._lookups.is_pending(query))
 
     def _await_slots(self, request_id: str) -> bool:
         """Whether a hit that lacks slots is worth asking for again: saves are open, and it has not waited for them yet."""
@@ -350,7 +377,7 @@ class HitPlanner:
         for group, spec in self._layout.restored:
             span = found.blocks(group, local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0))
             wanted += [(group, name) for name, slot in zip(span.names, span.slots, strict=True) if slot == ABSENT]
-        return self._lookups.begin(req.request_id, namespace, snap.root, wanted) if wanted else None
+        return self._lookups.begin(req, namespace, snap.root, wanted) if wanted else None
 
     def _fill(self, plan: Plan, total: int, found: PromptBlocks) -> None:
         """Make the plan promise the longest hit up to `total` tokens that can be held. Takes nothing yet."""
@@ -416,6 +443,8 @@ class HitPlanner:
     def forget_request(self, request_id: str) -> None:
         """The hit was not taken, or the request is over: no plan, no query."""
         self._lacking.pop(request_id, None)
+        if self.prefetches is not None:
+            self.prefetches.cancel(request_id)
         plan = self.take(request_id)
         if plan is not None:
             self._count["plans_aborted"] += plan.num_held > 0
@@ -429,6 +458,8 @@ class HitPlanner:
             self.release(plan)
         if self._lookups is not None:
             self._lookups.drop_all()
+        if self.prefetches is not None:
+            self.prefetches.cancel_all()
 
     def end_step(self) -> None:
         """Age the plans; the next step has its own share of waiting."""
@@ -594,6 +625,11 @@ class LoadJobs:
             draft.abandoned = True
 
     def loaded(self, done: Loaded) -> None:
+        if not done.abandoned:
+            self._state.loaded(done)
+        if done.job.prefetch:
+            assert self._planner.prefetches is not None
+            return self._planner.prefetches.ended(done)
         self._state.counts["loads_done"] += 1
         self._state.counts["loads_failed"] += done.failed
         self._state.counts["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
@@ -601,5 +637,3 @@ class LoadJobs:
         if fetched:
             arrived = not done.failed or len(done.filled) == fetched
             self._planner.pause.end(done.job.request_id, None if done.abandoned else arrived)
-        if not done.abandoned:
-            self._state.loaded(done)

@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from epochkv_connector.tiers.layout import KeysOf
+from epochkv_connector.tiers.layout import KeysOf, RequestView
 from epochkv_connector.tiers.state import Key
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Query:
     blocks: list[Key]
     shards: list[int]  # keys per block
     answer: Future[Sequence[bool]]
+    request: RequestView
+    asked: bool = False  # vLLM has considered the request since
     found: frozenset[Key] | None = None
     late: bool = False  # past its deadline: go on without L2
 
@@ -90,9 +92,9 @@ class Lookups:
         self.drop(request_id)
         return None
 
-    def begin(self, request_id: str, namespace: str, root: bytes, blocks: Sequence[Key]) -> Query:
+    def begin(self, request: RequestView, namespace: str, root: bytes, blocks: Sequence[Key]) -> Query:
         """Ask for `blocks`; returns at once. Replaces an earlier query of the request."""
-        self.drop(request_id)
+        self.drop(request.request_id)
         keys: list[str] = []
         shards: list[int] = []
         for group, block_hash in blocks:
@@ -100,13 +102,29 @@ class Lookups:
             shards.append(len(of_block))
             keys.extend(of_block)
         answer = self._client.exists(keys, self._deadline_seconds)
-        query = Query(namespace, root, self._clock(), list(blocks), shards, answer)
-        self._queries[request_id] = query
+        query = Query(namespace, root, self._clock(), list(blocks), shards, answer, request)
+        self._queries[request.request_id] = query
         self._counts["queries_begun"] += 1
         return query
 
+    def unasked(self, request_id: str) -> Query | None:
+        """The request's answered query, with `found`, if vLLM has not considered the request since and the answer is believed."""
+        query = self._queries.get(request_id)
+        if query is None or query.asked or query.late or self._clock() >= query.begun_at + READ_LEASE_SECONDS:
+            return None
+        if query.found is None:
+            query.found = self._collect(query)
+        return query
+
+    def give_up(self, request_id: str) -> None:
+        """The request goes on without L2, if it has an open query."""
+        query = self._queries.get(request_id)
+        if query is not None:
+            query.late, query.found = True, None
+
     def is_pending(self, query: Query) -> bool:
         """Whether to ask again, after waiting at most what is left of the step's wait; if not, `found` is set unless it is too late."""
+        query.asked = True
         if query.found is not None or query.late:
             return False
         if not query.answer.done() and self._budget > 0:

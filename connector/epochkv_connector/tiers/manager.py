@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 COUNTERS = (
     *("lookups", "lookups_deferred", "lookups_missed", "lookups_paused", "hits_shrunk"),
     *("plans_opened", "plans_committed", "plans_aborted", "plans_expired", "plans_over_cap", "plans_dropped"),
-    *("loads_failed_before_send", "loads_done", "loads_failed", "blocks_loaded"),
+    *("loads_failed_before_send", "loads_done", "loads_failed", "blocks_loaded", "blocks_prefetched"),
     *("saves_emitted", "blocks_saved", "blocks_stored"),
     *("queries_begun", "queries_late", "queries_failed", "blocks_absent"),
 )
@@ -42,6 +42,7 @@ class StepJobs(NamedTuple):
     saves: tuple[SaveJob, ...]
     agreed: tuple[int, ...]
     refused: tuple[int, ...]
+    cancelled: tuple[int, ...]
 
 
 class TierManager:
@@ -81,6 +82,7 @@ class TierManager:
 
     def bind_block_pool(self, pool: BlockPoolAdapter, hash_block_size: int) -> None:
         """Give access to vLLM's GPU blocks, and tell how many tokens a block hash is of; before the first request."""
+        self.hits.is_on_gpu = pool.holds
         self.saves.pool, self.loads.null_block = pool, pool.null_block_id
         self.state.hash_block_size = hash_block_size
         self.state.scales = [group.block_size // hash_block_size for group in self.state.layout.groups]
@@ -111,7 +113,8 @@ class TierManager:
         """End the step: allocate the slots of accepted hits, give out the jobs, age the plans."""
         loads = self.loads.end_step()
         self.hits.end_step()
-        return StepJobs(loads, *self.saves.end_step())
+        prefetches, cancelled = ((), ()) if self.hits.prefetches is None else self.hits.prefetches.end_step()
+        return StepJobs(loads + prefetches, *self.saves.end_step(), cancelled)
 
     def on_acks(self, acks: Iterable[JobAck]) -> None:
         for ack in acks:
@@ -165,6 +168,7 @@ class TierManager:
             "slots_busy": jobs.num_busy_slots,
             "evictions": index.evictions,
             "evictions_unread": index.evictions_unread,
+            "evictions_unused": index.evictions_unused,
             "saves_deferred": self.saves.planner.num_deferred,
             "states_lost": self.saves.planner.num_states_lost,
             "jobs_open": len(jobs),

@@ -10,6 +10,7 @@ What L1 holds and what L2 is known to hold change together, in `TierState`, or n
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -145,10 +146,11 @@ class Jobs:
             abandoned: its root is not current any more, so its blocks must not be indexed.
             reads: some of its blocks come from L2.
         """
-        assert job.request_id not in self._loading, f"request {job.request_id} has a load already"
+        assert job.prefetch or job.request_id not in self._loading, f"request {job.request_id} has a load already"
         slots = set(map(_SLOT, job.moves))
         self._jobs[job.job_id] = _Open(job, now, unreleased=slots, abandoned=abandoned, reads=reads)
-        self._loading[job.request_id] = job.job_id
+        if not job.prefetch:
+            self._loading[job.request_id] = job.job_id
 
     def open_save(self, job: SaveJob, gpu_blocks: Iterable[int], scale: Sequence[int], now: float) -> None:
         """A save goes out.
@@ -215,7 +217,8 @@ class Jobs:
     def _complete(self, entry: _Open, phase: Phase) -> Outcome:
         job = entry.job
         if isinstance(job, LoadJob):
-            del self._loading[job.request_id]
+            if not job.prefetch:
+                del self._loading[job.request_id]
             return self._loaded(entry, job)
         start, end = entry.ranges[phase]
         inside = [
@@ -259,6 +262,14 @@ Key = tuple[int, bytes]
 """(KV cache group, block hash)"""
 
 
+class Use(enum.Enum):
+    """What became of the block in a slot."""
+
+    NONE = enum.auto()
+    PREFETCHED = enum.auto()  # it was fetched for a request that has not loaded it
+    READ = enum.auto()  # a request has loaded it
+
+
 class HostIndex:
     """Slots, their references and their names. All operations are O(number of slots named in the call).
 
@@ -269,7 +280,8 @@ class HostIndex:
         on_evict: told the name of every block that leaves the index.
 
     Attributes:
-        evictions, evictions_unread: blocks that made room, and those of them that no request has loaded.
+        evictions, evictions_unread, evictions_unused: blocks that made room, those of them that no request has loaded, and of these,
+            those that were fetched for one.
         num_reserved: slots promised and not yet allocated.
         num_held: slots with at least one reference.
     """
@@ -277,8 +289,8 @@ class HostIndex:
     def __init__(self, num_slots: int, num_groups: int, indexed: bool = True, on_evict: Callable[[Key], None] | None = None) -> None:
         self.num_slots = num_slots
         self.indexed = indexed
-        self.evictions = self.evictions_unread = 0
-        self._read = bytearray(num_slots)  # 1: a request has loaded what it holds
+        self.evictions = self.evictions_unread = self.evictions_unused = 0
+        self._use = [Use.NONE] * num_slots
         self._on_evict = on_evict
         self._maps: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._free = list(range(num_slots - 1, -1, -1))
@@ -342,7 +354,7 @@ class HostIndex:
     def read(self, slots: Iterable[int]) -> None:
         """A request loads what these hold."""
         for slot in slots:
-            self._read[slot] = 1
+            self._use[slot] = Use.READ
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Drop one reference each. Give slots in reverse chain order: what is dropped first is evicted first."""
@@ -359,7 +371,7 @@ class HostIndex:
                 else:
                     self._dead[slot] = None
 
-    def allocate(self, count: int, reserved: bool = False) -> list[int]:
+    def allocate(self, count: int, reserved: bool = False, prefetched: bool = False) -> list[int]:
         """Anonymous slots with one reference each. `reserved`: use up a promise; otherwise the caller has checked `num_available`."""
         if reserved:
             self.unreserve(count)
@@ -372,8 +384,9 @@ class HostIndex:
                 slot, _ = (self._dead or self._idle).popitem(last=False)
                 self._unname(slot)
                 self.evictions += 1
-                self.evictions_unread += not self._read[slot]
-            self._refs[slot], self._read[slot] = 1, 0
+                self.evictions_unread += self._use[slot] is not Use.READ
+                self.evictions_unused += self._use[slot] is Use.PREFETCHED
+            self._refs[slot], self._use[slot] = 1, Use.PREFETCHED if prefetched else Use.NONE
             slots.append(slot)
         self.num_held += count
         return slots

@@ -4,12 +4,12 @@ Everything that more than one thread touches is guarded by `Rank.changed`, which
 that something has ended. A job that cannot be done raises `JobFailed` here; `Rank.guard` turns that, and anything else, into
 the failure of that job alone.
 
-A load fetches blocks from the store into slots where need be, then copies the slots to GPU blocks. A load with more blocks than it
-was given slots names slots more than once. It goes through in *pieces*, cut where a slot comes again. The next piece is fetched when
-the last copy has ended and the store has let go of the slots. Between pieces a load may be failed like one that has not begun. While
-a piece is copied it is not: blocks of a reported load are given to others at once. One rank that fails makes the whole load fail.
-vLLM then has all ranks compute what was to be loaded, and the request steps aside once before it is scheduled again
-(`Admission._steps_aside_once`).
+A load fetches blocks from the store into slots where need be, and copies the slots to GPU blocks: what one store call has brought is
+copied while the next call runs. A load with more blocks than it was given slots names slots more than once. It goes through in
+*pieces*, cut where a slot comes again. The next piece is fetched when the last copy has ended and the store has let go of the slots.
+A load that fails while blocks are copied ends with that copy: blocks of a reported load are given to others at once. One rank that
+fails makes the whole load fail. vLLM then has all ranks compute what was to be loaded, and the request steps aside once before it is
+scheduled again (`Admission._steps_aside_once`).
 
 A save copies GPU blocks to slots behind the forward pass, then puts the slots to the store. The two parts are acknowledged apart
 (`Phase.COPIED`, `Phase.STORED`): GPU blocks are free after the first, which needs no network, and slots after the second.
@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,14 +51,14 @@ class JobFailed(Exception):
 
 
 class Stage(enum.IntEnum):
-    """How far a job is. Only QUEUED work may be failed by a deadline: a copy runs to its end.
+    """How far a job is. Only QUEUED work may be ended by a deadline: a copy runs to its end.
 
-    A load: QUEUED -> COPYING -> (QUEUED -> COPYING, for each further piece) -> OVER.
+    A load: QUEUED -> COPYING -> (QUEUED -> COPYING, for what arrives later) -> OVER.
     A save: QUEUED -> COPYING -> OVER, or with a namespace -> COPIED -> PUTTING -> OVER.
     Whoever makes QUEUED into COPYING (`Rank.claim`), or COPIED into PUTTING, owns the task and ends that stage.
     """
 
-    QUEUED = 0  # fetching from L2, or waiting for the forward pass or the copy thread
+    QUEUED = 0  # nothing of it is copied: fetching from L2, or waiting for the forward pass or the copy thread
     COPYING = 1
     COPIED = 2  # other ranks have yet to agree to its put, or later passes to settle its step
     PUTTING = 3
@@ -71,9 +71,12 @@ class LoadTask:
     deadline: float
     after: Any = None  # event behind which the copy may run
     pieces: tuple[tuple[BlockMove, ...], ...] = ((),)  # in no piece does a slot come twice
-    at: int = 0  # the piece that is being fetched or copied
+    at: int = 0  # the piece that is being fetched and copied
+    left: int = 0  # moves of the piece that no copy has taken up
+    ready: list[BlockMove] = field(default_factory=list)  # those of them whose slots are filled
     stage: Stage = Stage.QUEUED
     failed: bool = False
+    known: int = 0  # how many blocks of `ticket` have an outcome
     filled: tuple[int, ...] = ()
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket writes to
@@ -83,8 +86,9 @@ class LoadTask:
         return self.pieces[self.at]
 
     @property
-    def is_last_piece(self) -> bool:
-        return self.at + 1 == len(self.pieces)
+    def is_ending(self) -> bool:
+        """The copy under way is its last."""
+        return self.stage is Stage.COPYING and not self.left and self.at + 1 == len(self.pieces)
 
     def ack(self, rank: int, phase: Phase, failed: bool) -> JobAck:
         """The LOADED acknowledgement; slots whose transfer still runs are named busy.
@@ -406,11 +410,17 @@ class LoadTasks:
     def invalidate(self, request_id: str) -> bool:
         """Fail the load of this request. False: there is none under way."""
         for load in self.open():
-            if load.job.request_id == request_id:
-                load.failed = True
+            if load.job.request_id == request_id and not load.job.prefetch:
                 self.fail(load, "invalidated", "invalidated while under way")
                 return True
         return False
+
+    def cancel(self, job_id: int) -> None:
+        """Nobody waits for this prefetch any more: begin no further store call for it."""
+        with self._rank.changed:
+            load = self._rank.jobs.get(job_id)
+        if isinstance(load, LoadTask) and load.ticket is not None:
+            load.ticket.cancel()
 
     def expire(self, now: float) -> None:
         """Fail what is past its deadline and not being copied."""
@@ -418,17 +428,20 @@ class LoadTasks:
             if load.deadline <= now:
                 self.fail(load, "deadline", f"load job {load.job.job_id} missed its deadline")
 
-    def fail_waiting(self, reason: str, detail: str) -> None:
-        for load in self._rank.tasks(LoadTask, Stage.QUEUED):
-            self.fail(load, reason, f"load job {load.job.job_id}: {detail}")
+    def fail_open(self, reason: str, detail: str) -> None:
+        """Fail every load that is not over with the copy under way."""
+        for load in self.open():
+            if not load.is_ending:
+                self.fail(load, reason, f"load job {load.job.job_id}: {detail}")
 
     def fail(self, load: LoadTask, reason: str, detail: str) -> None:
-        """End a load that is not being copied; one that is ends with that copy."""
-        if not self._rank.claim(load):
-            return
-        if load.ticket is not None:
-            load.ticket.cancel()
-        self._mark_failed(load, reason, detail)
+        """End a load; one that is being copied ends with that copy."""
+        with self._rank.changed:
+            if load.stage is Stage.OVER or load.failed:
+                return
+            self._mark_failed(load, reason, detail)
+            if not self._rank.claim(load):
+                return
         self._end(load)
 
     def _begin_piece(self, load: LoadTask) -> None:
@@ -437,10 +450,11 @@ class LoadTasks:
         with rank.changed:  # a deadline cannot come between asking the store and knowing the ticket
             if load.stage is not Stage.QUEUED:
                 return
+            load.left = len(load.piece)
             from_store = [move for move in load.piece if move.source is Tier.STORE]
             if from_store:
                 self._fetch(load, from_store)
-                return
+            load.ready += [move for move in load.piece if move.source is Tier.HOST]
         self._queue_scatter(load)
 
     def _fetch(self, load: LoadTask, moves: Sequence[BlockMove]) -> None:
@@ -454,48 +468,65 @@ class LoadTasks:
         transfers = [rank.transfer(namespace, move) for move in moves]
         load.busy = tuple(move.slot for move in moves)
         load.ticket = rank.slots.hold(load.busy, lambda: store.get(transfers, remaining(load.deadline)))
+        load.known = 0
+        load.ticket.on_progress = partial(self._arrived, load, moves)
         load.ticket.done.add_done_callback(lambda done: self._guard(load, partial(self._fetched, load, moves, done)))
+
+    def _arrived(self, load: LoadTask, moves: Sequence[BlockMove], outcomes: Sequence[StoreOutcome]) -> None:
+        """What became of the first `moves` so far."""
+        with self._rank.changed:
+            if load.stage is Stage.OVER:
+                return
+            told = zip(moves[load.known :], outcomes[load.known :], strict=False)
+            filled = [move for move, outcome in told if outcome is StoreOutcome.OK]
+            load.known = len(outcomes)
+            load.filled += tuple(move.slot for move in filled)
+            self._rank.slots.fill(filled)
+            if load.job.prefetch:
+                return
+            load.ready += filled
+        self._queue_scatter(load)
 
     def _fetched(self, load: LoadTask, moves: Sequence[BlockMove], done: Future[list[StoreOutcome]]) -> None:
         outcomes = done.result()
-        filled = [move for move, outcome in zip(moves, outcomes, strict=True) if outcome is StoreOutcome.OK]
-        bad = next((outcome for outcome in outcomes if outcome is not StoreOutcome.OK), None)
-        with self._rank.changed:
-            if load.stage is not Stage.QUEUED:
-                return
-            load.filled += tuple(move.slot for move in filled)
-            self._rank.slots.fill(filled)
-        if bad is None:
-            self._queue_scatter(load)
-        else:
-            missing = len(moves) - len(filled)
-            raise JobFailed(f"store_{bad}", f"{missing} of {len(moves)} blocks were not read ({bad})")
+        self._arrived(load, moves, outcomes)
+        bad = [outcome for outcome in outcomes if outcome is not StoreOutcome.OK]
+        if bad:
+            raise JobFailed(f"store_{bad[0]}", f"{len(bad)} of {len(outcomes)} blocks were not read ({bad[0]})")
+        if load.job.prefetch and self._rank.claim(load):
+            self._end(load)
 
     def _queue_scatter(self, load: LoadTask) -> None:
-        self._rank.check_running()
-        self._rank.copy_threads["load"].submit(partial(self._scatter, load))
+        if not self._rank.stopped:  # what is open then, fails
+            self._rank.copy_threads["load"].submit(partial(self._scatter, load))
 
     def _scatter(self, load: LoadTask, stream: StagingStream) -> None:
+        """Copy what is in its slots by now."""
         rank = self._rank
-        if not rank.claim(load):
-            return
-        rank.guard(partial(self._copy, load, stream), partial(self._mark_failed, load))
         with rank.changed:
-            goes_on = not load.failed and not load.is_last_piece
-            if goes_on:
-                load.at += 1
+            if not load.ready or not rank.claim(load):
+                return  # an earlier copy has taken it up
+            moves, load.ready = load.ready, []
+            load.left -= len(moves)
+        rank.guard(partial(self._copy, load, moves, stream), partial(self._mark_failed, load))
+        with rank.changed:
+            over, piece_over = load.failed or load.is_ending, not load.left
+            if not over:
                 load.stage = Stage.QUEUED
-        if not goes_on:
+                load.at += piece_over
+        if over:
             self._end(load)
+        elif not piece_over:
+            self._queue_scatter(load)  # what has arrived meanwhile
         elif load.ticket is None:
             self._guard(load, partial(self._begin_piece, load))
         else:  # the answer comes before the store has let go of the slots
             load.ticket.released.add_done_callback(lambda _: self._guard(load, partial(self._begin_piece, load)))
 
-    def _copy(self, load: LoadTask, stream: StagingStream) -> None:
+    def _copy(self, load: LoadTask, moves: Sequence[BlockMove], stream: StagingStream) -> None:
         rank = self._rank
-        rank.slots.check_contents(load.piece)
-        pairs = [Pair(move.group, move.gpu_block, move.slot) for move in load.piece]
+        rank.slots.check_contents(moves)
+        pairs = [Pair(move.group, move.gpu_block, move.slot) for move in moves]
         began = time.monotonic()
         stream.scatter(pairs, load.after)
         rank.count_copy("load", pairs, time.monotonic() - began)
@@ -505,9 +536,12 @@ class LoadTasks:
 
     def _mark_failed(self, load: LoadTask, reason: str, detail: str) -> None:
         load.failed = True
-        self._rank.tell("load", reason, detail)
+        if not load.job.prefetch:
+            self._rank.tell("load", reason, detail)
 
     def _end(self, load: LoadTask) -> None:
+        if load.ticket is not None:
+            load.ticket.cancel()
         self._rank.end_phase(load, Phase.LOADED, load.failed)
 
 

@@ -102,7 +102,7 @@ class JobRunner:
             return True
         rank.stopped = True
         deadline = time.monotonic() + timeout
-        self._loads.fail_waiting("shutdown", "the engine shuts down")
+        self._loads.fail_open("shutdown", "the engine shuts down")
         self._saves.drop_unsubmitted("shutdown")
         for save in rank.tasks(SaveTask, Stage.COPIED):
             self._saves.refuse(save.job.job_id, "shutdown", "the engine shuts down")
@@ -129,6 +129,8 @@ class JobRunner:
             self._saves.refuse(job_id)
         for request_id in step.invalidated:
             self._invalidate(request_id)
+        for job_id in step.cancelled:
+            self._loads.cancel(job_id)
         for load in step.loads:
             self._loads.take(load)
         for save in step.saves:
@@ -172,7 +174,7 @@ class JobRunner:
             if ack.busy_slots:
                 with rank.changed:
                     self._unreleased.append(task)
-            if phase is Phase.LOADED:
+            if isinstance(task, LoadTask) and not task.job.prefetch:
                 report.finished_recving.add(task.job.request_id)
                 if failed:
                     report.failed_recving.add(task.job.request_id)
@@ -201,13 +203,13 @@ class JobRunner:
     def settle_for_sleep(self, timeout: float) -> int:
         """The memory of GPU blocks is about to be unmapped: end every copy, and let none begin. Model-runner thread.
 
-        Loads that are not being copied fail. Saves are copied; those that are not after `timeout` seconds fail.
+        Loads fail. Saves are copied; those that are not after `timeout` seconds fail.
 
         Returns:
             Copies that still run: the memory must stay mapped unless it is 0.
         """
         deadline = time.monotonic() + timeout
-        self._loads.fail_waiting("sleep", "the engine goes to sleep")
+        self._loads.fail_open("sleep", "the engine goes to sleep")
         if not self._saves.wait_copied(remaining(deadline)):
             self._saves.fail_waiting("sleep", "the engine goes to sleep before it was copied")
 
@@ -297,7 +299,8 @@ class _Pending:
         self._reports.update(step.invalidated)
         for load in step.loads:
             self.loads[load.job_id] = load
-            self._reports.add(load.request_id)
+            if not load.prefetch:
+                self._reports.add(load.request_id)
         for save in step.saves:
             self.saves[save.job_id] = (save, set(save.phases))
 

@@ -40,6 +40,9 @@ class Pool:
     def num_references(self, block_id: int) -> int:
         return self.refs[block_id]
 
+    def holds(self, group: int, name: bytes) -> bool:
+        return False
+
     def is_kept(self, block_id: int) -> bool:
         return block_id not in self.not_kept
 
@@ -109,10 +112,12 @@ class Worker:
     todo: deque[tuple[str, SaveJob | LoadJob]] = field(default_factory=deque)
     late: dict[int, SaveJob | LoadJob] = field(default_factory=dict)  # jobs with slots still busy
     reports: list[tuple[str, bool]] = field(default_factory=list)  # request id, failed
+    cancelled: set[int] = field(default_factory=set)
 
     def receive(self, step: StepJobs, named: Sequence[str]) -> None:
         self.todo.extend(("copy", job) for job in step.saves)
         self.todo.extend(("load", job) for job in step.loads)
+        self.cancelled.update(step.cancelled)
         self.reports.extend((request_id, True) for request_id in named)
 
     def work(self, how: str = "ok") -> list[JobAck]:
@@ -178,10 +183,10 @@ class Worker:
         if how == "late":
             self.late[job.job_id] = job
             every = tuple(dict.fromkeys(move.slot for move in job.moves))
-            self.reports.append((job.request_id, True))
+            self._report(job, failed=True)
             return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True, (), every)]
-        if how == "drop":
-            self.reports.append((job.request_id, True))
+        if how == "drop" or job.job_id in self.cancelled:
+            self._report(job, failed=True)
             return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True)]
         filled, num_missing = [], 0
         for move in job.moves:  # in order: a slot may stand for several blocks
@@ -192,6 +197,11 @@ class Worker:
             if move.source is Tier.STORE:
                 filled.append(move.slot)
             assert self.slots[move.slot] == (move.group, move.block_hash), "a slot had two owners"
-            self.gpu[move.gpu_block] = self.slots[move.slot]
-        self.reports.append((job.request_id, num_missing > 0))
+            if not job.prefetch:
+                self.gpu[move.gpu_block] = self.slots[move.slot]
+        self._report(job, failed=num_missing > 0)
         return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, len(job.moves) - num_missing, num_missing > 0, tuple(filled))]
+
+    def _report(self, job: LoadJob, *, failed: bool) -> None:
+        if not job.prefetch:
+            self.reports.append((job.request_id, failed))

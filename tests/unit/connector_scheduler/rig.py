@@ -123,7 +123,7 @@ class World:
     def step(self) -> StepJobs:
         """End a step and hand its jobs to the ranks."""
         jobs = self.tiers.end_step()
-        self.requests.send(load.request_id for load in jobs.loads)
+        self.requests.send(load.request_id for load in jobs.loads if not load.prefetch)
         self.named = self.requests.names()
         for worker in self.workers:
             worker.receive(jobs, self.named)

@@ -91,7 +91,7 @@ class Schedule:
         tokens = [family * 1000 + position for position in range(length)]
         if self.random.random() < 0.3 and length > 12:
             tokens[12:] = [self.number * 10_000 + position for position in range(length - 12)]
-        live = Live(f"r{self.number}", tokens, self.snap.root)
+        live = Live(f"r{self.number}", tokens, self.snap.root, asleep=self.random.choice([0, 0, 2]))  # behind others
         if self.l2 and self.snap.namespace and self.random.random() < 0.4:
             self._elsewhere(tokens, self.snap.namespace)
         self.live[live.request_id] = live
@@ -332,4 +332,5 @@ def test_the_schedules_exercise_what_they_claim(mode: tuple[bool, bool]) -> None
     expected = ["plans_committed", "plans_aborted", "plans_expired", "plans_dropped", "loads_failed", "saves_deferred"]
     expected += ["evictions"] if mode[0] else []
     expected += ["queries_late", "queries_failed", "lookups_deferred"] if mode[1] else []
+    expected += ["blocks_prefetched", "evictions_unused"] if all(mode) else []
     assert {name for name in expected if not seen[name]} == set()

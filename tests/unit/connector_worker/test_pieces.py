@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.wire import LoadJob, Phase, Tier
 from epochkv_connector.worker.staging import StagingStream
 from hack.waiting import eventually
-from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of
+from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of, save
 
 BLOCKS = 7
 
@@ -79,6 +80,93 @@ def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots(store: Obedie
     store.policy = lambda kind, transfers: StoreOutcome.OK
     store.release(first)
     assert not rig.until_acked(1, Phase.LOADED).failed
+
+
+def test_what_has_arrived_is_copied_while_the_rest_is_fetched(store: ObedientStore) -> None:
+    rig = filled(store)
+    store.policy = lambda kind, transfers: None
+    host = move(3, 9, 99)
+    rig.step(saves=[save(2, [move(2, 9, 99)])])
+    rig.until_acked(2, Phase.COPIED)
+    held = rig.block(2)
+    moves = [move(4 + number, number, 100 + number, Tier.STORE) for number in range(BLOCKS)]
+    rig.step(loads=[load(1, [host, *moves], NAMESPACE)])
+    rig.until(lambda: rig.block(3) == held, "what L1 holds is copied at once")
+    (request,) = store.open
+    for count in (2, 5):
+        store.bring(request, count)
+        rig.until(lambda count=count: rig.block(3 + count) == content(count), f"{count} blocks are copied")
+        assert rig.finished == {}
+    store.answer(request, StoreOutcome.OK)
+    assert not rig.until_acked(1, Phase.LOADED).failed
+    assert [rig.block(4 + number) for number in range(BLOCKS)] == [content(number + 1) for number in range(BLOCKS)]
+    store.release(request)
+
+
+@pytest.mark.parametrize("end", ["fetch", "invalidation", "sleep"])
+def test_a_load_that_fails_while_a_part_of_it_is_copied_ends_with_that_copy(
+    store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    rig = filled(store)
+    store.policy = lambda kind, transfers: None
+    copying, go_on = threading.Event(), threading.Event()
+    scatter = StagingStream.scatter
+
+    def slow_scatter(*args: Any) -> None:
+        copying.set()
+        assert go_on.wait(10)
+        scatter(*args)
+
+    monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
+    rig.step(loads=[long_load(num_slots=BLOCKS)])
+    (request,) = store.open
+    store.bring(request, 3)
+    assert copying.wait(10)
+    if end == "fetch":
+        store.answer(request, StoreOutcome.TRANSFER)
+    elif end == "invalidation":
+        rig.step(invalidated=["r1"])
+    else:
+        assert rig.worker.settle_for_sleep(0.1) == 1
+    rig.collect()
+    assert rig.finished == {}, "its blocks are being written"
+    go_on.set()
+    ack = rig.until_acked(1, Phase.LOADED)
+    assert (ack.failed, ack.filled_slots) == (True, (0, 1, 2))
+    before = rig.kv.clone()
+    store.bring(request, 5)  # too late
+    store.release(request)
+    for _ in range(3):
+        rig.collect(0.001)
+    assert torch.equal(rig.kv, before)
+    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
+
+
+def test_a_prefetch_fills_slots_and_is_reported_to_nobody(store: ObedientStore) -> None:
+    rig = filled(store)
+    before = rig.kv.clone()
+    rig.step(loads=[replace(long_load(num_slots=BLOCKS), prefetch=True)])
+    ack = rig.until_acked(1, Phase.LOADED)
+    assert (ack.failed, ack.filled_slots) == (False, tuple(range(BLOCKS)))
+    rig.step(loads=[load(2, [move(4 + number, number, 100 + number) for number in range(BLOCKS)])])
+    assert not rig.until_acked(2, Phase.LOADED).failed
+    assert [rig.block(4 + number) for number in range(BLOCKS)] == [content(number + 1) for number in range(BLOCKS)]
+    assert torch.equal(rig.kv[:, :4], before[:, :4])
+    assert rig.finished == {"r2": 1}
+
+
+def test_a_cancelled_prefetch_ends_with_the_call_under_way(store: ObedientStore) -> None:
+    rig = filled(store)
+    store.policy = lambda kind, transfers: None
+    rig.step(loads=[replace(long_load(num_slots=BLOCKS), prefetch=True)])
+    (request,) = store.open
+    rig.step(cancelled=(1, 99))
+    assert request.ticket.cancelled
+    store.answer(request, StoreOutcome.CANCELLED)
+    store.release(request)
+    assert rig.until_acked(1, Phase.LOADED).failed
+    assert rig.finished == {}
+    assert not [name for name in rig.worker.stats() if name.startswith("load_failed")], "nobody lacks it"
 
 
 def test_a_load_that_fails_while_it_waits_for_its_slots_fetches_nothing_more(store: ObedientStore) -> None:
@@ -202,6 +290,8 @@ def settle(rig: Rig, store: ObedientStore, job_id: int) -> Callable[[], bool]:
     def settled() -> bool:
         while store.open:
             request = store.open.pop()
+            for count in range(1, len(request.transfers) + 1):
+                store.bring(request, count)
             store.answer(request, StoreOutcome.OK)
             store.release(request)
         ack = rig.acks.get((job_id, Phase.LOADED))

@@ -3,6 +3,8 @@
 import logging
 import re
 import struct
+import threading
+import time
 
 import pytest
 import xxhash
@@ -165,22 +167,39 @@ def test_chunks_cover_a_request_in_order_within_both_limits(sizes: list[int], ma
 @pytest.mark.parametrize(
     ("limit", "calls", "expected"),
     [
-        (16, [(4, 0.1, True)], 8),
-        (16, [(4, 0.1, True), (8, 0.1, True), (16, 0.1, True)], 16),
-        (16, [(4, 0.1, True), (8, 0.1, True), (1, 0.3, True)], 4),
-        (16, [(4, 0.1, True), (8, 0.1, True), (1, 0.1, False)], 4),
-        (16, [(3, 0.1, True)], 4),
+        (64, [(4, 0.1, True)], 16),
+        (64, [(4, 0.1, True), (16, 0.1, True), (64, 0.1, True)], 64),
+        (64, [(4, 0.1, True), (16, 0.1, True), (1, 0.3, True)], 4),
+        (64, [(4, 0.1, True), (16, 0.1, True), (1, 0.1, False)], 4),
+        (64, [(3, 0.1, True)], 4),
         (2, [(2, 0.1, True)], 2),
     ],
-    ids=["doubles", "up to the limit", "slow", "failed", "not full", "limit below the first size"],
+    ids=["grows", "up to the limit", "slow", "failed", "not full", "limit below the first size"],
 )
-def test_fast_full_calls_double_up_to_the_limit_and_others_begin_anew(
-    limit: int, calls: list[tuple[int, float, bool]], expected: int
+def test_fast_full_calls_grow_up_to_the_limit_and_others_begin_anew(
+    monkeypatch: pytest.MonkeyPatch, limit: int, calls: list[tuple[int, float, bool]], expected: int
 ) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     size = CallSize(4, limit, 0.25)
     for keys_carried, seconds, succeeded in calls:
-        size.saw(keys_carried, seconds, succeeded=succeeded)
-    assert size.num_keys == expected
+        size.begin()
+        now[0] += seconds
+        size.end(keys_carried, succeeded=succeeded)
+    assert size.begin() == expected
+
+
+def test_calls_are_small_while_one_hangs() -> None:
+    size = CallSize(4, 64, 0.05)
+    size.begin()
+    size.end(4, succeeded=True)
+    hung = threading.Thread(target=size.begin)
+    hung.start()
+    hung.join()
+    assert size.begin() == 16
+    size.end(16, succeeded=True)
+    time.sleep(0.06)
+    assert size.begin() == 4
 
 
 def test_each_kind_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

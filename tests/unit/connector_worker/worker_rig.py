@@ -58,17 +58,20 @@ class ObedientStore:
         return request.ticket
 
     def answer(self, request: Request, outcome: StoreOutcome) -> None:
-        outcomes = []
-        for transfer in request.transfers:
-            if outcome is StoreOutcome.OK and request.kind == "put":
-                self.objects[transfer.key] = bytes(transfer.view[HEADER_BYTES:-TRAILER_BYTES])
-            elif outcome is StoreOutcome.OK and transfer.key in self.objects:
-                transfer.view[HEADER_BYTES:-TRAILER_BYTES] = self.objects[transfer.key]
-            elif outcome is StoreOutcome.OK:
-                outcomes.append(StoreOutcome.ABSENT)
-                continue
-            outcomes.append(outcome)
-        resolve(request.ticket.done, outcomes)
+        resolve(request.ticket.done, [self._end(request.kind, transfer, outcome) for transfer in request.transfers])
+
+    def bring(self, request: Request, count: int) -> None:
+        """The first `count` objects are there; the rest is under way."""
+        request.ticket.on_progress([self._end(request.kind, transfer, StoreOutcome.OK) for transfer in request.transfers[:count]])
+
+    def _end(self, kind: str, transfer: Transfer, outcome: StoreOutcome) -> StoreOutcome:
+        if outcome is StoreOutcome.OK and kind == "put":
+            self.objects[transfer.key] = bytes(transfer.view[HEADER_BYTES:-TRAILER_BYTES])
+        elif outcome is StoreOutcome.OK:
+            if transfer.key not in self.objects:
+                return StoreOutcome.ABSENT
+            transfer.view[HEADER_BYTES:-TRAILER_BYTES] = self.objects[transfer.key]
+        return outcome
 
     def release(self, request: Request) -> None:
         resolve(request.ticket.released, None)

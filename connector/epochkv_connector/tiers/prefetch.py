@@ -1,0 +1,99 @@
+"""Fetching while queued: blocks of a request that waits for its turn come from L2 into L1, so that the wire works meanwhile.
+
+A request whose L2 query is answered, and that vLLM has not asked about by the end of a step, waits behind others. A *prefetch* is a load
+job without GPU blocks: what it brings is in L1 when vLLM asks. Until then vLLM is told to ask again.
+
+    slots being prefetched <= num_slots / SHARE
+
+Blocks that have arrived are ordinary ones of L1, and go when others need their slots. A prefetch is cancelled with its request, and
+when names change; what it still brings then is not indexed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from epochkv_connector.tiers.lookup import LoadPause, Lookups, Query
+from epochkv_connector.tiers.state import Loaded, TierState
+from epochkv_connector.wire import BlockMove, LoadJob, Tier
+
+SHARE = 4
+
+NO_GPU_BLOCK = -1
+
+Missing = Callable[[Query], Sequence[tuple[int, int, bytes]]]
+"""(group, block, name) of what a hit needs, L2 holds, and neither L1 nor the GPU does, in chain order."""
+
+
+class Prefetches:
+    """Those under way, at most one for each request."""
+
+    def __init__(self, state: TierState, lookups: Lookups, pause: LoadPause, missing: Missing) -> None:
+        self._state, self._lookups, self._pause, self._missing = state, lookups, pause, missing
+        self._index = state.index
+        self._answered: deque[str] = deque()  # requests whose query is answered; threads of the store append to it
+        self._jobs: dict[str, int] = {}  # by request
+        self._cancelled: list[int] = []
+        self._num_slots = 0  # being prefetched
+
+    def leak_report(self) -> dict[str, int]:
+        return {"prefetches": len(self._jobs), "prefetch_slots": self._num_slots}
+
+    def watch(self, request_id: str, query: Query) -> None:
+        """The request may have to wait: look at it when its query is answered."""
+        if self._index.indexed:
+            query.answer.add_done_callback(lambda _: self._answered.append(request_id))
+
+    def is_open(self, request_id: str) -> bool:
+        return request_id in self._jobs
+
+    def cancel(self, request_id: str) -> None:
+        """The request is over, or has other names: begin no further store call for it."""
+        job_id = self._jobs.pop(request_id, None)
+        if job_id is not None:
+            self._cancelled.append(job_id)
+
+    def cancel_all(self) -> None:
+        for request_id in list(self._jobs):
+            self.cancel(request_id)
+
+    def end_step(self) -> tuple[tuple[LoadJob, ...], tuple[int, ...]]:
+        """Prefetches that begin with the next step, and job ids of those that are cancelled."""
+        jobs: list[LoadJob] = []
+        while self._answered and not self._pause.paused:
+            request_id = self._answered[0]
+            query = None if self.is_open(request_id) else self._lookups.unasked(request_id)
+            missing = [] if query is None else self._missing(query)
+            room = min(self._index.num_slots // SHARE - self._num_slots, self._index.num_available)
+            if missing and room <= 0:
+                break
+            self._answered.popleft()
+            if query is not None and missing:
+                jobs.append(self._begin(query, missing[:room]))
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        return tuple(jobs), cancelled
+
+    def _begin(self, query: Query, missing: Sequence[tuple[int, int, bytes]]) -> LoadJob:
+        slots = self._index.allocate(len(missing), prefetched=True)
+        moves = tuple(
+            BlockMove(group, block, NO_GPU_BLOCK, slot, name, Tier.STORE) for (group, block, name), slot in zip(missing, slots, strict=True)
+        )
+        request_id, deadline = query.request.request_id, self._state.config.job_deadline_seconds
+        job = LoadJob(next(self._state.ids), request_id, query.namespace, moves, deadline, prefetch=True)
+        self._state.jobs.open_load(job, self._state.clock(), reads=True)
+        self._jobs[request_id] = job.job_id
+        self._num_slots += len(slots)
+        self._state.counts["blocks_prefetched"] += len(slots)
+        return job
+
+    def ended(self, done: Loaded) -> None:
+        """Every rank has reported one. After a failure its request is not told of L2 any more."""
+        job = done.job
+        self._num_slots -= len(job.moves)
+        if self._jobs.get(job.request_id) != job.job_id:
+            return  # it was cancelled, which says nothing of the path
+        del self._jobs[job.request_id]
+        self._pause.end(job.request_id, len(done.filled) == len(job.moves))
+        if done.failed:
+            self._lookups.give_up(job.request_id)

@@ -1,0 +1,137 @@
+"""Blocks of a request that waits for its turn come from L2 into L1 meanwhile."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, every_layout, release
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
+
+LONG = prompt(2, 8 * BLOCK)
+
+
+@pytest.fixture
+def busy(make_rig: MakeRig) -> Callable[..., Any]:
+    """An engine that serves one request at a time, and is busy with one; another engine has stored `TOKENS`."""
+
+    def make(layout: tuple[str, ...] = ("full",), **options: Any) -> Any:
+        store = SharedStore()
+        writer = make_rig(store=store, groups=layout, num_blocks=64)
+        writer.adopt(0)
+        writer.serve(TOKENS)
+        rig = make_rig(store=store, groups=layout, num_blocks=64, max_num_seqs=1, **options)
+        rig.adopt(0)
+        rig.add(LONG, max_tokens=20, request_id="first")
+        rig.step()
+        store.fetched.clear()
+        return rig
+
+    return make
+
+
+def stats(rig: Any) -> dict[str, float]:
+    return dict(rig.tiers.stats())
+
+
+@every_layout
+def test_a_request_that_waits_finds_its_blocks_in_l1(busy: Callable[..., Any], layout: tuple[str, ...]) -> None:
+    rig = busy(layout)
+    waiting = rig.add(TOKENS)
+    rig.steps(4)
+    assert waiting.request_id not in rig.cached
+    fetched = len(rig.store.fetched)
+    assert stats(rig)["blocks_prefetched"] == fetched > 0
+    rig.run()
+    assert rig.cached[waiting.request_id] == WHOLE
+    assert len(rig.store.fetched) == fetched, "nothing is fetched twice"
+    assert (stats(rig)["loads_done"], stats(rig)["blocks_loaded"]) == (1, fetched)
+    rig.check_clean()
+
+
+def test_a_request_whose_turn_comes_meanwhile_waits_for_what_is_on_its_way(busy: Callable[..., Any]) -> None:
+    rig = busy()
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    waiting = rig.add(TOKENS)
+    rig.steps(25)
+    assert "first" in rig.finished
+    assert waiting.request_id not in rig.cached
+    release(rig)
+    rig.run()
+    assert rig.cached[waiting.request_id] == WHOLE
+    assert len(rig.store.fetched) == WHOLE // BLOCK
+    rig.check_clean()
+
+
+def test_what_arrives_under_old_names_is_not_found(busy: Callable[..., Any]) -> None:
+    rig = busy()
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    waiting = rig.add(TOKENS)
+    rig.steps(3)
+    (job,) = worker.loads
+    rig.adopt(1, "w1")
+    rig.step()
+    assert worker.cancelled == {job.job_id}
+    worker.cancelled.clear()  # too late for this rank
+    release(rig)
+    rig.run()
+    assert rig.cached[waiting.request_id] == 0
+    rig.check_clean()
+
+
+def test_a_prefetch_is_cancelled_with_its_request(busy: Callable[..., Any]) -> None:
+    rig = busy()
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    waiting = rig.add(TOKENS)
+    rig.steps(3)
+    (job,) = worker.loads
+    rig.scheduler.finish_requests(waiting.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.steps(2)
+    assert worker.cancelled == {job.job_id}
+    release(rig)
+    rig.run()
+    assert stats(rig)["load_pauses"] == 0
+    rig.check_clean()
+
+
+def test_a_prefetch_that_fails_costs_its_request_l2_and_no_second_wait(busy: Callable[..., Any]) -> None:
+    rig = busy()
+    (worker,) = rig.workers
+    worker.fail_loads = lambda job: job.prefetch
+    waiting = rig.add(TOKENS)
+    rig.run()
+    assert rig.cached[waiting.request_id] == 0
+    assert stats(rig)["loads_done"] == 0
+    rig.check_clean()
+
+
+def test_nothing_is_prefetched_that_the_gpu_holds(busy: Callable[..., Any]) -> None:
+    rig = busy()
+    waiting = rig.add(LONG)
+    rig.steps(4)
+    assert not rig.store.fetched
+    rig.run()
+    assert rig.cached[waiting.request_id] == len(LONG) - BLOCK
+    rig.check_clean()
+
+
+@pytest.mark.parametrize("blocks", [8, 24, 40])
+def test_prefetches_get_a_quarter_of_l1_and_others_wait_for_it(busy: Callable[..., Any], blocks: int) -> None:
+    """`blocks`: that L1 has room for."""
+    rig = busy()
+    index = rig.tiers.state.index
+    (worker,) = rig.workers
+    taken = index.allocate(index.num_available - blocks)
+    index.num_slots = blocks  # of which SHARE says how many may be prefetched
+    worker.hold_loads = True
+    rig.add(TOKENS)
+    rig.steps(3)
+    held = [move for job in worker.loads for move in job.moves]
+    assert len(held) == min(WHOLE // BLOCK, blocks // 4)
+    release(rig)
+    index.unpin(taken)
+    rig.run()
+    rig.check_clean()
