@@ -39,6 +39,7 @@ ROWS: dict[str, Entry] = {
     "hit-rates": Entry("chat trace on 4, 8, 16 simulated engines against known hit rates", 70, late("simulation")),
     "staging": Entry("copies between engine blocks and host slots / plain copy", 15, late("copies")),
     "store": Entry("L2 put and get / raw Mooncake client", 60, late("store")),
+    "hang": Entry("a store node that hangs: memory and other requests held up, by size of calls", 150, late("store", "hang")),
     "ttft": Entry("time to first token, 4k tokens: cold, warm L1, warm L2 from another engine", 180, late("first_token", "own_tiers")),
     "stock": Entry("what L2 adds to a hit in the GPU's cache / vLLM's MooncakeStoreConnector", 180, late("first_token", "against_stock")),
     "load": Entry("time to first token of 16 requests at once, half of them in L2 / the same", 240, late("first_token", "under_load")),

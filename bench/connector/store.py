@@ -167,3 +167,60 @@ def row(arguments: argparse.Namespace, progress: Progress) -> Row:
             rates = {what: payload * count / statistics.median(taken) / 1e9 for what, taken in samples.items()}
             details[label] = {"objects": count, "GB/s": rates, "seconds": samples, "client CPU seconds": cpu}
     return Row("L2 through our client / raw Mooncake client (throughput)", figures, details)
+
+
+HANG_OBJECTS = 64
+HANG_DEADLINE = 20.0
+OLD_CALL_KEYS = 16
+
+
+def hang(arguments: argparse.Namespace, progress: Progress) -> Row:
+    """What a store node that hangs costs, with calls of the size that ships and with calls of 16 objects.
+
+    Two requests meet the node, which is as many as fetch at a time; others want objects of a second node, one after the other.
+    """
+    figures: list[Figure] = []
+    limits = (StoreSettings("").max_call_keys, OLD_CALL_KEYS)
+    began = time.monotonic()
+    for index, most in enumerate(limits):
+        with tempfile.TemporaryDirectory(prefix="epochkv-bench-") as folder:
+            seconds = _hang(Path(folder), most)
+        figures += [Figure(f"{what}, calls of at most {most} objects", value, None, "s") for what, value in seconds.items()]
+        progress.step(index + 1, len(limits), began)
+    return Row("a store node that hangs", figures)
+
+
+def _hang(folder: Path, most: int) -> dict[str, float]:
+    size = SIZES["384 KiB"] + ENDS
+    mooncake = Mooncake(folder, num_stores=0)
+    prepare_environment(StoreSettings(""))
+    region = Region(3 * HANG_OBJECTS, size)
+    client = StoreClient(StoreSettings(mooncake.address, max_call_keys=most), [(region.address, region.num_bytes)])
+    transfers = region.transfers([f"bench/{index}" for index in range(3 * HANG_OBJECTS)])
+    other, *meeting = (transfers[start : start + HANG_OBJECTS] for start in range(0, len(transfers), HANG_OBJECTS))
+    try:
+        mooncake.start_master()
+        mooncake.start_store(segment_bytes=HANG_OBJECTS * size * 5 // 4)
+        client.start()
+        client.wait_ready(TIMEOUT)
+        client.put(other, TIMEOUT).done.result(TIMEOUT)
+        node = mooncake.start_store(segment_bytes=1 << 30)  # most of what follows has room only there
+        for part in meeting:
+            client.put(part, TIMEOUT).done.result(TIMEOUT)
+        for part in (*meeting, other) * 3:  # calls grow
+            client.get(part, TIMEOUT).done.result(TIMEOUT)
+        node.freeze()
+        began = time.monotonic()
+        tickets = [client.get(part, HANG_DEADLINE) for part in meeting]
+        waits = []
+        while not all(ticket.released.done() for ticket in tickets):
+            asked = time.monotonic()
+            client.get(other[:8], 4 * HANG_DEADLINE).done.result(5 * HANG_DEADLINE)
+            waits.append(time.monotonic() - asked)
+            time.sleep(0.1)
+        answered = [ticket.done.result(0) for ticket in tickets]
+        assert all(StoreOutcome.OK is not outcomes[-1] for outcomes in answered)
+        return {"until the memory of who met it is free": time.monotonic() - began, "longest wait of another request": max(waits)}
+    finally:
+        client.close(10.0)
+        mooncake.end()

@@ -198,6 +198,25 @@ def test_a_frozen_store_keeps_the_buffers_after_the_deadline(stores: Mooncake, c
     assert [bytes(memory.payload(slot)) for slot in range(4)] == values
 
 
+def test_calls_that_hang_hold_up_nobody_else(stores: Mooncake, connect: ConnectTo) -> None:
+    memory = Memory(64, 1 << 18)
+    stores.client_ttl_seconds = 60
+    stores.start_master()
+    stores.start_store(segment_bytes=16 << 20)
+    client = connect(stores.address, memory)
+    others, *lost = (block_keys(48) for _ in range(3))
+    assert put(client, memory, others) == [StoreOutcome.OK] * 48
+    node = stores.start_store()  # only there is room for what follows
+    for keys in lost:
+        assert put(client, memory, keys) == [StoreOutcome.OK] * 48
+
+    node.freeze()
+    tickets = [client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], 0.2) for keys in lost]
+    third = client.get([memory.transfer(others[0], 63)], 20.0)
+    assert third.done.result(20) == [StoreOutcome.OK]
+    assert not any(ticket.released.done() for ticket in tickets), "as many calls as there are threads hang"
+
+
 def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(16, 1 << 20)
     # Leases of an hour: nothing can be evicted, so full means full.

@@ -116,11 +116,15 @@ class RequestQueue:
         self._queue: collections.deque[QueuedRequest] = collections.deque()
         self._ready = threading.Condition()
         self._stopping = False
-        self._threads = [threading.Thread(target=self._serve, name=f"epochkv-store-{name}-{i}", daemon=True) for i in range(num_threads)]
+        self._num_threads, self.threads = num_threads, 0
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        for _ in range(self._num_threads):
+            self.add_thread()
+
+    def add_thread(self) -> None:
+        threading.Thread(target=self._serve, name=f"epochkv-store-{self.name}-{self.threads}", daemon=True).start()
+        self.threads += 1
 
     @property
     def depth(self) -> int:
@@ -240,11 +244,15 @@ class CallSize:
 
     def begin(self) -> int:
         """This thread begins a call: so many objects it may carry."""
-        now = time.monotonic()
-        if any(now > begun + self._fast_seconds for begun in list(self._begun.values())):
+        if self.num_older(self._fast_seconds):
             self._num_keys = self._low
-        self._begun[threading.get_ident()] = now
+        self._begun[threading.get_ident()] = time.monotonic()
         return self._num_keys
+
+    def num_older(self, seconds: float) -> int:
+        """How many calls have lasted longer than this."""
+        limit = time.monotonic() - seconds
+        return sum(begun < limit for begun in list(self._begun.values()))
 
     def end(self, num_keys: int, *, succeeded: bool) -> None:
         """The call of this thread has ended. Threads may race here: the next call is then smaller or larger by one step."""
@@ -366,6 +374,10 @@ def _end_defect(raw: bytes, magic: bytes, digest: bytes, layout: bytes, payload_
 # The client.
 
 
+_HUNG_SECONDS = 1.0
+_MAX_GET_THREADS = 8
+"""Store calls that may hang while another thread fetches for others."""
+
 _FULL_SECONDS = 1.0
 """After a put that found no space, nothing is put for so long."""
 
@@ -407,6 +419,7 @@ class StoreClient:
         self._admin = RequestQueue("admin", 1)
         self._queues = (self._gets, self._puts, self._lookups, self._admin)
         self._alarms = Alarms()
+        self._watching = False  # whether `_watch_gets` will run
         self._questions: collections.deque[_Question] = collections.deque()
         self._full_until = 0.0  # put thread only
         self._call_sizes = {
@@ -482,7 +495,10 @@ class StoreClient:
 
     def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
         """Read objects into registered memory and verify them. After the first miss the rest is not begun (CANCELLED)."""
-        return self._move(self._gets, "get", list(transfers), timeout, self._get_chunk)
+        ticket = self._move(self._gets, "get", list(transfers), timeout, self._get_chunk)
+        if not self._watching:
+            self._watch_later()
+        return ticket
 
     def put(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
         """Seal objects (header and trailer are written into `view`) and store them. Existing keys are OK and keep their bytes."""
@@ -523,6 +539,18 @@ class StoreClient:
             "queued_gets": float(self._gets.depth),
             "in_flight": float(self._connection.in_flight),
         }
+
+    def _watch_later(self) -> None:
+        self._watching = True
+        self._alarms.at(time.monotonic() + _HUNG_SECONDS, self._watch_gets)
+
+    def _watch_gets(self) -> None:
+        """While requests wait and every thread is in a call that hangs, add threads. Alarm thread."""
+        self._watching = False  # before the look: who submits after it watches
+        if self._gets.depth and self._connection.state is StoreState.READY:
+            if self._gets.threads <= self._call_sizes["get"].num_older(_HUNG_SECONDS) < _MAX_GET_THREADS:
+                self._gets.add_thread()
+            self._watch_later()
 
     def _abandon_waiting(self) -> None:
         for queue in self._queues:
