@@ -47,6 +47,9 @@ class Blocks:
     def num_references(self, block_id: int) -> int:
         return 2
 
+    def holds(self, group: int, name: bytes) -> bool:
+        return False
+
     def touch(self, block_ids: Sequence[int]) -> None:
         """Nothing is counted."""
 
