@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from operator import methodcaller
@@ -386,8 +386,11 @@ _OTHER_LAYOUT = (
     "dimensions or layer types): treated as a miss; give both engines the same hardware and --attention-backend, or pools of their own"
 )
 
-MoveChunk = Callable[[Sequence[Transfer]], tuple[list[StoreOutcome], float]]
-"""Moves a few objects in one store call: outcomes, and for how many seconds the buffers must still stay unused."""
+CallStore = Callable[[Sequence[Transfer]], list[int] | StoreOutcome]
+"""Moves a few objects in one store call: a code for each, or why there was no call."""
+
+Judge = Callable[[Transfer, int], StoreOutcome]
+"""What a code, and the bytes that came with it, mean for one object."""
 
 
 class _Question:
@@ -419,6 +422,7 @@ class StoreClient:
         self._admin = RequestQueue("admin", 1)
         self._queues = (self._gets, self._puts, self._lookups, self._admin)
         self._alarms = Alarms()
+        self._judges = ThreadPoolExecutor(settings.get_threads, "epochkv-store-judge")
         self._watching = False  # whether `_watch_gets` will run
         self._questions: collections.deque[_Question] = collections.deque()
         self._full_until = 0.0  # put thread only
@@ -495,14 +499,14 @@ class StoreClient:
 
     def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
         """Read objects into registered memory and verify them. After the first miss the rest is not begun (CANCELLED)."""
-        ticket = self._move(self._gets, "get", list(transfers), timeout, self._get_chunk)
+        ticket = self._move(self._gets, "get", list(transfers), timeout, self._call_get, self._judge)
         if not self._watching:
             self._watch_later()
         return ticket
 
     def put(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
         """Seal objects (header and trailer are written into `view`) and store them. Existing keys are OK and keep their bytes."""
-        return self._move(self._puts, "put", list(transfers), timeout, self._put_chunk)
+        return self._move(self._puts, "put", list(transfers), timeout, self._call_put, lambda _, code: self._known(code))
 
     def remove_matching(self, pattern: str, timeout: float = 10.0) -> int:
         """Remove the objects whose keys match (see `naming.identity`), except leased ones; blocks for at most `timeout` seconds.
@@ -564,27 +568,46 @@ class StoreClient:
         self._alarms.at(time.monotonic() + timeout, expire)
         queue.submit(request)
 
-    def _move(self, queue: RequestQueue, kind: str, transfers: list[Transfer], timeout: float, move: MoveChunk) -> Ticket:
+    def _move(self, queue: RequestQueue, kind: str, transfers: list[Transfer], timeout: float, call: CallStore, judge: Judge) -> Ticket:
+        """One store call after the other; what one has moved is judged while the next one runs."""
         ticket, size = Ticket(), self._call_sizes[kind]
+        outcomes: list[StoreOutcome] = []
+        quarantine = 0.0
 
         def answer(outcomes: list[StoreOutcome]) -> None:
             if resolve(ticket.done, outcomes):
                 for outcome in outcomes:
                     self._counters.add(f"{kind}_{outcome}")
 
-        def run() -> None:
-            outcomes: list[StoreOutcome] = []
-            quarantine = 0.0
-            while len(outcomes) < len(transfers) and not ticket.cancelled:
-                chunk = first_chunk(transfers[len(outcomes) :], size.begin(), self.settings.max_call_bytes)
-                moved, hold = move(chunk)
-                # A miss is an answer like any other; what fails says nothing good of the next call.
-                size.end(len(chunk), succeeded=all(outcome in (StoreOutcome.OK, StoreOutcome.ABSENT) for outcome in moved))
-                outcomes += moved
-                quarantine = max(quarantine, hold)
-                if any(outcome is not StoreOutcome.OK for outcome in moved):
-                    break
+        def end_call(chunk: Sequence[Transfer], codes: list[int] | StoreOutcome, seconds: float) -> None:
+            nonlocal quarantine
+            if isinstance(codes, StoreOutcome):
+                moved = [codes] * len(chunk)
+            else:
+                moved = [judge(transfer, code) for transfer, code in zip(chunk, codes, strict=True)]
+                quarantine = max(quarantine, self._settle(kind, chunk, moved, seconds))
+            outcomes.extend(moved)
+            if any(outcome is not StoreOutcome.OK for outcome in moved):
+                ticket.cancel()
+            else:
                 ticket.on_progress(outcomes)
+
+        def run() -> None:
+            begun, ended = 0, Future[None]()
+            ended.set_result(None)
+            while begun < len(transfers) and not ticket.cancelled:
+                chunk = first_chunk(transfers[begun:], size.begin(), self.settings.max_call_bytes)
+                begun += len(chunk)
+                began = time.monotonic()
+                codes = call(chunk)
+                seconds = time.monotonic() - began
+                bad = {codes} if isinstance(codes, StoreOutcome) else {outcome_of(code) for code in codes if code < 0}
+                size.end(len(chunk), succeeded=bad <= {StoreOutcome.ABSENT})  # a miss is an answer like any other
+                ended.result()
+                ended = self._judges.submit(end_call, chunk, codes, seconds)
+                if bad:
+                    break
+            ended.result()
             answer(outcomes + [StoreOutcome.CANCELLED] * (len(transfers) - len(outcomes)))
             if quarantine:
                 self._counters.add("quarantined", len(transfers))
@@ -603,29 +626,18 @@ class StoreClient:
         self._submit(queue, QueuedRequest(run, abandon, len(transfers)), timeout, expire)
         return ticket
 
-    def _get_chunk(self, chunk: Sequence[Transfer]) -> tuple[list[StoreOutcome], float]:
-        began = time.monotonic()
-        codes = self._connection.call("get", methodcaller("get", *_columns(chunk)))
-        if isinstance(codes, StoreOutcome):
-            return [codes] * len(chunk), 0.0
-        seconds = time.monotonic() - began
-        outcomes = [self._judge(transfer, code) for transfer, code in zip(chunk, codes, strict=True)]
-        return outcomes, self._settle("get", chunk, outcomes, seconds)
+    def _call_get(self, chunk: Sequence[Transfer]) -> list[int] | StoreOutcome:
+        return self._connection.call("get", methodcaller("get", *_columns(chunk)))
 
-    def _put_chunk(self, chunk: Sequence[Transfer]) -> tuple[list[StoreOutcome], float]:
+    def _call_put(self, chunk: Sequence[Transfer]) -> list[int] | StoreOutcome:
         if time.monotonic() < self._full_until:
-            return [StoreOutcome.FULL] * len(chunk), 0.0
+            return StoreOutcome.FULL
         for transfer in chunk:
             seal(transfer.view, key_digest(transfer.key), self._layout, checksum=self.settings.verify_payload)
-        began = time.monotonic()
         codes = self._connection.call("put", methodcaller("put", *_columns(chunk)))
-        if isinstance(codes, StoreOutcome):
-            return [codes] * len(chunk), 0.0
-        seconds = time.monotonic() - began
-        outcomes = [self._known(code) for code in codes]
-        if StoreOutcome.FULL in outcomes:
+        if not isinstance(codes, StoreOutcome) and StoreOutcome.FULL in map(outcome_of, codes):
             self._full_until = time.monotonic() + _FULL_SECONDS
-        return outcomes, self._settle("put", chunk, outcomes, seconds)
+        return codes
 
     def _judge(self, transfer: Transfer, code: int) -> StoreOutcome:
         """OK only for exactly the bytes that were put under this key."""
