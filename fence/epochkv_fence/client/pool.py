@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
@@ -20,6 +18,7 @@ from epochkv_fence.client.pushes import WEIGHTS_SECONDS, Pushes, Update, Weights
 from epochkv_fence.client.resets import RESET_SECONDS, Progress, Resets
 from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolClosed, PoolError, PoolStatus, Reset, WeightsReport
 from epochkv_fence.client.session import STATUS_SECONDS, Queries, Session
+from epochkv_fence.common import LoopThread
 from epochkv_fence.connection import Connection
 
 C = TypeVar("C")
@@ -36,10 +35,8 @@ class Background:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="epochkv-client", daemon=True)
-        self._thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._pid)
+        self._thread = LoopThread("epochkv-client", STOP_SECONDS)
+        self._finalizer = weakref.finalize(self, _stop, self._thread, self._pid)
 
     @property
     def usable(self) -> bool:
@@ -58,7 +55,7 @@ class Background:
         if not self._finalizer.alive:
             work.close()
             raise PoolClosed("this pool is closed; connect again")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         """Wait for a coroutine; one that is interrupted is cancelled there.
@@ -89,26 +86,9 @@ def closed_meanwhile() -> PoolClosed:
     return PoolClosed("this pool was closed while the call was under way; what was asked for may still happen")
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            loop.run_until_complete(asyncio.wait(tasks, timeout=STOP_SECONDS))
-    finally:
-        loop.close()
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # the thread did not come along
-    with contextlib.suppress(RuntimeError):  # already closed
-        loop.call_soon_threadsafe(loop.stop)
-    if thread is not threading.current_thread():
-        thread.join(STOP_SECONDS)
+def _stop(thread: LoopThread, pid: int) -> None:
+    if os.getpid() == pid:  # in a fork, the thread did not come along
+        thread.stop()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

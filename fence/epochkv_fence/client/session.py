@@ -17,7 +17,7 @@ import zmq
 
 from epochkv_fence.client.arguments import check_timeout
 from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
-from epochkv_fence.common import on_daemon_thread
+from epochkv_fence.common import end, on_daemon_thread
 from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
 from epochkv_fence.net.dealer import REDIAL_SECONDS, Link, LinkEvent
 from epochkv_fence.net.gate import SocketReader
@@ -106,8 +106,7 @@ class Session:
     async def close(self) -> None:
         """Hang up; returns at once."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=1.0)
+            await end([self._task], 1.0)
 
     # ------------------------------------------------------------------ asking
 

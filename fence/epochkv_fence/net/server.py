@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import zmq
 
-from epochkv_fence.common import SayOnce, Seldom
+from epochkv_fence.common import SayOnce, Seldom, end
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.mooncake_admin import StoreAdmin, StoreAdminError
 from epochkv_fence.net.gate import (
@@ -375,11 +375,7 @@ class Effects:
 
     async def stop(self) -> None:
         """End every task within seconds, even if the authority hangs."""
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=STOP_SECONDS)
+        await end([task for task in self._tasks if task is not asyncio.current_task()], STOP_SECONDS)
         self._tasks.clear()
 
 

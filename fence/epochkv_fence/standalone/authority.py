@@ -26,6 +26,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from epochkv_fence.common import fulfil
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 
@@ -453,11 +454,5 @@ class _Worker:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            future, work = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:  # handed to the caller
-                future.set_exception(error)
-            del item, future, work
+            fulfil(*item)
+            del item

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from epochkv_fence.common import bracketed, own_address
+from epochkv_fence.common import bracketed, end, own_address
 from epochkv_fence.connection import ConfigurationError, check_endpoint
 from epochkv_fence.metrics import MetricsServer, exposition
 from epochkv_fence.mooncake_admin import MooncakeAdmin, StoreAdmin, check_admin_url
@@ -127,6 +127,7 @@ REPORT_SECONDS: Final = 0.1
 REPORT_SHARE: Final = 20
 """A snapshot of thousands of engines takes time that the hub needs: pause this many times as long as it took."""
 RENDER_SECONDS: Final = 2.0
+END_SECONDS: Final = 2.0
 
 
 class StandaloneHub:
@@ -180,7 +181,7 @@ class StandaloneHub:
         server.lead(await authority.acquire())
         self._serve_metrics(server)
         for work in (self._report(server), self._keys.run()):
-            self._opened.push_async_callback(_end, asyncio.get_running_loop().create_task(work))
+            self._opened.push_async_callback(end, [asyncio.create_task(work)], END_SECONDS)
 
     async def _listen(self, keys: Keys, authority: SqliteAuthority) -> HubServer:
         urls = list(self.options.store_admin)
@@ -272,8 +273,3 @@ class StandaloneHub:
     def accepted_keys(self) -> tuple[str, ...]:
         """Client keys, the newest first."""
         return self._keys.config.client_public_keys if self._keys is not None else ()
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

@@ -18,6 +18,7 @@ from aiohttp import web
 from kubernetes.aio.config import ConfigException
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from epochkv_fence.common import end
 from epochkv_operator import metrics
 from epochkv_operator.api.base import has_gate
 from epochkv_operator.control import driver
@@ -136,7 +137,7 @@ class Operator:
         finally:
             await leader.close()
             metrics.LEADER.set(0)
-            await _cancel(list(self._tasks), 2.0)  # kopf: it writes nothing, so the Lease need not wait for it
+            await end(self._tasks, 2.0)  # kopf: it writes nothing, so the Lease need not wait for it
             await self.probes.close()
             await client.close()
 
@@ -158,7 +159,7 @@ class Operator:
                 await self._unless_stopped(self._prepare(client, leader, watches), *self._tasks)
             return await self._wait_for_the_end()
         finally:
-            await _cancel([task for task in self._tasks if task is not kopf_task], 3.0)
+            await end([task for task in self._tasks if task is not kopf_task], 3.0)
             self.queue.close()
             await leader.close_hub()
 
@@ -260,7 +261,7 @@ class Operator:
                 return True
             return False
         finally:
-            await _cancel([task, stop], 2.0)
+            await end([task, stop], 2.0)
 
     async def _wait_for_the_end(self) -> int:
         """Until a signal (0) or until any part ends, which none ever should (1)."""
@@ -310,11 +311,3 @@ class Operator:
         self.probes.live = {"queue": queue, "lists": lists, "hub": hub_loop}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges
-
-
-async def _cancel(tasks: list[asyncio.Task[Any]], seconds: float) -> None:
-    """Cancel and wait, but not for ever."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=seconds)
