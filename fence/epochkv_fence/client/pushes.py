@@ -19,7 +19,6 @@ from epochkv_fence.client.results import (
     WeightsDiverged,
     WeightsReport,
     WeightsStanding,
-    called,
     chosen,
     outliers,
     report,
@@ -27,7 +26,7 @@ from epochkv_fence.client.results import (
 )
 from epochkv_fence.client.session import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, STATUS_SECONDS, Queries
 from epochkv_fence.protocol.messages import Label, Labelled
-from epochkv_fence.protocol.pool import relabelled
+from epochkv_fence.protocol.pool import called, relabelled
 
 WEIGHTS_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = 0.25

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from epochkv_fence.protocol.messages import EngineStatus, Status
+from epochkv_fence.protocol.pool import called
 
 OnFailure = Literal["bypass", "crash"]
 State = Literal["sharing", "isolated", "own", "unknown", "behind"]
@@ -173,7 +174,6 @@ class Reset:
 # It is the proof that a push arrived, and it gives the digest a name that people know.
 
 
-SHOWN_DIGITS: Final = 8
 MAX_NAMES: Final = 10
 
 
@@ -256,11 +256,6 @@ class WeightsStanding:
     report: WeightsReport
     waits_for: tuple[str, ...]
     why: str
-
-
-def called(weights: str, label: str) -> str:
-    """Weights as people see them: `3f2a9c1e`, or `3f2a9c1e (step-42)`."""
-    return f"{weights[:SHOWN_DIGITS]} ({label})" if label else weights[:SHOWN_DIGITS]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -643,16 +644,7 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
 
 def groups(engines: Iterable[EngineView], labels: Mapping[bytes, str]) -> list[WeightsView]:
     """The live engines by the weights they hold. The largest group comes first; of equal groups, the one with the newest weights."""
-    found = [
-        WeightsView(
-            weights=weights,
-            label=labels.get(weights, ""),
-            engines=len(members),
-            since_seconds=_since(members),
-            fingerprints=len({member.fingerprint for member in members}),
-        )
-        for weights, members in _by_weights(engines).items()
-    ]
+    found = (WeightsView(held, labels.get(held, ""), len(members), _since(members)) for held, members in _by_weights(engines).items())
     return sorted(found, key=lambda group: (-group.engines, group.since_seconds, group.weights))
 
 
@@ -731,8 +723,8 @@ def status(hub: HubState, question: Status, now: float) -> Status:
 
 def _status_page(page: Status, records: Sequence[InstanceRecord], config: PoolConfig, now: float) -> Status:
     """`page` with the live instances after `page.after`, by instance; fewer where their names are long."""
-    alive = sorted((record for record in records if record.alive(config, now)), key=_instance)
-    start = 0 if page.after is None else bisect_right(alive, page.after, key=_instance)
+    alive = sorted((record for record in records if record.alive(config, now)), key=attrgetter("instance"))
+    start = 0 if page.after is None else bisect_right(alive, page.after, key=attrgetter("instance"))
     engines: list[EngineStatus] = []
     room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in page.labels.values())
     for record in alive[start : start + STATUS_PAGE]:
@@ -744,10 +736,6 @@ def _status_page(page: Status, records: Sequence[InstanceRecord], config: PoolCo
             break
         engines.append(_engine_status(record, now))
     return msgspec.structs.replace(page, total=len(alive), engines=engines)
-
-
-def _instance(record: InstanceRecord) -> bytes:
-    return record.instance
 
 
 def _engine_status(record: InstanceRecord, now: float) -> EngineStatus:

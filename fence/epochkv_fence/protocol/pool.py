@@ -12,6 +12,8 @@ import msgspec
 
 from epochkv_fence.protocol.messages import MAX_LABELS, EngineReport, Message, Source
 
+SHOWN_DIGITS: Final = 8
+"""Of a digest of weights."""
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
 EngineState = Literal["sharing", "isolated", "own", "unknown", "behind", "silent"]
@@ -125,14 +127,12 @@ class WeightsView:
         label: what these weights were called last; empty: nobody said.
         engines: how many instances.
         since_seconds: for how long the first of them has reported these.
-        fingerprints: how many different ones they have.
     """
 
     weights: bytes
     label: str
     engines: int
     since_seconds: float
-    fingerprints: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +274,11 @@ def relabelled(known: Mapping[bytes, str], weights: bytes, label: str, held: Col
         return f"engines held these weights before, as {before}" if only_new or before != label else ""
     other = next((other for other, name in known.items() if name == label and other not in held), None)
     return "" if other is None else f"until now {label} was the label of weights {other.hex()[:8]}"
+
+
+def called(weights: str, label: str) -> str:
+    """Weights as people see them: `3f2a9c1e`, or `3f2a9c1e (step-42)`."""
+    return f"{weights[:SHOWN_DIGITS]} ({label})" if label else weights[:SHOWN_DIGITS]
 
 
 def is_called(weights: str, label: str, name: str) -> bool:

@@ -100,15 +100,13 @@ class KubernetesAuthority:
         return replace(record, published=min(proof.epoch if proof is not None else 0, record.published), granting=granting)
 
     async def verify(self, term: Term) -> bool:
-        """True iff the Lease names this holder in this very term, by a quorum read. No answer is an error, not a
-        False: leadership is then unknown.
-        """
+        """True iff the Lease names this holder in this very term, by a quorum read. No answer is an error, not a False."""
         try:
             current = await self._lease.read_term(self._deadline_seconds)
         except NotFound:
             return False
         except ApiError as error:
-            raise AuthorityError(f"cannot read Lease {self._lease.namespace}/{self._lease.name}: {error}") from error
+            raise AuthorityError(f"cannot read Lease {self._lease.place}: {error}") from error
         return current == term
 
     async def load(self, pool_uid: str) -> PoolRecord:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from epochkv_operator.api.base import GROUP, MANAGED_BY, POOL_LABEL, VERSION
@@ -57,6 +58,11 @@ class ObjectRef(NamedTuple):
 def identity(obj: dict[str, Any]) -> tuple[str, str, str]:
     """Kind, namespace and name of an object, live or wanted."""
     return obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"]
+
+
+def micro_time() -> str:
+    """Now, as a `MicroTime` of the API."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def ref_of(obj: dict[str, Any]) -> ObjectRef:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from typing import Protocol
 
 import structlog
@@ -19,7 +18,7 @@ import structlog
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import ApiError, Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import EVENTS, ObjectRef, Resource
+from epochkv_operator.kube.resources import EVENTS, ObjectRef, Resource, micro_time
 from epochkv_operator.kube.store import resource_version
 
 DEADLINE_SECONDS = 10.0
@@ -131,12 +130,11 @@ class EventRecorder:
         """Say what changed about an object. `reason` is CamelCase, `note` at most 1 kB."""
         metadata = about["metadata"]
         namespace = metadata.get("namespace", "default")
-        now = datetime.now(UTC)
         body: Json = {
-            "apiVersion": "events.k8s.io/v1",
-            "kind": "Event",
-            "metadata": {"name": f"{metadata['name']}.{int(now.timestamp() * 1e6):x}", "namespace": namespace},
-            "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "apiVersion": EVENTS.api_version,
+            "kind": EVENTS.kind,
+            "metadata": {"name": f"{metadata['name']}.{time.time_ns() // 1000:x}", "namespace": namespace},
+            "eventTime": micro_time(),
             "reportingController": f"epochkv.io/{MANAGED_BY}",
             "reportingInstance": self._instance[:128],
             "action": action,
@@ -154,11 +152,8 @@ class EventRecorder:
         try:
             self._queue.put_nowait((namespace, body))
         except asyncio.QueueFull:
-            log.warning(
-                "event dropped: the API server takes events too slowly",
-                object=f"{namespace}/{metadata['name']}",
-                reason=reason,
-            )
+            about_what = f"{namespace}/{metadata['name']}"
+            log.warning("event dropped: the API server takes events too slowly", object=about_what, reason=reason)
 
     async def run(self) -> None:
         while True:

@@ -20,7 +20,7 @@ from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.connection import etcd_endpoints
-from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, Serving, listed, short_id
+from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, Serving, listed
 from epochkv_operator.planning.engine import leader_selector, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
@@ -365,7 +365,7 @@ def _weights_converged(hub: HubView | None) -> Condition:
     if hub.outliers:
         text = f"for less than {PUSH_SECONDS:g} s, engines have held different weights, and none was taking new ones: {_outliers(hub)}"
         return Condition(kind, "False", "Updating", text)
-    held = sorted({_called(engine.weights.hex(), hub) for engine in hub.engines if engine.alive and engine.weights is not None})
+    held = sorted({hub.called(engine.weights.hex()) for engine in hub.engines if engine.alive and engine.weights is not None})
     text = f"all engines hold {listed(held, MAX_KINDS)}" if held else "no engine is connected"
     return Condition(kind, "True", "Converged", text)
 
@@ -413,11 +413,6 @@ def _line(note: str) -> str:
     return CONTROL.sub(" ", note)
 
 
-def _called(weights: str, hub: HubView) -> str:
-    label = next((group.label for group in hub.weights if group.id == weights), "")
-    return f"{short_id(weights)} ({label})" if label else short_id(weights)
-
-
 def _outliers(hub: HubView) -> str:
-    found = (f"{outlier.name} holds {_called(outlier.holds, hub)} instead of {_called(outlier.most_hold, hub)}" for outlier in hub.outliers)
+    found = (f"{outlier.name} holds {hub.called(outlier.holds)} instead of {hub.called(outlier.most_hold)}" for outlier in hub.outliers)
     return listed(found, _MAX_OUTLIERS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import EngineView, called
 from epochkv_operator.api.base import PodSecurity
 
 Json = dict[str, Any]
@@ -127,6 +127,10 @@ class HubView:
     complete: bool = True
     """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
 
+    def called(self, weights: str) -> str:
+        """These weights, with their label if they have one."""
+        return called(weights, next((group.label for group in self.weights if group.id == weights), ""))
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -219,11 +223,6 @@ def listed(names: Iterable[str], shown: int = 4) -> str:
     found = list(names)
     more = f" and {len(found) - shown} more" if len(found) > shown else ""
     return ", ".join(found[:shown]) + more
-
-
-def short_id(weights: str) -> str:
-    """What people see of the 32 hex digits."""
-    return weights[:8]
 
 
 def timestamp(moment: datetime, *, milliseconds: bool = False) -> str:

@@ -47,9 +47,9 @@ from typing import Any, Final
 
 import msgspec
 
-from epochkv_fence.protocol.pool import EngineView, is_called
+from epochkv_fence.protocol.pool import EngineView, called, is_called
 from epochkv_operator.api.base import ANY, CONVERGED, ENGINE_LABEL, GATE, Serve, has_gate
-from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Json, Serving, Turn, short_id, timestamp
+from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Json, Serving, Turn, timestamp
 from epochkv_operator.planning.names import controller_of
 from epochkv_operator.planning.workload import ended, is_ready
 
@@ -321,8 +321,7 @@ class _Look:
         return ", ".join(sorted({self._called(_hex(view)) for view in pod.views}))
 
     def _called(self, weights: str) -> str:
-        label = next((group.label for group in (self._hub.weights if self._hub is not None else ()) if group.id == weights), "")
-        return f"{short_id(weights)} ({label})" if label else short_id(weights)
+        return self._hub.called(weights) if self._hub is not None else called(weights, "")
 
 
 def converged(live: Iterable[EngineView], before: Mapping[Kind, str], hub: HubView) -> dict[Kind, str]:

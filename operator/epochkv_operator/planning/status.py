@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import SHOWN_DIGITS, EngineView
 from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
@@ -25,7 +25,7 @@ from epochkv_operator.planning.conditions import (
     store_health,
 )
 from epochkv_operator.planning.connection import master_address
-from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, listed, short_id, timestamp
+from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, listed, timestamp
 from epochkv_operator.planning.engine import leader_selector
 from epochkv_operator.planning.names import component_name, component_selector, selector_text
 
@@ -149,7 +149,7 @@ def weights_summary(engines: Iterable[EngineView], hub: HubView) -> str:
     for _, kind in sorted(kinds.items()):
         held = Counter(engine.weights.hex() for engine in kind if engine.weights is not None)
         chosen = max(held, key=lambda weights: (held[weights], weights in most, weights), default=None)
-        found.append(f"{short_id(chosen)} {held[chosen]}/{len(kind)}" if chosen is not None else f"unknown 0/{len(kind)}")
+        found.append(f"{chosen[:SHOWN_DIGITS]} {held[chosen]}/{len(kind)}" if chosen is not None else f"unknown 0/{len(kind)}")
     return listed(found, MAX_KINDS)
 
 
@@ -240,7 +240,7 @@ def _external_entry(engine: EngineView, shared_name: bool) -> Json:
     entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix}
     entry |= {key: value for key, value in (("pod", engine.pod), ("namespace", engine.namespace)) if value}
     if engine.alive and engine.weights is not None:
-        entry["weights"] = short_id(engine.weights.hex())
+        entry["weights"] = engine.weights.hex()[:SHOWN_DIGITS]
     if engine.epoch is not None:
         entry["epoch"] = engine.epoch
     return {**entry, "rank": engine.rank, "oldEpochRequests": engine.old_epoch_requests}

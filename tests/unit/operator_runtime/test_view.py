@@ -45,7 +45,7 @@ def test_origin_weights_and_outliers() -> None:
         target=1,
         published=1,
         engines=[engine("first"), late, asleep, gone],
-        weights=[WeightsView(A, "step-3", 1, 30.0, 1), WeightsView(B, "", 1, 90.0, 1)],
+        weights=[WeightsView(A, "step-3", 1, 30.0), WeightsView(B, "", 1, 90.0)],
         diverged=[late],
         origin=Source.TRAINER,
     )
