@@ -13,15 +13,15 @@ from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
+from epochkv_fence.client import pushes, resets
 from epochkv_fence.client.arguments import check_timeout
-from epochkv_fence.client.pushes import WEIGHTS_SECONDS, Pushes, Update, WeightsProgress
-from epochkv_fence.client.resets import RESET_SECONDS, Progress, Resets
+from epochkv_fence.client.pushes import WEIGHTS_SECONDS, Update, WeightsProgress
+from epochkv_fence.client.resets import RESET_SECONDS, Progress
 from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolClosed, PoolError, PoolStatus, Reset, WeightsReport
-from epochkv_fence.client.session import STATUS_SECONDS, Queries, Session
+from epochkv_fence.client.session import STATUS_SECONDS, Session
 from epochkv_fence.common import LoopThread
 from epochkv_fence.connection import Connection
 
-C = TypeVar("C")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -110,36 +110,25 @@ EXTRA_SECONDS: Final = 5.0
 """What a call may take beyond its limit, for naming laggards, a last look, a label."""
 
 
-class Calls:
-    """The calls on one session, by subject."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.queries = Queries(session)
-        self.resets = Resets(self.queries)
-        self.pushes = Pushes(self.queries)
-
-
-async def open_calls(connection: Connection, timeout_s: float) -> Calls:
+async def open_session(connection: Connection, timeout_s: float) -> Session:
     """Connect, on the background loop, and prove that a hub answers and serves the right pool."""
     session = Session(connection)
     await session.start()
-    calls = Calls(session)
     try:
-        await calls.queries.greet(timeout_s)
+        await session.greet(timeout_s)
     except BaseException:
         await session.close()
         raise
-    return calls
+    return session
 
 
 class Face:
     """What `Pool` and `AsyncPool` have in common: one connection, which lives on a thread of its own. Use `connect`."""
 
-    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
+    def __init__(self, connection: Connection, background: Background, session: Session) -> None:
         self._connection = connection
         self._background = background
-        self._calls = calls
+        self._session = session
 
     @property
     def name(self) -> str:
@@ -178,11 +167,11 @@ class Pool(Face):
         connection = config if isinstance(config, Connection) else Connection.load(config)
         background = Background()
         try:
-            calls = background.run(open_calls(connection, timeout_s), timeout_s)
+            session = background.run(open_session(connection, timeout_s), timeout_s)
         except BaseException:
             background.stop()
             raise
-        return cls(connection, background, calls)
+        return cls(connection, background, session)
 
     def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
         """The pool and its live engines.
@@ -190,7 +179,7 @@ class Pool(Face):
         Raises:
             HubUnreachable: no hub answered in time.
         """
-        return self._run(self._calls.queries.status(timeout_s), timeout_s)
+        return self._run(self._session.status(timeout_s), timeout_s)
 
     def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         """The live engines, by name.
@@ -229,7 +218,7 @@ class Pool(Face):
             ResetTimeout: with `on_failure="crash"`.
             ArgumentError (a ValueError): an argument cannot be meant.
         """
-        work = self._calls.resets.reset(epoch, wait=wait, timeout_s=timeout_s, on_failure=on_failure, progress=progress, force=force)
+        work = resets.reset(self._session, epoch, wait=wait, timeout_s=timeout_s, on_failure=on_failure, progress=progress, force=force)
         return self._run(work, timeout_s, EXTRA_SECONDS)
 
     def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
@@ -240,7 +229,7 @@ class Pool(Face):
             HubUnreachable: no hub answered in time.
             ArgumentError (a ValueError): an argument cannot be meant.
         """
-        return self._run(self._calls.resets.wait(epoch, timeout_s, progress), timeout_s, EXTRA_SECONDS)
+        return self._run(resets.wait(self._session, epoch, timeout_s, progress), timeout_s, EXTRA_SECONDS)
 
     def weights(self, timeout_s: float = STATUS_SECONDS) -> WeightsReport:
         """Which live engines hold which weights now.
@@ -248,7 +237,7 @@ class Pool(Face):
         Raises:
             HubUnreachable: no hub answered in time.
         """
-        return self._run(self._calls.pushes.weights(timeout_s), timeout_s)
+        return self._run(pushes.weights(self._session, timeout_s), timeout_s)
 
     def wait_weights(
         self,
@@ -282,7 +271,7 @@ class Pool(Face):
             HubUnreachable: no hub answered in time, or none has noted the label.
             ArgumentError (a ValueError): an argument cannot be meant.
         """
-        work = self._calls.pushes.wait_weights(engines, timeout_s, label, other_than, progress, only_new)
+        work = pushes.wait_weights(self._session, engines, timeout_s, label, other_than, progress, only_new)
         return self._run(work, timeout_s, EXTRA_SECONDS)
 
     @contextmanager
@@ -309,9 +298,9 @@ class Pool(Face):
             HubUnreachable: no hub answered; on entry the block does not run.
             WeightsDiverged: on exit, as in `wait_weights`; also when a push changed nothing.
         """
-        update = self._run(self._calls.pushes.begin_update(label, engines, timeout_s, progress), timeout_s)
+        update = self._run(pushes.begin_update(self._session, label, engines, timeout_s), timeout_s)
         yield update
-        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
+        work = pushes.wait_weights(self._session, update.engines, timeout_s, label, update.other_than, progress, only_new)
         update.report = self._run(work, timeout_s, EXTRA_SECONDS)
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float, extra_s: float = 0.0) -> T:
@@ -326,7 +315,7 @@ class Pool(Face):
         """Hang up and end the thread. Safe to call twice."""
         if self._background.usable:
             try:
-                self._background.run(self._calls.session.close(), 1.0)
+                self._background.run(self._session.close(), 1.0)
             except PoolError as error:
                 logger.debug("closing: %s", error)
         self._background.stop()
@@ -343,13 +332,13 @@ class Pool(Face):
 
 
 def _awaited(
-    part: Callable[[Calls], C], call: Callable[Concatenate[C, P], Coroutine[Any, Any, T]]
+    call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[AsyncPool, P], Coroutine[Any, Any, T]]:
-    """The method of `AsyncPool` that makes `call` on this part of its calls."""
+    """The method of `AsyncPool` that makes `call` on its session."""
 
     @functools.wraps(call)
     async def method(pool: AsyncPool, /, *arguments: P.args, **keys: P.kwargs) -> T:
-        return await pool._do(call(part(pool._calls), *arguments, **keys))
+        return await pool._do(call(pool._session, *arguments, **keys))
 
     return method
 
@@ -367,17 +356,17 @@ class AsyncPool(Face):
         connection = config if isinstance(config, Connection) else Connection.load(config)
         background = Background()
         try:
-            calls = await asyncio.wrap_future(background.submit(open_calls(connection, timeout_s)))
+            session = await asyncio.wrap_future(background.submit(open_session(connection, timeout_s)))
         except BaseException:
             background.stop()
             raise
-        return cls(connection, background, calls)
+        return cls(connection, background, session)
 
-    status = _awaited(lambda calls: calls.queries, Queries.status)
-    reset = _awaited(lambda calls: calls.resets, Resets.reset)
-    wait = _awaited(lambda calls: calls.resets, Resets.wait)
-    weights = _awaited(lambda calls: calls.pushes, Pushes.weights)
-    wait_weights = _awaited(lambda calls: calls.pushes, Pushes.wait_weights)
+    status = _awaited(Session.status)
+    reset = _awaited(resets.reset)
+    wait = _awaited(resets.wait)
+    weights = _awaited(pushes.weights)
+    wait_weights = _awaited(pushes.wait_weights)
 
     async def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         return (await self.status(timeout_s)).engines
@@ -392,15 +381,15 @@ class AsyncPool(Face):
         progress: WeightsProgress | None = None,
         only_new: bool = False,
     ) -> AsyncIterator[Update]:
-        update = await self._do(self._calls.pushes.begin_update(label, engines, timeout_s, progress))
+        update = await self._do(pushes.begin_update(self._session, label, engines, timeout_s))
         yield update
-        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
+        work = pushes.wait_weights(self._session, update.engines, timeout_s, label, update.other_than, progress, only_new)
         update.report = await self._do(work)
 
     async def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""
         if self._background.usable:
-            await asyncio.wrap_future(self._background.submit(self._calls.session.close()))
+            await asyncio.wrap_future(self._background.submit(self._session.close()))
         await asyncio.to_thread(self._background.stop)
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:

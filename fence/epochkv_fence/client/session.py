@@ -35,6 +35,11 @@ KEY_REFUSED: Final = (
 )
 NO_HANDSHAKE: Final = "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs"
 RESOLVE_SECONDS: Final = 1.0
+STATUS_SECONDS: Final = 10.0
+FIRST_RETRY_SECONDS: Final = 0.25
+MAX_RETRY_SECONDS: Final = 2.0
+REFUSED_SECONDS: Final = 2.0
+"""A starting hub refuses keys until it knows its pools; a key that it refuses for longer is wrong."""
 
 Answer = Status | BumpStatus | Labelled
 
@@ -74,7 +79,7 @@ class Conversation:
 
 
 class Session:
-    """The connection of one client.
+    """The connection of one client, and what it asks there.
 
     Attributes:
         counters: what was sent, received and dropped, by reason.
@@ -141,6 +146,56 @@ class Session:
     def refused_seconds(self) -> float:
         """For how long handshakes have been refused, without one that was not; 0.0 when the last one was not."""
         return 0.0 if self._refused_since is None else time.monotonic() - self._refused_since
+
+    # ------------------------------------------------------------------ the state of the pool, asked until it is answered
+
+    async def greet(self, timeout_s: float) -> None:
+        """Prove that a hub answers, takes our key and serves the right pool. It does not wait long for a hub that refuses the key."""
+        with self.conversation() as conversation:
+            await self.page(conversation, None, time.monotonic() + timeout_s, REFUSED_SECONDS)
+
+    async def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
+        """The pool and its live engines."""
+        check_timeout(timeout_s)
+        page, engines = await self.engines(time.monotonic() + timeout_s)
+        pool = self.connection.pool
+        return PoolStatus.of(pool.name, pool.uid, page, engines)
+
+    async def engines(self, until: float) -> tuple[Status, list[EngineStatus]]:
+        found: dict[bytes, EngineStatus] = {}
+        with self.conversation() as conversation:
+            first = page = await self.page(conversation, None, until)
+            while page.engines:
+                found.update({engine.instance: engine for engine in page.engines})
+                if len(found) >= page.total:
+                    break
+                page = await self.page(conversation, page.engines[-1].instance, until)
+        return first, list(found.values())
+
+    async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> Status:
+        """The page of the pool's state that begins after this engine instance (None: the first page)."""
+        question = Status(conversation.request, after=after)
+        async for answer in conversation.answers(question, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
+            if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
+                self._check_pool(answer)
+                return answer
+            if answer is None and self.refused_seconds > refused_seconds:
+                break
+        raise await self.unreachable()
+
+    def _check_pool(self, page: Status) -> None:
+        pool = self.connection.pool
+        if page.pool and page.pool != pool.uid:
+            origin = self.connection.origin
+            raise WrongPool(
+                f"the key speaks for the pool with uid {page.pool}, and {origin} names {pool.name} with uid {pool.uid}; "
+                "take both from one pool"
+            )
+
+    async def unreachable(self) -> HubUnreachable:
+        """The error to raise, which says why no hub answered."""
+        kind = KeyRefused if self.refused_seconds > 0 else HubUnreachable
+        return kind(f"no answer from the hub at {self.connection.hub.endpoint}: {await self.explain()}")
 
     # ------------------------------------------------------------------ the connection
 
@@ -249,69 +304,3 @@ async def resolve(host: str, port: int, seconds: float) -> list[tuple[object, ..
         raise TimeoutError(f"the name {host} was not resolved within {seconds:g} s") from error
     except (OSError, UnicodeError) as error:
         raise OSError(f"the name {host} cannot be resolved ({getattr(error, 'strerror', None) or error})") from error
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a client asks of its pool's hub: the pages of its `Status`, asked again until they are answered.
-
-
-STATUS_SECONDS: Final = 10.0
-FIRST_RETRY_SECONDS: Final = 0.25
-MAX_RETRY_SECONDS: Final = 2.0
-REFUSED_SECONDS: Final = 2.0
-"""A starting hub refuses keys until it knows its pools; a key that it refuses for longer is wrong."""
-
-
-class Queries:
-    """Asks about the pool of one session."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    async def greet(self, timeout_s: float) -> None:
-        """Prove that a hub answers, takes our key and serves the right pool. It does not wait long for a hub that refuses the key."""
-        with self.session.conversation() as conversation:
-            await self.page(conversation, None, time.monotonic() + timeout_s, REFUSED_SECONDS)
-
-    async def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
-        """The pool and its live engines."""
-        check_timeout(timeout_s)
-        page, engines = await self.engines(time.monotonic() + timeout_s)
-        pool = self.session.connection.pool
-        return PoolStatus.of(pool.name, pool.uid, page, engines)
-
-    async def engines(self, until: float) -> tuple[Status, list[EngineStatus]]:
-        found: dict[bytes, EngineStatus] = {}
-        with self.session.conversation() as conversation:
-            first = page = await self.page(conversation, None, until)
-            while page.engines:
-                found.update({engine.instance: engine for engine in page.engines})
-                if len(found) >= page.total:
-                    break
-                page = await self.page(conversation, page.engines[-1].instance, until)
-        return first, list(found.values())
-
-    async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> Status:
-        """The page of the pool's state that begins after this engine instance (None: the first page)."""
-        question = Status(conversation.request, after=after)
-        async for answer in conversation.answers(question, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
-            if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
-                self._check_pool(answer)
-                return answer
-            if answer is None and self.session.refused_seconds > refused_seconds:
-                break
-        raise await self.unreachable()
-
-    def _check_pool(self, page: Status) -> None:
-        pool = self.session.connection.pool
-        if page.pool and page.pool != pool.uid:
-            origin = self.session.connection.origin
-            raise WrongPool(
-                f"the key speaks for the pool with uid {page.pool}, and {origin} names {pool.name} with uid {pool.uid}; "
-                "take both from one pool"
-            )
-
-    async def unreachable(self) -> HubUnreachable:
-        """The error to raise, which says why no hub answered."""
-        kind = KeyRefused if self.session.refused_seconds > 0 else HubUnreachable
-        return kind(f"no answer from the hub at {self.session.connection.hub.endpoint}: {await self.session.explain()}")
