@@ -56,12 +56,6 @@ class ConfigurationError(ValueError):
     """The pool cannot be reached with what was given; the message names key, file or variable and the remedy."""
 
 
-def is_endpoint(endpoint: str) -> bool:
-    """Whether it looks like `tcp://host:7700`."""
-    match = ENDPOINT.fullmatch(endpoint)
-    return match is not None and 0 < int(match["port"]) < 65536 and len(match["host"]) <= 255 and endpoint.isprintable()
-
-
 class PoolRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The pool. `uid` is never reused, also when a pool of the same name is made again."""
 
@@ -260,10 +254,10 @@ def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
     Raises:
         ConfigurationError: it does not look like `tcp://host:7700`.
     """
-    if not is_endpoint(endpoint):
+    match = ENDPOINT.fullmatch(endpoint)
+    if match is None or not 0 < int(match["port"]) < 65536 or len(match["host"]) > 255 or not endpoint.isprintable():
         raise ConfigurationError(f"{what} is {_shown(endpoint)}; it must look like tcp://host:7700")
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
+    return match["host"], int(match["port"])
 
 
 # ------------------------------------------------------------------ credentials

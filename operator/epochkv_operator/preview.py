@@ -19,7 +19,7 @@ from typing import Any, Final
 import yaml
 
 from epochkv_operator import __version__
-from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.api import InvalidObject, parse_engine, parse_pool
 from epochkv_operator.api.base import API_VERSION, GROUP
 from epochkv_operator.api.rules import violations
 from epochkv_operator.kube.client import Json
@@ -312,7 +312,7 @@ def read(paths: Sequence[str], namespace: str | None, default_namespace: str) ->
         obj = {**document, "metadata": {**metadata, "namespace": own or namespace or default_namespace}}
         obj.pop("status", None)
         try:
-            _parsed(obj)
+            parse_pool(obj) if obj["kind"] == POOLS.kind else parse_engine(obj)
         except InvalidObject as error:
             problems.append(f"{source}: {error}")
             continue
@@ -324,10 +324,6 @@ def read(paths: Sequence[str], namespace: str | None, default_namespace: str) ->
     if problems:
         raise CannotPlan(*problems)
     return list(manifests.values()), skipped
-
-
-def _parsed(obj: Json) -> KVCachePool | InferenceEngine:
-    return parse_pool(obj) if obj["kind"] == POOLS.kind else parse_engine(obj)
 
 
 def _documents(paths: Sequence[str], problems: list[str]) -> Iterator[tuple[str, Json]]:

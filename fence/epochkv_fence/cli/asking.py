@@ -284,7 +284,9 @@ def update(
     \b
       epochkv update --version step-42 -- python push_weights.py --step 42
     """
-    _check_command(command[0])
+    if shutil.which(command[0]) is None:  # as a shell would say it
+        say_error(f"{command[0]} is no command that this user may execute; nothing was asked of the pool")
+        raise typer.Exit(Exit.NO_COMMAND)
     found = _push(command, version, config, timeout, output, only_new=only_new)
     for note in found.notes:
         say_error(note)
@@ -321,13 +323,6 @@ def _push(command: Sequence[str], version: str, config: str | None, timeout: flo
         raise typer.Exit(Exit.INTERRUPTED) from None
     assert made.report is not None
     return made.report
-
-
-def _check_command(name: str) -> None:
-    """End with what a shell would say, before anything is asked of the pool."""
-    if shutil.which(name) is None:
-        say_error(f"{name} is no command that this user may execute; nothing was asked of the pool")
-        raise typer.Exit(Exit.NO_COMMAND)
 
 
 def environment(environ: Mapping[str, str], config: str | None, version: str) -> dict[str, str]:

@@ -203,6 +203,9 @@ class UnknownWeights:
     name: str
     note: str
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.note})" if self.note else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class WeightsReport:
@@ -239,7 +242,7 @@ class WeightsReport:
 
     def __str__(self) -> str:
         parts = [f"{called(group.id, group.label)}: {listed(group.engines)}" for group in self.groups]
-        parts += [f"unknown: {listed([_with_note(found) for found in self.unknown])}"] if self.unknown else []
+        parts += [f"unknown: {listed([str(one) for one in self.unknown])}"] if self.unknown else []
         return "; ".join(parts) or "no engine is there"
 
 
@@ -267,7 +270,7 @@ def listed(names: Sequence[str]) -> str:
 def report(engines: Sequence[Engine], labels: Mapping[str, str]) -> WeightsReport:
     """Sort engines by what they hold."""
     groups = [
-        WeightsGroup(weights, labels.get(weights, ""), _names(members), _since(members), fingerprint)
+        WeightsGroup(weights, labels.get(weights, ""), tuple(sorted(engine.name for engine in members)), _since(members), fingerprint)
         for (fingerprint, weights), members in _grouped(engines)
         if weights
     ]
@@ -330,14 +333,6 @@ def _grouped(engines: Iterable[Engine]) -> Iterable[tuple[tuple[str, str], list[
 
 def _since(engines: Iterable[Engine]) -> float:
     return max(engine.weights_since_s for engine in engines)
-
-
-def _names(engines: Iterable[Engine]) -> tuple[str, ...]:
-    return tuple(sorted(engine.name for engine in engines))
-
-
-def _with_note(found: UnknownWeights) -> str:
-    return f"{found.name} ({found.note})" if found.note else found.name
 
 
 # ----------------------------------------------------------------------------------------------------------------------

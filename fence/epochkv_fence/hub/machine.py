@@ -285,7 +285,8 @@ def hear(hub: HubState, peer: bytes, message: Message, key_index: int, now: floa
         case Heartbeat():
             return _heartbeat(hub, peer, message, key_index, now)
         case Propose():
-            return _propose(hub, message.epoch, now)
+            counts = hub.leading and hub.rules.proposal_counts(hub.record, message.epoch)
+            return ask(hub, hub.record.target + 1, Source.ENGINE, now) if counts else []
         case Bump():
             return _bump(hub, peer, message, now)
         case Status():
@@ -335,12 +336,6 @@ def _leave(hub: HubState, instance: bytes, now: float) -> list[ev.Action]:
         return []
     engines_changed(hub, now)
     return [ev.Changed()]
-
-
-def _propose(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
-    if not hub.leading or not hub.rules.proposal_counts(hub.record, epoch):
-        return []
-    return ask(hub, hub.record.target + 1, Source.ENGINE, now)
 
 
 # ------------------------------------------------------------------ trainers

@@ -174,7 +174,7 @@ def write_client(directory: Path, keys: Keys, pool: str, endpoint: str) -> Path:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         with _locked(directory):
-            if (folder / CONFIG_FILE).exists() and not _has_credentials(folder, keys):
+            if path.exists() and not all(_holds(folder / name, text) for name, text in _credentials(keys)):
                 logger.warning("%s did not have the pool's keys; they are written again", folder)
             _write_credentials(folder, keys)
             content = _existing_json(path)
@@ -220,10 +220,6 @@ def _write_credentials(folder: Path, keys: Keys) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     for name, content in _credentials(keys):
         _write(folder / name, content)
-
-
-def _has_credentials(folder: Path, keys: Keys) -> bool:
-    return all(_holds(folder / name, content) for name, content in _credentials(keys))
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -17,16 +17,6 @@ from epochkv_operator.planning.context import Observed, Problem
 from epochkv_operator.planning.names import controller_of
 from epochkv_operator.planning.plan import Plan
 
-
-def _leave_replicas_alone(desired: Json, live: Json | None) -> Json:
-    """Drop `spec.replicas` once somebody owns it through the scale subresource; only then is dropping safe (nobody
-    resets it to 1).
-    """
-    if live is None or not live.get("x-scaled-by-others") or "replicas" not in desired.get("spec", {}):
-        return desired
-    return {**desired, "spec": {key: value for key, value in desired["spec"].items() if key != "replicas"}}
-
-
 log = structlog.get_logger(__name__)
 
 
@@ -123,7 +113,10 @@ class Executor:
 
     async def _apply(self, about: str, desired: Json, reason: str) -> None:
         live = self._store.get(*identity(desired))
-        answer = await self._send(by_kind(desired["kind"]), _leave_replicas_alone(desired, live), live)
+        if live is not None and live.get("x-scaled-by-others") and "spec" in desired:
+            # Somebody owns `spec.replicas` through the scale subresource. Only then is dropping it safe: nobody resets it to 1.
+            desired = {**desired, "spec": {key: value for key, value in desired["spec"].items() if key != "replicas"}}
+        answer = await self._send(by_kind(desired["kind"]), desired, live)
         self._store.upsert(desired["kind"], answer)
         if live is not None and answer["metadata"]["resourceVersion"] == live["metadata"]["resourceVersion"]:
             return

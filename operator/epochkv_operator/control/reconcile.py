@@ -285,7 +285,7 @@ class PoolReconciler(_Reconciler):
         try:
             if due:
                 keys = await self.secrets.rotate(obj, generation)
-            elif keys.previous is not None and self._unused(key, pool):
+            elif keys.previous is not None and self.hub(HubService.old_key_idle_seconds, uid) >= pool.spec.reset.fence_timeout_seconds:
                 keys = await self.secrets.retire(obj)
         except SecretConflict as error:
             return keys, Problem("SecretConflict", str(error)), None
@@ -295,10 +295,6 @@ class PoolReconciler(_Reconciler):
         if keys.previous is not None:
             self.wake(key, OLD_KEY_SECONDS)
         return keys, None, None
-
-    def _unused(self, key: Key, pool: KVCachePool) -> bool:
-        """Nobody alive has used the older key for as long as a lease can last."""
-        return self.hub(HubService.old_key_idle_seconds, pool.metadata.uid) >= pool.spec.reset.fence_timeout_seconds
 
 
 #: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.

@@ -39,8 +39,8 @@ class Written:
             return live
         known = {name: value for name, value in self._known.items() if name not in self._record}
         known |= {name: live[name] for name in self._record if name in live}
-        reset = live.get("reset") or {}
-        if self._newer(reset, live):
+        reset, before = live.get("reset") or {}, (self._known.get("reset") or {}).get("epoch") or 0
+        if reset and before < (reset.get("epoch") or 0) <= (live.get("targetEpoch") or 0):
             known["reset"] = reset  # the hub's, which has recorded a target
         return known
 
@@ -52,10 +52,6 @@ class Written:
     def confirmed(self, live: Json) -> None:
         """This is the status after our write."""
         self._known = live
-
-    def _newer(self, reset: Json, live: Json) -> bool:
-        known = ((self._known or {}).get("reset") or {}).get("epoch") or 0
-        return bool(reset) and known < (reset.get("epoch") or 0) <= (live.get("targetEpoch") or 0)
 
 
 log = structlog.get_logger(__name__)

@@ -198,20 +198,12 @@ class KubernetesAuthority:
 def record_of(pool: Json) -> PoolRecord:
     """What a pool object says, whoever wrote it."""
     status = pool.get("status") or {}
-    target = int(status.get("targetEpoch") or 0)
+    target, reset = int(status.get("targetEpoch") or 0), status.get("reset") or {}
+    asker = reset.get("origin") if reset.get("epoch") == target else None
     return PoolRecord(
         target=target,
         published=int(status.get("epoch") or 0),
         granting=bool(status.get("granting")),
-        origin=_origin_of(status.get("reset") or {}, target),
+        origin=Source(asker) if asker in {source.value for source in Source} else None,  # a newer operator may have other words
         labels={bytes.fromhex(entry["id"]): str(entry["label"]) for entry in status.get("weightsLabels") or []},
     )
-
-
-def _origin_of(reset: Json, target: int) -> Source | None:
-    """Who asked for the target; None for a record from before origins were kept, and for a word of a newer operator."""
-    source = _SOURCES.get(str(reset.get("origin")))
-    return source if source is not None and reset.get("epoch") == target else None
-
-
-_SOURCES = {source.value: source for source in Source}

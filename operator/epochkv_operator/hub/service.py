@@ -16,7 +16,7 @@ from epochkv_fence.metrics import POOL_GAUGES
 from epochkv_fence.mooncake_admin import StoreAdmin
 from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.net.server import HubServer
-from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolConfig, PoolRecord, PoolSnapshot
+from epochkv_fence.protocol.pool import ENGINE_STATES, PoolConfig, PoolRecord, PoolSnapshot
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.hub.authority import KubernetesAuthority, Proofs, record_of
@@ -87,7 +87,7 @@ def view_of(
         published=snapshot.published,
         complete=complete,
         engines=tuple(counted),
-        laggards=tuple(_laggard(engine) for engine in snapshot.engines if not engine.converged),
+        laggards=tuple((one.display_name, "Behind" if one.alive else "Silent") for one in snapshot.engines if not one.converged),
         reset_epoch=snapshot.target if started is not None and (done or snapshot.target > snapshot.published) else None,
         reset_started=_moment(started),
         reset_completed=_moment(snapshot.published_at) if done else None,
@@ -150,10 +150,6 @@ def _older(snapshot: PoolSnapshot) -> Iterator[str]:
                 came[one.weights] = max(one.weights_since, came.get(one.weights, 0.0))
         newest = min(came, key=lambda held: came[held]) if came else next(one.weights for one in members if one.instance not in apart)
         yield from (one.display_name for one in members if one.weights != newest)
-
-
-def _laggard(engine: EngineView) -> tuple[str, str]:
-    return engine.display_name, "Behind" if engine.alive else "Silent"
 
 
 def _moment(unix_seconds: float | None) -> datetime | None:

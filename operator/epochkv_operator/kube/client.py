@@ -108,13 +108,6 @@ def _raise(status: int, body: bytes, request: str, retry_after: str | None) -> N
     raise error
 
 
-def _date(header: str | None) -> datetime | None:
-    try:
-        return parsedate_to_datetime(header) if header else None
-    except ValueError:
-        return None
-
-
 def _set_field(name: str, value: Any) -> list[Json]:
     """A field of a merge patch as operations of a JSON patch: null removes, at the top and one level below."""
     path = f"/status/{name}"
@@ -272,7 +265,8 @@ class KubeClient:
             metrics.API_REQUESTS.labels(verb=verb, code="unreachable").inc()
             raise Unavailable(0, "Unreachable", str(error) or type(error).__name__, request) from error
         metrics.API_REQUESTS.labels(verb=verb, code=str(response.status)).inc()
-        self.server_date = _date(response.headers.get("Date")) or self.server_date
+        with contextlib.suppress(KeyError, ValueError):
+            self.server_date = parsedate_to_datetime(response.headers["Date"])
         if not 200 <= response.status < 300:
             _raise(response.status, data, request, response.headers.get("Retry-After"))
         try:

@@ -24,7 +24,6 @@ from epochkv_operator.planning.names import (
     TRANSFER_PORTS,
     component_name,
     component_selector,
-    digest,
     engine_object,
     engine_selector,
     pool_object,
@@ -136,11 +135,6 @@ def transfer_config(config: Json) -> str:
         sort_keys=True,
         separators=(",", ":"),
     )
-
-
-def connection_hash(config: Json, context: Context) -> str:
-    """Changes when an engine must restart to reach its pool: configuration or keys."""
-    return digest([config, context.credentials_revision])
 
 
 SSD_PORTS = (10000, 65535)

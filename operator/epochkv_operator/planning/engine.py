@@ -7,7 +7,7 @@ from typing import Final
 
 from epochkv_fence import quantity
 from epochkv_operator.api.base import ANY, POOL_LABEL
-from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec, ModelVolume, is_zero
+from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec, is_zero
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
@@ -18,6 +18,7 @@ from epochkv_operator.planning.names import (
     CREDENTIALS_DIR,
     ENGINE_PORT,
     component_name,
+    digest,
     engine_account,
     engine_labels,
     engine_object,
@@ -49,18 +50,14 @@ def model_environment(spec: InferenceEngineSpec) -> dict[str, str]:
 def model_volumes(spec: InferenceEngineSpec) -> tuple[list[Json], list[Json]]:
     """Volumes of the pod, and their mounts in the engine container."""
     if spec.model.volume is not None:
-        volume = {"name": MODEL_VOLUME, **_source(spec.model.volume)}
-        return [volume], [{"name": MODEL_VOLUME, "mountPath": MODELS_DIR, "readOnly": True}]
+        used = spec.model.volume
+        claim = {"persistentVolumeClaim": {"claimName": used.claim_name, "readOnly": True}}
+        source = claim if used.image is None else {"image": used.image.model_dump(exclude_none=True)}
+        return [{"name": MODEL_VOLUME, **source}], [{"name": MODEL_VOLUME, "mountPath": MODELS_DIR, "readOnly": True}]
     if spec.model.cache is not None:
         volume = {"name": "model-cache", "persistentVolumeClaim": {"claimName": spec.model.cache.claim_name}}
         return [volume], [{"name": "model-cache", "mountPath": CACHE_DIR}]
     return [], []
-
-
-def _source(volume: ModelVolume) -> Json:
-    if volume.image is not None:
-        return {"image": volume.image.model_dump(exclude_none=True)}
-    return {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": True}}
 
 
 PRE_STOP_SECONDS = 5
@@ -255,7 +252,7 @@ def _finished(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     template: Json = {"metadata": {"labels": labels}, "spec": _pod_spec(engine, pool, context, container)}
     if pool is not None:
         config = wiring.connection(pool, context)
-        template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: wiring.connection_hash(config, context)}
+        template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: digest([config, context.credentials_revision])}
     return finish_pod(template, engine.spec.template, "engine", "spec.template")
 
 

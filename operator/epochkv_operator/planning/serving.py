@@ -209,7 +209,11 @@ class _Look:
         return Serving(
             serves=tuple(dict.fromkeys(map(self._called, served))),
             turns=tuple(turns),
-            held=tuple((pod.name, self._held(pod)) for pod, verdict in verdicts if verdict.reason == "OtherWeights"),
+            held=tuple(
+                (pod.name, ", ".join(sorted({self._called(_hex(view)) for view in pod.views})))
+                for pod, verdict in verdicts
+                if verdict.reason == "OtherWeights"
+            ),
             stays=tuple(sorted(pod.name for pod in self._pods if pod.uid in stays)),
             unsaid={reason: tuple(sorted(names)) for reason, names in unsaid.items()},
             absent=absent,
@@ -249,7 +253,7 @@ class _Look:
 
     def _silent(self, pod: _Pod, hub: HubView) -> _Verdict:
         """Engines of the pod do not report, or not their weights."""
-        ready = self._seconds_since(pod.ready_since)
+        ready = (self._now - pod.ready_since).total_seconds() if pod.ready_since is not None else 0.0
         if not pod.views:
             return self._unsaid(pod, "NotReporting", self._lease - ready if hub.complete and pod.ready_since is not None else None)
         silent = [view.weights_since for view in pod.views if view.weights is None and not view.updating]
@@ -313,12 +317,6 @@ class _Look:
         moved = self._now if pod.gate.get("status") != status else datetime.fromisoformat(pod.gate["lastTransitionTime"])
         condition = {"type": GATE, "status": status, "reason": reason, "message": _TEXTS[reason]}
         return Turn(pod.obj, {**condition, "lastProbeTime": timestamp(self._now), "lastTransitionTime": timestamp(moved)})
-
-    def _seconds_since(self, moment: datetime | None) -> float:
-        return (self._now - moment).total_seconds() if moment is not None else 0.0
-
-    def _held(self, pod: _Pod) -> str:
-        return ", ".join(sorted({self._called(_hex(view)) for view in pod.views}))
 
     def _called(self, weights: str) -> str:
         return self._hub.called(weights) if self._hub is not None else called(weights, "")

@@ -186,7 +186,11 @@ def _trouble(workload: Json, pods: Sequence[Json]) -> tuple[str, str] | None:
             return found
     for condition in (workload.get("status") or {}).get("conditions") or []:
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-            return _creation_trouble(condition.get("message", ""))
+            why = condition.get("message", "")
+            if "violates PodSecurity" not in why:
+                return "CreateFailed", why
+            fix = "give the namespace the level its pods need (RDMA: privileged), or remove what violates it from template"
+            return "PodSecurityDenied", f"{why}; {fix}"
         if condition.get("type") == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
             return "RolloutStuck", str(condition.get("message", ""))
     return None
@@ -211,15 +215,6 @@ def _starting(workload: Json, pods: Sequence[Json]) -> str:
         why = "but its readiness probe does not succeed yet" if gate is None else f"and is kept out of its Service: {gate.get('message')}"
         return f"pod {name} runs, {why}" if containers else f"pod {name} is {str(status.get('phase', 'Pending')).lower()}"
     return ""
-
-
-def _creation_trouble(message: str) -> tuple[str, str]:
-    if "violates PodSecurity" in message:
-        return (
-            "PodSecurityDenied",
-            f"{message}; give the namespace the level its pods need (RDMA: privileged), or remove what violates it from template",
-        )
-    return "CreateFailed", message
 
 
 def _pod_trouble(pod: Json) -> tuple[str, str] | None:
