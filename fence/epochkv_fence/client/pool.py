@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import logging
 import os
 import weakref
@@ -16,8 +17,7 @@ from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 from epochkv_fence.client import pushes, resets
 from epochkv_fence.client.arguments import check_timeout
 from epochkv_fence.client.pushes import WEIGHTS_SECONDS, Update, WeightsProgress
-from epochkv_fence.client.resets import RESET_SECONDS, Progress
-from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolClosed, PoolError, PoolStatus, Reset, WeightsReport
+from epochkv_fence.client.results import Engine, HubUnreachable, PoolClosed, PoolError
 from epochkv_fence.client.session import STATUS_SECONDS, Session
 from epochkv_fence.common import LoopThread
 from epochkv_fence.connection import Connection
@@ -144,6 +144,21 @@ class Face:
         return f"<{type(self).__name__} {self.name} at {self._connection.hub.endpoint}>"
 
 
+def _blocking(call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]], extra_s: float = 0.0) -> Callable[Concatenate[Pool, P], T]:
+    """The method of `Pool` that makes `call` on its session and waits for it. `extra_s`: what it may take beyond its `timeout_s`."""
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def method(pool: Pool, /, *arguments: P.args, **keys: P.kwargs) -> T:
+        given = signature.bind(pool._session, *arguments, **keys)
+        given.apply_defaults()
+        timeout_s = given.arguments["timeout_s"]
+        check_timeout(timeout_s)
+        return pool._background.run(call(pool._session, *arguments, **keys), timeout_s + extra_s)
+
+    return method
+
+
 class Pool(Face):
     """One pool, from a program without an event loop. Thread-safe: any number of threads may call at once.
 
@@ -173,13 +188,11 @@ class Pool(Face):
             raise
         return cls(connection, background, session)
 
-    def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
-        """The pool and its live engines.
-
-        Raises:
-            HubUnreachable: no hub answered in time.
-        """
-        return self._run(self._session.status(timeout_s), timeout_s)
+    status = _blocking(Session.status)
+    weights = _blocking(pushes.weights)
+    reset = _blocking(resets.reset, EXTRA_SECONDS)
+    wait = _blocking(resets.wait, EXTRA_SECONDS)
+    wait_weights = _blocking(pushes.wait_weights, EXTRA_SECONDS)
 
     def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         """The live engines, by name.
@@ -188,91 +201,6 @@ class Pool(Face):
             HubUnreachable: no hub answered in time.
         """
         return self.status(timeout_s).engines
-
-    def reset(
-        self,
-        epoch: int | None = None,
-        *,
-        wait: bool = True,
-        timeout_s: float = RESET_SECONDS,
-        on_failure: OnFailure = "bypass",
-        progress: Progress | None = None,
-        force: bool = False,
-    ) -> Reset:
-        """Make all KV of the pool unreachable. Repeating it with the same epoch changes nothing.
-
-        New weights do not need it: they make names of their own.
-
-        Args:
-            epoch: None: one above the pool's target. A number: it is enough that this epoch is published, whoever asked for it.
-            wait: return when the epoch is published; False: when it is recorded, from which on every engine is moved.
-            timeout_s: for the whole call.
-            on_failure: when it is recorded and not published in time: `bypass` returns with `published=False` and the
-                laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
-            progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
-                What it raises is logged once and changes nothing. A plain function.
-            force: also an `epoch` more than a million above the target, which no reset brings down again.
-
-        Raises:
-            ResetNotRecorded: whatever `on_failure` says. Engines go on with the KV they have.
-            ResetTimeout: with `on_failure="crash"`.
-            ArgumentError (a ValueError): an argument cannot be meant.
-        """
-        work = resets.reset(self._session, epoch, wait=wait, timeout_s=timeout_s, on_failure=on_failure, progress=progress, force=force)
-        return self._run(work, timeout_s, EXTRA_SECONDS)
-
-    def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
-        """Wait until `epoch` is published, without asking for it.
-
-        Raises:
-            ResetTimeout: it was not in time.
-            HubUnreachable: no hub answered in time.
-            ArgumentError (a ValueError): an argument cannot be meant.
-        """
-        return self._run(resets.wait(self._session, epoch, timeout_s, progress), timeout_s, EXTRA_SECONDS)
-
-    def weights(self, timeout_s: float = STATUS_SECONDS) -> WeightsReport:
-        """Which live engines hold which weights now.
-
-        Raises:
-            HubUnreachable: no hub answered in time.
-        """
-        return self._run(pushes.weights(self._session, timeout_s), timeout_s)
-
-    def wait_weights(
-        self,
-        engines: Iterable[str] | None = None,
-        timeout_s: float = WEIGHTS_SECONDS,
-        label: str | None = None,
-        other_than: Iterable[str] = (),
-        progress: WeightsProgress | None = None,
-        only_new: bool = False,
-    ) -> WeightsReport:
-        """Wait until all engines hold the same weights, bit by bit; engines of different fingerprints need not be equal.
-
-        Whoever joins meanwhile counts, and whoever leaves, or dies and loses its lease, does not. Without `other_than` weights
-        that nobody has replaced are the same, too.
-
-        Args:
-            engines: names, each of which has to be a live engine's (without `/rank`: all ranks). None: every engine of the pool.
-            timeout_s: for the wait; the last look and the label may take a few seconds more.
-            label: what these weights are called from now on, at most 253 characters; of several names the newest counts.
-            other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
-            progress: called on another thread with a `WeightsStanding` after every look. A plain function.
-            only_new: also raise `WeightsDiverged` where engines held these weights before under a label, or `label` was that of
-                others. Nothing is called `label` then.
-
-        Returns:
-            Who holds what. Its `notes` say what `only_new` would raise for, unless the weights are only called what they were.
-
-        Raises:
-            WeightsDiverged: they do not in time. It names those that differ, those whose weights are unknown and why, and
-                those that still hold `other_than`.
-            HubUnreachable: no hub answered in time, or none has noted the label.
-            ArgumentError (a ValueError): an argument cannot be meant.
-        """
-        work = pushes.wait_weights(self._session, engines, timeout_s, label, other_than, progress, only_new)
-        return self._run(work, timeout_s, EXTRA_SECONDS)
 
     @contextmanager
     def weight_update(
@@ -298,18 +226,10 @@ class Pool(Face):
             HubUnreachable: no hub answered; on entry the block does not run.
             WeightsDiverged: on exit, as in `wait_weights`; also when a push changed nothing.
         """
-        update = self._run(pushes.begin_update(self._session, label, engines, timeout_s), timeout_s)
+        check_timeout(timeout_s)
+        update = self._background.run(pushes.begin_update(self._session, label, engines, timeout_s), timeout_s)
         yield update
-        work = pushes.wait_weights(self._session, update.engines, timeout_s, label, update.other_than, progress, only_new)
-        update.report = self._run(work, timeout_s, EXTRA_SECONDS)
-
-    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float, extra_s: float = 0.0) -> T:
-        try:
-            check_timeout(timeout_s)
-        except ValueError:
-            work.close()
-            raise
-        return self._background.run(work, timeout_s + extra_s)
+        update.report = self.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
 
     def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""
@@ -383,8 +303,7 @@ class AsyncPool(Face):
     ) -> AsyncIterator[Update]:
         update = await self._do(pushes.begin_update(self._session, label, engines, timeout_s))
         yield update
-        work = pushes.wait_weights(self._session, update.engines, timeout_s, label, update.other_than, progress, only_new)
-        update.report = await self._do(work)
+        update.report = await self.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
 
     async def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""

@@ -63,6 +63,11 @@ class Update:
 
 
 async def weights(session: Session, timeout_s: float = STATUS_SECONDS) -> WeightsReport:
+    """Which live engines hold which weights now.
+
+    Raises:
+        HubUnreachable: no hub answered in time.
+    """
     status = await session.status(timeout_s)
     return report(status.engines, status.labels)
 
@@ -84,6 +89,29 @@ async def wait_weights(
     progress: WeightsProgress | None = None,
     only_new: bool = False,
 ) -> WeightsReport:
+    """Wait until all engines hold the same weights, bit by bit; engines of different fingerprints need not be equal.
+
+    Whoever joins meanwhile counts, and whoever leaves, or dies and loses its lease, does not. Without `other_than` weights
+    that nobody has replaced are the same, too.
+
+    Args:
+        engines: names, each of which has to be a live engine's (without `/rank`: all ranks). None: every engine of the pool.
+        timeout_s: for the wait; the last look and the label may take a few seconds more.
+        label: what these weights are called from now on, at most 253 characters; of several names the newest counts.
+        other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
+        progress: called on another thread with a `WeightsStanding` after every look. A plain function.
+        only_new: also raise `WeightsDiverged` where engines held these weights before under a label, or `label` was that of
+            others. Nothing is called `label` then.
+
+    Returns:
+        Who holds what. Its `notes` say what `only_new` would raise for, unless the weights are only called what they were.
+
+    Raises:
+        WeightsDiverged: they do not in time. It names those that differ, those whose weights are unknown and why, and
+            those that still hold `other_than`.
+        HubUnreachable: no hub answered in time, or none has noted the label.
+        ArgumentError (a ValueError): an argument cannot be meant.
+    """
     names, digests = check_weights(engines, timeout_s, label, other_than)
     called_at = time.monotonic()
     until, pause, show = called_at + max(timeout_s, SETTLE_SECONDS), FIRST_POLL_SECONDS, Reporter(progress)
@@ -116,11 +144,7 @@ async def wait_weights(
 
 
 async def _label(session: Session, weights: str, label: str, until: float) -> None:
-    """Say what weights are called, until a hub has noted it.
-
-    Raises:
-        HubUnreachable: none has in time.
-    """
+    """Say what weights are called, until a hub has noted it. Raises `HubUnreachable`: none has in time."""
     with session.conversation() as conversation:
         asked = Label(conversation.request, bytes.fromhex(weights), label)
         async for answer in conversation.answers(asked, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):

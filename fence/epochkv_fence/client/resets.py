@@ -140,6 +140,25 @@ async def reset(
     progress: Progress | None = None,
     force: bool = False,
 ) -> Reset:
+    """Make all KV of the pool unreachable. Repeating it with the same epoch changes nothing.
+
+    New weights do not need it: they make names of their own.
+
+    Args:
+        epoch: None: one above the pool's target. A number: it is enough that this epoch is published, whoever asked for it.
+        wait: return when the epoch is published; False: when it is recorded, from which on every engine is moved.
+        timeout_s: for the whole call.
+        on_failure: when it is recorded and not published in time: `bypass` returns with `published=False` and the
+            laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
+        progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
+            What it raises is logged once and changes nothing. A plain function.
+        force: also an `epoch` more than a million above the target, which no reset brings down again.
+
+    Raises:
+        ResetNotRecorded: whatever `on_failure` says. Engines go on with the KV they have.
+        ResetTimeout: with `on_failure="crash"`.
+        ArgumentError (a ValueError): an argument cannot be meant.
+    """
     check_reset(epoch, timeout_s, on_failure)
     called_at = time.monotonic()
     until = called_at + timeout_s
@@ -232,6 +251,13 @@ async def _not_recorded(session: Session, epoch: int | None, timeout_s: float) -
 
 
 async def wait(session: Session, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
+    """Wait until `epoch` is published, without asking for it.
+
+    Raises:
+        ResetTimeout: it was not in time.
+        HubUnreachable: no hub answered in time.
+        ArgumentError (a ValueError): an argument cannot be meant.
+    """
     check_epoch(epoch)
     check_timeout(timeout_s)
     called_at = time.monotonic()

@@ -100,11 +100,7 @@ class Session:
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Begin to dial.
-
-        Raises:
-            ConfigurationError: the credentials cannot be used.
-        """
+        """Begin to dial. Raises `ConfigurationError`: the credentials cannot be used."""
         keys = self.connection.client_keys()
         self._task = asyncio.get_running_loop().create_task(self._run(keys))
 
@@ -155,7 +151,11 @@ class Session:
             await self.page(conversation, None, time.monotonic() + timeout_s, REFUSED_SECONDS)
 
     async def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
-        """The pool and its live engines."""
+        """The pool and its live engines.
+
+        Raises:
+            HubUnreachable: no hub answered in time.
+        """
         check_timeout(timeout_s)
         page, engines = await self.engines(time.monotonic() + timeout_s)
         pool = self.connection.pool
