@@ -29,15 +29,7 @@ NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a
 
 @dataclass(frozen=True, slots=True)
 class HubOptions:
-    """What `epochkv hub` is told.
-
-    Attributes:
-        listen: `tcp://HOST:PORT`; `*` for every address, `0.0.0.0` for every one of IPv4, port 0 for a free one.
-        state: directory of the record and the keys.
-        advertise: what engines and trainers dial; empty: derived from `listen`.
-        store_admin: admin URLs of the store's masters; empty: none.
-        metrics: `HOST:PORT` of /metrics and /healthz; empty: none.
-    """
+    """What `epochkv hub` is told; its help says what each option means. Empty: not given."""
 
     pool: str
     listen: str

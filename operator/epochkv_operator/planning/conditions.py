@@ -66,8 +66,8 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         bound = living(pool)
         parts.append(_pool_bound(f"{engine.metadata.namespace}/{engine.spec.pool_ref.name}", bound))
         parts.append(_epoch_current(engine, bound, observed, state))
-    if engine.spec.pool_ref is not None and living(pool) is not None:
-        notes.append(_engine_tiers(engine, observed))
+        if bound is not None:
+            notes.append(_engine_tiers(engine, observed))
     if state.reason == "ScaledToZero" and observed.problem is None:
         return [_ready_without_pods(parts, state), *parts, *notes]
     return [*_with_ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the engine serves")), *notes]

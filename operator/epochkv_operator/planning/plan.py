@@ -65,10 +65,8 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
         return Plan()
     try:
         desired = desire()
-    except InvalidTemplate as error:
-        return Plan(problem=Problem("InvalidTemplate", str(error)))
-    except KindNotServed as error:
-        return Plan(problem=Problem("KindNotServed", str(error)))
+    except (InvalidTemplate, KindNotServed) as error:
+        return Plan(problem=Problem(type(error).__name__, str(error)))
     live = {_name(child): child for child in children}
     apply, details = [], []
     for obj in desired:
