@@ -226,11 +226,7 @@ def _parse(content: str | bytes, origin: str) -> dict[str, Any]:
 
 
 def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
-    """`content` as `kind`.
-
-    Raises:
-        ConfigurationError: a key is missing, unknown or of the wrong type.
-    """
+    """`content` as `kind`. Raises `ConfigurationError`: a key is missing, unknown or of the wrong type."""
     try:
         return msgspec.convert(content, kind)
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
@@ -249,11 +245,7 @@ def check_pool(pool: PoolRef, origin: str) -> None:
 
 
 def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
-    """Host and port of what a client may dial.
-
-    Raises:
-        ConfigurationError: it does not look like `tcp://host:7700`.
-    """
+    """Host and port of what a client may dial. Raises `ConfigurationError`: it does not look like `tcp://host:7700`."""
     match = ENDPOINT.fullmatch(endpoint)
     if match is None or not 0 < int(match["port"]) < 65536 or len(match["host"]) > 255 or not endpoint.isprintable():
         raise ConfigurationError(f"{what} is {_shown(endpoint)}; it must look like tcp://host:7700")

@@ -104,11 +104,7 @@ class MooncakeAdmin:
 
 
 def check_admin_url(url: str) -> str:
-    """`url` without a slash at its end.
-
-    Raises:
-        ValueError: it is not `http://host:port`.
-    """
+    """`url` without a slash at its end. Raises `ValueError`: it is not `http://host:port`."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme == "http" and bool(parts.hostname) and parts.port is not None and parts.path in ("", "/") and url.isprintable()

@@ -366,11 +366,7 @@ class FenceSecrets:
         return self._remember(known, rotated)
 
     async def retire(self, pool: Json) -> FenceKeys:
-        """Take the older public key out of the Secret.
-
-        Raises:
-            ApiError
-        """
+        """Take the older public key out of the Secret. Raises `ApiError`."""
         known = self._pools[pool["metadata"]["uid"]]
         found = await self._client.get(SECRETS, *_place(pool))
         keys, _ = self._judge(pool, known, decoded(found))

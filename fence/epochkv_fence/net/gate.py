@@ -405,11 +405,7 @@ class Router:
     # ------------------------------------------------------------------ life
 
     def open(self, bind: str) -> str:
-        """Listen; returns the address with its port.
-
-        Raises:
-            zmq.ZMQError: the address cannot be bound. Nothing stays open then.
-        """
+        """Listen; returns the address with its port. Raises `zmq.ZMQError`: the address cannot be bound. Nothing stays open then."""
         raise_file_limit()
         self._context = zmq.Context()
         try:

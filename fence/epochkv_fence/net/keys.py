@@ -59,11 +59,7 @@ class ClientKeys:
 
     @classmethod
     def load(cls, directory: str | Path) -> ClientKeys:
-        """Read `hub.pub`, `client.pub` and `client.key`.
-
-        Raises:
-            CredentialsError: a file is missing or holds no key.
-        """
+        """Read `hub.pub`, `client.pub` and `client.key`. Raises `CredentialsError`: a file is missing or holds no key."""
         base = Path(directory)
         return cls(*(read_key(base / name) for name in (HUB_PUBLIC_FILE, CLIENT_PUBLIC_FILE, CLIENT_SECRET_FILE)))
 

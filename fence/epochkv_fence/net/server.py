@@ -443,11 +443,7 @@ class HubServer:
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Bind and begin.
-
-        Raises:
-            OSError: the address cannot be bound (zmq.ZMQError is one).
-        """
+        """Bind and begin. Raises `OSError`: the address cannot be bound (zmq.ZMQError is one)."""
         self._alarm.start()
         try:
             self.endpoint = self._router.open(self._bind)

@@ -145,11 +145,7 @@ class Database:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """The connection that makes all reads and writes.
-
-        Raises:
-            AuthorityError: the directory was released.
-        """
+        """The connection that makes all reads and writes. Raises `AuthorityError`: the directory was released."""
         if self._connection is None:
             raise self.given_back()
         return self._connection
@@ -327,11 +323,7 @@ class SqliteAuthority:
         return await self._call("verify", read)
 
     async def load(self, pool_uid: str) -> PoolRecord:
-        """What is recorded.
-
-        Raises:
-            PoolGone: there is no pool with this uid.
-        """
+        """What is recorded. Raises `PoolGone`: there is no pool with this uid."""
         return await self._call("load", lambda: self._record_of(self._database.connection, pool_uid))
 
     def _record_of(self, connection: sqlite3.Connection, pool_uid: str) -> PoolRecord:

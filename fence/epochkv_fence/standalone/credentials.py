@@ -69,11 +69,7 @@ class Keys(msgspec.Struct, frozen=True):
 
 
 def ensure_keys(directory: Path, pool_uid: str) -> Keys:
-    """The keys of this pool, made on first use.
-
-    Raises:
-        StateError: they cannot be read, or belong to another record.
-    """
+    """The keys of this pool, made on first use. Raises `StateError`: they cannot be read, or belong to another record."""
     with _locked(directory):
         keys = read_keys(directory)
         if keys is None:
@@ -97,11 +93,7 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
 
 
 def read_keys(directory: Path) -> Keys | None:
-    """None: there are none yet.
-
-    Raises:
-        StateError: the file is not one that this version wrote.
-    """
+    """None: there are none yet. Raises `StateError`: the file is not one that this version wrote."""
     path = directory / KEYS_FILE
     try:
         keys = msgspec.json.decode(path.read_bytes(), type=Keys)
@@ -288,11 +280,7 @@ class KeyWatch:
         self._server = server
 
     def configure(self, **changes: Any) -> None:
-        """Serve with other values from now on.
-
-        Raises:
-            ValueError: a value is impossible.
-        """
+        """Serve with other values from now on. Raises `ValueError`: a value is impossible."""
         self.config = replace(self.config, **changes)
         self._server.set_pool(self.config)
 

@@ -86,11 +86,7 @@ class Copies:
         return again
 
     async def withdraw(self, key: Key) -> None:
-        """The pool is gone.
-
-        Raises:
-            ApiError: another try may solve it.
-        """
+        """The pool is gone. Raises `ApiError`: another try may solve it."""
         for namespace in self.places(key):
             await self._withdraw(key, namespace)
         for known in (self._told, self._looked, self._matched):

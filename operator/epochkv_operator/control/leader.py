@@ -128,11 +128,7 @@ class Leader:
         await self._thread.run(self._acquire())
 
     async def hold(self) -> None:
-        """Renew until the Lease is lost. Then the hub grants nothing more, before anybody else hears of it.
-
-        Raises:
-            LeaseLost
-        """
+        """Renew until the Lease is lost. Then the hub grants nothing more, before anybody else hears of it. Raises `LeaseLost`."""
         await self._thread.run(self._hold())
 
     async def serve(self, keys: KeyPair) -> HubProxy:

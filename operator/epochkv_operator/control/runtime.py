@@ -54,11 +54,7 @@ class Probes:
         self._runners: list[web.AppRunner] = []
 
     async def serve(self, probe_bind: str, metrics_bind: str) -> None:
-        """Bind and answer until `close`.
-
-        Raises:
-            OSError: a port is taken.
-        """
+        """Bind and answer until `close`. Raises `OSError`: a port is taken."""
         probe_app = web.Application()
         probe_app.router.add_get("/livez", lambda _: self._answer(self.live))
         probe_app.router.add_get("/readyz", lambda _: self._answer(self.ready))

@@ -237,11 +237,7 @@ class HubService:
         self.listening = False
 
     async def start(self) -> None:
-        """Bind and lead in the Lease's term.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
+        """Bind and lead in the Lease's term. Raises `OSError`: the address cannot be bound."""
         await self._server.start()
         term = self._lease.term
         if term is None:

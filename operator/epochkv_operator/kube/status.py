@@ -50,11 +50,7 @@ class StatusWriter:
         self._store = store
 
     async def read(self, ref: ObjectRef, deadline_seconds: float | None = None) -> Json:
-        """Quorum read of the object.
-
-        Raises:
-            ObjectGone, ApiError
-        """
+        """Quorum read of the object. Raises `ObjectGone`, `ApiError`."""
         try:
             obj = await self._client.get(ref.resource, ref.namespace, ref.name, deadline_seconds)
         except NotFound as error:

@@ -214,11 +214,7 @@ _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
-    """`{metadata, spec}` of the pods that serve.
-
-    Raises:
-        InvalidTemplate: an override in `spec.template` that belongs to the operator.
-    """
+    """`{metadata, spec}` of the pods that serve. Raises `InvalidTemplate`: an override in `spec.template` that belongs to the operator."""
     health = partial(podspec.http_probe, "/health", ENGINE_PORT, tls=serves_tls(engine.spec))
     container = {
         **command(engine, pool, context),
