@@ -221,11 +221,7 @@ def engines(
         raise typer.Exit(Exit.FAILED)
 
 
-def weights(
-    config: Config = None,
-    timeout: Timeout = STATUS_SECONDS,
-    output: Out = Output.TABLE,
-) -> None:
+def weights(config: Config = None, timeout: Timeout = STATUS_SECONDS, output: Out = Output.TABLE) -> None:
     """List the weights by digest, with the engines that hold them. The largest group comes first, then the one that changed last.
 
     `epochkv update` waits until a push has reached every engine.

@@ -80,14 +80,14 @@ def is_inside(host: str) -> bool:
     return host.endswith(".svc") or ".svc." in host
 
 
-async def dial(host: str, port: int, seconds: float = DIAL_SECONDS) -> tuple[Dialled, str]:
+async def dial(host: str, port: int) -> tuple[Dialled, str]:
     """What a TCP connection to this address gives, as a word and in words."""
     where = f"{host}:{port}"
     try:
-        addresses = await resolve(host, port, seconds)
+        addresses = await resolve(host, port, DIAL_SECONDS)
     except OSError as error:
         return "unresolved", str(error)
-    outcomes = [await _connect(address, seconds / len(addresses), where) for address in addresses]
+    outcomes = [await _connect(address, DIAL_SECONDS / len(addresses), where) for address in addresses]
     return min(outcomes, key=lambda outcome: ("open", "refused", "silent", "unroutable").index(outcome[0]))
 
 

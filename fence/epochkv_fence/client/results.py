@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from epochkv_fence.protocol.messages import EngineStatus, Status
+from epochkv_fence.protocol.messages import EngineStatus, SharingState, Status
 from epochkv_fence.protocol.pool import called
 
 OnFailure = Literal["bypass", "crash"]
-State = Literal["sharing", "isolated", "own", "unknown", "behind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Engine:
     pod: str
     rank: int
     epoch: int | None
-    state: State
+    state: SharingState
     old_epoch_requests: int
     age_seconds: float
     silent_seconds: float
@@ -67,7 +66,7 @@ class Engine:
             instance=status.instance.hex(),
             name=status.name(status.instance),
             epoch=status.epoch,
-            state=_state(status, target),
+            state=status.sharing_state(status.epoch is None or status.epoch < target),
             age_seconds=status.age_seconds,
             silent_seconds=status.silent_seconds,
             weights_since_s=status.since_seconds,
@@ -78,14 +77,6 @@ class Engine:
     def base_name(self) -> str:
         """Of all ranks of its pod or engine."""
         return self.pod or self.engine or self.instance[:8]
-
-
-def _state(status: EngineStatus, target: int) -> State:
-    if status.epoch is None or status.epoch < target:
-        return "behind"
-    if status.weights is None:
-        return "own" if status.tiers_off == "OwnCache" else "unknown"
-    return "isolated" if status.isolated else "sharing"
 
 
 @dataclass(frozen=True, slots=True)

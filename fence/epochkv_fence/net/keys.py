@@ -115,13 +115,11 @@ class KeyReader:
     Args:
         read: reads the credentials; may raise, and may never return.
         done: called on another thread when there is an answer.
-        seconds: after which a read counts as hung.
     """
 
-    def __init__(self, read: Callable[[], ClientKeys], done: Callable[[], None], seconds: float = READ_SECONDS) -> None:
+    def __init__(self, read: Callable[[], ClientKeys], done: Callable[[], None]) -> None:
         self._read = read
         self._done = done
-        self._seconds = seconds
         self._reading: Future[ClientKeys] | None = None
         self._hangs_at: float | None = None
 
@@ -129,7 +127,7 @@ class KeyReader:
         """Read, unless a read is under way."""
         if self._reading is None:
             self._reading = on_daemon_thread(self._read, "epochkv-keys")
-            self._hangs_at = time.monotonic() + self._seconds
+            self._hangs_at = time.monotonic() + READ_SECONDS
             self._reading.add_done_callback(lambda _: self._done())
 
     def answer(self) -> ClientKeys | BaseException | None:
@@ -140,5 +138,5 @@ class KeyReader:
             return read.exception() or read.result()
         if read is not None and self._hangs_at is not None and time.monotonic() >= self._hangs_at:
             self._hangs_at = None
-            return TimeoutError(f"no answer within {self._seconds} s: the file system hangs")
+            return TimeoutError(f"no answer within {READ_SECONDS} s: the file system hangs")
         return None

@@ -10,14 +10,14 @@ from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 
-from epochkv_fence.protocol.messages import MAX_LABELS, EngineReport, Message, Source
+from epochkv_fence.protocol.messages import MAX_LABELS, EngineReport, Message, SharingState, Source
 
 SHOWN_DIGITS: Final = 8
 """Of a digest of weights."""
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
-EngineState = Literal["sharing", "isolated", "own", "unknown", "behind", "silent"]
-ENGINE_STATES: Final[tuple[EngineState, ...]] = get_args(EngineState)
+EngineState = SharingState | Literal["silent"]
+ENGINE_STATES: Final[tuple[EngineState, ...]] = (*get_args(SharingState), "silent")
 
 
 def margin_seconds(lease_seconds: float) -> float:
@@ -110,13 +110,7 @@ class EngineView(EngineReport, frozen=True):
     @property
     def state(self) -> EngineState:
         """One word for metrics."""
-        if not self.alive:
-            return "silent"
-        if not self.converged:
-            return "behind"
-        if self.weights is None:
-            return "own" if self.tiers_off == "OwnCache" else "unknown"
-        return "isolated" if self.isolated else "sharing"
+        return self.sharing_state(not self.converged) if self.alive else "silent"
 
 
 @dataclass(frozen=True, slots=True)

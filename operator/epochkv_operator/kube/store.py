@@ -61,9 +61,8 @@ class Store:
     One thread owns it and changes it. Others may look up.
     """
 
-    def __init__(self, indexer: Indexer, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, indexer: Indexer) -> None:
         self._indexer = indexer
-        self._clock = clock
         self._objects: dict[str, dict[str, Json]] = {}
         self._names: dict[tuple[str, str, str], str] = {}
         self._groups: dict[Group, dict[str, None]] = {}
@@ -146,7 +145,7 @@ class Store:
             self._names[name] = uid
 
     def _drop(self, kind: str, uid: str, version: int) -> bool:
-        now = self._clock()
+        now = time.monotonic()
         self._tombstones[uid] = (now, version)
         self._tombstones.move_to_end(uid)  # the oldest one is the first
         while now - next(iter(self._tombstones.values()))[0] > TOMBSTONE_SECONDS:
