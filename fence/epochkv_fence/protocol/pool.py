@@ -128,6 +128,11 @@ class WeightsView:
     engines: int
     since_seconds: float
 
+    @property
+    def id(self) -> str:
+        """32 hex digits."""
+        return self.weights.hex()
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:

@@ -24,7 +24,7 @@ from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder, LeaseLost
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Key, pool_key
-from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
+from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView
 
 # ---- from the hub's snapshot of a pool to what planning and metrics take; pure ----
 
@@ -74,7 +74,7 @@ class PoolHistory:
 
 
 def view_of(
-    snapshot: PoolSnapshot, history: PoolHistory, unix_seconds: float, now: float, keys: KeysView | None = None, *, complete: bool = True
+    snapshot: PoolSnapshot, history: PoolHistory, now: float, keys: KeysView | None = None, *, complete: bool = True
 ) -> HubView | None:
     """The snapshot for planning; None while the hub does not lead this pool, when it knows nothing that counts."""
     if not snapshot.leading:
@@ -93,10 +93,7 @@ def view_of(
         reset_completed=_moment(snapshot.published_at) if done else None,
         reset_milliseconds=round(snapshot.reset_seconds * 1e3) if done and snapshot.reset_seconds is not None else None,
         origin=snapshot.origin.value if snapshot.origin is not None else None,
-        weights=tuple(
-            WeightsGroup(group.weights.hex(), group.engines, datetime.fromtimestamp(unix_seconds - group.since_seconds, UTC), group.label)
-            for group in snapshot.weights
-        ),
+        weights=snapshot.weights,
         outliers=tuple(_outliers(snapshot)),
         overdue=history.overdue_in(now) == 0.0,
         older=tuple(_older(snapshot)),
@@ -325,12 +322,12 @@ class HubService:
         served = self._served.get(pool_uid)
         if served is None:
             return HubSnapshot()
-        snapshot, unix_seconds, now = self._server.snapshot(pool_uid), time.time(), time.monotonic()
-        served.history.take(snapshot, unix_seconds, now)
+        snapshot, now = self._server.snapshot(pool_uid), time.monotonic()
+        served.history.take(snapshot, time.time(), now)
         led_since = served.history.led_since
         incomplete = led_since + served.config.lease_seconds - now if led_since is not None else 0.0
         keys = key_view(snapshot, served.keys.generation, served.keys.in_secret)
-        view = view_of(snapshot, served.history, unix_seconds, now, keys, complete=incomplete <= 0)
+        view = view_of(snapshot, served.history, now, keys, complete=incomplete <= 0)
         if view is not None:
             doubted = self._doubted(newest, snapshot.published) if newest is not None else 0
             proof, granted = self._authority.proof(pool_uid, view.published), self._authority.granted(pool_uid)

@@ -63,8 +63,7 @@ def master_address(pool: KVCachePool) -> str | None:
         return None
     if distributed.external is not None:
         return distributed.external.master_address
-    if distributed.mooncake is None:  # only in a file: the API server wants one of the two
-        return None
+    assert distributed.mooncake is not None, "the rules of the API want one of the two"
     etcd = etcd_endpoints(distributed.mooncake)
     if etcd is not None:
         return f"etcd://{etcd}"
@@ -90,10 +89,9 @@ def store_environment(pool: KVCachePool) -> dict[str, str]:
 
 def transport(pool: KVCachePool) -> Transport | None:
     """How blocks travel; None for a pool without L2."""
-    if pool.spec.distributed is None:
-        return None
-    used = pool.spec.distributed.mooncake or pool.spec.distributed.external
-    return used.transport if used is not None else None
+    distributed = pool.spec.distributed
+    used = distributed and (distributed.mooncake or distributed.external)
+    return used.transport if used else None
 
 
 def connection(pool: KVCachePool, context: Context, save: int | str | None = None) -> Json:

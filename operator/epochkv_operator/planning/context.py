@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from epochkv_fence.protocol.pool import EngineView, called
+from epochkv_fence.protocol.pool import EngineView, WeightsView, called
 from epochkv_operator.api.base import PodSecurity
 
 Json = dict[str, Any]
@@ -45,19 +45,6 @@ class Context:
     """Labels by which a Prometheus finds its PodMonitors."""
     gates: bool = True
     """The operator may open readiness gates, so pods may have them."""
-
-
-@dataclass(frozen=True)
-class WeightsGroup:
-    """The live engines that hold the same weights."""
-
-    id: str
-    """32 hex digits."""
-    engines: int
-    since: datetime
-    """When the first of them was seen with these, as far as this hub knows."""
-    label: str = ""
-    """What a trainer called them."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +96,7 @@ class HubView:
     reset_milliseconds: int | None = None
     origin: str | None = None
     """Who asked for the target: `Spec`, `Trainer` or `Engine`; None: not known."""
-    weights: Sequence[WeightsGroup] = ()
+    weights: Sequence[WeightsView] = ()
     """The largest group first."""
     outliers: Sequence[Outlier] = ()
     overdue: bool = False

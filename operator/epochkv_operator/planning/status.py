@@ -61,7 +61,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     if observed.hub is not None:
         status["engines"] = _engines(observed.hub, len(external(observed, pool.metadata.namespace)))
         status["externalEngines"] = _external(observed, pool.metadata.namespace)
-        status["weights"] = _weights_groups(observed.hub, previous)
+        status["weights"] = _weights_groups(observed.hub, previous, now)
         status["weightsSummary"] = weights_summary(observed.hub.engines, observed.hub)
         if partial:
             status |= {key: previous[key] for key in _HEARD if key in previous}
@@ -153,7 +153,7 @@ def weights_summary(engines: Iterable[EngineView], hub: HubView) -> str:
     return listed(found, MAX_KINDS)
 
 
-def _weights_groups(hub: HubView, previous: Json) -> list[Json]:
+def _weights_groups(hub: HubView, previous: Json, now: datetime) -> list[Json]:
     """`status.weights`. The time of weights that the live status shows already is kept: hubs and their clocks come and go."""
     before = {group["id"]: group["since"] for group in previous.get("weights") or []}
     return [
@@ -161,7 +161,7 @@ def _weights_groups(hub: HubView, previous: Json) -> list[Json]:
             "id": group.id,
             **({"label": group.label} if group.label else {}),
             "engines": group.engines,
-            "since": before.get(group.id) or timestamp(group.since),
+            "since": before.get(group.id) or timestamp(now - timedelta(seconds=group.since_seconds)),
         }
         for group in hub.weights[:_MAX_WEIGHTS]
     ]
