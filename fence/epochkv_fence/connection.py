@@ -20,15 +20,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 if TYPE_CHECKING:
     from epochkv_fence.net.keys import ClientKeys
-
-T = TypeVar("T")
 
 CONFIG_ENV: Final = "EPOCHKV_CONFIG"
 FENCE_ENV: Final = "EPOCHKV_FENCE"
@@ -134,25 +132,22 @@ class Connection:
         """
         variables = os.environ if environ is None else environ
         document = read_document(source, variables, what)
-        needed = convert(document.content, _Needed, document.origin)
+        try:
+            needed = msgspec.convert(document.content, _Needed)
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
+            unknown = "take that key out, or correct its name: " if "unknown field" in str(error) else ""
+            form = 'it must have {"pool": {"name", "uid"}, "hub": {"endpoint", "credentials_dir"}}'
+            raise ConfigurationError(f"{document.origin}: {error}; {unknown}{form}") from error
         check_pool(needed.pool, document.origin)
         check_endpoint(needed.hub.endpoint, f"{document.origin}: hub.endpoint")
         return cls(needed.pool, needed.hub, document.origin, variables)
 
     def client_keys(self) -> ClientKeys:
-        """The key pair that speaks for the pool, and the hub's public key.
-
-        Raises:
-            ConfigurationError: a file or variable is missing or holds no key.
-        """
+        """The key pair that speaks for the pool, and the hub's public key. Raises as `read_client_keys`."""
         return read_client_keys(self.hub, self.environ)
 
     def root_secret(self) -> bytes:
-        """What the pool's names are made with; engines need it, clients do not.
-
-        Raises:
-            ConfigurationError: the file or variable is missing or holds no secret.
-        """
+        """What the pool's names are made with; engines need it, clients do not. Raises as `read_root_secret`."""
         return read_root_secret(self.hub, self.environ)
 
 
@@ -223,17 +218,6 @@ def _parse(content: str | bytes, origin: str) -> dict[str, Any]:
         return msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"{origin} is not a JSON object: {error}; it must have the keys pool and hub") from error
-
-
-def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
-    """`content` as `kind`. Raises `ConfigurationError`: a key is missing, unknown or of the wrong type."""
-    try:
-        return msgspec.convert(content, kind)
-    except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
-        unknown = "take that key out, or correct its name: " if "unknown field" in str(error) else ""
-        raise ConfigurationError(
-            f'{origin}: {error}; {unknown}it must have {{"pool": {{"name", "uid"}}, "hub": {{"endpoint", "credentials_dir"}}}}'
-        ) from error
 
 
 def check_pool(pool: PoolRef, origin: str) -> None:

@@ -177,20 +177,15 @@ class Session:
         question = Status(conversation.request, after=after)
         async for answer in conversation.answers(question, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
             if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
-                self._check_pool(answer)
+                if answer.pool and answer.pool != (pool := self.connection.pool).uid:
+                    raise WrongPool(
+                        f"the key speaks for the pool with uid {answer.pool}, and {self.connection.origin} names {pool.name} with uid "
+                        f"{pool.uid}; take both from one pool"
+                    )
                 return answer
             if answer is None and self.refused_seconds > refused_seconds:
                 break
         raise await self.unreachable()
-
-    def _check_pool(self, page: Status) -> None:
-        pool = self.connection.pool
-        if page.pool and page.pool != pool.uid:
-            origin = self.connection.origin
-            raise WrongPool(
-                f"the key speaks for the pool with uid {page.pool}, and {origin} names {pool.name} with uid {pool.uid}; "
-                "take both from one pool"
-            )
 
     async def unreachable(self) -> HubUnreachable:
         """The error to raise, which says why no hub answered."""
