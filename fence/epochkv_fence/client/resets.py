@@ -122,6 +122,10 @@ class ResetAsk:
     def published(self) -> bool:
         return self.newest is not None and self.newest.published >= self.epoch
 
+    def outcome(self, published: bool, engines: int, old_epoch_requests: int) -> Reset:
+        seconds = time.monotonic() - self.called_at
+        return Reset(self.epoch, published, seconds, engines, self.laggards, old_epoch_requests, self.noop)
+
     def standing(self) -> Standing:
         assert self.newest is not None
         counts = (
@@ -212,15 +216,7 @@ async def _outcome(session: Session, ask: ResetAsk, wait: bool, on_failure: OnFa
     assert isinstance(newest, BumpStatus)
     if newest.laggards or not ask.published or ask.late:
         await _see(session, ask)
-    reset = Reset(
-        epoch=ask.epoch,
-        published=ask.published,
-        duration_s=time.monotonic() - ask.called_at,
-        engines=newest.engines,
-        laggards=ask.laggards,
-        old_epoch_requests=newest.old_epoch_requests,
-        noop=ask.noop,
-    )
+    reset = ask.outcome(ask.published, newest.engines, newest.old_epoch_requests)
     if wait and not ask.published and on_failure == "crash":
         raise ResetTimeout(_late(reset), reset)
     return reset
@@ -271,15 +267,7 @@ async def wait(session: Session, epoch: int, timeout_s: float = RESET_SECONDS, p
     page, engines = await session.engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
     if not ask.noop and page.target >= epoch:  # as long as nobody asks, nobody is waited for
         ask.see(page, engines)
-    reset = Reset(
-        epoch=epoch,
-        published=page.published >= epoch,
-        duration_s=time.monotonic() - called_at,
-        engines=len(engines),
-        laggards=ask.laggards,
-        old_epoch_requests=sum(engine.old_epoch_requests for engine in engines),
-        noop=ask.noop,
-    )
+    reset = ask.outcome(page.published >= epoch, len(engines), sum(engine.old_epoch_requests for engine in engines))
     if not reset.published:
         unasked = (
             f"epoch {epoch} is not published after {timeout_s:g} s: nobody has asked for it (the target is {page.target}). "

@@ -315,11 +315,17 @@ class EngineReconciler(_Reconciler):
         pool_obj = await self._pool(key.namespace, name) if name else None
         engine, pool = parse_engine(obj), parse_pool(pool_obj) if pool_obj is not None else None
         if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.decided(pool.metadata.uid):
-            await self._wait_for_keys(key, obj, engine, pool)
+            # The pool is being reconciled; without its keys the engine would start twice, or wait for a volume.
+            if (refusal := self.secrets.refusal(pool.metadata.uid)) is None:
+                self.wake(key, WAIT_FOR_KEYS_SECONDS)
+            else:
+                await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
             return
         if pool is None and name and (left := self._hold(key, engine)) > 0:
             self.wake(key, left)
-            await self._report(key, obj, engine, None, _waits(key.namespace, name))
+            missing = f"KVCachePool {key.namespace}/{name} does not exist yet"
+            text = f"{missing}: pods start when it does, or without it {POOL_WAIT_SECONDS:g} s after the engine"
+            await self._report(key, obj, engine, None, Problem("WaitingForPool", text))
             return
         await self._bring_about(key, obj, engine, pool)
 
@@ -329,14 +335,6 @@ class EngineReconciler(_Reconciler):
         if self.store.get(kind, key.namespace, name) is not None:
             return 0.0
         return self._new.setdefault(key, time.monotonic()) + POOL_WAIT_SECONDS - time.monotonic()
-
-    async def _wait_for_keys(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool) -> None:
-        """The pool is being reconciled; without its keys the engine would start twice, or wait for a volume."""
-        refusal = self.secrets.refusal(pool.metadata.uid)
-        if refusal is None:
-            self.wake(key, WAIT_FOR_KEYS_SECONDS)
-            return
-        await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
 
     async def _pool(self, namespace: str, name: str) -> Json | None:
         """The pool, asked for at the API server before it counts as missing.
@@ -423,12 +421,6 @@ class PodReconciler:
     def _tell(self, pod: Json, reason: str, note: str, *, warning: bool = True) -> None:
         self._told[key_of(pod["kind"], pod)] = pod["metadata"]["uid"]
         self.reporter.tell(pod, reason=reason, action="Join", note=note, warning=warning)
-
-
-def _waits(namespace: str, pool: str) -> Problem:
-    late = f"{POOL_WAIT_SECONDS:g} s after the engine"
-    text = f"KVCachePool {namespace}/{pool} does not exist yet: pods start when it does, or without it {late}"
-    return Problem("WaitingForPool", text)
 
 
 def _not_ready(pool: KVCachePool, refusal: str) -> Problem:

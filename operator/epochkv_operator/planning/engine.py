@@ -106,12 +106,9 @@ def _shared(engine: InferenceEngine, pool: KVCachePool | None, context: Context)
 
 def _parallelism(spec: InferenceEngineSpec, given: set[str]) -> list[str]:
     shape, arguments = spec.parallelism, list[str]()
-    if shape.tensor > 1:
-        arguments += ["--tensor-parallel-size", str(shape.tensor)]
-    if shape.pipeline > 1:
-        arguments += ["--pipeline-parallel-size", str(shape.pipeline)]
-    if shape.data > 1:
-        arguments += ["--data-parallel-size", str(shape.data)]
+    for kind, ranks in (("tensor", shape.tensor), ("pipeline", shape.pipeline), ("data", shape.data)):
+        if ranks > 1:
+            arguments += [f"--{kind}-parallel-size", str(ranks)]
     if shape.expert:
         arguments.append("--enable-expert-parallel")
     if shape.nodes > 1:
