@@ -25,7 +25,7 @@ from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.hub.masters import Elections
 from epochkv_operator.hub.service import AcceptedKeys, HubService, HubSnapshot
-from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
+from epochkv_operator.keys import FenceKeys, FenceSecrets, PoolKeys, SecretConflict
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS, ref_of
 from epochkv_operator.kube.status import ObjectGone
@@ -253,7 +253,7 @@ class PoolReconciler(_Reconciler):
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""
         uid = obj["metadata"]["uid"]
-        decided = self.secrets.decided(uid)
+        decided = self.secrets.of(uid).decided
         try:
             keys, note = await self.secrets.ensure(obj)
             if note:
@@ -262,8 +262,8 @@ class PoolReconciler(_Reconciler):
         except SecretConflict as error:
             return None, Problem("SecretConflict", str(error)), None
         except (Forbidden, Invalid) as error:
-            known = self.secrets.known(uid)  # rights that are being changed do not make known keys wrong
-            return known, None if known else Problem("SecretRefused", str(self.secrets.refusal(uid))), error
+            known = self.secrets.of(uid)  # rights that are being changed do not make known keys wrong
+            return known.keys, None if known.keys else Problem("SecretRefused", str(known.refusal)), error
         finally:
             if not decided:  # engines wait for this, or for the news that there is something to wait for
                 for engine in engines_of(self.store, key.namespace, key.name):
@@ -272,13 +272,12 @@ class PoolReconciler(_Reconciler):
     async def _serve(self, key: Key, obj: Json, pool: KVCachePool, keys: FenceKeys) -> tuple[FenceKeys, Problem | None, ApiError | None]:
         """Have the hub serve the pool, and take the next step of replacing its client key, if one is due. Returns as `_keys`."""
         uid, generation = pool.metadata.uid, pool.spec.keys.generation
-        due = keys.previous is None and keys.generation < generation
+        due, known = keys.previous is None and keys.generation < generation, self.secrets.of(uid)
         if due:
-            self.secrets.draw(uid)
+            known.draw()
 
         def serve(now: FenceKeys) -> None:
-            accepted = AcceptedKeys(self.secrets.accepted(uid), len(now.accepted), now.generation)
-            self.hub(HubService.ensure, pool, accepted, new=self.secrets.new(uid))
+            self.hub(HubService.ensure, pool, AcceptedKeys(known.accepted, len(now.accepted), now.generation), new=known.new)
 
         # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
         serve(keys)
@@ -314,9 +313,9 @@ class EngineReconciler(_Reconciler):
         name = pool_of(obj)
         pool_obj = await self._pool(key.namespace, name) if name else None
         engine, pool = parse_engine(obj), parse_pool(pool_obj) if pool_obj is not None else None
-        if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.decided(pool.metadata.uid):
+        if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.of(pool.metadata.uid).decided:
             # The pool is being reconciled; without its keys the engine would start twice, or wait for a volume.
-            if (refusal := self.secrets.refusal(pool.metadata.uid)) is None:
+            if (refusal := self.secrets.of(pool.metadata.uid).refusal) is None:
                 self.wake(key, WAIT_FOR_KEYS_SECONDS)
             else:
                 await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
@@ -350,13 +349,12 @@ class EngineReconciler(_Reconciler):
             return None
 
     async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
-        keys = self.secrets.known(pool.metadata.uid) if pool is not None else None
-        context = context_for(self.settings, keys, self.served())
+        known = self.secrets.of(pool.metadata.uid) if pool is not None else PoolKeys()
+        context = context_for(self.settings, known.keys, self.served())
         children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
         problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
-        refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None
-        if pool is not None and refusal is not None:
-            problem = problem or _not_ready(pool, refusal)
+        if pool is not None and known.refusal is not None:
+            problem = problem or _not_ready(pool, known.refusal)
         snapshot = await self._report(key, obj, engine, pool, problem)
         if not snapshot.known:
             return  # a new hub is about to read the pool's record, and wakes this engine then
