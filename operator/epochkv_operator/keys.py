@@ -79,9 +79,8 @@ class FenceKeys:
 
     @property
     def revision(self) -> str:
-        """Changes when engines must restart: another hub, or another root secret. A rotated client key is read again by running engines.
-        It stands in pod templates, and tells nothing of the secret.
-        """
+        """Changes when engines must restart: another hub, or another root secret. A rotated client key is read again by running engines. It
+        stands in pod templates, and tells nothing of the secret."""
         mac = hmac.new(self.root_secret.encode(), self.hub_public.encode(), hashlib.sha256)
         return mac.hexdigest()[:12]
 
@@ -118,8 +117,7 @@ def whole(found: Fields, pool_uid: str) -> FenceKeys | None:
 
 def follows(known: FenceKeys, found: FenceKeys, drawn: KeyPair | None) -> bool:
     """Whether a whole Secret is what this process knows, or what its operators make of it: without the older key, or with a newer one.
-    `drawn`: the pair of our own rotation, whose write may have had no answer.
-    """
+    `drawn`: the pair of our own rotation, whose write may have had no answer."""
     same = (found.hub_public, found.root_secret) == (known.hub_public, known.root_secret)
     if (found.client, found.generation) == (known.client, known.generation):
         return same and found.previous in (None, known.previous)
@@ -378,8 +376,7 @@ class FenceSecrets:
 
     async def _put(self, pool: Json, found: Json, keys: FenceKeys, why: str) -> None:
         """All our fields at once, by compare-and-swap: `found` carries its resourceVersion. One that somebody has made immutable is made
-        again.
-        """
+        again."""
         metadata, ours = found["metadata"], encoded(content(keys, pool["metadata"]["uid"]))
         foreign = {name: value for name, value in (found.get("data") or {}).items() if name not in FIELDS}
         others = [owner for owner in metadata.get("ownerReferences") or [] if owner.get("kind") != POOLS.kind]

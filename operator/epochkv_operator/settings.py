@@ -1,6 +1,4 @@
-"""Settings of one operator process: command-line flags, each with an environment variable, and nothing read later from
-elsewhere.
-"""
+"""Settings of one operator process: command-line flags, each with an environment variable, and nothing read later from elsewhere."""
 
 from __future__ import annotations
 

@@ -276,11 +276,7 @@ MIN_KEYS_SECONDS: Final = 0.5
 
 
 class Links:
-    """Used by one thread.
-
-    Attributes:
-        current: the connection in use; None while none is open.
-    """
+    """Used by one thread. `current`: the connection in use; None while none is open."""
 
     def __init__(
         self,

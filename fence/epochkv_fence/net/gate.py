@@ -270,8 +270,7 @@ MAX_ADDRESS: Final = 64
 
 
 class ZapHandler:
-    """Lets a client in when `knows` its public key (z85), of the address it comes from; its messages then carry that key as
-    `User-Id`."""
+    """Lets a client in when `knows` its public key (z85), of the address it comes from; its messages then carry that key as `User-Id`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], domain: str, knows: Callable[[str, str], bool]) -> None:
         self._domain = domain.encode()

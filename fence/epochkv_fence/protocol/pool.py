@@ -1,6 +1,5 @@
 """One pool, as its hub takes and gives it: configuration, durable record and the authority that keeps it, the events and actions of the
-hub's state machine (`hub.machine`), and what the pool looks like right now.
-"""
+hub's state machine (`hub.machine`), and what the pool looks like right now."""
 
 from __future__ import annotations
 

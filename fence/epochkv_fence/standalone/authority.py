@@ -76,11 +76,7 @@ class StateError(AuthorityError):
 
 
 class StateHeld(StateError):
-    """Another process holds the state directory.
-
-    Attributes:
-        pid: of that process, as it wrote it down; None when that is not known.
-    """
+    """Another process holds the state directory. `pid`: of that process, as it wrote it down; None when that is not known."""
 
     def __init__(self, directory: Path, pid: int | None) -> None:
         self.pid = pid

@@ -268,11 +268,7 @@ CHECK_SECONDS: Final = 1.0
 
 
 class KeyWatch:
-    """Owns the pool's configuration, because the keys in it change while the hub serves.
-
-    Attributes:
-        config: what the hub serves now.
-    """
+    """Owns the pool's configuration, because the keys in it change while the hub serves. `config`: what the hub serves now."""
 
     def __init__(self, directory: Path, server: HubServer, config: PoolConfig) -> None:
         self.config = config

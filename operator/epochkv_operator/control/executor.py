@@ -56,8 +56,7 @@ class Executor:
 
     async def _owner_stays(self, plan: Plan) -> bool:
         """Who took owner references away may be the garbage collector, of an owner that is deleted without its children
-        (`--cascade=orphan`), which its watch has not shown yet. Given back, they would have the children deleted, too.
-        """
+        (`--cascade=orphan`), which its watch has not shown yet. Given back, they would have the children deleted, too."""
         for desired, why in zip(plan.apply, plan.details, strict=False):
             if ": metadata.ownerReferences" not in why:
                 continue
@@ -125,9 +124,8 @@ class Executor:
         log.info("child applied", object=about, child=f"{desired['kind']} {desired['metadata']['name']}", what=verb, reason=reason)
 
     async def _send(self, resource: Resource, desired: Json, live: Json | None) -> Json:
-        """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its
-        name, an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there.
-        """
+        """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its name,
+        an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there."""
         namespace = desired["metadata"]["namespace"]
         try:
             return await self._client.apply(resource, namespace, desired)

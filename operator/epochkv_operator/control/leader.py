@@ -104,8 +104,7 @@ Wake = Callable[[Key, float], None]
 
 class Leader:
     """From standing by to giving the Lease back. On the main loop, `news` and `wake` are called, and `answers` when the Lease could be
-    renewed again after it could not.
-    """
+    renewed again after it could not."""
 
     def __init__(self, settings: Settings, identity: str, store: Store, news: News, wake: Wake, answers: Callable[[], None]) -> None:
         self._settings = settings

@@ -75,8 +75,7 @@ GATES_AT_ONCE = 8
 @dataclass(eq=False)
 class _Reconciler(ABC):
     """Brings objects of one kind to what they should be. `wake`: look at a key after a delay; `served`: kinds of other projects that there
-    are; `refused`: what this operator may not list, of what objects of a namespace are judged by.
-    """
+    are; `refused`: what this operator may not list, of what objects of a namespace are judged by."""
 
     settings: Settings
     store: Store

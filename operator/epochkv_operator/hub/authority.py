@@ -123,9 +123,8 @@ class KubernetesAuthority:
         return record
 
     async def record(self, pool_uid: str, target: int, origin: Source | None = None) -> None:
-        """Durably raise the target epoch, and say in the same write who asked for it; a target that is already as high is
-        left alone, and so is its origin.
-        """
+        """Durably raise the target epoch, and say in the same write who asked for it; a target that is already as high is left alone, and
+        so is its origin."""
 
         def decide(pool: Json) -> Json | None:
             if target <= record_of(pool).target:

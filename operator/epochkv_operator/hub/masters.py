@@ -29,9 +29,8 @@ MAX_ANSWER_BYTES: Final = 1 << 16
 
 
 def master_urls(store: Store, pool_uid: str) -> list[str]:
-    """Admin ports of the live masters, from what the watches show. Those that are ready come first: with several masters, the
-    one that serves is among them. None for a pool that is gone, and for one whose Mooncake somebody else runs.
-    """
+    """Admin ports of the live masters, from what the watches show. Those that are ready come first: with several masters, the one that
+    serves is among them. None for a pool that is gone, and for one whose Mooncake somebody else runs."""
     pool = store.by_uid(POOLS.kind, pool_uid)
     if pool is None:
         return []

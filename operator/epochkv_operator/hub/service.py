@@ -1,6 +1,4 @@
-"""The fence hub of this process: its life, its pools, and how its changes reach the work queue without a write per
-heartbeat.
-"""
+"""The fence hub of this process: its life, its pools, and how its changes reach the work queue without a write per heartbeat."""
 
 from __future__ import annotations
 
@@ -209,9 +207,8 @@ class HubFailed(Exception):
 
 
 class HubService:
-    """One HubServer. `wake` is called with (key, delay in seconds) when a pool's status may have to be written, `forgotten` with the uid
-    of a pool that is served no more.
-    """
+    """One HubServer. `wake` is called with (key, delay in seconds) when a pool's status may have to be written, `forgotten` with the uid of
+    a pool that is served no more."""
 
     def __init__(
         self,

@@ -189,8 +189,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Observed:
-    """Live objects. `children` and `pods` may hold more than what belongs to the object: planning takes what it owns, by uid and
-    label."""
+    """Live objects. `children` and `pods` may hold more than what belongs to the object: planning takes what it owns, by uid and label."""
 
     children: Sequence[Json] = ()
     pods: Sequence[Json] = ()

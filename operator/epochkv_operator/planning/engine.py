@@ -178,8 +178,7 @@ def startup_failures(spec: InferenceEngineSpec) -> int:
 
 def progress_deadline(pod: Json) -> int:
     """Seconds after which a rollout without progress counts as stuck: a pod may take as long as its startup probe, overridden or not,
-    allows.
-    """
+    allows."""
     container = next(container for container in pod["containers"] if container["name"] == "engine")
     probe = container.get("startupProbe") or {}
     seconds = _number(probe, "initialDelaySeconds", 0) + _number(probe, "periodSeconds", 10) * _number(probe, "failureThreshold", 3)

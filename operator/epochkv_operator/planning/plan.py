@@ -107,9 +107,8 @@ def _foreign(owner: KVCachePool | InferenceEngine, desired: Json, child: Json | 
 
 
 def _left_behind(desired: Json, child: Json) -> bool:
-    """This operator made the live object for a namesake, which was deleted without it (`--cascade=orphan`): its labels and the
-    annotation say so.
-    """
+    """This operator made the live object for a namesake, which was deleted without it (`--cascade=orphan`): its labels and the annotation
+    say so."""
     metadata = child["metadata"]
     labels, wanted = metadata.get("labels") or {}, desired["metadata"]["labels"]
     ours = (MANAGED_BY_LABEL, COMPONENT_LABEL, ENGINE_LABEL if ENGINE_LABEL in wanted else POOL_LABEL)

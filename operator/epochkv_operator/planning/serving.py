@@ -397,8 +397,7 @@ def _place(pod: Json) -> Place:
 
 def _by_pod(pods: Sequence[Json], home: str, engines: Iterable[EngineView], now: datetime) -> dict[Place, Sequence[EngineView]]:
     """Of each engine and rank, the live instance that started last: the one before lives on for a lease. By the pod that has the gate: of
-    several nodes, the first one, after which LeaderWorkerSet names the others. Outside of Kubernetes each instance is an engine.
-    """
+    several nodes, the first one, after which LeaderWorkerSet names the others. Outside of Kubernetes each instance is an engine."""
     leaders = {_place(pod): (pod["metadata"]["namespace"], pod["metadata"]["name"].rsplit("-", 1)[0]) for pod in pods if _is_worker(pod)}
     spaces = {pod["metadata"]["name"]: pod["metadata"]["namespace"] for pod in pods}  # of an engine that does not know its own
     latest: dict[tuple[Place, str | bytes, int], EngineView] = {}

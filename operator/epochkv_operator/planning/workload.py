@@ -69,9 +69,8 @@ def select(pods: Iterable[Json], labels: dict[str, str], namespace: str) -> list
 
 
 def health(workload: Json | None, pods: Sequence[Json], what: str, asked: int | None = None) -> Health:
-    """Reduce a workload and its pods. `what` names it in messages, such as `the master`; `asked` is the count in the user's own
-    object, when somebody may have scaled the workload behind its back.
-    """
+    """Reduce a workload and its pods. `what` names it in messages, such as `the master`; `asked` is the count in the user's own object,
+    when somebody may have scaled the workload behind its back."""
     found = _health(workload, [pod for pod in pods if not ended(pod)], what)
     if workload is None:
         return found
@@ -119,9 +118,8 @@ def rollout(workload: Json, pods: Sequence[Json], state: Health) -> Rollout:
 
 
 def _newest(pods: Sequence[Json]) -> list[Json]:
-    """Pods of the newest revision, which is the one that the youngest pod has. Times of creation are whole seconds: in a second that
-    made pods of two revisions, both count.
-    """
+    """Pods of the newest revision, which is the one that the youngest pod has. Times of creation are whole seconds: in a second that made
+    pods of two revisions, both count."""
 
     def revision(pod: Json) -> str:
         labels = pod["metadata"].get("labels") or {}
