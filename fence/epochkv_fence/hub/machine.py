@@ -248,7 +248,7 @@ class Hub:
         hub, record = self.state, self.state.record
         if not hub.leading:
             return hub.instances.forget_at
-        due = min(hub.instances.forget_at, hub.reclaimer.due_at, hub.wiper.due_at(), hub.reported.check_at())
+        due = min(hub.instances.forget_at, hub.reclaimer.due_at, hub.wiper.due_at(), hub.reported.check_at)
         if hub.open and hub.instances.behind:
             due = min(due, hub.instances.nudge_at)
         pending = record.unwritten or (bool(hub.rounds.beats) and not record.noted and not record.noting)
@@ -543,7 +543,7 @@ def tick(hub: HubState, now: float) -> list[ev.Action]:
     actions: list[ev.Action] = []
     if now >= hub.wiper.due_at():
         actions += _wipe(hub, now)
-    if now >= hub.reported.check_at() and hub.reported.expire(hub.config.grace_seconds, now):
+    if now >= hub.reported.check_at and hub.reported.expire(hub.config.grace_seconds, now):
         unheld_weights(hub, now)
     if now >= hub.reclaimer.due_at:
         actions += _ask_engine(hub, now)

@@ -63,17 +63,6 @@ class HubOptions:
             split_address(self.metrics)
         return replace(self, store_admin=urls)
 
-    def pool_config(self, uid: str, client_public_keys: tuple[str, ...]) -> PoolConfig:
-        """The pool that the hub serves."""
-        return PoolConfig(
-            uid,
-            self.pool,
-            client_public_keys,
-            lease_seconds=self.lease_seconds,
-            reclaim=self.reclaim,
-            store_admin=bool(self.store_admin),
-        )
-
 
 def split_listen(listen: str) -> tuple[str, int]:
     """Host and port of `tcp://HOST:PORT`; `ConfigurationError` for anything else."""
@@ -166,7 +155,10 @@ class StandaloneHub:
         self.uid = await authority.ensure_pool(options.pool, options.lease_seconds)
         keys = await asyncio.to_thread(ensure_keys, directory, self.uid)
         server = await self._listen(keys, authority)
-        self._keys = KeyWatch(directory, server, options.pool_config(self.uid, keys.accepted))
+        config = PoolConfig(
+            self.uid, options.pool, keys.accepted, options.lease_seconds, options.reclaim, store_admin=bool(options.store_admin)
+        )
+        self._keys = KeyWatch(directory, server, config)
         server.set_pool(self._keys.config)
         self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
         self.connection_file = await asyncio.to_thread(write_client, directory, keys, options.pool, self.endpoint)

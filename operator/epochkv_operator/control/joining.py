@@ -12,6 +12,7 @@ it has a label, and the Secret is there for longer than that.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import datetime
 from typing import Final
@@ -171,21 +172,16 @@ class Copies:
         try:
             if SHARED_LABEL in config["metadata"]["labels"]:
                 await self._client.replace(CONFIGMAPS, namespace, _closed(config))
-            await self._delete_secret(key, namespace, secret)
+            with contextlib.suppress(NotFound):
+                keys = await self._client.get(SECRETS, namespace, secret)
+                if home(keys) == key:
+                    await self._client.delete(SECRETS, namespace, secret, keys["metadata"]["uid"])
+                    metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
             await self._client.delete(CONFIGMAPS, namespace, name, config["metadata"]["uid"])
         except NotFound:
             return
         metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="delete").inc()
         log.info("pool no longer shared", pool=f"{key.namespace}/{key.name}", namespace=namespace)
-
-    async def _delete_secret(self, key: Key, namespace: str, name: str) -> None:
-        try:
-            secret = await self._client.get(SECRETS, namespace, name)
-            if home(secret) == key:
-                await self._client.delete(SECRETS, namespace, name, secret["metadata"]["uid"])
-                metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
-        except NotFound:
-            pass
 
 
 def _closed(config: Json) -> Json:

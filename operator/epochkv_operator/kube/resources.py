@@ -138,8 +138,7 @@ class Right:
 
 def rights(home: str, scopes: Sequence[str | None], lease: str, hub_secret: str) -> list[Right]:
     """All that an operator needs that runs in `home` and serves `scopes` (None: the whole cluster)."""
-    found = [right for scope in scopes for right in _served(scope)]
-    for resource, verb, name in (
+    own = (
         (LEASES, "get", lease),
         (LEASES, "update", lease),
         (LEASES, "create", ""),
@@ -147,9 +146,9 @@ def rights(home: str, scopes: Sequence[str | None], lease: str, hub_secret: str)
         (SECRETS, "delete", hub_secret),
         (SECRETS, "create", ""),
         (EVENTS, "create", ""),
-    ):
-        found.append(Right(resource.group, resource.plural, verb, home, name))
-    return found
+    )
+    served = (right for scope in scopes for right in _served(scope))
+    return [*served, *(Right(resource.group, resource.plural, verb, home, name) for resource, verb, name in own)]
 
 
 def _served(scope: str | None) -> Iterable[Right]:
