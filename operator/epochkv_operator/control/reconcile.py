@@ -24,13 +24,13 @@ from epochkv_operator.control.joining import JOINED, Copies, explain, ready_sinc
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.hub.masters import Elections
-from epochkv_operator.hub.service import AcceptedKeys, HubService, HubSnapshot
+from epochkv_operator.hub.service import HubService, HubSnapshot
 from epochkv_operator.keys import FenceKeys, FenceSecrets, PoolKeys, SecretConflict
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS, ref_of
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import BY_HOME, Key, Store, engine_key, engines_of, home, key_of, pool_of
-from epochkv_operator.planning.context import Context, HubView, Observed, Problem, Serving, Turn
+from epochkv_operator.planning.context import Context, HubView, KeysView, Observed, Problem, Serving, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.serving import ANYTHING, Life, lives_of, serve_of, serving
@@ -276,7 +276,7 @@ class PoolReconciler(_Reconciler):
             known.draw()
 
         def serve(now: FenceKeys) -> None:
-            self.hub(HubService.ensure, pool, AcceptedKeys(known.accepted, len(now.accepted), now.generation), new=known.new)
+            self.hub(HubService.ensure, pool, known.accepted, KeysView(now.generation, len(now.accepted)), new=known.new)
 
         # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
         serve(keys)

@@ -106,10 +106,9 @@ def view_of(
     )
 
 
-def key_view(snapshot: PoolSnapshot, generation: int, accepted: int) -> KeysView:
-    """The client keys, and who still uses the older of two."""
-    old = [engine.display_name for engine in snapshot.engines if engine.alive and engine.key_index > 0]
-    return KeysView(generation, accepted, tuple(old) if accepted > 1 else ())
+def old_key_users(snapshot: PoolSnapshot) -> tuple[str, ...]:
+    """Live engines that use the older of two client keys."""
+    return tuple(engine.display_name for engine in snapshot.engines if engine.alive and engine.key_index > 0)
 
 
 def export(namespace: str, pool: str, snapshot: PoolSnapshot, lease_seconds: float, now: float) -> None:
@@ -165,15 +164,6 @@ WATCHDOG_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class AcceptedKeys:
-    """Client keys of a pool: public ones, the newest first; how many of them are in the Secret, and the generation of that pair."""
-
-    public: tuple[str, ...]
-    in_secret: int = 1
-    generation: int = 0
-
-
-@dataclass(frozen=True)
 class HubSnapshot:
     """What the hub knows about a pool at one moment.
 
@@ -196,7 +186,7 @@ class _Served:
 
     key: Key
     config: PoolConfig
-    keys: AcceptedKeys
+    keys: KeysView
     history: PoolHistory
     old_key_used_at: float
     reported_at: float = 0.0
@@ -262,8 +252,11 @@ class HubService:
 
     # ---- pools ----
 
-    def ensure(self, pool: KVCachePool, keys: AcceptedKeys, *, new: bool = False) -> None:
-        """Make the hub serve this pool with this configuration, and no namesake of it. `new` as in `KubernetesAuthority.register`."""
+    def ensure(self, pool: KVCachePool, accepted: tuple[str, ...], keys: KeysView, *, new: bool = False) -> None:
+        """Make the hub serve this pool with this configuration, and no namesake of it.
+
+        `accepted`: public keys of clients, the newest first; `keys`: as the Secret has them; `new` as in `KubernetesAuthority.register`.
+        """
         metadata, distributed = pool.metadata, pool.spec.distributed
         uid, key = metadata.uid, pool_key(metadata.namespace, metadata.name)
         for other in [other for other, served in self._served.items() if served.key == key and other != uid]:
@@ -271,7 +264,7 @@ class HubService:
         config = PoolConfig(
             uid=uid,
             name=f"{metadata.namespace}/{metadata.name}",
-            client_public_keys=keys.public,
+            client_public_keys=accepted,
             lease_seconds=float(pool.spec.reset.lease_seconds),
             reclaim=pool.spec.reset.reclaim_policy if distributed is not None else "Retain",
             # Somebody else's store may hold what is not ours to remove.
@@ -284,7 +277,7 @@ class HubService:
             self._server.set_pool(config)
             self._server.request(uid, pool.spec.reset_epoch)
             return
-        if len(keys.public) > len(served.keys.public):
+        if len(accepted) > len(served.config.client_public_keys):
             served.old_key_used_at = time.monotonic()
         served.keys = keys
         if served.config != config:
@@ -323,7 +316,7 @@ class HubService:
         served.history.take(snapshot, time.time(), now)
         led_since = served.history.led_since
         incomplete = led_since + served.config.lease_seconds - now if led_since is not None else 0.0
-        keys = key_view(snapshot, served.keys.generation, served.keys.in_secret)
+        keys = replace(served.keys, old_users=old_key_users(snapshot) if served.keys.accepted > 1 else ())
         view = view_of(snapshot, served.history, now, keys, complete=incomplete <= 0)
         if view is not None:
             doubted = self._doubted(newest, snapshot.published) if newest is not None else 0
@@ -341,7 +334,7 @@ class HubService:
         served, now = self._served.get(pool_uid), time.monotonic()
         if served is None or not (snapshot := self._server.snapshot(pool_uid)).leading:
             return 0.0
-        if any(engine.alive and engine.key_index > 0 for engine in snapshot.engines):
+        if old_key_users(snapshot):
             served.old_key_used_at = now
         return now - served.old_key_used_at
 

@@ -7,7 +7,7 @@ import pytest
 
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, WeightsView
-from epochkv_operator.hub.service import PoolHistory, export, key_view, view_of
+from epochkv_operator.hub.service import PoolHistory, export, old_key_users, view_of
 from epochkv_operator.metrics import REGISTRY, forget_pool
 
 A, B = b"a" * 16, b"b" * 16
@@ -135,5 +135,4 @@ def test_engines_by_state_and_those_that_differ_are_counted() -> None:
 def test_old_keys_are_named_while_there_are_two_and_their_users_live() -> None:
     engines = [engine("new"), engine("old", key_index=1), engine("dead", key_index=1, alive=False)]
     snapshot = replace(EMPTY, engines=engines)
-    assert key_view(snapshot, 3, 2).old_users == ("old",)
-    assert key_view(snapshot, 3, 1).old_users == ()
+    assert old_key_users(snapshot) == ("old",)
