@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import yaml
 
-from epochkv_operator import __version__
 from epochkv_operator.api import InvalidObject, parse_engine, parse_pool
 from epochkv_operator.api.base import API_VERSION, GROUP
 from epochkv_operator.api.rules import violations
@@ -97,7 +96,7 @@ def planned(
     settings = Settings(operator_namespace)
     # Groups of pods need LeaderWorkerSet; whether the cluster has it, the operator says.
     served = frozenset({"LeaderWorkerSet"})
-    rendered = Context(settings.endpoint, operator_namespace, __version__, settings.store_image, settings.engine_image, served=served)
+    rendered = Context(settings, served=served)
     if live:
         return _live(paths, namespace, context, rendered)
     manifests, skipped = read(paths, namespace, "default")

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from epochkv_operator import __version__, metrics
+from epochkv_operator import metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
@@ -42,22 +42,6 @@ def observe(store: Store, namespace: str, label: str, value: str, hub: HubView |
     """Everything in a namespace that carries a label of the operator."""
     children = [obj for resource in (*CHILDREN, *OPTIONAL) for obj in store.found(resource.kind, namespace, label, value)]
     return Observed(tuple(children), tuple(store.found(PODS.kind, namespace, label, value)), hub, problem)
-
-
-def context_for(settings: Settings, keys: FenceKeys | None, served: frozenset[str] = frozenset()) -> Context:
-    """The settings that end up in objects. `keys` of the pool, when it has any; `served`: kinds of other projects that there are."""
-    return Context(
-        hub_endpoint=settings.endpoint,
-        operator_namespace=settings.namespace,
-        operator_version=__version__,
-        store_image=settings.store_image,
-        engine_image=settings.engine_image,
-        served=served,
-        pod_security=settings.pod_security,
-        monitor_labels=settings.monitor_labels,
-        gates=settings.gates,
-        credentials_revision=keys.revision if keys is not None else "",
-    )
 
 
 def now() -> datetime:
@@ -136,7 +120,7 @@ class PoolReconciler(_Reconciler):
         if keys is not None:
             keys, trouble, late = await self._serve(key, obj, pool, keys)
             problem, retry = problem or trouble, retry or late
-        context = context_for(self.settings, keys, self.served())
+        context = Context(self.settings, keys.revision if keys is not None else "", self.served())
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem, again = problem or refused or self._blind(key.namespace), retry or again
@@ -349,7 +333,7 @@ class EngineReconciler(_Reconciler):
 
     async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
         known = self.secrets.of(pool.metadata.uid) if pool is not None else PoolKeys()
-        context = context_for(self.settings, known.keys, self.served())
+        context = Context(self.settings, known.keys.revision if known.keys is not None else "", self.served())
         children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
         problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
         if pool is not None and known.refusal is not None:

@@ -27,7 +27,7 @@ from epochkv_operator.control.joining import Copies
 from epochkv_operator.control.leader import HubProxy, Leader, watch_lag
 from epochkv_operator.control.reconcile import EngineReconciler, PodReconciler, PoolReconciler
 from epochkv_operator.control.reporter import Reporter
-from epochkv_operator.control.worker import Worker, WorkQueue, recheck_seconds
+from epochkv_operator.control.worker import Worker, WorkQueue
 from epochkv_operator.hub.masters import Elections
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.keys import FenceSecrets, HubSecret
@@ -176,7 +176,9 @@ class Operator:
         elections = Elections(self.store, self.queue.add)
         pools = PoolReconciler(*given, elections, Copies(client, self.store, self.settings))
         engines, pods = EngineReconciler(*given), PodReconciler(self.store, reporter, hub, self.queue.add_after)
-        recheck = recheck_seconds(self.settings.resync_seconds)
+        # Pools often: a deleted Secret has no watch that would tell. Engines rarely: whatever they are made from is watched.
+        period = 2 * self.settings.resync_seconds
+        recheck = {POOLS.kind: min(60.0, period), ENGINES.kind: period}
         worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile, PODS.kind: pods.reconcile}, recheck)
         self._start("hub", leader.watch_hub())
         self._start("elections", elections.watch())

@@ -16,7 +16,6 @@ import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import ApiError, Conflict, Unavailable
-from epochkv_operator.kube.resources import ENGINES, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Key
 
@@ -135,16 +134,11 @@ DEADLINE_SECONDS = 60.0
 Reconcile = Callable[[Key], Awaitable[None]]
 
 
-def recheck_seconds(resync_seconds: float) -> dict[str, float]:
-    """After about how long a healthy object is looked at again, by kind.
-
-    Pools often: a deleted Secret has no watch that would tell. Engines rarely: whatever they are made from is watched.
-    """
-    return {POOLS.kind: min(60.0, 2 * resync_seconds), ENGINES.kind: 2 * resync_seconds}
-
-
 class Worker:
-    """Serves keys of several kinds. Several workers may share one queue: call `run` several times. `recheck`: see `recheck_seconds`."""
+    """Serves keys of several kinds. Several workers may share one queue: call `run` several times.
+
+    `recheck`: after about how many seconds a healthy object is looked at again, by kind.
+    """
 
     def __init__(self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], recheck: Mapping[str, float]) -> None:
         self._queue = queue

@@ -99,7 +99,7 @@ def connection(pool: KVCachePool, context: Context, save: int | str | None = Non
     metadata = pool.metadata
     config: Json = {
         "pool": {"name": metadata.name, "namespace": metadata.namespace, "uid": metadata.uid},
-        "hub": {"endpoint": context.hub_endpoint, "credentials_dir": CREDENTIALS_DIR},
+        "hub": {"endpoint": context.settings.endpoint, "credentials_dir": CREDENTIALS_DIR},
     }
     if pool.spec.local is not None:
         config["local"] = {"capacity_bytes": quantity.to_bytes(pool.spec.local.capacity)}
@@ -147,7 +147,7 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
     members = _members(pool)
     scrapers = [{"namespaceSelector": {"matchLabels": {SCRAPE_LABEL: "true"}}}]
     operator = {
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.operator_namespace}},
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
         **_pods({"app.kubernetes.io/part-of": "epochkv", COMPONENT_LABEL: "operator"}),
     }
     ingress = {
@@ -222,14 +222,14 @@ def engine_monitor(engine: InferenceEngine, selector: dict[str, str], context: C
     body = _body(selector, "http")
     if tls:  # a certificate has no name of a pod
         body["spec"]["podMetricsEndpoints"][0] |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
-    return [engine_object("PodMonitor", engine, context, body, more=dict(context.monitor_labels))]
+    return [engine_object("PodMonitor", engine, context, body, more=dict(context.settings.monitor_labels))]
 
 
 def pool_monitors(pool: KVCachePool, context: Context) -> list[Json]:
     """For a pool whose Mooncake the operator runs."""
     if "PodMonitor" not in context.served:
         return []
-    name, labels = pool.metadata.name, dict(context.monitor_labels)
+    name, labels = pool.metadata.name, dict(context.settings.monitor_labels)
     return [
         pool_object("PodMonitor", pool, component, context, _body(component_selector(name, component), port), labels)
         for component, port in _PORTS.items()

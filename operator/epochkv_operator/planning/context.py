@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
 from epochkv_fence.protocol.pool import EngineView, WeightsView, called
-from epochkv_operator.api.base import PodSecurity
+from epochkv_operator import __version__
+from epochkv_operator.settings import Settings
 
 Json = dict[str, Any]
 PUSH_SECONDS: Final = 60.0
@@ -21,30 +22,17 @@ class KindNotServed(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """Settings of the operator that end up in objects."""
+    """What of this operator ends up in objects."""
 
-    hub_endpoint: str
-    """What engines dial: `tcp://host:port`."""
-    operator_namespace: str
-    """Where the operator runs; its pods may reach admin ports."""
-    operator_version: str
-    """Noted on every object, never in a pod template: an upgrade of the operator alone restarts nothing."""
-    store_image: str
-    """Default of `spec.distributed.mooncake.image`."""
-    engine_image: str
-    """Default of `spec.image` of engines."""
+    settings: Settings
     credentials_revision: str = ""
     """Changes when engines must restart to have the right credentials: another hub, or a Secret that was made anew. A replaced
     client key changes nothing: agents read that again by themselves.
     Make the Secret before the first plan of an engine, or the engine starts twice."""
     served: frozenset[str] = frozenset()
     """Kinds of other projects that this cluster serves: of `LeaderWorkerSet` and `PodMonitor`."""
-    pod_security: PodSecurity = "restricted"
-    """Default of `podSecurity` of pools and engines."""
-    monitor_labels: tuple[tuple[str, str], ...] = ()
-    """Labels by which a Prometheus finds its PodMonitors."""
-    gates: bool = True
-    """The operator may open readiness gates, so pods may have them."""
+    operator_version: str = __version__
+    """Noted on every object, never in a pod template: an upgrade of the operator alone restarts nothing."""
 
 
 @dataclass(frozen=True)

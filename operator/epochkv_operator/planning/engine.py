@@ -223,7 +223,7 @@ def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Con
     }
     template = _finished(engine, pool, context, container)
     set_shutdown_timeout(template["spec"], engine.spec)
-    if context.gates and pool is not None and gate_of(engine.spec.serve, pool.spec.serve).weights != ANY:
+    if context.settings.gates and pool is not None and gate_of(engine.spec.serve, pool.spec.serve).weights != ANY:
         template["spec"] = with_gate(template["spec"])
     return template
 
@@ -249,7 +249,7 @@ def _finished(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
 
 
 def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Context, runs: Json) -> Json:
-    spec, security = engine.spec, engine.spec.pod_security or context.pod_security
+    spec, security = engine.spec, engine.spec.pod_security or context.settings.pod_security
     shm = quantity.from_bytes(_SHM_BYTES_PER_RANK * spec.parallelism.ranks_per_pod)
     model, model_mounts = model_volumes(spec)
     mounts: list[Json] = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}, *model_mounts]
@@ -266,7 +266,7 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     container: Json = {
         "name": "engine",
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "image": spec.image or context.engine_image,
+        "image": spec.image or context.settings.engine_image,
         **runs,
         "env": environment(engine, pool),
         "resources": _resources(spec, pool),

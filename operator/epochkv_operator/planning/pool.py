@@ -117,7 +117,7 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     container: Json = {
         "name": "master",
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "image": mooncake.image or context.store_image,
+        "image": mooncake.image or context.settings.store_image,
         "command": podspec.started(_MASTER if etcd else f"{_MASTER} --rpc_address=$any", podspec.EVERY_ADDRESS, _NO_PROXY),
         "args": [*_master_arguments(pool, etcd), *([] if mooncake.store.ssd is None else _SSD_MASTER_ARGUMENTS)],
         "env": [podspec.pod_ip()],
@@ -127,7 +127,7 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "livenessProbe": health,
         "securityContext": podspec.container_security(),
     }
-    security = mooncake.pod_security or context.pod_security
+    security = mooncake.pod_security or context.settings.pod_security
     return {
         "replicas": mooncake.master.replicas,
         # Two masters that do not know each other would split the cache between them.
@@ -170,7 +170,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     container: Json = {
         "name": "store",
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "image": mooncake.image or context.store_image,
+        "image": mooncake.image or context.settings.store_image,
         "command": podspec.started(f"python3 -m {_STORE_MODULE if own else _PLAIN_STORE_MODULE}", _MOONCAKE_IPV6, _NO_PROXY),
         "args": ["--port", str(STORE_REST_PORT), "--max-wait-time", "60"],
         "env": [podspec.pod_ip(), *podspec.environment(_store_environment(pool, mooncake, segment) | _ssd_environment(mooncake, segment))],
@@ -186,7 +186,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         **({} if mooncake.store.ssd is None else {"lifecycle": {"preStop": {"exec": {"command": ["python3", "-c", _SSD_DEREGISTER]}}}}),
     }
     spec = {
-        **podspec.base_spec(mooncake.pod_security or context.pod_security),
+        **podspec.base_spec(mooncake.pod_security or context.settings.pod_security),
         "terminationGracePeriodSeconds": 30,  # SIGTERM unmounts the segment in about two seconds
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],

@@ -311,5 +311,5 @@ def _closed(before: Json, hub: HubView, now: datetime) -> Json:
 
 def _endpoints(pool: KVCachePool, context: Context) -> Json:
     name, address = pool.metadata.name, master_address(pool)
-    endpoints = {"hub": context.hub_endpoint, "configMap": component_name(name, "connection"), "secret": component_name(name, "fence")}
+    endpoints = {"hub": context.settings.endpoint, "configMap": component_name(name, "connection"), "secret": component_name(name, "fence")}
     return endpoints if address is None else {**endpoints, "master": address}

@@ -342,7 +342,9 @@ def test_only_pods_that_are_asked_for_have_the_gate() -> None:
     ours, theirs = {"conditionType": GATE}, {"conditionType": "example/own"}
     assert gates() is None
     assert gates(pool={"serve": {"weights": "Converged"}}) == [ours]
-    assert gates(replace(CONTEXT, gates=False), pool={"serve": {"weights": "Converged"}}) is None, "the operator may not open it"
+    assert gates(replace(CONTEXT, settings=replace(CONTEXT.settings, gates=False)), pool={"serve": {"weights": "Converged"}}) is None, (
+        "the operator may not open it"
+    )
     assert gates(pool={"serve": {"weights": "Converged"}}, engine={"serve": {}}) is None
     template = {"serve": {"weights": "step-1"}, "template": {"spec": {"readinessGates": [theirs]}}}
     assert gates(engine=template) == [theirs, ours]
