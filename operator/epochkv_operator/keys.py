@@ -426,15 +426,15 @@ class _Unusable(Exception):
     """The Secret holds no key."""
 
 
+@dataclass(eq=False)
 class HubSecret:
     """The hub's key pair, in an immutable Secret of the operator's own namespace."""
 
-    def __init__(self, client: KubeClient, events: EventRecorder, namespace: str, name: str) -> None:
-        self._client = client
-        self._events = events
-        self._namespace = namespace
-        self._name = name
-        self._problem = ""
+    _client: KubeClient
+    _events: EventRecorder
+    _namespace: str
+    _name: str
+    _problem: str = ""
 
     async def obtain(self) -> KeyPair:
         """The pair, made on first use. Tries until there is one: what is wrong with the Secret can be put right meanwhile."""

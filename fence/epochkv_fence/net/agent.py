@@ -145,24 +145,22 @@ class EngineIdentity:
     namespace: str = ""
 
 
+@dataclass(eq=False)
 class GuardedEngine:
     """Asks the hooks. Used by the agent's thread; `remove_old` begins a thread of its own."""
 
-    def __init__(
-        self, instance: bytes, identity: EngineIdentity, hooks: AgentHooks, mailbox: Mailbox, counters: Counter[str], say: SayOnce
-    ) -> None:
-        self._instance = instance
-        self._identity = identity
-        self._hooks = hooks
-        self._mailbox = mailbox
-        self._counters = counters
-        self._say = say
-        self._born = time.monotonic()
-        self._reported_weights: bytes | None = None
-        self._reported_since = self._born
-        self._held: bytes | None = None  # the weights that were known last
-        self._pushed = False
-        self._removing = False
+    _instance: bytes
+    _identity: EngineIdentity
+    _hooks: AgentHooks
+    _mailbox: Mailbox
+    _counters: Counter[str]
+    _say: SayOnce
+    _born: float = field(default_factory=time.monotonic)
+    _reported_weights: bytes | None = None
+    _reported_since: float = field(default_factory=time.monotonic)
+    _held: bytes | None = None  # the weights that were known last
+    _pushed: bool = False
+    _removing: bool = False
 
     @property
     def ready(self) -> bool:

@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -272,31 +272,20 @@ WRITES: Final[dict[type[ev.Call], str]] = {
 """What counters and the log call them."""
 
 
+@dataclass(eq=False)
 class Effects:
-    """Makes the calls, and counts those that fail.
+    """Makes the calls, and counts those that fail."""
 
-    Args:
-        stores: None: this hub reaches no store.
-        answer: gives an answer to a pool's state machine; returns False if that failed.
-    """
-
-    def __init__(
-        self,
-        authority: Authority,
-        deadline_seconds: float,
-        stores: StoreAdmin | None,
-        store_deadline_seconds: float,
-        counters: Counter[str],
-        answer: Callable[[ServedPool, ev.Event], bool],
-    ) -> None:
-        self._authority = authority
-        self._deadline = deadline_seconds
-        self._stores = stores
-        self._store_deadline = store_deadline_seconds
-        self._counters = counters
-        self._answer = answer
-        self._say = SayOnce(logger, first="")
-        self._tasks: set[asyncio.Task[None]] = set()
+    _authority: Authority
+    _deadline: float
+    _stores: StoreAdmin | None
+    """None: this hub reaches no store."""
+    _store_deadline: float
+    _counters: Counter[str]
+    _answer: Callable[[ServedPool, ev.Event], bool]
+    """Gives an answer to a pool's state machine; returns False if that failed."""
+    _say: SayOnce = field(default_factory=lambda: SayOnce(logger, first=""))
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def do(self, pool: ServedPool, call: ev.Call) -> None:
         """Make this call; its `Done` goes to the pool's state machine."""

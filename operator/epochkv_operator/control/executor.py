@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -32,12 +32,12 @@ def _problem(name: str, error: ApiError, *, other: str, **reasons: str) -> Probl
     return Problem(reason, f"{name}{error if reason == other else error.message}")
 
 
+@dataclass(eq=False)
 class Executor:
     """Applies and deletes children, and takes the answers into the store."""
 
-    def __init__(self, client: KubeClient, store: Store) -> None:
-        self._client = client
-        self._store = store
+    _client: KubeClient
+    _store: Store
 
     async def bring_about(self, about: str, seen: Observed, planned: Callable[[Observed], Plan]) -> tuple[Problem | None, ApiError | None]:
         """Plan, and do what the plan says, unless an object that it would make is there already and is somebody else's:

@@ -9,6 +9,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -38,13 +39,13 @@ Learn = Callable[[str, Json], object]
 """Has the owner of the store take in a state of an object of a kind. Called on the hub's thread."""
 
 
+@dataclass(eq=False)
 class WriteThroughCache:
     """`status.Known` of the hub's writes. Its own last answers count at once: the owner may be busy for a while."""
 
-    def __init__(self, store: Store, learn: Learn) -> None:
-        self._store = store
-        self._learn = learn
-        self._own: dict[str, Json] = {}
+    _store: Store
+    _learn: Learn
+    _own: dict[str, Json] = field(default_factory=dict)
 
     def by_uid(self, kind: str, uid: str) -> Json | None:
         """The newest state that either has seen."""
@@ -71,12 +72,12 @@ class WriteThroughCache:
         self._own.pop(uid, None)
 
 
+@dataclass(eq=False)
 class HubProxy:
     """Has methods of the hub called on its thread: `hub(HubService.snapshot, uid)`. Waits for the hub's loop, which never waits for us."""
 
-    def __init__(self, thread: LoopThread, hub: HubService) -> None:
-        self._thread = thread
-        self._hub = hub
+    _thread: LoopThread
+    _hub: HubService
 
     def __call__(self, method: Callable[Concatenate[HubService, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return self._thread.call(method, self._hub, *args, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
@@ -85,14 +86,14 @@ def invalid_status(obj: Json, message: str, now: datetime) -> Json:
     return {**before, "conditions": [*conditions([ready], before, obj["metadata"].get("generation", 1), now), *others]}
 
 
+@dataclass(eq=False)
 class Reporter:
     """Writes statuses that planning computes. What this process has written of a status counts, and not what somebody made of it."""
 
-    def __init__(self, statuses: StatusWriter, events: EventRecorder) -> None:
-        self._statuses = statuses
-        self._events = events
-        self._written: dict[Key, Written] = {}
-        self._told: dict[tuple[str, str], float] = {}  # when it was last said
+    _statuses: StatusWriter
+    _events: EventRecorder
+    _written: dict[Key, Written] = field(default_factory=dict)
+    _told: dict[tuple[str, str], float] = field(default_factory=dict)  # when it was last said
 
     async def report(self, obj: Json, compute: Callable[[Json], Json]) -> None:
         """Bring the status of `obj` to `compute(newest object)`, in which the status is what this process knows of it.

@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import structlog
@@ -134,17 +135,17 @@ DEADLINE_SECONDS = 60.0
 Reconcile = Callable[[Key], Awaitable[None]]
 
 
+@dataclass(eq=False)
 class Worker:
     """Serves keys of several kinds. Several workers may share one queue: call `run` several times.
 
     `recheck`: after about how many seconds a healthy object is looked at again, by kind.
     """
 
-    def __init__(self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], recheck: Mapping[str, float]) -> None:
-        self._queue = queue
-        self._reconcilers = reconcilers
-        self._recheck = recheck
-        self._problems: dict[Key, str] = {}
+    _queue: WorkQueue[Key]
+    _reconcilers: Mapping[str, Reconcile]
+    _recheck: Mapping[str, float]
+    _problems: dict[Key, str] = field(default_factory=dict)
 
     async def run(self) -> None:
         while True:

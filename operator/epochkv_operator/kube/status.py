@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -38,16 +39,16 @@ class Known(Protocol):
     def upsert(self, kind: str, obj: Json) -> object: ...
 
 
+@dataclass(eq=False)
 class StatusWriter:
     """Writes statuses of objects that the store knows.
 
     `news` takes every state that may be newer than what the watches have brought: when they bring it, it is no news any more.
     """
 
-    def __init__(self, client: KubeClient, store: Known, news: Callable[[Resource, Json], object]) -> None:
-        self._client = client
-        self._news = news
-        self._store = store
+    _client: KubeClient
+    _store: Known
+    _news: Callable[[Resource, Json], object]
 
     async def read(self, ref: ObjectRef, deadline_seconds: float | None = None) -> Json:
         """Quorum read of the object. Raises `ObjectGone`, `ApiError`."""
