@@ -136,16 +136,8 @@ class ServedPool:
         now = time.monotonic()
         shift = time.time() - now
         found = self.hub.snapshot(now)
-
-        def unix(at: float | None) -> float | None:
-            return None if at is None else at + shift
-
-        return replace(
-            found,
-            started_at=unix(found.started_at),
-            behind_since=unix(found.behind_since),
-            published_at=unix(found.published_at),
-        )
+        times = {name: getattr(found, name) for name in ("started_at", "behind_since", "published_at")}
+        return replace(found, **{name: at + shift for name, at in times.items() if at is not None})
 
     def report(self, on_change: Callable[[str], None], now: float) -> float:
         """Report a change: at once when an epoch did, else so seldom that it costs little. Returns when to report it."""

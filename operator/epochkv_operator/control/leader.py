@@ -35,16 +35,13 @@ long for a reconcile: 200 round trips beside a busy thread took 0.24 s, and take
 STOP_SECONDS = 5.0
 
 
-Learn = Callable[[str, Json], object]
-"""Has the owner of the store take in a state of an object of a kind. Called on the hub's thread."""
-
-
 @dataclass(eq=False)
 class WriteThroughCache:
     """`status.Known` of the hub's writes. Its own last answers count at once: the owner may be busy for a while."""
 
     _store: Store
-    _learn: Learn
+    _learn: Callable[[str, Json], object]
+    """Has the owner of the store take in a state of an object of a kind. Called on the hub's thread."""
     _own: dict[str, Json] = field(default_factory=dict)
 
     def by_uid(self, kind: str, uid: str) -> Json | None:

@@ -270,12 +270,8 @@ class Operator:
         for task in ended:
             error = None if task.cancelled() else task.exception()
             reason = f"{type(error).__name__}: {error}" if error else "it returned"
-            log.error(
-                "component exited",
-                component=self._tasks[task],
-                reason=reason,
-                exc_info=None if isinstance(error, LeaseLost | ApiError) else error,
-            )
+            trace = None if isinstance(error, LeaseLost | ApiError) else error
+            log.error("component exited", component=self._tasks[task], reason=reason, exc_info=trace)
         if not ended:
             log.info("shutting down on signal")
         return 1 if ended else 0

@@ -180,11 +180,6 @@ class Worker:
         if isinstance(error, Conflict) or self._problems.get(key) == problem:
             return
         self._problems[key] = problem
-        expected = isinstance(error, ApiError | TimeoutError)
-        log.warning(
-            "reconciling failed, trying again",
-            object=str(key),
-            retry_in_seconds=round(delay, 1),
-            error=problem,
-            exc_info=None if expected else error,
-        )
+        trace = None if isinstance(error, ApiError | TimeoutError) else error
+        said = {"object": str(key), "retry_in_seconds": round(delay, 1), "error": problem}
+        log.warning("reconciling failed, trying again", **said, exc_info=trace)

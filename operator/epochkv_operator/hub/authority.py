@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -110,13 +110,7 @@ class KubernetesAuthority:
         return current == term
 
     async def load(self, pool_uid: str) -> PoolRecord:
-        ref = self._ref(pool_uid)
-        try:
-            pool = await self._statuses.read(ref, self._deadline_seconds)
-        except ObjectGone as error:
-            raise PoolGone(str(error)) from error
-        except ApiError as error:
-            raise AuthorityError(str(error)) from error
+        pool = await _answered(self._statuses.read(self._ref(pool_uid), self._deadline_seconds))
         record = self.believed(pool)
         if record.granting:
             self._granted.add(pool_uid)
@@ -179,19 +173,23 @@ class KubernetesAuthority:
         await self._update(pool_uid, decide)
 
     async def _update(self, pool_uid: str, decide: Decide) -> None:
-        ref = self._ref(pool_uid)
-        try:
-            await self._statuses.update(ref, decide, self._deadline_seconds, depends_on=RECORD_FIELDS)
-        except ObjectGone as error:
-            raise PoolGone(str(error)) from error
-        except ApiError as error:
-            raise AuthorityError(str(error)) from error
+        await _answered(self._statuses.update(self._ref(pool_uid), decide, self._deadline_seconds, depends_on=RECORD_FIELDS))
 
     def _ref(self, pool_uid: str) -> ObjectRef:
         try:
             return self._pools[pool_uid]
         except KeyError:
             raise PoolGone(f"pool {pool_uid} is not registered with the authority") from None
+
+
+async def _answered(call: Awaitable[Json]) -> Json:
+    """The object. Errors are those of an authority."""
+    try:
+        return await call
+    except ObjectGone as error:
+        raise PoolGone(str(error)) from error
+    except ApiError as error:
+        raise AuthorityError(str(error)) from error
 
 
 def record_of(pool: Json) -> PoolRecord:
