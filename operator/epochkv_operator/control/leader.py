@@ -96,32 +96,28 @@ async def watch_lag(loop: str) -> None:
         histogram.observe(max(0.0, time.monotonic() - due))
 
 
-News = Callable[[Resource, Json], object]
-Wake = Callable[[Key, float], None]
-
-
+@dataclass(eq=False)
 class Leader:
     """From standing by to giving the Lease back. On the main loop, `news` and `wake` are called, and `answers` when the Lease could be
     renewed again after it could not."""
 
-    def __init__(self, settings: Settings, identity: str, store: Store, news: News, wake: Wake, answers: Callable[[], None]) -> None:
-        self._settings = settings
-        self._identity = identity
-        self._store = store
-        self._main = asyncio.get_running_loop()
-        self._news: News = news
-        self._wake: Wake = wake
-        self._answers = answers
-        sys.setswitchinterval(SWITCH_SECONDS)
-        self._thread = LoopThread("hub", STOP_SECONDS)
-        self._client: KubeClient | None = None
-        self._hub_client: KubeClient | None = None
-        self._lease: LeaseHolder | None = None
-        self._hub: HubService | None = None
-        self.port: HubProxy | None = None
+    _settings: Settings
+    _identity: str
+    _store: Store
+    _news: Callable[[Resource, Json], object]
+    _wake: Callable[[Key, float], None]
+    _answers: Callable[[], None]
+    _main: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _thread: LoopThread = field(default_factory=lambda: LoopThread("hub", STOP_SECONDS))
+    _client: KubeClient | None = None
+    _hub_client: KubeClient | None = None
+    _lease: LeaseHolder | None = None
+    _hub: HubService | None = None
+    port: HubProxy | None = None
 
     async def acquire(self) -> None:
         """Stand by until the Lease is ours."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         await self._thread.run(self._acquire())
 
     async def hold(self) -> None:
