@@ -237,13 +237,13 @@ class PoolKeys:
         self.drawn = self.drawn or generate_keypair()
 
 
+@dataclass(eq=False)
 class FenceSecrets:
     """The pools' Secrets. Remembers contents by pool uid."""
 
-    def __init__(self, client: KubeClient, hub_public: str) -> None:
-        self._client = client
-        self._hub_public = hub_public
-        self._pools: dict[str, PoolKeys] = {}
+    _client: KubeClient
+    _hub_public: str
+    _pools: dict[str, PoolKeys] = field(default_factory=dict)
 
     def of(self, pool_uid: str) -> PoolKeys:
         """What is known of this pool's Secret; nothing before `ensure`."""

@@ -341,17 +341,14 @@ MONITORED: Final = sum(EVENT_COUNTERS)
 
 
 class LimitedPool(Protocol):
-    """What the router knows of a pool.
-
-    Attributes:
-        bucket: messages that its clients may still send.
-        costs: of those that look at all its instances.
-        queue: where its messages wait.
-    """
+    """What the router knows of a pool."""
 
     bucket: Bucket
+    """Messages that its clients may still send."""
     costs: Bucket
+    """Of those that look at all its instances."""
     queue: PoolQueue
+    """Where its messages wait."""
 
     def cost(self, message: Message) -> float:
         """What a message takes from `costs`; 0: it does not look at all instances."""

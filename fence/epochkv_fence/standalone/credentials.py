@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -267,13 +267,14 @@ def _locked(directory: Path) -> Iterator[None]:
 CHECK_SECONDS: Final = 1.0
 
 
+@dataclass(eq=False)
 class KeyWatch:
-    """Owns the pool's configuration, because the keys in it change while the hub serves. `config`: what the hub serves now."""
+    """Owns the pool's configuration, because the keys in it change while the hub serves."""
 
-    def __init__(self, directory: Path, server: HubServer, config: PoolConfig) -> None:
-        self.config = config
-        self._directory = directory
-        self._server = server
+    _directory: Path
+    _server: HubServer
+    config: PoolConfig
+    """What the hub serves now."""
 
     def configure(self, **changes: Any) -> None:
         """Serve with other values from now on. Raises `ValueError`: a value is impossible."""

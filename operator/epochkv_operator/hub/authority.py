@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Awaitable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from epochkv_fence.protocol.messages import Source
@@ -60,17 +60,17 @@ class Proofs:
 RECORD_FIELDS = ("targetEpoch", "epoch", "proof", "granting", "weightsLabels")
 
 
+@dataclass(eq=False)
 class KubernetesAuthority:
     """`epochkv_fence.protocol.pool.Authority` on the API server. Every call ends within `deadline_seconds`."""
 
-    def __init__(self, lease: LeaseHolder, statuses: StatusWriter, proofs: Proofs, deadline_seconds: float = 3.0) -> None:
-        self._lease = lease
-        self._statuses = statuses
-        self._proofs = proofs
-        self._deadline_seconds = deadline_seconds
-        self._pools: dict[str, ObjectRef] = {}
-        self._new: set[str] = set()
-        self._granted: set[str] = set()
+    _lease: LeaseHolder
+    _statuses: StatusWriter
+    _proofs: Proofs
+    deadline_seconds: float = 3.0
+    _pools: dict[str, ObjectRef] = field(default_factory=dict)
+    _new: set[str] = field(default_factory=set)
+    _granted: set[str] = field(default_factory=set)
 
     def register(self, pool_uid: str, namespace: str, name: str, *, new: bool = False) -> None:
         """Make a pool known before the hub asks for it. `new`: before this process, nobody could be granted anything."""
@@ -102,7 +102,7 @@ class KubernetesAuthority:
     async def verify(self, term: Term) -> bool:
         """True iff the Lease names this holder in this very term, by a quorum read. No answer is an error, not a False."""
         try:
-            current = await self._lease.read_term(self._deadline_seconds)
+            current = await self._lease.read_term(self.deadline_seconds)
         except NotFound:
             return False
         except ApiError as error:
@@ -110,7 +110,7 @@ class KubernetesAuthority:
         return current == term
 
     async def load(self, pool_uid: str) -> PoolRecord:
-        pool = await _answered(self._statuses.read(self._ref(pool_uid), self._deadline_seconds))
+        pool = await _answered(self._statuses.read(self._ref(pool_uid), self.deadline_seconds))
         record = self.believed(pool)
         if record.granting:
             self._granted.add(pool_uid)
@@ -173,7 +173,7 @@ class KubernetesAuthority:
         await self._update(pool_uid, decide)
 
     async def _update(self, pool_uid: str, decide: Decide) -> None:
-        await _answered(self._statuses.update(self._ref(pool_uid), decide, self._deadline_seconds, depends_on=RECORD_FIELDS))
+        await _answered(self._statuses.update(self._ref(pool_uid), decide, self.deadline_seconds, depends_on=RECORD_FIELDS))
 
     def _ref(self, pool_uid: str) -> ObjectRef:
         try:
