@@ -125,12 +125,7 @@ class Leader:
         await self._thread.run(self._hold())
 
     async def serve(self, keys: KeyPair) -> HubProxy:
-        """Bind the hub.
-
-        Raises:
-            OSError: the address cannot be bound.
-            HubFailed: the Lease was lost meanwhile.
-        """
+        """Bind the hub. Raises `OSError`: the address cannot be bound; `HubFailed`: the Lease was lost meanwhile."""
         await self._thread.run(self._serve(keys))
         if self._hub is None:
             raise HubFailed("the Lease was lost while the hub was started")

@@ -231,12 +231,7 @@ class HubService:
         log.info("hub listens", endpoint=self._server.endpoint)
 
     async def run(self) -> None:
-        """Watch over the hub; never returns.
-
-        Raises:
-            LeaseLost: another hub leads.
-            HubFailed: a task of the hub died.
-        """
+        """Watch over the hub; never returns. Raises `LeaseLost`: another hub leads; `HubFailed`: a task of the hub died."""
         while True:
             try:
                 async with asyncio.timeout(WATCHDOG_SECONDS):

@@ -305,12 +305,7 @@ PREFIX: Final = "leaderworkerset.sigs.k8s.io/"
 
 
 def leader_worker_set(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
-    """Body of the LeaderWorkerSet.
-
-    Raises:
-        KindNotServed: the cluster has none.
-        InvalidTemplate: as `pod_template`.
-    """
+    """Body of the LeaderWorkerSet. Raises `KindNotServed`: the cluster has none; `InvalidTemplate`: as `pod_template`."""
     if "LeaderWorkerSet" not in context.served:
         raise KindNotServed(
             f"spec.parallelism.nodes is {engine.spec.parallelism.nodes}, and this cluster does not serve LeaderWorkerSets"
