@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -340,24 +340,24 @@ EVENT_COUNTERS: Final = {
 MONITORED: Final = sum(EVENT_COUNTERS)
 
 
-class LimitedPool(Protocol):
-    """What the router knows of a pool."""
+class PoolLimits:
+    """What the clients of one pool may still send, and where their messages wait."""
 
-    bucket: Bucket
-    """Messages that its clients may still send."""
-    costs: Bucket
-    """Of those that look at all its instances."""
-    queue: PoolQueue
-    """Where its messages wait."""
+    def __init__(self) -> None:
+        now = time.monotonic()
+        self.bucket = Bucket.full(POOL_RATE, POOL_BURST, now)
+        self.costs = Bucket.full(COST_RATE, COST_BURST, now)
+        self.queue = PoolQueue()
 
     def cost(self, message: Message) -> float:
-        """What a message takes from `costs`; 0: it does not look at all instances."""
+        """What a message takes from `costs`; 0: it does not look at all instances of the pool."""
+        return 0.0
 
 
 class Client(NamedTuple):
     """What a client's key stands for: a pool, and which of its accepted keys this is."""
 
-    pool: LimitedPool
+    pool: PoolLimits
     key_index: int
 
 

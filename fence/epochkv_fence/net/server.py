@@ -17,18 +17,7 @@ import zmq
 from epochkv_fence.common import SayOnce, Seldom, end
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.mooncake_admin import StoreAdmin, StoreAdminError
-from epochkv_fence.net.gate import (
-    COST_BURST,
-    COST_RATE,
-    INSTANCES_PER_COST,
-    POOL_BURST,
-    POOL_RATE,
-    Bucket,
-    Client,
-    PoolQueue,
-    Receiver,
-    Router,
-)
+from epochkv_fence.net.gate import INSTANCES_PER_COST, Client, PoolLimits, Receiver, Router
 from epochkv_fence.net.keys import KeyPair, check_key
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Bump, Label, Message, Source, Status
@@ -104,22 +93,19 @@ QUIET_SECONDS: Final = 10.0
 """Between two stack traces of one pool: whoever makes its steps fail may do so without end."""
 
 
-class ServedPool:
+class ServedPool(PoolLimits):
     """A pool's state machine and what its driver keeps beside it. A pool that is removed and set again is a new one.
 
     Attributes:
-        bucket, costs, queue: see `gate.LimitedPool`.
         say: logs which of the calls for it fail.
         changed: its snapshot has, and the hub's owner has not heard of it.
         failed_until: a tick or round of it failed; the next one comes not before.
     """
 
     def __init__(self, config: PoolConfig) -> None:
+        super().__init__()
         self.config = config
         self.hub = Hub(config)
-        self.bucket = Bucket.full(POOL_RATE, POOL_BURST, now := time.monotonic())
-        self.costs = Bucket.full(COST_RATE, COST_BURST, now)
-        self.queue = PoolQueue()
         self.say = SayOnce(logger, first="")
         self.changed = False
         self._reported: object = None
@@ -128,7 +114,6 @@ class ServedPool:
         self._traces = Seldom(QUIET_SECONDS)
 
     def cost(self, message: Message) -> float:
-        """What taking this message takes from `costs`."""
         return 1.0 + len(self.hub.state.instances.known) / INSTANCES_PER_COST if isinstance(message, Bump | Label | Status) else 0.0
 
     def snapshot(self) -> PoolSnapshot:
