@@ -701,27 +701,12 @@ def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev
 
 
 def status(hub: HubState, question: Status, now: float) -> Status:
-    page = Status(
-        question.request,
-        hub.record.target,
-        hub.record.published,
-        lease_seconds=hub.config.lease_seconds,
-        origin=hub.record.origin if hub.record.origin is not None else Source.SPEC,
-        pool=hub.config.uid[:253],
-        after=question.after,
-        labels={weights.hex(): label for weights, label in hub.labels.known.items()} if question.after is None else {},
-        settling_seconds=max(0.0, hub.lead.settled_at - now),
-        version=VERSION,
-    )
-    return _status_page(page, list(hub.instances.known.values()), hub.config, now)
-
-
-def _status_page(page: Status, records: Sequence[InstanceRecord], config: PoolConfig, now: float) -> Status:
-    """`page` with the live instances after `page.after`, by instance; fewer where their names are long."""
-    alive = sorted((record for record in records if record.alive(config, now)), key=attrgetter("instance"))
-    start = 0 if page.after is None else bisect_right(alive, page.after, key=attrgetter("instance"))
+    """The pool, with its live instances after `question.after`, by instance; fewer where their names are long."""
+    labels = {weights.hex(): label for weights, label in hub.labels.known.items()} if question.after is None else {}
+    alive = sorted((one for one in hub.instances.known.values() if one.alive(hub.config, now)), key=attrgetter("instance"))
+    start = 0 if question.after is None else bisect_right(alive, question.after, key=attrgetter("instance"))
     engines: list[EngineStatus] = []
-    room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in page.labels.values())
+    room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in labels.values())
     for record in alive[start : start + STATUS_PAGE]:
         beat = record.newest
         told = beat.engine, beat.pod, beat.fingerprint, beat.weights_note, beat.tiers_off, beat.tiers_note
@@ -730,7 +715,20 @@ def _status_page(page: Status, records: Sequence[InstanceRecord], config: PoolCo
         if room < 0:
             break
         engines.append(_engine_status(record, now))
-    return msgspec.structs.replace(page, total=len(alive), engines=engines)
+    return Status(
+        question.request,
+        hub.record.target,
+        hub.record.published,
+        total=len(alive),
+        engines=engines,
+        lease_seconds=hub.config.lease_seconds,
+        origin=hub.record.origin if hub.record.origin is not None else Source.SPEC,
+        pool=hub.config.uid[:253],
+        after=question.after,
+        labels=labels,
+        settling_seconds=max(0.0, hub.lead.settled_at - now),
+        version=VERSION,
+    )
 
 
 def _engine_status(record: InstanceRecord, now: float) -> EngineStatus:

@@ -109,19 +109,16 @@ READ_SECONDS: Final = 5.0
 """After this a read counts as hung. No other one is begun meanwhile: it would hang, too."""
 
 
+@dataclass(eq=False)
 class KeyReader:
-    """Used by one thread; what it starts is a daemon thread, for which nobody ever waits.
+    """Used by one thread; what it starts is a daemon thread, for which nobody ever waits."""
 
-    Args:
-        read: reads the credentials; may raise, and may never return.
-        done: called on another thread when there is an answer.
-    """
-
-    def __init__(self, read: Callable[[], ClientKeys], done: Callable[[], None]) -> None:
-        self._read = read
-        self._done = done
-        self._reading: Future[ClientKeys] | None = None
-        self._hangs_at: float | None = None
+    _read: Callable[[], ClientKeys]
+    """Reads the credentials; may raise, and may never return."""
+    _done: Callable[[], None]
+    """Called on another thread when there is an answer."""
+    _reading: Future[ClientKeys] | None = None
+    _hangs_at: float | None = None
 
     def begin(self) -> None:
         """Read, unless a read is under way."""

@@ -28,19 +28,16 @@ logger = logging.getLogger(__name__)
 FAILED_TURN_SECONDS: Final = 0.25
 
 
+@dataclass(eq=False)
 class Alarm:
-    """Takes a turn when one is due, and when something happened.
+    """Takes a turn when one is due, and when something happened."""
 
-    Args:
-        turn: does what is due by a time of the monotonic clock; returns when the next turn is due.
-    """
-
-    def __init__(self, turn: Callable[[float], float], counters: Counter[str]) -> None:
-        self._turn = turn
-        self._counters = counters
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._soon: asyncio.Handle | None = None
-        self._timer: asyncio.TimerHandle | None = None
+    _turn: Callable[[float], float]
+    """Does what is due by a time of the monotonic clock; returns when the next turn is due."""
+    _counters: Counter[str]
+    _loop: asyncio.AbstractEventLoop | None = None
+    _soon: asyncio.Handle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
