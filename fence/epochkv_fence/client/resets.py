@@ -43,14 +43,14 @@ class Standing:
     names: tuple[str, ...] = ()
 
 
+@dataclass(eq=False)
 class Reporter:
     """Calls the caller's `progress` at every change, and each second. Whatever it raises goes to the log once and ends no call."""
 
-    def __init__(self, progress: Callable[[Any], None] | None) -> None:
-        self._progress = progress
-        self._has_failed = False
-        self._last: object = None
-        self._again_at = -math.inf
+    _progress: Callable[[Any], None] | None
+    _has_failed: bool = False
+    _last: object = None
+    _again_at: float = -math.inf
 
     def __call__(self, standing: object) -> None:
         now = time.monotonic()

@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import zmq
@@ -44,13 +45,13 @@ REFUSED_SECONDS: Final = 2.0
 Answer = Status | BumpStatus | Labelled
 
 
+@dataclass(eq=False)
 class Conversation:
     """One request number and the answers to it, however often it is asked."""
 
-    def __init__(self, session: Session, request: int) -> None:
-        self.request = request
-        self._session = session
-        self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
+    _session: Session
+    request: int
+    _queue: asyncio.Queue[Answer | None] = field(default_factory=asyncio.Queue)
 
     async def answers(self, message: Message, first_pause: float, most: float, until: float) -> AsyncIterator[Answer | None]:
         """Ask until `until`, after pauses that double: the answers, and None each time before it asks again."""
@@ -78,24 +79,21 @@ class Conversation:
             self._queue.put_nowait(answer)
 
 
+@dataclass(eq=False)
 class Session:
-    """The connection of one client, and what it asks there.
+    """The connection of one client, and what it asks there."""
 
-    Attributes:
-        counters: what was sent, received and dropped, by reason.
-        problem: why there is no answer, in words.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.counters: Counter[str] = Counter()
-        self._link: Link | None = None
-        self._readers: list[SocketReader] = []
-        self._task: asyncio.Task[None] | None = None
-        self._conversations: dict[int, Conversation] = {}
-        self._next_request = secrets.randbits(62)
-        self.problem = NOBODY
-        self._refused_since: float | None = None
+    connection: Connection
+    counters: Counter[str] = field(default_factory=Counter)
+    """What was sent, received and dropped, by reason."""
+    problem: str = NOBODY
+    """Why there is no answer, in words."""
+    _link: Link | None = None
+    _readers: list[SocketReader] = field(default_factory=list)
+    _task: asyncio.Task[None] | None = None
+    _conversations: dict[int, Conversation] = field(default_factory=dict)
+    _next_request: int = field(default_factory=lambda: secrets.randbits(62))
+    _refused_since: float | None = None
 
     # ------------------------------------------------------------------ life
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -115,13 +115,13 @@ log = structlog.get_logger(__name__)
 MAX_PENDING = 256
 
 
+@dataclass(eq=False)
 class EventRecorder:
     """Queues Events and posts them from one task; drops them, with one log line, when the API server cannot keep up."""
 
-    def __init__(self, client: KubeClient, instance: str) -> None:
-        self._client = client
-        self._instance = instance
-        self._queue: asyncio.Queue[tuple[str, Json]] = asyncio.Queue(MAX_PENDING)
+    _client: KubeClient
+    _instance: str
+    _queue: asyncio.Queue[tuple[str, Json]] = field(default_factory=lambda: asyncio.Queue(MAX_PENDING))
 
     def emit(self, about: Json, *, warning: bool, reason: str, action: str, note: str) -> None:
         """Say what changed about an object. `reason` is CamelCase, `note` at most 1 kB."""
