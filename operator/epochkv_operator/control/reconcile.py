@@ -269,8 +269,6 @@ class PoolReconciler(_Reconciler):
                 keys = await self.secrets.rotate(obj, generation)
             elif keys.previous is not None and self.hub(HubService.old_key_idle_seconds, uid) >= pool.spec.reset.fence_timeout_seconds:
                 keys = await self.secrets.retire(obj)
-        except SecretConflict as error:
-            return keys, Problem("SecretConflict", str(error)), None
         except (Forbidden, Invalid) as error:
             return keys, Problem("SecretRefused", f"the pool's keys cannot be replaced: {error.message}"), error
         serve(keys)

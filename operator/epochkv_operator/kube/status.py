@@ -85,7 +85,11 @@ class StatusWriter:
             if remaining <= 0:
                 raise Unavailable(0, "Timeout", f"changed under each of {attempt} writes", f"PATCH status of {ref}")
             try:
-                answer = await self._send(ref, obj, patch, remaining, fields)
+                if fields:
+                    seen = {name: obj["status"].get(name) for name in fields}
+                    answer = await self._client.patch_status_fields(ref, seen, patch, remaining)
+                else:
+                    answer = await self._client.patch_status(ref, str(resource_version(obj)), patch, remaining)
             except NotFound as error:
                 raise ObjectGone(f"{ref} is gone") from error
             except (Conflict, Invalid) as error:
@@ -103,12 +107,6 @@ class StatusWriter:
             else:
                 self._store.upsert(ref.resource.kind, answer)
             return answer
-
-    async def _send(self, ref: ObjectRef, obj: Json, patch: Json, seconds: float, fields: Sequence[str] | None) -> Json:
-        if not fields:
-            return await self._client.patch_status(ref, str(resource_version(obj)), patch, seconds)
-        seen = {name: obj["status"].get(name) for name in fields}
-        return await self._client.patch_status_fields(ref, seen, patch, seconds)
 
 
 log = structlog.get_logger(__name__)

@@ -85,7 +85,9 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
             "readyReplicas": store.ready,
             "selector": selector_text(component_selector(pool.metadata.name, "store")),
         }
-    status["endpoints"] = _endpoints(pool, context)
+    name, address = pool.metadata.name, master_address(pool)
+    joins = {"configMap": component_name(name, "connection"), "secret": component_name(name, "fence")}
+    status["endpoints"] = {"hub": context.settings.endpoint, **joins, **({} if address is None else {"master": address})}
     return status
 
 
@@ -307,9 +309,3 @@ def _closed(before: Json, hub: HubView, now: datetime) -> Json:
     if before and before.get("epoch", 0) <= hub.published:
         return {"completionTime": timestamp(now, milliseconds=True)} | {key: value for key, value in before.items() if key != "laggards"}
     return before
-
-
-def _endpoints(pool: KVCachePool, context: Context) -> Json:
-    name, address = pool.metadata.name, master_address(pool)
-    endpoints = {"hub": context.settings.endpoint, "configMap": component_name(name, "connection"), "secret": component_name(name, "fence")}
-    return endpoints if address is None else {**endpoints, "master": address}
