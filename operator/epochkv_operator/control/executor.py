@@ -11,7 +11,7 @@ import structlog
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import MERGE_PATCH, ApiError, Conflict, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import Resource, by_kind, identity
+from epochkv_operator.kube.resources import BY_KIND, Resource, identity
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning.context import Observed, Problem
 from epochkv_operator.planning.names import controller_of
@@ -62,7 +62,7 @@ class Executor:
                 continue
             owner = controller_of(desired)
             try:
-                live = (await self._client.get(by_kind(owner["kind"]), desired["metadata"]["namespace"], owner["name"]))["metadata"]
+                live = (await self._client.get(BY_KIND[owner["kind"]], desired["metadata"]["namespace"], owner["name"]))["metadata"]
             except NotFound:
                 return False
             return bool(live["uid"] == owner["uid"] and not live.get("deletionTimestamp"))
@@ -82,7 +82,7 @@ class Executor:
             if live is None:
                 metadata = desired["metadata"]
                 try:
-                    live = await self._client.get(by_kind(desired["kind"]), metadata["namespace"], metadata["name"])
+                    live = await self._client.get(BY_KIND[desired["kind"]], metadata["namespace"], metadata["name"])
                 except NotFound:
                     continue
             found.append(live)
@@ -115,7 +115,7 @@ class Executor:
         if live is not None and live.get("x-scaled-by-others") and "spec" in desired:
             # Somebody owns `spec.replicas` through the scale subresource. Only then is dropping it safe: nobody resets it to 1.
             desired = {**desired, "spec": {key: value for key, value in desired["spec"].items() if key != "replicas"}}
-        answer = await self._send(by_kind(desired["kind"]), desired, live)
+        answer = await self._send(BY_KIND[desired["kind"]], desired, live)
         self._store.upsert(desired["kind"], answer)
         if live is not None and answer["metadata"]["resourceVersion"] == live["metadata"]["resourceVersion"]:
             return
@@ -141,7 +141,7 @@ class Executor:
     async def _delete(self, about: str, child: Json, reason: str) -> None:
         metadata = child["metadata"]
         try:
-            await self._client.delete(by_kind(child["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
+            await self._client.delete(BY_KIND[child["kind"]], metadata["namespace"], metadata["name"], metadata["uid"])
         except NotFound:
             return
         metrics.API_WRITES.labels(kind=child["kind"], operation="delete").inc()

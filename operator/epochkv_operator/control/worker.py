@@ -154,8 +154,6 @@ class Worker:
             try:
                 async with asyncio.timeout(DEADLINE_SECONDS):
                     await self._reconcilers[key.kind](key)
-            except asyncio.CancelledError:
-                raise
             except ObjectGone:
                 self._served(key, "gone")
             except Exception as error:

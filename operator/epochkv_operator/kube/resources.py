@@ -35,12 +35,9 @@ class Resource:
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
         """REST path of a collection (`name` None; cluster-wide when `namespace` is None, too) or of one object."""
-        parts = [f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"]
-        if namespace is not None:
-            parts.append(f"namespaces/{namespace}")
-        parts.append(self.plural)
-        parts.extend(part for part in (name, subresource) if part)
-        return "/".join(parts)
+        base = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        place = f"namespaces/{namespace}" if namespace is not None else None
+        return "/".join(part for part in (base, place, self.plural, name, subresource) if part)
 
 
 class ObjectRef(NamedTuple):
@@ -67,7 +64,7 @@ def micro_time() -> str:
 
 def ref_of(obj: dict[str, Any]) -> ObjectRef:
     metadata = obj["metadata"]
-    return ObjectRef(by_kind(obj["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
+    return ObjectRef(BY_KIND[obj["kind"]], metadata["namespace"], metadata["name"], metadata["uid"])
 
 
 POOLS: Final = Resource(GROUP, VERSION, "kvcachepools", "KVCachePool")
@@ -94,17 +91,12 @@ CHILDREN: Final = (DEPLOYMENTS, STATEFULSETS, SERVICES, CONFIGMAPS, SERVICE_ACCO
 #: Children of kinds that other projects bring: a cluster may not serve them.
 OPTIONAL: Final = (LEADER_WORKER_SETS, POD_MONITORS)
 # Secrets are read one by one, never listed or watched: that keeps the cluster role free of `list secrets`.
-_BY_KIND: Final = {resource.kind: resource for resource in (*PRIMARY, *CHILDREN, PODS, *OPTIONAL, SECRETS, LEASES, EVENTS)}
+BY_KIND: Final = {resource.kind: resource for resource in (*PRIMARY, *CHILDREN, PODS, *OPTIONAL, SECRETS, LEASES, EVENTS)}
 
 
 def selector(resource: Resource) -> str:
     """Of what the operator lists and watches of a kind."""
     return "" if resource in PRIMARY else POD_SELECTOR if resource is PODS else CHILD_SELECTOR
-
-
-def by_kind(kind: str) -> Resource:
-    """The resource of a kind this operator knows."""
-    return _BY_KIND[kind]
 
 
 READ: Final = ("get", "list", "watch")

@@ -125,6 +125,7 @@ class EventRecorder:
         """Say what changed about an object. `reason` is CamelCase, `note` at most 1 kB."""
         metadata = about["metadata"]
         namespace = metadata.get("namespace", "default")
+        about_object = {"apiVersion": about["apiVersion"], "kind": about["kind"], "namespace": namespace}
         body: Json = {
             "apiVersion": EVENTS.api_version,
             "kind": EVENTS.kind,
@@ -136,19 +137,13 @@ class EventRecorder:
             "reason": reason,
             "note": note[:1024],
             "type": "Warning" if warning else "Normal",
-            "regarding": {
-                "apiVersion": about["apiVersion"],
-                "kind": about["kind"],
-                "name": metadata["name"],
-                "namespace": namespace,
-                "uid": metadata["uid"],
-            },
+            "regarding": {**about_object, "name": metadata["name"], "uid": metadata["uid"]},
         }
         try:
             self._queue.put_nowait((namespace, body))
         except asyncio.QueueFull:
-            about_what = f"{namespace}/{metadata['name']}"
-            log.warning("event dropped: the API server takes events too slowly", object=about_what, reason=reason)
+            name = f"{namespace}/{metadata['name']}"
+            log.warning("event dropped: the API server takes events too slowly", object=name, reason=reason)
 
     async def run(self) -> None:
         while True:

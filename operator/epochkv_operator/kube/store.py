@@ -242,8 +242,7 @@ def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
         return
     if kind == ENGINES.kind:
         yield engine_key(namespace, name)
-        pool = pool_of(obj)
-        if pool:
+        if pool := pool_of(obj):
             yield pool_key(namespace, pool)
         return
     labels = metadata.get("labels") or {}

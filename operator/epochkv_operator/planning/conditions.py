@@ -69,7 +69,10 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         if bound is not None:
             notes.append(_engine_tiers(engine, observed))
     if state.reason == "ScaledToZero" and observed.problem is None:
-        return [_ready_without_pods(parts, state), *parts, *notes]
+        # Without pods, as somebody asked for, there is nothing to wait for and nothing that serves: `Available` is False.
+        bad = next((part for part in parts if part.status != "True" and part.type != "Available"), None)
+        ready = replace(bad, type="Ready") if bad is not None else Condition("Ready", "True", "ScaledToZero", state.message)
+        return [ready, *parts, *notes]
     return [*_with_ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the engine serves")), *notes]
 
 
@@ -93,12 +96,6 @@ def _progressing(engine: InferenceEngine, observed: Observed, state: Health) -> 
 def _idle(engine: InferenceEngine, state: Health) -> bool:
     """No pod is wanted, by the spec or by whoever scaled the Deployment."""
     return state.reason == "ScaledToZero" or (state.reason == "NotCreated" and engine.spec.replicas == 0)
-
-
-def _ready_without_pods(parts: list[Condition], state: Health) -> Condition:
-    """Without pods, as somebody asked for, there is nothing to wait for and nothing that serves: `Available` is False."""
-    bad = next((part for part in parts if part.status != "True" and part.type != "Available"), None)
-    return replace(bad, type="Ready") if bad is not None else Condition("Ready", "True", "ScaledToZero", state.message)
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:

@@ -171,11 +171,6 @@ _PULL_SECONDS = 900  # to be scheduled, and to pull an image with vLLM in it
 _PLAIN_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 
-def startup_failures(spec: InferenceEngineSpec) -> int:
-    """`failureThreshold` of the startup probe."""
-    return -(-(_BASE_SECONDS + _weights_bytes(spec) // _BYTES_PER_SECOND) // PERIOD_SECONDS)
-
-
 def progress_deadline(pod: Json) -> int:
     """Seconds after which a rollout without progress counts as stuck: a pod may take as long as its startup probe, overridden or not,
     allows."""
@@ -211,11 +206,12 @@ _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
     """`{metadata, spec}` of the pods that serve. Raises `InvalidTemplate`: an override in `spec.template` that belongs to the operator."""
+    startup_seconds = _BASE_SECONDS + _weights_bytes(engine.spec) // _BYTES_PER_SECOND
     health = partial(podspec.http_probe, "/health", ENGINE_PORT, tls=serves_tls(engine.spec))
     container = {
         **command(engine, pool, context),
         "ports": [podspec.port("http", ENGINE_PORT)],
-        "startupProbe": health(period=PERIOD_SECONDS, failures=startup_failures(engine.spec)),
+        "startupProbe": health(period=PERIOD_SECONDS, failures=-(-startup_seconds // PERIOD_SECONDS)),
         "readinessProbe": health(period=5, failures=3),
         "livenessProbe": health(period=10, failures=3),
         # While vLLM drains it answers new requests with nothing: traffic has to stop first.

@@ -162,7 +162,9 @@ def _master_arguments(pool: KVCachePool, etcd: str | None) -> list[str]:
 
 def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     segment = quantity.to_bytes(mooncake.store.segment_size)
-    memory = _store_memory(segment, 0 if mooncake.store.ssd is None else _ssd_buffer_bytes(segment) + _SSD_WRITE_BUFFER_BYTES)
+    disk = 0 if mooncake.store.ssd is None else _ssd_buffer_bytes(segment) + _SSD_WRITE_BUFFER_BYTES
+    num_bytes = segment + segment // _PAGE_TABLE_SHARE + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES + disk
+    memory = quantity.from_bytes(-(-num_bytes // 2**20) * 2**20)  # in whole MiB
     fill_seconds = segment // _SLOW_FILL_BYTES_PER_SECOND
     own = mooncake.image is None
     listens = partial(podspec.tcp_probe, STORE_REST_PORT) if own else partial(podspec.exec_probe, _LISTENS)
@@ -201,12 +203,6 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "podManagementPolicy": "Parallel",
         **_pods(pool, "store", spec, mooncake.store.template),
     }
-
-
-def _store_memory(segment: int, more: int) -> str:
-    """Memory of a store pod with a segment of so many bytes, and `more` for its disk, in whole MiB."""
-    num_bytes = segment + segment // _PAGE_TABLE_SHARE + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES + more
-    return quantity.from_bytes(-(-num_bytes // 2**20) * 2**20)
 
 
 def _store_environment(pool: KVCachePool, mooncake: Mooncake, segment: int) -> dict[str, str]:

@@ -43,7 +43,11 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     The epochs are the hub authority's to write. They are repeated here only so that a whole status can be written: the maximum
     of what is there and what the hub says.
     """
-    observed = replace(observed, hub=_with_the_past(observed.hub, previous))
+    if observed.hub is not None:
+        # What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds.
+        known = observed.hub.reclaim
+        done = min(max(known.epoch, (previous.get("reclaim") or {}).get("epoch") or 0), observed.hub.published)
+        observed = replace(observed, hub=replace(observed.hub, reclaim=replace(known, epoch=done)))
     # A hub that has just begun to lead has not heard from everybody yet: what it does not know is no news.
     known_before = (previous.get("engines") or {}).get("total", 0)
     partial = observed.hub is not None and not observed.hub.complete and len(observed.hub.engines) < known_before
@@ -259,14 +263,6 @@ def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:
     if known.completed is not None and known.epoch >= hub.published:
         reclaim["completionTime"] = timestamp(known.completed)
     return reclaim
-
-
-def _with_the_past(hub: HubView | None, previous: Json) -> HubView | None:
-    """What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds."""
-    if hub is None:
-        return None
-    done = max(hub.reclaim.epoch, (previous.get("reclaim") or {}).get("epoch") or 0)
-    return replace(hub, reclaim=replace(hub.reclaim, epoch=min(done, hub.published)))
 
 
 def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool = False) -> Json:
