@@ -10,10 +10,10 @@ from typing import Any
 from bench.report import Figure, Progress, Row
 from epochkv_operator.api import parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL
-from epochkv_operator.control.reconcile import context_for, now, observe
+from epochkv_operator.control.reconcile import now, observe
 from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, PODS, POOLS
 from epochkv_operator.kube.store import Store, indexed
-from epochkv_operator.planning.context import Observed
+from epochkv_operator.planning.context import Context, Observed
 from epochkv_operator.planning.plan import plan_engine
 from epochkv_operator.planning.status import engine_status
 from epochkv_operator.settings import Settings
@@ -28,7 +28,7 @@ AIM_GROWTH = 1.5
 
 def filled(num_objects: int) -> tuple[Store, Any, Any]:
     """A store with engines of one pool, their children as planned and five pods each; the pool and the first engine."""
-    store, context = Store(indexed), context_for(Settings("epochkv-system"), None)
+    store, context = Store(indexed), Context(Settings("epochkv-system"))
     pool = {
         "apiVersion": POOLS.api_version,
         "kind": POOLS.kind,
@@ -60,7 +60,7 @@ def filled(num_objects: int) -> tuple[Store, Any, Any]:
 
 def look(store: Store, pool: Any, engine: Any) -> Callable[[], None]:
     """All that a reconcile of an unchanged engine computes."""
-    context = context_for(Settings("epochkv-system"), None)
+    context = Context(Settings("epochkv-system"))
 
     def once() -> None:
         parsed, parsed_pool = parse_engine(engine), parse_pool(pool)

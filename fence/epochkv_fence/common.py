@@ -3,36 +3,95 @@ machine's address."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
 import math
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+CALL_SECONDS: Final = 5.0
 
 
 def on_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Run `work` on a daemon thread of its own; whoever cancels the future waits no longer, and the work goes on."""
     future: Future[T] = Future()
-
-    def run() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(work())
-        except BaseException as error:  # handed to the caller
-            future.set_exception(error)
-
     try:
-        threading.Thread(target=run, name=name, daemon=True).start()
+        threading.Thread(target=fulfil, args=(future, work), name=name, daemon=True).start()
     except RuntimeError as error:  # no more threads
         future.set_exception(error)
     return future
+
+
+def fulfil(future: Future[T], work: Callable[[], T]) -> None:
+    """Do the work of `future`, unless that was cancelled; its owner gets the result, or what the work raises."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+async def end(tasks: Collection[asyncio.Task[Any]], seconds: float) -> None:
+    """Cancel the tasks and wait for their ends, but no longer than this."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=seconds)
+
+
+class LoopThread:
+    """An event loop on a daemon thread of its own. Nothing that runs there may block: others wait for it."""
+
+    def __init__(self, name: str, stop_seconds: float) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._stop_seconds = stop_seconds
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for its end here. Cancelling the wait cancels the work."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def post(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have a function called there, after all that was posted before; what it raises is logged by the loop."""
+        self.loop.call_soon_threadsafe(lambda: function(*args, **kwargs))
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function there and return what it returns, or raise what it raises.
+
+        Raises:
+            TimeoutError: the loop did not get to it within `CALL_SECONDS`.
+        """
+        answer: Future[T] = Future()
+        self.loop.call_soon_threadsafe(fulfil, answer, lambda: function(*args, **kwargs))
+        try:
+            return answer.result(CALL_SECONDS)
+        except TimeoutError:
+            answer.cancel()
+            raise
+
+    def stop(self) -> None:
+        """End the loop and its thread. Whatever still runs there is cancelled."""
+        with contextlib.suppress(RuntimeError):  # already closed
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        if self._thread is not threading.current_thread():
+            self._thread.join(self._stop_seconds)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            self.loop.run_until_complete(end(asyncio.all_tasks(self.loop), self._stop_seconds / 2))
+        finally:
+            self.loop.close()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,15 +20,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 if TYPE_CHECKING:
     from epochkv_fence.net.keys import ClientKeys
-
-T = TypeVar("T")
 
 CONFIG_ENV: Final = "EPOCHKV_CONFIG"
 FENCE_ENV: Final = "EPOCHKV_FENCE"
@@ -54,12 +52,6 @@ ENDPOINT: Final = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s\[\]:/@*;]
 
 class ConfigurationError(ValueError):
     """The pool cannot be reached with what was given; the message names key, file or variable and the remedy."""
-
-
-def is_endpoint(endpoint: str) -> bool:
-    """Whether it looks like `tcp://host:7700`."""
-    match = ENDPOINT.fullmatch(endpoint)
-    return match is not None and 0 < int(match["port"]) < 65536 and len(match["host"]) <= 255 and endpoint.isprintable()
 
 
 class PoolRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,25 +132,22 @@ class Connection:
         """
         variables = os.environ if environ is None else environ
         document = read_document(source, variables, what)
-        needed = convert(document.content, _Needed, document.origin)
+        try:
+            needed = msgspec.convert(document.content, _Needed)
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
+            unknown = "take that key out, or correct its name: " if "unknown field" in str(error) else ""
+            form = 'it must have {"pool": {"name", "uid"}, "hub": {"endpoint", "credentials_dir"}}'
+            raise ConfigurationError(f"{document.origin}: {error}; {unknown}{form}") from error
         check_pool(needed.pool, document.origin)
         check_endpoint(needed.hub.endpoint, f"{document.origin}: hub.endpoint")
         return cls(needed.pool, needed.hub, document.origin, variables)
 
     def client_keys(self) -> ClientKeys:
-        """The key pair that speaks for the pool, and the hub's public key.
-
-        Raises:
-            ConfigurationError: a file or variable is missing or holds no key.
-        """
+        """The key pair that speaks for the pool, and the hub's public key. Raises as `read_client_keys`."""
         return read_client_keys(self.hub, self.environ)
 
     def root_secret(self) -> bytes:
-        """What the pool's names are made with; engines need it, clients do not.
-
-        Raises:
-            ConfigurationError: the file or variable is missing or holds no secret.
-        """
+        """What the pool's names are made with; engines need it, clients do not. Raises as `read_root_secret`."""
         return read_root_secret(self.hub, self.environ)
 
 
@@ -231,21 +220,6 @@ def _parse(content: str | bytes, origin: str) -> dict[str, Any]:
         raise ConfigurationError(f"{origin} is not a JSON object: {error}; it must have the keys pool and hub") from error
 
 
-def convert(content: Mapping[str, Any], kind: type[T], origin: str) -> T:
-    """`content` as `kind`.
-
-    Raises:
-        ConfigurationError: a key is missing, unknown or of the wrong type.
-    """
-    try:
-        return msgspec.convert(content, kind)
-    except (msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError) as error:
-        unknown = "take that key out, or correct its name: " if "unknown field" in str(error) else ""
-        raise ConfigurationError(
-            f'{origin}: {error}; {unknown}it must have {{"pool": {{"name", "uid"}}, "hub": {{"endpoint", "credentials_dir"}}}}'
-        ) from error
-
-
 def check_pool(pool: PoolRef, origin: str) -> None:
     """Raise `ConfigurationError` for a pool that cannot be one."""
     if not pool.uid:
@@ -255,15 +229,11 @@ def check_pool(pool: PoolRef, origin: str) -> None:
 
 
 def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
-    """Host and port of what a client may dial.
-
-    Raises:
-        ConfigurationError: it does not look like `tcp://host:7700`.
-    """
-    if not is_endpoint(endpoint):
+    """Host and port of what a client may dial. Raises `ConfigurationError`: it does not look like `tcp://host:7700`."""
+    match = ENDPOINT.fullmatch(endpoint)
+    if match is None or not 0 < int(match["port"]) < 65536 or len(match["host"]) > 255 or not endpoint.isprintable():
         raise ConfigurationError(f"{what} is {_shown(endpoint)}; it must look like tcp://host:7700")
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
+    return match["host"], int(match["port"])
 
 
 # ------------------------------------------------------------------ credentials

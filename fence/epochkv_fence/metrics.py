@@ -16,18 +16,12 @@ REQUEST_SECONDS: Final = 5.0
 
 POOL_GAUGES: Final[dict[str, tuple[str, Callable[[PoolSnapshot, float, float], float]]]] = {
     "epochkv_pool_target_epoch": ("Highest epoch recorded for the pool", lambda pool, lease, now: pool.target),
-    "epochkv_pool_published_epoch": (
-        "Highest epoch proved: no engine uses an older one",
-        lambda pool, lease, now: pool.published,
-    ),
+    "epochkv_pool_published_epoch": ("Highest epoch proved: no engine uses an older one", lambda pool, lease, now: pool.published),
     "epochkv_pool_reset_overdue_seconds": (
         "For how long a reset is unpublished beyond lease and margin; 0 while none is late",
         lambda pool, lease, now: pool.overdue_seconds(lease, now),
     ),
-    "epochkv_pool_old_epoch_requests": (
-        "Requests that run on under an older epoch",
-        lambda pool, lease, now: pool.old_epoch_requests,
-    ),
+    "epochkv_pool_old_epoch_requests": ("Requests that run on under an older epoch", lambda pool, lease, now: pool.old_epoch_requests),
     "epochkv_pool_weights_diverged_engines": (
         "Engine processes that hold other weights than most of their kind",
         lambda pool, lease, now: len(pool.diverged),

@@ -64,18 +64,15 @@ class _NotTaken(StoreAdminError):
     """This master has not begun to remove anything, so another one may be asked."""
 
 
+@dataclass(eq=False)
 class MooncakeAdmin:
-    """`epochkv_fence.mooncake_admin.StoreAdmin` over the HTTP admin ports of Mooncake masters.
+    """`epochkv_fence.mooncake_admin.StoreAdmin` over the HTTP admin ports of Mooncake masters."""
 
-    Args:
-        url_of: the admin URLs of a pool's masters, such as `http://master:9003`; the first that takes the request is used
-            (a standby master refuses). Only stores of one pool alone may be named.
-        deadline_seconds: for one `remove_all`, over all its requests.
-    """
-
-    def __init__(self, url_of: Callable[[str], list[str]], deadline_seconds: float = DEADLINE_SECONDS) -> None:
-        self._url_of = url_of
-        self._deadline = deadline_seconds
+    _url_of: Callable[[str], list[str]]
+    """The admin URLs of a pool's masters, such as `http://master:9003`; the first that takes the request is used (a standby master
+    refuses). Only stores of one pool alone may be named."""
+    deadline_seconds: float = DEADLINE_SECONDS
+    """For one `remove_all`, over all its requests."""
 
     async def remove_all(self, pool_uid: str) -> Removed:
         """Remove every key that is not being read.
@@ -87,7 +84,7 @@ class MooncakeAdmin:
         urls = self._url_of(pool_uid)
         if not urls:
             raise StoreAdminError(f"no admin address is known for the store of pool {pool_uid}")
-        until = time.monotonic() + self._deadline
+        until = time.monotonic() + self.deadline_seconds
         problems: list[str] = []
         for url in urls:
             master = _Master(url, until)
@@ -95,7 +92,7 @@ class MooncakeAdmin:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
                     return await asyncio.wrap_future(on_daemon_thread(master.remove_all, "epochkv-store-admin"))
             except TimeoutError as error:
-                raise StoreAdminError("; ".join([*problems, f"{url}: no answer within {self._deadline:.3g} s"])) from error
+                raise StoreAdminError("; ".join([*problems, f"{url}: no answer within {self.deadline_seconds:.3g} s"])) from error
             except _NotTaken as error:
                 problems.append(str(error))
             finally:
@@ -104,11 +101,7 @@ class MooncakeAdmin:
 
 
 def check_admin_url(url: str) -> str:
-    """`url` without a slash at its end.
-
-    Raises:
-        ValueError: it is not `http://host:port`.
-    """
+    """`url` without a slash at its end. Raises `ValueError`: it is not `http://host:port`."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme == "http" and bool(parts.hostname) and parts.port is not None and parts.path in ("", "/") and url.isprintable()
@@ -120,13 +113,13 @@ def check_admin_url(url: str) -> str:
     return url.rstrip("/")
 
 
+@dataclass(eq=False)
 class _Master:
     """One `remove_all` at one master. It sends nothing after `until`."""
 
-    def __init__(self, url: str, until: float) -> None:
-        self._url = url
-        self._until = until
-        self._sock: socket.socket | None = None
+    _url: str
+    _until: float
+    _sock: socket.socket | None = None
 
     def hang_up(self) -> None:
         """End the thread soon, also where an answer comes byte by byte, which no socket time-out notices."""

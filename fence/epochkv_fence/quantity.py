@@ -23,11 +23,7 @@ _BINARY = (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10))
 
 
 def parse(value: int | str) -> Decimal:
-    """The number that a quantity stands for.
-
-    Raises:
-        ValueError: not a quantity; the text says what one looks like.
-    """
+    """The number that a quantity stands for. Raises `ValueError`: not a quantity; the text says what one looks like."""
     if isinstance(value, int):
         return Decimal(value)
     match = _PATTERN.match(value)

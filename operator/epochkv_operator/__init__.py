@@ -1,8 +1,5 @@
 """The EpochKV operator: KV-cache pools and inference engines on Kubernetes, and the fence hub that resets them."""
 
-from importlib.metadata import PackageNotFoundError, version
+from epochkv_fence.version import VERSION
 
-try:
-    __version__ = version("epochkv")
-except PackageNotFoundError:  # run from a checkout
-    __version__ = "0+checkout"
+__version__ = VERSION or "0+checkout"

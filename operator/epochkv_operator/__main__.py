@@ -68,9 +68,7 @@ def run(
     log_format: Annotated[LogFormat, Option(help="json for clusters, console for people.")] = LogFormat.JSON,
     log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Run until SIGTERM. Exits 0 on SIGTERM or SIGINT, 1 when leadership is lost or a part fails: let Kubernetes
-    restart it.
-    """
+    """Run until SIGTERM. Exits 0 on SIGTERM or SIGINT, 1 when leadership is lost or a part fails: let Kubernetes restart it."""
     from epochkv_operator import logs
     from epochkv_operator.control.runtime import Operator
 

@@ -33,6 +33,7 @@ from epochkv_operator.api.generate import CRDS, manifest
 from epochkv_operator.keys import decoded
 from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, LEASES, POOLS, SECRETS, Resource, Right, rights
+from epochkv_operator.planning.context import listed
 from epochkv_operator.planning.names import component_name
 from epochkv_operator.settings import Settings
 
@@ -319,8 +320,7 @@ async def _rights(client: KubeClient, operator: Operator) -> list[Finding]:
 def judge_rights(operator: Operator, missing: Sequence[Right], num_needed: int) -> Finding:
     if not missing:
         return Finding("rbac", Level.OK, f"it has all {num_needed} rights that the operator needs", about=operator.account)
-    more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-    text = f"it lacks {len(missing)} of {num_needed} rights: {', '.join(map(str, missing[:SHOWN]))}{more}"
+    text = f"it lacks {len(missing)} of {num_needed} rights: {listed(map(str, missing), SHOWN)}"
     release = operator.deployment["metadata"].get("labels", {}).get("app.kubernetes.io/instance", "epochkv")
     place = f"-n {operator.namespace}"
     deployed = f"$(helm {place} list --deployed --no-headers -f '^{release}$' | awk '{{print $3}}')"  # not a revision that failed

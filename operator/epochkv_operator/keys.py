@@ -79,9 +79,8 @@ class FenceKeys:
 
     @property
     def revision(self) -> str:
-        """Changes when engines must restart: another hub, or another root secret. A rotated client key is read again by running engines.
-        It stands in pod templates, and tells nothing of the secret.
-        """
+        """Changes when engines must restart: another hub, or another root secret. A rotated client key is read again by running engines. It
+        stands in pod templates, and tells nothing of the secret."""
         mac = hmac.new(self.root_secret.encode(), self.hub_public.encode(), hashlib.sha256)
         return mac.hexdigest()[:12]
 
@@ -118,8 +117,7 @@ def whole(found: Fields, pool_uid: str) -> FenceKeys | None:
 
 def follows(known: FenceKeys, found: FenceKeys, drawn: KeyPair | None) -> bool:
     """Whether a whole Secret is what this process knows, or what its operators make of it: without the older key, or with a newer one.
-    `drawn`: the pair of our own rotation, whose write may have had no answer.
-    """
+    `drawn`: the pair of our own rotation, whose write may have had no answer."""
     same = (found.hub_public, found.root_secret) == (known.hub_public, known.root_secret)
     if (found.client, found.generation) == (known.client, known.generation):
         return same and found.previous in (None, known.previous)
@@ -208,47 +206,48 @@ class SecretConflict(Exception):
 
 
 @dataclass
-class _Pool:
+class PoolKeys:
     """What is known of one pool's Secret."""
 
-    place: tuple[str, str]
+    place: tuple[str, str] = ("", "")
     """Namespace and name of the pool."""
     keys: FenceKeys | None = None
     new: bool = False
     """This process made the keys, for a pool without a status: nobody can have been granted anything before."""
     refusal: str | None = None
-    """Why there are no keys, in words."""
+    """Why there are no keys, in words; None where there are some, or the pool was not reconciled yet."""
     conflict: bool = False
     """The Secret is somebody else's: another try does not help."""
     drawn: KeyPair | None = None
     """The pair that the next rotation brings; it stays the same one until it is in the Secret."""
 
+    @property
+    def decided(self) -> bool:
+        """The keys are known, or known to be impossible to have."""
+        return self.keys is not None or self.conflict
 
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Public keys that the hub has to accept, the newest first. Asked only where there are keys."""
+        assert self.keys is not None
+        return self.keys.accepted if self.drawn is None else (self.drawn.public, self.keys.client.public)
+
+    def draw(self) -> None:
+        """Draw the pair that the next rotation brings, unless there is one."""
+        self.drawn = self.drawn or generate_keypair()
+
+
+@dataclass(eq=False)
 class FenceSecrets:
     """The pools' Secrets. Remembers contents by pool uid."""
 
-    def __init__(self, client: KubeClient, hub_public: str) -> None:
-        self._client = client
-        self._hub_public = hub_public
-        self._pools: dict[str, _Pool] = {}
+    _client: KubeClient
+    _hub_public: str
+    _pools: dict[str, PoolKeys] = field(default_factory=dict)
 
-    def known(self, pool_uid: str) -> FenceKeys | None:
-        pool = self._pools.get(pool_uid)
-        return pool.keys if pool is not None else None
-
-    def new(self, pool_uid: str) -> bool:
-        """Whether no engine can have joined the pool before this process."""
-        return self._pools[pool_uid].new
-
-    def decided(self, pool_uid: str) -> bool:
-        """Whether the pool's keys are known, or known to be impossible to have."""
-        pool = self._pools.get(pool_uid)
-        return pool is not None and (pool.keys is not None or pool.conflict)
-
-    def refusal(self, pool_uid: str) -> str | None:
-        """Why the pool has no keys, in words; None when it has some, or was not reconciled yet."""
-        pool = self._pools.get(pool_uid)
-        return pool.refusal if pool is not None and pool.keys is None else None
+    def of(self, pool_uid: str) -> PoolKeys:
+        """What is known of this pool's Secret; nothing before `ensure`."""
+        return self._pools.get(pool_uid, PoolKeys())
 
     def forget(self, namespace: str, name: str) -> None:
         """The pool is gone, or another one of its name has come: nobody may ever be given its keys again."""
@@ -265,21 +264,22 @@ class FenceSecrets:
         uid, place = pool["metadata"]["uid"], (pool["metadata"]["namespace"], pool["metadata"]["name"])
         if uid not in self._pools:
             self.forget(*place)
-            self._pools[uid] = _Pool(place)
+            self._pools[uid] = PoolKeys(place)
         known = self._pools[uid]
         known.refusal = None
         try:
             keys, note = await self._ensure(pool, known)
         except SecretConflict as error:
-            known.conflict, known.refusal = True, str(error)
+            known.conflict, known.refusal = True, str(error) if known.keys is None else None
             raise
         except (Forbidden, Invalid) as error:
-            known.refusal = f"Secret {'/'.join(_place(pool))} with the pool's keys cannot be read or made: {error.message}"
+            if known.keys is None:
+                known.refusal = f"Secret {'/'.join(_place(pool))} with the pool's keys cannot be read or made: {error.message}"
             raise
         known.conflict = False
         return self._remember(known, keys), note
 
-    async def _ensure(self, pool: Json, known: _Pool) -> tuple[FenceKeys, str]:
+    async def _ensure(self, pool: Json, known: PoolKeys) -> tuple[FenceKeys, str]:
         (namespace, name), uid = _place(pool), pool["metadata"]["uid"]
         try:
             found = await self._client.get(SECRETS, namespace, name)
@@ -299,7 +299,7 @@ class FenceSecrets:
             await self._put(pool, found, keys, note or "its owner was missing")
         return keys, note
 
-    def _judge(self, pool: Json, known: _Pool, fields: Fields) -> tuple[FenceKeys, str]:
+    def _judge(self, pool: Json, known: PoolKeys, fields: Fields) -> tuple[FenceKeys, str]:
         """What the Secret should hold, and what to tell the user if somebody else has changed it."""
         uid, name = pool["metadata"]["uid"], f"Secret {'/'.join(_place(pool))}"
         found = whole(fields, uid)
@@ -321,7 +321,7 @@ class FenceSecrets:
             return replace(found, hub_public=self._hub_public), note
         return found, ""
 
-    async def _make(self, pool: Json, known: _Pool) -> tuple[FenceKeys, str]:
+    async def _make(self, pool: Json, known: PoolKeys) -> tuple[FenceKeys, str]:
         """There is no Secret: make it as it was, or a new one."""
         place, status = "/".join(_place(pool)), pool.get("status") or {}
         if known.keys is not None:
@@ -337,26 +337,13 @@ class FenceSecrets:
 
     # ---- rotation ----
 
-    def draw(self, pool_uid: str) -> None:
-        """Draw the pair that the next rotation brings, unless there is one."""
-        pool = self._pools[pool_uid]
-        pool.drawn = pool.drawn or generate_keypair()
-
-    def accepted(self, pool_uid: str) -> tuple[str, ...]:
-        """Public keys that the hub has to accept, the newest first."""
-        pool = self._pools[pool_uid]
-        assert pool.keys is not None  # asked only for pools that have some
-        return pool.keys.accepted if pool.drawn is None else (pool.drawn.public, pool.keys.client.public)
-
     async def rotate(self, pool: Json, generation: int) -> FenceKeys:
         """Put the drawn pair into the Secret, with the older public key beside it. The hub must accept both already.
 
         Raises:
             ApiError: also when somebody else has changed it meanwhile.
         """
-        known = self._pools[pool["metadata"]["uid"]]
-        found = await self._client.get(SECRETS, *_place(pool))
-        keys, _ = self._judge(pool, known, decoded(found))
+        known, found, keys = await self._read(pool)
         if keys.generation >= generation or keys.previous is not None:
             known.drawn, known.keys = None, keys
             return keys  # done, perhaps by a write of ours whose answer was lost; or one rotation is still under way
@@ -366,21 +353,20 @@ class FenceSecrets:
         return self._remember(known, rotated)
 
     async def retire(self, pool: Json) -> FenceKeys:
-        """Take the older public key out of the Secret.
-
-        Raises:
-            ApiError
-        """
-        known = self._pools[pool["metadata"]["uid"]]
-        found = await self._client.get(SECRETS, *_place(pool))
-        keys, _ = self._judge(pool, known, decoded(found))
+        """Take the older public key out of the Secret. Raises `ApiError`."""
+        known, found, keys = await self._read(pool)
         if keys.previous is not None:
             keys = replace(keys, previous=None)
             await self._put(pool, found, keys, "nobody uses the older key any more")
         return self._remember(known, keys)
 
+    async def _read(self, pool: Json) -> tuple[PoolKeys, Json, FenceKeys]:
+        known = self._pools[pool["metadata"]["uid"]]
+        found = await self._client.get(SECRETS, *_place(pool))
+        return known, found, self._judge(pool, known, decoded(found))[0]
+
     @staticmethod
-    def _remember(pool: _Pool, keys: FenceKeys) -> FenceKeys:
+    def _remember(pool: PoolKeys, keys: FenceKeys) -> FenceKeys:
         pool.keys = keys
         if keys.previous is not None:  # a rotation is in the Secret, ours or another operator's
             pool.drawn = None
@@ -390,8 +376,7 @@ class FenceSecrets:
 
     async def _put(self, pool: Json, found: Json, keys: FenceKeys, why: str) -> None:
         """All our fields at once, by compare-and-swap: `found` carries its resourceVersion. One that somebody has made immutable is made
-        again.
-        """
+        again."""
         metadata, ours = found["metadata"], encoded(content(keys, pool["metadata"]["uid"]))
         foreign = {name: value for name, value in (found.get("data") or {}).items() if name not in FIELDS}
         others = [owner for owner in metadata.get("ownerReferences") or [] if owner.get("kind") != POOLS.kind]
@@ -441,15 +426,15 @@ class _Unusable(Exception):
     """The Secret holds no key."""
 
 
+@dataclass(eq=False)
 class HubSecret:
     """The hub's key pair, in an immutable Secret of the operator's own namespace."""
 
-    def __init__(self, client: KubeClient, events: EventRecorder, namespace: str, name: str) -> None:
-        self._client = client
-        self._events = events
-        self._namespace = namespace
-        self._name = name
-        self._problem = ""
+    _client: KubeClient
+    _events: EventRecorder
+    _namespace: str
+    _name: str
+    _problem: str = ""
 
     async def obtain(self) -> KeyPair:
         """The pair, made on first use. Tries until there is one: what is wrong with the Secret can be put right meanwhile."""

@@ -1,6 +1,4 @@
-"""Structured logs: one line per transition, JSON in a cluster, coloured text on a terminal. Libraries' records take
-the same way.
-"""
+"""Structured logs: one line per transition, JSON in a cluster, coloured text on a terminal. Libraries' records take the same way."""
 
 from __future__ import annotations
 

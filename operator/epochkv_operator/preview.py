@@ -18,8 +18,7 @@ from typing import Any, Final
 
 import yaml
 
-from epochkv_operator import __version__
-from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.api import InvalidObject, parse_engine, parse_pool
 from epochkv_operator.api.base import API_VERSION, GROUP
 from epochkv_operator.api.rules import violations
 from epochkv_operator.kube.client import Json
@@ -97,7 +96,7 @@ def planned(
     settings = Settings(operator_namespace)
     # Groups of pods need LeaderWorkerSet; whether the cluster has it, the operator says.
     served = frozenset({"LeaderWorkerSet"})
-    rendered = Context(settings.endpoint, operator_namespace, __version__, settings.store_image, settings.engine_image, served=served)
+    rendered = Context(settings, served=served)
     if live:
         return _live(paths, namespace, context, rendered)
     manifests, skipped = read(paths, namespace, "default")
@@ -312,7 +311,7 @@ def read(paths: Sequence[str], namespace: str | None, default_namespace: str) ->
         obj = {**document, "metadata": {**metadata, "namespace": own or namespace or default_namespace}}
         obj.pop("status", None)
         try:
-            _parsed(obj)
+            parse_pool(obj) if obj["kind"] == POOLS.kind else parse_engine(obj)
         except InvalidObject as error:
             problems.append(f"{source}: {error}")
             continue
@@ -324,10 +323,6 @@ def read(paths: Sequence[str], namespace: str | None, default_namespace: str) ->
     if problems:
         raise CannotPlan(*problems)
     return list(manifests.values()), skipped
-
-
-def _parsed(obj: Json) -> KVCachePool | InferenceEngine:
-    return parse_pool(obj) if obj["kind"] == POOLS.kind else parse_engine(obj)
 
 
 def _documents(paths: Sequence[str], problems: list[str]) -> Iterator[tuple[str, Json]]:

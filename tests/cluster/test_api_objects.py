@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import EngineView, WeightsView
 from epochkv_operator.api import parse_engine, parse_pool
-from epochkv_operator.kube.resources import CHILD_SELECTOR, CHILDREN, PODS, by_kind
-from epochkv_operator.planning.context import HubView, KeysView, Observed, Outlier, ReclaimView, WeightsGroup
+from epochkv_operator.kube.resources import BY_KIND, CHILD_SELECTOR, CHILDREN, PODS
+from epochkv_operator.planning.context import HubView, KeysView, Observed, Outlier, ReclaimView
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.planning.status import engine_status, pool_status
 from hack.waiting import eventually
@@ -30,12 +30,12 @@ def space(namespace: Namespace) -> Namespace:
 
 
 def look(space: Namespace, kind: str, name: str) -> Json:
-    found: Json = space.request("GET", by_kind(kind).path(space.name, name))
+    found: Json = space.request("GET", BY_KIND[kind].path(space.name, name))
     return found
 
 
 def apply(space: Namespace, obj: Json) -> Json:
-    path = by_kind(obj["kind"]).path(space.name, obj["metadata"]["name"])
+    path = BY_KIND[obj["kind"]].path(space.name, obj["metadata"]["name"])
     applied: Json = space.request("PATCH", f"{path}?fieldManager=epochkv-operator&force=true", obj, "application/apply-patch+yaml")
     return applied
 
@@ -143,7 +143,7 @@ def test_statuses_fit_the_schema(space: Namespace) -> None:
         reset_epoch=7,
         reset_started=now,
         origin="Trainer",
-        weights=[WeightsGroup(f"{number:032x}", 4, now, "v" * 253) for number in range(20)],
+        weights=[WeightsView(number.to_bytes(16), "v" * 253, 4, 0.0) for number in range(20)],
         outliers=[Outlier(f"ray-{number}", f"{number:032x}", "f" * 32) for number in range(1, 20)],
         reclaim=ReclaimView(6, 12, 2**40, now, wipe_failed=True),
         keys=KeysView(2, 2, ("ray-1",)),

@@ -11,11 +11,12 @@ import pytest
 from epochkv_fence.net.keys import generate_keypair
 from epochkv_operator.api import parse_pool
 from epochkv_operator.control.leader import Leader
-from epochkv_operator.hub.service import AcceptedKeys, HubService
+from epochkv_operator.hub.service import HubService
 from epochkv_operator.kube.client import KubeClient, Unavailable
 from epochkv_operator.kube.lease import LeaseLost, new_identity
 from epochkv_operator.kube.resources import CONFIGMAPS
 from epochkv_operator.kube.store import Store, indexed
+from epochkv_operator.planning.context import KeysView
 from epochkv_operator.settings import Settings
 from hack.cluster.controlplane import ControlPlane
 from hack.loopback import free_port
@@ -85,7 +86,7 @@ async def test_the_hub_writes_nothing_once_the_lease_was_not_renewed_in_time(
         port = await leader.serve(generate_keypair())
         while leader.not_leading() is None:  # noqa: ASYNC110 - nobody renews it
             await asyncio.sleep(0.1)
-        port(HubService.ensure, pool, AcceptedKeys((generate_keypair().public,)))
+        port(HubService.ensure, pool, (generate_keypair().public,), KeysView(0))
         assert not await asyncio.to_thread(poll, lambda: namespace.status("policy").keys() - {"observedGeneration"}, 4.0)
         assert any("NotLeading" in record.getMessage() for record in caplog.records), "it did not try"
     finally:

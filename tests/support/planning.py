@@ -4,17 +4,11 @@ from typing import Any
 
 from epochkv_operator.api import InferenceEngine, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.planning.context import Context
+from epochkv_operator.settings import Settings
 
 Json = dict[str, Any]
 
-CONTEXT = Context(
-    hub_endpoint="tcp://epochkv-hub.epochkv-system.svc:7700",
-    operator_namespace="epochkv-system",
-    operator_version="0.1.0",
-    store_image="epochkv/store:dev",
-    engine_image="epochkv/engine:dev",
-    credentials_revision="keys-1",
-)
+CONTEXT = Context(Settings("epochkv-system"), "keys-1", operator_version="0.1.0")
 MASTER_LIMIT = {"name": "master", "resources": {"limits": {"memory": "1Gi"}}}
 SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
 POOL_SPECS: dict[str, Json] = {

@@ -32,11 +32,6 @@ def _found() -> dict[str, importlib.metadata.EntryPoint]:
     return {entry.name: entry for entry in sorted(importlib.metadata.entry_points(group=GROUP))}
 
 
-def plugin_names() -> list[str]:
-    """Names of the added commands."""
-    return list(_found())
-
-
 @functools.cache
 def load_plugin(name: str) -> Any:
     """The command `name`; None when no package that is here adds it."""
@@ -85,7 +80,7 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
-        return [*own, *(name for name in plugin_names() if name not in own)]
+        return [*own, *(name for name in _found() if name not in own)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return super().get_command(ctx, cmd_name) or load_plugin(cmd_name)

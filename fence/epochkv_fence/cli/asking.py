@@ -15,21 +15,9 @@ from typing import Annotated, Final
 
 import typer
 
+from epochkv_fence.cli import render
 from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.render import (
-    Output,
-    StatusLine,
-    push_waits_for,
-    reset_waits_for,
-    say_error,
-    show_engines,
-    show_reset,
-    show_status,
-    show_wait,
-    show_weights,
-    shown_weights,
-    wait_waits_for,
-)
+from epochkv_fence.cli.render import Output, StatusLine, say_error
 from epochkv_fence.client import (
     ConfigurationError,
     Connection,
@@ -106,7 +94,7 @@ def _asking(output: Output) -> Iterator[None]:
         yield
     except ResetTimeout as error:
         if output is Output.JSON:
-            show_reset(error.reset, output)
+            render.show_reset(error.reset, output)
         raise
 
 
@@ -150,10 +138,10 @@ def reset(
             wait=wait,
             timeout_s=timeout,
             on_failure=on_failure,  # type: ignore[arg-type]
-            progress=StatusLine(reset_waits_for),
+            progress=StatusLine(render.reset_waits_for),
             force=force,
         )
-    show_reset(done, output, wait)
+    render.show_reset(done, output, wait)
     if wait and not done.published:
         raise typer.Exit(Exit.NOT_IN_TIME)
 
@@ -176,8 +164,8 @@ def wait(
     command also prints JSON when it ends with 3.
     """
     with closing(connect(config, timeout)) as pool, _asking(output):
-        done = pool.wait(epoch, timeout, StatusLine(wait_waits_for))
-    show_wait(done, output)
+        done = pool.wait(epoch, timeout, StatusLine(render.wait_waits_for))
+    render.show_wait(done, output)
 
 
 def status(config: Config = None, timeout: Timeout = STATUS_SECONDS, output: Out = Output.TABLE) -> None:
@@ -188,7 +176,7 @@ def status(config: Config = None, timeout: Timeout = STATUS_SECONDS, output: Out
       EPOCHKV_CONFIG=policy/client epochkv status -o json
     """
     with closing(connect(config, timeout)) as pool:
-        show_status(pool.status(timeout), output)
+        render.show_status(pool.status(timeout), output)
 
 
 def engines(
@@ -216,16 +204,12 @@ def engines(
         if not found.engines:
             say_error(f"no live engine holds {weights}; `epochkv weights` shows what they hold")
     if found.engines or output is Output.JSON or weights is None:
-        show_engines(found, output)
+        render.show_engines(found, output)
     if weights is not None and not found.engines:
         raise typer.Exit(Exit.FAILED)
 
 
-def weights(
-    config: Config = None,
-    timeout: Timeout = STATUS_SECONDS,
-    output: Out = Output.TABLE,
-) -> None:
+def weights(config: Config = None, timeout: Timeout = STATUS_SECONDS, output: Out = Output.TABLE) -> None:
     """List the weights by digest, with the engines that hold them. The largest group comes first, then the one that changed last.
 
     `epochkv update` waits until a push has reached every engine.
@@ -235,7 +219,7 @@ def weights(
       epochkv weights -o json | jq .equal
     """
     with closing(connect(config, timeout)) as pool:
-        show_weights(pool.weights(timeout), output)
+        render.show_weights(pool.weights(timeout), output)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -284,14 +268,16 @@ def update(
     \b
       epochkv update --version step-42 -- python push_weights.py --step 42
     """
-    _check_command(command[0])
+    if shutil.which(command[0]) is None:  # as a shell would say it
+        say_error(f"{command[0]} is no command that this user may execute; nothing was asked of the pool")
+        raise typer.Exit(Exit.NO_COMMAND)
     found = _push(command, version, config, timeout, output, only_new=only_new)
     for note in found.notes:
         say_error(note)
     if output is Output.JSON:
-        show_weights(found, output)
+        render.show_weights(found, output)
     else:
-        print(shown_weights(found))
+        print(render.shown_weights(found))
 
 
 def _push(command: Sequence[str], version: str, config: str | None, timeout: float, output: Output, *, only_new: bool) -> WeightsReport:
@@ -301,7 +287,7 @@ def _push(command: Sequence[str], version: str, config: str | None, timeout: flo
     try:
         with (
             closing(connect(config, timeout, NOTHING_ASKED)) as pool,
-            pool.weight_update(version, timeout_s=timeout, progress=StatusLine(push_waits_for), only_new=only_new) as made,
+            pool.weight_update(version, timeout_s=timeout, progress=StatusLine(render.push_waits_for), only_new=only_new) as made,
         ):
             status = run(command, environment(os.environ, config, version), to_stderr=output is Output.JSON)
             if status != 0:
@@ -312,7 +298,7 @@ def _push(command: Sequence[str], version: str, config: str | None, timeout: flo
         raise typer.Exit(error.status) from None
     except PoolError as error:
         if isinstance(error, WeightsDiverged) and output is Output.JSON:
-            show_weights(error.report, output)
+            render.show_weights(error.report, output)
         elif not isinstance(error, WeightsDiverged):
             error.add_note(ENDED_WELL if has_ended else NOT_STARTED)
         raise
@@ -321,13 +307,6 @@ def _push(command: Sequence[str], version: str, config: str | None, timeout: flo
         raise typer.Exit(Exit.INTERRUPTED) from None
     assert made.report is not None
     return made.report
-
-
-def _check_command(name: str) -> None:
-    """End with what a shell would say, before anything is asked of the pool."""
-    if shutil.which(name) is None:
-        say_error(f"{name} is no command that this user may execute; nothing was asked of the pool")
-        raise typer.Exit(Exit.NO_COMMAND)
 
 
 def environment(environ: Mapping[str, str], config: str | None, version: str) -> dict[str, str]:

@@ -26,7 +26,7 @@ from epochkv_fence import quantity
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, show_json
 from epochkv_fence.client.probe import HubAnswer, NoHub, is_inside, probe_hub, probe_master
-from epochkv_fence.client.results import PoolStatus, called, listed, report
+from epochkv_fence.client.results import PoolStatus, listed, report
 from epochkv_fence.connection import (
     ATTACH_ENV,
     CAPACITY_ENV,
@@ -38,6 +38,7 @@ from epochkv_fence.connection import (
     read_document,
 )
 from epochkv_fence.net.keys import CLIENT_SECRET_FILE
+from epochkv_fence.protocol.pool import called
 
 logger = logging.getLogger(__name__)
 GROUP: Final = "epochkv.doctor"
@@ -141,10 +142,12 @@ def doctor(
     if of_cluster and config is not None:
         raise typer.BadParameter("--config looks at one pool; leave it out to look at a cluster")
     if config is not None or (CONFIG_ENV in os.environ and not of_cluster):
-        end(lambda: examine_pool(config), output)
+        examined = examine_pool(config)
     else:
-        scope, examine = ClusterScope(namespace, operator_namespace, hub), _of_cluster()
-        end(lambda: examine(scope), output)
+        examined = _of_cluster()(ClusterScope(namespace, operator_namespace, hub))
+    found = asyncio.run(examined)
+    show(found, output)
+    raise typer.Exit(Exit(exit_status(found)))
 
 
 def _of_cluster() -> Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]]:
@@ -154,13 +157,6 @@ def _of_cluster() -> Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]
             found: Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]] = entry.load()
             return found
     raise ConfigurationError(NO_CLUSTER)
-
-
-def end(examine: Callable[[], Coroutine[Any, Any, list[Finding]]], output: Output) -> None:
-    """Print what was found, and end with its exit status."""
-    found = asyncio.run(examine())
-    show(found, output)
-    raise typer.Exit(Exit(exit_status(found)))
 
 
 def exit_status(findings: Sequence[Finding]) -> int:

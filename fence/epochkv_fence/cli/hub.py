@@ -96,17 +96,7 @@ def hub(
     address is taken; 5 the state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or
     replaced while the hub served.
     """
-    options = HubOptions(
-        pool=pool,
-        listen=listen,
-        state=state,
-        lease_seconds=lease_seconds,
-        reclaim=reclaim,
-        store_admin=tuple(store_admin or ()),
-        advertise=advertise,
-        metrics=metrics,
-    )
-    made = StandaloneHub(options)
+    made = StandaloneHub(HubOptions(pool, listen, state, lease_seconds, reclaim, tuple(store_admin or ()), advertise, metrics))
     configure_logs(log_format)
     raise typer.Exit(asyncio.run(serve(made, log_format)))
 

@@ -20,11 +20,7 @@ FORM = 'give a JSON string, a list of token ids, or an object with "prompt", in 
 
 
 def prompts_of(path: Path) -> list[Prompt]:
-    """The prompts in a file of JSON lines.
-
-    Raises:
-        ConfigurationError: the message names the line.
-    """
+    """The prompts in a file of JSON lines. Raises `ConfigurationError`: the message names the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:

@@ -55,11 +55,7 @@ def check_reset(epoch: int | None, timeout_s: float, on_failure: str) -> None:
 def check_weights(
     engines: Iterable[str] | None, timeout_s: float, label: str | None, other_than: Iterable[str]
 ) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """Names of engines (None: all) and digests, as sets.
-
-    Raises:
-        ArgumentError: an argument cannot be meant.
-    """
+    """Names of engines (None: all) and digests, as sets. Raises `ArgumentError`: an argument cannot be meant."""
     check_timeout(timeout_s)
     if label is not None:
         fits = 0 < len(label) <= MAX_LABEL and not CONTROL.search(label) and label.isprintable()

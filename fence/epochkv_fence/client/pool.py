@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
+import inspect
 import logging
 import os
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
@@ -15,14 +14,14 @@ from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
 
+from epochkv_fence.client import pushes, resets
 from epochkv_fence.client.arguments import check_timeout
-from epochkv_fence.client.pushes import WEIGHTS_SECONDS, Pushes, Update, WeightsProgress
-from epochkv_fence.client.resets import RESET_SECONDS, Progress, Resets
-from epochkv_fence.client.results import Engine, HubUnreachable, OnFailure, PoolClosed, PoolError, PoolStatus, Reset, WeightsReport
-from epochkv_fence.client.session import STATUS_SECONDS, Queries, Session
+from epochkv_fence.client.pushes import WEIGHTS_SECONDS, Update, WeightsProgress
+from epochkv_fence.client.results import Engine, HubUnreachable, PoolClosed, PoolError
+from epochkv_fence.client.session import STATUS_SECONDS, Session
+from epochkv_fence.common import LoopThread
 from epochkv_fence.connection import Connection
 
-C = TypeVar("C")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -36,10 +35,8 @@ class Background:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="epochkv-client", daemon=True)
-        self._thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._pid)
+        self._thread = LoopThread("epochkv-client", STOP_SECONDS)
+        self._finalizer = weakref.finalize(self, _stop, self._thread, self._pid)
 
     @property
     def usable(self) -> bool:
@@ -58,7 +55,7 @@ class Background:
         if not self._finalizer.alive:
             work.close()
             raise PoolClosed("this pool is closed; connect again")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
         """Wait for a coroutine; one that is interrupted is cancelled there.
@@ -89,26 +86,9 @@ def closed_meanwhile() -> PoolClosed:
     return PoolClosed("this pool was closed while the call was under way; what was asked for may still happen")
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            loop.run_until_complete(asyncio.wait(tasks, timeout=STOP_SECONDS))
-    finally:
-        loop.close()
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
-    if os.getpid() != pid:
-        return  # the thread did not come along
-    with contextlib.suppress(RuntimeError):  # already closed
-        loop.call_soon_threadsafe(loop.stop)
-    if thread is not threading.current_thread():
-        thread.join(STOP_SECONDS)
+def _stop(thread: LoopThread, pid: int) -> None:
+    if os.getpid() == pid:  # in a fork, the thread did not come along
+        thread.stop()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -130,36 +110,25 @@ EXTRA_SECONDS: Final = 5.0
 """What a call may take beyond its limit, for naming laggards, a last look, a label."""
 
 
-class Calls:
-    """The calls on one session, by subject."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        self.queries = Queries(session)
-        self.resets = Resets(self.queries)
-        self.pushes = Pushes(self.queries)
-
-
-async def open_calls(connection: Connection, timeout_s: float) -> Calls:
+async def open_session(connection: Connection, timeout_s: float) -> Session:
     """Connect, on the background loop, and prove that a hub answers and serves the right pool."""
     session = Session(connection)
     await session.start()
-    calls = Calls(session)
     try:
-        await calls.queries.greet(timeout_s)
+        await session.greet(timeout_s)
     except BaseException:
         await session.close()
         raise
-    return calls
+    return session
 
 
 class Face:
     """What `Pool` and `AsyncPool` have in common: one connection, which lives on a thread of its own. Use `connect`."""
 
-    def __init__(self, connection: Connection, background: Background, calls: Calls) -> None:
+    def __init__(self, connection: Connection, background: Background, session: Session) -> None:
         self._connection = connection
         self._background = background
-        self._calls = calls
+        self._session = session
 
     @property
     def name(self) -> str:
@@ -173,6 +142,21 @@ class Face:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} at {self._connection.hub.endpoint}>"
+
+
+def _blocking(call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]], extra_s: float = 0.0) -> Callable[Concatenate[Pool, P], T]:
+    """The method of `Pool` that makes `call` on its session and waits for it. `extra_s`: what it may take beyond its `timeout_s`."""
+    signature = inspect.signature(call)
+
+    @functools.wraps(call)
+    def method(pool: Pool, /, *arguments: P.args, **keys: P.kwargs) -> T:
+        given = signature.bind(pool._session, *arguments, **keys)
+        given.apply_defaults()
+        timeout_s = given.arguments["timeout_s"]
+        check_timeout(timeout_s)
+        return pool._background.run(call(pool._session, *arguments, **keys), timeout_s + extra_s)
+
+    return method
 
 
 class Pool(Face):
@@ -198,19 +182,17 @@ class Pool(Face):
         connection = config if isinstance(config, Connection) else Connection.load(config)
         background = Background()
         try:
-            calls = background.run(open_calls(connection, timeout_s), timeout_s)
+            session = background.run(open_session(connection, timeout_s), timeout_s)
         except BaseException:
             background.stop()
             raise
-        return cls(connection, background, calls)
+        return cls(connection, background, session)
 
-    def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
-        """The pool and its live engines.
-
-        Raises:
-            HubUnreachable: no hub answered in time.
-        """
-        return self._run(self._calls.queries.status(timeout_s), timeout_s)
+    status = _blocking(Session.status)
+    weights = _blocking(pushes.weights)
+    reset = _blocking(resets.reset, EXTRA_SECONDS)
+    wait = _blocking(resets.wait, EXTRA_SECONDS)
+    wait_weights = _blocking(pushes.wait_weights, EXTRA_SECONDS)
 
     def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         """The live engines, by name.
@@ -219,91 +201,6 @@ class Pool(Face):
             HubUnreachable: no hub answered in time.
         """
         return self.status(timeout_s).engines
-
-    def reset(
-        self,
-        epoch: int | None = None,
-        *,
-        wait: bool = True,
-        timeout_s: float = RESET_SECONDS,
-        on_failure: OnFailure = "bypass",
-        progress: Progress | None = None,
-        force: bool = False,
-    ) -> Reset:
-        """Make all KV of the pool unreachable. Repeating it with the same epoch changes nothing.
-
-        New weights do not need it: they make names of their own.
-
-        Args:
-            epoch: None: one above the pool's target. A number: it is enough that this epoch is published, whoever asked for it.
-            wait: return when the epoch is published; False: when it is recorded, from which on every engine is moved.
-            timeout_s: for the whole call.
-            on_failure: when it is recorded and not published in time: `bypass` returns with `published=False` and the
-                laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
-            progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
-                What it raises is logged once and changes nothing. A plain function.
-            force: also an `epoch` more than a million above the target, which no reset brings down again.
-
-        Raises:
-            ResetNotRecorded: whatever `on_failure` says. Engines go on with the KV they have.
-            ResetTimeout: with `on_failure="crash"`.
-            ArgumentError (a ValueError): an argument cannot be meant.
-        """
-        work = self._calls.resets.reset(epoch, wait=wait, timeout_s=timeout_s, on_failure=on_failure, progress=progress, force=force)
-        return self._run(work, timeout_s, EXTRA_SECONDS)
-
-    def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
-        """Wait until `epoch` is published, without asking for it.
-
-        Raises:
-            ResetTimeout: it was not in time.
-            HubUnreachable: no hub answered in time.
-            ArgumentError (a ValueError): an argument cannot be meant.
-        """
-        return self._run(self._calls.resets.wait(epoch, timeout_s, progress), timeout_s, EXTRA_SECONDS)
-
-    def weights(self, timeout_s: float = STATUS_SECONDS) -> WeightsReport:
-        """Which live engines hold which weights now.
-
-        Raises:
-            HubUnreachable: no hub answered in time.
-        """
-        return self._run(self._calls.pushes.weights(timeout_s), timeout_s)
-
-    def wait_weights(
-        self,
-        engines: Iterable[str] | None = None,
-        timeout_s: float = WEIGHTS_SECONDS,
-        label: str | None = None,
-        other_than: Iterable[str] = (),
-        progress: WeightsProgress | None = None,
-        only_new: bool = False,
-    ) -> WeightsReport:
-        """Wait until all engines hold the same weights, bit by bit; engines of different fingerprints need not be equal.
-
-        Whoever joins meanwhile counts, and whoever leaves, or dies and loses its lease, does not. Without `other_than` weights
-        that nobody has replaced are the same, too.
-
-        Args:
-            engines: names, each of which has to be a live engine's (without `/rank`: all ranks). None: every engine of the pool.
-            timeout_s: for the wait; the last look and the label may take a few seconds more.
-            label: what these weights are called from now on, at most 253 characters; of several names the newest counts.
-            other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
-            progress: called on another thread with a `WeightsStanding` after every look. A plain function.
-            only_new: also raise `WeightsDiverged` where engines held these weights before under a label, or `label` was that of
-                others. Nothing is called `label` then.
-
-        Returns:
-            Who holds what. Its `notes` say what `only_new` would raise for, unless the weights are only called what they were.
-
-        Raises:
-            WeightsDiverged: they do not in time. It names those that differ, those whose weights are unknown and why, and
-                those that still hold `other_than`.
-            HubUnreachable: no hub answered in time, or none has noted the label.
-            ArgumentError (a ValueError): an argument cannot be meant.
-        """
-        work = self._calls.pushes.wait_weights(engines, timeout_s, label, other_than, progress, only_new)
-        return self._run(work, timeout_s, EXTRA_SECONDS)
 
     @contextmanager
     def weight_update(
@@ -329,24 +226,16 @@ class Pool(Face):
             HubUnreachable: no hub answered; on entry the block does not run.
             WeightsDiverged: on exit, as in `wait_weights`; also when a push changed nothing.
         """
-        update = self._run(self._calls.pushes.begin_update(label, engines, timeout_s, progress), timeout_s)
+        check_timeout(timeout_s)
+        update = self._background.run(pushes.begin_update(self._session, label, engines, timeout_s), timeout_s)
         yield update
-        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
-        update.report = self._run(work, timeout_s, EXTRA_SECONDS)
-
-    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float, extra_s: float = 0.0) -> T:
-        try:
-            check_timeout(timeout_s)
-        except ValueError:
-            work.close()
-            raise
-        return self._background.run(work, timeout_s + extra_s)
+        update.report = self.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
 
     def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""
         if self._background.usable:
             try:
-                self._background.run(self._calls.session.close(), 1.0)
+                self._background.run(self._session.close(), 1.0)
             except PoolError as error:
                 logger.debug("closing: %s", error)
         self._background.stop()
@@ -363,13 +252,13 @@ class Pool(Face):
 
 
 def _awaited(
-    part: Callable[[Calls], C], call: Callable[Concatenate[C, P], Coroutine[Any, Any, T]]
+    call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[AsyncPool, P], Coroutine[Any, Any, T]]:
-    """The method of `AsyncPool` that makes `call` on this part of its calls."""
+    """The method of `AsyncPool` that makes `call` on its session."""
 
     @functools.wraps(call)
     async def method(pool: AsyncPool, /, *arguments: P.args, **keys: P.kwargs) -> T:
-        return await pool._do(call(part(pool._calls), *arguments, **keys))
+        return await pool._do(call(pool._session, *arguments, **keys))
 
     return method
 
@@ -387,17 +276,17 @@ class AsyncPool(Face):
         connection = config if isinstance(config, Connection) else Connection.load(config)
         background = Background()
         try:
-            calls = await asyncio.wrap_future(background.submit(open_calls(connection, timeout_s)))
+            session = await asyncio.wrap_future(background.submit(open_session(connection, timeout_s)))
         except BaseException:
             background.stop()
             raise
-        return cls(connection, background, calls)
+        return cls(connection, background, session)
 
-    status = _awaited(lambda calls: calls.queries, Queries.status)
-    reset = _awaited(lambda calls: calls.resets, Resets.reset)
-    wait = _awaited(lambda calls: calls.resets, Resets.wait)
-    weights = _awaited(lambda calls: calls.pushes, Pushes.weights)
-    wait_weights = _awaited(lambda calls: calls.pushes, Pushes.wait_weights)
+    status = _awaited(Session.status)
+    reset = _awaited(resets.reset)
+    wait = _awaited(resets.wait)
+    weights = _awaited(pushes.weights)
+    wait_weights = _awaited(pushes.wait_weights)
 
     async def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         return (await self.status(timeout_s)).engines
@@ -412,15 +301,14 @@ class AsyncPool(Face):
         progress: WeightsProgress | None = None,
         only_new: bool = False,
     ) -> AsyncIterator[Update]:
-        update = await self._do(self._calls.pushes.begin_update(label, engines, timeout_s, progress))
+        update = await self._do(pushes.begin_update(self._session, label, engines, timeout_s))
         yield update
-        work = self._calls.pushes.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
-        update.report = await self._do(work)
+        update.report = await self.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
 
     async def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""
         if self._background.usable:
-            await asyncio.wrap_future(self._background.submit(self._calls.session.close()))
+            await asyncio.wrap_future(self._background.submit(self._session.close()))
         await asyncio.to_thread(self._background.stop)
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:

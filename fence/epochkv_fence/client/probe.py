@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
-from epochkv_fence.client.session import NO_HANDSHAKE, Queries, Session, resolve
+from epochkv_fence.client.session import NO_HANDSHAKE, Session, resolve
 from epochkv_fence.connection import Connection, check_endpoint
 
 DIAL_SECONDS: Final = 3.0
@@ -51,12 +51,11 @@ async def probe_hub(connection: Connection) -> HubAnswer | NoHub:
     if dialled != "open":
         return NoHub(endpoint, dialled, why)
     session = Session(connection)
-    queries = Queries(session)
     await session.start()
     try:
-        await queries.greet(HUB_SECONDS)
+        await session.greet(HUB_SECONDS)
         before = time.monotonic()
-        return HubAnswer(endpoint, await queries.status(HUB_SECONDS), time.monotonic() - before)
+        return HubAnswer(endpoint, await session.status(HUB_SECONDS), time.monotonic() - before)
     except WrongPool as error:
         return NoHub(endpoint, dialled, str(error), "pool")
     except HubUnreachable as error:
@@ -81,14 +80,14 @@ def is_inside(host: str) -> bool:
     return host.endswith(".svc") or ".svc." in host
 
 
-async def dial(host: str, port: int, seconds: float = DIAL_SECONDS) -> tuple[Dialled, str]:
+async def dial(host: str, port: int) -> tuple[Dialled, str]:
     """What a TCP connection to this address gives, as a word and in words."""
     where = f"{host}:{port}"
     try:
-        addresses = await resolve(host, port, seconds)
+        addresses = await resolve(host, port, DIAL_SECONDS)
     except OSError as error:
         return "unresolved", str(error)
-    outcomes = [await _connect(address, seconds / len(addresses), where) for address in addresses]
+    outcomes = [await _connect(address, DIAL_SECONDS / len(addresses), where) for address in addresses]
     return min(outcomes, key=lambda outcome: ("open", "refused", "silent", "unroutable").index(outcome[0]))
 
 

@@ -19,15 +19,14 @@ from epochkv_fence.client.results import (
     WeightsDiverged,
     WeightsReport,
     WeightsStanding,
-    called,
     chosen,
     outliers,
     report,
     why_not,
 )
-from epochkv_fence.client.session import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, STATUS_SECONDS, Queries
+from epochkv_fence.client.session import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, STATUS_SECONDS, Session
 from epochkv_fence.protocol.messages import Label, Labelled
-from epochkv_fence.protocol.pool import relabelled
+from epochkv_fence.protocol.pool import called, relabelled
 
 WEIGHTS_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = 0.25
@@ -63,78 +62,97 @@ class Update:
     report: WeightsReport | None = None
 
 
-class Pushes:
-    """Waits for pushes of weights, and says what weights are called."""
+async def weights(session: Session, timeout_s: float = STATUS_SECONDS) -> WeightsReport:
+    """Which live engines hold which weights now.
 
-    def __init__(self, queries: Queries) -> None:
-        self._queries = queries
+    Raises:
+        HubUnreachable: no hub answered in time.
+    """
+    status = await session.status(timeout_s)
+    return report(status.engines, status.labels)
 
-    async def weights(self, timeout_s: float = STATUS_SECONDS) -> WeightsReport:
-        status = await self._queries.status(timeout_s)
-        return report(status.engines, status.labels)
 
-    async def begin_update(
-        self, label: str | None, engines: Iterable[str] | None, timeout_s: float, progress: WeightsProgress | None
-    ) -> Update:
-        """Before the push: note who holds what."""
-        names, _ = check_weights(engines, timeout_s, label, ())
-        status = await self._queries.status(timeout_s)
-        before = report(chosen(status.engines, names)[0], status.labels)
-        return Update(label, before, before.common, names)
+async def begin_update(session: Session, label: str | None, engines: Iterable[str] | None, timeout_s: float) -> Update:
+    """Before the push: note who holds what."""
+    names, _ = check_weights(engines, timeout_s, label, ())
+    status = await session.status(timeout_s)
+    before = report(chosen(status.engines, names)[0], status.labels)
+    return Update(label, before, before.common, names)
 
-    async def wait_weights(
-        self,
-        engines: Iterable[str] | None = None,
-        timeout_s: float = WEIGHTS_SECONDS,
-        label: str | None = None,
-        other_than: Iterable[str] = (),
-        progress: WeightsProgress | None = None,
-        only_new: bool = False,
-    ) -> WeightsReport:
-        names, digests = check_weights(engines, timeout_s, label, other_than)
-        called_at = time.monotonic()
-        until, pause, show = called_at + max(timeout_s, SETTLE_SECONDS), FIRST_POLL_SECONDS, Reporter(progress)
-        while True:
-            began = time.monotonic()
-            status = await self._queries.status(max(until - began, LAST_STATUS_SECONDS))
-            took = time.monotonic() - began
-            found, absent = chosen(status.engines, names)
-            problem = why_not(found, absent, digests, status.labels, status.engines) or _too_early(status, began - called_at)
-            if not problem:
-                break
-            late = (*absent, *(engine.name for engine in outliers(found, digests)))
-            show(WeightsStanding(report(found, status.labels), late, problem))
-            if began >= until:
-                same = "the same, new weights" if digests else "the same weights"
-                text = f"not all engines of pool {status.name} hold {same} after {timeout_s:g} s: {problem}"
-                raise WeightsDiverged(text, late, report(found, status.labels))
-            await asyncio.sleep(max(0.0, min(max(pause, STATUS_SHARE * took), until - time.monotonic())))
-            pause = min(2 * pause, MAX_POLL_SECONDS)
-        held = report(found, status.labels)
-        notes = _notes(status, held, label or "", only_new=only_new) if label is not None or only_new else ()
-        if notes and only_new:
-            text = f"all engines of pool {status.name} hold the same weights, and they are not new: {'; '.join(notes)}"
-            raise WeightsDiverged(text, (), replace(held, notes=notes))
-        if label is None:
-            return held
-        for weights in sorted(held.ids):
-            await self._label(weights, label, max(until, time.monotonic() + LABEL_SECONDS))
-        return replace(report(found, {**status.labels, **dict.fromkeys(held.ids, label)}), notes=notes)
 
-    async def _label(self, weights: str, label: str, until: float) -> None:
-        """Say what weights are called, until a hub has noted it.
+async def wait_weights(
+    session: Session,
+    engines: Iterable[str] | None = None,
+    timeout_s: float = WEIGHTS_SECONDS,
+    label: str | None = None,
+    other_than: Iterable[str] = (),
+    progress: WeightsProgress | None = None,
+    only_new: bool = False,
+) -> WeightsReport:
+    """Wait until all engines hold the same weights, bit by bit; engines of different fingerprints need not be equal.
 
-        Raises:
-            HubUnreachable: none has in time.
-        """
-        with self._queries.session.conversation() as conversation:
-            asked = Label(conversation.request, bytes.fromhex(weights), label)
-            async for answer in conversation.answers(asked, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
-                if isinstance(answer, Labelled) and (answer.weights.hex(), answer.label) == (weights, label):
-                    return
-        error = await self._queries.unreachable()
-        text = f"all engines hold weights {weights[:8]}, and that they are called {label!r} is not known to be noted"
-        raise HubUnreachable(f"{error}. {text}") from error
+    Whoever joins meanwhile counts, and whoever leaves, or dies and loses its lease, does not. Without `other_than` weights
+    that nobody has replaced are the same, too.
+
+    Args:
+        engines: names, each of which has to be a live engine's (without `/rank`: all ranks). None: every engine of the pool.
+        timeout_s: for the wait; the last look and the label may take a few seconds more.
+        label: what these weights are called from now on, at most 253 characters; of several names the newest counts.
+        other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
+        progress: called on another thread with a `WeightsStanding` after every look. A plain function.
+        only_new: also raise `WeightsDiverged` where engines held these weights before under a label, or `label` was that of
+            others. Nothing is called `label` then.
+
+    Returns:
+        Who holds what. Its `notes` say what `only_new` would raise for, unless the weights are only called what they were.
+
+    Raises:
+        WeightsDiverged: they do not in time. It names those that differ, those whose weights are unknown and why, and
+            those that still hold `other_than`.
+        HubUnreachable: no hub answered in time, or none has noted the label.
+        ArgumentError (a ValueError): an argument cannot be meant.
+    """
+    names, digests = check_weights(engines, timeout_s, label, other_than)
+    called_at = time.monotonic()
+    until, pause, show = called_at + max(timeout_s, SETTLE_SECONDS), FIRST_POLL_SECONDS, Reporter(progress)
+    while True:
+        began = time.monotonic()
+        status = await session.status(max(until - began, LAST_STATUS_SECONDS))
+        took = time.monotonic() - began
+        found, absent = chosen(status.engines, names)
+        problem = why_not(found, absent, digests, status.labels, status.engines) or _too_early(status, began - called_at)
+        if not problem:
+            break
+        late = (*absent, *(engine.name for engine in outliers(found, digests)))
+        show(WeightsStanding(report(found, status.labels), late, problem))
+        if began >= until:
+            same = "the same, new weights" if digests else "the same weights"
+            text = f"not all engines of pool {status.name} hold {same} after {timeout_s:g} s: {problem}"
+            raise WeightsDiverged(text, late, report(found, status.labels))
+        await asyncio.sleep(max(0.0, min(max(pause, STATUS_SHARE * took), until - time.monotonic())))
+        pause = min(2 * pause, MAX_POLL_SECONDS)
+    held = report(found, status.labels)
+    notes = _notes(status, held, label or "", only_new=only_new) if label is not None or only_new else ()
+    if notes and only_new:
+        text = f"all engines of pool {status.name} hold the same weights, and they are not new: {'; '.join(notes)}"
+        raise WeightsDiverged(text, (), replace(held, notes=notes))
+    if label is None:
+        return held
+    for weights in sorted(held.ids):
+        await _label(session, weights, label, max(until, time.monotonic() + LABEL_SECONDS))
+    return replace(report(found, {**status.labels, **dict.fromkeys(held.ids, label)}), notes=notes)
+
+
+async def _label(session: Session, weights: str, label: str, until: float) -> None:
+    """Say what weights are called, until a hub has noted it. Raises `HubUnreachable`: none has in time."""
+    with session.conversation() as conversation:
+        asked = Label(conversation.request, bytes.fromhex(weights), label)
+        async for answer in conversation.answers(asked, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
+            if isinstance(answer, Labelled) and (answer.weights.hex(), answer.label) == (weights, label):
+                return
+    error = await session.unreachable()
+    text = f"all engines hold weights {weights[:8]}, and that they are called {label!r} is not known to be noted"
+    raise HubUnreachable(f"{error}. {text}") from error
 
 
 def _notes(status: PoolStatus, held: WeightsReport, label: str, *, only_new: bool) -> tuple[str, ...]:

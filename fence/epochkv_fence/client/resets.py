@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from epochkv_fence.client.arguments import check_epoch, check_jump, check_reset, check_timeout
 from epochkv_fence.client.results import HubUnreachable, OnFailure, PoolError, Reset, ResetNotRecorded, ResetTimeout
-from epochkv_fence.client.session import MAX_RETRY_SECONDS, Conversation, Queries
+from epochkv_fence.client.session import MAX_RETRY_SECONDS, Session
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, EngineStatus, Status
 
 logger = logging.getLogger(__name__)
@@ -43,14 +43,14 @@ class Standing:
     names: tuple[str, ...] = ()
 
 
+@dataclass(eq=False)
 class Reporter:
     """Calls the caller's `progress` at every change, and each second. Whatever it raises goes to the log once and ends no call."""
 
-    def __init__(self, progress: Callable[[Any], None] | None) -> None:
-        self._progress = progress
-        self._has_failed = False
-        self._last: object = None
-        self._again_at = -math.inf
+    _progress: Callable[[Any], None] | None
+    _has_failed: bool = False
+    _last: object = None
+    _again_at: float = -math.inf
 
     def __call__(self, standing: object) -> None:
         now = time.monotonic()
@@ -122,6 +122,10 @@ class ResetAsk:
     def published(self) -> bool:
         return self.newest is not None and self.newest.published >= self.epoch
 
+    def outcome(self, published: bool, engines: int, old_epoch_requests: int) -> Reset:
+        seconds = time.monotonic() - self.called_at
+        return Reset(self.epoch, published, seconds, engines, self.laggards, old_epoch_requests, self.noop)
+
     def standing(self) -> Standing:
         assert self.newest is not None
         counts = (
@@ -130,145 +134,144 @@ class ResetAsk:
         return Standing(self.epoch, self.recorded, self.published, *counts, self.names)
 
 
-class Resets:
-    """Resets a pool, and waits for resets."""
+async def reset(
+    session: Session,
+    epoch: int | None = None,
+    *,
+    wait: bool = True,
+    timeout_s: float = RESET_SECONDS,
+    on_failure: OnFailure = "bypass",
+    progress: Progress | None = None,
+    force: bool = False,
+) -> Reset:
+    """Make all KV of the pool unreachable. Repeating it with the same epoch changes nothing.
 
-    def __init__(self, queries: Queries) -> None:
-        self._queries = queries
-        self._session = queries.session
+    New weights do not need it: they make names of their own.
 
-    async def reset(
-        self,
-        epoch: int | None = None,
-        *,
-        wait: bool = True,
-        timeout_s: float = RESET_SECONDS,
-        on_failure: OnFailure = "bypass",
-        progress: Progress | None = None,
-        force: bool = False,
-    ) -> Reset:
-        check_reset(epoch, timeout_s, on_failure)
-        called_at = time.monotonic()
-        until = called_at + timeout_s
-        try:
-            with self._session.conversation() as conversation:
-                page = await self._queries.page(conversation, None, until)
-        except HubUnreachable as error:
-            raise await self._not_recorded(epoch, timeout_s) from error
-        if epoch is not None and not force:
-            check_jump(epoch, page.target)
-        number = epoch if epoch is not None else _above(page.target)
-        ask = ResetAsk(number, called_at, until, noop=page.published >= number)
-        await self._pursue(ask, (lambda: ask.published) if wait else (lambda: ask.recorded), Reporter(progress), asks=True)
-        if not ask.recorded:
-            raise await self._not_recorded(ask.epoch, timeout_s)
-        return await self._outcome(ask, wait, on_failure)
+    Args:
+        epoch: None: one above the pool's target. A number: it is enough that this epoch is published, whoever asked for it.
+        wait: return when the epoch is published; False: when it is recorded, from which on every engine is moved.
+        timeout_s: for the whole call.
+        on_failure: when it is recorded and not published in time: `bypass` returns with `published=False` and the
+            laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
+        progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
+            What it raises is logged once and changes nothing. A plain function.
+        force: also an `epoch` more than a million above the target, which no reset brings down again.
 
-    async def _pursue(self, ask: ResetAsk, ended: Callable[[], bool], report: Reporter, *, asks: bool) -> None:
-        """Ask for the epoch, or only about it, until `ended` or until the time is over."""
-        listing = asyncio.get_running_loop().create_task(self._watch(ask))
-        try:
-            with self._session.conversation() as conversation:
-                await self._repeat(conversation, ask, ended, report, asks)
-        finally:
-            listing.cancel()
+    Raises:
+        ResetNotRecorded: whatever `on_failure` says. Engines go on with the KV they have.
+        ResetTimeout: with `on_failure="crash"`.
+        ArgumentError (a ValueError): an argument cannot be meant.
+    """
+    check_reset(epoch, timeout_s, on_failure)
+    called_at = time.monotonic()
+    until = called_at + timeout_s
+    try:
+        with session.conversation() as conversation:
+            page = await session.page(conversation, None, until)
+    except HubUnreachable as error:
+        raise await _not_recorded(session, epoch, timeout_s) from error
+    if epoch is not None and not force:
+        check_jump(epoch, page.target)
+    if epoch is None and page.target >= MAX_EPOCH:
+        raise PoolError(f"the pool is at epoch {page.target}, which is the highest there is; make a new pool")
+    number = epoch if epoch is not None else page.target + 1
+    ask = ResetAsk(number, called_at, until, noop=page.published >= number)
+    await _pursue(session, ask, (lambda: ask.published) if wait else (lambda: ask.recorded), Reporter(progress), asks=True)
+    if not ask.recorded:
+        raise await _not_recorded(session, ask.epoch, timeout_s)
+    return await _outcome(session, ask, wait, on_failure)
 
-    async def _watch(self, ask: ResetAsk) -> None:
-        """Note whom the epoch waits for, once it takes longer. After publication the hub no longer lists engines that fell silent."""
-        await asyncio.sleep(FIRST_LISTING_SECONDS)
-        while True:
-            if ask.recorded and not ask.published:
-                await self._see(ask)
-            await asyncio.sleep(LISTING_SECONDS)
 
-    @staticmethod
-    async def _repeat(conversation: Conversation, ask: ResetAsk, ended: Callable[[], bool], report: Reporter, asks: bool) -> None:
-        message = Bump(conversation.request, ask.epoch) if asks else Status(conversation.request)
-        async for answer in conversation.answers(message, FIRST_POLL_SECONDS, MAX_POLL_SECONDS, ask.until):
-            bumped = asks and isinstance(answer, BumpStatus) and answer.epoch == ask.epoch
-            shown = not asks and isinstance(answer, Status) and answer.after is None and answer.lease_seconds > 0
-            if bumped or shown:
-                assert isinstance(answer, BumpStatus | Status)
-                ask.take(answer)
-                report(ask.standing())
-                if ended():
-                    return
+async def _pursue(session: Session, ask: ResetAsk, ended: Callable[[], bool], report: Reporter, *, asks: bool) -> None:
+    """Ask for the epoch, or only about it, until `ended` or until the time is over."""
+    listing = asyncio.create_task(_watch(session, ask))
+    try:
+        with session.conversation() as conversation:
+            message = Bump(conversation.request, ask.epoch) if asks else Status(conversation.request)
+            async for answer in conversation.answers(message, FIRST_POLL_SECONDS, MAX_POLL_SECONDS, ask.until):
+                bumped = isinstance(answer, BumpStatus) and asks and answer.epoch == ask.epoch
+                shown = isinstance(answer, Status) and not asks and answer.after is None and answer.lease_seconds > 0
+                if bumped or shown:
+                    assert isinstance(answer, BumpStatus | Status)
+                    ask.take(answer)
+                    report(ask.standing())
+                    if ended():
+                        return
+    finally:
+        listing.cancel()
 
-    async def _outcome(self, ask: ResetAsk, wait: bool, on_failure: OnFailure) -> Reset:
-        newest = ask.newest
-        assert isinstance(newest, BumpStatus)
-        if newest.laggards or not ask.published or ask.late:
-            await self._see(ask)
-        reset = Reset(
-            epoch=ask.epoch,
-            published=ask.published,
-            duration_s=time.monotonic() - ask.called_at,
-            engines=newest.engines,
-            laggards=ask.laggards,
-            old_epoch_requests=newest.old_epoch_requests,
-            noop=ask.noop,
+
+async def _watch(session: Session, ask: ResetAsk) -> None:
+    """Note whom the epoch waits for, once it takes longer. After publication the hub no longer lists engines that fell silent."""
+    await asyncio.sleep(FIRST_LISTING_SECONDS)
+    while True:
+        if ask.recorded and not ask.published:
+            await _see(session, ask)
+        await asyncio.sleep(LISTING_SECONDS)
+
+
+async def _outcome(session: Session, ask: ResetAsk, wait: bool, on_failure: OnFailure) -> Reset:
+    newest = ask.newest
+    assert isinstance(newest, BumpStatus)
+    if newest.laggards or not ask.published or ask.late:
+        await _see(session, ask)
+    reset = ask.outcome(ask.published, newest.engines, newest.old_epoch_requests)
+    if wait and not ask.published and on_failure == "crash":
+        raise ResetTimeout(_late(reset), reset)
+    return reset
+
+
+def _late(reset: Reset) -> str:
+    names = ", ".join(reset.laggards[:10]) or "none known"
+    return (
+        f"epoch {reset.epoch} is recorded and not published after {reset.duration_s:.1f} s; not yet acknowledged by: {names}. "
+        "Engines that do not answer leave the older epochs when their leases are over"
+    )
+
+
+async def _see(session: Session, ask: ResetAsk) -> None:
+    """Note whom it waits for, if a hub answers soon."""
+    with contextlib.suppress(PoolError):
+        ask.see(*await session.engines(time.monotonic() + MAX_RETRY_SECONDS))
+
+
+async def _not_recorded(session: Session, epoch: int | None, timeout_s: float) -> ResetNotRecorded:
+    what = f"epoch {epoch}" if epoch is not None else "the next epoch"
+    where = session.connection.hub.endpoint
+    text = (
+        f"no hub is known to have recorded {what} within {timeout_s:g} s, so engines go on with the KV they have: ask again. "
+        f"The hub at {where}: {await session.explain()}"
+    )
+    return ResetNotRecorded(text, epoch)
+
+
+async def wait(session: Session, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
+    """Wait until `epoch` is published, without asking for it.
+
+    Raises:
+        ResetTimeout: it was not in time.
+        HubUnreachable: no hub answered in time.
+        ArgumentError (a ValueError): an argument cannot be meant.
+    """
+    check_epoch(epoch)
+    check_timeout(timeout_s)
+    called_at = time.monotonic()
+    until, report = called_at + timeout_s, Reporter(progress)
+    with session.conversation() as conversation:
+        page = await session.page(conversation, None, until)
+    ask = ResetAsk(epoch, called_at, until, noop=page.published >= epoch, newest=page)
+    report(ask.standing())
+    if not ask.noop:
+        await _pursue(session, ask, lambda: ask.published, report, asks=False)
+    page, engines = await session.engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
+    if not ask.noop and page.target >= epoch:  # as long as nobody asks, nobody is waited for
+        ask.see(page, engines)
+    reset = ask.outcome(page.published >= epoch, len(engines), sum(engine.old_epoch_requests for engine in engines))
+    if not reset.published:
+        unasked = (
+            f"epoch {epoch} is not published after {timeout_s:g} s: nobody has asked for it (the target is {page.target}). "
+            "Waiting asks for nothing; a reset does"
         )
-        if wait and not ask.published and on_failure == "crash":
-            raise ResetTimeout(self._late(reset), reset)
-        return reset
-
-    @staticmethod
-    def _late(reset: Reset) -> str:
-        names = ", ".join(reset.laggards[:10]) or "none known"
-        return (
-            f"epoch {reset.epoch} is recorded and not published after {reset.duration_s:.1f} s; not yet acknowledged by: {names}. "
-            "Engines that do not answer leave the older epochs when their leases are over"
-        )
-
-    async def _see(self, ask: ResetAsk) -> None:
-        """Note whom it waits for, if a hub answers soon."""
-        with contextlib.suppress(PoolError):
-            ask.see(*await self._queries.engines(time.monotonic() + MAX_RETRY_SECONDS))
-
-    async def _not_recorded(self, epoch: int | None, timeout_s: float) -> ResetNotRecorded:
-        what = f"epoch {epoch}" if epoch is not None else "the next epoch"
-        where = self._session.connection.hub.endpoint
-        text = (
-            f"no hub is known to have recorded {what} within {timeout_s:g} s, so engines go on with the KV they have: ask again. "
-            f"The hub at {where}: {await self._session.explain()}"
-        )
-        return ResetNotRecorded(text, epoch)
-
-    # ------------------------------------------------------------------ waiting
-
-    async def wait(self, epoch: int, timeout_s: float = RESET_SECONDS, progress: Progress | None = None) -> Reset:
-        check_epoch(epoch)
-        check_timeout(timeout_s)
-        called_at = time.monotonic()
-        until, report = called_at + timeout_s, Reporter(progress)
-        with self._session.conversation() as conversation:
-            page = await self._queries.page(conversation, None, until)
-        ask = ResetAsk(epoch, called_at, until, noop=page.published >= epoch, newest=page)
-        report(ask.standing())
-        if not ask.noop:
-            await self._pursue(ask, lambda: ask.published, report, asks=False)
-        page, engines = await self._queries.engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
-        if not ask.noop and page.target >= epoch:  # as long as nobody asks, nobody is waited for
-            ask.see(page, engines)
-        reset = Reset(
-            epoch=epoch,
-            published=page.published >= epoch,
-            duration_s=time.monotonic() - called_at,
-            engines=len(engines),
-            laggards=ask.laggards,
-            old_epoch_requests=sum(engine.old_epoch_requests for engine in engines),
-            noop=ask.noop,
-        )
-        if not reset.published:
-            unasked = (
-                f"epoch {epoch} is not published after {timeout_s:g} s: nobody has asked for it (the target is {page.target}). "
-                "Waiting asks for nothing; a reset does"
-            )
-            raise ResetTimeout(self._late(reset) if page.target >= epoch else unasked, reset)
-        return reset
-
-
-def _above(target: int) -> int:
-    if target >= MAX_EPOCH:
-        raise PoolError(f"the pool is at epoch {target}, which is the highest there is; make a new pool")
-    return target + 1
+        raise ResetTimeout(_late(reset) if page.target >= epoch else unasked, reset)
+    return reset

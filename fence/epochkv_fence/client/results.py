@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from epochkv_fence.protocol.messages import EngineStatus, Status
+from epochkv_fence.protocol.messages import EngineStatus, SharingState, Status
+from epochkv_fence.protocol.pool import called
 
 OnFailure = Literal["bypass", "crash"]
-State = Literal["sharing", "isolated", "own", "unknown", "behind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Engine:
     pod: str
     rank: int
     epoch: int | None
-    state: State
+    state: SharingState
     old_epoch_requests: int
     age_seconds: float
     silent_seconds: float
@@ -66,7 +66,7 @@ class Engine:
             instance=status.instance.hex(),
             name=status.name(status.instance),
             epoch=status.epoch,
-            state=_state(status, target),
+            state=status.sharing_state(status.epoch is None or status.epoch < target),
             age_seconds=status.age_seconds,
             silent_seconds=status.silent_seconds,
             weights_since_s=status.since_seconds,
@@ -77,14 +77,6 @@ class Engine:
     def base_name(self) -> str:
         """Of all ranks of its pod or engine."""
         return self.pod or self.engine or self.instance[:8]
-
-
-def _state(status: EngineStatus, target: int) -> State:
-    if status.epoch is None or status.epoch < target:
-        return "behind"
-    if status.weights is None:
-        return "own" if status.tiers_off == "OwnCache" else "unknown"
-    return "isolated" if status.isolated else "sharing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +165,6 @@ class Reset:
 # It is the proof that a push arrived, and it gives the digest a name that people know.
 
 
-SHOWN_DIGITS: Final = 8
 MAX_NAMES: Final = 10
 
 
@@ -202,6 +193,9 @@ class UnknownWeights:
 
     name: str
     note: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.note})" if self.note else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +233,7 @@ class WeightsReport:
 
     def __str__(self) -> str:
         parts = [f"{called(group.id, group.label)}: {listed(group.engines)}" for group in self.groups]
-        parts += [f"unknown: {listed([_with_note(found) for found in self.unknown])}"] if self.unknown else []
+        parts += [f"unknown: {listed([str(one) for one in self.unknown])}"] if self.unknown else []
         return "; ".join(parts) or "no engine is there"
 
 
@@ -258,11 +252,6 @@ class WeightsStanding:
     why: str
 
 
-def called(weights: str, label: str) -> str:
-    """Weights as people see them: `3f2a9c1e`, or `3f2a9c1e (step-42)`."""
-    return f"{weights[:SHOWN_DIGITS]} ({label})" if label else weights[:SHOWN_DIGITS]
-
-
 def listed(names: Sequence[str]) -> str:
     """A list that stays readable."""
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
@@ -272,7 +261,7 @@ def listed(names: Sequence[str]) -> str:
 def report(engines: Sequence[Engine], labels: Mapping[str, str]) -> WeightsReport:
     """Sort engines by what they hold."""
     groups = [
-        WeightsGroup(weights, labels.get(weights, ""), _names(members), _since(members), fingerprint)
+        WeightsGroup(weights, labels.get(weights, ""), tuple(sorted(engine.name for engine in members)), _since(members), fingerprint)
         for (fingerprint, weights), members in _grouped(engines)
         if weights
     ]
@@ -335,14 +324,6 @@ def _grouped(engines: Iterable[Engine]) -> Iterable[tuple[tuple[str, str], list[
 
 def _since(engines: Iterable[Engine]) -> float:
     return max(engine.weights_since_s for engine in engines)
-
-
-def _names(engines: Iterable[Engine]) -> tuple[str, ...]:
-    return tuple(sorted(engine.name for engine in engines))
-
-
-def _with_note(found: UnknownWeights) -> str:
-    return f"{found.name} ({found.note})" if found.note else found.name
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -11,13 +11,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import zmq
 
 from epochkv_fence.client.arguments import check_timeout
 from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
-from epochkv_fence.common import on_daemon_thread
+from epochkv_fence.common import end, on_daemon_thread
 from epochkv_fence.connection import ConfigurationError, Connection, check_endpoint
 from epochkv_fence.net.dealer import REDIAL_SECONDS, Link, LinkEvent
 from epochkv_fence.net.gate import SocketReader
@@ -35,17 +36,22 @@ KEY_REFUSED: Final = (
 )
 NO_HANDSHAKE: Final = "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs"
 RESOLVE_SECONDS: Final = 1.0
+STATUS_SECONDS: Final = 10.0
+FIRST_RETRY_SECONDS: Final = 0.25
+MAX_RETRY_SECONDS: Final = 2.0
+REFUSED_SECONDS: Final = 2.0
+"""A starting hub refuses keys until it knows its pools; a key that it refuses for longer is wrong."""
 
 Answer = Status | BumpStatus | Labelled
 
 
+@dataclass(eq=False)
 class Conversation:
     """One request number and the answers to it, however often it is asked."""
 
-    def __init__(self, session: Session, request: int) -> None:
-        self.request = request
-        self._session = session
-        self._queue: asyncio.Queue[Answer | None] = asyncio.Queue()
+    _session: Session
+    request: int
+    _queue: asyncio.Queue[Answer | None] = field(default_factory=asyncio.Queue)
 
     async def answers(self, message: Message, first_pause: float, most: float, until: float) -> AsyncIterator[Answer | None]:
         """Ask until `until`, after pauses that double: the answers, and None each time before it asks again."""
@@ -73,41 +79,33 @@ class Conversation:
             self._queue.put_nowait(answer)
 
 
+@dataclass(eq=False)
 class Session:
-    """The connection of one client.
+    """The connection of one client, and what it asks there."""
 
-    Attributes:
-        counters: what was sent, received and dropped, by reason.
-        problem: why there is no answer, in words.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.counters: Counter[str] = Counter()
-        self._link: Link | None = None
-        self._readers: list[SocketReader] = []
-        self._task: asyncio.Task[None] | None = None
-        self._conversations: dict[int, Conversation] = {}
-        self._next_request = secrets.randbits(62)
-        self.problem = NOBODY
-        self._refused_since: float | None = None
+    connection: Connection
+    counters: Counter[str] = field(default_factory=Counter)
+    """What was sent, received and dropped, by reason."""
+    problem: str = NOBODY
+    """Why there is no answer, in words."""
+    _link: Link | None = None
+    _readers: list[SocketReader] = field(default_factory=list)
+    _task: asyncio.Task[None] | None = None
+    _conversations: dict[int, Conversation] = field(default_factory=dict)
+    _next_request: int = field(default_factory=lambda: secrets.randbits(62))
+    _refused_since: float | None = None
 
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Begin to dial.
-
-        Raises:
-            ConfigurationError: the credentials cannot be used.
-        """
+        """Begin to dial. Raises `ConfigurationError`: the credentials cannot be used."""
         keys = self.connection.client_keys()
         self._task = asyncio.get_running_loop().create_task(self._run(keys))
 
     async def close(self) -> None:
         """Hang up; returns at once."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=1.0)
+            await end([self._task], 1.0)
 
     # ------------------------------------------------------------------ asking
 
@@ -142,6 +140,55 @@ class Session:
     def refused_seconds(self) -> float:
         """For how long handshakes have been refused, without one that was not; 0.0 when the last one was not."""
         return 0.0 if self._refused_since is None else time.monotonic() - self._refused_since
+
+    # ------------------------------------------------------------------ the state of the pool, asked until it is answered
+
+    async def greet(self, timeout_s: float) -> None:
+        """Prove that a hub answers, takes our key and serves the right pool. It does not wait long for a hub that refuses the key."""
+        with self.conversation() as conversation:
+            await self.page(conversation, None, time.monotonic() + timeout_s, REFUSED_SECONDS)
+
+    async def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
+        """The pool and its live engines.
+
+        Raises:
+            HubUnreachable: no hub answered in time.
+        """
+        check_timeout(timeout_s)
+        page, engines = await self.engines(time.monotonic() + timeout_s)
+        pool = self.connection.pool
+        return PoolStatus.of(pool.name, pool.uid, page, engines)
+
+    async def engines(self, until: float) -> tuple[Status, list[EngineStatus]]:
+        found: dict[bytes, EngineStatus] = {}
+        with self.conversation() as conversation:
+            first = page = await self.page(conversation, None, until)
+            while page.engines:
+                found.update({engine.instance: engine for engine in page.engines})
+                if len(found) >= page.total:
+                    break
+                page = await self.page(conversation, page.engines[-1].instance, until)
+        return first, list(found.values())
+
+    async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> Status:
+        """The page of the pool's state that begins after this engine instance (None: the first page)."""
+        question = Status(conversation.request, after=after)
+        async for answer in conversation.answers(question, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
+            if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
+                if answer.pool and answer.pool != (pool := self.connection.pool).uid:
+                    raise WrongPool(
+                        f"the key speaks for the pool with uid {answer.pool}, and {self.connection.origin} names {pool.name} with uid "
+                        f"{pool.uid}; take both from one pool"
+                    )
+                return answer
+            if answer is None and self.refused_seconds > refused_seconds:
+                break
+        raise await self.unreachable()
+
+    async def unreachable(self) -> HubUnreachable:
+        """The error to raise, which says why no hub answered."""
+        kind = KeyRefused if self.refused_seconds > 0 else HubUnreachable
+        return kind(f"no answer from the hub at {self.connection.hub.endpoint}: {await self.explain()}")
 
     # ------------------------------------------------------------------ the connection
 
@@ -250,69 +297,3 @@ async def resolve(host: str, port: int, seconds: float) -> list[tuple[object, ..
         raise TimeoutError(f"the name {host} was not resolved within {seconds:g} s") from error
     except (OSError, UnicodeError) as error:
         raise OSError(f"the name {host} cannot be resolved ({getattr(error, 'strerror', None) or error})") from error
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a client asks of its pool's hub: the pages of its `Status`, asked again until they are answered.
-
-
-STATUS_SECONDS: Final = 10.0
-FIRST_RETRY_SECONDS: Final = 0.25
-MAX_RETRY_SECONDS: Final = 2.0
-REFUSED_SECONDS: Final = 2.0
-"""A starting hub refuses keys until it knows its pools; a key that it refuses for longer is wrong."""
-
-
-class Queries:
-    """Asks about the pool of one session."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    async def greet(self, timeout_s: float) -> None:
-        """Prove that a hub answers, takes our key and serves the right pool. It does not wait long for a hub that refuses the key."""
-        with self.session.conversation() as conversation:
-            await self.page(conversation, None, time.monotonic() + timeout_s, REFUSED_SECONDS)
-
-    async def status(self, timeout_s: float = STATUS_SECONDS) -> PoolStatus:
-        """The pool and its live engines."""
-        check_timeout(timeout_s)
-        page, engines = await self.engines(time.monotonic() + timeout_s)
-        pool = self.session.connection.pool
-        return PoolStatus.of(pool.name, pool.uid, page, engines)
-
-    async def engines(self, until: float) -> tuple[Status, list[EngineStatus]]:
-        found: dict[bytes, EngineStatus] = {}
-        with self.session.conversation() as conversation:
-            first = page = await self.page(conversation, None, until)
-            while page.engines:
-                found.update({engine.instance: engine for engine in page.engines})
-                if len(found) >= page.total:
-                    break
-                page = await self.page(conversation, page.engines[-1].instance, until)
-        return first, list(found.values())
-
-    async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> Status:
-        """The page of the pool's state that begins after this engine instance (None: the first page)."""
-        question = Status(conversation.request, after=after)
-        async for answer in conversation.answers(question, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
-            if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
-                self._check_pool(answer)
-                return answer
-            if answer is None and self.session.refused_seconds > refused_seconds:
-                break
-        raise await self.unreachable()
-
-    def _check_pool(self, page: Status) -> None:
-        pool = self.session.connection.pool
-        if page.pool and page.pool != pool.uid:
-            origin = self.session.connection.origin
-            raise WrongPool(
-                f"the key speaks for the pool with uid {page.pool}, and {origin} names {pool.name} with uid {pool.uid}; "
-                "take both from one pool"
-            )
-
-    async def unreachable(self) -> HubUnreachable:
-        """The error to raise, which says why no hub answered."""
-        kind = KeyRefused if self.session.refused_seconds > 0 else HubUnreachable
-        return kind(f"no answer from the hub at {self.session.connection.hub.endpoint}: {await self.session.explain()}")

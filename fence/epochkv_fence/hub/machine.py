@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -247,7 +248,7 @@ class Hub:
         hub, record = self.state, self.state.record
         if not hub.leading:
             return hub.instances.forget_at
-        due = min(hub.instances.forget_at, hub.reclaimer.due_at, hub.wiper.due_at(), hub.reported.check_at())
+        due = min(hub.instances.forget_at, hub.reclaimer.due_at, hub.wiper.due_at(), hub.reported.check_at)
         if hub.open and hub.instances.behind:
             due = min(due, hub.instances.nudge_at)
         pending = record.unwritten or (bool(hub.rounds.beats) and not record.noted and not record.noting)
@@ -284,7 +285,8 @@ def hear(hub: HubState, peer: bytes, message: Message, key_index: int, now: floa
         case Heartbeat():
             return _heartbeat(hub, peer, message, key_index, now)
         case Propose():
-            return _propose(hub, message.epoch, now)
+            counts = hub.leading and hub.rules.proposal_counts(hub.record, message.epoch)
+            return ask(hub, hub.record.target + 1, Source.ENGINE, now) if counts else []
         case Bump():
             return _bump(hub, peer, message, now)
         case Status():
@@ -334,12 +336,6 @@ def _leave(hub: HubState, instance: bytes, now: float) -> list[ev.Action]:
         return []
     engines_changed(hub, now)
     return [ev.Changed()]
-
-
-def _propose(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
-    if not hub.leading or not hub.rules.proposal_counts(hub.record, epoch):
-        return []
-    return ask(hub, hub.record.target + 1, Source.ENGINE, now)
 
 
 # ------------------------------------------------------------------ trainers
@@ -547,7 +543,7 @@ def tick(hub: HubState, now: float) -> list[ev.Action]:
     actions: list[ev.Action] = []
     if now >= hub.wiper.due_at():
         actions += _wipe(hub, now)
-    if now >= hub.reported.check_at() and hub.reported.expire(hub.config.grace_seconds, now):
+    if now >= hub.reported.check_at and hub.reported.expire(hub.config.grace_seconds, now):
         unheld_weights(hub, now)
     if now >= hub.reclaimer.due_at:
         actions += _ask_engine(hub, now)
@@ -643,16 +639,7 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
 
 def groups(engines: Iterable[EngineView], labels: Mapping[bytes, str]) -> list[WeightsView]:
     """The live engines by the weights they hold. The largest group comes first; of equal groups, the one with the newest weights."""
-    found = [
-        WeightsView(
-            weights=weights,
-            label=labels.get(weights, ""),
-            engines=len(members),
-            since_seconds=_since(members),
-            fingerprints=len({member.fingerprint for member in members}),
-        )
-        for weights, members in _by_weights(engines).items()
-    ]
+    found = (WeightsView(held, labels.get(held, ""), len(members), _since(members)) for held, members in _by_weights(engines).items())
     return sorted(found, key=lambda group: (-group.engines, group.since_seconds, group.weights))
 
 
@@ -714,27 +701,12 @@ def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev
 
 
 def status(hub: HubState, question: Status, now: float) -> Status:
-    page = Status(
-        question.request,
-        hub.record.target,
-        hub.record.published,
-        lease_seconds=hub.config.lease_seconds,
-        origin=hub.record.origin if hub.record.origin is not None else Source.SPEC,
-        pool=hub.config.uid[:253],
-        after=question.after,
-        labels={weights.hex(): label for weights, label in hub.labels.known.items()} if question.after is None else {},
-        settling_seconds=max(0.0, hub.lead.settled_at - now),
-        version=VERSION,
-    )
-    return _status_page(page, list(hub.instances.known.values()), hub.config, now)
-
-
-def _status_page(page: Status, records: Sequence[InstanceRecord], config: PoolConfig, now: float) -> Status:
-    """`page` with the live instances after `page.after`, by instance; fewer where their names are long."""
-    alive = sorted((record for record in records if record.alive(config, now)), key=_instance)
-    start = 0 if page.after is None else bisect_right(alive, page.after, key=_instance)
+    """The pool, with its live instances after `question.after`, by instance; fewer where their names are long."""
+    labels = {weights.hex(): label for weights, label in hub.labels.known.items()} if question.after is None else {}
+    alive = sorted((one for one in hub.instances.known.values() if one.alive(hub.config, now)), key=attrgetter("instance"))
+    start = 0 if question.after is None else bisect_right(alive, question.after, key=attrgetter("instance"))
     engines: list[EngineStatus] = []
-    room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in page.labels.values())
+    room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in labels.values())
     for record in alive[start : start + STATUS_PAGE]:
         beat = record.newest
         told = beat.engine, beat.pod, beat.fingerprint, beat.weights_note, beat.tiers_off, beat.tiers_note
@@ -743,11 +715,20 @@ def _status_page(page: Status, records: Sequence[InstanceRecord], config: PoolCo
         if room < 0:
             break
         engines.append(_engine_status(record, now))
-    return msgspec.structs.replace(page, total=len(alive), engines=engines)
-
-
-def _instance(record: InstanceRecord) -> bytes:
-    return record.instance
+    return Status(
+        question.request,
+        hub.record.target,
+        hub.record.published,
+        total=len(alive),
+        engines=engines,
+        lease_seconds=hub.config.lease_seconds,
+        origin=hub.record.origin if hub.record.origin is not None else Source.SPEC,
+        pool=hub.config.uid[:253],
+        after=question.after,
+        labels=labels,
+        settling_seconds=max(0.0, hub.lead.settled_at - now),
+        version=VERSION,
+    )
 
 
 def _engine_status(record: InstanceRecord, now: float) -> EngineStatus:

@@ -87,31 +87,30 @@ class Wiper:
 
 
 class Reported:
-    """When any engine last reported each weights. Where there is no room for more, nothing counts as unheld for a while."""
+    """When any engine last reported each weights. Where there is no room for more, nothing counts as unheld for a while.
+
+    Attributes:
+        check_at: when `expire` may find something. That is never too late while `grace` does not get shorter.
+    """
 
     def __init__(self) -> None:
+        self.check_at = math.inf
         self._last: dict[bytes, float] = {}
         self._lost_at = NEVER
-        self._check_at = math.inf
 
     def hear(self, weights: bytes, grace: float, now: float) -> None:
         """An engine holds these weights."""
-        if weights not in self._last and len(self._last) >= MAX_WEIGHTS:
+        if weights in self._last or len(self._last) < MAX_WEIGHTS:
+            self._last[weights] = now
+        else:
             self._lost_at = now
-            self._check_at = min(self._check_at, now + grace)
-            return
-        self._last[weights] = now
-        self._check_at = min(self._check_at, now + grace)
+        self.check_at = min(self.check_at, now + grace)
 
     def within(self, grace: float, now: float) -> list[bytes] | None:
         """The weights of the last `grace` seconds; None: there were too many to remember."""
         if now < self._lost_at + grace:
             return None
         return sorted(weights for weights, at in self._last.items() if now < at + grace)
-
-    def check_at(self) -> float:
-        """When `expire` may find something. That is never too late while `grace` does not get shorter."""
-        return self._check_at
 
     def expire(self, grace: float, now: float) -> bool:
         """Forget weights that no engine reported for `grace` seconds; return whether there were any."""
@@ -122,7 +121,7 @@ class Reported:
         if lost:
             self._lost_at = NEVER
         times = [*self._last.values(), *([self._lost_at] if self._lost_at > NEVER else [])]
-        self._check_at = min(times, default=math.inf) + grace
+        self.check_at = min(times, default=math.inf) + grace
         return lost or bool(over)
 
 

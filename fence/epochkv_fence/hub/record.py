@@ -407,11 +407,7 @@ class Record:
 
 
 class Labels:
-    """The labels of one pool.
-
-    Attributes:
-        known: the durable labels by the digest of their weights, the newest last.
-    """
+    """The labels of one pool. `known`: the durable labels by the digest of their weights, the newest last."""
 
     def __init__(self) -> None:
         self.known: dict[bytes, str] = {}

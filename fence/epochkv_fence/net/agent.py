@@ -145,24 +145,22 @@ class EngineIdentity:
     namespace: str = ""
 
 
+@dataclass(eq=False)
 class GuardedEngine:
     """Asks the hooks. Used by the agent's thread; `remove_old` begins a thread of its own."""
 
-    def __init__(
-        self, instance: bytes, identity: EngineIdentity, hooks: AgentHooks, mailbox: Mailbox, counters: Counter[str], say: SayOnce
-    ) -> None:
-        self._instance = instance
-        self._identity = identity
-        self._hooks = hooks
-        self._mailbox = mailbox
-        self._counters = counters
-        self._say = say
-        self._born = time.monotonic()
-        self._reported_weights: bytes | None = None
-        self._reported_since = self._born
-        self._held: bytes | None = None  # the weights that were known last
-        self._pushed = False
-        self._removing = False
+    _instance: bytes
+    _identity: EngineIdentity
+    _hooks: AgentHooks
+    _mailbox: Mailbox
+    _counters: Counter[str]
+    _say: SayOnce
+    _born: float = field(default_factory=time.monotonic)
+    _reported_weights: bytes | None = None
+    _reported_since: float = field(default_factory=time.monotonic)
+    _held: bytes | None = None  # the weights that were known last
+    _pushed: bool = False
+    _removing: bool = False
 
     @property
     def ready(self) -> bool:
@@ -275,33 +273,22 @@ KEYS_SECONDS: Final = 10.0
 MIN_KEYS_SECONDS: Final = 0.5
 
 
+@dataclass(eq=False)
 class Links:
-    """Used by one thread.
+    """Used by one thread."""
 
-    Attributes:
-        current: the connection in use; None while none is open.
-    """
-
-    def __init__(
-        self,
-        endpoint: str,
-        keys: ClientKeys,
-        credentials: Callable[[], ClientKeys] | None,
-        mailbox: Mailbox,
-        counters: Counter[str],
-        say: SayOnce,
-    ) -> None:
-        self.endpoint = endpoint
-        self.current: Link | None = None
-        self._next: Link | None = None
-        self._keys = keys
-        self._mailbox = mailbox
-        self._counters = counters
-        self._say = say
-        self._reader = KeyReader(credentials, mailbox.wake) if credentials is not None else None
-        self._read_at = time.monotonic() + KEYS_SECONDS
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._poller: zmq.Poller | None = None
+    endpoint: str
+    _keys: ClientKeys
+    _reader: KeyReader | None
+    _mailbox: Mailbox
+    _counters: Counter[str]
+    _say: SayOnce
+    current: Link | None = None
+    """The connection in use; None while none is open."""
+    _next: Link | None = None
+    _read_at: float = field(default_factory=lambda: time.monotonic() + KEYS_SECONDS)
+    _context: zmq.Context[zmq.Socket[bytes]] | None = None
+    _poller: zmq.Poller | None = None
 
     def open(self) -> None:
         """Dial with the keys that were accepted last."""
@@ -435,7 +422,8 @@ class AgentThread:
         self.counters: Counter[str] = Counter()
         self._say = SayOnce(logger)
         self._mailbox = Mailbox()
-        self._links = Links(endpoint, keys, credentials, self._mailbox, self.counters, self._say)
+        reader = KeyReader(credentials, self._mailbox.wake) if credentials is not None else None
+        self._links = Links(endpoint, keys, reader, self._mailbox, self.counters, self._say)
         self._engine = GuardedEngine(instance, identity, hooks, self._mailbox, self.counters, self._say)
         self._agent = ag.Agent(instance)
         self._view = self._agent.view

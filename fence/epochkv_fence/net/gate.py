@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -270,8 +270,7 @@ MAX_ADDRESS: Final = 64
 
 
 class ZapHandler:
-    """Lets a client in when `knows` its public key (z85), of the address it comes from; its messages then carry that key as
-    `User-Id`."""
+    """Lets a client in when `knows` its public key (z85), of the address it comes from; its messages then carry that key as `User-Id`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], domain: str, knows: Callable[[str, str], bool]) -> None:
         self._domain = domain.encode()
@@ -341,27 +340,24 @@ EVENT_COUNTERS: Final = {
 MONITORED: Final = sum(EVENT_COUNTERS)
 
 
-class LimitedPool(Protocol):
-    """What the router knows of a pool.
+class PoolLimits:
+    """What the clients of one pool may still send, and where their messages wait."""
 
-    Attributes:
-        bucket: messages that its clients may still send.
-        costs: of those that look at all its instances.
-        queue: where its messages wait.
-    """
-
-    bucket: Bucket
-    costs: Bucket
-    queue: PoolQueue
+    def __init__(self) -> None:
+        now = time.monotonic()
+        self.bucket = Bucket.full(POOL_RATE, POOL_BURST, now)
+        self.costs = Bucket.full(COST_RATE, COST_BURST, now)
+        self.queue = PoolQueue()
 
     def cost(self, message: Message) -> float:
-        """What a message takes from `costs`; 0: it does not look at all instances."""
+        """What a message takes from `costs`; 0: it does not look at all instances of the pool."""
+        return 0.0
 
 
 class Client(NamedTuple):
     """What a client's key stands for: a pool, and which of its accepted keys this is."""
 
-    pool: LimitedPool
+    pool: PoolLimits
     key_index: int
 
 
@@ -405,11 +401,7 @@ class Router:
     # ------------------------------------------------------------------ life
 
     def open(self, bind: str) -> str:
-        """Listen; returns the address with its port.
-
-        Raises:
-            zmq.ZMQError: the address cannot be bound. Nothing stays open then.
-        """
+        """Listen; returns the address with its port. Raises `zmq.ZMQError`: the address cannot be bound. Nothing stays open then."""
         raise_file_limit()
         self._context = zmq.Context()
         try:

@@ -59,11 +59,7 @@ class ClientKeys:
 
     @classmethod
     def load(cls, directory: str | Path) -> ClientKeys:
-        """Read `hub.pub`, `client.pub` and `client.key`.
-
-        Raises:
-            CredentialsError: a file is missing or holds no key.
-        """
+        """Read `hub.pub`, `client.pub` and `client.key`. Raises `CredentialsError`: a file is missing or holds no key."""
         base = Path(directory)
         return cls(*(read_key(base / name) for name in (HUB_PUBLIC_FILE, CLIENT_PUBLIC_FILE, CLIENT_SECRET_FILE)))
 
@@ -113,27 +109,22 @@ READ_SECONDS: Final = 5.0
 """After this a read counts as hung. No other one is begun meanwhile: it would hang, too."""
 
 
+@dataclass(eq=False)
 class KeyReader:
-    """Used by one thread; what it starts is a daemon thread, for which nobody ever waits.
+    """Used by one thread; what it starts is a daemon thread, for which nobody ever waits."""
 
-    Args:
-        read: reads the credentials; may raise, and may never return.
-        done: called on another thread when there is an answer.
-        seconds: after which a read counts as hung.
-    """
-
-    def __init__(self, read: Callable[[], ClientKeys], done: Callable[[], None], seconds: float = READ_SECONDS) -> None:
-        self._read = read
-        self._done = done
-        self._seconds = seconds
-        self._reading: Future[ClientKeys] | None = None
-        self._hangs_at: float | None = None
+    _read: Callable[[], ClientKeys]
+    """Reads the credentials; may raise, and may never return."""
+    _done: Callable[[], None]
+    """Called on another thread when there is an answer."""
+    _reading: Future[ClientKeys] | None = None
+    _hangs_at: float | None = None
 
     def begin(self) -> None:
         """Read, unless a read is under way."""
         if self._reading is None:
             self._reading = on_daemon_thread(self._read, "epochkv-keys")
-            self._hangs_at = time.monotonic() + self._seconds
+            self._hangs_at = time.monotonic() + READ_SECONDS
             self._reading.add_done_callback(lambda _: self._done())
 
     def answer(self) -> ClientKeys | BaseException | None:
@@ -144,5 +135,5 @@ class KeyReader:
             return read.exception() or read.result()
         if read is not None and self._hangs_at is not None and time.monotonic() >= self._hangs_at:
             self._hangs_at = None
-            return TimeoutError(f"no answer within {self._seconds} s: the file system hangs")
+            return TimeoutError(f"no answer within {READ_SECONDS} s: the file system hangs")
         return None

@@ -8,27 +8,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import zmq
 
-from epochkv_fence.common import SayOnce, Seldom
+from epochkv_fence.common import SayOnce, Seldom, end
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.mooncake_admin import StoreAdmin, StoreAdminError
-from epochkv_fence.net.gate import (
-    COST_BURST,
-    COST_RATE,
-    INSTANCES_PER_COST,
-    POOL_BURST,
-    POOL_RATE,
-    Bucket,
-    Client,
-    PoolQueue,
-    Receiver,
-    Router,
-)
+from epochkv_fence.net.gate import INSTANCES_PER_COST, Client, PoolLimits, Receiver, Router
 from epochkv_fence.net.keys import KeyPair, check_key
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Bump, Label, Message, Source, Status
@@ -39,19 +28,16 @@ logger = logging.getLogger(__name__)
 FAILED_TURN_SECONDS: Final = 0.25
 
 
+@dataclass(eq=False)
 class Alarm:
-    """Takes a turn when one is due, and when something happened.
+    """Takes a turn when one is due, and when something happened."""
 
-    Args:
-        turn: does what is due by a time of the monotonic clock; returns when the next turn is due.
-    """
-
-    def __init__(self, turn: Callable[[float], float], counters: Counter[str]) -> None:
-        self._turn = turn
-        self._counters = counters
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._soon: asyncio.Handle | None = None
-        self._timer: asyncio.TimerHandle | None = None
+    _turn: Callable[[float], float]
+    """Does what is due by a time of the monotonic clock; returns when the next turn is due."""
+    _counters: Counter[str]
+    _loop: asyncio.AbstractEventLoop | None = None
+    _soon: asyncio.Handle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -104,22 +90,19 @@ QUIET_SECONDS: Final = 10.0
 """Between two stack traces of one pool: whoever makes its steps fail may do so without end."""
 
 
-class ServedPool:
+class ServedPool(PoolLimits):
     """A pool's state machine and what its driver keeps beside it. A pool that is removed and set again is a new one.
 
     Attributes:
-        bucket, costs, queue: see `gate.LimitedPool`.
         say: logs which of the calls for it fail.
         changed: its snapshot has, and the hub's owner has not heard of it.
         failed_until: a tick or round of it failed; the next one comes not before.
     """
 
     def __init__(self, config: PoolConfig) -> None:
+        super().__init__()
         self.config = config
         self.hub = Hub(config)
-        self.bucket = Bucket.full(POOL_RATE, POOL_BURST, now := time.monotonic())
-        self.costs = Bucket.full(COST_RATE, COST_BURST, now)
-        self.queue = PoolQueue()
         self.say = SayOnce(logger, first="")
         self.changed = False
         self._reported: object = None
@@ -128,7 +111,6 @@ class ServedPool:
         self._traces = Seldom(QUIET_SECONDS)
 
     def cost(self, message: Message) -> float:
-        """What taking this message takes from `costs`."""
         return 1.0 + len(self.hub.state.instances.known) / INSTANCES_PER_COST if isinstance(message, Bump | Label | Status) else 0.0
 
     def snapshot(self) -> PoolSnapshot:
@@ -136,16 +118,8 @@ class ServedPool:
         now = time.monotonic()
         shift = time.time() - now
         found = self.hub.snapshot(now)
-
-        def unix(at: float | None) -> float | None:
-            return None if at is None else at + shift
-
-        return replace(
-            found,
-            started_at=unix(found.started_at),
-            behind_since=unix(found.behind_since),
-            published_at=unix(found.published_at),
-        )
+        times = {name: getattr(found, name) for name in ("started_at", "behind_since", "published_at")}
+        return replace(found, **{name: at + shift for name, at in times.items() if at is not None})
 
     def report(self, on_change: Callable[[str], None], now: float) -> float:
         """Report a change: at once when an epoch did, else so seldom that it costs little. Returns when to report it."""
@@ -272,31 +246,20 @@ WRITES: Final[dict[type[ev.Call], str]] = {
 """What counters and the log call them."""
 
 
+@dataclass(eq=False)
 class Effects:
-    """Makes the calls, and counts those that fail.
+    """Makes the calls, and counts those that fail."""
 
-    Args:
-        stores: None: this hub reaches no store.
-        answer: gives an answer to a pool's state machine; returns False if that failed.
-    """
-
-    def __init__(
-        self,
-        authority: Authority,
-        deadline_seconds: float,
-        stores: StoreAdmin | None,
-        store_deadline_seconds: float,
-        counters: Counter[str],
-        answer: Callable[[ServedPool, ev.Event], bool],
-    ) -> None:
-        self._authority = authority
-        self._deadline = deadline_seconds
-        self._stores = stores
-        self._store_deadline = store_deadline_seconds
-        self._counters = counters
-        self._answer = answer
-        self._say = SayOnce(logger, first="")
-        self._tasks: set[asyncio.Task[None]] = set()
+    _authority: Authority
+    _deadline: float
+    _stores: StoreAdmin | None
+    """None: this hub reaches no store."""
+    _store_deadline: float
+    _counters: Counter[str]
+    _answer: Callable[[ServedPool, ev.Event], bool]
+    """Gives an answer to a pool's state machine; returns False if that failed."""
+    _say: SayOnce = field(default_factory=lambda: SayOnce(logger, first=""))
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def do(self, pool: ServedPool, call: ev.Call) -> None:
         """Make this call; its `Done` goes to the pool's state machine."""
@@ -375,11 +338,7 @@ class Effects:
 
     async def stop(self) -> None:
         """End every task within seconds, even if the authority hangs."""
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=STOP_SECONDS)
+        await end([task for task in self._tasks if task is not asyncio.current_task()], STOP_SECONDS)
         self._tasks.clear()
 
 
@@ -447,11 +406,7 @@ class HubServer:
     # ------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Bind and begin.
-
-        Raises:
-            OSError: the address cannot be bound (zmq.ZMQError is one).
-        """
+        """Bind and begin. Raises `OSError`: the address cannot be bound (zmq.ZMQError is one)."""
         self._alarm.start()
         try:
             self.endpoint = self._router.open(self._bind)

@@ -91,6 +91,9 @@ class WireError(ValueError):
         self.text = text
 
 
+SharingState = Literal["sharing", "isolated", "own", "unknown", "behind"]
+
+
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of itself. Heartbeats carry it, and status and the hub's view show it.
 
@@ -122,6 +125,14 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     def report(self) -> dict[str, Any]:
         """The fields of the report alone, to be shown elsewhere."""
         return {name: getattr(self, name) for name in EngineReport.__struct_fields__}
+
+    def sharing_state(self, behind: bool) -> SharingState:
+        """What a live engine shares, in one word. `behind`: it is not at the target epoch."""
+        if behind:
+            return "behind"
+        if self.weights is None:
+            return "own" if self.tiers_off == "OwnCache" else "unknown"
+        return "isolated" if self.isolated else "sharing"
 
     def name(self, instance: bytes) -> str:
         """What people call it: its pod, or its engine's name, with `/rank` above rank 0."""

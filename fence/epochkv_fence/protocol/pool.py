@@ -1,6 +1,5 @@
 """One pool, as its hub takes and gives it: configuration, durable record and the authority that keeps it, the events and actions of the
-hub's state machine (`hub.machine`), and what the pool looks like right now.
-"""
+hub's state machine (`hub.machine`), and what the pool looks like right now."""
 
 from __future__ import annotations
 
@@ -10,12 +9,14 @@ from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 
-from epochkv_fence.protocol.messages import MAX_LABELS, EngineReport, Message, Source
+from epochkv_fence.protocol.messages import MAX_LABELS, EngineReport, Message, SharingState, Source
 
+SHOWN_DIGITS: Final = 8
+"""Of a digest of weights."""
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
-EngineState = Literal["sharing", "isolated", "own", "unknown", "behind", "silent"]
-ENGINE_STATES: Final[tuple[EngineState, ...]] = get_args(EngineState)
+EngineState = SharingState | Literal["silent"]
+ENGINE_STATES: Final[tuple[EngineState, ...]] = (*get_args(SharingState), "silent")
 
 
 def margin_seconds(lease_seconds: float) -> float:
@@ -108,13 +109,7 @@ class EngineView(EngineReport, frozen=True):
     @property
     def state(self) -> EngineState:
         """One word for metrics."""
-        if not self.alive:
-            return "silent"
-        if not self.converged:
-            return "behind"
-        if self.weights is None:
-            return "own" if self.tiers_off == "OwnCache" else "unknown"
-        return "isolated" if self.isolated else "sharing"
+        return self.sharing_state(not self.converged) if self.alive else "silent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +120,17 @@ class WeightsView:
         label: what these weights were called last; empty: nobody said.
         engines: how many instances.
         since_seconds: for how long the first of them has reported these.
-        fingerprints: how many different ones they have.
     """
 
     weights: bytes
     label: str
     engines: int
     since_seconds: float
-    fingerprints: int
+
+    @property
+    def id(self) -> str:
+        """32 hex digits."""
+        return self.weights.hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +272,11 @@ def relabelled(known: Mapping[bytes, str], weights: bytes, label: str, held: Col
         return f"engines held these weights before, as {before}" if only_new or before != label else ""
     other = next((other for other, name in known.items() if name == label and other not in held), None)
     return "" if other is None else f"until now {label} was the label of weights {other.hex()[:8]}"
+
+
+def called(weights: str, label: str) -> str:
+    """Weights as people see them: `3f2a9c1e`, or `3f2a9c1e (step-42)`."""
+    return f"{weights[:SHOWN_DIGITS]} ({label})" if label else weights[:SHOWN_DIGITS]
 
 
 def is_called(weights: str, label: str, name: str) -> bool:

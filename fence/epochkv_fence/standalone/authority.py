@@ -26,6 +26,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from epochkv_fence.common import fulfil
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 
@@ -75,11 +76,7 @@ class StateError(AuthorityError):
 
 
 class StateHeld(StateError):
-    """Another process holds the state directory.
-
-    Attributes:
-        pid: of that process, as it wrote it down; None when that is not known.
-    """
+    """Another process holds the state directory. `pid`: of that process, as it wrote it down; None when that is not known."""
 
     def __init__(self, directory: Path, pid: int | None) -> None:
         self.pid = pid
@@ -144,11 +141,7 @@ class Database:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """The connection that makes all reads and writes.
-
-        Raises:
-            AuthorityError: the directory was released.
-        """
+        """The connection that makes all reads and writes. Raises `AuthorityError`: the directory was released."""
         if self._connection is None:
             raise self.given_back()
         return self._connection
@@ -326,11 +319,7 @@ class SqliteAuthority:
         return await self._call("verify", read)
 
     async def load(self, pool_uid: str) -> PoolRecord:
-        """What is recorded.
-
-        Raises:
-            PoolGone: there is no pool with this uid.
-        """
+        """What is recorded. Raises `PoolGone`: there is no pool with this uid."""
         return await self._call("load", lambda: self._record_of(self._database.connection, pool_uid))
 
     def _record_of(self, connection: sqlite3.Connection, pool_uid: str) -> PoolRecord:
@@ -453,11 +442,5 @@ class _Worker:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            future, work = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:  # handed to the caller
-                future.set_exception(error)
-            del item, future, work
+            fulfil(*item)
+            del item

@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,11 +69,7 @@ class Keys(msgspec.Struct, frozen=True):
 
 
 def ensure_keys(directory: Path, pool_uid: str) -> Keys:
-    """The keys of this pool, made on first use.
-
-    Raises:
-        StateError: they cannot be read, or belong to another record.
-    """
+    """The keys of this pool, made on first use. Raises `StateError`: they cannot be read, or belong to another record."""
     with _locked(directory):
         keys = read_keys(directory)
         if keys is None:
@@ -97,11 +93,7 @@ def ensure_keys(directory: Path, pool_uid: str) -> Keys:
 
 
 def read_keys(directory: Path) -> Keys | None:
-    """None: there are none yet.
-
-    Raises:
-        StateError: the file is not one that this version wrote.
-    """
+    """None: there are none yet. Raises `StateError`: the file is not one that this version wrote."""
     path = directory / KEYS_FILE
     try:
         keys = msgspec.json.decode(path.read_bytes(), type=Keys)
@@ -174,7 +166,7 @@ def write_client(directory: Path, keys: Keys, pool: str, endpoint: str) -> Path:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         with _locked(directory):
-            if (folder / CONFIG_FILE).exists() and not _has_credentials(folder, keys):
+            if path.exists() and not all(_holds(folder / name, text) for name, text in _credentials(keys)):
                 logger.warning("%s did not have the pool's keys; they are written again", folder)
             _write_credentials(folder, keys)
             content = _existing_json(path)
@@ -220,10 +212,6 @@ def _write_credentials(folder: Path, keys: Keys) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     for name, content in _credentials(keys):
         _write(folder / name, content)
-
-
-def _has_credentials(folder: Path, keys: Keys) -> bool:
-    return all(_holds(folder / name, content) for name, content in _credentials(keys))
 
 
 def _holds(path: Path, content: bytes) -> bool:
@@ -279,24 +267,17 @@ def _locked(directory: Path) -> Iterator[None]:
 CHECK_SECONDS: Final = 1.0
 
 
+@dataclass(eq=False)
 class KeyWatch:
-    """Owns the pool's configuration, because the keys in it change while the hub serves.
+    """Owns the pool's configuration, because the keys in it change while the hub serves."""
 
-    Attributes:
-        config: what the hub serves now.
-    """
-
-    def __init__(self, directory: Path, server: HubServer, config: PoolConfig) -> None:
-        self.config = config
-        self._directory = directory
-        self._server = server
+    _directory: Path
+    _server: HubServer
+    config: PoolConfig
+    """What the hub serves now."""
 
     def configure(self, **changes: Any) -> None:
-        """Serve with other values from now on.
-
-        Raises:
-            ValueError: a value is impossible.
-        """
+        """Serve with other values from now on. Raises `ValueError`: a value is impossible."""
         self.config = replace(self.config, **changes)
         self._server.set_pool(self.config)
 

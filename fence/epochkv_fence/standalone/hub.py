@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from epochkv_fence.common import bracketed, own_address
+from epochkv_fence.common import bracketed, end, own_address
 from epochkv_fence.connection import ConfigurationError, check_endpoint
 from epochkv_fence.metrics import MetricsServer, exposition
 from epochkv_fence.mooncake_admin import MooncakeAdmin, StoreAdmin, check_admin_url
@@ -29,15 +29,7 @@ NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a
 
 @dataclass(frozen=True, slots=True)
 class HubOptions:
-    """What `epochkv hub` is told.
-
-    Attributes:
-        listen: `tcp://HOST:PORT`; `*` for every address, `0.0.0.0` for every one of IPv4, port 0 for a free one.
-        state: directory of the record and the keys.
-        advertise: what engines and trainers dial; empty: derived from `listen`.
-        store_admin: admin URLs of the store's masters; empty: none.
-        metrics: `HOST:PORT` of /metrics and /healthz; empty: none.
-    """
+    """What `epochkv hub` is told; its help says what each option means. Empty: not given."""
 
     pool: str
     listen: str
@@ -70,17 +62,6 @@ class HubOptions:
         if self.metrics:
             split_address(self.metrics)
         return replace(self, store_admin=urls)
-
-    def pool_config(self, uid: str, client_public_keys: tuple[str, ...]) -> PoolConfig:
-        """The pool that the hub serves."""
-        return PoolConfig(
-            uid,
-            self.pool,
-            client_public_keys,
-            lease_seconds=self.lease_seconds,
-            reclaim=self.reclaim,
-            store_admin=bool(self.store_admin),
-        )
 
 
 def split_listen(listen: str) -> tuple[str, int]:
@@ -127,6 +108,7 @@ REPORT_SECONDS: Final = 0.1
 REPORT_SHARE: Final = 20
 """A snapshot of thousands of engines takes time that the hub needs: pause this many times as long as it took."""
 RENDER_SECONDS: Final = 2.0
+END_SECONDS: Final = 2.0
 
 
 class StandaloneHub:
@@ -173,14 +155,17 @@ class StandaloneHub:
         self.uid = await authority.ensure_pool(options.pool, options.lease_seconds)
         keys = await asyncio.to_thread(ensure_keys, directory, self.uid)
         server = await self._listen(keys, authority)
-        self._keys = KeyWatch(directory, server, options.pool_config(self.uid, keys.accepted))
+        config = PoolConfig(
+            self.uid, options.pool, keys.accepted, options.lease_seconds, options.reclaim, store_admin=bool(options.store_admin)
+        )
+        self._keys = KeyWatch(directory, server, config)
         server.set_pool(self._keys.config)
         self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
         self.connection_file = await asyncio.to_thread(write_client, directory, keys, options.pool, self.endpoint)
         server.lead(await authority.acquire())
         self._serve_metrics(server)
         for work in (self._report(server), self._keys.run()):
-            self._opened.push_async_callback(_end, asyncio.get_running_loop().create_task(work))
+            self._opened.push_async_callback(end, [asyncio.create_task(work)], END_SECONDS)
 
     async def _listen(self, keys: Keys, authority: SqliteAuthority) -> HubServer:
         urls = list(self.options.store_admin)
@@ -272,8 +257,3 @@ class StandaloneHub:
     def accepted_keys(self) -> tuple[str, ...]:
         """Client keys, the newest first."""
         return self._keys.config.client_public_keys if self._keys is not None else ()
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

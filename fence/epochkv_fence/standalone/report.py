@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from epochkv_fence.client.results import called, listed
-from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, relabelled
+from epochkv_fence.client.results import listed
+from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, called, relabelled
 
 MAX_LINES: Final = 10
 """Of one kind from one comparison; more engines than that become one line with their number."""

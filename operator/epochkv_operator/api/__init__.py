@@ -45,13 +45,10 @@ def _parse(model: type[_Object], obj: Mapping[str, Any]) -> _Object:
     except ValidationError as error:
         metadata = obj.get("metadata") or {}
         where = f"{model.__name__} {metadata.get('namespace', 'default')}/{metadata.get('name', '')}"
-        raise InvalidObject(f"{where}: {_sentence(error)}") from error
-
-
-def _sentence(error: ValidationError) -> str:
-    """Without the values: one may be a secret."""
-    found = [(_path(one["loc"]), _SAID.get(one["type"]) or one["msg"].removeprefix("Value error, ")) for one in error.errors()]
-    return "; ".join(dict.fromkeys(f"{path}: {text}" for path, text in found))
+        # Without the values: one may be a secret.
+        found = [(_path(one["loc"]), _SAID.get(one["type"]) or one["msg"].removeprefix("Value error, ")) for one in error.errors()]
+        problems = dict.fromkeys(f"{path}: {text}" for path, text in found)
+        raise InvalidObject(f"{where}: {'; '.join(problems)}") from error
 
 
 def _path(steps: Sequence[int | str]) -> str:

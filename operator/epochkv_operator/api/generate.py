@@ -96,7 +96,8 @@ CRDS = (POOL, ENGINE)
 
 def manifest(crd: Crd) -> Json:
     """The CustomResourceDefinition as JSON."""
-    schema = _structural(crd.model)
+    raw = crd.model.model_json_schema(by_alias=True)
+    schema: Json = _convert(raw, raw.get("$defs", {}))
     for key in ("apiVersion", "kind"):
         del schema["properties"][key]
     # Declared only so that the rule about the name can point at it; the API server knows the rest of metadata by itself.
@@ -133,14 +134,8 @@ def manifest(crd: Crd) -> Json:
     }
 
 
-def _structural(model: type[BaseModel]) -> Json:
-    """The structural schema of a model, nested models inlined."""
-    schema = model.model_json_schema(by_alias=True)
-    converted: Json = _convert(schema, schema.get("$defs", {}))
-    return converted
-
-
 def _convert(node: Any, definitions: Json) -> Any:
+    """The structural schema, with nested models inlined."""
     if not isinstance(node, dict):
         return node
     node = _inline(dict(node), definitions)

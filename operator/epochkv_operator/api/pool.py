@@ -104,10 +104,7 @@ class Local(ApiModel):
 class EtcdBackend(ApiModel):
     """An etcd cluster that somebody else runs, without TLS or passwords, which Mooncake has none of."""
 
-    endpoints: Annotated[
-        tuple[HostPort, ...],
-        list_field(9, kind="set", min_length=1),
-    ]
+    endpoints: Annotated[tuple[HostPort, ...], list_field(9, kind="set", min_length=1)]
     """`host:port` of each member, without a scheme."""
 
 
@@ -195,10 +192,7 @@ class Transport(ApiModel):
     """`TCP` runs under Pod Security `restricted`. `RDMA` needs a namespace at level `privileged`: store and engine pods run as root
     with `IPC_LOCK` and `SYS_RESOURCE`. InfiniBand needs no more. With RoCE, pods need the network devices, too: `hostNetwork: true` and
     `dnsPolicy: ClusterFirstWithHostNet` in the `template` of stores and engines, or networks that your CNI attaches by an annotation."""
-    devices: Annotated[
-        tuple[Device, ...] | None,
-        list_field(16, kind="set"),
-    ] = None
+    devices: Annotated[tuple[Device, ...] | None, list_field(16, kind="set")] = None
     """RDMA devices, such as `mlx5_0`."""
     resource_name: Annotated[str | None, Field(max_length=253, pattern=r"^[a-z0-9][-a-z0-9.]*/[A-Za-z0-9][-A-Za-z0-9_.]*$")] = None
     """What your RDMA device plugin calls its devices, such as `rdma/hca_shared_devices_a`; each pod asks for one. Without it, pods mount

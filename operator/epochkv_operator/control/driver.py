@@ -76,7 +76,12 @@ def kopf_settings() -> kopf.OperatorSettings:
 
 def kopf_registry(sink: Sink, gap: Gap, client: KubeClient) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
-    _login(registry, client, gap)
+
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        """The connection that our own client uses: one source for server, CA and credentials."""
+        return kopf.AiohttpSession(server=client.configuration.host, aiohttp_session=await client.session(_begin_anew(gap)))
+
+    kopf.on.login(id="login", registry=registry)(login)
     for resource in PRIMARY:
         _watch(registry, resource, sink)
     return registry
@@ -101,14 +106,6 @@ def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> N
         sink(resource, event["type"], dict(event["object"]))
 
     kopf.on.event(resource.group, resource.version, resource.plural, id=f"observe-{resource.plural}", registry=registry)(handler)
-
-
-def _login(registry: kopf.OperatorRegistry, client: KubeClient, gap: Gap) -> None:
-    async def login(**_: Any) -> kopf.AiohttpSession:
-        """The connection that our own client uses: one source for server, CA and credentials."""
-        return kopf.AiohttpSession(server=client.configuration.host, aiohttp_session=await client.session(_begin_anew(gap)))
-
-    kopf.on.login(id="login", registry=registry)(login)
 
 
 def _begin_anew(gap: Gap) -> aiohttp.ClientMiddlewareType:

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import MERGE_PATCH, ApiError, Conflict, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import Resource, by_kind, identity
+from epochkv_operator.kube.resources import BY_KIND, Resource, identity
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning.context import Observed, Problem
 from epochkv_operator.planning.names import controller_of
 from epochkv_operator.planning.plan import Plan
-
-
-def _leave_replicas_alone(desired: Json, live: Json | None) -> Json:
-    """Drop `spec.replicas` once somebody owns it through the scale subresource; only then is dropping safe (nobody
-    resets it to 1).
-    """
-    if live is None or not live.get("x-scaled-by-others") or "replicas" not in desired.get("spec", {}):
-        return desired
-    return {**desired, "spec": {key: value for key, value in desired["spec"].items() if key != "replicas"}}
-
 
 log = structlog.get_logger(__name__)
 
@@ -42,12 +32,12 @@ def _problem(name: str, error: ApiError, *, other: str, **reasons: str) -> Probl
     return Problem(reason, f"{name}{error if reason == other else error.message}")
 
 
+@dataclass(eq=False)
 class Executor:
     """Applies and deletes children, and takes the answers into the store."""
 
-    def __init__(self, client: KubeClient, store: Store) -> None:
-        self._client = client
-        self._store = store
+    _client: KubeClient
+    _store: Store
 
     async def bring_about(self, about: str, seen: Observed, planned: Callable[[Observed], Plan]) -> tuple[Problem | None, ApiError | None]:
         """Plan, and do what the plan says, unless an object that it would make is there already and is somebody else's:
@@ -66,14 +56,13 @@ class Executor:
 
     async def _owner_stays(self, plan: Plan) -> bool:
         """Who took owner references away may be the garbage collector, of an owner that is deleted without its children
-        (`--cascade=orphan`), which its watch has not shown yet. Given back, they would have the children deleted, too.
-        """
+        (`--cascade=orphan`), which its watch has not shown yet. Given back, they would have the children deleted, too."""
         for desired, why in zip(plan.apply, plan.details, strict=False):
             if ": metadata.ownerReferences" not in why:
                 continue
             owner = controller_of(desired)
             try:
-                live = (await self._client.get(by_kind(owner["kind"]), desired["metadata"]["namespace"], owner["name"]))["metadata"]
+                live = (await self._client.get(BY_KIND[owner["kind"]], desired["metadata"]["namespace"], owner["name"]))["metadata"]
             except NotFound:
                 return False
             return bool(live["uid"] == owner["uid"] and not live.get("deletionTimestamp"))
@@ -93,7 +82,7 @@ class Executor:
             if live is None:
                 metadata = desired["metadata"]
                 try:
-                    live = await self._client.get(by_kind(desired["kind"]), metadata["namespace"], metadata["name"])
+                    live = await self._client.get(BY_KIND[desired["kind"]], metadata["namespace"], metadata["name"])
                 except NotFound:
                     continue
             found.append(live)
@@ -123,7 +112,10 @@ class Executor:
 
     async def _apply(self, about: str, desired: Json, reason: str) -> None:
         live = self._store.get(*identity(desired))
-        answer = await self._send(by_kind(desired["kind"]), _leave_replicas_alone(desired, live), live)
+        if live is not None and live.get("x-scaled-by-others") and "spec" in desired:
+            # Somebody owns `spec.replicas` through the scale subresource. Only then is dropping it safe: nobody resets it to 1.
+            desired = {**desired, "spec": {key: value for key, value in desired["spec"].items() if key != "replicas"}}
+        answer = await self._send(BY_KIND[desired["kind"]], desired, live)
         self._store.upsert(desired["kind"], answer)
         if live is not None and answer["metadata"]["resourceVersion"] == live["metadata"]["resourceVersion"]:
             return
@@ -132,9 +124,8 @@ class Executor:
         log.info("child applied", object=about, child=f"{desired['kind']} {desired['metadata']['name']}", what=verb, reason=reason)
 
     async def _send(self, resource: Resource, desired: Json, live: Json | None) -> Json:
-        """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its
-        name, an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there.
-        """
+        """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its name,
+        an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there."""
         namespace = desired["metadata"]["namespace"]
         try:
             return await self._client.apply(resource, namespace, desired)
@@ -150,7 +141,7 @@ class Executor:
     async def _delete(self, about: str, child: Json, reason: str) -> None:
         metadata = child["metadata"]
         try:
-            await self._client.delete(by_kind(child["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
+            await self._client.delete(BY_KIND[child["kind"]], metadata["namespace"], metadata["name"], metadata["uid"])
         except NotFound:
             return
         metrics.API_WRITES.labels(kind=child["kind"], operation="delete").inc()

@@ -12,7 +12,9 @@ it has a label, and the Secret is there for longer than that.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
@@ -41,17 +43,17 @@ REJECTED: Final = "epochkv.io/rejected"
 """Annotations that the admission policy leaves on a pod."""
 
 
+@dataclass(eq=False)
 class Copies:
     """A pool's ConfigMap and Secret in other namespaces."""
 
-    def __init__(self, client: KubeClient, store: Store, settings: Settings) -> None:
-        self._client = client
-        self._store = store
-        self._served = settings.watch_namespaces
-        self._told: dict[Key, tuple[AllowedNamespaces, Shared]] = {}
-        self._looked: dict[Key, dict[str, tuple[float, Problem | None]]] = {}
-        """When a namespace was looked at, and what was wrong there that trying again does not mend."""
-        self._matched: dict[Key, tuple[float, str, set[str]]] = {}
+    _client: KubeClient
+    _store: Store
+    _settings: Settings
+    _told: dict[Key, tuple[AllowedNamespaces, Shared]] = field(default_factory=dict)
+    _looked: dict[Key, dict[str, tuple[float, Problem | None]]] = field(default_factory=dict)
+    """When a namespace was looked at, and what was wrong there that trying again does not mend."""
+    _matched: dict[Key, tuple[float, str, set[str]]] = field(default_factory=dict)
 
     def told(self, key: Key, pool: KVCachePool) -> Shared | None:
         """What became of the pool's list when it was last looked at; None: nobody has looked at this one."""
@@ -86,11 +88,7 @@ class Copies:
         return again
 
     async def withdraw(self, key: Key) -> None:
-        """The pool is gone.
-
-        Raises:
-            ApiError: another try may solve it.
-        """
+        """The pool is gone. Raises `ApiError`: another try may solve it."""
         for namespace in self.places(key):
             await self._withdraw(key, namespace)
         for known in (self._told, self._looked, self._matched):
@@ -101,11 +99,11 @@ class Copies:
     ) -> tuple[set[str], Problem | None, ApiError | None]:
         if allowed is None:
             return set(), None, None
-        wanted, problem, again = set(allowed.names or ()), None, None
-        if self._served and (beyond := sorted(wanted.difference(self._served))):
+        wanted, served, problem, again = set(allowed.names or ()), self._settings.watch_namespaces, None, None
+        if served and (beyond := sorted(wanted.difference(served))):
             problem = Problem("NamespaceNotServed", f"this operator does not serve {listed(beyond)}: add it to the chart's watchNamespaces")
-            wanted.intersection_update(self._served)
-        if allowed.selector is not None and self._served:
+            wanted.intersection_update(served)
+        if allowed.selector is not None and served:
             problem = Problem("SelectorNotServed", "this operator serves some namespaces only and cannot look for labels: use names")
         elif allowed.selector is not None:
             try:
@@ -175,21 +173,16 @@ class Copies:
         try:
             if SHARED_LABEL in config["metadata"]["labels"]:
                 await self._client.replace(CONFIGMAPS, namespace, _closed(config))
-            await self._delete_secret(key, namespace, secret)
+            with contextlib.suppress(NotFound):
+                keys = await self._client.get(SECRETS, namespace, secret)
+                if home(keys) == key:
+                    await self._client.delete(SECRETS, namespace, secret, keys["metadata"]["uid"])
+                    metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
             await self._client.delete(CONFIGMAPS, namespace, name, config["metadata"]["uid"])
         except NotFound:
             return
         metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="delete").inc()
         log.info("pool no longer shared", pool=f"{key.namespace}/{key.name}", namespace=namespace)
-
-    async def _delete_secret(self, key: Key, namespace: str, name: str) -> None:
-        try:
-            secret = await self._client.get(SECRETS, namespace, name)
-            if home(secret) == key:
-                await self._client.delete(SECRETS, namespace, name, secret["metadata"]["uid"])
-                metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
-        except NotFound:
-            pass
 
 
 def _closed(config: Json) -> Json:

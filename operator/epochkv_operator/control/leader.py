@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
+from epochkv_fence.common import LoopThread
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from epochkv_fence.net.keys import KeyPair
 from epochkv_operator import metrics
@@ -29,82 +29,20 @@ from epochkv_operator.settings import Settings
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CALL_SECONDS = 5.0
 SWITCH_SECONDS = 0.0005
 """After so long, a thread that computes lets another one have the interpreter. With Python's 5 ms, each message of a reset may wait that
 long for a reconcile: 200 round trips beside a busy thread took 0.24 s, and take 0.03 s."""
 STOP_SECONDS = 5.0
 
 
-class LoopThread:
-    """Runs coroutines and calls of other threads. Nothing that runs here may block: others wait for it."""
-
-    def __init__(self, name: str) -> None:
-        sys.setswitchinterval(SWITCH_SECONDS)
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for its end here. Cancelling the wait cancels the work."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
-
-    def post(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have a function called there, after all that was posted before; what it raises is logged by the loop."""
-        self.loop.call_soon_threadsafe(lambda: function(*args, **kwargs))
-
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function there and return what it returns, or raise what it raises.
-
-        Raises:
-            TimeoutError: the loop did not get to it within `CALL_SECONDS`.
-        """
-        answer: Future[T] = Future()
-
-        def answered() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                answer.set_result(function(*args, **kwargs))
-            except BaseException as error:
-                answer.set_exception(error)
-
-        self.loop.call_soon_threadsafe(answered)
-        try:
-            return answer.result(CALL_SECONDS)
-        except TimeoutError:
-            answer.cancel()
-            raise
-
-    def stop(self) -> None:
-        """End the loop and its thread. Whatever still runs there is cancelled."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(STOP_SECONDS)
-
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
-                task.cancel()
-            if left:
-                self.loop.run_until_complete(asyncio.wait(left, timeout=STOP_SECONDS / 2))
-        finally:
-            self.loop.close()
-
-
-Learn = Callable[[str, Json], object]
-"""Has the owner of the store take in a state of an object of a kind. Called on the hub's thread."""
-
-
+@dataclass(eq=False)
 class WriteThroughCache:
     """`status.Known` of the hub's writes. Its own last answers count at once: the owner may be busy for a while."""
 
-    def __init__(self, store: Store, learn: Learn) -> None:
-        self._store = store
-        self._learn = learn
-        self._own: dict[str, Json] = {}
+    _store: Store
+    _learn: Callable[[str, Json], object]
+    """Has the owner of the store take in a state of an object of a kind. Called on the hub's thread."""
+    _own: dict[str, Json] = field(default_factory=dict)
 
     def by_uid(self, kind: str, uid: str) -> Json | None:
         """The newest state that either has seen."""
@@ -131,12 +69,12 @@ class WriteThroughCache:
         self._own.pop(uid, None)
 
 
+@dataclass(eq=False)
 class HubProxy:
     """Has methods of the hub called on its thread: `hub(HubService.snapshot, uid)`. Waits for the hub's loop, which never waits for us."""
 
-    def __init__(self, thread: LoopThread, hub: HubService) -> None:
-        self._thread = thread
-        self._hub = hub
+    _thread: LoopThread
+    _hub: HubService
 
     def __call__(self, method: Callable[Concatenate[HubService, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         return self._thread.call(method, self._hub, *args, **kwargs)
@@ -158,49 +96,36 @@ async def watch_lag(loop: str) -> None:
         histogram.observe(max(0.0, time.monotonic() - due))
 
 
-News = Callable[[Resource, Json], object]
-Wake = Callable[[Key, float], None]
-
-
+@dataclass(eq=False)
 class Leader:
     """From standing by to giving the Lease back. On the main loop, `news` and `wake` are called, and `answers` when the Lease could be
-    renewed again after it could not.
-    """
+    renewed again after it could not."""
 
-    def __init__(self, settings: Settings, identity: str, store: Store, news: News, wake: Wake, answers: Callable[[], None]) -> None:
-        self._settings = settings
-        self._identity = identity
-        self._store = store
-        self._main = asyncio.get_running_loop()
-        self._news: News = news
-        self._wake: Wake = wake
-        self._answers = answers
-        self._thread = LoopThread("hub")
-        self._client: KubeClient | None = None
-        self._hub_client: KubeClient | None = None
-        self._lease: LeaseHolder | None = None
-        self._hub: HubService | None = None
-        self.port: HubProxy | None = None
+    _settings: Settings
+    _identity: str
+    _store: Store
+    _news: Callable[[Resource, Json], object]
+    _wake: Callable[[Key, float], None]
+    _answers: Callable[[], None]
+    _main: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _thread: LoopThread = field(default_factory=lambda: LoopThread("hub", STOP_SECONDS))
+    _client: KubeClient | None = None
+    _hub_client: KubeClient | None = None
+    _lease: LeaseHolder | None = None
+    _hub: HubService | None = None
+    port: HubProxy | None = None
 
     async def acquire(self) -> None:
         """Stand by until the Lease is ours."""
+        sys.setswitchinterval(SWITCH_SECONDS)
         await self._thread.run(self._acquire())
 
     async def hold(self) -> None:
-        """Renew until the Lease is lost. Then the hub grants nothing more, before anybody else hears of it.
-
-        Raises:
-            LeaseLost
-        """
+        """Renew until the Lease is lost. Then the hub grants nothing more, before anybody else hears of it. Raises `LeaseLost`."""
         await self._thread.run(self._hold())
 
     async def serve(self, keys: KeyPair) -> HubProxy:
-        """Bind the hub.
-
-        Raises:
-            OSError: the address cannot be bound.
-            HubFailed: the Lease was lost meanwhile.
-        """
+        """Bind the hub. Raises `OSError`: the address cannot be bound; `HubFailed`: the Lease was lost meanwhile."""
         await self._thread.run(self._serve(keys))
         if self._hub is None:
             raise HubFailed("the Lease was lost while the hub was started")

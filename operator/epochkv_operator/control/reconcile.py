@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from epochkv_operator import __version__, metrics
+from epochkv_operator import metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
@@ -24,13 +24,13 @@ from epochkv_operator.control.joining import JOINED, Copies, explain, ready_sinc
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, invalid_status
 from epochkv_operator.hub.masters import Elections
-from epochkv_operator.hub.service import AcceptedKeys, HubService, HubSnapshot
-from epochkv_operator.keys import FenceKeys, FenceSecrets, SecretConflict
+from epochkv_operator.hub.service import HubService, HubSnapshot
+from epochkv_operator.keys import FenceKeys, FenceSecrets, PoolKeys, SecretConflict
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS, ref_of
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import BY_HOME, Key, Store, engine_key, engines_of, home, key_of, pool_of
-from epochkv_operator.planning.context import Context, HubView, Observed, Problem, Serving, Turn
+from epochkv_operator.planning.context import Context, HubView, KeysView, Observed, Problem, Serving, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.serving import ANYTHING, Life, lives_of, serve_of, serving
@@ -42,22 +42,6 @@ def observe(store: Store, namespace: str, label: str, value: str, hub: HubView |
     """Everything in a namespace that carries a label of the operator."""
     children = [obj for resource in (*CHILDREN, *OPTIONAL) for obj in store.found(resource.kind, namespace, label, value)]
     return Observed(tuple(children), tuple(store.found(PODS.kind, namespace, label, value)), hub, problem)
-
-
-def context_for(settings: Settings, keys: FenceKeys | None, served: frozenset[str] = frozenset()) -> Context:
-    """The settings that end up in objects. `keys` of the pool, when it has any; `served`: kinds of other projects that there are."""
-    return Context(
-        hub_endpoint=settings.endpoint,
-        operator_namespace=settings.namespace,
-        operator_version=__version__,
-        store_image=settings.store_image,
-        engine_image=settings.engine_image,
-        served=served,
-        pod_security=settings.pod_security,
-        monitor_labels=settings.monitor_labels,
-        gates=settings.gates,
-        credentials_revision=keys.revision if keys is not None else "",
-    )
 
 
 def now() -> datetime:
@@ -75,8 +59,7 @@ GATES_AT_ONCE = 8
 @dataclass(eq=False)
 class _Reconciler(ABC):
     """Brings objects of one kind to what they should be. `wake`: look at a key after a delay; `served`: kinds of other projects that there
-    are; `refused`: what this operator may not list, of what objects of a namespace are judged by.
-    """
+    are; `refused`: what this operator may not list, of what objects of a namespace are judged by."""
 
     settings: Settings
     store: Store
@@ -137,7 +120,7 @@ class PoolReconciler(_Reconciler):
         if keys is not None:
             keys, trouble, late = await self._serve(key, obj, pool, keys)
             problem, retry = problem or trouble, retry or late
-        context = context_for(self.settings, keys, self.served())
+        context = Context(self.settings, keys.revision if keys is not None else "", self.served())
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem, again = problem or refused or self._blind(key.namespace), retry or again
@@ -253,7 +236,7 @@ class PoolReconciler(_Reconciler):
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""
         uid = obj["metadata"]["uid"]
-        decided = self.secrets.decided(uid)
+        decided = self.secrets.of(uid).decided
         try:
             keys, note = await self.secrets.ensure(obj)
             if note:
@@ -262,8 +245,8 @@ class PoolReconciler(_Reconciler):
         except SecretConflict as error:
             return None, Problem("SecretConflict", str(error)), None
         except (Forbidden, Invalid) as error:
-            known = self.secrets.known(uid)  # rights that are being changed do not make known keys wrong
-            return known, None if known else Problem("SecretRefused", str(self.secrets.refusal(uid))), error
+            known = self.secrets.of(uid)  # rights that are being changed do not make known keys wrong
+            return known.keys, None if known.keys else Problem("SecretRefused", str(known.refusal)), error
         finally:
             if not decided:  # engines wait for this, or for the news that there is something to wait for
                 for engine in engines_of(self.store, key.namespace, key.name):
@@ -272,33 +255,26 @@ class PoolReconciler(_Reconciler):
     async def _serve(self, key: Key, obj: Json, pool: KVCachePool, keys: FenceKeys) -> tuple[FenceKeys, Problem | None, ApiError | None]:
         """Have the hub serve the pool, and take the next step of replacing its client key, if one is due. Returns as `_keys`."""
         uid, generation = pool.metadata.uid, pool.spec.keys.generation
-        due = keys.previous is None and keys.generation < generation
+        due, known = keys.previous is None and keys.generation < generation, self.secrets.of(uid)
         if due:
-            self.secrets.draw(uid)
+            known.draw()
 
         def serve(now: FenceKeys) -> None:
-            accepted = AcceptedKeys(self.secrets.accepted(uid), len(now.accepted), now.generation)
-            self.hub(HubService.ensure, pool, accepted, new=self.secrets.new(uid))
+            self.hub(HubService.ensure, pool, known.accepted, KeysView(now.generation, len(now.accepted)), new=known.new)
 
         # The new key before anybody can have it: an engine that reads the Secret the moment it changes must not be refused.
         serve(keys)
         try:
             if due:
                 keys = await self.secrets.rotate(obj, generation)
-            elif keys.previous is not None and self._unused(key, pool):
+            elif keys.previous is not None and self.hub(HubService.old_key_idle_seconds, uid) >= pool.spec.reset.fence_timeout_seconds:
                 keys = await self.secrets.retire(obj)
-        except SecretConflict as error:
-            return keys, Problem("SecretConflict", str(error)), None
         except (Forbidden, Invalid) as error:
             return keys, Problem("SecretRefused", f"the pool's keys cannot be replaced: {error.message}"), error
         serve(keys)
         if keys.previous is not None:
             self.wake(key, OLD_KEY_SECONDS)
         return keys, None, None
-
-    def _unused(self, key: Key, pool: KVCachePool) -> bool:
-        """Nobody alive has used the older key for as long as a lease can last."""
-        return self.hub(HubService.old_key_idle_seconds, pool.metadata.uid) >= pool.spec.reset.fence_timeout_seconds
 
 
 #: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.
@@ -318,12 +294,18 @@ class EngineReconciler(_Reconciler):
         name = pool_of(obj)
         pool_obj = await self._pool(key.namespace, name) if name else None
         engine, pool = parse_engine(obj), parse_pool(pool_obj) if pool_obj is not None else None
-        if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.decided(pool.metadata.uid):
-            await self._wait_for_keys(key, obj, engine, pool)
+        if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.of(pool.metadata.uid).decided:
+            # The pool is being reconciled; without its keys the engine would start twice, or wait for a volume.
+            if (refusal := self.secrets.of(pool.metadata.uid).refusal) is None:
+                self.wake(key, WAIT_FOR_KEYS_SECONDS)
+            else:
+                await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
             return
         if pool is None and name and (left := self._hold(key, engine)) > 0:
             self.wake(key, left)
-            await self._report(key, obj, engine, None, _waits(key.namespace, name))
+            missing = f"KVCachePool {key.namespace}/{name} does not exist yet"
+            text = f"{missing}: pods start when it does, or without it {POOL_WAIT_SECONDS:g} s after the engine"
+            await self._report(key, obj, engine, None, Problem("WaitingForPool", text))
             return
         await self._bring_about(key, obj, engine, pool)
 
@@ -333,14 +315,6 @@ class EngineReconciler(_Reconciler):
         if self.store.get(kind, key.namespace, name) is not None:
             return 0.0
         return self._new.setdefault(key, time.monotonic()) + POOL_WAIT_SECONDS - time.monotonic()
-
-    async def _wait_for_keys(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool) -> None:
-        """The pool is being reconciled; without its keys the engine would start twice, or wait for a volume."""
-        refusal = self.secrets.refusal(pool.metadata.uid)
-        if refusal is None:
-            self.wake(key, WAIT_FOR_KEYS_SECONDS)
-            return
-        await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
 
     async def _pool(self, namespace: str, name: str) -> Json | None:
         """The pool, asked for at the API server before it counts as missing.
@@ -356,13 +330,12 @@ class EngineReconciler(_Reconciler):
             return None
 
     async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
-        keys = self.secrets.known(pool.metadata.uid) if pool is not None else None
-        context = context_for(self.settings, keys, self.served())
+        known = self.secrets.of(pool.metadata.uid) if pool is not None else PoolKeys()
+        context = Context(self.settings, known.keys.revision if known.keys is not None else "", self.served())
         children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
         problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
-        refusal = self.secrets.refusal(pool.metadata.uid) if pool is not None else None
-        if pool is not None and refusal is not None:
-            problem = problem or _not_ready(pool, refusal)
+        if pool is not None and known.refusal is not None:
+            problem = problem or _not_ready(pool, known.refusal)
         snapshot = await self._report(key, obj, engine, pool, problem)
         if not snapshot.known:
             return  # a new hub is about to read the pool's record, and wakes this engine then
@@ -427,12 +400,6 @@ class PodReconciler:
     def _tell(self, pod: Json, reason: str, note: str, *, warning: bool = True) -> None:
         self._told[key_of(pod["kind"], pod)] = pod["metadata"]["uid"]
         self.reporter.tell(pod, reason=reason, action="Join", note=note, warning=warning)
-
-
-def _waits(namespace: str, pool: str) -> Problem:
-    late = f"{POOL_WAIT_SECONDS:g} s after the engine"
-    text = f"KVCachePool {namespace}/{pool} does not exist yet: pods start when it does, or without it {late}"
-    return Problem("WaitingForPool", text)
 
 
 def _not_ready(pool: KVCachePool, refusal: str) -> Problem:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
 
@@ -39,8 +40,8 @@ class Written:
             return live
         known = {name: value for name, value in self._known.items() if name not in self._record}
         known |= {name: live[name] for name in self._record if name in live}
-        reset = live.get("reset") or {}
-        if self._newer(reset, live):
+        reset, before = live.get("reset") or {}, (self._known.get("reset") or {}).get("epoch") or 0
+        if reset and before < (reset.get("epoch") or 0) <= (live.get("targetEpoch") or 0):
             known["reset"] = reset  # the hub's, which has recorded a target
         return known
 
@@ -52,10 +53,6 @@ class Written:
     def confirmed(self, live: Json) -> None:
         """This is the status after our write."""
         self._known = live
-
-    def _newer(self, reset: Json, live: Json) -> bool:
-        known = ((self._known or {}).get("reset") or {}).get("epoch") or 0
-        return bool(reset) and known < (reset.get("epoch") or 0) <= (live.get("targetEpoch") or 0)
 
 
 log = structlog.get_logger(__name__)
@@ -89,14 +86,14 @@ def invalid_status(obj: Json, message: str, now: datetime) -> Json:
     return {**before, "conditions": [*conditions([ready], before, obj["metadata"].get("generation", 1), now), *others]}
 
 
+@dataclass(eq=False)
 class Reporter:
     """Writes statuses that planning computes. What this process has written of a status counts, and not what somebody made of it."""
 
-    def __init__(self, statuses: StatusWriter, events: EventRecorder) -> None:
-        self._statuses = statuses
-        self._events = events
-        self._written: dict[Key, Written] = {}
-        self._told: dict[tuple[str, str], float] = {}  # when it was last said
+    _statuses: StatusWriter
+    _events: EventRecorder
+    _written: dict[Key, Written] = field(default_factory=dict)
+    _told: dict[tuple[str, str], float] = field(default_factory=dict)  # when it was last said
 
     async def report(self, obj: Json, compute: Callable[[Json], Json]) -> None:
         """Bring the status of `obj` to `compute(newest object)`, in which the status is what this process knows of it.

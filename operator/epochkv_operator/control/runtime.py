@@ -18,6 +18,7 @@ from aiohttp import web
 from kubernetes.aio.config import ConfigException
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from epochkv_fence.common import end
 from epochkv_operator import metrics
 from epochkv_operator.api.base import has_gate
 from epochkv_operator.control import driver
@@ -26,7 +27,7 @@ from epochkv_operator.control.joining import Copies
 from epochkv_operator.control.leader import HubProxy, Leader, watch_lag
 from epochkv_operator.control.reconcile import EngineReconciler, PodReconciler, PoolReconciler
 from epochkv_operator.control.reporter import Reporter
-from epochkv_operator.control.worker import Worker, WorkQueue, recheck_seconds
+from epochkv_operator.control.worker import Worker, WorkQueue
 from epochkv_operator.hub.masters import Elections
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.keys import FenceSecrets, HubSecret
@@ -53,11 +54,7 @@ class Probes:
         self._runners: list[web.AppRunner] = []
 
     async def serve(self, probe_bind: str, metrics_bind: str) -> None:
-        """Bind and answer until `close`.
-
-        Raises:
-            OSError: a port is taken.
-        """
+        """Bind and answer until `close`. Raises `OSError`: a port is taken."""
         probe_app = web.Application()
         probe_app.router.add_get("/livez", lambda _: self._answer(self.live))
         probe_app.router.add_get("/readyz", lambda _: self._answer(self.ready))
@@ -136,7 +133,7 @@ class Operator:
         finally:
             await leader.close()
             metrics.LEADER.set(0)
-            await _cancel(list(self._tasks), 2.0)  # kopf: it writes nothing, so the Lease need not wait for it
+            await end(self._tasks, 2.0)  # kopf: it writes nothing, so the Lease need not wait for it
             await self.probes.close()
             await client.close()
 
@@ -158,7 +155,7 @@ class Operator:
                 await self._unless_stopped(self._prepare(client, leader, watches), *self._tasks)
             return await self._wait_for_the_end()
         finally:
-            await _cancel([task for task in self._tasks if task is not kopf_task], 3.0)
+            await end([task for task in self._tasks if task is not kopf_task], 3.0)
             self.queue.close()
             await leader.close_hub()
 
@@ -179,7 +176,9 @@ class Operator:
         elections = Elections(self.store, self.queue.add)
         pools = PoolReconciler(*given, elections, Copies(client, self.store, self.settings))
         engines, pods = EngineReconciler(*given), PodReconciler(self.store, reporter, hub, self.queue.add_after)
-        recheck = recheck_seconds(self.settings.resync_seconds)
+        # Pools often: a deleted Secret has no watch that would tell. Engines rarely: whatever they are made from is watched.
+        period = 2 * self.settings.resync_seconds
+        recheck = {POOLS.kind: min(60.0, period), ENGINES.kind: period}
         worker = Worker(self.queue, {POOLS.kind: pools.reconcile, ENGINES.kind: engines.reconcile, PODS.kind: pods.reconcile}, recheck)
         self._start("hub", leader.watch_hub())
         self._start("elections", elections.watch())
@@ -260,7 +259,7 @@ class Operator:
                 return True
             return False
         finally:
-            await _cancel([task, stop], 2.0)
+            await end([task, stop], 2.0)
 
     async def _wait_for_the_end(self) -> int:
         """Until a signal (0) or until any part ends, which none ever should (1)."""
@@ -271,12 +270,8 @@ class Operator:
         for task in ended:
             error = None if task.cancelled() else task.exception()
             reason = f"{type(error).__name__}: {error}" if error else "it returned"
-            log.error(
-                "component exited",
-                component=self._tasks[task],
-                reason=reason,
-                exc_info=None if isinstance(error, LeaseLost | ApiError) else error,
-            )
+            trace = None if isinstance(error, LeaseLost | ApiError) else error
+            log.error("component exited", component=self._tasks[task], reason=reason, exc_info=trace)
         if not ended:
             log.info("shutting down on signal")
         return 1 if ended else 0
@@ -310,11 +305,3 @@ class Operator:
         self.probes.live = {"queue": queue, "lists": lists, "hub": hub_loop}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges
-
-
-async def _cancel(tasks: list[asyncio.Task[Any]], seconds: float) -> None:
-    """Cancel and wait, but not for ever."""
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=seconds)

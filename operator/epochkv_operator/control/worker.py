@@ -10,13 +10,13 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.kube.client import ApiError, Conflict, Unavailable
-from epochkv_operator.kube.resources import ENGINES, POOLS
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Key
 
@@ -135,22 +135,17 @@ DEADLINE_SECONDS = 60.0
 Reconcile = Callable[[Key], Awaitable[None]]
 
 
-def recheck_seconds(resync_seconds: float) -> dict[str, float]:
-    """After about how long a healthy object is looked at again, by kind.
-
-    Pools often: a deleted Secret has no watch that would tell. Engines rarely: whatever they are made from is watched.
-    """
-    return {POOLS.kind: min(60.0, 2 * resync_seconds), ENGINES.kind: 2 * resync_seconds}
-
-
+@dataclass(eq=False)
 class Worker:
-    """Serves keys of several kinds. Several workers may share one queue: call `run` several times. `recheck`: see `recheck_seconds`."""
+    """Serves keys of several kinds. Several workers may share one queue: call `run` several times.
 
-    def __init__(self, queue: WorkQueue[Key], reconcilers: Mapping[str, Reconcile], recheck: Mapping[str, float]) -> None:
-        self._queue = queue
-        self._reconcilers = reconcilers
-        self._recheck = recheck
-        self._problems: dict[Key, str] = {}
+    `recheck`: after about how many seconds a healthy object is looked at again, by kind.
+    """
+
+    _queue: WorkQueue[Key]
+    _reconcilers: Mapping[str, Reconcile]
+    _recheck: Mapping[str, float]
+    _problems: dict[Key, str] = field(default_factory=dict)
 
     async def run(self) -> None:
         while True:
@@ -159,8 +154,6 @@ class Worker:
             try:
                 async with asyncio.timeout(DEADLINE_SECONDS):
                     await self._reconcilers[key.kind](key)
-            except asyncio.CancelledError:
-                raise
             except ObjectGone:
                 self._served(key, "gone")
             except Exception as error:
@@ -185,11 +178,6 @@ class Worker:
         if isinstance(error, Conflict) or self._problems.get(key) == problem:
             return
         self._problems[key] = problem
-        expected = isinstance(error, ApiError | TimeoutError)
-        log.warning(
-            "reconciling failed, trying again",
-            object=str(key),
-            retry_in_seconds=round(delay, 1),
-            error=problem,
-            exc_info=None if expected else error,
-        )
+        trace = None if isinstance(error, ApiError | TimeoutError) else error
+        said = {"object": str(key), "retry_in_seconds": round(delay, 1), "error": problem}
+        log.warning("reconciling failed, trying again", **said, exc_info=trace)

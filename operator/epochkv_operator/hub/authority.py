@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from epochkv_fence.protocol.messages import Source
@@ -60,17 +60,17 @@ class Proofs:
 RECORD_FIELDS = ("targetEpoch", "epoch", "proof", "granting", "weightsLabels")
 
 
+@dataclass(eq=False)
 class KubernetesAuthority:
     """`epochkv_fence.protocol.pool.Authority` on the API server. Every call ends within `deadline_seconds`."""
 
-    def __init__(self, lease: LeaseHolder, statuses: StatusWriter, proofs: Proofs, deadline_seconds: float = 3.0) -> None:
-        self._lease = lease
-        self._statuses = statuses
-        self._proofs = proofs
-        self._deadline_seconds = deadline_seconds
-        self._pools: dict[str, ObjectRef] = {}
-        self._new: set[str] = set()
-        self._granted: set[str] = set()
+    _lease: LeaseHolder
+    _statuses: StatusWriter
+    _proofs: Proofs
+    deadline_seconds: float = 3.0
+    _pools: dict[str, ObjectRef] = field(default_factory=dict)
+    _new: set[str] = field(default_factory=set)
+    _granted: set[str] = field(default_factory=set)
 
     def register(self, pool_uid: str, namespace: str, name: str, *, new: bool = False) -> None:
         """Make a pool known before the hub asks for it. `new`: before this process, nobody could be granted anything."""
@@ -100,34 +100,25 @@ class KubernetesAuthority:
         return replace(record, published=min(proof.epoch if proof is not None else 0, record.published), granting=granting)
 
     async def verify(self, term: Term) -> bool:
-        """True iff the Lease names this holder in this very term, by a quorum read. No answer is an error, not a
-        False: leadership is then unknown.
-        """
+        """True iff the Lease names this holder in this very term, by a quorum read. No answer is an error, not a False."""
         try:
-            current = await self._lease.read_term(self._deadline_seconds)
+            current = await self._lease.read_term(self.deadline_seconds)
         except NotFound:
             return False
         except ApiError as error:
-            raise AuthorityError(f"cannot read Lease {self._lease.namespace}/{self._lease.name}: {error}") from error
+            raise AuthorityError(f"cannot read Lease {self._lease.place}: {error}") from error
         return current == term
 
     async def load(self, pool_uid: str) -> PoolRecord:
-        ref = self._ref(pool_uid)
-        try:
-            pool = await self._statuses.read(ref, self._deadline_seconds)
-        except ObjectGone as error:
-            raise PoolGone(str(error)) from error
-        except ApiError as error:
-            raise AuthorityError(str(error)) from error
+        pool = await _answered(self._statuses.read(self._ref(pool_uid), self.deadline_seconds))
         record = self.believed(pool)
         if record.granting:
             self._granted.add(pool_uid)
         return record
 
     async def record(self, pool_uid: str, target: int, origin: Source | None = None) -> None:
-        """Durably raise the target epoch, and say in the same write who asked for it; a target that is already as high is
-        left alone, and so is its origin.
-        """
+        """Durably raise the target epoch, and say in the same write who asked for it; a target that is already as high is left alone, and
+        so is its origin."""
 
         def decide(pool: Json) -> Json | None:
             if target <= record_of(pool).target:
@@ -182,13 +173,7 @@ class KubernetesAuthority:
         await self._update(pool_uid, decide)
 
     async def _update(self, pool_uid: str, decide: Decide) -> None:
-        ref = self._ref(pool_uid)
-        try:
-            await self._statuses.update(ref, decide, self._deadline_seconds, depends_on=RECORD_FIELDS)
-        except ObjectGone as error:
-            raise PoolGone(str(error)) from error
-        except ApiError as error:
-            raise AuthorityError(str(error)) from error
+        await _answered(self._statuses.update(self._ref(pool_uid), decide, self.deadline_seconds, depends_on=RECORD_FIELDS))
 
     def _ref(self, pool_uid: str) -> ObjectRef:
         try:
@@ -197,23 +182,25 @@ class KubernetesAuthority:
             raise PoolGone(f"pool {pool_uid} is not registered with the authority") from None
 
 
+async def _answered(call: Awaitable[Json]) -> Json:
+    """The object. Errors are those of an authority."""
+    try:
+        return await call
+    except ObjectGone as error:
+        raise PoolGone(str(error)) from error
+    except ApiError as error:
+        raise AuthorityError(str(error)) from error
+
+
 def record_of(pool: Json) -> PoolRecord:
     """What a pool object says, whoever wrote it."""
     status = pool.get("status") or {}
-    target = int(status.get("targetEpoch") or 0)
+    target, reset = int(status.get("targetEpoch") or 0), status.get("reset") or {}
+    asker = reset.get("origin") if reset.get("epoch") == target else None
     return PoolRecord(
         target=target,
         published=int(status.get("epoch") or 0),
         granting=bool(status.get("granting")),
-        origin=_origin_of(status.get("reset") or {}, target),
+        origin=Source(asker) if asker in {source.value for source in Source} else None,  # a newer operator may have other words
         labels={bytes.fromhex(entry["id"]): str(entry["label"]) for entry in status.get("weightsLabels") or []},
     )
-
-
-def _origin_of(reset: Json, target: int) -> Source | None:
-    """Who asked for the target; None for a record from before origins were kept, and for a word of a newer operator."""
-    source = _SOURCES.get(str(reset.get("origin")))
-    return source if source is not None and reset.get("epoch") == target else None
-
-
-_SOURCES = {source.value: source for source in Source}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
 import aiohttp
@@ -29,9 +30,8 @@ MAX_ANSWER_BYTES: Final = 1 << 16
 
 
 def master_urls(store: Store, pool_uid: str) -> list[str]:
-    """Admin ports of the live masters, from what the watches show. Those that are ready come first: with several masters, the
-    one that serves is among them. None for a pool that is gone, and for one whose Mooncake somebody else runs.
-    """
+    """Admin ports of the live masters, from what the watches show. Those that are ready come first: with several masters, the one that
+    serves is among them. None for a pool that is gone, and for one whose Mooncake somebody else runs."""
     pool = store.by_uid(POOLS.kind, pool_uid)
     if pool is None:
         return []
@@ -65,13 +65,13 @@ def _elects(pool: Json) -> bool:
     return bool(((mooncake.get("master") or {}).get("highAvailability") or {}).get("etcd"))
 
 
+@dataclass(eq=False)
 class Elections:
     """Asks the masters of each pool with etcd every few seconds. `changed` is called for a pool whose `leaderless` has changed."""
 
-    def __init__(self, store: Store, changed: Callable[[Key], object]) -> None:
-        self._store = store
-        self._changed = changed
-        self._rounds: dict[str, int] = {}
+    _store: Store
+    _changed: Callable[[Key], object]
+    _rounds: dict[str, int] = field(default_factory=dict)
 
     def leaderless(self, pool_uid: str) -> bool:
         """Every master that is ready says that it does not serve. One that cannot be asked from here may."""

@@ -1,6 +1,4 @@
-"""The fence hub of this process: its life, its pools, and how its changes reach the work queue without a write per
-heartbeat.
-"""
+"""The fence hub of this process: its life, its pools, and how its changes reach the work queue without a write per heartbeat."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from epochkv_fence.metrics import POOL_GAUGES
 from epochkv_fence.mooncake_admin import StoreAdmin
 from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.net.server import HubServer
-from epochkv_fence.protocol.pool import ENGINE_STATES, EngineView, PoolConfig, PoolRecord, PoolSnapshot
+from epochkv_fence.protocol.pool import ENGINE_STATES, PoolConfig, PoolRecord, PoolSnapshot
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.hub.authority import KubernetesAuthority, Proofs, record_of
@@ -24,7 +22,7 @@ from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder, LeaseLost
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Key, pool_key
-from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView, WeightsGroup
+from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView
 
 # ---- from the hub's snapshot of a pool to what planning and metrics take; pure ----
 
@@ -74,7 +72,7 @@ class PoolHistory:
 
 
 def view_of(
-    snapshot: PoolSnapshot, history: PoolHistory, unix_seconds: float, now: float, keys: KeysView | None = None, *, complete: bool = True
+    snapshot: PoolSnapshot, history: PoolHistory, now: float, keys: KeysView | None = None, *, complete: bool = True
 ) -> HubView | None:
     """The snapshot for planning; None while the hub does not lead this pool, when it knows nothing that counts."""
     if not snapshot.leading:
@@ -87,16 +85,13 @@ def view_of(
         published=snapshot.published,
         complete=complete,
         engines=tuple(counted),
-        laggards=tuple(_laggard(engine) for engine in snapshot.engines if not engine.converged),
+        laggards=tuple((one.display_name, "Behind" if one.alive else "Silent") for one in snapshot.engines if not one.converged),
         reset_epoch=snapshot.target if started is not None and (done or snapshot.target > snapshot.published) else None,
         reset_started=_moment(started),
         reset_completed=_moment(snapshot.published_at) if done else None,
         reset_milliseconds=round(snapshot.reset_seconds * 1e3) if done and snapshot.reset_seconds is not None else None,
         origin=snapshot.origin.value if snapshot.origin is not None else None,
-        weights=tuple(
-            WeightsGroup(group.weights.hex(), group.engines, datetime.fromtimestamp(unix_seconds - group.since_seconds, UTC), group.label)
-            for group in snapshot.weights
-        ),
+        weights=snapshot.weights,
         outliers=tuple(_outliers(snapshot)),
         overdue=history.overdue_in(now) == 0.0,
         older=tuple(_older(snapshot)),
@@ -111,10 +106,9 @@ def view_of(
     )
 
 
-def key_view(snapshot: PoolSnapshot, generation: int, accepted: int) -> KeysView:
-    """The client keys, and who still uses the older of two."""
-    old = [engine.display_name for engine in snapshot.engines if engine.alive and engine.key_index > 0]
-    return KeysView(generation, accepted, tuple(old) if accepted > 1 else ())
+def old_key_users(snapshot: PoolSnapshot) -> tuple[str, ...]:
+    """Live engines that use the older of two client keys."""
+    return tuple(engine.display_name for engine in snapshot.engines if engine.alive and engine.key_index > 0)
 
 
 def export(namespace: str, pool: str, snapshot: PoolSnapshot, lease_seconds: float, now: float) -> None:
@@ -152,10 +146,6 @@ def _older(snapshot: PoolSnapshot) -> Iterator[str]:
         yield from (one.display_name for one in members if one.weights != newest)
 
 
-def _laggard(engine: EngineView) -> tuple[str, str]:
-    return engine.display_name, "Behind" if engine.alive else "Silent"
-
-
 def _moment(unix_seconds: float | None) -> datetime | None:
     return None if unix_seconds is None else datetime.fromtimestamp(unix_seconds, UTC)
 
@@ -171,15 +161,6 @@ OPEN_SECONDS = 0.25
 #: Everything else about engines (requests on an old epoch, joins, losses) is written at most this often.
 QUIET_SECONDS = 1.0
 WATCHDOG_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class AcceptedKeys:
-    """Client keys of a pool: public ones, the newest first; how many of them are in the Secret, and the generation of that pair."""
-
-    public: tuple[str, ...]
-    in_secret: int = 1
-    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -205,7 +186,7 @@ class _Served:
 
     key: Key
     config: PoolConfig
-    keys: AcceptedKeys
+    keys: KeysView
     history: PoolHistory
     old_key_used_at: float
     reported_at: float = 0.0
@@ -216,9 +197,8 @@ class HubFailed(Exception):
 
 
 class HubService:
-    """One HubServer. `wake` is called with (key, delay in seconds) when a pool's status may have to be written, `forgotten` with the uid
-    of a pool that is served no more.
-    """
+    """One HubServer. `wake` is called with (key, delay in seconds) when a pool's status may have to be written, `forgotten` with the uid of
+    a pool that is served no more."""
 
     def __init__(
         self,
@@ -241,11 +221,7 @@ class HubService:
         self.listening = False
 
     async def start(self) -> None:
-        """Bind and lead in the Lease's term.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
+        """Bind and lead in the Lease's term. Raises `OSError`: the address cannot be bound."""
         await self._server.start()
         term = self._lease.term
         if term is None:
@@ -255,12 +231,7 @@ class HubService:
         log.info("hub listens", endpoint=self._server.endpoint)
 
     async def run(self) -> None:
-        """Watch over the hub; never returns.
-
-        Raises:
-            LeaseLost: another hub leads.
-            HubFailed: a task of the hub died.
-        """
+        """Watch over the hub; never returns. Raises `LeaseLost`: another hub leads; `HubFailed`: a task of the hub died."""
         while True:
             try:
                 async with asyncio.timeout(WATCHDOG_SECONDS):
@@ -276,8 +247,11 @@ class HubService:
 
     # ---- pools ----
 
-    def ensure(self, pool: KVCachePool, keys: AcceptedKeys, *, new: bool = False) -> None:
-        """Make the hub serve this pool with this configuration, and no namesake of it. `new` as in `KubernetesAuthority.register`."""
+    def ensure(self, pool: KVCachePool, accepted: tuple[str, ...], keys: KeysView, *, new: bool = False) -> None:
+        """Make the hub serve this pool with this configuration, and no namesake of it.
+
+        `accepted`: public keys of clients, the newest first; `keys`: as the Secret has them; `new` as in `KubernetesAuthority.register`.
+        """
         metadata, distributed = pool.metadata, pool.spec.distributed
         uid, key = metadata.uid, pool_key(metadata.namespace, metadata.name)
         for other in [other for other, served in self._served.items() if served.key == key and other != uid]:
@@ -285,7 +259,7 @@ class HubService:
         config = PoolConfig(
             uid=uid,
             name=f"{metadata.namespace}/{metadata.name}",
-            client_public_keys=keys.public,
+            client_public_keys=accepted,
             lease_seconds=float(pool.spec.reset.lease_seconds),
             reclaim=pool.spec.reset.reclaim_policy if distributed is not None else "Retain",
             # Somebody else's store may hold what is not ours to remove.
@@ -298,7 +272,7 @@ class HubService:
             self._server.set_pool(config)
             self._server.request(uid, pool.spec.reset_epoch)
             return
-        if len(keys.public) > len(served.keys.public):
+        if len(accepted) > len(served.config.client_public_keys):
             served.old_key_used_at = time.monotonic()
         served.keys = keys
         if served.config != config:
@@ -333,12 +307,12 @@ class HubService:
         served = self._served.get(pool_uid)
         if served is None:
             return HubSnapshot()
-        snapshot, unix_seconds, now = self._server.snapshot(pool_uid), time.time(), time.monotonic()
-        served.history.take(snapshot, unix_seconds, now)
+        snapshot, now = self._server.snapshot(pool_uid), time.monotonic()
+        served.history.take(snapshot, time.time(), now)
         led_since = served.history.led_since
         incomplete = led_since + served.config.lease_seconds - now if led_since is not None else 0.0
-        keys = key_view(snapshot, served.keys.generation, served.keys.in_secret)
-        view = view_of(snapshot, served.history, unix_seconds, now, keys, complete=incomplete <= 0)
+        keys = replace(served.keys, old_users=old_key_users(snapshot) if served.keys.accepted > 1 else ())
+        view = view_of(snapshot, served.history, now, keys, complete=incomplete <= 0)
         if view is not None:
             doubted = self._doubted(newest, snapshot.published) if newest is not None else 0
             proof, granted = self._authority.proof(pool_uid, view.published), self._authority.granted(pool_uid)
@@ -355,7 +329,7 @@ class HubService:
         served, now = self._served.get(pool_uid), time.monotonic()
         if served is None or not (snapshot := self._server.snapshot(pool_uid)).leading:
             return 0.0
-        if any(engine.alive and engine.key_index > 0 for engine in snapshot.engines):
+        if old_key_users(snapshot):
             served.old_key_used_at = now
         return now - served.old_key_used_at
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import os
@@ -11,7 +12,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 from urllib.parse import quote, urlencode, urlsplit
 from urllib.request import getproxies_environment
 
@@ -80,37 +81,31 @@ class Unavailable(ApiError):
     retry_after_seconds: float | None = None
 
 
+_KINDS: Final[dict[int, type[ApiError]]] = {
+    400: Invalid,
+    401: Forbidden,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    Expired.STATUS: Expired,
+    422: Invalid,
+}
+
+
 def _raise(status: int, body: bytes, request: str, retry_after: str | None) -> None:
     reason, message = "", body[:500].decode(errors="replace")
-    try:
+    with contextlib.suppress(ValueError, AttributeError):
         document = json.loads(body)
         reason, message = str(document.get("reason", "")), str(document.get("message", message))
-    except (ValueError, AttributeError):
-        pass
-    kind: type[ApiError]
-    if status == 404:
-        kind = NotFound
-    elif status == 409:
-        kind = AlreadyExists if reason == "AlreadyExists" else Conflict
-    elif status in (400, 422) or (status == 500 and UNTYPED in message):
+    kind = _KINDS.get(status, Unavailable)
+    if kind is Conflict and reason == "AlreadyExists":
+        kind = AlreadyExists
+    if status == 500 and UNTYPED in message:
         kind = Invalid
-    elif status in (401, 403):
-        kind = Forbidden
-    elif status == Expired.STATUS:
-        kind = Expired
-    else:
-        kind = Unavailable
     error = kind(status, reason, message, request)
     if isinstance(error, Unavailable) and retry_after and retry_after.isdigit():
         error.retry_after_seconds = float(retry_after)
     raise error
-
-
-def _date(header: str | None) -> datetime | None:
-    try:
-        return parsedate_to_datetime(header) if header else None
-    except ValueError:
-        return None
 
 
 def _set_field(name: str, value: Any) -> list[Json]:
@@ -270,7 +265,8 @@ class KubeClient:
             metrics.API_REQUESTS.labels(verb=verb, code="unreachable").inc()
             raise Unavailable(0, "Unreachable", str(error) or type(error).__name__, request) from error
         metrics.API_REQUESTS.labels(verb=verb, code=str(response.status)).inc()
-        self.server_date = _date(response.headers.get("Date")) or self.server_date
+        with contextlib.suppress(KeyError, ValueError):
+            self.server_date = parsedate_to_datetime(response.headers["Date"])
         if not 200 <= response.status < 300:
             _raise(response.status, data, request, response.headers.get("Retry-After"))
         try:

@@ -13,7 +13,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import structlog
 
@@ -21,7 +20,7 @@ from epochkv_fence.protocol.pool import Term
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import ApiError, Conflict, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import LEASES
+from epochkv_operator.kube.resources import LEASES, micro_time
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +45,7 @@ class LeaseHolder:
     def __init__(self, client: KubeClient, namespace: str, name: str, identity: str, duration_seconds: int = 15) -> None:
         self.namespace = namespace
         self.name = name
+        self.place = f"{namespace}/{name}"
         self.identity = identity
         self.duration_seconds = duration_seconds
         self.renew_seconds = duration_seconds / 5
@@ -69,17 +69,13 @@ class LeaseHolder:
                 holder = term_of(self._lease).holder
                 if holder != waiting_for:
                     waiting_for = holder
-                    log.info("standing by: another operator leads", lease=f"{self.namespace}/{self.name}", holder=holder)
+                    log.info("standing by: another operator leads", lease=self.place, holder=holder)
             except Conflict:
                 pass  # somebody was faster; look again
             except ApiError as error:
                 if waiting_for != str(error):
                     waiting_for = str(error)
-                    log.warning(
-                        "cannot read or take the Lease yet, trying again",
-                        lease=f"{self.namespace}/{self.name}",
-                        error=str(error),
-                    )
+                    log.warning("cannot read or take the Lease yet, trying again", lease=self.place, error=waiting_for)
             await asyncio.sleep(min(self.renew_seconds, 2.0))
 
     async def hold(self) -> None:
@@ -94,8 +90,7 @@ class LeaseHolder:
             while True:
                 remaining = self.renewed_at + self.deadline_seconds - time.monotonic()
                 if remaining <= 0:
-                    lease, seconds = f"{self.namespace}/{self.name}", self.deadline_seconds
-                    raise LeaseLost(f"Lease {lease} could not be renewed for {seconds:g} s: {error}")
+                    raise LeaseLost(f"Lease {self.place} could not be renewed for {self.deadline_seconds:g} s: {error}")
                 try:
                     await self._renew(min(remaining, self.renew_seconds))
                     if error is not None:
@@ -106,21 +101,15 @@ class LeaseHolder:
                     await asyncio.sleep(min(1.0, self.renew_seconds / 4))
 
     async def release(self) -> None:
-        """Give the Lease back so that a standby takes over at once. Best effort: a failure only makes the standby
-        wait.
-        """
+        """Give the Lease back so that a standby takes over at once. Best effort: a failure only makes the standby wait."""
         if self.term is None:
             return
         self.term = None
         try:
             await self._put({"holderIdentity": "", "leaseDurationSeconds": 1}, 2.0)
-            log.info("lease released", lease=f"{self.namespace}/{self.name}")
+            log.info("lease released", lease=self.place)
         except ApiError as error:
-            log.warning(
-                "lease not released, a standby waits until it expires",
-                lease=f"{self.namespace}/{self.name}",
-                error=str(error),
-            )
+            log.warning("lease not released, a standby waits until it expires", lease=self.place, error=str(error))
 
     async def read_term(self, deadline_seconds: float) -> Term:
         """Who leads now, by a quorum read."""
@@ -130,15 +119,9 @@ class LeaseHolder:
         try:
             self._lease = await self._client.get(LEASES, self.namespace, self.name)
         except NotFound:
-            body = {
-                "apiVersion": "coordination.k8s.io/v1",
-                "kind": "Lease",
-                "metadata": {
-                    "name": self.name,
-                    "namespace": self.namespace,
-                    "labels": {"app.kubernetes.io/part-of": "epochkv", "app.kubernetes.io/managed-by": MANAGED_BY},
-                },
-            }
+            labels = {"app.kubernetes.io/part-of": "epochkv", "app.kubernetes.io/managed-by": MANAGED_BY}
+            metadata = {"name": self.name, "namespace": self.namespace, "labels": labels}
+            body = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata}
             self._lease = await self._client.create(LEASES, self.namespace, body)  # held by nobody yet
         spec = self._lease.get("spec", {})
         version = self._lease["metadata"]["resourceVersion"]
@@ -148,23 +131,16 @@ class LeaseHolder:
         expired = now_monotonic - self._seen[1] >= (spec.get("leaseDurationSeconds") or self.duration_seconds)
         if spec.get("holderIdentity") and not expired:
             return None
-        await self._put(
-            {
-                "holderIdentity": self.identity,
-                "leaseDurationSeconds": self.duration_seconds,
-                "acquireTime": _timestamp(),
-                "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1,
-            },
-            self.deadline_seconds,
-        )
+        taken = {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": self.duration_seconds,
+            "acquireTime": micro_time(),
+            "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1,
+        }
+        await self._put(taken, self.deadline_seconds)
         self.renewed_at = now_monotonic
         self.term = term_of(self._lease)
-        log.info(
-            "lease acquired",
-            lease=f"{self.namespace}/{self.name}",
-            holder=self.identity,
-            transitions=self.term.transitions,
-        )
+        log.info("lease acquired", lease=self.place, holder=self.identity, transitions=self.term.transitions)
         return self.term
 
     async def _renew(self, deadline_seconds: float) -> None:
@@ -174,17 +150,13 @@ class LeaseHolder:
         except Conflict:
             self._lease = await self._client.get(LEASES, self.namespace, self.name, deadline_seconds)
             if term_of(self._lease) != self.term:
-                raise LeaseLost(f"Lease {self.namespace}/{self.name} is held by {term_of(self._lease).holder!r} now") from None
+                raise LeaseLost(f"Lease {self.place} is held by {term_of(self._lease).holder!r} now") from None
             await self._put({}, deadline_seconds)
         except NotFound:
-            raise LeaseLost(f"Lease {self.namespace}/{self.name} was deleted") from None
+            raise LeaseLost(f"Lease {self.place} was deleted") from None
         metrics.LEASE_RENEWAL_SECONDS.observe(started - self.renewed_at)
         self.renewed_at = started
 
     async def _put(self, spec: Json, deadline_seconds: float) -> None:
-        body = {**self._lease, "spec": {**self._lease.get("spec", {}), **spec, "renewTime": _timestamp()}}
+        body = {**self._lease, "spec": {**self._lease.get("spec", {}), **spec, "renewTime": micro_time()}}
         self._lease = await self._client.replace(LEASES, self.namespace, body, deadline_seconds)
-
-
-def _timestamp() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

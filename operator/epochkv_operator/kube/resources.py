@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from epochkv_operator.api.base import GROUP, MANAGED_BY, POOL_LABEL, VERSION
@@ -34,12 +35,9 @@ class Resource:
 
     def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
         """REST path of a collection (`name` None; cluster-wide when `namespace` is None, too) or of one object."""
-        parts = [f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"]
-        if namespace is not None:
-            parts.append(f"namespaces/{namespace}")
-        parts.append(self.plural)
-        parts.extend(part for part in (name, subresource) if part)
-        return "/".join(parts)
+        base = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        place = f"namespaces/{namespace}" if namespace is not None else None
+        return "/".join(part for part in (base, place, self.plural, name, subresource) if part)
 
 
 class ObjectRef(NamedTuple):
@@ -59,9 +57,14 @@ def identity(obj: dict[str, Any]) -> tuple[str, str, str]:
     return obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"]
 
 
+def micro_time() -> str:
+    """Now, as a `MicroTime` of the API."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
 def ref_of(obj: dict[str, Any]) -> ObjectRef:
     metadata = obj["metadata"]
-    return ObjectRef(by_kind(obj["kind"]), metadata["namespace"], metadata["name"], metadata["uid"])
+    return ObjectRef(BY_KIND[obj["kind"]], metadata["namespace"], metadata["name"], metadata["uid"])
 
 
 POOLS: Final = Resource(GROUP, VERSION, "kvcachepools", "KVCachePool")
@@ -88,17 +91,12 @@ CHILDREN: Final = (DEPLOYMENTS, STATEFULSETS, SERVICES, CONFIGMAPS, SERVICE_ACCO
 #: Children of kinds that other projects bring: a cluster may not serve them.
 OPTIONAL: Final = (LEADER_WORKER_SETS, POD_MONITORS)
 # Secrets are read one by one, never listed or watched: that keeps the cluster role free of `list secrets`.
-_BY_KIND: Final = {resource.kind: resource for resource in (*PRIMARY, *CHILDREN, PODS, *OPTIONAL, SECRETS, LEASES, EVENTS)}
+BY_KIND: Final = {resource.kind: resource for resource in (*PRIMARY, *CHILDREN, PODS, *OPTIONAL, SECRETS, LEASES, EVENTS)}
 
 
 def selector(resource: Resource) -> str:
     """Of what the operator lists and watches of a kind."""
     return "" if resource in PRIMARY else POD_SELECTOR if resource is PODS else CHILD_SELECTOR
-
-
-def by_kind(kind: str) -> Resource:
-    """The resource of a kind this operator knows."""
-    return _BY_KIND[kind]
 
 
 READ: Final = ("get", "list", "watch")
@@ -132,8 +130,7 @@ class Right:
 
 def rights(home: str, scopes: Sequence[str | None], lease: str, hub_secret: str) -> list[Right]:
     """All that an operator needs that runs in `home` and serves `scopes` (None: the whole cluster)."""
-    found = [right for scope in scopes for right in _served(scope)]
-    for resource, verb, name in (
+    own = (
         (LEASES, "get", lease),
         (LEASES, "update", lease),
         (LEASES, "create", ""),
@@ -141,9 +138,9 @@ def rights(home: str, scopes: Sequence[str | None], lease: str, hub_secret: str)
         (SECRETS, "delete", hub_secret),
         (SECRETS, "create", ""),
         (EVENTS, "create", ""),
-    ):
-        found.append(Right(resource.group, resource.plural, verb, home, name))
-    return found
+    )
+    served = (right for scope in scopes for right in _served(scope))
+    return [*served, *(Right(resource.group, resource.plural, verb, home, name) for resource, verb, name in own)]
 
 
 def _served(scope: str | None) -> Iterable[Right]:

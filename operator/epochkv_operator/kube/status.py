@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
@@ -19,7 +19,7 @@ import structlog
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.kube.client import ApiError, Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import EVENTS, ObjectRef, Resource
+from epochkv_operator.kube.resources import EVENTS, ObjectRef, Resource, micro_time
 from epochkv_operator.kube.store import resource_version
 
 DEADLINE_SECONDS = 10.0
@@ -39,23 +39,19 @@ class Known(Protocol):
     def upsert(self, kind: str, obj: Json) -> object: ...
 
 
+@dataclass(eq=False)
 class StatusWriter:
     """Writes statuses of objects that the store knows.
 
     `news` takes every state that may be newer than what the watches have brought: when they bring it, it is no news any more.
     """
 
-    def __init__(self, client: KubeClient, store: Known, news: Callable[[Resource, Json], object]) -> None:
-        self._client = client
-        self._news = news
-        self._store = store
+    _client: KubeClient
+    _store: Known
+    _news: Callable[[Resource, Json], object]
 
     async def read(self, ref: ObjectRef, deadline_seconds: float | None = None) -> Json:
-        """Quorum read of the object.
-
-        Raises:
-            ObjectGone, ApiError
-        """
+        """Quorum read of the object. Raises `ObjectGone`, `ApiError`."""
         try:
             obj = await self._client.get(ref.resource, ref.namespace, ref.name, deadline_seconds)
         except NotFound as error:
@@ -89,7 +85,11 @@ class StatusWriter:
             if remaining <= 0:
                 raise Unavailable(0, "Timeout", f"changed under each of {attempt} writes", f"PATCH status of {ref}")
             try:
-                answer = await self._send(ref, obj, patch, remaining, fields)
+                if fields:
+                    seen = {name: obj["status"].get(name) for name in fields}
+                    answer = await self._client.patch_status_fields(ref, seen, patch, remaining)
+                else:
+                    answer = await self._client.patch_status(ref, str(resource_version(obj)), patch, remaining)
             except NotFound as error:
                 raise ObjectGone(f"{ref} is gone") from error
             except (Conflict, Invalid) as error:
@@ -108,57 +108,42 @@ class StatusWriter:
                 self._store.upsert(ref.resource.kind, answer)
             return answer
 
-    async def _send(self, ref: ObjectRef, obj: Json, patch: Json, seconds: float, fields: Sequence[str] | None) -> Json:
-        if not fields:
-            return await self._client.patch_status(ref, str(resource_version(obj)), patch, seconds)
-        seen = {name: obj["status"].get(name) for name in fields}
-        return await self._client.patch_status_fields(ref, seen, patch, seconds)
-
 
 log = structlog.get_logger(__name__)
 MAX_PENDING = 256
 
 
+@dataclass(eq=False)
 class EventRecorder:
     """Queues Events and posts them from one task; drops them, with one log line, when the API server cannot keep up."""
 
-    def __init__(self, client: KubeClient, instance: str) -> None:
-        self._client = client
-        self._instance = instance
-        self._queue: asyncio.Queue[tuple[str, Json]] = asyncio.Queue(MAX_PENDING)
+    _client: KubeClient
+    _instance: str
+    _queue: asyncio.Queue[tuple[str, Json]] = field(default_factory=lambda: asyncio.Queue(MAX_PENDING))
 
     def emit(self, about: Json, *, warning: bool, reason: str, action: str, note: str) -> None:
         """Say what changed about an object. `reason` is CamelCase, `note` at most 1 kB."""
         metadata = about["metadata"]
         namespace = metadata.get("namespace", "default")
-        now = datetime.now(UTC)
+        about_object = {"apiVersion": about["apiVersion"], "kind": about["kind"], "namespace": namespace}
         body: Json = {
-            "apiVersion": "events.k8s.io/v1",
-            "kind": "Event",
-            "metadata": {"name": f"{metadata['name']}.{int(now.timestamp() * 1e6):x}", "namespace": namespace},
-            "eventTime": now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "apiVersion": EVENTS.api_version,
+            "kind": EVENTS.kind,
+            "metadata": {"name": f"{metadata['name']}.{time.time_ns() // 1000:x}", "namespace": namespace},
+            "eventTime": micro_time(),
             "reportingController": f"epochkv.io/{MANAGED_BY}",
             "reportingInstance": self._instance[:128],
             "action": action,
             "reason": reason,
             "note": note[:1024],
             "type": "Warning" if warning else "Normal",
-            "regarding": {
-                "apiVersion": about["apiVersion"],
-                "kind": about["kind"],
-                "name": metadata["name"],
-                "namespace": namespace,
-                "uid": metadata["uid"],
-            },
+            "regarding": {**about_object, "name": metadata["name"], "uid": metadata["uid"]},
         }
         try:
             self._queue.put_nowait((namespace, body))
         except asyncio.QueueFull:
-            log.warning(
-                "event dropped: the API server takes events too slowly",
-                object=f"{namespace}/{metadata['name']}",
-                reason=reason,
-            )
+            name = f"{namespace}/{metadata['name']}"
+            log.warning("event dropped: the API server takes events too slowly", object=name, reason=reason)
 
     async def run(self) -> None:
         while True:

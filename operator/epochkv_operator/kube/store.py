@@ -27,8 +27,7 @@ def resource_version(obj: Json) -> int:
 
 def slim(kind: str, obj: Json) -> Json:
     """The object without what nobody asks for: managedFields (most of its bytes), except one fact, whether an autoscaler owns the replica
-    count; and the spec of a pod, of which there are many, except whether it mounts the keys of its pool, and whether it has our gate.
-    """
+    count; and the spec of a pod, of which there are many, except whether it mounts the keys of its pool, and whether it has our gate."""
     metadata = dict(obj["metadata"])
     fields = metadata.pop("managedFields", None) or []
     scaled = any(
@@ -61,9 +60,8 @@ class Store:
     One thread owns it and changes it. Others may look up.
     """
 
-    def __init__(self, indexer: Indexer, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, indexer: Indexer) -> None:
         self._indexer = indexer
-        self._clock = clock
         self._objects: dict[str, dict[str, Json]] = {}
         self._names: dict[tuple[str, str, str], str] = {}
         self._groups: dict[Group, dict[str, None]] = {}
@@ -146,7 +144,7 @@ class Store:
             self._names[name] = uid
 
     def _drop(self, kind: str, uid: str, version: int) -> bool:
-        now = self._clock()
+        now = time.monotonic()
         self._tombstones[uid] = (now, version)
         self._tombstones.move_to_end(uid)  # the oldest one is the first
         while now - next(iter(self._tombstones.values()))[0] > TOMBSTONE_SECONDS:
@@ -244,8 +242,7 @@ def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
         return
     if kind == ENGINES.kind:
         yield engine_key(namespace, name)
-        pool = pool_of(obj)
-        if pool:
+        if pool := pool_of(obj):
             yield pool_key(namespace, pool)
         return
     labels = metadata.get("labels") or {}

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -43,38 +44,28 @@ Place = tuple[Resource, str | None]
 """A kind in one namespace, or in the whole cluster."""
 Seen = Callable[[Resource, str | None, Json], None]
 """Takes an object: the type of its event, or None from a list. Must return at once and must not raise."""
-Vanished = Callable[[Resource, Json], None]
 
 
+@dataclass(eq=False)
 class Watches:
     """`begin`, then `run` and `compare` for ever. `changed` is called when `served` or what `refused` says has become another."""
 
-    def __init__(
-        self,
-        client: KubeClient,
-        store: Store,
-        seen: Seen,
-        vanished: Vanished,
-        changed: Callable[[], None],
-        scopes: tuple[str | None, ...],
-        period_seconds: float,
-    ) -> None:
-        self._client = client
-        self._store = store
-        self._seen = seen
-        self._vanished = vanished
-        self._changed = changed
-        self._scopes = scopes
-        self._period_seconds = period_seconds
-        self._versions: dict[Place, int | None] = {}
-        self._due = 0.0  # the next comparison
-        self._wakeup = asyncio.Event()
-        self._problem: dict[Resource, str] = {}
-        self._found: set[Place] = set()
-        self._misses: Counter[Place] = Counter()
-        self._served: frozenset[str] = frozenset()
-        self._refused: dict[Place, str] = {}
-        self.listed_at: dict[Resource, float] = {}
+    _client: KubeClient
+    _store: Store
+    _seen: Seen
+    _vanished: Callable[[Resource, Json], None]
+    _changed: Callable[[], None]
+    _scopes: tuple[str | None, ...]
+    _period_seconds: float
+    _versions: dict[Place, int | None] = field(default_factory=dict)
+    _due: float = 0.0  # the next comparison
+    _wakeup: asyncio.Event = field(default_factory=asyncio.Event)
+    _problem: dict[Resource, str] = field(default_factory=dict)
+    _found: set[Place] = field(default_factory=set)
+    _misses: Counter[Place] = field(default_factory=Counter)
+    _served: frozenset[str] = frozenset()
+    _refused: dict[Place, str] = field(default_factory=dict)
+    listed_at: dict[Resource, float] = field(default_factory=dict)
 
     async def begin(self) -> None:
         """Take in what there is of everything but our own kinds. Tries until the API server serves all kinds: CRDs may arrive after us."""

@@ -20,7 +20,7 @@ from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.connection import etcd_endpoints
-from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, Serving, listed, short_id
+from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, Serving, listed
 from epochkv_operator.planning.engine import leader_selector, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living
@@ -66,10 +66,13 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         bound = living(pool)
         parts.append(_pool_bound(f"{engine.metadata.namespace}/{engine.spec.pool_ref.name}", bound))
         parts.append(_epoch_current(engine, bound, observed, state))
-    if engine.spec.pool_ref is not None and living(pool) is not None:
-        notes.append(_engine_tiers(engine, observed))
+        if bound is not None:
+            notes.append(_engine_tiers(engine, observed))
     if state.reason == "ScaledToZero" and observed.problem is None:
-        return [_ready_without_pods(parts, state), *parts, *notes]
+        # Without pods, as somebody asked for, there is nothing to wait for and nothing that serves: `Available` is False.
+        bad = next((part for part in parts if part.status != "True" and part.type != "Available"), None)
+        ready = replace(bad, type="Ready") if bad is not None else Condition("Ready", "True", "ScaledToZero", state.message)
+        return [ready, *parts, *notes]
     return [*_with_ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the engine serves")), *notes]
 
 
@@ -93,12 +96,6 @@ def _progressing(engine: InferenceEngine, observed: Observed, state: Health) -> 
 def _idle(engine: InferenceEngine, state: Health) -> bool:
     """No pod is wanted, by the spec or by whoever scaled the Deployment."""
     return state.reason == "ScaledToZero" or (state.reason == "NotCreated" and engine.spec.replicas == 0)
-
-
-def _ready_without_pods(parts: list[Condition], state: Health) -> Condition:
-    """Without pods, as somebody asked for, there is nothing to wait for and nothing that serves: `Available` is False."""
-    bad = next((part for part in parts if part.status != "True" and part.type != "Available"), None)
-    return replace(bad, type="Ready") if bad is not None else Condition("Ready", "True", "ScaledToZero", state.message)
 
 
 def master_health(pool: KVCachePool, observed: Observed) -> Health:
@@ -365,7 +362,7 @@ def _weights_converged(hub: HubView | None) -> Condition:
     if hub.outliers:
         text = f"for less than {PUSH_SECONDS:g} s, engines have held different weights, and none was taking new ones: {_outliers(hub)}"
         return Condition(kind, "False", "Updating", text)
-    held = sorted({_called(engine.weights.hex(), hub) for engine in hub.engines if engine.alive and engine.weights is not None})
+    held = sorted({hub.called(engine.weights.hex()) for engine in hub.engines if engine.alive and engine.weights is not None})
     text = f"all engines hold {listed(held, MAX_KINDS)}" if held else "no engine is connected"
     return Condition(kind, "True", "Converged", text)
 
@@ -413,11 +410,6 @@ def _line(note: str) -> str:
     return CONTROL.sub(" ", note)
 
 
-def _called(weights: str, hub: HubView) -> str:
-    label = next((group.label for group in hub.weights if group.id == weights), "")
-    return f"{short_id(weights)} ({label})" if label else short_id(weights)
-
-
 def _outliers(hub: HubView) -> str:
-    found = (f"{outlier.name} holds {_called(outlier.holds, hub)} instead of {_called(outlier.most_hold, hub)}" for outlier in hub.outliers)
+    found = (f"{outlier.name} holds {hub.called(outlier.holds)} instead of {hub.called(outlier.most_hold)}" for outlier in hub.outliers)
     return listed(found, _MAX_OUTLIERS)

@@ -24,7 +24,6 @@ from epochkv_operator.planning.names import (
     TRANSFER_PORTS,
     component_name,
     component_selector,
-    digest,
     engine_object,
     engine_selector,
     pool_object,
@@ -64,8 +63,7 @@ def master_address(pool: KVCachePool) -> str | None:
         return None
     if distributed.external is not None:
         return distributed.external.master_address
-    if distributed.mooncake is None:  # only in a file: the API server wants one of the two
-        return None
+    assert distributed.mooncake is not None, "the rules of the API want one of the two"
     etcd = etcd_endpoints(distributed.mooncake)
     if etcd is not None:
         return f"etcd://{etcd}"
@@ -91,10 +89,9 @@ def store_environment(pool: KVCachePool) -> dict[str, str]:
 
 def transport(pool: KVCachePool) -> Transport | None:
     """How blocks travel; None for a pool without L2."""
-    if pool.spec.distributed is None:
-        return None
-    used = pool.spec.distributed.mooncake or pool.spec.distributed.external
-    return used.transport if used is not None else None
+    distributed = pool.spec.distributed
+    used = distributed and (distributed.mooncake or distributed.external)
+    return used.transport if used else None
 
 
 def connection(pool: KVCachePool, context: Context, save: int | str | None = None) -> Json:
@@ -102,7 +99,7 @@ def connection(pool: KVCachePool, context: Context, save: int | str | None = Non
     metadata = pool.metadata
     config: Json = {
         "pool": {"name": metadata.name, "namespace": metadata.namespace, "uid": metadata.uid},
-        "hub": {"endpoint": context.hub_endpoint, "credentials_dir": CREDENTIALS_DIR},
+        "hub": {"endpoint": context.settings.endpoint, "credentials_dir": CREDENTIALS_DIR},
     }
     if pool.spec.local is not None:
         config["local"] = {"capacity_bytes": quantity.to_bytes(pool.spec.local.capacity)}
@@ -138,11 +135,6 @@ def transfer_config(config: Json) -> str:
     )
 
 
-def connection_hash(config: Json, context: Context) -> str:
-    """Changes when an engine must restart to reach its pool: configuration or keys."""
-    return digest([config, context.credentials_revision])
-
-
 SSD_PORTS = (10000, 65535)
 """What is on disk is asked for on a port that the kernel chooses, and Mooncake has no option for it. None of a store's other ports."""
 
@@ -155,7 +147,7 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
     members = _members(pool)
     scrapers = [{"namespaceSelector": {"matchLabels": {SCRAPE_LABEL: "true"}}}]
     operator = {
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.operator_namespace}},
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
         **_pods({"app.kubernetes.io/part-of": "epochkv", COMPONENT_LABEL: "operator"}),
     }
     ingress = {
@@ -230,14 +222,14 @@ def engine_monitor(engine: InferenceEngine, selector: dict[str, str], context: C
     body = _body(selector, "http")
     if tls:  # a certificate has no name of a pod
         body["spec"]["podMetricsEndpoints"][0] |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
-    return [engine_object("PodMonitor", engine, context, body, more=dict(context.monitor_labels))]
+    return [engine_object("PodMonitor", engine, context, body, more=dict(context.settings.monitor_labels))]
 
 
 def pool_monitors(pool: KVCachePool, context: Context) -> list[Json]:
     """For a pool whose Mooncake the operator runs."""
     if "PodMonitor" not in context.served:
         return []
-    name, labels = pool.metadata.name, dict(context.monitor_labels)
+    name, labels = pool.metadata.name, dict(context.settings.monitor_labels)
     return [
         pool_object("PodMonitor", pool, component, context, _body(component_selector(name, component), port), labels)
         for component, port in _PORTS.items()

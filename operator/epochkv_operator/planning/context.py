@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from epochkv_fence.protocol.pool import EngineView
-from epochkv_operator.api.base import PodSecurity
+from epochkv_fence.protocol.pool import EngineView, WeightsView, called
+from epochkv_operator import __version__
+from epochkv_operator.settings import Settings
 
 Json = dict[str, Any]
 PUSH_SECONDS: Final = 60.0
@@ -21,43 +22,17 @@ class KindNotServed(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """Settings of the operator that end up in objects."""
+    """What of this operator ends up in objects."""
 
-    hub_endpoint: str
-    """What engines dial: `tcp://host:port`."""
-    operator_namespace: str
-    """Where the operator runs; its pods may reach admin ports."""
-    operator_version: str
-    """Noted on every object, never in a pod template: an upgrade of the operator alone restarts nothing."""
-    store_image: str
-    """Default of `spec.distributed.mooncake.image`."""
-    engine_image: str
-    """Default of `spec.image` of engines."""
+    settings: Settings
     credentials_revision: str = ""
     """Changes when engines must restart to have the right credentials: another hub, or a Secret that was made anew. A replaced
     client key changes nothing: agents read that again by themselves.
     Make the Secret before the first plan of an engine, or the engine starts twice."""
     served: frozenset[str] = frozenset()
     """Kinds of other projects that this cluster serves: of `LeaderWorkerSet` and `PodMonitor`."""
-    pod_security: PodSecurity = "restricted"
-    """Default of `podSecurity` of pools and engines."""
-    monitor_labels: tuple[tuple[str, str], ...] = ()
-    """Labels by which a Prometheus finds its PodMonitors."""
-    gates: bool = True
-    """The operator may open readiness gates, so pods may have them."""
-
-
-@dataclass(frozen=True)
-class WeightsGroup:
-    """The live engines that hold the same weights."""
-
-    id: str
-    """32 hex digits."""
-    engines: int
-    since: datetime
-    """When the first of them was seen with these, as far as this hub knows."""
-    label: str = ""
-    """What a trainer called them."""
+    operator_version: str = __version__
+    """Noted on every object, never in a pod template: an upgrade of the operator alone restarts nothing."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +84,7 @@ class HubView:
     reset_milliseconds: int | None = None
     origin: str | None = None
     """Who asked for the target: `Spec`, `Trainer` or `Engine`; None: not known."""
-    weights: Sequence[WeightsGroup] = ()
+    weights: Sequence[WeightsView] = ()
     """The largest group first."""
     outliers: Sequence[Outlier] = ()
     overdue: bool = False
@@ -126,6 +101,10 @@ class HubView:
     """The epoch in the status, if nobody has proved it."""
     complete: bool = True
     """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
+
+    def called(self, weights: str) -> str:
+        """These weights, with their label if they have one."""
+        return called(weights, next((group.label for group in self.weights if group.id == weights), ""))
 
 
 @dataclass(frozen=True)
@@ -198,8 +177,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Observed:
-    """Live objects. `children` and `pods` may hold more than what belongs to the object: planning takes what it owns, by uid and
-    label."""
+    """Live objects. `children` and `pods` may hold more than what belongs to the object: planning takes what it owns, by uid and label."""
 
     children: Sequence[Json] = ()
     pods: Sequence[Json] = ()
@@ -219,11 +197,6 @@ def listed(names: Iterable[str], shown: int = 4) -> str:
     found = list(names)
     more = f" and {len(found) - shown} more" if len(found) > shown else ""
     return ", ".join(found[:shown]) + more
-
-
-def short_id(weights: str) -> str:
-    """What people see of the 32 hex digits."""
-    return weights[:8]
 
 
 def timestamp(moment: datetime, *, milliseconds: bool = False) -> str:

@@ -7,7 +7,7 @@ from typing import Final
 
 from epochkv_fence import quantity
 from epochkv_operator.api.base import ANY, POOL_LABEL
-from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec, ModelVolume, is_zero
+from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec, is_zero
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
@@ -18,6 +18,7 @@ from epochkv_operator.planning.names import (
     CREDENTIALS_DIR,
     ENGINE_PORT,
     component_name,
+    digest,
     engine_account,
     engine_labels,
     engine_object,
@@ -49,18 +50,14 @@ def model_environment(spec: InferenceEngineSpec) -> dict[str, str]:
 def model_volumes(spec: InferenceEngineSpec) -> tuple[list[Json], list[Json]]:
     """Volumes of the pod, and their mounts in the engine container."""
     if spec.model.volume is not None:
-        volume = {"name": MODEL_VOLUME, **_source(spec.model.volume)}
-        return [volume], [{"name": MODEL_VOLUME, "mountPath": MODELS_DIR, "readOnly": True}]
+        used = spec.model.volume
+        claim = {"persistentVolumeClaim": {"claimName": used.claim_name, "readOnly": True}}
+        source = claim if used.image is None else {"image": used.image.model_dump(exclude_none=True)}
+        return [{"name": MODEL_VOLUME, **source}], [{"name": MODEL_VOLUME, "mountPath": MODELS_DIR, "readOnly": True}]
     if spec.model.cache is not None:
         volume = {"name": "model-cache", "persistentVolumeClaim": {"claimName": spec.model.cache.claim_name}}
         return [volume], [{"name": "model-cache", "mountPath": CACHE_DIR}]
     return [], []
-
-
-def _source(volume: ModelVolume) -> Json:
-    if volume.image is not None:
-        return {"image": volume.image.model_dump(exclude_none=True)}
-    return {"persistentVolumeClaim": {"claimName": volume.claim_name, "readOnly": True}}
 
 
 PRE_STOP_SECONDS = 5
@@ -109,12 +106,9 @@ def _shared(engine: InferenceEngine, pool: KVCachePool | None, context: Context)
 
 def _parallelism(spec: InferenceEngineSpec, given: set[str]) -> list[str]:
     shape, arguments = spec.parallelism, list[str]()
-    if shape.tensor > 1:
-        arguments += ["--tensor-parallel-size", str(shape.tensor)]
-    if shape.pipeline > 1:
-        arguments += ["--pipeline-parallel-size", str(shape.pipeline)]
-    if shape.data > 1:
-        arguments += ["--data-parallel-size", str(shape.data)]
+    for kind, ranks in (("tensor", shape.tensor), ("pipeline", shape.pipeline), ("data", shape.data)):
+        if ranks > 1:
+            arguments += [f"--{kind}-parallel-size", str(ranks)]
     if shape.expert:
         arguments.append("--enable-expert-parallel")
     if shape.nodes > 1:
@@ -177,15 +171,9 @@ _PULL_SECONDS = 900  # to be scheduled, and to pull an image with vLLM in it
 _PLAIN_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 
-def startup_failures(spec: InferenceEngineSpec) -> int:
-    """`failureThreshold` of the startup probe."""
-    return -(-(_BASE_SECONDS + _weights_bytes(spec) // _BYTES_PER_SECOND) // PERIOD_SECONDS)
-
-
 def progress_deadline(pod: Json) -> int:
     """Seconds after which a rollout without progress counts as stuck: a pod may take as long as its startup probe, overridden or not,
-    allows.
-    """
+    allows."""
     container = next(container for container in pod["containers"] if container["name"] == "engine")
     probe = container.get("startupProbe") or {}
     seconds = _number(probe, "initialDelaySeconds", 0) + _number(probe, "periodSeconds", 10) * _number(probe, "failureThreshold", 3)
@@ -217,16 +205,13 @@ _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
-    """`{metadata, spec}` of the pods that serve.
-
-    Raises:
-        InvalidTemplate: an override in `spec.template` that belongs to the operator.
-    """
+    """`{metadata, spec}` of the pods that serve. Raises `InvalidTemplate`: an override in `spec.template` that belongs to the operator."""
+    startup_seconds = _BASE_SECONDS + _weights_bytes(engine.spec) // _BYTES_PER_SECOND
     health = partial(podspec.http_probe, "/health", ENGINE_PORT, tls=serves_tls(engine.spec))
     container = {
         **command(engine, pool, context),
         "ports": [podspec.port("http", ENGINE_PORT)],
-        "startupProbe": health(period=PERIOD_SECONDS, failures=startup_failures(engine.spec)),
+        "startupProbe": health(period=PERIOD_SECONDS, failures=-(-startup_seconds // PERIOD_SECONDS)),
         "readinessProbe": health(period=5, failures=3),
         "livenessProbe": health(period=10, failures=3),
         # While vLLM drains it answers new requests with nothing: traffic has to stop first.
@@ -234,7 +219,7 @@ def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Con
     }
     template = _finished(engine, pool, context, container)
     set_shutdown_timeout(template["spec"], engine.spec)
-    if context.gates and pool is not None and gate_of(engine.spec.serve, pool.spec.serve).weights != ANY:
+    if context.settings.gates and pool is not None and gate_of(engine.spec.serve, pool.spec.serve).weights != ANY:
         template["spec"] = with_gate(template["spec"])
     return template
 
@@ -255,12 +240,12 @@ def _finished(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     template: Json = {"metadata": {"labels": labels}, "spec": _pod_spec(engine, pool, context, container)}
     if pool is not None:
         config = wiring.connection(pool, context)
-        template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: wiring.connection_hash(config, context)}
+        template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: digest([config, context.credentials_revision])}
     return finish_pod(template, engine.spec.template, "engine", "spec.template")
 
 
 def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Context, runs: Json) -> Json:
-    spec, security = engine.spec, engine.spec.pod_security or context.pod_security
+    spec, security = engine.spec, engine.spec.pod_security or context.settings.pod_security
     shm = quantity.from_bytes(_SHM_BYTES_PER_RANK * spec.parallelism.ranks_per_pod)
     model, model_mounts = model_volumes(spec)
     mounts: list[Json] = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}, *model_mounts]
@@ -277,7 +262,7 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     container: Json = {
         "name": "engine",
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "image": spec.image or context.engine_image,
+        "image": spec.image or context.settings.engine_image,
         **runs,
         "env": environment(engine, pool),
         "resources": _resources(spec, pool),
@@ -316,12 +301,7 @@ PREFIX: Final = "leaderworkerset.sigs.k8s.io/"
 
 
 def leader_worker_set(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
-    """Body of the LeaderWorkerSet.
-
-    Raises:
-        KindNotServed: the cluster has none.
-        InvalidTemplate: as `pod_template`.
-    """
+    """Body of the LeaderWorkerSet. Raises `KindNotServed`: the cluster has none; `InvalidTemplate`: as `pod_template`."""
     if "LeaderWorkerSet" not in context.served:
         raise KindNotServed(
             f"spec.parallelism.nodes is {engine.spec.parallelism.nodes}, and this cluster does not serve LeaderWorkerSets"

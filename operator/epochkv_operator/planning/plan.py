@@ -65,10 +65,8 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
         return Plan()
     try:
         desired = desire()
-    except InvalidTemplate as error:
-        return Plan(problem=Problem("InvalidTemplate", str(error)))
-    except KindNotServed as error:
-        return Plan(problem=Problem("KindNotServed", str(error)))
+    except (InvalidTemplate, KindNotServed) as error:
+        return Plan(problem=Problem(type(error).__name__, str(error)))
     live = {_name(child): child for child in children}
     apply, details = [], []
     for obj in desired:
@@ -109,9 +107,8 @@ def _foreign(owner: KVCachePool | InferenceEngine, desired: Json, child: Json | 
 
 
 def _left_behind(desired: Json, child: Json) -> bool:
-    """This operator made the live object for a namesake, which was deleted without it (`--cascade=orphan`): its labels and the
-    annotation say so.
-    """
+    """This operator made the live object for a namesake, which was deleted without it (`--cascade=orphan`): its labels and the annotation
+    say so."""
     metadata = child["metadata"]
     labels, wanted = metadata.get("labels") or {}, desired["metadata"]["labels"]
     ours = (MANAGED_BY_LABEL, COMPONENT_LABEL, ENGINE_LABEL if ENGINE_LABEL in wanted else POOL_LABEL)

@@ -117,7 +117,7 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     container: Json = {
         "name": "master",
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "image": mooncake.image or context.store_image,
+        "image": mooncake.image or context.settings.store_image,
         "command": podspec.started(_MASTER if etcd else f"{_MASTER} --rpc_address=$any", podspec.EVERY_ADDRESS, _NO_PROXY),
         "args": [*_master_arguments(pool, etcd), *([] if mooncake.store.ssd is None else _SSD_MASTER_ARGUMENTS)],
         "env": [podspec.pod_ip()],
@@ -127,7 +127,7 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "livenessProbe": health,
         "securityContext": podspec.container_security(),
     }
-    security = mooncake.pod_security or context.pod_security
+    security = mooncake.pod_security or context.settings.pod_security
     return {
         "replicas": mooncake.master.replicas,
         # Two masters that do not know each other would split the cache between them.
@@ -162,7 +162,9 @@ def _master_arguments(pool: KVCachePool, etcd: str | None) -> list[str]:
 
 def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     segment = quantity.to_bytes(mooncake.store.segment_size)
-    memory = _store_memory(segment, 0 if mooncake.store.ssd is None else _ssd_buffer_bytes(segment) + _SSD_WRITE_BUFFER_BYTES)
+    disk = 0 if mooncake.store.ssd is None else _ssd_buffer_bytes(segment) + _SSD_WRITE_BUFFER_BYTES
+    num_bytes = segment + segment // _PAGE_TABLE_SHARE + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES + disk
+    memory = quantity.from_bytes(-(-num_bytes // 2**20) * 2**20)  # in whole MiB
     fill_seconds = segment // _SLOW_FILL_BYTES_PER_SECOND
     own = mooncake.image is None
     listens = partial(podspec.tcp_probe, STORE_REST_PORT) if own else partial(podspec.exec_probe, _LISTENS)
@@ -170,7 +172,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     container: Json = {
         "name": "store",
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "image": mooncake.image or context.store_image,
+        "image": mooncake.image or context.settings.store_image,
         "command": podspec.started(f"python3 -m {_STORE_MODULE if own else _PLAIN_STORE_MODULE}", _MOONCAKE_IPV6, _NO_PROXY),
         "args": ["--port", str(STORE_REST_PORT), "--max-wait-time", "60"],
         "env": [podspec.pod_ip(), *podspec.environment(_store_environment(pool, mooncake, segment) | _ssd_environment(mooncake, segment))],
@@ -186,7 +188,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         **({} if mooncake.store.ssd is None else {"lifecycle": {"preStop": {"exec": {"command": ["python3", "-c", _SSD_DEREGISTER]}}}}),
     }
     spec = {
-        **podspec.base_spec(mooncake.pod_security or context.pod_security),
+        **podspec.base_spec(mooncake.pod_security or context.settings.pod_security),
         "terminationGracePeriodSeconds": 30,  # SIGTERM unmounts the segment in about two seconds
         "containers": [container],
         "volumes": [{"name": "tmp", "emptyDir": {}}],
@@ -201,12 +203,6 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "podManagementPolicy": "Parallel",
         **_pods(pool, "store", spec, mooncake.store.template),
     }
-
-
-def _store_memory(segment: int, more: int) -> str:
-    """Memory of a store pod with a segment of so many bytes, and `more` for its disk, in whole MiB."""
-    num_bytes = segment + segment // _PAGE_TABLE_SHARE + _STORE_LOCAL_BUFFER_BYTES + _STORE_OVERHEAD_BYTES + more
-    return quantity.from_bytes(-(-num_bytes // 2**20) * 2**20)
 
 
 def _store_environment(pool: KVCachePool, mooncake: Mooncake, segment: int) -> dict[str, str]:

@@ -47,9 +47,9 @@ from typing import Any, Final
 
 import msgspec
 
-from epochkv_fence.protocol.pool import EngineView, is_called
+from epochkv_fence.protocol.pool import EngineView, called, is_called
 from epochkv_operator.api.base import ANY, CONVERGED, ENGINE_LABEL, GATE, Serve, has_gate
-from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Json, Serving, Turn, short_id, timestamp
+from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Json, Serving, Turn, timestamp
 from epochkv_operator.planning.names import controller_of
 from epochkv_operator.planning.workload import ended, is_ready
 
@@ -209,7 +209,11 @@ class _Look:
         return Serving(
             serves=tuple(dict.fromkeys(map(self._called, served))),
             turns=tuple(turns),
-            held=tuple((pod.name, self._held(pod)) for pod, verdict in verdicts if verdict.reason == "OtherWeights"),
+            held=tuple(
+                (pod.name, ", ".join(sorted({self._called(_hex(view)) for view in pod.views})))
+                for pod, verdict in verdicts
+                if verdict.reason == "OtherWeights"
+            ),
             stays=tuple(sorted(pod.name for pod in self._pods if pod.uid in stays)),
             unsaid={reason: tuple(sorted(names)) for reason, names in unsaid.items()},
             absent=absent,
@@ -249,7 +253,7 @@ class _Look:
 
     def _silent(self, pod: _Pod, hub: HubView) -> _Verdict:
         """Engines of the pod do not report, or not their weights."""
-        ready = self._seconds_since(pod.ready_since)
+        ready = (self._now - pod.ready_since).total_seconds() if pod.ready_since is not None else 0.0
         if not pod.views:
             return self._unsaid(pod, "NotReporting", self._lease - ready if hub.complete and pod.ready_since is not None else None)
         silent = [view.weights_since for view in pod.views if view.weights is None and not view.updating]
@@ -314,15 +318,8 @@ class _Look:
         condition = {"type": GATE, "status": status, "reason": reason, "message": _TEXTS[reason]}
         return Turn(pod.obj, {**condition, "lastProbeTime": timestamp(self._now), "lastTransitionTime": timestamp(moved)})
 
-    def _seconds_since(self, moment: datetime | None) -> float:
-        return (self._now - moment).total_seconds() if moment is not None else 0.0
-
-    def _held(self, pod: _Pod) -> str:
-        return ", ".join(sorted({self._called(_hex(view)) for view in pod.views}))
-
     def _called(self, weights: str) -> str:
-        label = next((group.label for group in (self._hub.weights if self._hub is not None else ()) if group.id == weights), "")
-        return f"{short_id(weights)} ({label})" if label else short_id(weights)
+        return self._hub.called(weights) if self._hub is not None else called(weights, "")
 
 
 def converged(live: Iterable[EngineView], before: Mapping[Kind, str], hub: HubView) -> dict[Kind, str]:
@@ -400,8 +397,7 @@ def _place(pod: Json) -> Place:
 
 def _by_pod(pods: Sequence[Json], home: str, engines: Iterable[EngineView], now: datetime) -> dict[Place, Sequence[EngineView]]:
     """Of each engine and rank, the live instance that started last: the one before lives on for a lease. By the pod that has the gate: of
-    several nodes, the first one, after which LeaderWorkerSet names the others. Outside of Kubernetes each instance is an engine.
-    """
+    several nodes, the first one, after which LeaderWorkerSet names the others. Outside of Kubernetes each instance is an engine."""
     leaders = {_place(pod): (pod["metadata"]["namespace"], pod["metadata"]["name"].rsplit("-", 1)[0]) for pod in pods if _is_worker(pod)}
     spaces = {pod["metadata"]["name"]: pod["metadata"]["namespace"] for pod in pods}  # of an engine that does not know its own
     latest: dict[tuple[Place, str | bytes, int], EngineView] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import SHOWN_DIGITS, EngineView
 from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
@@ -25,7 +25,7 @@ from epochkv_operator.planning.conditions import (
     store_health,
 )
 from epochkv_operator.planning.connection import master_address
-from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, listed, short_id, timestamp
+from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, listed, timestamp
 from epochkv_operator.planning.engine import leader_selector
 from epochkv_operator.planning.names import component_name, component_selector, selector_text
 
@@ -43,7 +43,11 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     The epochs are the hub authority's to write. They are repeated here only so that a whole status can be written: the maximum
     of what is there and what the hub says.
     """
-    observed = replace(observed, hub=_with_the_past(observed.hub, previous))
+    if observed.hub is not None:
+        # What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds.
+        known = observed.hub.reclaim
+        done = min(max(known.epoch, (previous.get("reclaim") or {}).get("epoch") or 0), observed.hub.published)
+        observed = replace(observed, hub=replace(observed.hub, reclaim=replace(known, epoch=done)))
     # A hub that has just begun to lead has not heard from everybody yet: what it does not know is no news.
     known_before = (previous.get("engines") or {}).get("total", 0)
     partial = observed.hub is not None and not observed.hub.complete and len(observed.hub.engines) < known_before
@@ -61,7 +65,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     if observed.hub is not None:
         status["engines"] = _engines(observed.hub, len(external(observed, pool.metadata.namespace)))
         status["externalEngines"] = _external(observed, pool.metadata.namespace)
-        status["weights"] = _weights_groups(observed.hub, previous)
+        status["weights"] = _weights_groups(observed.hub, previous, now)
         status["weightsSummary"] = weights_summary(observed.hub.engines, observed.hub)
         if partial:
             status |= {key: previous[key] for key in _HEARD if key in previous}
@@ -85,7 +89,9 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
             "readyReplicas": store.ready,
             "selector": selector_text(component_selector(pool.metadata.name, "store")),
         }
-    status["endpoints"] = _endpoints(pool, context)
+    name, address = pool.metadata.name, master_address(pool)
+    joins = {"configMap": component_name(name, "connection"), "secret": component_name(name, "fence")}
+    status["endpoints"] = {"hub": context.settings.endpoint, **joins, **({} if address is None else {"master": address})}
     return status
 
 
@@ -149,11 +155,11 @@ def weights_summary(engines: Iterable[EngineView], hub: HubView) -> str:
     for _, kind in sorted(kinds.items()):
         held = Counter(engine.weights.hex() for engine in kind if engine.weights is not None)
         chosen = max(held, key=lambda weights: (held[weights], weights in most, weights), default=None)
-        found.append(f"{short_id(chosen)} {held[chosen]}/{len(kind)}" if chosen is not None else f"unknown 0/{len(kind)}")
+        found.append(f"{chosen[:SHOWN_DIGITS]} {held[chosen]}/{len(kind)}" if chosen is not None else f"unknown 0/{len(kind)}")
     return listed(found, MAX_KINDS)
 
 
-def _weights_groups(hub: HubView, previous: Json) -> list[Json]:
+def _weights_groups(hub: HubView, previous: Json, now: datetime) -> list[Json]:
     """`status.weights`. The time of weights that the live status shows already is kept: hubs and their clocks come and go."""
     before = {group["id"]: group["since"] for group in previous.get("weights") or []}
     return [
@@ -161,7 +167,7 @@ def _weights_groups(hub: HubView, previous: Json) -> list[Json]:
             "id": group.id,
             **({"label": group.label} if group.label else {}),
             "engines": group.engines,
-            "since": before.get(group.id) or timestamp(group.since),
+            "since": before.get(group.id) or timestamp(now - timedelta(seconds=group.since_seconds)),
         }
         for group in hub.weights[:_MAX_WEIGHTS]
     ]
@@ -240,7 +246,7 @@ def _external_entry(engine: EngineView, shared_name: bool) -> Json:
     entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix}
     entry |= {key: value for key, value in (("pod", engine.pod), ("namespace", engine.namespace)) if value}
     if engine.alive and engine.weights is not None:
-        entry["weights"] = short_id(engine.weights.hex())
+        entry["weights"] = engine.weights.hex()[:SHOWN_DIGITS]
     if engine.epoch is not None:
         entry["epoch"] = engine.epoch
     return {**entry, "rank": engine.rank, "oldEpochRequests": engine.old_epoch_requests}
@@ -257,14 +263,6 @@ def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:
     if known.completed is not None and known.epoch >= hub.published:
         reclaim["completionTime"] = timestamp(known.completed)
     return reclaim
-
-
-def _with_the_past(hub: HubView | None, previous: Json) -> HubView | None:
-    """What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds."""
-    if hub is None:
-        return None
-    done = max(hub.reclaim.epoch, (previous.get("reclaim") or {}).get("epoch") or 0)
-    return replace(hub, reclaim=replace(hub.reclaim, epoch=min(done, hub.published)))
 
 
 def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool = False) -> Json:
@@ -307,9 +305,3 @@ def _closed(before: Json, hub: HubView, now: datetime) -> Json:
     if before and before.get("epoch", 0) <= hub.published:
         return {"completionTime": timestamp(now, milliseconds=True)} | {key: value for key, value in before.items() if key != "laggards"}
     return before
-
-
-def _endpoints(pool: KVCachePool, context: Context) -> Json:
-    name, address = pool.metadata.name, master_address(pool)
-    endpoints = {"hub": context.hub_endpoint, "configMap": component_name(name, "connection"), "secret": component_name(name, "fence")}
-    return endpoints if address is None else {**endpoints, "master": address}

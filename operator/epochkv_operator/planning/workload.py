@@ -69,9 +69,8 @@ def select(pods: Iterable[Json], labels: dict[str, str], namespace: str) -> list
 
 
 def health(workload: Json | None, pods: Sequence[Json], what: str, asked: int | None = None) -> Health:
-    """Reduce a workload and its pods. `what` names it in messages, such as `the master`; `asked` is the count in the user's own
-    object, when somebody may have scaled the workload behind its back.
-    """
+    """Reduce a workload and its pods. `what` names it in messages, such as `the master`; `asked` is the count in the user's own object,
+    when somebody may have scaled the workload behind its back."""
     found = _health(workload, [pod for pod in pods if not ended(pod)], what)
     if workload is None:
         return found
@@ -119,9 +118,8 @@ def rollout(workload: Json, pods: Sequence[Json], state: Health) -> Rollout:
 
 
 def _newest(pods: Sequence[Json]) -> list[Json]:
-    """Pods of the newest revision, which is the one that the youngest pod has. Times of creation are whole seconds: in a second that
-    made pods of two revisions, both count.
-    """
+    """Pods of the newest revision, which is the one that the youngest pod has. Times of creation are whole seconds: in a second that made
+    pods of two revisions, both count."""
 
     def revision(pod: Json) -> str:
         labels = pod["metadata"].get("labels") or {}
@@ -186,7 +184,11 @@ def _trouble(workload: Json, pods: Sequence[Json]) -> tuple[str, str] | None:
             return found
     for condition in (workload.get("status") or {}).get("conditions") or []:
         if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
-            return _creation_trouble(condition.get("message", ""))
+            why = condition.get("message", "")
+            if "violates PodSecurity" not in why:
+                return "CreateFailed", why
+            fix = "give the namespace the level its pods need (RDMA: privileged), or remove what violates it from template"
+            return "PodSecurityDenied", f"{why}; {fix}"
         if condition.get("type") == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded":
             return "RolloutStuck", str(condition.get("message", ""))
     return None
@@ -211,15 +213,6 @@ def _starting(workload: Json, pods: Sequence[Json]) -> str:
         why = "but its readiness probe does not succeed yet" if gate is None else f"and is kept out of its Service: {gate.get('message')}"
         return f"pod {name} runs, {why}" if containers else f"pod {name} is {str(status.get('phase', 'Pending')).lower()}"
     return ""
-
-
-def _creation_trouble(message: str) -> tuple[str, str]:
-    if "violates PodSecurity" in message:
-        return (
-            "PodSecurityDenied",
-            f"{message}; give the namespace the level its pods need (RDMA: privileged), or remove what violates it from template",
-        )
-    return "CreateFailed", message
 
 
 def _pod_trouble(pod: Json) -> tuple[str, str] | None:

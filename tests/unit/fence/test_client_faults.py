@@ -122,7 +122,7 @@ def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() 
         reset = pool.reset()
         assert (reset.epoch, reset.published) == (1, True)
         assert [(group.id, group.label) for group in pool.wait_weights(label="step-1").groups] == [(NEW.hex(), "step-1")]
-        counters = pool._calls.session.counters
+        counters = pool._session.counters
         assert counters["wire_errors"] >= 8
         assert counters["late"] >= 1
         assert counters["unexpected"] >= 2
@@ -185,8 +185,8 @@ def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool() -> None:
             results: list[object] = []
             thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
             thread.start()
-            sent = pool._calls.session.counters["sent"]
-            eventually(lambda: pool._calls.session.counters["sent"] > sent, "it asks the sleeper")
+            sent = pool._session.counters["sent"]
+            eventually(lambda: pool._session.counters["sent"] > sent, "it asks the sleeper")
             thaw.set()
             eventually(lambda: not first.leading, "the sleeper steps down")
             assert not results

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from epochkv_fence.net.agent import AgentThread
-from epochkv_fence.net.keys import ClientKeys, CredentialsError, KeyPair, KeyReader, generate_keypair
+from epochkv_fence.net.keys import ClientKeys, CredentialsError, KeyPair, generate_keypair
 from epochkv_fence.net.server import HubServer
 from hack.waiting import eventually
 from tests.security.wire import heartbeat, raw
@@ -147,7 +147,7 @@ def test_credentials_that_cannot_be_read_change_nothing(fence: FenceWorld, caplo
 def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_it(
     fence: FenceWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(KeyReader.__init__, "__defaults__", (0.5,))
+    monkeypatch.setattr("epochkv_fence.net.keys.READ_SECONDS", 0.5)
     hub, vault, agents, _ = serving(fence, 2)
     watch = Watch(agents)
     vault.back.clear()

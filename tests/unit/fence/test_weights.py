@@ -14,8 +14,8 @@ GRACE = 600.0
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
 
-def groups(hub: Driver) -> list[tuple[bytes, int, float, int]]:
-    return [(group.weights, group.engines, group.since_seconds, group.fingerprints) for group in hub.hub.snapshot(hub.now).weights]
+def groups(hub: Driver) -> list[tuple[bytes, int, float]]:
+    return [(group.weights, group.engines, group.since_seconds) for group in hub.hub.snapshot(hub.now).weights]
 
 
 def diverged(hub: Driver) -> dict[int, float]:
@@ -57,7 +57,7 @@ def test_live_engines_are_grouped_most_first_and_of_as_many_the_newest(hub: Driv
     for number, weights, fingerprint in ((1, A, "f"), (2, B, "f"), (3, B, "g"), (4, C, "f"), (5, None, "f")):
         hub.beat(number, weights=weights, fingerprint=fingerprint)
         hub.now += 1.0
-    assert groups(hub) == [(B, 2, 4.0, 2), (C, 1, 2.0, 1), (A, 1, 5.0, 1)]
+    assert groups(hub) == [(B, 2, 4.0), (C, 1, 2.0), (A, 1, 5.0)]
     hub.now += LEASE - 3.5  # 1 and 2 have fallen silent
     assert [(group[0], group[1]) for group in groups(hub)] == [(C, 1), (B, 1)]
 

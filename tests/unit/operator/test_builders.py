@@ -6,6 +6,7 @@ difference of the golden files.
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.names import VERSION_ANNOTATION
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.pool import desired_pool
+from epochkv_operator.settings import Settings
 from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers, engine, one, pool
 
 Json = dict[str, Any]
@@ -58,7 +60,7 @@ def test_the_connector_reads_what_is_rendered(spec: str) -> None:
     config = ConnectorConfig.parse(transfer["kv_connector_extra_config"], environ={})
     assert (config.pool.name, config.pool.namespace, config.pool.uid) == ("policy", "rl", wanted.metadata.uid)
     assert config.hub is not None
-    assert (config.hub.endpoint, config.hub.credentials_dir) == (CONTEXT.hub_endpoint, "/etc/epochkv/fence")
+    assert (config.hub.endpoint, config.hub.credentials_dir) == (CONTEXT.settings.endpoint, "/etc/epochkv/fence")
     assert (config.local.capacity_bytes if config.local else None) == {"l1": 2147483648, "l1-l2": 1073741824}.get(spec)
     addresses = {"l1": None, "external": "mooncake.shared:50051", "external-rdma": "etcd://e0:2379;e1:2379", "ha": "etcd://e0:2379;e1:2379"}
     address = config.distributed.master_address if config.distributed else None
@@ -100,7 +102,7 @@ def test_no_epoch_anywhere(spec: str) -> None:
 
 
 def test_an_upgrade_of_the_operator_touches_nothing_that_is_as_before() -> None:
-    newer = Context(**{**CONTEXT.__dict__, "operator_version": "0.2.0"})
+    newer = replace(CONTEXT, operator_version="0.2.0")
     children = Observed(tuple(desired_pool(pool(), CONTEXT)))
     assert not plan_pool(pool(), children, newer).details
     children = Observed(tuple(desired_engine(engine(), pool(), CONTEXT)))
@@ -115,8 +117,8 @@ def test_an_upgrade_of_the_operator_touches_nothing_that_is_as_before() -> None:
     [
         lambda: (pool("l1"), CONTEXT),
         lambda: (pool(uid="33333333-0000-4000-8000-000000000003"), CONTEXT),
-        lambda: (pool(), Context(**{**CONTEXT.__dict__, "credentials_revision": "keys-2"})),
-        lambda: (pool(), Context(**{**CONTEXT.__dict__, "hub_endpoint": "tcp://elsewhere:7700"})),
+        lambda: (pool(), replace(CONTEXT, credentials_revision="keys-2")),
+        lambda: (pool(), replace(CONTEXT, settings=Settings("epochkv-system", hub_endpoint="tcp://elsewhere:7700"))),
     ],
     ids=["tiers", "recreated-pool", "new-keys", "hub-moved"],
 )

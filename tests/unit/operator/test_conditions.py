@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import EngineView, WeightsView
 from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
-from epochkv_operator.planning.context import HubView, KeysView, Observed, Outlier, Problem, ReclaimView, WeightsGroup
+from epochkv_operator.planning.context import HubView, KeysView, Observed, Outlier, Problem, ReclaimView
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.pool import desired_pool
 from epochkv_operator.planning.status import engine_status, pool_status, weights_summary
@@ -558,11 +558,11 @@ def held(name: str, weights: str | None = A, **extra: Any) -> EngineView:
     return rank(name, weights=weights, **extra)
 
 
-def group(id: str, engines: int, seconds_ago: float = 0.0, label: str = "") -> WeightsGroup:
-    return WeightsGroup(id, engines, NOW - timedelta(seconds=seconds_ago), label)
+def group(id: str, engines: int, seconds_ago: float = 0.0, label: str = "") -> WeightsView:
+    return WeightsView(bytes.fromhex(id), label, engines, seconds_ago)
 
 
-def view(engines: Sequence[EngineView], groups: Sequence[WeightsGroup] = (), **more: Any) -> HubView:
+def view(engines: Sequence[EngineView], groups: Sequence[WeightsView] = (), **more: Any) -> HubView:
     return HubView(7, 7, engines, weights=groups, **more)
 
 
@@ -653,9 +653,9 @@ def test_times_are_written_once_whatever_clock_and_hub_come_after() -> None:
     """Ages are told anew with every look; a pool in which nothing changes is not written to."""
     first = status(LATE, {})
     later = NOW + timedelta(hours=1)
-    drifted = [replace(found, since=found.since + timedelta(seconds=2)) for found in LATE.weights]
+    drifted = [replace(found, since_seconds=found.since_seconds + 3598.0) for found in LATE.weights]
     assert status(replace(LATE, weights=drifted), first, later) == first
-    successor = [replace(found, since=later) for found in LATE.weights]  # a new hub has known them since it began
+    successor = [replace(found, since_seconds=0.0) for found in LATE.weights]  # a new hub has known them since it began
     assert status(replace(LATE, weights=successor), first, later) == first
     rolled_back = status(replace(LATE, weights=[group(A, 2)]), first, later)
     assert [found["id"] for found in rolled_back["weights"]] == [A]

@@ -13,7 +13,8 @@ from epochkv_operator.planning.pool import desired_pool
 from tests.support.planning import CONTEXT, ENGINE_SPECS, engine, one, pool, variables
 
 Json = dict[str, Any]
-EVERYTHING = replace(CONTEXT, served=frozenset({"LeaderWorkerSet", "PodMonitor"}), monitor_labels=(("release", "prometheus"),))
+LABELLED = replace(CONTEXT.settings, monitor_labels=(("release", "prometheus"),))
+EVERYTHING = replace(CONTEXT, settings=LABELLED, served=frozenset({"LeaderWorkerSet", "PodMonitor"}))
 SPANNING: Json = {"parallelism": {"tensor": 8, "pipeline": 2, "nodes": 4}}
 
 

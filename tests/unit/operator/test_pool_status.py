@@ -112,7 +112,7 @@ def test_pool_status_in_full() -> None:
     assert status["master"] == {"replicas": 1, "readyReplicas": 1, "address": "policy-master.rl.svc:50051"}
     assert status["store"]["selector"] == "app.kubernetes.io/component=store,epochkv.io/pool=policy"
     assert status["endpoints"] == {
-        "hub": CONTEXT.hub_endpoint,
+        "hub": CONTEXT.settings.endpoint,
         "master": "policy-master.rl.svc:50051",
         "configMap": "policy-connection",
         "secret": "policy-fence",

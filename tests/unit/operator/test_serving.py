@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import EngineView, WeightsView
 from epochkv_operator.api.base import Serve
 from epochkv_operator.kube.store import Store, affected, indexed, slim
 from epochkv_operator.planning.conditions import engine_health, pool_conditions
-from epochkv_operator.planning.context import Context, HubView, Observed, Serving, WeightsGroup
+from epochkv_operator.planning.context import Context, HubView, Observed, Serving
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.serving import Life, lives_of, serving
 from epochkv_operator.planning.status import pool_status
@@ -63,7 +63,7 @@ def look(pods: Sequence[Json], engines: Sequence[EngineView] | None, serve: Serv
     """`before`: by fingerprint."""
     named = {view.weights.hex() for view in engines or () if view.weights is not None}
     labels = {STEP_1: "step-1", **more.pop("labels", {})}
-    groups = [WeightsGroup(weights, 1, NOW, labels.get(weights, "")) for weights in sorted(named)]
+    groups = [WeightsView(bytes.fromhex(weights), labels.get(weights, ""), 1, 0.0) for weights in sorted(named)]
     lives: dict[str, Life] = {}
     for pod in pods:
         known: dict[str, Life] = {pod["metadata"]["uid"]: ("another", None)} if pod.get("x-ran") else {}
@@ -342,7 +342,9 @@ def test_only_pods_that_are_asked_for_have_the_gate() -> None:
     ours, theirs = {"conditionType": GATE}, {"conditionType": "example/own"}
     assert gates() is None
     assert gates(pool={"serve": {"weights": "Converged"}}) == [ours]
-    assert gates(replace(CONTEXT, gates=False), pool={"serve": {"weights": "Converged"}}) is None, "the operator may not open it"
+    assert gates(replace(CONTEXT, settings=replace(CONTEXT.settings, gates=False)), pool={"serve": {"weights": "Converged"}}) is None, (
+        "the operator may not open it"
+    )
     assert gates(pool={"serve": {"weights": "Converged"}}, engine={"serve": {}}) is None
     template = {"serve": {"weights": "step-1"}, "template": {"spec": {"readinessGates": [theirs]}}}
     assert gates(engine=template) == [theirs, ours]

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import EngineView, WeightsView
 from epochkv_operator.api.base import Serve
-from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Serving, WeightsGroup
+from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Serving
 from epochkv_operator.planning.serving import Life, lives_of, serving
 from tests.unit.operator.cluster_state import NOW
 
@@ -145,7 +145,7 @@ class World:
             self.differ_since = self.now
         engines = [msgspec.structs.replace(view, silent_seconds=self.now - at) for at, view in self.dead if self.now < at + LEASE]
         engines += map(self.view, live)
-        groups = [WeightsGroup(weights, 1, NOW) for weights in sorted({pod.holds for pod in live})]
+        groups = [WeightsView(bytes.fromhex(weights), "", 1, 0.0) for weights in sorted({pod.holds for pod in live})]
         overdue = self.differ_since is not None and self.now >= self.differ_since + PUSH_SECONDS
         return HubView(0, 0, engines, weights=groups, overdue=overdue, complete=self.now >= self.leads + LEASE)
 

@@ -50,7 +50,7 @@ IDS = {"runAsUser", "runAsGroup", "fsGroup"}
 @pytest.mark.parametrize(("default", "own", "fixed"), [("restricted", "platform", False), ("platform", "restricted", True)])
 def test_who_chooses_the_ids_of_pods(default: PodSecurity, own: str, fixed: bool) -> None:
     """Of an object's own choice; and of the operator's, where it makes none."""
-    context = replace(CONTEXT, pod_security=default)
+    context = replace(CONTEXT, settings=replace(CONTEXT.settings, pod_security=default))
     for said, ids in (({"podSecurity": own}, fixed), ({}, not fixed)):
         wanted = pool({"distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}, **said}}})
         made = desired_pool(wanted, context)

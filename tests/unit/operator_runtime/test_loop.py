@@ -7,15 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from epochkv_operator.control import leader as module
-from epochkv_operator.control.leader import LoopThread, WriteThroughCache
+from epochkv_fence import common
+from epochkv_fence.common import LoopThread
+from epochkv_operator.control.leader import WriteThroughCache
 from epochkv_operator.kube.client import Json, KubeClient, Unavailable
 from epochkv_operator.kube.store import Store, indexed
 
 
 @pytest.fixture
 def thread() -> Iterator[LoopThread]:
-    thread = LoopThread("test")
+    thread = LoopThread("test", 5.0)
     yield thread
     thread.stop()
     assert "test" not in {one.name for one in threading.enumerate()}
@@ -39,7 +40,7 @@ def test_calls_and_posts_keep_their_order(thread: LoopThread) -> None:
 
 
 def test_a_loop_that_stands_still_is_an_error_in_time(thread: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CALL_SECONDS", 0.1)
+    monkeypatch.setattr(common, "CALL_SECONDS", 0.1)
     late: list[str] = []
     thread.post(time.sleep, 1.0)
     with pytest.raises(TimeoutError):

@@ -7,7 +7,7 @@ import pytest
 
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, WeightsView
-from epochkv_operator.hub.service import PoolHistory, export, key_view, view_of
+from epochkv_operator.hub.service import PoolHistory, export, old_key_users, view_of
 from epochkv_operator.metrics import REGISTRY, forget_pool
 
 A, B = b"a" * 16, b"b" * 16
@@ -25,14 +25,14 @@ def test_what_was_removed_is_counted_per_reset() -> None:
         history.take(
             replace(EMPTY, target=target, published=published, reclaimed_keys=keys, reclaimed_bytes=num_bytes, reclaimed=reclaimed), 1e9
         )
-    view = view_of(replace(EMPTY, target=1, published=1), history, 1e9, 0.0)
+    view = view_of(replace(EMPTY, target=1, published=1), history, 0.0)
     assert view is not None
     assert (view.reclaim.epoch, view.reclaim.keys, view.reclaim.bytes) == (1, 7, 700)
     assert view.reclaim.completed is not None
     assert view.reclaim.completed.timestamp() == 1e9
     history.take(replace(EMPTY, target=2, published=1, reclaimed_keys=7, reclaimed_bytes=700, reclaimed=1), 2e9)
     history.take(replace(EMPTY, target=2, published=2, reclaimed_keys=9, reclaimed_bytes=800, reclaimed=2), 3e9)
-    view = view_of(replace(EMPTY, target=2, published=2), history, 1e9, 0.0)
+    view = view_of(replace(EMPTY, target=2, published=2), history, 0.0)
     assert view is not None
     assert (view.reclaim.epoch, view.reclaim.keys, view.reclaim.bytes) == (2, 2, 100)
 
@@ -45,18 +45,18 @@ def test_origin_weights_and_outliers() -> None:
         target=1,
         published=1,
         engines=[engine("first"), late, asleep, gone],
-        weights=[WeightsView(A, "step-3", 1, 30.0, 1), WeightsView(B, "", 1, 90.0, 1)],
+        weights=[WeightsView(A, "step-3", 1, 30.0), WeightsView(B, "", 1, 90.0)],
         diverged=[late],
         origin=Source.TRAINER,
     )
-    view = view_of(snapshot, PoolHistory(), 1e9, 0.0)
+    view = view_of(snapshot, PoolHistory(), 0.0)
     assert view is not None
     assert view.origin == "Trainer"
-    groups = [(group.id, group.label, group.engines, group.since.timestamp()) for group in view.weights]
-    assert groups == [(A.hex(), "step-3", 1, 1e9 - 30), (B.hex(), "", 1, 1e9 - 90)]
+    groups = [(group.id, group.label, group.engines, group.since_seconds) for group in view.weights]
+    assert groups == [(A.hex(), "step-3", 1, 30.0), (B.hex(), "", 1, 90.0)]
     assert [(outlier.name, outlier.holds, outlier.most_hold) for outlier in view.outliers] == [("late", B.hex(), A.hex())]
     assert [item.alive for item in view.engines] == [True, True, True, False]
-    assert view_of(replace(snapshot, leading=False), PoolHistory(), 1e9, 0.0) is None
+    assert view_of(replace(snapshot, leading=False), PoolHistory(), 0.0) is None
 
 
 def test_how_long_engines_differ_is_counted_over_whoever_differs() -> None:
@@ -66,7 +66,7 @@ def test_how_long_engines_differ_is_counted_over_whoever_differs() -> None:
 
     def overdue(snapshot: PoolSnapshot, now: float) -> bool:
         history.take(snapshot, 1e9, now)
-        view = view_of(snapshot, history, 1e9, now)
+        view = view_of(snapshot, history, now)
         assert view is not None
         return view.overdue
 
@@ -107,7 +107,7 @@ def test_while_an_engine_takes_weights_the_time_does_not_run() -> None:
 def test_who_holds_the_older_weights(engines: list[tuple[str, bytes, float, bool]], apart: list[str], older: list[str]) -> None:
     views = [engine(name, weights=weights, weights_since=since, pushed=pushed) for name, weights, since, pushed in engines]
     views += [engine("other", weights=B, fingerprint="tp4"), engine("gone", weights=b"c" * 16, alive=False)]
-    view = view_of(replace(EMPTY, engines=views, diverged=[one for one in views if one.engine in apart]), PoolHistory(), 1e9, 0.0)
+    view = view_of(replace(EMPTY, engines=views, diverged=[one for one in views if one.engine in apart]), PoolHistory(), 0.0)
     assert view is not None
     assert view.older == tuple(older)
 
@@ -135,5 +135,4 @@ def test_engines_by_state_and_those_that_differ_are_counted() -> None:
 def test_old_keys_are_named_while_there_are_two_and_their_users_live() -> None:
     engines = [engine("new"), engine("old", key_index=1), engine("dead", key_index=1, alive=False)]
     snapshot = replace(EMPTY, engines=engines)
-    assert key_view(snapshot, 3, 2).old_users == ("old",)
-    assert key_view(snapshot, 3, 1).old_users == ()
+    assert old_key_users(snapshot) == ("old",)
