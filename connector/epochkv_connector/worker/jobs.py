@@ -281,7 +281,7 @@ class Rank:
         self.store: StoreClient | None = None
         self.copy_threads: dict[str, CopyThread] = {}
         self.newest_epoch = -1
-        self.stopped = False
+        self.stopped = self.asleep = False
         self.counters = Counters()
         self.notices = Notices(logger)
         self.changed = threading.Condition()  # re-entrant: a store may answer inside the call that asks it
@@ -345,6 +345,12 @@ class Rank:
         """Refuse jobs from `shutdown` on."""
         if self.stopped:
             raise JobFailed("shutdown", "the engine shuts down")
+
+    def check_mapped(self) -> None:
+        """Refuse copies from `shutdown` on, and while the memory of KV is unmapped."""
+        self.check_running()
+        if self.asleep:
+            raise JobFailed("sleep", "the engine sleeps")
 
     def event(self) -> Any:
         """End of the work issued so far on the model's stream (None on CPU). Model-runner thread only."""
@@ -433,7 +439,7 @@ class LoadTasks:
 
     def _begin_piece(self, load: LoadTask) -> None:
         rank = self._rank
-        rank.check_running()
+        rank.check_mapped()
         with rank.changed:  # a deadline cannot come between asking the store and knowing the ticket
             if load.stage is not Stage.QUEUED:
                 return
@@ -472,7 +478,7 @@ class LoadTasks:
             raise JobFailed(f"store_{bad}", f"{missing} of {len(moves)} blocks were not read ({bad})")
 
     def _queue_scatter(self, load: LoadTask) -> None:
-        self._rank.check_running()
+        self._rank.check_mapped()
         self._rank.copy_threads["load"].submit(partial(self._scatter, load))
 
     def _scatter(self, load: LoadTask, stream: StagingStream) -> None:
@@ -602,7 +608,7 @@ class SaveTasks:
 
     def _begin(self, save: SaveTask) -> None:
         rank = self._rank
-        rank.check_running()
+        rank.check_mapped()
         rank.slots.check_free(move for move in save.job.moves if move.copy)
         rank.copy_threads["save"].submit(partial(self._gather, save))
 

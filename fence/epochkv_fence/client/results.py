@@ -10,7 +10,7 @@ from typing import Final, Literal
 from epochkv_fence.protocol.messages import EngineStatus, Status
 
 OnFailure = Literal["bypass", "crash"]
-State = Literal["sharing", "isolated", "own", "unknown", "behind"]
+State = Literal["sharing", "isolated", "own", "unknown", "asleep", "behind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,9 @@ class Engine:
         name: its pod, or its engine's name, with `/rank` above rank 0.
         epoch: highest epoch it acknowledged; None before the first.
         state: `sharing`: it shares the pool's KV with engines of equal weights. `unknown`: it does not know which weights it holds,
-            so it shares nothing, see `weights_note`. `own`: it can never know them, so it keeps its cache to itself. `isolated`: its
-            caches were reset alone, so it shares nothing before the next epoch. `behind`: not at the target yet.
+            so it shares nothing, see `weights_note`. `asleep`: vLLM has given the memory of weights or KV back. `own`: it can never
+            know its weights, so it keeps its cache to itself. `isolated`: its caches were reset alone, so it shares nothing before the
+            next epoch. `behind`: not at the target yet.
         old_epoch_requests: requests it still runs under an older epoch, each with the KV it already held.
         weights: digest of the weights that its ranks hold, 32 hex digits; empty: unknown.
         weights_note: why they are unknown.
@@ -66,7 +67,7 @@ class Engine:
             instance=status.instance.hex(),
             name=status.name(status.instance),
             epoch=status.epoch,
-            state=_state(status, target),
+            state="behind" if status.epoch is None or status.epoch < target else status.use,
             age_seconds=status.age_seconds,
             silent_seconds=status.silent_seconds,
             weights_since_s=status.since_seconds,
@@ -77,14 +78,6 @@ class Engine:
     def base_name(self) -> str:
         """Of all ranks of its pod or engine."""
         return self.pod or self.engine or self.instance[:8]
-
-
-def _state(status: EngineStatus, target: int) -> State:
-    if status.epoch is None or status.epoch < target:
-        return "behind"
-    if status.weights is None:
-        return "own" if status.tiers_off == "OwnCache" else "unknown"
-    return "isolated" if status.isolated else "sharing"
 
 
 @dataclass(frozen=True, slots=True)

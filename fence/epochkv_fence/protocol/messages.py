@@ -35,6 +35,8 @@ STAMP_KEY: Final = "epochkv"
 """In the `kv_transfer_params` of a request and of its answer: what the engine says of the answer's weights (`client.stamps`)."""
 UNKNOWN_WEIGHTS: Final = "unknown"
 """There, in the place of a digest."""
+ASLEEP: Final = "the engine sleeps"
+"""Why an engine that has unmapped memory does not know its weights."""
 MAX_KEPT: Final = 1_024
 """Different weights in one `Reclaim`."""
 CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -98,7 +100,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         engine, pod, namespace, rank: who this is; `pod` and `namespace` are empty outside of Kubernetes.
         old_epoch_requests: requests admitted under a root that is no longer current.
         isolated: this instance's caches were reset alone: it shares nothing before the next epoch.
-        weights: that its ranks hold; None: not known, and `weights_note` says why.
+        weights: that its ranks hold; None: not known, and `weights_note` says why: `ASLEEP` while vLLM has unmapped memory.
         pushed: this instance has reported others before: these are not those that it started with.
         tiers_off: why it cannot use its tiers, or not all of them, one of `TIER_REASONS`; a newer engine may have others. Empty: it can.
         tiers_note: the same in a sentence, with what to change.
@@ -118,6 +120,15 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     tiers_off: Name = ""
     tiers_note: Text = ""
     versions: Versions = {}
+
+    @property
+    def use(self) -> Literal["sharing", "isolated", "own", "unknown", "asleep"]:
+        """What it does with the pool's KV, once it is at the target."""
+        if self.weights is not None:
+            return "isolated" if self.isolated else "sharing"
+        if self.weights_note == ASLEEP:
+            return "asleep"
+        return "own" if self.tiers_off == "OwnCache" else "unknown"
 
     def report(self) -> dict[str, Any]:
         """The fields of the report alone, to be shown elsewhere."""

@@ -14,7 +14,7 @@ from epochkv_fence.protocol.messages import MAX_LABELS, EngineReport, Message, S
 
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
 RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
-EngineState = Literal["sharing", "isolated", "own", "unknown", "behind", "silent"]
+EngineState = Literal["sharing", "isolated", "own", "unknown", "asleep", "behind", "silent"]
 ENGINE_STATES: Final[tuple[EngineState, ...]] = get_args(EngineState)
 
 
@@ -112,9 +112,7 @@ class EngineView(EngineReport, frozen=True):
             return "silent"
         if not self.converged:
             return "behind"
-        if self.weights is None:
-            return "own" if self.tiers_off == "OwnCache" else "unknown"
-        return "isolated" if self.isolated else "sharing"
+        return self.use
 
 
 @dataclass(frozen=True, slots=True)
