@@ -50,6 +50,9 @@ ROWS: dict[str, Entry] = {
         late("found", package="bench.families"),
     ),
     "wide": Entry("two data-parallel ranks with experts: decode step, first token, pushes / stock vLLM", 240, late("wide")),
+    "rollouts": Entry(
+        "rollouts after a push on four engines: prefill with and without warm, bytes and hits by save policy", 240, late("rollouts")
+    ),
     "decode": Entry("decode throughput with the connector and no hits / without connector", 180, late("decode")),
 }
 

@@ -24,7 +24,7 @@ from epochkv_connector.engine.interface import (
 from epochkv_connector.guard import Guard
 from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats, Reporter
-from epochkv_connector.weights.rank import held_by
+from epochkv_connector.weights.rank import check_settled, held_by
 from epochkv_connector.wire import RankLayout, StepMetadata, WorkerReport
 from epochkv_connector.worker.role import JobRunner, WorkerRole, build_runner
 from epochkv_fence.connection import ConfigurationError
@@ -169,8 +169,13 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ worker role
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Lay out the host region over the KV tensors; an engine that cannot be staged refuses every job."""
-        rank = describe.worker_rank(self._vllm_config)
+        """Lay out the host region over the KV tensors; an engine that cannot be staged refuses every job.
+
+        Other tensors than before, as after a sleep: it is laid out anew, and what it held is a miss.
+        """
+        rank, before = describe.worker_rank(self._vllm_config), self._worker
+        if before is not None:
+            self._guard.run("worker.shutdown", before.retire, lambda: None)
 
         def build() -> JobRunner | None:
             config = self._epochkv_config
@@ -181,7 +186,22 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if runner is not None:
             held.runners.add(runner)
         held.layout = runner.layout if runner is not None else RankLayout(refusal=self._guard.first.get("register_kv_caches", ""))
-        self._worker = WorkerRole(rank, runner, self._guard.note, compare=held.compare, begin=held.begin, adapters=held.adapters)
+        if before is not None:
+            before.runner = runner
+        else:
+            self._worker = WorkerRole(rank, runner, self._guard.note, compare=held.compare, begin=held.begin, adapters=held.adapters)
+
+    def unregister_kv_caches(self) -> None:
+        """The memory of KV is about to be unmapped (vLLM 0.33). Whoever does not come by the executor has not ended our copies yet.
+
+        Raises:
+            RuntimeError: copies still run.
+        """
+        check_settled(held_by(self._engine_id).settle_for_sleep())
+
+    def restore_kv_caches(self) -> None:
+        """It is mapped again, at the same addresses."""
+        held_by(self._engine_id).woken()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A new step."""

@@ -382,7 +382,7 @@ class SchedulerRole:
         if self._own is not None:
             watch.keep_own(self._own.why, asks=self._own.asks)
         if core is not None and scheduler is not None:
-            join(core, scheduler, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
+            join(core, scheduler, ranks, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
         if scheduler is not None:
             self.stamps.join(scheduler, self._guard)
         self._guard.run("weights", watch.before_schedule, weights.break_off)

@@ -22,6 +22,8 @@ UNMAPPING = ("sleep", "discard")
 """Calls that take the memory of KV from under copies. From 0.33 on vLLM also tells connectors (`unregister_kv_caches`), on the rank, when
 another rank may have gone on already; here all ranks have ended their copies before one begins.
 """
+MEMORY = frozenset(("weights", "kv_cache"))
+"""vLLM's tags of what it unmaps."""
 MIN_RING_SECONDS = 0.05
 """A busy engine takes its inputs between steps, and looks with its next step anyway."""
 
@@ -31,17 +33,21 @@ def _nobody(*_: Any, **__: Any) -> list[Any]:
 
 
 class EngineRanks:
-    """The ranks behind an executor of vLLM (`watch.Ranks`); None: a scheduler without an engine, which can ask nobody."""
+    """The ranks behind an executor of vLLM (`watch.Ranks`); None: a scheduler without an engine, which can ask nobody.
+
+    Attributes:
+        unmapped: memory of theirs that a call has unmapped, from before it begins (vLLM's own word comes after it) until one has mapped it.
+    """
 
     def __init__(self, executor: Any | None, engine_id: str) -> None:
         self._executor = executor
         self._rpc = _nobody if executor is None else executor.collective_rpc  # as it was before `join` put the watch in front of it
         self._held = rank.held_by(engine_id)
+        self.unmapped: frozenset[str] = frozenset()
 
     @property
     def asleep(self) -> bool:
-        """vLLM says so itself."""
-        return bool(getattr(self._executor, "is_sleeping", False))
+        return bool(self.unmapped)
 
     @property
     def num_writes(self) -> int:
@@ -72,11 +78,13 @@ class EngineRanks:
         self._rpc(rank.end_device_work)
 
 
-def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: Callable[[Callable[[], None]], None]) -> None:
+def join(
+    core: Any, scheduler: Any, ranks: EngineRanks, watch: Watch, adapters: Adapters, guarded: Callable[[Callable[[], None]], None]
+) -> None:
     """Put the watches in front of the executor's calls and the scheduler's steps.
 
     Args:
-        core: vLLM's EngineCore, whose executor is there already.
+        core: vLLM's EngineCore, whose executor is there already; `ranks` are that executor's.
         guarded: runs what must not raise into vLLM.
     """
     executor = core.model_executor
@@ -94,18 +102,25 @@ def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: C
             return _calling_adapters(adapters, call, method, args, kwargs, guarded)
         guarded(adapters.suspect_all)
         guarded(lambda: watch.calling(method))
-        alarm.set()
-        if method in UNMAPPING:
-            late = sum(call(rank.settle_for_sleep))
-            if late:
-                raise RuntimeError(f"EpochKV: {late} copies of KV blocks still run, so their memory cannot be unmapped; sleep later")
-        failed = True
+        before, failed = ranks.unmapped, True
+        tags = _tags(args, kwargs) if method in (*UNMAPPING, "wake_up") else frozenset()
         try:
+            if method in UNMAPPING:
+                ranks.unmapped = before | tags
+                if "kv_cache" in tags:
+                    rank.check_settled(sum(call(rank.settle_for_sleep)))
             answer = call(method, *args, **kwargs)
             failed = False
+            if method == "wake_up":
+                ranks.unmapped = before - tags
             return answer
         finally:
+            if failed:
+                ranks.unmapped = before
+            if "kv_cache" in tags - ranks.unmapped:
+                guarded(lambda: call(rank.woken))
             guarded(lambda: watch.called(idle=not scheduler.has_requests(), failed=failed))
+            alarm.set()
 
     executor.collective_rpc = collective_rpc
     schedule = scheduler.schedule
@@ -128,6 +143,17 @@ def join(core: Any, scheduler: Any, watch: Watch, adapters: Adapters, guarded: C
     alarm.listen()
 
 
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument that a call of the executor's has for the workers."""
+    return next(iter(kwargs.get("args") or (args[1] if len(args) > 1 else ())), None)
+
+
+def _tags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    """The memory that a call is about: all where it does not say."""
+    tags = (kwargs.get("kwargs") or {}).get("tags") or _first(args, kwargs)
+    return frozenset(tags) if tags and isinstance(tags, list | tuple) else MEMORY
+
+
 def _calling_adapters(
     adapters: Adapters,
     call: Callable[..., Any],
@@ -139,7 +165,7 @@ def _calling_adapters(
     """A call that leaves the weights of the model alone; it may load, replace or unload an adapter."""
     if method not in ADAPTER_CALLS:
         return call(method, *args, **kwargs)
-    what = next(iter(kwargs.get("args") or (args[1] if len(args) > 1 else ())), None)
+    what = _first(args, kwargs)
     guarded(lambda: adapters.calling(method, what))
     try:
         done = call(method, *args, **kwargs)

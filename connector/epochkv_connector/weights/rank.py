@@ -206,6 +206,7 @@ class Copies(Protocol):
     """`worker.role.JobRunner`."""
 
     def settle_for_sleep(self, timeout: float) -> int: ...
+    def woken(self) -> None: ...
     def put_settled(self) -> None: ...
 
 
@@ -282,6 +283,15 @@ class Held:
     layout: RankLayout = field(default_factory=RankLayout)
     adapters: HeldAdapters = field(default_factory=HeldAdapters)
     runners: weakref.WeakSet[Copies] = field(default_factory=weakref.WeakSet)
+
+    def settle_for_sleep(self) -> int:
+        """End the copies: sleep unmaps the memory under them. None begins before `woken`. How many still run after the deadline."""
+        return sum(runner.settle_for_sleep(SLEEP_SECONDS) for runner in self.runners)
+
+    def woken(self) -> None:
+        """The memory of KV is mapped."""
+        for runner in self.runners:
+            runner.woken()
 
     def forget(self) -> None:
         """Nothing is known any more."""
@@ -513,8 +523,19 @@ def end_device_work(worker: Any) -> bool:
 
 
 def settle_for_sleep(worker: Any) -> int:
-    """End this rank's copies: sleep unmaps the memory under them. How many still run after the deadline."""
-    return sum(runner.settle_for_sleep(SLEEP_SECONDS) for runner in _of(worker).runners)
+    """`Held.settle_for_sleep`."""
+    return _of(worker).settle_for_sleep()
+
+
+def check_settled(late: int) -> None:
+    """Raises RuntimeError where copies run that were to end before memory is unmapped."""
+    if late:
+        raise RuntimeError(f"EpochKV: {late} copies of KV blocks still run, so their memory cannot be unmapped; sleep later")
+
+
+def woken(worker: Any) -> None:
+    """`Held.woken`."""
+    _of(worker).woken()
 
 
 def _synchronize() -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from epochkv_connector.weights.domain import TOLD_BYTES, Peers, domain_digest
+from epochkv_fence.protocol.messages import ASLEEP
 
 logger = logging.getLogger("vllm.epochkv.weights")
 
@@ -53,7 +54,6 @@ SHOWN_DIGITS = 8
 STARTED = "a weight update was started and is not finished"
 WRITING = "they are being written"
 ENCODING = "outputs of the encoder that was there before are in use still"
-ASLEEP = "the engine sleeps"
 NO_PASS = "no step of all data-parallel ranks has told yet what they hold"
 CHANGED = "data-parallel ranks hold other weights"
 MIXED = b""
@@ -97,7 +97,7 @@ class Ranks(Protocol):
 
     @property
     def asleep(self) -> bool:
-        """Memory of weights may be unmapped."""
+        """Memory of weights or KV is unmapped, or may be."""
 
     @property
     def num_writes(self) -> int:
@@ -259,7 +259,9 @@ class Watch:
             self.suspect("a call on the workers has failed")
         elif self._why_own is not None:  # no sample may tell of what was written after a step that ran beside the call
             self.suspect("a call on the workers has ended")
-        if idle and self.pending and self._clock() >= max(self._digest_at, self._digested_at + PAUSE_SECONDS):
+        if self._ranks.asleep:
+            self._set(None, ASLEEP)
+        elif idle and self.pending and self._clock() >= max(self._digest_at, self._digested_at + PAUSE_SECONDS):
             if long:
                 self.told = (None, WRITING)  # as heartbeats may have said
             self._digest()

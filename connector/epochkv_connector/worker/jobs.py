@@ -285,7 +285,7 @@ class Rank:
         self.store: StoreClient | None = None
         self.copy_threads: dict[str, CopyThread] = {}
         self.newest_epoch = -1
-        self.stopped = False
+        self.stopped = self.asleep = False
         self.counters = Counters()
         self.notices = Notices(logger)
         self.changed = threading.Condition()  # re-entrant: a store may answer inside the call that asks it
@@ -349,6 +349,12 @@ class Rank:
         """Refuse jobs from `shutdown` on."""
         if self.stopped:
             raise JobFailed("shutdown", "the engine shuts down")
+
+    def check_mapped(self) -> None:
+        """Refuse copies from `shutdown` on, and while the memory of KV is unmapped."""
+        self.check_running()
+        if self.asleep:
+            raise JobFailed("sleep", "the engine sleeps")
 
     def event(self) -> Any:
         """End of the work issued so far on the model's stream (None on CPU). Model-runner thread only."""
@@ -446,7 +452,7 @@ class LoadTasks:
 
     def _begin_piece(self, load: LoadTask) -> None:
         rank = self._rank
-        rank.check_running()
+        rank.check_mapped()
         with rank.changed:  # a deadline cannot come between asking the store and knowing the ticket
             if load.stage is not Stage.QUEUED:
                 return
@@ -636,7 +642,7 @@ class SaveTasks:
 
     def _begin(self, save: SaveTask) -> None:
         rank = self._rank
-        rank.check_running()
+        rank.check_mapped()
         rank.slots.check_free(move for move in save.job.moves if move.copy)
         rank.copy_threads["save"].submit(partial(self._gather, save))
 

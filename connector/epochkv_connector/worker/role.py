@@ -12,9 +12,8 @@ followed by `Phase.RELEASED`.
 vLLM asks for results and for acknowledgements in two calls, and an idle in-process engine collects acknowledgements between
 steps. So everything that the runner reports is kept in `WorkerRole` until the call that it belongs to.
 
-vLLM's sleep unmaps the memory of the KV blocks that copies read or write, and no version of it tells a connector of sleep.
-`weights.executor` intercepts the executor's `sleep` and first asks every rank, in the rank's own process and on the thread that will
-run it (`settle_for_sleep`).
+vLLM's sleep unmaps the memory of the KV blocks that copies read or write. `weights.executor` intercepts the executor's call and first
+asks every rank, in the rank's own process and on the thread that will run it (`settle_for_sleep`). vLLM 0.33 tells connectors, too.
 """
 
 from __future__ import annotations
@@ -201,7 +200,7 @@ class JobRunner:
         return self._saves.wait_copied(timeout)
 
     def settle_for_sleep(self, timeout: float) -> int:
-        """The memory of GPU blocks is about to be unmapped: end every copy, and let none begin. Model-runner thread.
+        """The memory of GPU blocks is about to be unmapped: end every copy, and let none begin before `woken`. Model-runner thread.
 
         Loads fail. Saves are copied; those that are not after `timeout` seconds fail.
 
@@ -209,9 +208,10 @@ class JobRunner:
             Copies that still run: the memory must stay mapped unless it is 0.
         """
         deadline = time.monotonic() + timeout
+        self._saves.wait_copied(remaining(deadline))
+        self._rank.asleep = True
         self._loads.fail_open("sleep", "the engine goes to sleep")
-        if not self._saves.wait_copied(remaining(deadline)):
-            self._saves.fail_waiting("sleep", "the engine goes to sleep before it was copied")
+        self._saves.fail_waiting("sleep", "the engine goes to sleep before it was copied")
 
         def left() -> int:
             return len(self._rank.tasks(LoadTask, Stage.COPYING)) + len(self._saves.holding())
@@ -219,6 +219,10 @@ class JobRunner:
         with self._rank.changed:
             self._rank.changed.wait_for(lambda: not left(), remaining(deadline))
             return left()
+
+    def woken(self) -> None:
+        """The memory of GPU blocks is mapped: copies may begin."""
+        self._rank.asleep = False
 
 
 def slot_count(config: ConnectorConfig, slot_bytes: int, num_ranks: int) -> int:
@@ -432,6 +436,12 @@ class WorkerRole:
             self._unended = {*self._pending.loads, *self._pending.saves}
             with contextlib.suppress(Exception):  # it has raised before; what it cannot end is refused below
                 self._broken.shutdown(REFUSE_SECONDS)
+        self._collect()
+
+    def retire(self) -> None:
+        """Another runner follows, over other KV tensors: this one answers all that is pending, and its host region goes."""
+        self.refuse(StepMetadata())
+        self._broken, self._unended = None, set()
         self._collect()
 
     def results(self) -> tuple[set[str], set[str]]:

@@ -85,8 +85,7 @@ def _weights(found: WeightsReport) -> str:
 
 def _counted(states: Sequence[str]) -> str:
     words = [("sharing", "in use"), ("isolated", "isolated"), ("unknown", "of unknown weights"), ("behind", "behind")]
-    if "own" in states:
-        words.append(("own", "with a cache of its own"))
+    words += [(state, word) for state, word in (("asleep", "asleep"), ("own", "with a cache of its own")) if state in states]
     return ", ".join(f"{states.count(state)} {word}" for state, word in words)
 
 

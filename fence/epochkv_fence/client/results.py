@@ -22,8 +22,9 @@ class Engine:
         name: its pod, or its engine's name, with `/rank` above rank 0.
         epoch: highest epoch it acknowledged; None before the first.
         state: `sharing`: it shares the pool's KV with engines of equal weights. `unknown`: it does not know which weights it holds,
-            so it shares nothing, see `weights_note`. `own`: it can never know them, so it keeps its cache to itself. `isolated`: its
-            caches were reset alone, so it shares nothing before the next epoch. `behind`: not at the target yet.
+            so it shares nothing, see `weights_note`. `asleep`: vLLM has given the memory of weights or KV back. `own`: it can never
+            know its weights, so it keeps its cache to itself. `isolated`: its caches were reset alone, so it shares nothing before the
+            next epoch. `behind`: not at the target yet.
         old_epoch_requests: requests it still runs under an older epoch, each with the KV it already held.
         weights: digest of the weights that its ranks hold, 32 hex digits; empty: unknown.
         weights_note: why they are unknown.

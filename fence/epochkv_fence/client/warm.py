@@ -17,8 +17,8 @@ from epochkv_fence.protocol.messages import STAMP_KEY
 
 Prompt = str | Sequence[int]
 WARM_SECONDS: Final = 120.0
-AT_ONCE: Final = 8
 POLL_SECONDS: Final = 0.1
+ASKED: Final = {STAMP_KEY: {"stamp": True, "stored": True, "save": "Prompts"}}
 
 
 class WarmFailed(PoolError):
@@ -44,7 +44,7 @@ class Warmed:
 
 def warm(
     prompts: Iterable[Prompt],
-    url: str,
+    engine: Any,
     *,
     model: str | None = None,
     timeout_s: float = WARM_SECONDS,
@@ -54,7 +54,8 @@ def warm(
 
     Args:
         prompts: texts, or token ids.
-        url: of the engine's OpenAI server, such as `http://rollout:8000`. `VLLM_API_KEY` of the environment is its key.
+        engine: URL of its OpenAI server, such as `http://rollout:8000`, whose key is `VLLM_API_KEY` of the environment; or vLLM's `LLM`, in
+            whose process this runs.
         model: as the server calls it; None: the first that it serves.
         timeout_s: for all of them.
         progress: told how many prompts are done.
@@ -62,56 +63,73 @@ def warm(
     Raises:
         WarmFailed: one is not in L2 in time, the engine has no L2 or no connector of ours, or it cannot be reached.
     """
-    server = _Server(url.rstrip("/"), time.monotonic() + timeout_s)
-    server.model = model or server.first_model()
+    deadline = time.monotonic() + timeout_s
+    one = _Server(engine.rstrip("/"), deadline, model) if isinstance(engine, str) else _InProcess(engine)
     done: list[tuple[int, int, str]] = []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for one in pool.map(server.warm, prompts):
-            done.append(one)
+    with ThreadPoolExecutor(one.at_once) as pool:
+        for found in pool.map(lambda prompt: _warm(one, prompt, deadline), prompts):
+            done.append(found)
             progress(len(done))
-    weights = {one for _, _, one in done}
-    return Warmed(len(done), sum(one[0] for one in done), sum(one[1] for one in done), weights.pop() if len(weights) == 1 else "")
+    weights = {made for _, _, made in done}
+    return Warmed(len(done), sum(each[0] for each in done), sum(each[1] for each in done), weights.pop() if len(weights) == 1 else "")
+
+
+def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float) -> tuple[int, int, str]:
+    """(tokens in L2, tokens that were computed, weights). Asks again until the engine says that L2 holds all that it can."""
+    computed: int | None = None
+    while True:
+        num_tokens, params = engine.ask(prompt if isinstance(prompt, str) else list(prompt))
+        said = (params or {}).get(STAMP_KEY) or {}
+        if "storable_tokens" not in said:
+            raise WarmFailed(f"{engine.name} does not say what L2 holds: it runs without the connector of this version of EpochKV")
+        if computed is None:
+            computed = num_tokens - sum(said["cached_tokens"].values())
+        stored, storable, made = said["stored_tokens"], said["storable_tokens"], said["tokens"]
+        if storable == 0:
+            raise WarmFailed(f"{engine.name} can store nothing of a prompt of {num_tokens} tokens: it has no L2, or no whole block")
+        if stored == storable:
+            return stored, computed, made[-1]["weights"] if made else ""
+        if time.monotonic() > deadline - POLL_SECONDS:
+            raise WarmFailed(f"{engine.name}: L2 holds {stored} of {storable} tokens of a prompt, and the time is over")
+        time.sleep(POLL_SECONDS)
+
+
+class _InProcess:
+    """vLLM's `LLM`, which answers one at a time."""
+
+    name, at_once = "the engine", 1
+
+    def __init__(self, llm: Any) -> None:
+        self._llm, self._params = llm, llm.get_default_sampling_params()
+        self._params.max_tokens, self._params.temperature, self._params.detokenize = 1, 0.0, False
+        self._params.extra_args = {"kv_transfer_params": ASKED}
+
+    def ask(self, prompt: str | list[int]) -> tuple[int, Any]:
+        asked = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        (answer,) = self._llm.generate([asked], self._params, use_tqdm=False)
+        return len(answer.prompt_token_ids), answer.kv_transfer_params
 
 
 class _Server:
-    def __init__(self, url: str, deadline: float) -> None:
-        self.url, self.model, self._deadline = url, "", deadline
+    at_once = 8
 
-    def first_model(self) -> str:
-        return str(self._ask("/v1/models")["data"][0]["id"])
+    def __init__(self, url: str, deadline: float, model: str | None) -> None:
+        self.name, self._deadline = url, deadline
+        self._model = model or str(self._ask("/v1/models")["data"][0]["id"])
 
-    def warm(self, prompt: Prompt) -> tuple[int, int, str]:
-        """(tokens in L2, tokens that were computed, weights). Asks again until the engine says that L2 holds all that it can."""
-        tokens = prompt if isinstance(prompt, str) else list(prompt)
-        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "detokenize": False}
-        computed: int | None = None
-        while True:
-            answer = self._ask(
-                "/v1/completions", {**body, "kv_transfer_params": {STAMP_KEY: {"stamp": True, "stored": True, "save": "Prompts"}}}
-            )
-            said = (answer.get("kv_transfer_params") or {}).get(STAMP_KEY) or {}
-            if "storable_tokens" not in said:
-                raise WarmFailed(f"{self.url} does not say what L2 holds: it runs without the connector of this version of EpochKV")
-            num_tokens = int(answer["usage"]["prompt_tokens"])
-            if computed is None:
-                computed = num_tokens - sum(said["cached_tokens"].values())
-            stored, storable, made = said["stored_tokens"], said["storable_tokens"], said["tokens"]
-            if storable == 0:
-                raise WarmFailed(f"{self.url} can store nothing of a prompt of {num_tokens} tokens: it has no L2, or no whole block")
-            if stored == storable:
-                return stored, computed, made[-1]["weights"] if made else ""
-            if time.monotonic() > self._deadline - POLL_SECONDS:
-                raise WarmFailed(f"{self.url}: L2 holds {stored} of {storable} tokens of a prompt, and the time is over")
-            time.sleep(POLL_SECONDS)
+    def ask(self, prompt: str | list[int]) -> tuple[int, Any]:
+        body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "detokenize": False, "kv_transfer_params": ASKED}
+        answer = self._ask("/v1/completions", body)
+        return int(answer["usage"]["prompt_tokens"]), answer.get("kv_transfer_params")
 
     def _ask(self, path: str, body: Any = None) -> Any:
         key = os.environ.get("VLLM_API_KEY", "")
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        request = urllib.request.Request(self.url + path, None if body is None else json.dumps(body).encode(), headers)
+        request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=max(0.1, self._deadline - time.monotonic())) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            raise WarmFailed(f"{self.url}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None
+            raise WarmFailed(f"{self.name}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None
         except (OSError, ValueError) as error:
-            raise WarmFailed(f"{self.url}{path}: {error}") from None
+            raise WarmFailed(f"{self.name}{path}: {error}") from None

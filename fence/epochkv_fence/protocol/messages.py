@@ -35,6 +35,8 @@ STAMP_KEY: Final = "epochkv"
 """In the `kv_transfer_params` of a request and of its answer: what the engine says of the answer's weights (`client.stamps`)."""
 UNKNOWN_WEIGHTS: Final = "unknown"
 """There, in the place of a digest."""
+ASLEEP: Final = "the engine sleeps"
+"""Why an engine that has unmapped memory does not know its weights."""
 MAX_KEPT: Final = 1_024
 """Different weights in one `Reclaim`."""
 CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -91,7 +93,7 @@ class WireError(ValueError):
         self.text = text
 
 
-SharingState = Literal["sharing", "isolated", "own", "unknown", "behind"]
+SharingState = Literal["sharing", "isolated", "own", "unknown", "asleep", "behind"]
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +103,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         engine, pod, namespace, rank: who this is; `pod` and `namespace` are empty outside of Kubernetes.
         old_epoch_requests: requests admitted under a root that is no longer current.
         isolated: this instance's caches were reset alone: it shares nothing before the next epoch.
-        weights: that its ranks hold; None: not known, and `weights_note` says why.
+        weights: that its ranks hold; None: not known, and `weights_note` says why: `ASLEEP` while vLLM has unmapped memory.
         pushed: this instance has reported others before: these are not those that it started with.
         tiers_off: why it cannot use its tiers, or not all of them, one of `TIER_REASONS`; a newer engine may have others. Empty: it can.
         tiers_note: the same in a sentence, with what to change.
@@ -130,9 +132,11 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         """What a live engine shares, in one word. `behind`: it is not at the target epoch."""
         if behind:
             return "behind"
-        if self.weights is None:
-            return "own" if self.tiers_off == "OwnCache" else "unknown"
-        return "isolated" if self.isolated else "sharing"
+        if self.weights is not None:
+            return "isolated" if self.isolated else "sharing"
+        if self.weights_note == ASLEEP:
+            return "asleep"
+        return "own" if self.tiers_off == "OwnCache" else "unknown"
 
     def name(self, instance: bytes) -> str:
         """What people call it: its pod, or its engine's name, with `/rank` above rank 0."""

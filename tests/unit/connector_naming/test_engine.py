@@ -11,8 +11,9 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from epochkv_connector.weights import rank, watch
 from epochkv_connector.weights.adapters import Adapters
-from epochkv_connector.weights.executor import EngineRanks, join
+from epochkv_connector.weights.executor import MEMORY, EngineRanks, join
 from epochkv_connector.weights.watch import QUIET_SECONDS, Watch
+from epochkv_fence.protocol.messages import ASLEEP
 
 LONG = 10.0
 
@@ -93,7 +94,7 @@ class Joined:
         self.core = core(self.executor, self.scheduler)
         self.ranks = EngineRanks(self.executor, "an engine of this test")
         self.watch = Watch(self.ranks, self, 1, time.monotonic)
-        join(self.core, self.scheduler, self.watch, Adapters(self.ranks, 1, time.monotonic), lambda work: work())
+        join(self.core, self.scheduler, self.ranks, self.watch, Adapters(self.ranks, 1, time.monotonic), lambda work: work())
         self.watch.before_schedule()
         self.watch._digest_at = 0.0  # a machine that stood still during the first look owes the next one no pause
         self.executor.calls.clear()
@@ -120,7 +121,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joined]:
     monkeypatch.setattr(watch, "PAUSE_SECONDS", 1e6)
     made = Joined()
     yield made
-    made.executor.is_sleeping = True  # else its alarm rings on
+    made.ranks.unmapped = MEMORY  # else its alarm rings on
 
 
 def test_a_call_that_fails_still_raises_and_is_looked_at(joined: Joined) -> None:
@@ -145,6 +146,20 @@ def test_sleep_is_refused_while_copies_still_run(joined: Joined) -> None:
         joined.executor.sleep(1)
     assert "sleep" not in joined.executor.calls
     assert joined.watch.pending
+    assert joined.executor.calls[-1] == "woken", "ranks that have ended theirs copy again"
+
+
+def test_nobody_looks_from_sleep_to_the_last_wake_up(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM says that it sleeps when the call has returned, which is too late for who looks when it returns."""
+    monkeypatch.setattr(watch, "PAUSE_SECONDS", 0.0)
+    joined.executor.sleep(1)
+    joined.executor.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
+    joined.executor.collective_rpc("update_weights")
+    assert joined.watch.told == (None, ASLEEP)
+    assert not {"digest_weights", "woken"} & set(joined.executor.calls)
+    joined.executor.collective_rpc("wake_up", args=(["kv_cache"],))
+    assert joined.executor.calls[-3:] == ["wake_up", "woken", "digest_weights"]
+    assert joined.watch.value is not None
 
 
 # ---------------------------------------------------------------------------------------------- idle engines

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.weights.watch import ASLEEP, IDLE_SECONDS, QUIET_SECONDS, STARTED, WRITING, fold
+from epochkv_connector.weights.watch import IDLE_SECONDS, QUIET_SECONDS, STARTED, WRITING, fold
+from epochkv_fence.protocol.messages import ASLEEP
 from tests.unit.connector_naming.watch_world import World, digest_of, digest_of_one
 
 

@@ -15,18 +15,18 @@ from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig
 
 
 class SlowCopies:
-    """Every copy to the host says that it began and waits to be let on."""
+    """Every copy in one direction (`gather`: to the host) says that it began and waits to be let on."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, direction: str = "gather") -> None:
         self.began, self.go_on = threading.Event(), threading.Event()
-        gather = StagingStream.gather
+        copy = getattr(StagingStream, direction)
 
         def slow(*args: Any) -> None:
             self.began.set()
             assert self.go_on.wait(10)
-            gather(*args)
+            copy(*args)
 
-        monkeypatch.setattr(StagingStream, "gather", slow)
+        monkeypatch.setattr(StagingStream, direction, slow)
 
 
 def test_a_settled_step_begins_when_copies_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +101,29 @@ def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest
     assert rig.until_acked(2, Phase.LOADED).failed
     assert not rig.kv.any()
     assert rig.worker.stats()["load_failed_sleep"] == 1
+
+
+def test_a_load_in_pieces_ends_with_the_piece_that_sleep_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next piece would be copied to memory that is gone. After the wake-up, loads are copied again."""
+    store = ObedientStore()
+    rig = Rig(store)
+    copies = SlowCopies(monkeypatch, "scatter")
+    rig.step(saves=[save(1, [move(3, 0, 30), move(4, 1, 31)], NAMESPACE)])
+    assert not rig.until_acked(1, Phase.STORED).failed
+    rig.kv[:, 8:10] = 0
+    rig.step(loads=[load(2, [move(8, 2, 30, Tier.STORE), move(9, 2, 31, Tier.STORE)], NAMESPACE)])
+    assert copies.began.wait(10)
+    threading.Timer(0.2, copies.go_on.set).start()
+    assert rig.worker.settle_for_sleep(10) == 0
+    assert rig.until_acked(2, Phase.LOADED).failed
+    assert rig.kv[:, 8].any()
+    assert not rig.kv[:, 9].any(), "the piece behind it"
+    rig.step(loads=[load(3, [move(8, 0, 30)])])
+    assert rig.until_acked(3, Phase.LOADED).failed, "it sleeps"
+    rig.worker.woken()
+    rig.step(loads=[load(4, [move(9, 1, 31)])])
+    assert not rig.until_acked(4, Phase.LOADED).failed
+    assert rig.worker.stats()["load_failed_sleep"] == 2
 
 
 def test_sleep_is_told_of_copies_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:

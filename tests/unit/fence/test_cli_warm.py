@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +63,29 @@ def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str]) -> N
     assert warm(["a", [1, 2, 3]], engine[1], progress=done.append) == Warmed(2, 256, 260, "ab" * 16)
     assert engine[0].asked == {'"a"': 3, "[1, 2, 3]": 3}
     assert done == [1, 2]
+
+
+def test_an_engine_in_this_process() -> None:
+    class Llm:
+        """As vLLM's, which has 100 tokens of the second question cached, and all of it in L2."""
+
+        def __init__(self) -> None:
+            self.asked: list[Any] = []
+
+        def get_default_sampling_params(self) -> Any:
+            return SimpleNamespace(max_tokens=16, temperature=1.0)
+
+        def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+            assert (params.max_tokens, params.temperature, use_tqdm) == (1, 0.0, False)
+            assert params.extra_args["kv_transfer_params"]["epochkv"] == {"stamp": True, "stored": True, "save": "Prompts"}
+            again = prompts[0] in self.asked
+            self.asked.append(prompts[0])
+            said = {"tokens": MADE, "cached_tokens": {"gpu": 100 * again}, "stored_tokens": 128 * again, "storable_tokens": 128}
+            return [SimpleNamespace(prompt_token_ids=[0] * 130, kv_transfer_params={"epochkv": said})]
+
+    llm = Llm()
+    assert warm(["a", [1, 2, 3]], llm) == Warmed(2, 256, 260, "ab" * 16)
+    assert llm.asked == ["a", "a", {"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [1, 2, 3]}]
 
 
 def test_an_engine_that_never_gets_there(engine: tuple[type[Engine], str]) -> None:

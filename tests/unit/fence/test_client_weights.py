@@ -22,6 +22,7 @@ from epochkv_fence.client import (
 )
 from epochkv_fence.client.results import outliers, report
 from epochkv_fence.net.agent import EngineIdentity
+from epochkv_fence.protocol.messages import ASLEEP
 from hack.waiting import eventually
 from tests.support.fence import NEW, OLD, OTHER, Running, engine_with, push
 from tests.support.hub import HubWorld, Switch, hub_world
@@ -174,6 +175,8 @@ def test_an_engine_of_unknown_weights_is_named_with_its_note(world: HubWorld) ->
     assert str(error).endswith("engine-2 does not. Now 0a0a0a0a: engine-0, engine-1; unknown: engine-2 (asleep)")
     (sleeper,) = [engine for engine in pool.engines() if not engine.weights]
     assert (sleeper.name, sleeper.state, sleeper.weights_note) == ("engine-2", "unknown", "asleep")
+    push(engines[2:], ASLEEP)
+    eventually(lambda: [engine.state for engine in pool.engines()] == ["sharing", "sharing", "asleep"])
     push(engines, "asleep")
     eventually(lambda: len(pool.weights().unknown) == 3)
     assert diverged(lambda: pool.wait_weights(timeout_s=0.5)).engines == EVERYBODY
