@@ -23,6 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -614,7 +615,7 @@ class LoadJobs:
         if draft.num_fetched:
             fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
             moves = tuple(m if m.source is Tier.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
-        self._index.read(move.slot for move in moves)
+        self._index.read(map(attrgetter("slot"), moves))
         job = LoadJob(next(self._state.ids), draft.request_id, draft.namespace, moves, self._state.config.job_deadline_seconds)
         self._state.jobs.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
         return job
@@ -633,7 +634,7 @@ class LoadJobs:
         self._state.counts["loads_done"] += 1
         self._state.counts["loads_failed"] += done.failed
         self._state.counts["blocks_loaded"] += len(done.job.moves) - len(done.doubted)
-        fetched = sum(move.source is Tier.STORE for move in done.job.moves)
+        fetched = sum(move.source is Tier.STORE for move in done.job.moves) if done.failed else len(done.filled)
         if fetched:
-            arrived = not done.failed or len(done.filled) == fetched
+            arrived = len(done.filled) == fetched
             self._planner.pause.end(done.job.request_id, None if done.abandoned else arrived)

@@ -234,7 +234,7 @@ class Jobs:
 
     def _loaded(self, entry: _Open, job: LoadJob) -> Loaded:
         filled = entry.filled or set()
-        arrived = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot in filled)
+        arrived = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot in filled) if entry.reads else ()
         doubted: tuple[BlockMove, ...] = ()
         if entry.failed:  # blame the fetched blocks that are not filled, else everything
             doubted = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot not in filled) or job.moves
@@ -342,19 +342,20 @@ class HostIndex:
 
     def pin(self, slots: Iterable[int]) -> None:
         """Reference indexed slots, so that they stay. The caller has checked `num_available` for the idle ones."""
-        refs, names, idle = self._refs, self._names, self._idle
+        refs, idle, num_new = self._refs, self._idle, 0
         for slot in slots:
             count = refs[slot]
             if not count:
-                assert names[slot] is not None, f"slot {slot} holds nothing that a hit can refer to"
                 del (idle if slot in idle else self._dead)[slot]
-                self.num_held += 1
+                num_new += 1
             refs[slot] = count + 1
+        self.num_held += num_new
 
     def read(self, slots: Iterable[int]) -> None:
         """A request loads what these hold."""
+        use, read = self._use, Use.READ
         for slot in slots:
-            self._use[slot] = Use.READ
+            use[slot] = read
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Drop one reference each. Give slots in reverse chain order: what is dropped first is evicted first."""
