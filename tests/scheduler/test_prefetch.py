@@ -9,17 +9,19 @@ from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, every_layout, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 LONG = prompt(2, 8 * BLOCK)
+OTHERS = prompt(3, len(TOKENS))
 
 
 @pytest.fixture
 def busy(make_rig: MakeRig) -> Callable[..., Any]:
-    """An engine that serves one request at a time, and is busy with one; another engine has stored `TOKENS`."""
+    """An engine that serves one request at a time, and is busy with one; another engine has stored `TOKENS` and `OTHERS`."""
 
     def make(layout: tuple[str, ...] = ("full",), **options: Any) -> Any:
         store = SharedStore()
         writer = make_rig(store=store, groups=layout, num_blocks=64)
         writer.adopt(0)
         writer.serve(TOKENS)
+        writer.serve(OTHERS)
         rig = make_rig(store=store, groups=layout, num_blocks=64, max_num_seqs=1, **options)
         rig.adopt(0)
         rig.add(LONG, max_tokens=20, request_id="first")
@@ -115,6 +117,20 @@ def test_nothing_is_prefetched_that_the_gpu_holds(busy: Callable[..., Any]) -> N
     assert not rig.store.fetched
     rig.run()
     assert rig.cached[waiting.request_id] == len(LONG) - BLOCK
+    rig.check_clean()
+
+
+def test_what_one_request_has_not_taken_leaves_no_room_for_another(busy: Callable[..., Any]) -> None:
+    rig = busy()
+    rig.tiers.state.index.num_slots = 4 * WHOLE // BLOCK
+    rig.add(TOKENS)
+    rig.steps(3)
+    second = rig.add(OTHERS)
+    rig.steps(3)
+    assert stats(rig)["blocks_prefetched"] == WHOLE // BLOCK, "the first has not had its turn"
+    rig.run()
+    assert rig.cached[second.request_id] == WHOLE
+    assert len(rig.store.fetched) == 2 * WHOLE // BLOCK
     rig.check_clean()
 
 

@@ -431,9 +431,11 @@ class HitPlanner:
         self.plans.refresh(plan, self._step, now)
 
     def take(self, request_id: str) -> Plan | None:
-        """The request's plan, which is now the caller's to `release`. Its query ends."""
+        """The request's plan, which is now the caller's to `release`. Its query ends, and its prefetch."""
         if self._lookups is not None:
             self._lookups.drop(request_id)
+        if self.prefetches is not None:
+            self.prefetches.release(request_id)
         return self.plans.pop(request_id)
 
     def release(self, plan: Plan) -> None:
@@ -444,8 +446,6 @@ class HitPlanner:
     def forget_request(self, request_id: str) -> None:
         """The hit was not taken, or the request is over: no plan, no query."""
         self._lacking.pop(request_id, None)
-        if self.prefetches is not None:
-            self.prefetches.cancel(request_id)
         plan = self.take(request_id)
         if plan is not None:
             self._count["plans_aborted"] += plan.num_held > 0
@@ -460,7 +460,7 @@ class HitPlanner:
         if self._lookups is not None:
             self._lookups.drop_all()
         if self.prefetches is not None:
-            self.prefetches.cancel_all()
+            self.prefetches.release_all()
 
     def end_step(self) -> None:
         """Age the plans; the next step has its own share of waiting."""

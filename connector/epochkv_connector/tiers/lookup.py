@@ -110,7 +110,7 @@ class Lookups:
     def unasked(self, request_id: str) -> Query | None:
         """The request's answered query, with `found`, if vLLM has not considered the request since and the answer is believed."""
         query = self._queries.get(request_id)
-        if query is None or query.asked or query.late or self._clock() >= query.begun_at + READ_LEASE_SECONDS:
+        if query is None or query.asked or query.late or not query.answer.done() or self._clock() >= query.begun_at + READ_LEASE_SECONDS:
             return None
         if query.found is None:
             query.found = self._collect(query)

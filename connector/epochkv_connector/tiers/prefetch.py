@@ -3,7 +3,7 @@
 A request whose L2 query is answered, and that vLLM has not asked about by the end of a step, waits behind others. A *prefetch* is a load
 job without GPU blocks: what it brings is in L1 when vLLM asks. Until then vLLM is told to ask again.
 
-    slots being prefetched <= num_slots / SHARE
+    slots prefetched for requests that have not taken their hit <= num_slots / SHARE
 
 Blocks that have arrived are ordinary ones of L1, and go when others need their slots. A prefetch is cancelled with its request, and
 when names change; what it still brings then is not indexed.
@@ -11,7 +11,7 @@ when names change; what it still brings then is not indexed.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from epochkv_connector.tiers.lookup import LoadPause, Lookups, Query
@@ -33,12 +33,12 @@ class Prefetches:
         self._state, self._lookups, self._pause, self._missing = state, lookups, pause, missing
         self._index = state.index
         self._answered: deque[str] = deque()  # requests whose query is answered; threads of the store append to it
-        self._jobs: dict[str, int] = {}  # by request
+        self._jobs: dict[str, int] = {}  # under way, by request
         self._cancelled: list[int] = []
-        self._num_slots = 0  # being prefetched
+        self._slots: Counter[str] = Counter()  # how many were prefetched, by request, until it takes its hit
 
     def leak_report(self) -> dict[str, int]:
-        return {"prefetches": len(self._jobs), "prefetch_slots": self._num_slots}
+        return {"prefetches": len(self._jobs), "prefetch_slots": self._slots.total()}
 
     def watch(self, request_id: str, query: Query) -> None:
         """The request may have to wait: look at it when its query is answered."""
@@ -48,15 +48,16 @@ class Prefetches:
     def is_open(self, request_id: str) -> bool:
         return request_id in self._jobs
 
-    def cancel(self, request_id: str) -> None:
-        """The request is over, or has other names: begin no further store call for it."""
+    def release(self, request_id: str) -> None:
+        """The request takes its hit, is over, or has other names: begin no further store call for it."""
+        self._slots.pop(request_id, None)
         job_id = self._jobs.pop(request_id, None)
         if job_id is not None:
             self._cancelled.append(job_id)
 
-    def cancel_all(self) -> None:
-        for request_id in list(self._jobs):
-            self.cancel(request_id)
+    def release_all(self) -> None:
+        for request_id in list(self._slots):
+            self.release(request_id)
 
     def end_step(self) -> tuple[tuple[LoadJob, ...], tuple[int, ...]]:
         """Prefetches that begin with the next step, and job ids of those that are cancelled."""
@@ -65,7 +66,7 @@ class Prefetches:
             request_id = self._answered[0]
             query = None if self.is_open(request_id) else self._lookups.unasked(request_id)
             missing = [] if query is None else self._missing(query)
-            room = min(self._index.num_slots // SHARE - self._num_slots, self._index.num_available)
+            room = min(self._index.num_slots // SHARE - self._slots.total(), self._index.num_available)
             if missing and room <= 0:
                 break
             self._answered.popleft()
@@ -83,17 +84,17 @@ class Prefetches:
         job = LoadJob(next(self._state.ids), request_id, query.namespace, moves, deadline, prefetch=True)
         self._state.jobs.open_load(job, self._state.clock(), reads=True)
         self._jobs[request_id] = job.job_id
-        self._num_slots += len(slots)
+        self._slots[request_id] += len(slots)
         self._state.counts["blocks_prefetched"] += len(slots)
         return job
 
     def ended(self, done: Loaded) -> None:
         """Every rank has reported one. After a failure its request is not told of L2 any more."""
         job = done.job
-        self._num_slots -= len(job.moves)
         if self._jobs.get(job.request_id) != job.job_id:
             return  # it was cancelled, which says nothing of the path
         del self._jobs[job.request_id]
         self._pause.end(job.request_id, len(done.filled) == len(job.moves))
         if done.failed:
+            self.release(job.request_id)
             self._lookups.give_up(job.request_id)
