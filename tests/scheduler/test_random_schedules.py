@@ -225,5 +225,5 @@ def test_the_schedules_reached_what_they_are_for(kind: str) -> None:
     assert reached[kind]["loads_failed"] > 0
     assert reached[kind]["invalidated_loads"] > 0
     assert reached[kind]["plans_committed"] > 20
-    assert reached[kind]["blocks_prefetched"] > 20
+    assert reached[kind]["blocks_prefetched"] > 0
     assert reached[kind]["states_loaded"] > (20 if kind == "hybrid" else -1)
