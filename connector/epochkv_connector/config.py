@@ -234,17 +234,17 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return self.local is not None or self.distributed is not None
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ConnectorConfig:
+    def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> ConnectorConfig:
         """Build from `kv_connector_extra_config`.
 
         Raises:
             ConfigurationError: unknown key, wrong type, impossible value or unreadable file.
         """
-        inline, variables = dict(extra), os.environ if environ is None else environ
+        inline = dict(extra)
         source = inline.pop("config_file", None)
         document, origin = {}, EXTRA
-        if source is not None or variables.get(CONFIG_ENV, "").strip():
-            found = read_document(source, variables, f"{EXTRA}: config_file")
+        if source is not None or environ.get(CONFIG_ENV, "").strip():
+            found = read_document(source, environ, f"{EXTRA}: config_file")
             document, origin = found.content, found.origin
         merged = {**document, **inline}
 

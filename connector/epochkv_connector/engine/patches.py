@@ -53,23 +53,22 @@ def share_log_handlers() -> None:
             logger.setLevel(logging.INFO)
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Run `around(function, *args, **kwargs)` in place of the owner's function. A second call changes nothing, nor does a missing name."""
-    function = getattr(owner, name, None)
-    if function is None or hasattr(function, "__wrapped__"):
-        return
+def around(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Run `instead(function, *args, **kwargs)` in place of the owner's function."""
+    function = getattr(owner, name)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(function, *args, **kwargs)
+        return instead(function, *args, **kwargs)
 
     setattr(owner, name, wrapped)
 
 
-def around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put what `make` makes of this method in its place, on this object alone."""
-    method = getattr(owner, name)
-    setattr(owner, name, functools.wraps(method)(make(method)))
+def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """As `around`, for what several engines of a process share: a second call changes nothing, nor does a missing name."""
+    function = getattr(owner, name, None)
+    if function is not None and not hasattr(function, "__wrapped__"):
+        around(owner, name, instead)
 
 
 def around_arguments(
@@ -220,13 +219,12 @@ def _carrying_group(carry: Callable[[Any, Callable[[Any], Any]], Any], group_of:
 
 def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:
     """Run `action` each time before vLLM clears its own prefix cache; vLLM tells connectors afterwards, if at all."""
-    clear = kv_cache_manager.reset_prefix_cache
 
-    def reset_prefix_cache() -> bool:
+    def reset(clear: Callable[[], bool]) -> bool:
         action()
-        return bool(clear())
+        return clear()
 
-    kv_cache_manager.reset_prefix_cache = reset_prefix_cache
+    around(kv_cache_manager, "reset_prefix_cache", reset)
 
 
 def around_events(block_pool: Any, of_request: Callable[[Any, list[Any]], list[Any]], taken: Callable[[list[Any]], list[Any]]) -> None:

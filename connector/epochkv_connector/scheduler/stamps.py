@@ -113,34 +113,25 @@ class Stamps:
         def guarded(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
             return guard.run("stamps", work, lambda: None)
 
-        def scheduling(schedule: Callable[..., Any]) -> Callable[..., Any]:
-            def scheduled(*args: Any, **kwargs: Any) -> Any:
-                output = schedule(*args, **kwargs)
-                guarded(lambda: self.scheduled(output))
-                return output
+        def schedule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = function(*args, **kwargs)
+            guarded(lambda: self.scheduled(output))
+            return output
 
-            return scheduled
+        def update(function: Callable[..., Any], scheduler_output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
+            guarded(lambda: self.made(scheduler_output, reports_of(model_output)))
+            outputs = function(scheduler_output, model_output, *args, **kwargs)
+            guarded(lambda: self.send(outputs))
+            return outputs
 
-        def updating(update: Callable[..., Any]) -> Callable[..., Any]:
-            def update_from_output(scheduler_output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
-                guarded(lambda: self.made(scheduler_output, reports_of(model_output)))
-                outputs = update(scheduler_output, model_output, *args, **kwargs)
-                guarded(lambda: self.send(outputs))
-                return outputs
+        def finish(function: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+            delay, params = function(request, *args, **kwargs)
+            stamp = guarded(lambda: self.finish(request))
+            return delay, params if stamp is None else {**(params or {}), STAMP_KEY: stamp}
 
-            return update_from_output
-
-        def finishing(finish: Callable[..., Any]) -> Callable[..., Any]:
-            def connector_finished(request: Any, *args: Any, **kwargs: Any) -> Any:
-                delay, params = finish(request, *args, **kwargs)
-                stamp = guarded(lambda: self.finish(request))
-                return delay, params if stamp is None else {**(params or {}), STAMP_KEY: stamp}
-
-            return connector_finished
-
-        patches.around(scheduler, "schedule", scheduling)
-        patches.around(scheduler, "update_from_output", updating)
-        patches.around(scheduler, "_connector_finished", finishing)
+        patches.around(scheduler, "schedule", schedule)
+        patches.around(scheduler, "update_from_output", update)
+        patches.around(scheduler, "_connector_finished", finish)
 
     def label(self, weights: bytes, label: str) -> None:
         """People call these weights so. Any thread."""
