@@ -131,11 +131,6 @@ def namespace(pool_uid: str, fingerprint_hex: str, epoch: int, weights: bytes) -
     return f"{pool_prefix(pool_uid)}/{fingerprint_hex[:16]}/e{epoch}/w{weights.hex()[:16]}"
 
 
-def transfer_tag(pool_uid: str, epoch: int, fingerprint_hex: str, weights: bytes) -> dict[str, Any]:
-    """What a producer puts into `kv_transfer_params["epochkv"]`, so that a consumer may keep its shared root."""
-    return {"pool": pool_uid, "epoch": epoch, "fingerprint": fingerprint_hex, "weights": weights.hex()}
-
-
 KEY_DIGEST_BYTES = 16
 
 _NAMESPACE = re.compile(r"[0-9a-z]{1,8}/[0-9a-f]{16}/e(?P<epoch>0|[1-9][0-9]*)/w[0-9a-f]{16}")
@@ -160,16 +155,15 @@ def key_digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=KEY_DIGEST_BYTES).digest()
 
 
-def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: int | None = None, *, others: bool = False) -> str:
+def older_pattern(pool: str, epoch: int, fingerprint: str, group: int | None) -> str:
     """Regular expression for Mooncake's `remove_by_regex` (ECMAScript, search): the keys of this pool with an epoch below `epoch`.
 
     One pattern instead of one call per epoch: a reclaim costs one walk of the master for each pattern.
 
     Args:
         pool: the first part of a namespace.
-        fingerprint: only keys of this one (first 16 hex digits or more); None: of any.
-        group: only keys of this KV cache group; None: of any.
-        others: only keys of other fingerprints than `fingerprint`.
+        fingerprint: of the engine that asks (first 16 hex digits or more).
+        group: only keys of this fingerprint and KV cache group; None: those of every other fingerprint.
     """
     assert epoch > 0, "no keys are older than epoch 0"
     digits = str(epoch)
@@ -179,32 +173,23 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
         lowest = 1 if place == 0 and len(digits) > 1 else 0
         if int(digit) > lowest:
             below.append(f"{digits[:place]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
-    return rf"^{pool}\/{_fingerprint_part(fingerprint, others)}\/e({'|'.join(below)})\/" + _group(rf"w{_HEX16}\/", group)
+    layout, rest = _of_layout(fingerprint, group)
+    return rf"^{pool}\/{layout}\/e({'|'.join(below)})\/w{_HEX16}\/{rest}"
 
 
-def other_weights_pattern(
-    pool: str, keep: Sequence[bytes], fingerprint: str | None = None, group: int | None = None, *, others: bool = False
-) -> str:
-    """As `older_pattern`: the keys of this pool, of any epoch, whose weights are not in `keep`.
-
-    Args:
-        keep: digests of weights, at least 8 bytes each; at least one of them.
-        pool, fingerprint, group, others: as of `older_pattern`.
-    """
+def other_weights_pattern(pool: str, keep: Sequence[bytes], fingerprint: str, group: int | None) -> str:
+    """As `older_pattern`: the keys of this pool, of any epoch, whose weights are not in `keep` (digests of at least 8 bytes)."""
     assert keep, "a pattern that keeps no weights"
     assert all(len(weights) >= 8 for weights in keep)
     kept = "|".join(sorted({weights.hex()[:16] for weights in keep}))
-    return rf"^{pool}\/{_fingerprint_part(fingerprint, others)}\/e[0-9]+\/w(?!({kept})\/)" + _group(rf"{_HEX16}\/", group)
+    layout, rest = _of_layout(fingerprint, group)
+    return rf"^{pool}\/{layout}\/e[0-9]+\/w(?!({kept})\/){_HEX16}\/{rest}"
 
 
-def _fingerprint_part(fingerprint: str | None, others: bool) -> str:
-    if fingerprint is None:
-        return _HEX16
-    return rf"(?!{fingerprint[:16]}\/){_HEX16}" if others else fingerprint[:16]
-
-
-def _group(weights: str, group: int | None) -> str:
-    return weights + ("" if group is None else rf"g{group}\/")
+def _of_layout(fingerprint: str, group: int | None) -> tuple[str, str]:
+    """The fingerprint's part of a pattern, and what follows the weights."""
+    own = fingerprint[:16]
+    return (rf"(?!{own}\/){_HEX16}", "") if group is None else (own, rf"g{group}\/")
 
 
 def replica_owner(block_hash: bytes, replicas: int) -> int:

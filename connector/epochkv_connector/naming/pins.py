@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, embeddings_root, transfer_tag
+from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, embeddings_root
 from epochkv_connector.naming.root import RootState
 from epochkv_connector.weights.adapters import Adapters
 
@@ -195,7 +195,8 @@ class PinMaker:
         snapshot, member = self._root.snapshot, self._root.member
         if not snapshot.shared or snapshot.weights is None:
             return None
-        tag = transfer_tag(member.pool_uid, snapshot.epoch, member.fingerprint, snapshot.weights)
+        weights = snapshot.weights.hex()
+        tag = {"pool": member.pool_uid, "epoch": snapshot.epoch, "fingerprint": member.fingerprint, "weights": weights}
         if adapter is None:
             return tag
         value = self._adapters.of(adapter).value

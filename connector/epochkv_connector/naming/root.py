@@ -43,7 +43,25 @@ class Reason(enum.Enum):
     IN_USE = "in use"
 
 
-_SAID_ELSEWHERE = (Reason.FORBIDDEN, Reason.NO_WEIGHTS, Reason.OWN, Reason.NO_HUB, Reason.UNASSIGNED)
+_LINES = {
+    Reason.OVERWRITTEN: (
+        logging.WARNING,
+        "vLLM's block-hash root (kv_cache_utils.NONE_HASH) was overwritten by somebody else, such as a second engine in this process: "
+        "bypass until this process is restarted",
+    ),
+    Reason.LOCAL_RESET: (
+        logging.INFO,
+        "the caches of this engine were reset: bypass until the pool's next epoch, {next_epoch}, which is asked for",
+    ),
+    Reason.WEIGHTS_ENDED: (
+        logging.WARNING,
+        "blocks of epoch {epoch} were computed with other weights than they are named after: bypass with these weights until the pool's "
+        "next epoch, which is asked for",
+    ),
+    Reason.NO_LEASE: (logging.WARNING, "the lease on epoch {epoch} is over (no grant from the hub in time): bypass until the next one"),
+    Reason.IN_USE: (logging.INFO, "epoch {epoch} in use"),
+}
+"""What the log says of a reason, and how loud. Every other one is said where it is found out."""
 
 
 class BypassLog:
@@ -64,31 +82,12 @@ class BypassLog:
             return  # an adoption: the lease of its grant begins when the epoch is bound
         self._told = (reason, epoch)
         said = self.over or (reason, epoch) == (before, epoch_before) or reason is before is Reason.OVERWRITTEN
-        if said or reason in _SAID_ELSEWHERE:
+        if said or reason not in _LINES:
             return
+        level, line = _LINES[reason]
         back = reason is Reason.IN_USE and before in (Reason.LOCAL_RESET, Reason.NO_LEASE, Reason.WEIGHTS_ENDED)
-        level = logging.INFO if reason in (Reason.IN_USE, Reason.LOCAL_RESET) else logging.WARNING
-        logger.log(level, "EpochKV: %s%s", _line(reason, epoch), ", back from bypass" if back else "")
-
-
-def _line(reason: Reason, epoch: int) -> str:
-    match reason:
-        case Reason.IN_USE:
-            return f"epoch {epoch} in use"
-        case Reason.LOCAL_RESET:
-            return f"the caches of this engine were reset: bypass until the pool's next epoch, {epoch + 1}, which is asked for"
-        case Reason.WEIGHTS_ENDED:
-            return (
-                f"blocks of epoch {epoch} were computed with other weights than they are named after: bypass with these weights "
-                "until the pool's next epoch, which is asked for"
-            )
-        case Reason.NO_LEASE:
-            return f"the lease on epoch {epoch} is over (no grant from the hub in time): bypass until the next one"
-        case _:
-            return (
-                "vLLM's block-hash root (kv_cache_utils.NONE_HASH) was overwritten by somebody else, such as a second engine "
-                "in this process: bypass until this process is restarted"
-            )
+        line = line.format(epoch=epoch, next_epoch=epoch + 1)
+        logger.log(level, "EpochKV: %s%s", line, ", back from bypass" if back else "")
 
 
 @dataclass(frozen=True, slots=True)

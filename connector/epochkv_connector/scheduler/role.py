@@ -181,10 +181,10 @@ class StoreKeys:
         old = [partial(older_pattern, pool, below)] if below > 0 else []
         for pattern in [*old, *([partial(other_weights_pattern, pool, keep)] if keep else [])]:
             for group, size in enumerate(self.object_bytes):
-                removed = self.client.remove_matching(pattern(fingerprint=fingerprint, group=group))
+                removed = self.client.remove_matching(pattern(fingerprint, group))
                 keys, num_bytes = keys + removed, num_bytes + removed * size
             # Not simply the rest: an own key that lands between these calls would go uncounted.
-            keys += self.client.remove_matching(pattern(fingerprint=fingerprint, others=True))
+            keys += self.client.remove_matching(pattern(fingerprint, None))
         return keys, num_bytes
 
 
