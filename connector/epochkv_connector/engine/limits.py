@@ -85,12 +85,11 @@ def check_before_load(vllm_config: Any) -> None:
         ConfigurationError, UnsupportedEngine: as there.
     """
     transfer = vllm_config.kv_transfer_config
-    name, extra = getattr(transfer, "kv_connector", None), getattr(transfer, "kv_connector_extra_config", None) or {}
     children = children_of(transfer)
-    ours = [child.get("kv_connector_extra_config") or {} for child in children if child.get("kv_connector") == NAME]
-    ours = [extra] if name == NAME else ours
-    for given in ours:
-        check_start(vllm_config, given, children, here=describe.has_ranks_here(vllm_config))
+    for one in children or connectors_of(transfer):
+        if one.get("kv_connector") == NAME:
+            extra = one.get("kv_connector_extra_config") or {}
+            check_start(vllm_config, extra, children, here=describe.has_ranks_here(vllm_config))
 
 
 def check_siblings(children: Sequence[Mapping[str, Any]]) -> None:
@@ -183,11 +182,6 @@ class Own(NamedTuple):
     asks: bool
 
 
-def returns_routes(vllm_config: Any) -> bool:
-    """Whether answers say which experts each token went to: vLLM caps every hit at what this engine has routes of."""
-    return bool(getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False))
-
-
 NO_DOMAIN = "the data-parallel ranks that hold the experts could not be asked to tell each other what they hold"
 
 
@@ -265,7 +259,7 @@ def why_no_l2(vllm_config: Any, random_hashes: str | None) -> str | None:
             f"block hashes ({random_hashes}) have a random seed in each process; "
             "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256"
         )
-    if returns_routes(vllm_config):
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):  # answers say which experts each token went to
         return (
             "vLLM takes blocks only with the routes of their tokens, which stay in the engine that computed them; "
             "leave out --enable-return-routed-experts"

@@ -294,10 +294,16 @@ class SchedulerRole:
         off = {one.what for one in self._unused}
         self.state = state = SharedState(self.pins, self.tiers, guard.note, core, trust_media_ids=config.trust_media_ids)
         self.requests, self.counters = state.requests, state.counters
-        self.stamps = self._build_stamps(adapters)
+        tokens_per_step = describe.tokens_per_step(vllm_config)
+        self.stamps = Stamps(
+            lambda: self.weights.watch,
+            *(adapters, self.pins.root, self._stored),
+            all_requests=config.stamp,
+            tokens_per_step=tokens_per_step,
+        )
         self.admission = Admission(state, self.stamps, may_load=not off & {limits.NOTHING, limits.NO_LOADS})
         self.weights = WeightChanges(state, self.admission, self._link, core, scheduler, self._kept_own)
-        candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config), config.save)
+        candidates = SaveCandidates(state, tokens_per_step, config.save)
         self.steps = Steps(state, self.weights, candidates, not off & {limits.NOTHING, limits.NO_SAVES}, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
         self._start_link()
@@ -329,17 +335,6 @@ class SchedulerRole:
         if self._own is not None:
             root.keep_own()
         return Pins(root, self.hashing, adapters)
-
-    def _build_stamps(self, adapters: Adapters) -> Stamps:
-        speculative = self._vllm_config.speculative_config
-        return Stamps(
-            lambda: self.weights.watch,
-            adapters,
-            self.pins.root,
-            self._stored,
-            all_requests=self._config.stamp,
-            tokens_per_step=1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0),
-        )
 
     def _stored(self, request: Any) -> tuple[int, int]:
         if self.tiers is None or self.store_keys is None or self.state.broken:
