@@ -108,11 +108,7 @@ class DistributedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "P2PHANDSHAKE"
     protocol: Annotated[Literal["tcp", "rdma"], Meta(description="How blocks travel. It must be the protocol of the stores.")] = "tcp"
     device_name: Annotated[
-        str,
-        Meta(
-            description="RDMA devices of this machine, for `rdma`.",
-            extra={"allowed": "names of RDMA devices with commas, or empty"},
-        ),
+        str, Meta(description="RDMA devices of this machine, for `rdma`.", extra={"allowed": "names of RDMA devices with commas, or empty"})
     ] = ""
     cluster_id: Annotated[
         str | None,

@@ -23,16 +23,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from epochkv_connector.config import (
-    MAX_BYTES,
-    MIN_BYTES,
-    MODULE,
-    NAME,
-    ConnectorConfig,
-    shown,
-    shown_size,
-    transfer_config,
-)
+from epochkv_connector.config import MAX_BYTES, MIN_BYTES, MODULE, NAME, ConnectorConfig, shown, shown_size, transfer_config
 from epochkv_connector.engine import answers, describe, fenced, limits, patches
 from epochkv_connector.engine.injected import is_injected, leave
 from epochkv_connector.engine.interface import UnsupportedEngine

@@ -58,13 +58,7 @@ class LoadEvent(enum.Enum):
 _S, _E = LoadState, LoadEvent
 
 TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
-    _S.NONE: {
-        _E.PASS: _S.FOREIGN,
-        _E.ACCEPT: _S.ACCEPTED,
-        _E.FAIL_UNSENT: _S.UNSENT,
-        _E.FAIL: _S.FAILED,
-        _E.DISTRUST: _S.REPEATED,
-    },
+    _S.NONE: {_E.PASS: _S.FOREIGN, _E.ACCEPT: _S.ACCEPTED, _E.FAIL_UNSENT: _S.UNSENT, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
     _S.FOREIGN: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
     _S.ACCEPTED: {_E.SEND: _S.SENT, _E.OVERTAKE: _S.OVERTAKEN, _E.FAIL_UNSENT: _S.UNSENT},
     # FINISH: nobody will use what it brings.

@@ -114,11 +114,7 @@ def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int) 
             raise LayoutError(f"{name} is on {tensor.device}, {tensors[0][0]} on {device}; one group lies on one device")
         layouts.append((tensor, block_layout(name, tensor, num_blocks)))
     parts = _merge(layouts, num_blocks)
-    return GroupView(
-        num_blocks=num_blocks,
-        parts=tuple(parts),
-        payload_bytes=sum(layout.num_bytes for _, layout in layouts),
-    )
+    return GroupView(num_blocks=num_blocks, parts=tuple(parts), payload_bytes=sum(layout.num_bytes for _, layout in layouts))
 
 
 def layout_digest(
@@ -240,12 +236,7 @@ def _merge(layouts: Sequence[tuple[Tensor, BlockLayout]], num_blocks: int) -> li
     steps = {b.offset - a.offset for (_, a), (_, b) in itertools.pairwise(layouts)}
     if len(layouts) > 1 and alike and len(steps) == 1 and (step := steps.pop()) > 0:
         return [
-            _bytes_view(
-                first_tensor,
-                first.offset,
-                (num_blocks, len(layouts), *first.shape),
-                (first.block_stride, step, *first.strides),
-            )
+            _bytes_view(first_tensor, first.offset, (num_blocks, len(layouts), *first.shape), (first.block_stride, step, *first.strides))
         ]
     return [_bytes_view(t, lay.offset, (num_blocks, *lay.shape), (lay.block_stride, *lay.strides)) for t, lay in layouts]
 
