@@ -250,14 +250,13 @@ def keeping_requests_out(scheduler: Any) -> Iterator[None]:
     """Meanwhile vLLM's scheduler lets no waiting request in, as after its own pause of new ones."""
     from vllm.v1.core.sched.interface import PauseState
 
-    if scheduler._pause_state != PauseState.UNPAUSED:  # somebody has paused it
-        yield
-        return
-    scheduler._pause_state = PauseState.PAUSED_NEW
+    before = scheduler._pause_state
+    if before == PauseState.UNPAUSED:  # else somebody has paused it
+        scheduler._pause_state = PauseState.PAUSED_NEW
     try:
         yield
     finally:
-        scheduler._pause_state = PauseState.UNPAUSED
+        scheduler._pause_state = before
 
 
 def wake(engine_core: Any) -> None:
