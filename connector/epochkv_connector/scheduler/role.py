@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import object_bytes
 from epochkv_fence.connection import read_client_keys, read_root_secret
-from epochkv_fence.net.agent import AgentThread, EngineIdentity
+from epochkv_fence.net.agent import AgentHooks, AgentThread, EngineIdentity
 from epochkv_fence.net.keys import ClientKeys
 from epochkv_fence.protocol.messages import INSTANCE_BYTES, WEIGHTS_BYTES
 
@@ -60,22 +60,6 @@ logger = logging.getLogger("vllm.epochkv")
 
 
 STOP_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class FenceHooks:
-    """What the agent's thread may ask of this engine; `epochkv_fence.net.AgentHooks` says what each answer means."""
-
-    ready: Callable[[], bool]
-    adopt: Callable[[int], None]
-    busy: Callable[[], bool]
-    old_epoch_requests: Callable[[], int]
-    isolated: Callable[[], bool]
-    weights: Callable[[], tuple[bytes | None, str]]
-    labelled: Callable[[bytes, str], None]
-    tiers: Callable[[], tuple[str, str]]
-    stats: Callable[[], dict[str, float]]
-    reclaim: Callable[[int, tuple[bytes, ...]], tuple[int, int]]
 
 
 class HubLink:
@@ -99,7 +83,7 @@ class HubLink:
         except Exception as error:  # anything unreadable is the same: no hub
             self.problem = f"the hub at {config.hub.endpoint} cannot be used: {error}"
 
-    def start(self, hooks: FenceHooks, fingerprint: str, rank: int) -> None:
+    def start(self, hooks: AgentHooks, fingerprint: str, rank: int) -> None:
         """Start the agent if there is a hub; a failure is kept in `problem` and logged."""
         hub = self._config.hub
         if hub is None:
@@ -151,7 +135,6 @@ class HubLink:
 
 
 CLOSE_SECONDS = 2.0
-NO_MEMORY = "it has no host memory for them"
 
 
 @dataclass
@@ -252,6 +235,7 @@ class SchedulerRole:
         hashing: vLLM's block hashing.
         state: what the parts share.
         stamps, admission, weights, steps: the parts.
+        hooks: what the agent's thread may ask.
     """
 
     def __init__(
@@ -306,7 +290,10 @@ class SchedulerRole:
         candidates = SaveCandidates(state, tokens_per_step, config.save)
         self.steps = Steps(state, self.weights, candidates, not off & {limits.NOTHING, limits.NO_SAVES}, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
-        self._start_link()
+        self.hooks = FenceHooks(self)
+        self._link.start(self.hooks, self.fingerprint, int(vllm_config.parallel_config.data_parallel_index))
+        if config.hub is None and self._own is None:
+            logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 
     def _join_domain(self, ranks: EngineRanks, core: Any) -> limits.Own | None:
         """Before the first step of any rank. None: all workers of this one will tell the others what they hold."""
@@ -352,7 +339,10 @@ class SchedulerRole:
             own=self._own,
             error=self._guard.first.get("tiers", ""),
             layout_problem=self.tiers.state.layout.problem() if self.tiers is not None else None,
-            refusals=[*("" if one.num_slots else one.refusal or NO_MEMORY for one in layouts), *["it did not answer"] * silent],
+            refusals=[
+                *("" if one.num_slots else one.refusal or "it has no host memory for them" for one in layouts),
+                *["it did not answer"] * silent,
+            ],
             no_l2=self._no_l2,
         )
         if found:
@@ -382,11 +372,6 @@ class SchedulerRole:
             self.stamps.join(scheduler, self._guard)
         self._guard.run("weights", watch.before_schedule, weights.break_off)
 
-    def _start_link(self) -> None:
-        self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_index))
-        if self._config.hub is None and self._own is None:
-            logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
-
     def bind(self, manager: Any) -> None:
         """The cache manager exists: learn the hash block size and reach the GPU block pool."""
         state, block_pool = self.state, manager.block_pool
@@ -400,7 +385,8 @@ class SchedulerRole:
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
         self.requests.see(request)
-        self.weights.adapter_arrived(request)
+        if (adapter := getattr(request, "lora_request", None)) is not None:
+            self.weights.adapters.arrived(adapter)
         self.stamps.open(request)
         self.admission.arrive(request)
 
@@ -410,7 +396,7 @@ class SchedulerRole:
         self.steps.save_last_blocks(request)
         self.pins.release(request)
         self.requests.finish(request.request_id)
-        self.steps.candidates.forget(request.request_id)
+        self.steps.candidates.boundaries.forget(request.request_id)
         if self.tiers is not None:
             self.tiers.finish(request.request_id)
         return False, ({TAG_KEY: tag} if tag is not None else None)
@@ -437,38 +423,6 @@ class SchedulerRole:
         """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, a load that must fail is not finally
         reported, or routers wait for events. All have deadlines; the last takes one step."""
         return self.requests.must_fail or (self.tiers is not None and self.tiers.saves.is_pending()) or self.state.must_tell
-
-    def hooks(self) -> FenceHooks:
-        """What the agent's thread may ask of this engine."""
-        return FenceHooks(
-            ready=self.pins.root.ready,
-            adopt=self._adopt,
-            busy=self.pins.busy,
-            old_epoch_requests=self.pins.old_epoch_requests,
-            isolated=lambda: self.pins.root.waiting_for_epoch,
-            weights=self._told,
-            labelled=self.stamps.label,
-            tiers=self.tiers_told,
-            stats=self._report,
-            reclaim=self.reclaim,
-        )
-
-    def _adopt(self, epoch: int) -> None:
-        self.pins.root.adopt(epoch)
-        self.state.tell_soon()
-
-    def _report(self) -> dict[str, float]:
-        """Heartbeats go on without a hub: so routers hear of a lost lease."""
-        gauges = self.gauges()
-        self.state.tell_soon()
-        return gauges
-
-    def _told(self) -> tuple[bytes | None, str]:
-        """What heartbeats say of the weights that names are made of. Any thread."""
-        if lost := self.pins.root.lost:
-            return None, lost
-        value, note = self.weights.watch.tells()
-        return (None if value is None else value[:WEIGHTS_BYTES]), note
 
     def tiers_told(self) -> tuple[str, str]:
         """What heartbeats say of tiers that this engine cannot use (`limits.told_unused`). Any thread."""
@@ -528,7 +482,7 @@ class SchedulerRole:
         """What is still open; all zero when the engine is idle and every acknowledgement arrived."""
         report = {
             **self.requests.leak_report(),
-            **self.steps.candidates.leak_report(),
+            "boundaries": len(self.steps.candidates.boundaries),
             "stamps": len(self.stamps),
             "old_epoch_requests": self.pins.old_epoch_requests() + self.pins.old_epoch_requests(sessions=True),
         }
@@ -544,3 +498,31 @@ class SchedulerRole:
             self._peers.stop()
         if (keys := self.store_keys) is not None:
             self._guard.run("tiers.close", lambda: keys.client.close(CLOSE_SECONDS), lambda: None)
+
+
+class FenceHooks:
+    """What the agent's thread may ask of this engine; `epochkv_fence.net.AgentHooks` says what each answer means."""
+
+    def __init__(self, role: SchedulerRole) -> None:
+        self._role, self._root = role, role.pins.root
+        self.ready, self.busy, self.old_epoch_requests = self._root.ready, role.pins.busy, role.pins.old_epoch_requests
+        self.labelled, self.tiers, self.reclaim = role.stamps.label, role.tiers_told, role.reclaim
+
+    def adopt(self, epoch: int) -> None:
+        self._root.adopt(epoch)
+        self._role.state.tell_soon()
+
+    def isolated(self) -> bool:
+        return self._root.waiting_for_epoch
+
+    def weights(self) -> tuple[bytes | None, str]:
+        if lost := self._root.lost:
+            return None, lost
+        value, note = self._role.weights.watch.tells()
+        return (None if value is None else value[:WEIGHTS_BYTES]), note
+
+    def stats(self) -> dict[str, float]:
+        """Heartbeats go on without a hub: so routers hear of a lost lease."""
+        gauges = self._role.gauges()
+        self._role.state.tell_soon()
+        return gauges

@@ -81,17 +81,17 @@ class Boundaries:
 
 
 class SaveCandidates:
-    """Finds requests with blocks to offer; `Request.num_offered` says how many were."""
+    """Finds requests with blocks to offer; `Request.num_offered` says how many were, and `boundaries` when to look again."""
 
     def __init__(self, state: SharedState, tokens_per_step: int, save: Save) -> None:
         self._save = save
         self._state, self._pins, self._requests = state, state.pins, state.requests
-        self._boundaries = Boundaries(tokens_per_step)
+        self.boundaries = Boundaries(tokens_per_step)
         self._under: Snapshot | None = None  # what held when requests were last looked at
 
     def of_step(self, saves: SavePlanner, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
         """Requests with something new to save: another complete block, or slots for what was left out before."""
-        size, boundaries = self._state.hash_block_size, self._boundaries
+        size, boundaries = self._state.hash_block_size, self.boundaries
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         if snapshot is not self._under:
             self._under = snapshot
@@ -99,8 +99,10 @@ class SaveCandidates:
         boundaries.start(new.req_id for new in scheduler_output.scheduled_new_reqs)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         boundaries.start(resumed)
-        for request_id in resumed:
-            self._start_anew(request_id, saves)
+        for request_id in resumed:  # it has other blocks than before its preemption, and vLLM keeps other windows of them
+            saves.forget_request(request_id)
+            if (record := self._requests.get(request_id)) is not None:
+                record.num_offered = 0
         lacked, offered = saves.continuable(scheduled), blocks.offered_states(scheduler_output)
         with_states = [request_id for request_id in offered if request_id in scheduled]
         for request_id in dict.fromkeys((*boundaries.due(scheduled), *lacked, *with_states)):
@@ -117,13 +119,6 @@ class SaveCandidates:
                 yield view
             elif again:
                 saves.give_up(request_id)
-
-    def _start_anew(self, request_id: str, saves: SavePlanner) -> None:
-        """A preempted request has other blocks when it resumes, and vLLM keeps other windows of them."""
-        record = self._requests.get(request_id)
-        if record is not None:
-            record.num_offered = 0
-        saves.forget_request(request_id)
 
     def at_end(self, request: Any) -> ScheduledRequestView | None:
         """The request if it has blocks that are complete only now that it has ended. While it has its blocks.
@@ -160,12 +155,6 @@ class SaveCandidates:
             group_block_ids=blocks.group_block_ids(self._state.manager, record.request_id),
             states=states,
         )
-
-    def forget(self, request_id: str) -> None:
-        self._boundaries.forget(request_id)
-
-    def leak_report(self) -> dict[str, int]:
-        return {"boundaries": len(self._boundaries)}
 
 
 def max_saved(request: Any, save: Save) -> int:
@@ -237,6 +226,7 @@ class Steps:
         self._state.events.offer(self._requests.vllm, tiers.saves.collect(views, snapshot))
 
     def _told(self, tiers: TierManager, snapshot: Snapshot, number: int) -> StepMetadata:
+        """The jobs that go out with this step, and what ranks compare behind it."""
         jobs = tiers.end_step()
         if number < 0 and jobs.saves:
             number = self._weights.digest_number()
