@@ -67,13 +67,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._engine_id = str(self._kv_transfer_config.engine_id)
             _local_workers[self._engine_id] = self
 
-    # ------------------------------------------------------------------ construction
-
     def _find_local_worker(self) -> WorkerRole | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
         return connector._worker if connector is not None else None
-
-    # ------------------------------------------------------------------ properties vLLM asks for
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -159,28 +155,22 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def reset_cache(self) -> bool:
-        """Clear on every tier. True: the names make it true. False only if they could not be changed."""
-
-        def reset() -> bool:
-            return self.scheduler.reset_cache()  # in the worker role there is none
-
-        return self._guard.run("reset_cache", reset, lambda: False)
+        """Clear on every tier. True: the names make it true. False only in the worker role, or if they could not be changed."""
+        return self._scheduler is not None and self._guard.run("reset_cache", self._scheduler.reset_cache, lambda: False)
 
     # ------------------------------------------------------------------ worker role
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Lay out the host region over the KV tensors; an engine that cannot be staged refuses every job."""
-        rank = describe.worker_rank(self._vllm_config)
-
-        def build() -> JobRunner | None:
-            config = self._epochkv_config
-            return build_runner(config, self._vllm_config, self._kv_cache_config, kv_caches) if config.has_tiers else None
-
-        runner = self._guard.build("register_kv_caches", build, lambda: None)
         held = held_by(self._engine_id)
+        runner: JobRunner | None = None
+        if self._epochkv_config.has_tiers:
+            parts = self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches
+            runner = self._guard.build("register_kv_caches", lambda: build_runner(*parts), lambda: None)
         if runner is not None:
             held.runners.add(runner)
         held.layout = runner.layout if runner is not None else RankLayout(refusal=self._guard.first.get("register_kv_caches", ""))
+        rank = describe.worker_rank(self._vllm_config)
         self._worker = WorkerRole(rank, runner, self._guard.note, compare=held.compare, begin=held.begin, adapters=held.adapters)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -236,13 +226,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> EpochKVStats | None:
         """At most once a second: counters since the last report, and what holds now."""
-        return self._guard.run("stats", self._collect_stats, lambda: None)
-
-    def _collect_stats(self) -> EpochKVStats | None:
         if not self._reporter.due():
             return None
-        if self._scheduler is not None:
-            return self._scheduler.stats()
+        return self._guard.run("stats", self._scheduler.stats if self._scheduler is not None else self._worker_stats, lambda: None)
+
+    def _worker_stats(self) -> EpochKVStats | None:
         if self._worker is None:
             return None
         refusing = self._epochkv_config.has_tiers and self._worker.runner is None

@@ -120,16 +120,12 @@ class Repin(enum.Enum):
 
 
 class PinMaker:
-    """Makes pins of what holds now, and the tag that vouches for a name towards other engines. The caller of `make` holds the lock.
-
-    Attributes:
-        clock: seconds since 1970, as another machine can tell them, too.
-    """
+    """Makes pins of what holds now, and the tag that vouches for a name towards other engines. The caller of `make` holds the lock."""
 
     def __init__(self, root: RootState, adapters: Adapters) -> None:
         self._root = root
         self._adapters = adapters
-        self.clock: Callable[[], float] = time.time
+        self.clock: Callable[[], float] = time.time  # as another machine can tell it, too
 
     def make(self, request: Any, *, session: bool) -> Pin:
         """For what holds now; it is not stored yet."""
@@ -148,7 +144,6 @@ class PinMaker:
         return pin
 
     def make_alone(self, adapter: Any | None) -> Pin:
-        """With a random root."""
         pin = Pin(os.urandom(ROOT_BYTES), self._root.snapshot.generation, saveable=False, alone=True)
         if adapter is not None:
             pin.adapter, pin.version = adapter.lora_int_id, self._adapters.of(adapter).version
@@ -201,8 +196,6 @@ class Pins:
     """One per EngineCore. Methods are for the scheduler thread unless their docstring says otherwise.
 
     Attributes:
-        root: what the pins follow.
-        maker: makes them.
         on_rename: told of each request that gets other names, and how many of its hash blocks keep theirs. The lock is held.
     """
 
@@ -264,15 +257,8 @@ class Pins:
             self._name(request, self.maker.make(request, session=is_session(request)))
 
     def repin(self, request: Any, *, must: bool) -> Repin:
-        """Bring a request that holds no blocks to what holds now.
-
-        Args:
-            must: the scheduler goes on with this request in the same step whatever is answered
-                (`skip_reading_prefix_cache`), so nothing may be deferred.
-
-        Returns:
-            What the caller may answer; see `Repin`.
-        """
+        """Bring a request that holds no blocks to what holds now. `must`: the scheduler goes on with this request in the same step
+        whatever is answered (`skip_reading_prefix_cache`), so nothing may be deferred."""
         with self._lock:
             self.root.refresh()
             pin = self.pin_of(request)
@@ -286,7 +272,7 @@ class Pins:
                 if self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
                     self.counters["rehash_deferred"] += 1
                     return Repin.DEFERRED
-                self._drop(pin)
+                self.release(request)
             self._name(request, self.maker.make(request, session=pin.session if pin else is_session(request)))
             self.counters["repinned_requests"] += 1
             return Repin.DONE
@@ -362,20 +348,16 @@ class Pins:
             self.admit(request)
 
     def release(self, request: Any) -> None:
-        """The request has finished."""
+        """The request has finished, or holds nothing under its pin any more."""
         with self._lock:
             pin = self.pin_of(request)
-            if pin is not None:
-                self._drop(pin)
-
-    def _drop(self, pin: Pin) -> None:
-        if not pin.admitted:
-            return
-        pin.admitted = False
-        admitted = (pin.generation, pin.session)
-        self._admitted[admitted] -= 1
-        if self._admitted[admitted] <= 0:
-            del self._admitted[admitted]
+            if pin is None or not pin.admitted:
+                return
+            pin.admitted = False
+            admitted = (pin.generation, pin.session)
+            self._admitted[admitted] -= 1
+            if not self._admitted[admitted]:
+                del self._admitted[admitted]
 
 
 def is_private(pins: Pins, request: Any) -> bool:
