@@ -43,11 +43,7 @@ class GlobalRoot:
 
 
 class BlockHashing:
-    """Hashes a request's first block under an explicit parent, and a whole request through vLLM's own hasher.
-
-    Args:
-        algorithm: `cache_config.prefix_caching_hash_algo`.
-    """
+    """Hashes a request's first block under an explicit parent, and a whole request through vLLM's own hasher."""
 
     def __init__(self, algorithm: str) -> None:
         from vllm.utils.hashing import get_hash_fn_by_name

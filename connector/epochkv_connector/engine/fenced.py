@@ -148,11 +148,8 @@ def install() -> None:
 
 
 def fence(scheduler: Any) -> None:
-    """Put the fence under this scheduler, which has just been made: vLLM's global root is not set yet, and no request has come.
-
-    Raises:
-        ConfigurationError, UnsupportedEngine: it cannot be fenced; `check` said so before the model was loaded.
-    """
+    """Put the fence under this scheduler, which has just been made: vLLM's global root is not set yet, and no request has come. Raises
+    as `check` did before the model was loaded."""
     config = check(scheduler.vllm_config)
     if config is not None:
         patches.share_log_handlers()
@@ -163,12 +160,8 @@ def fence(scheduler: Any) -> None:
 
 
 class Fence:
-    """One per scheduler; its thread only, but for what the agent's thread asks of `role`.
-
-    Attributes:
-        guard: counts our errors.
-        role: ours, without tiers.
-    """
+    """One per scheduler, with a scheduler role of ours that has no tiers. The scheduler's thread only, but for what the agent's thread asks
+    of `role`."""
 
     def __init__(self, scheduler: Any, config: ConnectorConfig) -> None:
         self._scheduler = scheduler

@@ -79,11 +79,7 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
 
 
 def check_before_load(vllm_config: Any) -> None:
-    """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector.
-
-    Raises:
-        ConfigurationError, UnsupportedEngine: as there.
-    """
+    """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector."""
     transfer = vllm_config.kv_transfer_config
     children = children_of(transfer)
     for one in children or connectors_of(transfer):
@@ -93,11 +89,7 @@ def check_before_load(vllm_config: Any) -> None:
 
 
 def check_siblings(children: Sequence[Mapping[str, Any]]) -> None:
-    """Whether these connectors, of which one is ours, may be children of one MultiConnector.
-
-    Raises:
-        UnsupportedEngine: there is one beside ours that is not on the tested list, or ours more than once.
-    """
+    """Raise `UnsupportedEngine` where a MultiConnector holds one beside ours that is not on the tested list, or ours more than once."""
     siblings = [child for child in children if child.get("kv_connector") != NAME]
     if len(children) - len(siblings) > 1:
         raise UnsupportedEngine(
@@ -249,11 +241,8 @@ BROKEN = Unused(NOTHING, "an error turned the tiers off; restart the engine, and
 
 
 def why_no_l2(vllm_config: Any, random_hashes: str | None) -> str | None:
-    """Why blocks of this engine are of no use to others, nor theirs to it, in words; None: they are.
-
-    Args:
-        random_hashes: algorithm of block hashes with a random seed, which other engines cannot look up; None: they can.
-    """
+    """Why blocks of this engine are of no use to others, nor theirs to it, in words; None: they are. `random_hashes`: the algorithm of
+    block hashes, if its seed is random, so that other engines cannot look them up."""
     if random_hashes is not None:
         return (
             f"block hashes ({random_hashes}) have a random seed in each process; "
@@ -287,11 +276,9 @@ def find_unused(
 
     Args:
         policy: the `kv_load_failure_policy` that vLLM follows.
-        own: see `why_own`.
+        own, no_l2, layout_problem: of `why_own`, `why_no_l2` and `CacheLayout.problem`.
         error: why the tiers could not be built; empty: they were, or there are none.
-        layout_problem: see `CacheLayout.problem`.
         refusals: why a rank takes no job, by rank; empty where it does.
-        no_l2: see `why_no_l2`.
     """
     found = [kept_to_itself(own.why)] if own is not None else []
     if not config.has_tiers:

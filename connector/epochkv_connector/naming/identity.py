@@ -80,11 +80,7 @@ def _packed(*fields: bytes) -> bytes:
 def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str, weights: bytes) -> bytes:
     """Root of one epoch of one pool: HMAC-SHA256(secret, "epochkv" | pool_uid | epoch | fingerprint | weights), length-prefixed.
 
-    Keyed, so that names cannot be guessed (block hashes may be non-cryptographic).
-
-    Args:
-        epoch: 0 or more.
-        weights: digest of what the ranks hold (`weights.watch`).
+    Keyed, so that names cannot be guessed (block hashes may be non-cryptographic). `weights`: digest of what the ranks hold.
     """
     assert all((secret, pool_uid, fingerprint, weights)), "a shared root names all four"
     message = _packed(b"epochkv", pool_uid.encode(), epoch.to_bytes(8, "big"), fingerprint.encode(), weights)
@@ -92,12 +88,8 @@ def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str, weig
 
 
 def adapter_root(root: bytes, adapter: bytes, applied: str) -> bytes:
-    """Root for requests that use an adapter.
-
-    Args:
-        adapter: digest of the tensors that the ranks hold of it (`weights.adapters`).
-        applied: how this engine applies adapters (`describe.describe_adapters`).
-    """
+    """Root for requests that use an adapter: by the digest of the tensors that the ranks hold of it (`weights.adapters`), and by how this
+    engine applies adapters (`describe.describe_adapters`)."""
     return hmac.new(root, _packed(b"adapter", adapter, applied.encode()), hashlib.sha256).digest()
 
 

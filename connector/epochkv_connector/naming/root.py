@@ -65,14 +65,10 @@ _LINES = {
 
 
 class BypassLog:
-    """Logs each change of (reason, highest epoch granted in this engine instance or -1) once.
-
-    Attributes:
-        over: the engine ends, and a lease that it gives back is no news.
-    """
+    """Logs each change of (reason, highest epoch granted in this engine instance or -1) once."""
 
     def __init__(self) -> None:
-        self.over = False
+        self.over = False  # the engine ends, and a lease that it gives back is no news
         self._told = (Reason.UNASSIGNED, -1)
 
     def tell(self, reason: Reason, epoch: int) -> None:
@@ -246,10 +242,8 @@ class RootState:
         return self._global.ready()
 
     def adopt(self, epoch: int) -> None:
-        """Rebind the root and swap the snapshot. Agent thread; the acknowledgement is sent after this returns.
-
-        An epoch below the one adopted is ignored: it cannot come from a correct agent.
-        """
+        """Rebind the root and swap the snapshot. Agent thread; the acknowledgement is sent after this returns. An epoch below the one
+        adopted is ignored: it cannot come from a correct agent."""
         with self.lock:
             if epoch < self.epoch:
                 self.counters["lower_epoch_refused"] += 1
@@ -265,11 +259,8 @@ class RootState:
     # ------------------------------------------------------------------ weights
 
     def hold(self, weights: bytes | None) -> bool:
-        """The ranks hold these weights from now on (None: unknown). The caller detaches requests that hold blocks.
-
-        Returns:
-            True if the weights changed. Requests then never reuse their old names, even if these weights return.
-        """
+        """The ranks hold these weights from now on (None: unknown). Returns whether they changed. Requests then never reuse their old
+        names, even if these weights return, and the caller detaches requests that hold blocks."""
         with self.lock:
             if weights == self.weights:
                 return False

@@ -48,11 +48,7 @@ class KvStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse(given: Any) -> KvStore:
-    """The block.
-
-    Raises:
-        BlockError: a key that is unknown, or a value that is not allowed.
-    """
+    """The block. Raises BlockError: a key that is unknown, or a value that is not allowed."""
     content = plain(given)
     try:
         return msgspec.convert(content, KvStore)
@@ -85,11 +81,7 @@ class Expansion:
 
 
 def expand(block: KvStore, environ: Mapping[str, str]) -> Expansion:
-    """What an enabled block stands for.
-
-    Raises:
-        BlockError: the file is missing, cannot be read, or is not a pool's.
-    """
+    """What an enabled block stands for. Raises BlockError: the file is missing, cannot be read, or is not a pool's."""
     named, source = "config_path", block.config_path or ""
     if not source.strip():
         named, source = CONFIG_ENV, environ.get(CONFIG_ENV, "").strip()
@@ -118,15 +110,10 @@ class StoreUnreachable(RuntimeError):
 
 
 def resolve(given: Any, rollout: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """The `kv_transfer_config` that the block stands for; None: engines run without a connector.
+    """The `kv_transfer_config` that the block stands for; None: engines run without a connector. Raises BlockError and StoreUnreachable.
 
     Args:
-        given: the block.
-        rollout: what it stands in; of interest are `name`, `engine_kwargs` and `disaggregation`.
-
-    Raises:
-        BlockError: the block cannot be meant.
-        StoreUnreachable: see there.
+        rollout: what the block stands in; of interest are `name`, `engine_kwargs` and `disaggregation`.
     """
     block = parse(given)
     if not block.enable:
@@ -146,11 +133,7 @@ def resolve(given: Any, rollout: Mapping[str, Any], environ: Mapping[str, str] =
 
 
 async def find_problem(expansion: Expansion) -> str | None:
-    """What does not answer, in words; None: all does.
-
-    Raises:
-        BlockError: the hub serves another pool.
-    """
+    """What does not answer, in words; None: all does. Raises BlockError: the hub serves another pool."""
     answer = await probe_hub(expansion.connection)
     if isinstance(answer, NoHub):
         if answer.trouble == "pool":

@@ -94,12 +94,7 @@ class GroupView:
 
 
 def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int) -> GroupView:
-    """Build the view of one group.
-
-    Args:
-        caches: layer name -> KV tensor(s), as `register_kv_caches` receives them.
-        spec: the group.
-        num_blocks: blocks in vLLM's pool.
+    """The view of one group over KV tensors of `num_blocks` blocks, by layer, as `register_kv_caches` receives them.
 
     Raises:
         LayoutError: a layer is missing, or its layout is ambiguous or unsupported.
@@ -127,7 +122,6 @@ def layout_digest(
     values also depend on the number of blocks and on padding, neither of which is in a payload.
 
     Args:
-        caches, num_blocks: as `group_view`.
         groups: all of the rank's groups, in order.
         about: what else this rank knows (JSON): attention backends, packing.
 

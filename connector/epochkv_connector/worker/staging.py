@@ -202,11 +202,7 @@ class RowClass:
 
 
 def row_classes(parts: Sequence[Tensor]) -> tuple[RowClass, ...]:
-    """The rows of a KV cache group.
-
-    Args:
-        parts: uint8 views `(num_blocks, *inner, run_bytes)`, one after another in the payload (`layout.GroupView.parts`).
-    """
+    """The rows of a KV cache group, of which `parts` are one after another in the payload (`layout.GroupView`)."""
     found: list[tuple[int, list[tuple[int, int, int]]]] = []
     latest: dict[int, list[tuple[int, int, int]]] = {}  # by length: the class that takes the next row
     offset = 0
@@ -498,8 +494,7 @@ class Staging:
 class StagingStream:
     """Runs copies in one direction on its own thread's stream. Made and used by exactly one thread.
 
-    Both calls return when the bytes are there. On CUDA the copies run on a side stream behind `after` and their own event
-    is waited for, never the device: nobody else's work on it is waited for.
+    Both calls return when the bytes are there.
     """
 
     def __init__(self, staging: Staging) -> None:
