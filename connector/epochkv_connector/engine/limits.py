@@ -163,15 +163,10 @@ def _cpu_mla_reads_context(vllm_config: Any) -> bool:
 
 
 class Own(NamedTuple):
-    """Why no digest of this engine says all that its KV depends on, so that it names for itself alone.
+    """Why no digest of this engine says all that its KV depends on, so that it names for itself alone."""
 
-    Attributes:
-        why: in words, with what to change.
-        asks: its ranks can be asked for samples of what they hold, which last while nobody writes to them.
-    """
-
-    why: str
-    asks: bool
+    why: str  # in words, with what to change
+    asks: bool  # its ranks can be asked for samples of what they hold, which last while nobody writes to them
 
 
 NO_DOMAIN = "the data-parallel ranks that hold the experts could not be asked to tell each other what they hold"

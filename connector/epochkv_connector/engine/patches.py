@@ -41,10 +41,8 @@ class _Ours(logging.Handler):
 
 
 def share_log_handlers() -> None:
-    """Let our packages log as vLLM does (time, level, module, process). Without handlers INFO lines would be lost.
-
-    Does nothing where the user has set up logging for our packages.
-    """
+    """Let our packages log as vLLM does (time, level, module, process), unless the user has set up logging for them. Without handlers INFO
+    lines would be lost."""
     handlers = logging.getLogger("vllm").handlers
     for name in ("epochkv_connector", "epochkv_fence"):
         logger = logging.getLogger(name)
@@ -123,10 +121,8 @@ def before_packing(mark: Callable[[Any], None]) -> None:
 
 
 def after_scheduler(build: Callable[[Any], None]) -> None:
-    """Call `build` with each scheduler of vLLM that is made in this process, at the end of its constructor.
-
-    `builders` finds the scheduler meanwhile, because it looks for functions that are called `__init__`.
-    """
+    """Call `build` with each scheduler of vLLM that is made in this process, at the end of its constructor. `builders` finds the scheduler
+    meanwhile, because it looks for functions that are called `__init__`."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     construct = Scheduler.__init__

@@ -25,52 +25,30 @@ CODEC_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What holds now, read once per operation.
+    """What holds now, read once per operation."""
 
-    Attributes:
-        epoch: highest epoch adopted in this engine instance; -1 before the first.
-        in_use: False (bypass): no load, no save, and every request gets a random root of its own.
-        root: first parent of the block hashes of requests pinned under this snapshot.
-        namespace: prefix of L2 keys; None: nothing may leave this engine (private root, or L2 refused).
-        shared: True when other engines of the pool use the same root.
-        generation: new with every root; a pin is current iff its generation is this one.
-        weights: digest of the weights that names are made of; None: unknown.
-    """
-
-    epoch: int
-    in_use: bool
-    root: bytes
-    namespace: str | None
-    shared: bool
-    generation: int = 0
-    weights: bytes | None = None
+    epoch: int  # highest epoch adopted in this engine instance; -1 before the first
+    in_use: bool  # False (bypass): no load, no save, and every request gets a random root of its own
+    root: bytes  # first parent of the block hashes of requests pinned under this snapshot
+    namespace: str | None  # prefix of L2 keys; None: nothing may leave this engine (private root, or L2 refused)
+    shared: bool  # True when other engines of the pool use the same root
+    generation: int = 0  # new with every root; a pin is current iff its generation is this one
+    weights: bytes | None = None  # digest of the weights that names are made of; None: unknown
 
 
 @dataclass(slots=True)
 class Pin:
-    """The root one request's block hashes are made with.
+    """The root one request's block hashes are made with."""
 
-    Attributes:
-        root: 32 bytes; equals `Snapshot.root`, is derived from it (adapters, embeddings), or random.
-        generation: of the snapshot it was made under.
-        saveable: False when blocks under this pin must never be offered to a tier (a random root, a detached request).
-        alone: the root is random: no other request has these names, or will.
-        admitted: the request holds, or was answered, KV under this pin: it runs on under an old epoch when the pin is not current.
-        loading: an asynchronous load of ours is in flight.
-        session: a streaming-input session.
-        adapter: vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none.
-        version: of what that id stood for (`weights.adapters`).
-    """
-
-    root: bytes
-    generation: int
-    saveable: bool = True
-    admitted: bool = False
-    loading: bool = False
-    session: bool = False
-    alone: bool = False
-    adapter: int = 0
-    version: int = 0
+    root: bytes  # 32 bytes; equals `Snapshot.root`, is derived from it (adapters, embeddings), or random
+    generation: int  # of the snapshot it was made under
+    saveable: bool = True  # False when blocks under this pin must never be offered to a tier (a random root, a detached request)
+    admitted: bool = False  # the request holds, or was answered, KV under this pin: it runs on, on an old epoch when the pin is not current
+    loading: bool = False  # an asynchronous load of ours is in flight
+    session: bool = False  # a streaming-input session
+    alone: bool = False  # the root is random: no other request has these names, or will
+    adapter: int = 0  # vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none
+    version: int = 0  # of what that id stood for (`weights.adapters`)
 
 
 def _packed(*fields: bytes) -> bytes:

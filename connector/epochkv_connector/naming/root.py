@@ -88,23 +88,15 @@ class BypassLog:
 
 @dataclass(frozen=True, slots=True)
 class PoolMembership:
-    """What is known at start of this engine's part in its pool: what names are made of, and what may be shared.
-
-    Attributes:
-        secret: the pool's root secret; None: there is no way to the hub, so nothing is ever shared.
-        l2_allowed: False keeps every name inside this engine (random hash seed, or routes of experts that stay there).
-        adapters_applied: how this engine applies adapters (`describe.describe_adapters`).
-        is_own_pool: no hub is configured, so tiers may be used under a private root.
-        handoff_seconds: how long blocks that are handed over to another engine are kept at least, whatever our clocks say.
-    """
+    """What is known at start of this engine's part in its pool: what names are made of, and what may be shared."""
 
     pool_uid: str
     fingerprint: str
-    secret: bytes | None = field(repr=False)
-    l2_allowed: bool = True
-    adapters_applied: str = ""
-    is_own_pool: bool = False
-    handoff_seconds: float = 15.0
+    secret: bytes | None = field(repr=False)  # the pool's root secret; None: there is no way to the hub, so nothing is ever shared
+    l2_allowed: bool = True  # False keeps every name inside this engine (random hash seed, or routes of experts that stay there)
+    adapters_applied: str = ""  # how this engine applies adapters (`describe.describe_adapters`)
+    is_own_pool: bool = False  # no hub is configured, so tiers may be used under a private root
+    handoff_seconds: float = 15.0  # how long blocks that are handed over to another engine are kept at least, whatever our clocks say
 
 
 class RootState:

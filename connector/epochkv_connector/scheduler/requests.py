@@ -74,30 +74,18 @@ TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
 
 @dataclass(slots=True)
 class Request:
-    """One request.
-
-    Attributes:
-        vllm: vLLM's own object; None: it has ended, and its load is not reported yet.
-        load: see `LoadState`; only `Requests` changes it.
-        steps_aside: its load has failed, and it was not asked about since.
-        num_offered: how many of its blocks were offered to the tiers, from the first on.
-        max_saved: so many of its tokens may be; None: nobody has asked yet.
-    """
+    """One request."""
 
     request_id: str
-    vllm: Any | None
-    load: LoadState = LoadState.NONE
-    steps_aside: bool = False
-    num_offered: int = 0
-    max_saved: int | None = None
+    vllm: Any | None  # vLLM's own object; None: it has ended, and its load is not reported yet
+    load: LoadState = LoadState.NONE  # only `Requests` changes it
+    steps_aside: bool = False  # its load has failed, and it was not asked about since
+    num_offered: int = 0  # how many of its blocks were offered to the tiers, from the first on
+    max_saved: int | None = None  # so many of its tokens may be; None: nobody has asked yet
 
 
 class Requests:
-    """All requests that live, and those that ended before their load did. Iterates over the former.
-
-    Args:
-        counters: `invalidated_loads` are counted in it.
-    """
+    """All requests that live, and those that ended before their load did. Iterates over the former."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
@@ -430,12 +418,8 @@ class Admission:
         return host, num_external - host
 
     def isolate(self, request: Any) -> bool:
-        """An error of ours met this request: whatever it computes must be invisible to everybody.
-
-        Returns:
-            Whether it has new names now, so that a local hit found before must be dropped. A request that is alone under a
-            current root already keeps its names.
-        """
+        """An error of ours met this request: whatever it computes must be invisible to everybody. Returns whether it has new names now, so
+        that a local hit found before must be dropped. A request that is alone under a current root already keeps its names."""
         self._requests.see(request)
         pin = self._pins.pin_of(request)
         if (pin is not None and pin.alone and self._pins.is_current(pin)) or blocks.holds_blocks(request):

@@ -139,14 +139,10 @@ CLOSE_SECONDS = 2.0
 
 @dataclass
 class StoreKeys:
-    """The L2 client of the scheduler role: for existence, and for the removal of keys that nobody asks for any more.
-
-    Attributes:
-        object_bytes: size of an L2 object of this engine, by KV cache group, on average over its ranks.
-    """
+    """The L2 client of the scheduler role: for existence, and for the removal of keys that nobody asks for any more."""
 
     client: StoreClient
-    object_bytes: tuple[int, ...]
+    object_bytes: tuple[int, ...]  # see `mean_object_bytes`
 
     def reclaim(self, pool_uid: str, fingerprint: str, below: int, keep: Sequence[bytes] = ()) -> tuple[int, int]:
         """Remove the pool's L2 keys of epochs below `below` and, unless `keep` is empty, of all weights that are not in it.
@@ -174,11 +170,7 @@ class StoreKeys:
 def build_tiers(
     config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, layouts: Sequence[RankLayout]
 ) -> tuple[TierManager | None, StoreKeys | None]:
-    """Nothing where no tier is configured: the fence works alone.
-
-    Args:
-        layouts: what the ranks have answered; without the answers of all of them, the tiers have no slots.
-    """
+    """Nothing where no tier is configured: the fence works alone. Without `layouts` of all ranks, the tiers have no slots."""
     if not config.has_tiers:
         return None, None
     layout = describe.cache_layout(vllm_config, kv_cache_config)
@@ -232,10 +224,7 @@ class SchedulerRole:
         tiers: None when none is configured, or they could not be built: the fence works alone.
         store_keys: None when there is no L2.
         fingerprint: of everything that decides what a byte of a block is (64 hex digits).
-        hashing: vLLM's block hashing.
-        state: what the parts share.
-        stamps, admission, weights, steps: the parts.
-        hooks: what the agent's thread may ask.
+        stamps, admission, weights, steps: the parts, which share `state`.
     """
 
     def __init__(
@@ -429,12 +418,7 @@ class SchedulerRole:
         return limits.told_unused([*self._unused, *([limits.BROKEN] if self.state.broken else [])])
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
-        """See `StoreKeys.reclaim`. Not for the scheduler thread.
-
-        Raises:
-            RuntimeError: the tiers could not be built; 0 would say that nothing is left.
-            StoreUnavailable: the store gave no answer.
-        """
+        """See `StoreKeys.reclaim`. Raises RuntimeError, too: the tiers could not be built, and 0 would say that nothing is left."""
         if self.store_keys is not None:
             return self.store_keys.reclaim(self._config.pool.uid, self.fingerprint, below, keep)
         if self._config.distributed is not None:

@@ -33,12 +33,7 @@ OF_US = ("l1", "l2")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the ranks held in one step.
-
-    Attributes:
-        weights: 32 bytes; None: unknown.
-        adapters: digests by vLLM's ids; one that is absent, or None, is unknown.
-    """
+    """Digests of what the ranks held in one step: of the weights, and of adapters by vLLM's ids. None, or an absent one: unknown."""
 
     weights: bytes | None = None
     adapters: Mapping[int, bytes | None] = field(default_factory=dict)

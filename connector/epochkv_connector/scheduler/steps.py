@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 
 
 class Boundaries:
-    """A calendar of steps. A step is one call of `due`.
-
-    Args:
-        tokens_per_step: new tokens that one request may get in one step, at most (more than one with speculative decoding).
-    """
+    """A calendar of steps. A step is one call of `due`, in which a request may get at most `tokens_per_step` new tokens."""
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step = max(1, tokens_per_step)
@@ -66,10 +62,7 @@ class Boundaries:
         return [request_id for request_id in self._due if request_id in scheduled]
 
     def later(self, request_id: str, num_tokens: int) -> None:
-        """Look again when so many tokens more can be known, counted from those that are known or computed by now.
-
-        0 or less: in the next step.
-        """
+        """Look again when so many tokens more can be known, counted from those that are known or computed by now (0 or less: next step)."""
         step = self._step + max(1, -(-num_tokens // self._tokens_per_step))
         self._due.pop(request_id, None)
         self._when[request_id] = step
@@ -176,12 +169,7 @@ FindWorker = Callable[[], "WorkerRole | None"]
 
 
 class Steps:
-    """Builds the metadata of each step, and takes its results.
-
-    Args:
-        may_save: False: nothing is saved.
-        local_worker: finds the worker role when it lives in this process.
-    """
+    """Builds the metadata of each step, and takes its results. `local_worker` finds the worker role when it lives in this process."""
 
     def __init__(
         self, state: SharedState, weights: WeightChanges, candidates: SaveCandidates, may_save: bool, local_worker: FindWorker

@@ -29,22 +29,14 @@ class BlockError(ValueError):
 
 
 class KvStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The block.
+    """The block."""
 
-    Attributes:
-        enable: whether rollout engines get a connector.
-        kv_role: whether an engine saves KV, loads it, or both.
-        config_path: the pool's `connection.json`; None: `EPOCHKV_CONFIG` names it, or holds it.
-        extra_config: more keys of `kv_connector_extra_config`; they win over the file.
-        on_failure: when hub or master does not answer at launch: run without the connector, or end.
-    """
-
-    enable: bool = False
+    enable: bool = False  # whether rollout engines get a connector
     kv_connector: Literal["EpochKVConnector"] = "EpochKVConnector"
-    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
-    config_path: str | None = None
-    extra_config: dict[str, Any] = {}
-    on_failure: Literal["fallback", "crash"] = "fallback"
+    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"  # whether an engine saves KV, loads it, or both
+    config_path: str | None = None  # the pool's `connection.json`; None: `EPOCHKV_CONFIG` names it, or holds it
+    extra_config: dict[str, Any] = {}  # more keys of `kv_connector_extra_config`; they win over the file
+    on_failure: Literal["fallback", "crash"] = "fallback"  # when hub or master does not answer at launch: run without the connector, or end
 
 
 def parse(given: Any) -> KvStore:
@@ -67,17 +59,11 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What engines get, and what they will need.
+    """What engines get, and what they will need."""
 
-    Attributes:
-        transfer: `kv_transfer_config`.
-        config: what the connector will make of it.
-        connection: the way to the pool's hub; its `origin` is what names the pool, for errors.
-    """
-
-    transfer: dict[str, Any]
-    config: ConnectorConfig
-    connection: Connection
+    transfer: dict[str, Any]  # `kv_transfer_config`
+    config: ConnectorConfig  # what the connector will make of it
+    connection: Connection  # the way to the pool's hub; its `origin` is what names the pool, for errors
 
 
 def expand(block: KvStore, environ: Mapping[str, str]) -> Expansion:

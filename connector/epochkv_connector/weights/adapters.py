@@ -52,19 +52,12 @@ class AdapterNames(Protocol):
 
 @dataclass(slots=True)
 class Known:
-    """What one id stands for.
+    """What one id stands for."""
 
-    Attributes:
-        value: 32 bytes; None: unknown.
-        version: another number than before says that its pins are not current; never comes back, also if `value` does.
-        number: of the question that `value` is the answer to.
-        retry_at: when the ranks may be asked again for what they could not say.
-    """
-
-    value: bytes | None = None
-    version: int = 0
-    number: int = -1
-    retry_at: float = 0.0
+    value: bytes | None = None  # 32 bytes; None: unknown
+    version: int = 0  # another number than before says that its pins are not current; never comes back, also if `value` does
+    number: int = -1  # of the question that `value` is the answer to
+    retry_at: float = 0.0  # when the ranks may be asked again for what they could not say
 
 
 class Adapters:
@@ -164,11 +157,8 @@ class Adapters:
         self.ask(load=True)
 
     def ask(self, *, load: bool = False) -> None:
-        """Ask about everything that is suspected, if the ranks can be asked.
-
-        Args:
-            load: what is not there and used, as vLLM will with the step that follows.
-        """
+        """Ask about everything that is suspected, if the ranks can be asked. `load`: they load what is not there and used, as vLLM will
+        with the step that follows."""
         if self._names is None or not self._suspected or not self._may_ask():
             return
         in_use = self._names.adapters_in_use()

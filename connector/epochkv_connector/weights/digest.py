@@ -89,15 +89,7 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]], extra: Any = ()) -> bytes:
-    """One digest (32 bytes) for all of them.
-
-    Args:
-        tensors: by name, all on one device or on the host.
-        extra: JSON that counts, too.
-
-    Raises:
-        Unreadable: one is on `meta` (it is being loaded).
-    """
+    """One digest (32 bytes) for all of them, and for what `extra` says (JSON). Raises Unreadable: one is on `meta` (it is being loaded)."""
     header: list[Any] = []
     sums: dict[torch.device, _Host | _Device] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -309,23 +301,15 @@ def models(worker: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A weight, and where it is kept.
-
-    Attributes:
-        steps: (container, key, what is there), from the module's own table to the tensor.
-    """
+    """A weight, and where it is kept."""
 
     name: str
     tensor: torch.Tensor
-    steps: tuple[tuple[Any, Any, Any], ...]
+    steps: tuple[tuple[Any, Any, Any], ...]  # (container, key, what is there), from the module's own table to the tensor
 
 
 def homes(worker: Any) -> Iterator[Home]:
-    """All weights of this rank, with the places that they were found in.
-
-    Raises:
-        Unreadable: a layer hides its weights.
-    """
+    """All weights of this rank, with the places that they were found in. Raises Unreadable: a layer hides its weights."""
     for prefix, model in models(worker):
         for path, module in model.named_modules(remove_duplicate=True):
             name = f"{prefix}{path}.".replace(".base_layer.", ".")
@@ -348,11 +332,7 @@ def is_of_experts(name: str) -> bool:
 
 
 def weights(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all weights of this rank.
-
-    Raises:
-        Unreadable: a layer hides its weights.
-    """
+    """(name, tensor) of all weights of this rank. Raises as `homes`."""
     return ((home.name, home.tensor) for home in homes(worker))
 
 

@@ -52,15 +52,10 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One KV cache group, as `kv_cache_config.kv_cache_groups[i]` describes it.
+    """One KV cache group, as `kv_cache_config.kv_cache_groups[i]` describes it."""
 
-    Attributes:
-        layer_names: in vLLM's order; layers that share one tensor are stored once.
-        block_size: tokens per block.
-    """
-
-    layer_names: Sequence[str]
-    block_size: int = 0
+    layer_names: Sequence[str]  # in vLLM's order; layers that share one tensor are stored once
+    block_size: int = 0  # tokens per block
 
 
 @dataclass(frozen=True, slots=True)
