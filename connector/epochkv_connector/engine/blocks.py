@@ -48,7 +48,6 @@ class BlockHashing:
     def __init__(self, algorithm: str) -> None:
         from vllm.utils.hashing import get_hash_fn_by_name
 
-        self.algorithm = algorithm
         self.hash_block_size = 0  # known when the block pool is bound
         self._function = get_hash_fn_by_name(algorithm)
 

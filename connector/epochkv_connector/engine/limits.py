@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from epochkv_connector.config import NAME, ConnectorConfig, check_fits
-from epochkv_connector.engine import describe
+from epochkv_connector.engine import blocks, describe
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 from epochkv_fence.protocol.messages import TIER_REASONS, TierReason
 
@@ -235,12 +235,12 @@ BROKEN = Unused(NOTHING, "an error turned the tiers off; restart the engine, and
 """While the engine runs (`SharedState.broken`)."""
 
 
-def why_no_l2(vllm_config: Any, random_hashes: str | None) -> str | None:
-    """Why blocks of this engine are of no use to others, nor theirs to it, in words; None: they are. `random_hashes`: the algorithm of
-    block hashes, if its seed is random, so that other engines cannot look them up."""
-    if random_hashes is not None:
+def why_no_l2(vllm_config: Any) -> str | None:
+    """Why blocks of this engine are of no use to others, nor theirs to it, in words; None: they are."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if blocks.hash_seed_is_random(algorithm):
         return (
-            f"block hashes ({random_hashes}) have a random seed in each process; "
+            f"block hashes ({algorithm}) have a random seed in each process; "
             "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256"
         )
     if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):  # answers say which experts each token went to

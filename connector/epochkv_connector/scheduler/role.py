@@ -250,18 +250,17 @@ class SchedulerRole:
         self.fingerprint = fingerprint({**described, "layouts": digests})
         adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
-        random_hashes = self.hashing.algorithm if blocks.hash_seed_is_random(self.hashing.algorithm) else None
-        self._no_l2 = limits.why_no_l2(vllm_config, random_hashes)
+        self._no_l2 = limits.why_no_l2(vllm_config)
         self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None), fenced=fenced)
         self._peers: Peers | None = None
         if self._own is None and limits.is_wide(vllm_config):
             self._own = guard.run("domain", lambda: self._join_domain(ranks, core), lambda: limits.Own(limits.NO_DOMAIN, asks=True))
-        self.pins = self._build_pins(global_root, adapters, core)
+        # vLLM's scheduler reads the configuration of a MultiConnector, and that of none of its children.
+        transfer = patches.parent_config() or vllm_config.kv_transfer_config
+        self.pins = self._build_pins(global_root, adapters, limits.handoff_seconds(limits.connectors_of(transfer)))
         self.tiers, self.store_keys = guard.run(
             "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: (None, None)
         )
-        # vLLM's scheduler reads the policy of a MultiConnector, and that of none of its children.
-        transfer = patches.parent_config() or vllm_config.kv_transfer_config
         policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))  # without a connector nobody loads
         self._unused = self._find_unused(layouts or [], policy)
         off = {one.what for one in self._unused}
@@ -296,16 +295,15 @@ class SchedulerRole:
         self._own = limits.Own(why, asks=True)
         self._unused = [*self._unused, limits.kept_to_itself(why)]
 
-    def _build_pins(self, global_root: blocks.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
-        config, vllm_config = self._config, self._vllm_config
+    def _build_pins(self, global_root: blocks.GlobalRoot, adapters: Adapters, handoff_seconds: float) -> Pins:
         member = PoolMembership(
-            config.pool.uid,
+            self._config.pool.uid,
             self.fingerprint,
             self._link.secret,
             l2_allowed=self._no_l2 is None,
-            adapters_applied=describe.describe_adapters(vllm_config),
-            is_own_pool=config.hub is None,
-            handoff_seconds=limits.handoff_seconds(limits.connectors_of(patches.parent_config() or vllm_config.kv_transfer_config)),
+            adapters_applied=describe.describe_adapters(self._vllm_config),
+            is_own_pool=self._config.hub is None,
+            handoff_seconds=handoff_seconds,
         )
         root = RootState(member, global_root, self._link.lease_until)
         if self._own is not None:
