@@ -174,7 +174,7 @@ class PinMaker:
             return False
         return {**own, "made": made, "seconds": seconds} == shown and abs(self.clock() - made) <= seconds
 
-    def tag(self, adapter: Any | None = None) -> dict[str, Any] | None:
+    def tag(self, adapter: Any | None) -> dict[str, Any] | None:
         """`(pool, epoch, fingerprint, weights)` of what holds now, and the adapter, for `kv_transfer_params`; with the time, and for how
         many seconds the blocks are surely kept. None unless the root is shared."""
         names = self._names(adapter)

@@ -212,9 +212,9 @@ class SharedState:
         pins: Pins,
         tiers: TierManager | None,
         on_error: Callable[[str, Exception], None],
-        core: Any | None = None,
+        core: Any | None,
         *,
-        trust_media_ids: bool = False,
+        trust_media_ids: bool,
     ) -> None:
         self.pins = pins
         self._trust_media_ids = trust_media_ids

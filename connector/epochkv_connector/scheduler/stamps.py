@@ -91,8 +91,8 @@ class Stamps:
         root: RootState,
         stored: Callable[[Any], tuple[int, int]],
         *,
-        all_requests: bool = False,
-        tokens_per_step: int = 1,
+        all_requests: bool,
+        tokens_per_step: int,
     ) -> None:
         self._watch, self._adapters, self._root, self._stored = watch, adapters, root, stored
         self._all_requests, self._tokens_per_step = all_requests, tokens_per_step

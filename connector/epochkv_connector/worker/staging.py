@@ -73,15 +73,14 @@ def runtime() -> Any:
         raise RuntimeError(f"the CUDA runtime cannot be opened ({error}); torch was built for CUDA {torch.version.cuda}") from error
 
 
-def page_lock(address: int, num_bytes: int, library: Any = None) -> None:
+def page_lock(address: int, num_bytes: int) -> None:
     """Page-lock exactly these bytes (torch's own pinned allocator rounds up to a power of two). Raises RuntimeError.
 
     The runtime remembers no error of a refusal.
     """
-    library = library if library is not None else runtime()
-    code = library.cudaHostRegister(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(0))
+    code = runtime().cudaHostRegister(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(0))
     if code != 0:
-        library.cudaGetLastError()
+        runtime().cudaGetLastError()
         raise RuntimeError(f"cudaHostRegister returned CUDA error {code}")
 
 
