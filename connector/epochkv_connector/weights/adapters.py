@@ -113,13 +113,11 @@ class Adapters:
 
     def version(self, adapter_id: int) -> int:
         """Of what this id stands for now; -1: nothing that is known."""
-        known = self._known.get(adapter_id)
-        return known.version if known is not None else -1
+        return self._known[adapter_id].version if adapter_id in self._known else -1
 
     def number(self, adapter_id: int) -> int:
         """Of the question that its names follow."""
-        known = self._known.get(adapter_id)
-        return known.number if known is not None else -1
+        return self._known[adapter_id].number if adapter_id in self._known else -1
 
     def calling(self, method: str, what: Any) -> None:
         """The workers are about to load, unload or pin this: a `LoRARequest`, or an id."""

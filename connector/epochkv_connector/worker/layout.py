@@ -184,17 +184,13 @@ def _as_list(cache: KVCache) -> list[Tensor]:
 
 def _tensors_of(caches: Mapping[str, KVCache], spec: GroupSpec) -> list[tuple[str, Tensor]]:
     """Every distinct tensor of the group (layers may share one), in layer order."""
-    found: list[tuple[str, Tensor]] = []
-    seen: set[_Identity] = set()
+    found: dict[_Identity, tuple[str, Tensor]] = {}
     for name in spec.layer_names:
         if name not in caches:
             raise LayoutError(f"layer {name!r} of a KV cache group was not registered; got {sorted(caches)[:8]}")
         for tensor in _as_list(caches[name]):
-            identity = _identity(tensor)
-            if identity not in seen:
-                seen.add(identity)
-                found.append((name, tensor))
-    return found
+            found.setdefault(_identity(tensor), (name, tensor))
+    return list(found.values())
 
 
 def _block_dim(name: str, tensor: Tensor, num_blocks: int) -> tuple[int, int]:
