@@ -226,11 +226,13 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> EpochKVStats | None:
         """At most once a second: counters since the last report, and what holds now."""
+        return self._guard.run("stats", self._collect_stats, lambda: None)
+
+    def _collect_stats(self) -> EpochKVStats | None:
         if not self._reporter.due():
             return None
-        return self._guard.run("stats", self._scheduler.stats if self._scheduler is not None else self._worker_stats, lambda: None)
-
-    def _worker_stats(self) -> EpochKVStats | None:
+        if self._scheduler is not None:
+            return self._scheduler.stats()
         if self._worker is None:
             return None
         refusing = self._epochkv_config.has_tiers and self._worker.runner is None
