@@ -108,11 +108,7 @@ class DistributedTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "P2PHANDSHAKE"
     protocol: Annotated[Literal["tcp", "rdma"], Meta(description="How blocks travel. It must be the protocol of the stores.")] = "tcp"
     device_name: Annotated[
-        str,
-        Meta(
-            description="RDMA devices of this machine, for `rdma`.",
-            extra={"allowed": "names of RDMA devices with commas, or empty"},
-        ),
+        str, Meta(description="RDMA devices of this machine, for `rdma`.", extra={"allowed": "names of RDMA devices with commas, or empty"})
     ] = ""
     cluster_id: Annotated[
         str | None,
@@ -234,17 +230,13 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return self.local is not None or self.distributed is not None
 
     @classmethod
-    def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> ConnectorConfig:
-        """Build from `kv_connector_extra_config`.
-
-        Raises:
-            ConfigurationError: unknown key, wrong type, impossible value or unreadable file.
-        """
-        inline, variables = dict(extra), os.environ if environ is None else environ
+    def parse(cls, extra: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> ConnectorConfig:
+        """Build from `kv_connector_extra_config`. Raises ConfigurationError: unknown key, wrong type, impossible value, unreadable file."""
+        inline = dict(extra)
         source = inline.pop("config_file", None)
         document, origin = {}, EXTRA
-        if source is not None or variables.get(CONFIG_ENV, "").strip():
-            found = read_document(source, variables, f"{EXTRA}: config_file")
+        if source is not None or environ.get(CONFIG_ENV, "").strip():
+            found = read_document(source, environ, f"{EXTRA}: config_file")
             document, origin = found.content, found.origin
         merged = {**document, **inline}
 
@@ -282,13 +274,8 @@ UNLIMITED_V1 = 1 << 60
 
 
 def memory_limit(root: Path = ROOT) -> tuple[int, str] | None:
-    """The smallest limit in bytes that holds for this process, and its source in words; None: none can be read.
-
-    A container sees its own group as the root of what is mounted.
-
-    Args:
-        root: for tests: where `proc` and `sys` are.
-    """
+    """The smallest limit in bytes that holds for this process, and its source in words; None: none can be read. A container sees its own
+    group as the root of what is mounted. `root`: where `proc` and `sys` are, for tests."""
     limits = []
     for path in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _read(root / path).strip()
@@ -300,12 +287,7 @@ def memory_limit(root: Path = ROOT) -> tuple[int, str] | None:
 
 
 def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
-    """Raise `ConfigurationError` if `num_bytes` of host memory cannot be had on this machine.
-
-    Args:
-        num_bytes: what the ranks on this machine will take together.
-        key, value: the configuration key it comes from.
-    """
+    """Raise `ConfigurationError` if this machine cannot have what its ranks will take together, as this configuration key says."""
     limit, source = memory_limit(root) or (num_bytes, "")
     if num_bytes > limit:
         raise ConfigurationError(

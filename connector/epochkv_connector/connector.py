@@ -67,13 +67,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._engine_id = str(self._kv_transfer_config.engine_id)
             _local_workers[self._engine_id] = self
 
-    # ------------------------------------------------------------------ construction
-
     def _find_local_worker(self) -> WorkerRole | None:
         connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
         return connector._worker if connector is not None else None
-
-    # ------------------------------------------------------------------ properties vLLM asks for
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -159,12 +155,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def reset_cache(self) -> bool:
-        """Clear on every tier. True: the names make it true. False only if they could not be changed."""
-
-        def reset() -> bool:
-            return self.scheduler.reset_cache()  # in the worker role there is none
-
-        return self._guard.run("reset_cache", reset, lambda: False)
+        """Clear on every tier. True: the names make it true. False only in the worker role, or if they could not be changed."""
+        return self._scheduler is not None and self._guard.run("reset_cache", self._scheduler.reset_cache, lambda: False)
 
     # ------------------------------------------------------------------ worker role
 
@@ -176,13 +168,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         rank, before = describe.worker_rank(self._vllm_config), self._worker
         if before is not None:
             self._guard.run("worker.shutdown", before.retire, lambda: None)
-
-        def build() -> JobRunner | None:
-            config = self._epochkv_config
-            return build_runner(config, self._vllm_config, self._kv_cache_config, kv_caches) if config.has_tiers else None
-
-        runner = self._guard.build("register_kv_caches", build, lambda: None)
         held = held_by(self._engine_id)
+        runner: JobRunner | None = None
+        if self._epochkv_config.has_tiers:
+            parts = self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches
+            runner = self._guard.build("register_kv_caches", lambda: build_runner(*parts), lambda: None)
         if runner is not None:
             held.runners.add(runner)
         held.layout = runner.layout if runner is not None else RankLayout(refusal=self._guard.first.get("register_kv_caches", ""))

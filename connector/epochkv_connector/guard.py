@@ -15,16 +15,11 @@ T = TypeVar("T")
 
 
 class Guard:
-    """Runs our code so that vLLM never sees its exceptions.
-
-    Attributes:
-        errors: how many, by place.
-        first: what the first of each place was.
-    """
+    """Runs our code so that vLLM never sees its exceptions."""
 
     def __init__(self) -> None:
-        self.errors: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
+        self.errors: Counter[str] = Counter()  # by place
+        self.first: dict[str, str] = {}  # what the first of each place was
         self._logged: set[tuple[str, str]] = set()
 
     def run(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:

@@ -19,19 +19,12 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """One rank, as measured on the KV tensors that vLLM registered.
+    """One rank, as measured on the KV tensors that vLLM registered."""
 
-    Attributes:
-        digest: of how they lie (`worker.layout.layout_digest`); empty: nobody has looked.
-        num_slots: of its host region; 0: it has none, and answers every job as failed.
-        payload_bytes: of one block, by KV cache group: of those that are saved.
-        refusal: why there are no slots; empty: there are, or nobody knows why.
-    """
-
-    digest: bytes = b""
-    num_slots: int = 0
-    payload_bytes: Mapping[int, int] = field(default_factory=dict)
-    refusal: str = ""
+    digest: bytes = b""  # of how they lie (`worker.layout.layout_digest`); empty: nobody has looked
+    num_slots: int = 0  # of its host region; 0: it has none, and answers every job as failed
+    payload_bytes: Mapping[int, int] = field(default_factory=dict)  # of one block, by KV cache group: of those that are saved
+    refusal: str = ""  # why there are no slots; empty: there are, or nobody knows why
 
 
 def common_slots(layouts: Sequence[RankLayout], num_ranks: int) -> int:
@@ -54,27 +47,16 @@ class Phase(enum.IntEnum):
 
 
 class BlockMove(msgspec.Struct, frozen=True, gc=False):
-    """One block of one KV cache group of one request.
+    """One block of one KV cache group of one request."""
 
-    Attributes:
-        group: index of the KV cache group.
-        block: index of the block in the request's chain, in units of the group's block size.
-        gpu_block: id in the GPU block pool (never the null block); of no meaning in a prefetch.
-        slot: index into the host region; the same on every rank.
-        block_hash: vLLM's block hash (made under the job's root), names the block in L2.
-        source: for loads only.
-        copy: for saves only. False: the slot already holds the block (it is in L1), copy nothing.
-        put: for saves only. False: L2 is known to hold the block, copy it to the slot and put nothing.
-    """
-
-    group: int
-    block: int
-    gpu_block: int
-    slot: int
-    block_hash: bytes
-    source: Tier = Tier.HOST
-    copy: bool = True
-    put: bool = True
+    group: int  # index of the KV cache group
+    block: int  # index of the block in the request's chain, in units of the group's block size
+    gpu_block: int  # id in the GPU block pool (never the null block); of no meaning in a prefetch
+    slot: int  # index into the host region; the same on every rank
+    block_hash: bytes  # vLLM's block hash (made under the job's root), names the block in L2
+    source: Tier = Tier.HOST  # for loads only
+    copy: bool = True  # for saves only. False: the slot already holds the block (it is in L1), copy nothing
+    put: bool = True  # for saves only. False: L2 is known to hold the block, copy it to the slot and put nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,12 +171,12 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
     block_bytes = 2 * BLOCK * 16 * 4 + 256  # keys and values of a block of float32 with one head of 16; header and trailer
     assert rig.connector.scheduler.reclaim(700, ()) == (1011, 11 * block_bytes)
     pool = pool_prefix("u-1")
-    older = [older_pattern(pool, 700, own, group) for group in (0, 1)] + [older_pattern(pool, 700, own, others=True)]
+    older = [older_pattern(pool, 700, own, group) for group in (0, 1, None)]
     assert store.asked_to_remove == older
     store.asked_to_remove.clear()
     keep = (b"k" * 16, b"l" * 16)
     assert rig.connector.scheduler.reclaim(700, keep) == (2022, 22 * block_bytes)
-    others = [other_weights_pattern(pool, keep, own, group) for group in (0, 1)] + [other_weights_pattern(pool, keep, own, others=True)]
+    others = [other_weights_pattern(pool, keep, own, group) for group in (0, 1, None)]
     assert store.asked_to_remove == older + others
     store.asked_to_remove.clear()
     assert rig.connector.scheduler.reclaim(0, keep) == (1011, 11 * block_bytes)

@@ -149,7 +149,7 @@ def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig, st
     assert global_root() is foreign  # it is not fought over
     assert rig.pins.counters["root_overwritten"] == 1
     assert rig.connector.scheduler.gauges()["root_overwritten"] == 1.0
-    assert rig.connector.scheduler.hooks().weights() == (None, "somebody else has overwritten vLLM's block-hash root: restart the engine")
+    assert rig.connector.scheduler.hooks.weights() == (None, "somebody else has overwritten vLLM's block-hash root: restart the engine")
 
 
 # ---------------------------------------------------------------------------------------------- refusals

@@ -42,7 +42,7 @@ def test_the_hub_is_told_at_once_of_a_local_reset(make_rig: MakeRig, monkeypatch
     monkeypatch.setattr("epochkv_connector.scheduler.role.HubLink.poke", lambda self: told.append(f"poke {hooks.isolated()}"))
     monkeypatch.setattr("epochkv_connector.scheduler.role.HubLink.propose", lambda self, epoch: told.append(f"propose {epoch}"))
     rig = make_rig()
-    hooks: FenceHooks = rig.connector.scheduler.hooks()
+    hooks: FenceHooks = rig.connector.scheduler.hooks
     rig.adopt(0)
     assert not hooks.isolated()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)

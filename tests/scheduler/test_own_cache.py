@@ -92,7 +92,7 @@ def test_its_gpu_cache_and_l1_work_and_nothing_leaves_it(
     assert "epochkv_tag" not in (rig.handed.get(running.request_id) or {})
     gauges = rig.connector.scheduler.gauges()
     assert (gauges["own_cache"], gauges["bypass"], gauges["weights_known"], gauges["root_shared"]) == (1.0, 0.0, 0.0, 0.0)
-    value, note = rig.connector.scheduler.hooks().weights()
+    value, note = rig.connector.scheduler.hooks.weights()
     assert value is None
     assert REASONS[reason][1] in note
     assert rig.connector.scheduler.tiers_told()[0] == "OwnCache"
@@ -142,7 +142,7 @@ def test_whatever_may_make_it_stale_hides_all_of_it(make_own: Callable[..., Any]
     assert running.request_id in rig.finished
     assert found(rig, list(running.all_token_ids)) <= WHOLE + 2 * BLOCK
     assert proposed == [], "the pool has nothing of it"
-    assert not rig.connector.scheduler.hooks().isolated()
+    assert not rig.connector.scheduler.hooks.isolated()
 
 
 def test_a_call_hides_it_before_the_call_is_made(make_own: Callable[..., Any]) -> None:

@@ -83,7 +83,7 @@ def test_an_engine_that_waits_is_woken_when_there_is_something_to_tell(make_rig:
     rig = make_rig(epoch=0, kv_events=kv_events)
     rig.serve(TOKENS)
     inputs = rig.core.input_queue = queue.Queue()
-    hooks = rig.side.hooks()
+    hooks = rig.side.hooks
     hooks.stats()
     assert inputs.empty()
     hooks.adopt(1)

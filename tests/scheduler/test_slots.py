@@ -97,7 +97,7 @@ def test_without_slots_on_every_rank_an_engine_serves_without_tiers_and_says_so(
     rig = make_rig(num_ranks=2, num_blocks=12, store=store, epoch=0)
     assert rig.side.gauges()["broken"] == 1.0
     assert "cannot copy KV blocks" in caplog.text
-    assert rig.side.hooks().tiers()[0] == "TiersBroken"
+    assert rig.side.hooks.tiers()[0] == "TiersBroken"
     rig.serve(prompt(1, LENGTH))
     assert serve_again(rig, 1) == 0
     assert (store.asked, store.objects, rig.leaks()) == ([], {}, {})

@@ -162,7 +162,7 @@ def test_a_load_that_failed_is_no_cached_token(make_rig: MakeRig) -> None:
 def test_every_answer_has_a_stamp_where_the_configuration_says_so(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0, extra={"stamp": True})
     assert rig.handed[rig.serve(TOKENS)][KEY]["tokens"] == [{"from_token": 0, "weights": digest("w0")}]
-    rig.side.hooks().labelled(bytes.fromhex(digest("w0")), "step-41")
+    rig.side.hooks.labelled(bytes.fromhex(digest("w0")), "step-41")
     assert rig.handed[rig.serve(TOKENS)][KEY]["tokens"] == [{"from_token": 0, "weights": digest("w0"), "label": "step-41"}]
 
 

@@ -59,9 +59,9 @@ def test_an_engine_whose_layout_cannot_be_restored_says_so(make_rig: MakeRig, mo
     assert store.objects == {}
     (line,) = lines(caplog)
     assert line.startswith("EpochKV: no tier is used: KV cache group 1 (MambaSpec)")
-    reason, note = rig.connector.scheduler.hooks().tiers()
+    reason, note = rig.connector.scheduler.hooks.tiers()
     assert (reason, f"EpochKV: {note}") == ("LayoutUnsupported", line)
-    assert rig.connector.scheduler.hooks().stats()["tiers_off"] == 1.0
+    assert rig.connector.scheduler.hooks.stats()["tiers_off"] == 1.0
     assert reported(rig) == 1.0
 
 
@@ -147,7 +147,7 @@ def test_every_reason_is_one_line_with_what_to_change(
     with caplog.at_level(logging.WARNING, logger="vllm.epochkv"):
         rig = make_rig(**prepare(monkeypatch))
     (line,) = lines(caplog)
-    told, note = rig.connector.scheduler.hooks().tiers()
+    told, note = rig.connector.scheduler.hooks.tiers()
     assert told == reason
     assert note.startswith(says)
     assert remedy in note
@@ -171,7 +171,7 @@ def test_what_the_user_asked_for_is_said_and_no_problem(make_rig: MakeRig, caplo
     said = lines(caplog)
     assert len(said) == bool(says)
     assert all(says in line for line in said)
-    assert rig.connector.scheduler.hooks().tiers() == ("", "")
+    assert rig.connector.scheduler.hooks.tiers() == ("", "")
     assert reported(rig) == 0.0
 
 
@@ -200,18 +200,18 @@ def test_all_reasons_are_told_at_once_and_the_worst_first(make_rig: MakeRig, mon
     (line,) = lines(caplog)
     places = [line.index(says) for says in ("expert rebalancing", "rank 1 cannot copy", "kv_load_failure_policy", "PYTHONHASHSEED")]
     assert places == sorted(places)
-    assert rig.connector.scheduler.hooks().tiers()[0] == "TiersBroken"
+    assert rig.connector.scheduler.hooks.tiers()[0] == "TiersBroken"
 
 
 @pytest.mark.unclean
 def test_tiers_that_break_while_the_engine_runs_are_told(make_rig: MakeRig, monkeypatch: Patch) -> None:
     rig, tokens = filled(make_rig)
-    assert rig.connector.scheduler.hooks().tiers() == ("", "")
+    assert rig.connector.scheduler.hooks.tiers() == ("", "")
     failure = FailsOnce(rig.tiers, "adopt", monkeypatch)
     rig.adopt(1, weights="w1")
     rig.serve(tokens)
     assert failure.raised
-    reason, note = rig.connector.scheduler.hooks().tiers()
+    reason, note = rig.connector.scheduler.hooks.tiers()
     assert reason == "TiersBroken"
     assert note.startswith("no tier is used: an error turned the tiers off; restart the engine")
     assert reported(rig) == 1.0

@@ -89,8 +89,8 @@ def test_removal_takes_the_prefix_and_nothing_that_only_looks_like_it(shared: Mo
         assert put(client, memory, [name]) == [StoreOutcome.OK]
 
     assert client.remove_matching(rf"^{pool}\/{fingerprint}\/e3\/") == 1
-    assert client.remove_matching(older_pattern(pool, 4)) == 1  # the other fingerprint's
-    assert client.remove_matching(other_weights_pattern(pool, [weights, secrets.token_bytes(16)])) == 2
+    assert client.remove_matching(older_pattern(pool, 4, fingerprint, None)) == 1  # the other fingerprint's
+    assert client.remove_matching(other_weights_pattern(pool, [weights, secrets.token_bytes(16)], secrets.token_hex(8), None)) == 2
     left = set(shared.keys())
     assert set(keep) <= left
     assert left.isdisjoint({key(3), key(3, other), *old})

@@ -43,16 +43,11 @@ class GlobalRoot:
 
 
 class BlockHashing:
-    """Hashes a request's first block under an explicit parent, and a whole request through vLLM's own hasher.
-
-    Args:
-        algorithm: `cache_config.prefix_caching_hash_algo`.
-    """
+    """Hashes a request's first block under an explicit parent, and a whole request through vLLM's own hasher."""
 
     def __init__(self, algorithm: str) -> None:
         from vllm.utils.hashing import get_hash_fn_by_name
 
-        self.algorithm = algorithm
         self.hash_block_size = 0  # known when the block pool is bound
         self._function = get_hash_fn_by_name(algorithm)
 

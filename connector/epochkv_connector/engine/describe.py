@@ -78,10 +78,8 @@ _CORES = "epochkv_cores_here"
 
 
 def note_cores(vllm_config: Any) -> None:
-    """Keep how many data-parallel ranks vLLM starts on this machine: it tells each one of a dense model that it is the only one.
-
-    Called where the configuration is made; every process of the engine gets it from there.
-    """
+    """Keep how many data-parallel ranks vLLM starts on this machine: it tells each one of a dense model that it is the only one. Called
+    where the configuration is made; every process of the engine gets it from there."""
     setattr(vllm_config.parallel_config, _CORES, int(vllm_config.parallel_config.data_parallel_size_local))
 
 

@@ -128,22 +128,18 @@ class EventStream:
     def _removed(self, event: Any) -> list[Any]:
         of_host, kept = _is_of_host(event), []
         for name in _names(event):
-            if name in (self._parents if of_host else self._private):
-                self._forget(name, of_host)
-                continue
-            (self._of_host if of_host else self._on_device).discard(name)
-            kept.append(name[1])
+            if of_host and name in self._parents:
+                siblings = self._orphans[parent := self._parents.pop(name)]
+                del siblings[name]
+                if not siblings:
+                    del self._orphans[parent]
+            elif not of_host and name in self._private:
+                self._private.discard(name)
+            else:
+                (self._of_host if of_host else self._on_device).discard(name)
+                kept.append(name[1])
         event.block_hashes = kept
         return [event] if kept else []
-
-    def _forget(self, name: Name, of_host: bool) -> None:
-        if of_host:
-            siblings = self._orphans[parent := self._parents.pop(name)]
-            del siblings[name]
-            if not siblings:
-                del self._orphans[parent]
-        else:
-            self._private.discard(name)
 
 
 def _is_of_host(event: Any) -> bool:
@@ -159,12 +155,8 @@ def _names(event: Any) -> list[Name]:
 
 
 def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
-    """Queue one AllBlocksCleared on the block pool's own event queue, so that it precedes events of new blocks.
-
-    Args:
-        block_pool: the bound GPU block pool.
-        drop_pending: a reset: forget events not yet taken. Otherwise only names changed, and those events precede the clearing.
-    """
+    """Queue one AllBlocksCleared on the block pool's own event queue, so that it precedes events of new blocks. A reset forgets events not
+    yet taken (`drop_pending`); where only names changed, those events precede the clearing."""
     if block_pool is None or not getattr(block_pool, "enable_kv_cache_events", False):
         return
     from vllm.distributed.kv_events import AllBlocksCleared
@@ -220,16 +212,14 @@ class Outgoing:
 
     def _of_request(self, request: Any, events: list[Any]) -> list[Any]:
         """vLLM has named blocks of the request on the device."""
-        if self._stream is None or not events or not self._ask_private(request):
+        if self._stream is None or not events:
             return events
-        return [Private(event) for event in events]
-
-    def _ask_private(self, request: Any) -> bool:
         try:
-            return self._is_private(request)
+            private = self._is_private(request)
         except Exception as error:
             self._on_error("events", error)
-            return True
+            private = True
+        return [Private(event) for event in events] if private else events
 
     def _taken(self, events: list[Any]) -> list[Any]:
         """vLLM is about to publish these."""
@@ -264,32 +254,8 @@ class Described:
 _NAME_ONLY = Described(array("l"), None, None, None, None, None)
 
 
-def host_block_stored(name: bytes, group: int, block_size: int, described: Described | None) -> Any:
-    """`BlockStored` for a block in host memory. Not described, it carries the name alone, as vLLM's own offloading does."""
-    from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
-
-    known = described or _NAME_ONLY
-    return BlockStored(
-        block_hashes=[kv_cache_utils.maybe_convert_block_hash(name)],
-        parent_block_hash=kv_cache_utils.maybe_convert_block_hash(known.parent) if known.parent is not None else None,
-        token_ids=list(known.tokens),
-        block_size=block_size if described is not None else 0,
-        lora_id=known.lora_id,
-        medium=MEDIUM_CPU,
-        lora_name=known.lora_name,
-        extra_keys=known.extra_keys,
-        group_idx=group,
-        locality="LOCAL",
-        session_id=known.session_id,
-    )
-
-
 class HostEvents:
-    """Told which blocks L1 holds (`tiers.state`); tells routers. Scheduler thread only.
-
-    Args:
-        on_error: called with the error that ended the events.
-    """
+    """Told which blocks L1 holds (`tiers.state`); tells routers. Scheduler thread only. An error ends these events; `on_error` gets it."""
 
     def __init__(self, on_error: Callable[[str, Exception], None]) -> None:
         self._on_error = on_error
@@ -369,12 +335,27 @@ class HostEvents:
         self._announced.add(key)
 
     def _queue(self, event: Any) -> None:
-        if self._outgoing is not None:
-            self._outgoing.pool.kv_event_queue.append(event)
+        assert self._outgoing is not None, "until somebody listens, nothing is told"
+        self._outgoing.pool.kv_event_queue.append(event)
 
     def _event(self, key: Key) -> Any:
-        group, name = key
-        return host_block_stored(name, group, self._sizes[group], self._held[key])
+        """`BlockStored` of a block in L1. Not described, it carries the name alone, as vLLM's own offloading does."""
+        from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
+
+        (group, name), described = key, self._held[key] or _NAME_ONLY
+        return BlockStored(
+            block_hashes=[kv_cache_utils.maybe_convert_block_hash(name)],
+            parent_block_hash=kv_cache_utils.maybe_convert_block_hash(described.parent) if described.parent is not None else None,
+            token_ids=list(described.tokens),
+            block_size=self._sizes[group] if described is not _NAME_ONLY else 0,
+            lora_id=described.lora_id,
+            medium=MEDIUM_CPU,
+            lora_name=described.lora_name,
+            extra_keys=described.extra_keys,
+            group_idx=group,
+            locality="LOCAL",
+            session_id=described.session_id,
+        )
 
     def left(self, key: Key) -> None:
         """A block is in L1 no more."""

@@ -97,29 +97,28 @@ KNOWN: dict[str, Callable[[Any, Any, int], None]] = {
 Their keys are vLLM's block hashes, or they bring blocks of one request."""
 
 
-def is_asked_for(environ: Mapping[str, str] | None = None) -> bool:
+def is_asked_for(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment asks for the fence, or says something that `check` refuses."""
-    return (os.environ if environ is None else environ).get(FENCE_ENV, "").strip() not in ("", "0")
+    return environ.get(FENCE_ENV, "").strip() not in ("", "0")
 
 
-def check(vllm_config: Any, environ: Mapping[str, str] | None = None) -> ConnectorConfig | None:
+def check(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> ConnectorConfig | None:
     """The pool that this engine is fenced for; None: nobody asks for the fence, or the engine has our connector, which brings it.
 
     Raises:
         ConfigurationError, UnsupportedEngine: it cannot be fenced; the message says what to change.
     """
-    variables = os.environ if environ is None else environ
-    if not is_asked_for(variables):
+    if not is_asked_for(environ):
         return None
-    value = variables[FENCE_ENV].strip()
+    value = environ[FENCE_ENV].strip()
     if value != "1":
         raise ConfigurationError(f"{FENCE_ENV} is {value!r}; it must be 1 for the fence under the engine's own caches, or 0")
     given = limits.connectors_of(vllm_config.kv_transfer_config)
     if any(one.get("kv_connector") == NAME for one in given):
         return None
-    if not variables.get(CONFIG_ENV, "").strip():
+    if not environ.get(CONFIG_ENV, "").strip():
         raise ConfigurationError(f"{FENCE_ENV} is set and {CONFIG_ENV} is not; set it to the pool's connection.json, or to its text")
-    config = ConnectorConfig.parse({}, variables)
+    config = ConnectorConfig.parse({}, environ)
     check_version(config.allow_untested_vllm)
     for one in given:
         why = why_refused(str(one.get("kv_connector")), str(one.get("kv_connector_module_path") or ""))
@@ -142,12 +141,6 @@ def _check_engine(vllm_config: Any) -> None:
         )
 
 
-ATTRIBUTE = "epochkv_fence"
-"""Of a scheduler: its fence."""
-
-_NOTHING = (False, None)
-
-
 def install() -> None:
     """Fence every scheduler that this process makes, if the environment asks for it."""
     if is_asked_for():
@@ -155,27 +148,20 @@ def install() -> None:
 
 
 def fence(scheduler: Any) -> None:
-    """Put the fence under this scheduler, which has just been made: vLLM's global root is not set yet, and no request has come.
-
-    Raises:
-        ConfigurationError, UnsupportedEngine: it cannot be fenced; `check` said so before the model was loaded.
-    """
+    """Put the fence under this scheduler, which has just been made: vLLM's global root is not set yet, and no request has come. Raises
+    as `check` did before the model was loaded."""
     config = check(scheduler.vllm_config)
     if config is not None:
         patches.share_log_handlers()
         for connector in leaves(scheduler.connector):
             if type(connector).__name__ == "MooncakeStoreConnector":  # its reset empties the whole master, under every other engine
                 connector.reset_cache = lambda: True  # names do what the reset is for
-        setattr(scheduler, ATTRIBUTE, Fence(scheduler, config))
+        scheduler.epochkv_fence = Fence(scheduler, config)
 
 
 class Fence:
-    """One per scheduler; its thread only, but for what the agent's thread asks of `role`.
-
-    Attributes:
-        guard: counts our errors.
-        role: ours, without tiers.
-    """
+    """One per scheduler, with a scheduler role of ours that has no tiers. The scheduler's thread only, but for what the agent's thread asks
+    of `role`."""
 
     def __init__(self, scheduler: Any, config: ConnectorConfig) -> None:
         self._scheduler = scheduler
@@ -195,91 +181,64 @@ class Fence:
         """Where requests are named: on their way in, and before vLLM looks for them."""
         role, guard = self.role, self.guard
 
-        def adding(add: Callable[..., Any]) -> Callable[..., Any]:
-            def add_request(request: Any, *args: Any, **kwargs: Any) -> Any:
-                if request.request_id not in scheduler.requests:  # else the next input of a session, which keeps its pin
-                    guard.run("on_new_request", lambda: role.on_new_request(request), lambda: self._isolate(request))
-                return add(request, *args, **kwargs)
+        def add(function: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+            if request.request_id not in scheduler.requests:  # else the next input of a session, which keeps its pin
+                guard.run("on_new_request", lambda: role.on_new_request(request), lambda: self._isolate(request))
+            return function(request, *args, **kwargs)
 
-            return add_request
+        def look(function: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+            # vLLM goes on with the request whatever we say: nothing may be deferred.
+            guard.run("lookup", lambda: role.admission.name(request, must=True), lambda: self._isolate(request))
+            return function(request, *args, **kwargs)
 
-        def looking(look: Callable[..., Any]) -> Callable[..., Any]:
-            def get_computed_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
-                guard.run("lookup", lambda: self._name(request), lambda: self._isolate(request))
-                return look(request, *args, **kwargs)
-
-            return get_computed_blocks
-
-        patches.around(scheduler, "add_request", adding)
-        patches.around(scheduler.kv_cache_manager, "get_computed_blocks", looking)
+        patches.around(scheduler, "add_request", add)
+        patches.around(scheduler.kv_cache_manager, "get_computed_blocks", look)
         if hasattr(scheduler.kv_cache_manager, "get_computed_blocks_for_connector"):
-            patches.around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", looking)
+            patches.around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", look)
 
     def _join_steps(self, scheduler: Any) -> None:
         """What becomes of requests: steps, their end, resets, and the scheduler's own end."""
         role, guard = self.role, self.guard
 
-        def scheduling(schedule: Callable[..., Any]) -> Callable[..., Any]:
-            def scheduled(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    output = schedule(*args, **kwargs)
-                    guard.run("schedule", lambda: self._admit(output), lambda: None)
-                    return output
-                finally:
-                    role.pins.leave_schedule()
+        def schedule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                output = function(*args, **kwargs)
+                guard.run("schedule", lambda: self._admit(output), lambda: None)
+                return output
+            finally:
+                role.pins.leave_schedule()
 
-            return scheduled
+        def finish(function: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+            delay, params = function(request, *args, **kwargs)
+            _, ours = guard.run("request_finished", lambda: role.request_finished(request), lambda: (False, None))
+            return delay, {**params, **ours} if params and ours else params
 
-        def finishing(finish: Callable[..., Any]) -> Callable[..., Any]:
-            def connector_finished(request: Any, *args: Any, **kwargs: Any) -> Any:
-                delay, params = finish(request, *args, **kwargs)
-                _, ours = guard.run("request_finished", lambda: role.request_finished(request), lambda: _NOTHING)
-                return delay, {**params, **ours} if params and ours else params
+        def reset(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return guard.run("reset_cache", role.reset_cache, lambda: False) and function(*args, **kwargs)
 
-            return connector_finished
+        def shutdown(function: Callable[[], None]) -> None:
+            role.stop()
+            function()
 
-        def resetting(reset: Callable[..., Any]) -> Callable[..., Any]:
-            def reset_connector_cache(*args: Any, **kwargs: Any) -> Any:
-                return guard.run("reset_cache", role.reset_cache, lambda: False) and reset(*args, **kwargs)
-
-            return reset_connector_cache
-
-        def stopping(stop: Callable[..., Any]) -> Callable[..., Any]:
-            def shutdown() -> None:
-                role.stop()
-                stop()
-
-            return shutdown
-
-        patches.around(scheduler, "schedule", scheduling)
-        patches.around(scheduler, "_connector_finished", finishing)
-        patches.around(scheduler, "reset_connector_cache", resetting)
-        patches.around(scheduler, "shutdown", stopping)
+        patches.around(scheduler, "schedule", schedule)
+        patches.around(scheduler, "_connector_finished", finish)
+        patches.around(scheduler, "reset_connector_cache", reset)
+        patches.around(scheduler, "shutdown", shutdown)
 
     def _join_connector(self, connector: Any) -> None:
-        guard = self.guard
+        role, guard = self.role, self.guard
 
-        def allocating(allocated: Callable[..., Any]) -> Callable[..., Any]:
-            def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
-                done = allocated(request, blocks, num_external_tokens)
-                guard.run("allocate", lambda: self.role.admission.allocate(request, blocks, 0), lambda: None)  # no hit of ours
-                return done
+        def allocate(function: Callable[..., Any], request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            done = function(request, blocks, num_external_tokens)
+            guard.run("allocate", lambda: role.admission.allocate(request, blocks, 0), lambda: None)  # no hit of ours
+            return done
 
-            return update_state_after_alloc
+        def take(function: Callable[..., Any], output: Any) -> Any:
+            guard.run("take", lambda: self._take(output), role.weights.break_off)
+            return function(output)
 
-        def taking(take: Callable[..., Any]) -> Callable[..., Any]:
-            def update_connector_output(output: Any) -> Any:
-                guard.run("take", lambda: self._take(output), self.role.weights.break_off)
-                return take(output)
-
-            return update_connector_output
-
-        patches.around(connector, "update_state_after_alloc", allocating)
-        patches.around(connector, "update_connector_output", taking)
-
-    def _name(self, request: Any) -> None:
-        """vLLM is about to look for the request in its own cache, and goes on with it whatever we say: nothing may be deferred."""
-        self.role.admission.name(request, must=True)
+        patches.around(connector, "update_state_after_alloc", allocate)
+        patches.around(connector, "update_connector_output", take)
 
     def _isolate(self, request: Any) -> None:
         self.guard.run("isolate", lambda: self.role.admission.isolate(request), lambda: False)

@@ -19,8 +19,8 @@ def is_injected(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(INJECTED_ENV, "") not in ("", _LEFT)
 
 
-def is_left(environ: Mapping[str, str] = os.environ) -> bool:
-    return environ.get(INJECTED_ENV) == _LEFT
+def is_left() -> bool:
+    return os.environ.get(INJECTED_ENV) == _LEFT
 
 
 def leave(error: BaseException) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from epochkv_connector.config import NAME, ConnectorConfig, check_fits
-from epochkv_connector.engine import describe
+from epochkv_connector.engine import blocks, describe
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 from epochkv_fence.protocol.messages import TIER_REASONS, TierReason
 
@@ -79,26 +79,17 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
 
 
 def check_before_load(vllm_config: Any) -> None:
-    """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector.
-
-    Raises:
-        ConfigurationError, UnsupportedEngine: as there.
-    """
+    """`check_start` for each connector of ours that this engine will make, alone or as a child of a MultiConnector."""
     transfer = vllm_config.kv_transfer_config
-    name, extra = getattr(transfer, "kv_connector", None), getattr(transfer, "kv_connector_extra_config", None) or {}
     children = children_of(transfer)
-    ours = [child.get("kv_connector_extra_config") or {} for child in children if child.get("kv_connector") == NAME]
-    ours = [extra] if name == NAME else ours
-    for given in ours:
-        check_start(vllm_config, given, children, here=describe.has_ranks_here(vllm_config))
+    for one in children or connectors_of(transfer):
+        if one.get("kv_connector") == NAME:
+            extra = one.get("kv_connector_extra_config") or {}
+            check_start(vllm_config, extra, children, here=describe.has_ranks_here(vllm_config))
 
 
 def check_siblings(children: Sequence[Mapping[str, Any]]) -> None:
-    """Whether these connectors, of which one is ours, may be children of one MultiConnector.
-
-    Raises:
-        UnsupportedEngine: there is one beside ours that is not on the tested list, or ours more than once.
-    """
+    """Raise `UnsupportedEngine` where a MultiConnector holds one beside ours that is not on the tested list, or ours more than once."""
     siblings = [child for child in children if child.get("kv_connector") != NAME]
     if len(children) - len(siblings) > 1:
         raise UnsupportedEngine(
@@ -172,20 +163,10 @@ def _cpu_mla_reads_context(vllm_config: Any) -> bool:
 
 
 class Own(NamedTuple):
-    """Why no digest of this engine says all that its KV depends on, so that it names for itself alone.
+    """Why no digest of this engine says all that its KV depends on, so that it names for itself alone."""
 
-    Attributes:
-        why: in words, with what to change.
-        asks: its ranks can be asked for samples of what they hold, which last while nobody writes to them.
-    """
-
-    why: str
-    asks: bool
-
-
-def returns_routes(vllm_config: Any) -> bool:
-    """Whether answers say which experts each token went to: vLLM caps every hit at what this engine has routes of."""
-    return bool(getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False))
+    why: str  # in words, with what to change
+    asks: bool  # its ranks can be asked for samples of what they hold, which last while nobody writes to them
 
 
 NO_DOMAIN = "the data-parallel ranks that hold the experts could not be asked to tell each other what they hold"
@@ -254,18 +235,15 @@ BROKEN = Unused(NOTHING, "an error turned the tiers off; restart the engine, and
 """While the engine runs (`SharedState.broken`)."""
 
 
-def why_no_l2(vllm_config: Any, random_hashes: str | None) -> str | None:
-    """Why blocks of this engine are of no use to others, nor theirs to it, in words; None: they are.
-
-    Args:
-        random_hashes: algorithm of block hashes with a random seed, which other engines cannot look up; None: they can.
-    """
-    if random_hashes is not None:
+def why_no_l2(vllm_config: Any) -> str | None:
+    """Why blocks of this engine are of no use to others, nor theirs to it, in words; None: they are."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if blocks.hash_seed_is_random(algorithm):
         return (
-            f"block hashes ({random_hashes}) have a random seed in each process; "
+            f"block hashes ({algorithm}) have a random seed in each process; "
             "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256"
         )
-    if returns_routes(vllm_config):
+    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):  # answers say which experts each token went to
         return (
             "vLLM takes blocks only with the routes of their tokens, which stay in the engine that computed them; "
             "leave out --enable-return-routed-experts"
@@ -293,11 +271,9 @@ def find_unused(
 
     Args:
         policy: the `kv_load_failure_policy` that vLLM follows.
-        own: see `why_own`.
+        own, no_l2, layout_problem: of `why_own`, `why_no_l2` and `CacheLayout.problem`.
         error: why the tiers could not be built; empty: they were, or there are none.
-        layout_problem: see `CacheLayout.problem`.
         refusals: why a rank takes no job, by rank; empty where it does.
-        no_l2: see `why_no_l2`.
     """
     found = [kept_to_itself(own.why)] if own is not None else []
     if not config.has_tiers:

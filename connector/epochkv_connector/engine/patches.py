@@ -41,10 +41,8 @@ class _Ours(logging.Handler):
 
 
 def share_log_handlers() -> None:
-    """Let our packages log as vLLM does (time, level, module, process). Without handlers INFO lines would be lost.
-
-    Does nothing where the user has set up logging for our packages.
-    """
+    """Let our packages log as vLLM does (time, level, module, process), unless the user has set up logging for them. Without handlers INFO
+    lines would be lost."""
     handlers = logging.getLogger("vllm").handlers
     for name in ("epochkv_connector", "epochkv_fence"):
         logger = logging.getLogger(name)
@@ -53,23 +51,22 @@ def share_log_handlers() -> None:
             logger.setLevel(logging.INFO)
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Run `around(function, *args, **kwargs)` in place of the owner's function. A second call changes nothing, nor does a missing name."""
-    function = getattr(owner, name, None)
-    if function is None or hasattr(function, "__wrapped__"):
-        return
+def around(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Run `instead(function, *args, **kwargs)` in place of the owner's function."""
+    function = getattr(owner, name)
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(function, *args, **kwargs)
+        return instead(function, *args, **kwargs)
 
     setattr(owner, name, wrapped)
 
 
-def around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put what `make` makes of this method in its place, on this object alone."""
-    method = getattr(owner, name)
-    setattr(owner, name, functools.wraps(method)(make(method)))
+def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """As `around`, for what several engines of a process share: a second call changes nothing, nor does a missing name."""
+    function = getattr(owner, name, None)
+    if function is not None and not hasattr(function, "__wrapped__"):
+        around(owner, name, instead)
 
 
 def around_arguments(
@@ -124,10 +121,8 @@ def before_packing(mark: Callable[[Any], None]) -> None:
 
 
 def after_scheduler(build: Callable[[Any], None]) -> None:
-    """Call `build` with each scheduler of vLLM that is made in this process, at the end of its constructor.
-
-    `builders` finds the scheduler meanwhile, because it looks for functions that are called `__init__`.
-    """
+    """Call `build` with each scheduler of vLLM that is made in this process, at the end of its constructor. `builders` finds the scheduler
+    meanwhile, because it looks for functions that are called `__init__`."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     construct = Scheduler.__init__
@@ -220,13 +215,12 @@ def _carrying_group(carry: Callable[[Any, Callable[[Any], Any]], Any], group_of:
 
 def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:
     """Run `action` each time before vLLM clears its own prefix cache; vLLM tells connectors afterwards, if at all."""
-    clear = kv_cache_manager.reset_prefix_cache
 
-    def reset_prefix_cache() -> bool:
+    def reset(clear: Callable[[], bool]) -> bool:
         action()
-        return bool(clear())
+        return clear()
 
-    kv_cache_manager.reset_prefix_cache = reset_prefix_cache
+    around(kv_cache_manager, "reset_prefix_cache", reset)
 
 
 def around_events(block_pool: Any, of_request: Callable[[Any, list[Any]], list[Any]], taken: Callable[[list[Any]], list[Any]]) -> None:
@@ -252,14 +246,13 @@ def keeping_requests_out(scheduler: Any) -> Iterator[None]:
     """Meanwhile vLLM's scheduler lets no waiting request in, as after its own pause of new ones."""
     from vllm.v1.core.sched.interface import PauseState
 
-    if scheduler._pause_state != PauseState.UNPAUSED:  # somebody has paused it
-        yield
-        return
-    scheduler._pause_state = PauseState.PAUSED_NEW
+    before = scheduler._pause_state
+    if before == PauseState.UNPAUSED:  # else somebody has paused it
+        scheduler._pause_state = PauseState.PAUSED_NEW
     try:
         yield
     finally:
-        scheduler._pause_state = PauseState.UNPAUSED
+        scheduler._pause_state = before
 
 
 def wake(engine_core: Any) -> None:

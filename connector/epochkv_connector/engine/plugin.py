@@ -23,16 +23,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from epochkv_connector.config import (
-    MAX_BYTES,
-    MIN_BYTES,
-    MODULE,
-    NAME,
-    ConnectorConfig,
-    shown,
-    shown_size,
-    transfer_config,
-)
+from epochkv_connector.config import MAX_BYTES, MIN_BYTES, MODULE, NAME, ConnectorConfig, shown, shown_size, transfer_config
 from epochkv_connector.engine import answers, describe, fenced, limits, patches
 from epochkv_connector.engine.injected import is_injected, leave
 from epochkv_connector.engine.interface import UnsupportedEngine
@@ -159,12 +150,8 @@ def register() -> None:
 
 @_one_line()
 def check(vllm_config: Any) -> None:
-    """Refuse an engine that our connector would refuse once its model is loaded, and note what its processes will not know.
-
-    Raises:
-        ConfigurationError, UnsupportedEngine: the message says what to change.
-        SystemExit: the same as one line, in a command of vLLM.
-    """
+    """Refuse an engine that our connector would refuse once its model is loaded, and note what its processes will not know. Raises as
+    `limits.check_start`, or `SystemExit` with one line in a command of vLLM."""
     describe.note_cores(vllm_config)
     limits.check_before_load(vllm_config)
     patches.mark_media_ids()

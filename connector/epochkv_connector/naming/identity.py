@@ -25,52 +25,30 @@ CODEC_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What holds now, read once per operation.
+    """What holds now, read once per operation."""
 
-    Attributes:
-        epoch: highest epoch adopted in this engine instance; -1 before the first.
-        in_use: False (bypass): no load, no save, and every request gets a random root of its own.
-        root: first parent of the block hashes of requests pinned under this snapshot.
-        namespace: prefix of L2 keys; None: nothing may leave this engine (private root, or L2 refused).
-        shared: True when other engines of the pool use the same root.
-        generation: new with every root; a pin is current iff its generation is this one.
-        weights: digest of the weights that names are made of; None: unknown.
-    """
-
-    epoch: int
-    in_use: bool
-    root: bytes
-    namespace: str | None
-    shared: bool
-    generation: int = 0
-    weights: bytes | None = None
+    epoch: int  # highest epoch adopted in this engine instance; -1 before the first
+    in_use: bool  # False (bypass): no load, no save, and every request gets a random root of its own
+    root: bytes  # first parent of the block hashes of requests pinned under this snapshot
+    namespace: str | None  # prefix of L2 keys; None: nothing may leave this engine (private root, or L2 refused)
+    shared: bool  # True when other engines of the pool use the same root
+    generation: int = 0  # new with every root; a pin is current iff its generation is this one
+    weights: bytes | None = None  # digest of the weights that names are made of; None: unknown
 
 
 @dataclass(slots=True)
 class Pin:
-    """The root one request's block hashes are made with.
+    """The root one request's block hashes are made with."""
 
-    Attributes:
-        root: 32 bytes; equals `Snapshot.root`, is derived from it (adapters, embeddings), or random.
-        generation: of the snapshot it was made under.
-        saveable: False when blocks under this pin must never be offered to a tier (a random root, a detached request).
-        alone: the root is random: no other request has these names, or will.
-        admitted: the request holds, or was answered, KV under this pin: it runs on under an old epoch when the pin is not current.
-        loading: an asynchronous load of ours is in flight.
-        session: a streaming-input session.
-        adapter: vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none.
-        version: of what that id stood for (`weights.adapters`).
-    """
-
-    root: bytes
-    generation: int
-    saveable: bool = True
-    admitted: bool = False
-    loading: bool = False
-    session: bool = False
-    alone: bool = False
-    adapter: int = 0
-    version: int = 0
+    root: bytes  # 32 bytes; equals `Snapshot.root`, is derived from it (adapters, embeddings), or random
+    generation: int  # of the snapshot it was made under
+    saveable: bool = True  # False when blocks under this pin must never be offered to a tier (a random root, a detached request)
+    admitted: bool = False  # the request holds, or was answered, KV under this pin: it runs on, on an old epoch when the pin is not current
+    loading: bool = False  # an asynchronous load of ours is in flight
+    session: bool = False  # a streaming-input session
+    alone: bool = False  # the root is random: no other request has these names, or will
+    adapter: int = 0  # vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none
+    version: int = 0  # of what that id stood for (`weights.adapters`)
 
 
 def _packed(*fields: bytes) -> bytes:
@@ -80,11 +58,7 @@ def _packed(*fields: bytes) -> bytes:
 def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str, weights: bytes) -> bytes:
     """Root of one epoch of one pool: HMAC-SHA256(secret, "epochkv" | pool_uid | epoch | fingerprint | weights), length-prefixed.
 
-    Keyed, so that names cannot be guessed (block hashes may be non-cryptographic).
-
-    Args:
-        epoch: 0 or more.
-        weights: digest of what the ranks hold (`weights.watch`).
+    Keyed, so that names cannot be guessed (block hashes may be non-cryptographic). `weights`: digest of what the ranks hold.
     """
     assert all((secret, pool_uid, fingerprint, weights)), "a shared root names all four"
     message = _packed(b"epochkv", pool_uid.encode(), epoch.to_bytes(8, "big"), fingerprint.encode(), weights)
@@ -92,12 +66,8 @@ def shared_root(secret: bytes, pool_uid: str, epoch: int, fingerprint: str, weig
 
 
 def adapter_root(root: bytes, adapter: bytes, applied: str) -> bytes:
-    """Root for requests that use an adapter.
-
-    Args:
-        adapter: digest of the tensors that the ranks hold of it (`weights.adapters`).
-        applied: how this engine applies adapters (`describe.describe_adapters`).
-    """
+    """Root for requests that use an adapter: by the digest of the tensors that the ranks hold of it (`weights.adapters`), and by how this
+    engine applies adapters (`describe.describe_adapters`)."""
     return hmac.new(root, _packed(b"adapter", adapter, applied.encode()), hashlib.sha256).digest()
 
 
@@ -131,11 +101,6 @@ def namespace(pool_uid: str, fingerprint_hex: str, epoch: int, weights: bytes) -
     return f"{pool_prefix(pool_uid)}/{fingerprint_hex[:16]}/e{epoch}/w{weights.hex()[:16]}"
 
 
-def transfer_tag(pool_uid: str, epoch: int, fingerprint_hex: str, weights: bytes) -> dict[str, Any]:
-    """What a producer puts into `kv_transfer_params["epochkv"]`, so that a consumer may keep its shared root."""
-    return {"pool": pool_uid, "epoch": epoch, "fingerprint": fingerprint_hex, "weights": weights.hex()}
-
-
 KEY_DIGEST_BYTES = 16
 
 _NAMESPACE = re.compile(r"[0-9a-z]{1,8}/[0-9a-f]{16}/e(?P<epoch>0|[1-9][0-9]*)/w[0-9a-f]{16}")
@@ -160,16 +125,15 @@ def key_digest(key: str) -> bytes:
     return hashlib.blake2b(key.encode(), digest_size=KEY_DIGEST_BYTES).digest()
 
 
-def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: int | None = None, *, others: bool = False) -> str:
+def older_pattern(pool: str, epoch: int, fingerprint: str, group: int | None) -> str:
     """Regular expression for Mooncake's `remove_by_regex` (ECMAScript, search): the keys of this pool with an epoch below `epoch`.
 
     One pattern instead of one call per epoch: a reclaim costs one walk of the master for each pattern.
 
     Args:
         pool: the first part of a namespace.
-        fingerprint: only keys of this one (first 16 hex digits or more); None: of any.
-        group: only keys of this KV cache group; None: of any.
-        others: only keys of other fingerprints than `fingerprint`.
+        fingerprint: of the engine that asks (first 16 hex digits or more).
+        group: only keys of this fingerprint and KV cache group; None: those of every other fingerprint.
     """
     assert epoch > 0, "no keys are older than epoch 0"
     digits = str(epoch)
@@ -179,32 +143,23 @@ def older_pattern(pool: str, epoch: int, fingerprint: str | None = None, group: 
         lowest = 1 if place == 0 and len(digits) > 1 else 0
         if int(digit) > lowest:
             below.append(f"{digits[:place]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
-    return rf"^{pool}\/{_fingerprint_part(fingerprint, others)}\/e({'|'.join(below)})\/" + _group(rf"w{_HEX16}\/", group)
+    layout, rest = _of_layout(fingerprint, group)
+    return rf"^{pool}\/{layout}\/e({'|'.join(below)})\/w{_HEX16}\/{rest}"
 
 
-def other_weights_pattern(
-    pool: str, keep: Sequence[bytes], fingerprint: str | None = None, group: int | None = None, *, others: bool = False
-) -> str:
-    """As `older_pattern`: the keys of this pool, of any epoch, whose weights are not in `keep`.
-
-    Args:
-        keep: digests of weights, at least 8 bytes each; at least one of them.
-        pool, fingerprint, group, others: as of `older_pattern`.
-    """
+def other_weights_pattern(pool: str, keep: Sequence[bytes], fingerprint: str, group: int | None) -> str:
+    """As `older_pattern`: the keys of this pool, of any epoch, whose weights are not in `keep` (digests of at least 8 bytes)."""
     assert keep, "a pattern that keeps no weights"
     assert all(len(weights) >= 8 for weights in keep)
     kept = "|".join(sorted({weights.hex()[:16] for weights in keep}))
-    return rf"^{pool}\/{_fingerprint_part(fingerprint, others)}\/e[0-9]+\/w(?!({kept})\/)" + _group(rf"{_HEX16}\/", group)
+    layout, rest = _of_layout(fingerprint, group)
+    return rf"^{pool}\/{layout}\/e[0-9]+\/w(?!({kept})\/){_HEX16}\/{rest}"
 
 
-def _fingerprint_part(fingerprint: str | None, others: bool) -> str:
-    if fingerprint is None:
-        return _HEX16
-    return rf"(?!{fingerprint[:16]}\/){_HEX16}" if others else fingerprint[:16]
-
-
-def _group(weights: str, group: int | None) -> str:
-    return weights + ("" if group is None else rf"g{group}\/")
+def _of_layout(fingerprint: str, group: int | None) -> tuple[str, str]:
+    """The fingerprint's part of a pattern, and what follows the weights."""
+    own = fingerprint[:16]
+    return (rf"(?!{own}\/){_HEX16}", "") if group is None else (own, rf"g{group}\/")
 
 
 def replica_owner(block_hash: bytes, replicas: int) -> int:

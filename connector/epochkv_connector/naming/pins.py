@@ -15,9 +15,10 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, embeddings_root, transfer_tag
+from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, embeddings_root
 from epochkv_connector.naming.root import RootState
 from epochkv_connector.weights.adapters import Adapters
 
@@ -32,18 +33,15 @@ Hasher = Callable[[Any], list[bytes]]
 def plain_hasher(request: Any) -> Hasher | None:
     """vLLM's own hasher of this request, beneath one of ours (which names it `inner`); None: prefix hashing is off for it."""
     hasher = getattr(request, "_block_hasher", None)
-    plain: Hasher | None = getattr(hasher, "inner", hasher)
-    return plain
+    return getattr(hasher, "inner", hasher)
 
 
-def awaits_first_hash(request: Any) -> bool:
-    """Whether the request's first block may yet be hashed, by vLLM and at any time.
-
-    A session's first hash can come twice: vLLM cuts tokens off its end, and their hashes with them.
-    """
-    return not request.block_hashes or bool(getattr(request, "resumable", False))
+def is_session(request: Any) -> bool:
+    """Whether it takes more inputs (streaming input)."""
+    return bool(getattr(request, "resumable", False))
 
 
+@dataclass(slots=True, eq=False)
 class PinnedHasher:
     """vLLM's request hasher with the pin as explicit first parent.
 
@@ -52,23 +50,21 @@ class PinnedHasher:
     epoch would get a name of the new one (128 stale tokens). With the pin, none does.
 
     vLLM calls a hasher for every token, and later blocks continue from the hash before them. So it stands before vLLM's own
-    only while the first hash is awaited, and then takes itself away.
+    only while the first hash is awaited, and then takes itself away. A session's first hash can come twice: vLLM cuts tokens off its
+    end, and their hashes with them.
     """
 
-    __slots__ = ("_hashing", "inner")
-
-    def __init__(self, inner: Hasher, hashing: BlockHashing) -> None:
-        self.inner = inner
-        self._hashing = hashing
+    inner: Hasher
+    hashing: BlockHashing
 
     def __call__(self, request: Any) -> list[bytes]:
         pin: Pin | None = getattr(request, PIN_ATTRIBUTE, None)
-        session = bool(getattr(request, "resumable", False))
+        session = is_session(request)
         if session:
             self._cut_off(request)
         if request.block_hashes or pin is None:
             return self.inner(request)
-        hashes = self._hashing.chain(request, pin.root, self.inner)
+        hashes = self.hashing.chain(request, pin.root, self.inner)
         if hashes and not session:
             request._block_hasher = self.inner
         return hashes
@@ -76,22 +72,20 @@ class PinnedHasher:
     def _cut_off(self, request: Any) -> None:
         """A session's next input replaces the last token that it sampled. vLLM 0.30 keeps the hash of a block that the token
         completed, so other tokens would get its name. Later versions cut it off themselves."""
-        size = self._hashing.hash_block_size
+        size = self.hashing.hash_block_size
         if size > 0 and not request.num_output_tokens:
             del request.block_hashes[request.num_computed_tokens // size :]
 
 
+@dataclass(slots=True, eq=False)
 class DetachedHasher:
     """Names blocks of one request at random, as many as its own hasher would."""
 
-    __slots__ = ("_random", "inner")
-
-    def __init__(self, inner: Hasher, random: Callable[[int], bytes] = os.urandom) -> None:
-        self.inner = inner
-        self._random = random
+    inner: Hasher
+    random: Callable[[int], bytes]
 
     def __call__(self, request: Any) -> list[bytes]:
-        return [self._random(len(name)) for name in self.inner(request)]
+        return [self.random(len(name)) for name in self.inner(request)]
 
 
 def detach(request: Any, num_named: int, random: Callable[[int], bytes] = os.urandom) -> None:
@@ -126,16 +120,12 @@ class Repin(enum.Enum):
 
 
 class PinMaker:
-    """Makes pins of what holds now, and the tag that vouches for a name towards other engines. The caller of `make` holds the lock.
-
-    Attributes:
-        clock: seconds since 1970, as another machine can tell them, too.
-    """
+    """Makes pins of what holds now, and the tag that vouches for a name towards other engines. The caller of `make` holds the lock."""
 
     def __init__(self, root: RootState, adapters: Adapters) -> None:
         self._root = root
         self._adapters = adapters
-        self.clock: Callable[[], float] = time.time
+        self.clock: Callable[[], float] = time.time  # as another machine can tell it, too
 
     def make(self, request: Any, *, session: bool) -> Pin:
         """For what holds now; it is not stored yet."""
@@ -154,7 +144,6 @@ class PinMaker:
         return pin
 
     def make_alone(self, adapter: Any | None) -> Pin:
-        """With a random root."""
         pin = Pin(os.urandom(ROOT_BYTES), self._root.snapshot.generation, saveable=False, alone=True)
         if adapter is not None:
             pin.adapter, pin.version = adapter.lora_int_id, self._adapters.of(adapter).version
@@ -185,7 +174,7 @@ class PinMaker:
             return False
         return {**own, "made": made, "seconds": seconds} == shown and abs(self.clock() - made) <= seconds
 
-    def tag(self, adapter: Any | None = None) -> dict[str, Any] | None:
+    def tag(self, adapter: Any | None) -> dict[str, Any] | None:
         """`(pool, epoch, fingerprint, weights)` of what holds now, and the adapter, for `kv_transfer_params`; with the time, and for how
         many seconds the blocks are surely kept. None unless the root is shared."""
         names = self._names(adapter)
@@ -195,7 +184,8 @@ class PinMaker:
         snapshot, member = self._root.snapshot, self._root.member
         if not snapshot.shared or snapshot.weights is None:
             return None
-        tag = transfer_tag(member.pool_uid, snapshot.epoch, member.fingerprint, snapshot.weights)
+        weights = snapshot.weights.hex()
+        tag = {"pool": member.pool_uid, "epoch": snapshot.epoch, "fingerprint": member.fingerprint, "weights": weights}
         if adapter is None:
             return tag
         value = self._adapters.of(adapter).value
@@ -206,8 +196,6 @@ class Pins:
     """One per EngineCore. Methods are for the scheduler thread unless their docstring says otherwise.
 
     Attributes:
-        root: what the pins follow.
-        maker: makes them.
         on_rename: told of each request that gets other names, and how many of its hash blocks keep theirs. The lock is held.
     """
 
@@ -266,18 +254,11 @@ class Pins:
         """Pin a new request to what holds now, and re-hash it if its hashes were made with anything else."""
         with self._lock:
             self.root.refresh()
-            self._name(request, self.maker.make(request, session=bool(getattr(request, "resumable", False))))
+            self._name(request, self.maker.make(request, session=is_session(request)))
 
     def repin(self, request: Any, *, must: bool) -> Repin:
-        """Bring a request that holds no blocks to what holds now.
-
-        Args:
-            must: the scheduler goes on with this request in the same step whatever is answered
-                (`skip_reading_prefix_cache`), so nothing may be deferred.
-
-        Returns:
-            What the caller may answer; see `Repin`.
-        """
+        """Bring a request that holds no blocks to what holds now. `must`: the scheduler goes on with this request in the same step
+        whatever is answered (`skip_reading_prefix_cache`), so nothing may be deferred."""
         with self._lock:
             self.root.refresh()
             pin = self.pin_of(request)
@@ -291,8 +272,8 @@ class Pins:
                 if self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
                     self.counters["rehash_deferred"] += 1
                     return Repin.DEFERRED
-                self._drop(pin)
-            self._name(request, self.maker.make(request, session=pin.session if pin else bool(getattr(request, "resumable", False))))
+                self.release(request)
+            self._name(request, self.maker.make(request, session=pin.session if pin else is_session(request)))
             self.counters["repinned_requests"] += 1
             return Repin.DONE
 
@@ -326,7 +307,7 @@ class Pins:
             self.counters["rehashed_requests"] += 1
         if self._hasher is None or self._hasher.inner is not inner:
             self._hasher = PinnedHasher(inner, self._hashing)
-        request._block_hasher = self._hasher if awaits_first_hash(request) else inner
+        request._block_hasher = self._hasher if is_session(request) or not request.block_hashes else inner
         self.on_rename(request, 0)
 
     # ------------------------------------------------------------------ requests on an old epoch
@@ -367,20 +348,16 @@ class Pins:
             self.admit(request)
 
     def release(self, request: Any) -> None:
-        """The request has finished."""
+        """The request has finished, or holds nothing under its pin any more."""
         with self._lock:
             pin = self.pin_of(request)
-            if pin is not None:
-                self._drop(pin)
-
-    def _drop(self, pin: Pin) -> None:
-        if not pin.admitted:
-            return
-        pin.admitted = False
-        admitted = (pin.generation, pin.session)
-        self._admitted[admitted] -= 1
-        if self._admitted[admitted] <= 0:
-            del self._admitted[admitted]
+            if pin is None or not pin.admitted:
+                return
+            pin.admitted = False
+            admitted = (pin.generation, pin.session)
+            self._admitted[admitted] -= 1
+            if not self._admitted[admitted]:
+                del self._admitted[admitted]
 
 
 def is_private(pins: Pins, request: Any) -> bool:
@@ -400,6 +377,5 @@ def _params_of(request: Any) -> Mapping[str, Any]:
 
 def brings_kv(request: Any) -> bool:
     """Whether the request's `kv_transfer_params` name KV that another engine brings in (P/D)."""
-    params = _params_of(request)
-    named = (str(key).startswith("remote_") and value is not None for key, value in params.items())
-    return bool(params.get("do_remote_prefill")) or any(named)
+    named = (str(key).startswith("remote_") and value is not None for key, value in _params_of(request).items())
+    return awaits_transfer(request) or any(named)

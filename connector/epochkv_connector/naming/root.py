@@ -43,18 +43,32 @@ class Reason(enum.Enum):
     IN_USE = "in use"
 
 
-_SAID_ELSEWHERE = (Reason.FORBIDDEN, Reason.NO_WEIGHTS, Reason.OWN, Reason.NO_HUB, Reason.UNASSIGNED)
+_LINES = {
+    Reason.OVERWRITTEN: (
+        logging.WARNING,
+        "vLLM's block-hash root (kv_cache_utils.NONE_HASH) was overwritten by somebody else, such as a second engine in this process: "
+        "bypass until this process is restarted",
+    ),
+    Reason.LOCAL_RESET: (
+        logging.INFO,
+        "the caches of this engine were reset: bypass until the pool's next epoch, {next_epoch}, which is asked for",
+    ),
+    Reason.WEIGHTS_ENDED: (
+        logging.WARNING,
+        "blocks of epoch {epoch} were computed with other weights than they are named after: bypass with these weights until the pool's "
+        "next epoch, which is asked for",
+    ),
+    Reason.NO_LEASE: (logging.WARNING, "the lease on epoch {epoch} is over (no grant from the hub in time): bypass until the next one"),
+    Reason.IN_USE: (logging.INFO, "epoch {epoch} in use"),
+}
+"""What the log says of a reason, and how loud. Every other one is said where it is found out."""
 
 
 class BypassLog:
-    """Logs each change of (reason, highest epoch granted in this engine instance or -1) once.
-
-    Attributes:
-        over: the engine ends, and a lease that it gives back is no news.
-    """
+    """Logs each change of (reason, highest epoch granted in this engine instance or -1) once."""
 
     def __init__(self) -> None:
-        self.over = False
+        self.over = False  # the engine ends, and a lease that it gives back is no news
         self._told = (Reason.UNASSIGNED, -1)
 
     def tell(self, reason: Reason, epoch: int) -> None:
@@ -64,52 +78,25 @@ class BypassLog:
             return  # an adoption: the lease of its grant begins when the epoch is bound
         self._told = (reason, epoch)
         said = self.over or (reason, epoch) == (before, epoch_before) or reason is before is Reason.OVERWRITTEN
-        if said or reason in _SAID_ELSEWHERE:
+        if said or reason not in _LINES:
             return
+        level, line = _LINES[reason]
         back = reason is Reason.IN_USE and before in (Reason.LOCAL_RESET, Reason.NO_LEASE, Reason.WEIGHTS_ENDED)
-        level = logging.INFO if reason in (Reason.IN_USE, Reason.LOCAL_RESET) else logging.WARNING
-        logger.log(level, "EpochKV: %s%s", _line(reason, epoch), ", back from bypass" if back else "")
-
-
-def _line(reason: Reason, epoch: int) -> str:
-    match reason:
-        case Reason.IN_USE:
-            return f"epoch {epoch} in use"
-        case Reason.LOCAL_RESET:
-            return f"the caches of this engine were reset: bypass until the pool's next epoch, {epoch + 1}, which is asked for"
-        case Reason.WEIGHTS_ENDED:
-            return (
-                f"blocks of epoch {epoch} were computed with other weights than they are named after: bypass with these weights "
-                "until the pool's next epoch, which is asked for"
-            )
-        case Reason.NO_LEASE:
-            return f"the lease on epoch {epoch} is over (no grant from the hub in time): bypass until the next one"
-        case _:
-            return (
-                "vLLM's block-hash root (kv_cache_utils.NONE_HASH) was overwritten by somebody else, such as a second engine "
-                "in this process: bypass until this process is restarted"
-            )
+        line = line.format(epoch=epoch, next_epoch=epoch + 1)
+        logger.log(level, "EpochKV: %s%s", line, ", back from bypass" if back else "")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMembership:
-    """What is known at start of this engine's part in its pool: what names are made of, and what may be shared.
-
-    Attributes:
-        secret: the pool's root secret; None: there is no way to the hub, so nothing is ever shared.
-        l2_allowed: False keeps every name inside this engine (random hash seed, or routes of experts that stay there).
-        adapters_applied: how this engine applies adapters (`describe.describe_adapters`).
-        is_own_pool: no hub is configured, so tiers may be used under a private root.
-        handoff_seconds: how long blocks that are handed over to another engine are kept at least, whatever our clocks say.
-    """
+    """What is known at start of this engine's part in its pool: what names are made of, and what may be shared."""
 
     pool_uid: str
     fingerprint: str
-    secret: bytes | None = field(repr=False)
-    l2_allowed: bool = True
-    adapters_applied: str = ""
-    is_own_pool: bool = False
-    handoff_seconds: float = 15.0
+    secret: bytes | None = field(repr=False)  # the pool's root secret; None: there is no way to the hub, so nothing is ever shared
+    l2_allowed: bool = True  # False keeps every name inside this engine (random hash seed, or routes of experts that stay there)
+    adapters_applied: str = ""  # how this engine applies adapters (`describe.describe_adapters`)
+    is_own_pool: bool = False  # no hub is configured, so tiers may be used under a private root
+    handoff_seconds: float = 15.0  # how long blocks that are handed over to another engine are kept at least, whatever our clocks say
 
 
 class RootState:
@@ -247,10 +234,8 @@ class RootState:
         return self._global.ready()
 
     def adopt(self, epoch: int) -> None:
-        """Rebind the root and swap the snapshot. Agent thread; the acknowledgement is sent after this returns.
-
-        An epoch below the one adopted is ignored: it cannot come from a correct agent.
-        """
+        """Rebind the root and swap the snapshot. Agent thread; the acknowledgement is sent after this returns. An epoch below the one
+        adopted is ignored: it cannot come from a correct agent."""
         with self.lock:
             if epoch < self.epoch:
                 self.counters["lower_epoch_refused"] += 1
@@ -266,11 +251,8 @@ class RootState:
     # ------------------------------------------------------------------ weights
 
     def hold(self, weights: bytes | None) -> bool:
-        """The ranks hold these weights from now on (None: unknown). The caller detaches requests that hold blocks.
-
-        Returns:
-            True if the weights changed. Requests then never reuse their old names, even if these weights return.
-        """
+        """The ranks hold these weights from now on (None: unknown). Returns whether they changed. Requests then never reuse their old
+        names, even if these weights return, and the caller detaches requests that hold blocks."""
         with self.lock:
             if weights == self.weights:
                 return False

@@ -58,13 +58,7 @@ class LoadEvent(enum.Enum):
 _S, _E = LoadState, LoadEvent
 
 TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
-    _S.NONE: {
-        _E.PASS: _S.FOREIGN,
-        _E.ACCEPT: _S.ACCEPTED,
-        _E.FAIL_UNSENT: _S.UNSENT,
-        _E.FAIL: _S.FAILED,
-        _E.DISTRUST: _S.REPEATED,
-    },
+    _S.NONE: {_E.PASS: _S.FOREIGN, _E.ACCEPT: _S.ACCEPTED, _E.FAIL_UNSENT: _S.UNSENT, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
     _S.FOREIGN: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
     _S.ACCEPTED: {_E.SEND: _S.SENT, _E.OVERTAKE: _S.OVERTAKEN, _E.FAIL_UNSENT: _S.UNSENT},
     # FINISH: nobody will use what it brings.
@@ -80,30 +74,18 @@ TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
 
 @dataclass(slots=True)
 class Request:
-    """One request.
-
-    Attributes:
-        vllm: vLLM's own object; None: it has ended, and its load is not reported yet.
-        load: see `LoadState`; only `Requests` changes it.
-        steps_aside: its load has failed, and it was not asked about since.
-        num_offered: how many of its blocks were offered to the tiers, from the first on.
-        max_saved: so many of its tokens may be; None: nobody has asked yet.
-    """
+    """One request."""
 
     request_id: str
-    vllm: Any | None
-    load: LoadState = LoadState.NONE
-    steps_aside: bool = False
-    num_offered: int = 0
-    max_saved: int | None = None
+    vllm: Any | None  # vLLM's own object; None: it has ended, and its load is not reported yet
+    load: LoadState = LoadState.NONE  # only `Requests` changes it
+    steps_aside: bool = False  # its load has failed, and it was not asked about since
+    num_offered: int = 0  # how many of its blocks were offered to the tiers, from the first on
+    max_saved: int | None = None  # so many of its tokens may be; None: nobody has asked yet
 
 
 class Requests:
-    """All requests that live, and those that ended before their load did. Iterates over the former.
-
-    Args:
-        counters: `invalidated_loads` are counted in it.
-    """
+    """All requests that live, and those that ended before their load did. Iterates over the former."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
@@ -230,9 +212,9 @@ class SharedState:
         pins: Pins,
         tiers: TierManager | None,
         on_error: Callable[[str, Exception], None],
-        core: Any | None = None,
+        core: Any | None,
         *,
-        trust_media_ids: bool = False,
+        trust_media_ids: bool,
     ) -> None:
         self.pins = pins
         self._trust_media_ids = trust_media_ids
@@ -436,12 +418,8 @@ class Admission:
         return host, num_external - host
 
     def isolate(self, request: Any) -> bool:
-        """An error of ours met this request: whatever it computes must be invisible to everybody.
-
-        Returns:
-            Whether it has new names now, so that a local hit found before must be dropped. A request that is alone under a
-            current root already keeps its names.
-        """
+        """An error of ours met this request: whatever it computes must be invisible to everybody. Returns whether it has new names now, so
+        that a local hit found before must be dropped. A request that is alone under a current root already keeps its names."""
         self._requests.see(request)
         pin = self._pins.pin_of(request)
         if (pin is not None and pin.alone and self._pins.is_current(pin)) or blocks.holds_blocks(request):

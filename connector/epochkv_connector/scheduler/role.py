@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import object_bytes
 from epochkv_fence.connection import read_client_keys, read_root_secret
-from epochkv_fence.net.agent import AgentThread, EngineIdentity
+from epochkv_fence.net.agent import AgentHooks, AgentThread, EngineIdentity
 from epochkv_fence.net.keys import ClientKeys
 from epochkv_fence.protocol.messages import INSTANCE_BYTES, WEIGHTS_BYTES
 
@@ -60,22 +60,6 @@ logger = logging.getLogger("vllm.epochkv")
 
 
 STOP_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class FenceHooks:
-    """What the agent's thread may ask of this engine; `epochkv_fence.net.AgentHooks` says what each answer means."""
-
-    ready: Callable[[], bool]
-    adopt: Callable[[int], None]
-    busy: Callable[[], bool]
-    old_epoch_requests: Callable[[], int]
-    isolated: Callable[[], bool]
-    weights: Callable[[], tuple[bytes | None, str]]
-    labelled: Callable[[bytes, str], None]
-    tiers: Callable[[], tuple[str, str]]
-    stats: Callable[[], dict[str, float]]
-    reclaim: Callable[[int, tuple[bytes, ...]], tuple[int, int]]
 
 
 class HubLink:
@@ -99,7 +83,7 @@ class HubLink:
         except Exception as error:  # anything unreadable is the same: no hub
             self.problem = f"the hub at {config.hub.endpoint} cannot be used: {error}"
 
-    def start(self, hooks: FenceHooks, fingerprint: str, rank: int) -> None:
+    def start(self, hooks: AgentHooks, fingerprint: str, rank: int) -> None:
         """Start the agent if there is a hub; a failure is kept in `problem` and logged."""
         hub = self._config.hub
         if hub is None:
@@ -151,19 +135,14 @@ class HubLink:
 
 
 CLOSE_SECONDS = 2.0
-NO_MEMORY = "it has no host memory for them"
 
 
 @dataclass
 class StoreKeys:
-    """The L2 client of the scheduler role: for existence, and for the removal of keys that nobody asks for any more.
-
-    Attributes:
-        object_bytes: size of an L2 object of this engine, by KV cache group, on average over its ranks.
-    """
+    """The L2 client of the scheduler role: for existence, and for the removal of keys that nobody asks for any more."""
 
     client: StoreClient
-    object_bytes: tuple[int, ...]
+    object_bytes: tuple[int, ...]  # see `mean_object_bytes`
 
     def reclaim(self, pool_uid: str, fingerprint: str, below: int, keep: Sequence[bytes] = ()) -> tuple[int, int]:
         """Remove the pool's L2 keys of epochs below `below` and, unless `keep` is empty, of all weights that are not in it.
@@ -181,21 +160,17 @@ class StoreKeys:
         old = [partial(older_pattern, pool, below)] if below > 0 else []
         for pattern in [*old, *([partial(other_weights_pattern, pool, keep)] if keep else [])]:
             for group, size in enumerate(self.object_bytes):
-                removed = self.client.remove_matching(pattern(fingerprint=fingerprint, group=group))
+                removed = self.client.remove_matching(pattern(fingerprint, group))
                 keys, num_bytes = keys + removed, num_bytes + removed * size
             # Not simply the rest: an own key that lands between these calls would go uncounted.
-            keys += self.client.remove_matching(pattern(fingerprint=fingerprint, others=True))
+            keys += self.client.remove_matching(pattern(fingerprint, None))
         return keys, num_bytes
 
 
 def build_tiers(
     config: ConnectorConfig, vllm_config: Any, kv_cache_config: Any, layouts: Sequence[RankLayout]
 ) -> tuple[TierManager | None, StoreKeys | None]:
-    """Nothing where no tier is configured: the fence works alone.
-
-    Args:
-        layouts: what the ranks have answered; without the answers of all of them, the tiers have no slots.
-    """
+    """Nothing where no tier is configured: the fence works alone. Without `layouts` of all ranks, the tiers have no slots."""
     if not config.has_tiers:
         return None, None
     layout = describe.cache_layout(vllm_config, kv_cache_config)
@@ -249,9 +224,7 @@ class SchedulerRole:
         tiers: None when none is configured, or they could not be built: the fence works alone.
         store_keys: None when there is no L2.
         fingerprint: of everything that decides what a byte of a block is (64 hex digits).
-        hashing: vLLM's block hashing.
-        state: what the parts share.
-        stamps, admission, weights, steps: the parts.
+        stamps, admission, weights, steps: the parts, which share `state`.
     """
 
     def __init__(
@@ -277,30 +250,38 @@ class SchedulerRole:
         self.fingerprint = fingerprint({**described, "layouts": digests})
         adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
-        random_hashes = self.hashing.algorithm if blocks.hash_seed_is_random(self.hashing.algorithm) else None
-        self._no_l2 = limits.why_no_l2(vllm_config, random_hashes)
+        self._no_l2 = limits.why_no_l2(vllm_config)
         self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None), fenced=fenced)
         self._peers: Peers | None = None
         if self._own is None and limits.is_wide(vllm_config):
             self._own = guard.run("domain", lambda: self._join_domain(ranks, core), lambda: limits.Own(limits.NO_DOMAIN, asks=True))
-        self.pins = self._build_pins(global_root, adapters, core)
+        # vLLM's scheduler reads the configuration of a MultiConnector, and that of none of its children.
+        transfer = patches.parent_config() or vllm_config.kv_transfer_config
+        self.pins = self._build_pins(global_root, adapters, limits.handoff_seconds(limits.connectors_of(transfer)))
         self.tiers, self.store_keys = guard.run(
             "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: (None, None)
         )
-        # vLLM's scheduler reads the policy of a MultiConnector, and that of none of its children.
-        transfer = patches.parent_config() or vllm_config.kv_transfer_config
         policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))  # without a connector nobody loads
         self._unused = self._find_unused(layouts or [], policy)
         off = {one.what for one in self._unused}
         self.state = state = SharedState(self.pins, self.tiers, guard.note, core, trust_media_ids=config.trust_media_ids)
         self.requests, self.counters = state.requests, state.counters
-        self.stamps = self._build_stamps(adapters)
+        tokens_per_step = describe.tokens_per_step(vllm_config)
+        self.stamps = Stamps(
+            lambda: self.weights.watch,
+            *(adapters, self.pins.root, self._stored),
+            all_requests=config.stamp,
+            tokens_per_step=tokens_per_step,
+        )
         self.admission = Admission(state, self.stamps, may_load=not off & {limits.NOTHING, limits.NO_LOADS})
         self.weights = WeightChanges(state, self.admission, self._link, core, scheduler, self._kept_own)
-        candidates = SaveCandidates(state, describe.tokens_per_step(vllm_config), config.save)
+        candidates = SaveCandidates(state, tokens_per_step, config.save)
         self.steps = Steps(state, self.weights, candidates, not off & {limits.NOTHING, limits.NO_SAVES}, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
-        self._start_link()
+        self.hooks = FenceHooks(self)
+        self._link.start(self.hooks, self.fingerprint, int(vllm_config.parallel_config.data_parallel_index))
+        if config.hub is None and self._own is None:
+            logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
 
     def _join_domain(self, ranks: EngineRanks, core: Any) -> limits.Own | None:
         """Before the first step of any rank. None: all workers of this one will tell the others what they hold."""
@@ -314,32 +295,20 @@ class SchedulerRole:
         self._own = limits.Own(why, asks=True)
         self._unused = [*self._unused, limits.kept_to_itself(why)]
 
-    def _build_pins(self, global_root: blocks.GlobalRoot, adapters: Adapters, core: Any | None) -> Pins:
-        config, vllm_config = self._config, self._vllm_config
+    def _build_pins(self, global_root: blocks.GlobalRoot, adapters: Adapters, handoff_seconds: float) -> Pins:
         member = PoolMembership(
-            config.pool.uid,
+            self._config.pool.uid,
             self.fingerprint,
             self._link.secret,
             l2_allowed=self._no_l2 is None,
-            adapters_applied=describe.describe_adapters(vllm_config),
-            is_own_pool=config.hub is None,
-            handoff_seconds=limits.handoff_seconds(limits.connectors_of(patches.parent_config() or vllm_config.kv_transfer_config)),
+            adapters_applied=describe.describe_adapters(self._vllm_config),
+            is_own_pool=self._config.hub is None,
+            handoff_seconds=handoff_seconds,
         )
         root = RootState(member, global_root, self._link.lease_until)
         if self._own is not None:
             root.keep_own()
         return Pins(root, self.hashing, adapters)
-
-    def _build_stamps(self, adapters: Adapters) -> Stamps:
-        speculative = self._vllm_config.speculative_config
-        return Stamps(
-            lambda: self.weights.watch,
-            adapters,
-            self.pins.root,
-            self._stored,
-            all_requests=self._config.stamp,
-            tokens_per_step=1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0),
-        )
 
     def _stored(self, request: Any) -> tuple[int, int]:
         if self.tiers is None or self.store_keys is None or self.state.broken:
@@ -357,7 +326,10 @@ class SchedulerRole:
             own=self._own,
             error=self._guard.first.get("tiers", ""),
             layout_problem=self.tiers.state.layout.problem() if self.tiers is not None else None,
-            refusals=[*("" if one.num_slots else one.refusal or NO_MEMORY for one in layouts), *["it did not answer"] * silent],
+            refusals=[
+                *("" if one.num_slots else one.refusal or "it has no host memory for them" for one in layouts),
+                *["it did not answer"] * silent,
+            ],
             no_l2=self._no_l2,
         )
         if found:
@@ -387,11 +359,6 @@ class SchedulerRole:
             self.stamps.join(scheduler, self._guard)
         self._guard.run("weights", watch.before_schedule, weights.break_off)
 
-    def _start_link(self) -> None:
-        self._link.start(self.hooks(), self.fingerprint, int(self._vllm_config.parallel_config.data_parallel_index))
-        if self._config.hub is None and self._own is None:
-            logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
-
     def bind(self, manager: Any) -> None:
         """The cache manager exists: learn the hash block size and reach the GPU block pool."""
         state, block_pool = self.state, manager.block_pool
@@ -405,7 +372,8 @@ class SchedulerRole:
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
         self.requests.see(request)
-        self.weights.adapter_arrived(request)
+        if (adapter := getattr(request, "lora_request", None)) is not None:
+            self.weights.adapters.arrived(adapter)
         self.stamps.open(request)
         self.admission.arrive(request)
 
@@ -415,7 +383,7 @@ class SchedulerRole:
         self.steps.save_last_blocks(request)
         self.pins.release(request)
         self.requests.finish(request.request_id)
-        self.steps.candidates.forget(request.request_id)
+        self.steps.candidates.boundaries.forget(request.request_id)
         if self.tiers is not None:
             self.tiers.finish(request.request_id)
         return False, ({TAG_KEY: tag} if tag is not None else None)
@@ -443,49 +411,12 @@ class SchedulerRole:
         reported, or routers wait for events. All have deadlines; the last takes one step."""
         return self.requests.must_fail or (self.tiers is not None and self.tiers.saves.is_pending()) or self.state.must_tell
 
-    def hooks(self) -> FenceHooks:
-        """What the agent's thread may ask of this engine."""
-        return FenceHooks(
-            ready=self.pins.root.ready,
-            adopt=self._adopt,
-            busy=self.pins.busy,
-            old_epoch_requests=self.pins.old_epoch_requests,
-            isolated=lambda: self.pins.root.waiting_for_epoch,
-            weights=self._told,
-            labelled=self.stamps.label,
-            tiers=self.tiers_told,
-            stats=self._report,
-            reclaim=self.reclaim,
-        )
-
-    def _adopt(self, epoch: int) -> None:
-        self.pins.root.adopt(epoch)
-        self.state.tell_soon()
-
-    def _report(self) -> dict[str, float]:
-        """Heartbeats go on without a hub: so routers hear of a lost lease."""
-        gauges = self.gauges()
-        self.state.tell_soon()
-        return gauges
-
-    def _told(self) -> tuple[bytes | None, str]:
-        """What heartbeats say of the weights that names are made of. Any thread."""
-        if lost := self.pins.root.lost:
-            return None, lost
-        value, note = self.weights.watch.tells()
-        return (None if value is None else value[:WEIGHTS_BYTES]), note
-
     def tiers_told(self) -> tuple[str, str]:
         """What heartbeats say of tiers that this engine cannot use (`limits.told_unused`). Any thread."""
         return limits.told_unused([*self._unused, *([limits.BROKEN] if self.state.broken else [])])
 
     def reclaim(self, below: int, keep: tuple[bytes, ...]) -> tuple[int, int]:
-        """See `StoreKeys.reclaim`. Not for the scheduler thread.
-
-        Raises:
-            RuntimeError: the tiers could not be built; 0 would say that nothing is left.
-            StoreUnavailable: the store gave no answer.
-        """
+        """See `StoreKeys.reclaim`. Raises RuntimeError, too: the tiers could not be built, and 0 would say that nothing is left."""
         if self.store_keys is not None:
             return self.store_keys.reclaim(self._config.pool.uid, self.fingerprint, below, keep)
         if self._config.distributed is not None:
@@ -533,7 +464,7 @@ class SchedulerRole:
         """What is still open; all zero when the engine is idle and every acknowledgement arrived."""
         report = {
             **self.requests.leak_report(),
-            **self.steps.candidates.leak_report(),
+            "boundaries": len(self.steps.candidates.boundaries),
             "stamps": len(self.stamps),
             "old_epoch_requests": self.pins.old_epoch_requests() + self.pins.old_epoch_requests(sessions=True),
         }
@@ -549,3 +480,31 @@ class SchedulerRole:
             self._peers.stop()
         if (keys := self.store_keys) is not None:
             self._guard.run("tiers.close", lambda: keys.client.close(CLOSE_SECONDS), lambda: None)
+
+
+class FenceHooks:
+    """What the agent's thread may ask of this engine; `epochkv_fence.net.AgentHooks` says what each answer means."""
+
+    def __init__(self, role: SchedulerRole) -> None:
+        self._role, self._root = role, role.pins.root
+        self.ready, self.busy, self.old_epoch_requests = self._root.ready, role.pins.busy, role.pins.old_epoch_requests
+        self.labelled, self.tiers, self.reclaim = role.stamps.label, role.tiers_told, role.reclaim
+
+    def adopt(self, epoch: int) -> None:
+        self._root.adopt(epoch)
+        self._role.state.tell_soon()
+
+    def isolated(self) -> bool:
+        return self._root.waiting_for_epoch
+
+    def weights(self) -> tuple[bytes | None, str]:
+        if lost := self._root.lost:
+            return None, lost
+        value, note = self._role.weights.watch.tells()
+        return (None if value is None else value[:WEIGHTS_BYTES]), note
+
+    def stats(self) -> dict[str, float]:
+        """Heartbeats go on without a hub: so routers hear of a lost lease."""
+        gauges = self._role.gauges()
+        self._role.state.tell_soon()
+        return gauges

@@ -33,12 +33,7 @@ OF_US = ("l1", "l2")
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the ranks held in one step.
-
-    Attributes:
-        weights: 32 bytes; None: unknown.
-        adapters: digests by vLLM's ids; one that is absent, or None, is unknown.
-    """
+    """Digests of what the ranks held in one step: of the weights, and of adapters by vLLM's ids. None, or an absent one: unknown."""
 
     weights: bytes | None = None
     adapters: Mapping[int, bytes | None] = field(default_factory=dict)
@@ -96,8 +91,8 @@ class Stamps:
         root: RootState,
         stored: Callable[[Any], tuple[int, int]],
         *,
-        all_requests: bool = False,
-        tokens_per_step: int = 1,
+        all_requests: bool,
+        tokens_per_step: int,
     ) -> None:
         self._watch, self._adapters, self._root, self._stored = watch, adapters, root, stored
         self._all_requests, self._tokens_per_step = all_requests, tokens_per_step
@@ -113,34 +108,25 @@ class Stamps:
         def guarded(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
             return guard.run("stamps", work, lambda: None)
 
-        def scheduling(schedule: Callable[..., Any]) -> Callable[..., Any]:
-            def scheduled(*args: Any, **kwargs: Any) -> Any:
-                output = schedule(*args, **kwargs)
-                guarded(lambda: self.scheduled(output))
-                return output
+        def schedule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = function(*args, **kwargs)
+            guarded(lambda: self.scheduled(output))
+            return output
 
-            return scheduled
+        def update(function: Callable[..., Any], scheduler_output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
+            guarded(lambda: self.made(scheduler_output, reports_of(model_output)))
+            outputs = function(scheduler_output, model_output, *args, **kwargs)
+            guarded(lambda: self.send(outputs))
+            return outputs
 
-        def updating(update: Callable[..., Any]) -> Callable[..., Any]:
-            def update_from_output(scheduler_output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
-                guarded(lambda: self.made(scheduler_output, reports_of(model_output)))
-                outputs = update(scheduler_output, model_output, *args, **kwargs)
-                guarded(lambda: self.send(outputs))
-                return outputs
+        def finish(function: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+            delay, params = function(request, *args, **kwargs)
+            stamp = guarded(lambda: self.finish(request))
+            return delay, params if stamp is None else {**(params or {}), STAMP_KEY: stamp}
 
-            return update_from_output
-
-        def finishing(finish: Callable[..., Any]) -> Callable[..., Any]:
-            def connector_finished(request: Any, *args: Any, **kwargs: Any) -> Any:
-                delay, params = finish(request, *args, **kwargs)
-                stamp = guarded(lambda: self.finish(request))
-                return delay, params if stamp is None else {**(params or {}), STAMP_KEY: stamp}
-
-            return connector_finished
-
-        patches.around(scheduler, "schedule", scheduling)
-        patches.around(scheduler, "update_from_output", updating)
-        patches.around(scheduler, "_connector_finished", finishing)
+        patches.around(scheduler, "schedule", schedule)
+        patches.around(scheduler, "update_from_output", update)
+        patches.around(scheduler, "_connector_finished", finish)
 
     def label(self, weights: bytes, label: str) -> None:
         """People call these weights so. Any thread."""

@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 
 
 class Boundaries:
-    """A calendar of steps. A step is one call of `due`.
-
-    Args:
-        tokens_per_step: new tokens that one request may get in one step, at most (more than one with speculative decoding).
-    """
+    """A calendar of steps. A step is one call of `due`, in which a request may get at most `tokens_per_step` new tokens."""
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens_per_step = max(1, tokens_per_step)
@@ -66,10 +62,7 @@ class Boundaries:
         return [request_id for request_id in self._due if request_id in scheduled]
 
     def later(self, request_id: str, num_tokens: int) -> None:
-        """Look again when so many tokens more can be known, counted from those that are known or computed by now.
-
-        0 or less: in the next step.
-        """
+        """Look again when so many tokens more can be known, counted from those that are known or computed by now (0 or less: next step)."""
         step = self._step + max(1, -(-num_tokens // self._tokens_per_step))
         self._due.pop(request_id, None)
         self._when[request_id] = step
@@ -81,17 +74,17 @@ class Boundaries:
 
 
 class SaveCandidates:
-    """Finds requests with blocks to offer; `Request.num_offered` says how many were."""
+    """Finds requests with blocks to offer; `Request.num_offered` says how many were, and `boundaries` when to look again."""
 
     def __init__(self, state: SharedState, tokens_per_step: int, save: Save) -> None:
         self._save = save
         self._state, self._pins, self._requests = state, state.pins, state.requests
-        self._boundaries = Boundaries(tokens_per_step)
+        self.boundaries = Boundaries(tokens_per_step)
         self._under: Snapshot | None = None  # what held when requests were last looked at
 
     def of_step(self, saves: SavePlanner, scheduler_output: Any, snapshot: Snapshot) -> Iterable[ScheduledRequestView]:
         """Requests with something new to save: another complete block, or slots for what was left out before."""
-        size, boundaries = self._state.hash_block_size, self._boundaries
+        size, boundaries = self._state.hash_block_size, self.boundaries
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         if snapshot is not self._under:
             self._under = snapshot
@@ -99,8 +92,10 @@ class SaveCandidates:
         boundaries.start(new.req_id for new in scheduler_output.scheduled_new_reqs)
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         boundaries.start(resumed)
-        for request_id in resumed:
-            self._start_anew(request_id, saves)
+        for request_id in resumed:  # it has other blocks than before its preemption, and vLLM keeps other windows of them
+            saves.forget_request(request_id)
+            if (record := self._requests.get(request_id)) is not None:
+                record.num_offered = 0
         lacked, offered = saves.continuable(scheduled), blocks.offered_states(scheduler_output)
         with_states = [request_id for request_id in offered if request_id in scheduled]
         for request_id in dict.fromkeys((*boundaries.due(scheduled), *lacked, *with_states)):
@@ -117,13 +112,6 @@ class SaveCandidates:
                 yield view
             elif again:
                 saves.give_up(request_id)
-
-    def _start_anew(self, request_id: str, saves: SavePlanner) -> None:
-        """A preempted request has other blocks when it resumes, and vLLM keeps other windows of them."""
-        record = self._requests.get(request_id)
-        if record is not None:
-            record.num_offered = 0
-        saves.forget_request(request_id)
 
     def at_end(self, request: Any) -> ScheduledRequestView | None:
         """The request if it has blocks that are complete only now that it has ended. While it has its blocks.
@@ -161,12 +149,6 @@ class SaveCandidates:
             states=states,
         )
 
-    def forget(self, request_id: str) -> None:
-        self._boundaries.forget(request_id)
-
-    def leak_report(self) -> dict[str, int]:
-        return {"boundaries": len(self._boundaries)}
-
 
 def max_saved(request: Any, save: Save) -> int:
     """How many of its tokens may be saved: as the request says itself, else as this engine does."""
@@ -187,12 +169,7 @@ FindWorker = Callable[[], "WorkerRole | None"]
 
 
 class Steps:
-    """Builds the metadata of each step, and takes its results.
-
-    Args:
-        may_save: False: nothing is saved.
-        local_worker: finds the worker role when it lives in this process.
-    """
+    """Builds the metadata of each step, and takes its results. `local_worker` finds the worker role when it lives in this process."""
 
     def __init__(
         self, state: SharedState, weights: WeightChanges, candidates: SaveCandidates, may_save: bool, local_worker: FindWorker
@@ -237,6 +214,7 @@ class Steps:
         self._state.events.offer(self._requests.vllm, tiers.saves.collect(views, snapshot))
 
     def _told(self, tiers: TierManager, snapshot: Snapshot, number: int) -> StepMetadata:
+        """The jobs that go out with this step, and what ranks compare behind it."""
         jobs = tiers.end_step()
         if number < 0 and jobs.saves:
             number = self._weights.digest_number()

@@ -40,7 +40,7 @@ class WeightChanges:
         link: Link,
         core: Any | None,
         scheduler: Any | None,
-        kept_own: Callable[[str], None] = lambda why: None,
+        kept_own: Callable[[str], None],
     ) -> None:
         self._core, self._scheduler, self._kept_own = core, scheduler, kept_own
         self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers
@@ -140,9 +140,3 @@ class WeightChanges:
     def end_adapter(self, value: bytes) -> None:
         """Blocks under names of these tensors were computed with others. Ranks have saved none of them, so nobody else has any."""
         self._pins.root.end(value)
-
-    def adapter_arrived(self, request: Any) -> None:
-        """A new request may be the first of its adapter."""
-        adapter = getattr(request, "lora_request", None)
-        if adapter is not None:
-            self.adapters.arrived(adapter)

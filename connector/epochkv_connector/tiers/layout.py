@@ -30,41 +30,24 @@ class GroupKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group.
-
-    Attributes:
-        kind: see `GroupKind`.
-        block_size: tokens per block as vLLM's manager of the group counts them.
-        window_tokens: `sliding_window` of the spec (SLIDING), or `attention_chunk_size` (CHUNKED).
-        extra_retained_tokens: `SlidingWindowSpec.extra_retained_tokens`: blocks kept alive below the window.
-        eagle: a block's last position depends on the next token (EAGLE/MTP draft layers): a hit needs one block more
-            than it uses.
-        name: for messages, e.g. the spec's class name.
-        remedy: what would make it work, in words (UNSUPPORTED only).
-    """
+    """One KV cache group."""
 
     kind: GroupKind
-    block_size: int
-    window_tokens: int = 0
-    extra_retained_tokens: int = 0
-    eagle: bool = False
-    name: str = ""
-    remedy: str = ""
+    block_size: int  # tokens per block as vLLM's manager of the group counts them
+    window_tokens: int = 0  # `sliding_window` of the spec (SLIDING), or `attention_chunk_size` (CHUNKED)
+    extra_retained_tokens: int = 0  # `SlidingWindowSpec.extra_retained_tokens`: blocks kept alive below the window
+    eagle: bool = False  # the last position of a block depends on the next token (EAGLE, MTP): a hit needs one block more than it uses
+    name: str = ""  # for messages, e.g. the spec's class name
+    remedy: str = ""  # what would make it work, in words (UNSUPPORTED only)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """All groups of an engine.
+    """All groups of an engine."""
 
-    Attributes:
-        groups: in vLLM's order (index = KV cache group id).
-        alignment_tokens: hits end on multiples of this (vLLM's scheduler block size: LCM of the groups' block sizes).
-        restored: (index, group) of those that are saved and loaded: all but PRIVATE.
-    """
-
-    groups: tuple[GroupLayout, ...]
-    alignment_tokens: int
-    restored: tuple[tuple[int, GroupLayout], ...] = field(init=False)
+    groups: tuple[GroupLayout, ...]  # in vLLM's order (index = KV cache group id)
+    alignment_tokens: int  # hits end on multiples of this (vLLM's scheduler block size: LCM of the groups' block sizes)
+    restored: tuple[tuple[int, GroupLayout], ...] = field(init=False)  # (index, group) of those that are saved and loaded: all but PRIVATE
 
     def __post_init__(self) -> None:
         shared = tuple((index, group) for index, group in enumerate(self.groups) if group.kind is not GroupKind.PRIVATE)
@@ -83,16 +66,11 @@ class CacheLayout:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request as a lookup sees it.
-
-    Attributes:
-        num_tokens: prompt, and outputs so far of a request that was preempted.
-        block_hashes: vLLM's, made under the current root. Only read, and only during the call; names are copied.
-    """
+    """A request as a lookup sees it."""
 
     request_id: str
-    num_tokens: int
-    block_hashes: Sequence[bytes]
+    num_tokens: int  # prompt, and outputs so far of a request that was preempted
+    block_hashes: Sequence[bytes]  # vLLM's, made under the current root; only read, and only during the call: names are copied
 
 
 class ScheduledRequestView(msgspec.Struct, frozen=True):

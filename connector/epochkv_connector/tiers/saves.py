@@ -24,28 +24,18 @@ if TYPE_CHECKING:
 
 
 class Wanted(NamedTuple):
-    """A block that is worth saving.
-
-    Attributes:
-        slot: in L1; None: it is not there yet.
-        put: L2 is not known to hold it.
-    """
+    """A block that is worth saving."""
 
     group: int
     block: int
     gpu_block: int
     name: bytes
-    slot: int | None
-    put: bool
+    slot: int | None  # in L1; None: it is not there yet
+    put: bool  # L2 is not known to hold it
 
 
 class SavePlanner:
-    """Chooses, and takes slots. The names under way are told back with `over`.
-
-    Attributes:
-        num_deferred: times that blocks found no slots; they are tried again.
-        num_states_lost: recurrent states that found no slots.
-    """
+    """Chooses, and takes slots. The names under way are told back with `over`."""
 
     def __init__(self, state: TierState) -> None:
         self._state = state
@@ -56,8 +46,8 @@ class SavePlanner:
         self._saving: set[Key] = set()
         self._needs: dict[str, int] = {}  # request -> slots that its next unit needs and did not find
         self._lacking: dict[int, dict[str, None]] = {}  # the same by number of slots, the longest deferred first
-        self.num_deferred = 0
-        self.num_states_lost = 0
+        self.num_deferred = 0  # times that blocks found no slots; they are tried again
+        self.num_states_lost = 0  # recurrent states that found no slots
 
     def leak_report(self) -> dict[str, int]:
         return {"names_saving": len(self._saving), "save_cursors": len(self._cursors), "saves_lacking_slots": len(self._needs)}
@@ -199,28 +189,19 @@ class SavePlanner:
 
 
 class SaveJobs:
-    """Jobs for blocks that are worth saving, and what their end gives back.
-
-    Attributes:
-        pool: vLLM's GPU blocks; None: not bound yet, so nothing is saved.
-    """
+    """Jobs for blocks that are worth saving, and what their end gives back."""
 
     def __init__(self, state: TierState) -> None:
         self.planner = SavePlanner(state)
-        self.pool: BlockPoolAdapter | None = None
+        self.pool: BlockPoolAdapter | None = None  # until it is bound, nothing is saved
         self._state = state
         self._jobs: list[SaveJob] = []
         self._agreed: list[int] = []  # saves that ranks wait to hear of
         self._refused: list[int] = []
 
     def collect(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
-        """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps.
-
-        They are saved to L1, to L2 when the root is shared, or to both.
-
-        Returns:
-            The jobs that go out with the next metadata for it.
-        """
+        """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps. They are saved
+        to L1, to L2 when the root is shared, or to both. Returns the jobs that go out with the next metadata for it."""
         first, namespace = len(self._jobs), self._state.namespace(snap)
         if not self._state.is_usable or self.pool is None or (self._state.config.local is None and namespace is None):
             return ()
@@ -253,10 +234,8 @@ class SaveJobs:
                         self.apply(outcome)
 
     def let_go(self) -> bool:
-        """Give the GPU blocks of open saves back before their copies are known to have ended. True if there were any.
-
-        The caller has every rank end them before it writes to a block again (`StepMetadata.settle`).
-        """
+        """Give the GPU blocks of open saves back before their copies are known to have ended. True if there were any: then the caller has
+        every rank end them before it writes to a block again (`StepMetadata.settle`)."""
         blocks = self._state.jobs.let_go()
         if blocks and self.pool is not None:
             self.pool.free(blocks)

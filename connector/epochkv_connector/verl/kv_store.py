@@ -29,30 +29,18 @@ class BlockError(ValueError):
 
 
 class KvStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The block.
+    """The block."""
 
-    Attributes:
-        enable: whether rollout engines get a connector.
-        kv_role: whether an engine saves KV, loads it, or both.
-        config_path: the pool's `connection.json`; None: `EPOCHKV_CONFIG` names it, or holds it.
-        extra_config: more keys of `kv_connector_extra_config`; they win over the file.
-        on_failure: when hub or master does not answer at launch: run without the connector, or end.
-    """
-
-    enable: bool = False
+    enable: bool = False  # whether rollout engines get a connector
     kv_connector: Literal["EpochKVConnector"] = "EpochKVConnector"
-    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
-    config_path: str | None = None
-    extra_config: dict[str, Any] = {}
-    on_failure: Literal["fallback", "crash"] = "fallback"
+    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"  # whether an engine saves KV, loads it, or both
+    config_path: str | None = None  # the pool's `connection.json`; None: `EPOCHKV_CONFIG` names it, or holds it
+    extra_config: dict[str, Any] = {}  # more keys of `kv_connector_extra_config`; they win over the file
+    on_failure: Literal["fallback", "crash"] = "fallback"  # when hub or master does not answer at launch: run without the connector, or end
 
 
 def parse(given: Any) -> KvStore:
-    """The block.
-
-    Raises:
-        BlockError: a key that is unknown, or a value that is not allowed.
-    """
+    """The block. Raises BlockError: a key that is unknown, or a value that is not allowed."""
     content = plain(given)
     try:
         return msgspec.convert(content, KvStore)
@@ -71,25 +59,15 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """What engines get, and what they will need.
+    """What engines get, and what they will need."""
 
-    Attributes:
-        transfer: `kv_transfer_config`.
-        config: what the connector will make of it.
-        connection: the way to the pool's hub; its `origin` is what names the pool, for errors.
-    """
-
-    transfer: dict[str, Any]
-    config: ConnectorConfig
-    connection: Connection
+    transfer: dict[str, Any]  # `kv_transfer_config`
+    config: ConnectorConfig  # what the connector will make of it
+    connection: Connection  # the way to the pool's hub; its `origin` is what names the pool, for errors
 
 
 def expand(block: KvStore, environ: Mapping[str, str]) -> Expansion:
-    """What an enabled block stands for.
-
-    Raises:
-        BlockError: the file is missing, cannot be read, or is not a pool's.
-    """
+    """What an enabled block stands for. Raises BlockError: the file is missing, cannot be read, or is not a pool's."""
     named, source = "config_path", block.config_path or ""
     if not source.strip():
         named, source = CONFIG_ENV, environ.get(CONFIG_ENV, "").strip()
@@ -118,15 +96,10 @@ class StoreUnreachable(RuntimeError):
 
 
 def resolve(given: Any, rollout: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """The `kv_transfer_config` that the block stands for; None: engines run without a connector.
+    """The `kv_transfer_config` that the block stands for; None: engines run without a connector. Raises BlockError and StoreUnreachable.
 
     Args:
-        given: the block.
-        rollout: what it stands in; of interest are `name`, `engine_kwargs` and `disaggregation`.
-
-    Raises:
-        BlockError: the block cannot be meant.
-        StoreUnreachable: see there.
+        rollout: what the block stands in; of interest are `name`, `engine_kwargs` and `disaggregation`.
     """
     block = parse(given)
     if not block.enable:
@@ -146,11 +119,7 @@ def resolve(given: Any, rollout: Mapping[str, Any], environ: Mapping[str, str] =
 
 
 async def find_problem(expansion: Expansion) -> str | None:
-    """What does not answer, in words; None: all does.
-
-    Raises:
-        BlockError: the hub serves another pool.
-    """
+    """What does not answer, in words; None: all does. Raises BlockError: the hub serves another pool."""
     answer = await probe_hub(expansion.connection)
     if isinstance(answer, NoHub):
         if answer.trouble == "pool":

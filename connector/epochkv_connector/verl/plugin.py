@@ -44,11 +44,8 @@ def _expanding(validate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def expand_in(config: Any) -> None:
-    """Put `kv_transfer_config` in the place of the block, if verl's whole configuration has one.
-
-    Raises:
-        BlockError, StoreUnreachable: the training must not begin.
-    """
+    """Put `kv_transfer_config` in the place of the block, if verl's whole configuration has one. Raises as `resolve`: the training must
+    not begin."""
     from omegaconf import OmegaConf, open_dict
 
     rollout = OmegaConf.select(config, ROLLOUT)

@@ -52,19 +52,12 @@ class AdapterNames(Protocol):
 
 @dataclass(slots=True)
 class Known:
-    """What one id stands for.
+    """What one id stands for."""
 
-    Attributes:
-        value: 32 bytes; None: unknown.
-        version: another number than before says that its pins are not current; never comes back, also if `value` does.
-        number: of the question that `value` is the answer to.
-        retry_at: when the ranks may be asked again for what they could not say.
-    """
-
-    value: bytes | None = None
-    version: int = 0
-    number: int = -1
-    retry_at: float = 0.0
+    value: bytes | None = None  # 32 bytes; None: unknown
+    version: int = 0  # another number than before says that its pins are not current; never comes back, also if `value` does
+    number: int = -1  # of the question that `value` is the answer to
+    retry_at: float = 0.0  # when the ranks may be asked again for what they could not say
 
 
 class Adapters:
@@ -120,13 +113,11 @@ class Adapters:
 
     def version(self, adapter_id: int) -> int:
         """Of what this id stands for now; -1: nothing that is known."""
-        known = self._known.get(adapter_id)
-        return known.version if known is not None else -1
+        return self._known[adapter_id].version if adapter_id in self._known else -1
 
     def number(self, adapter_id: int) -> int:
         """Of the question that its names follow."""
-        known = self._known.get(adapter_id)
-        return known.number if known is not None else -1
+        return self._known[adapter_id].number if adapter_id in self._known else -1
 
     def calling(self, method: str, what: Any) -> None:
         """The workers are about to load, unload or pin this: a `LoRARequest`, or an id."""
@@ -164,11 +155,8 @@ class Adapters:
         self.ask(load=True)
 
     def ask(self, *, load: bool = False) -> None:
-        """Ask about everything that is suspected, if the ranks can be asked.
-
-        Args:
-            load: what is not there and used, as vLLM will with the step that follows.
-        """
+        """Ask about everything that is suspected, if the ranks can be asked. `load`: they load what is not there and used, as vLLM will
+        with the step that follows."""
         if self._names is None or not self._suspected or not self._may_ask():
             return
         in_use = self._names.adapters_in_use()

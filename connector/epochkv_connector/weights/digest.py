@@ -18,6 +18,7 @@ while the weights are still there.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -25,7 +26,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -40,8 +41,6 @@ SMALL_BYTES = 256 << 10
 LAST_BYTES = 64 << 10
 MIN_ROWS = 32
 """`torch._int_mm` on CUDA takes more than 16."""
-
-_matrices: dict[torch.device, torch.Tensor] = {}
 
 
 class Unreadable(RuntimeError):
@@ -68,12 +67,6 @@ def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]
         yield name, tensor
 
 
-def stored(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """`parts` to be read: no gradient follows them."""
-    for part, inner in parts(name, tensor):
-        yield part, inner.detach()
-
-
 def in_storage_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """A view whose last dimension has the smallest stride, and the order of dimensions that makes it. Dimensions of one element,
     whose strides say nothing, come first."""
@@ -81,71 +74,45 @@ def in_storage_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...
     return (tensor.permute(order) if tensor.dim() else tensor), order
 
 
-def in_a_line(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as one dimension whose stride is 1, also where there is one element of any stride."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Its bytes (int8, one dimension) in storage order: one view, or copies of at most about a slab where there are gaps."""
-    if tensor.is_contiguous():
-        yield in_a_line(tensor).view(torch.int8)
-    elif tensor.dim() == 1 or tensor[0].numel() * tensor.element_size() * 2 > SLAB_BYTES:
-        for row in tensor if tensor.dim() > 1 else (tensor.contiguous(),):
+    if tensor.is_contiguous():  # the stride of a single element may be any
+        yield tensor.as_strided((tensor.numel(),), (1,)).view(torch.int8)
+    elif tensor.dim() == 1:
+        yield from _flat(tensor.contiguous())
+    elif tensor[0].numel() * tensor.element_size() * 2 > SLAB_BYTES:
+        for row in tensor:
             yield from _flat(row)
     else:
         for rows in tensor.split(max(1, SLAB_BYTES // (tensor[0].numel() * tensor.element_size()))):
-            yield in_a_line(rows.contiguous()).view(torch.int8)
+            yield from _flat(rows.contiguous())
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor]], extra: Any = ()) -> bytes:
-    """One digest (32 bytes) for all of them.
-
-    Args:
-        tensors: by name, all on one device or on the host.
-        extra: JSON that counts, too.
-
-    Raises:
-        Unreadable: one is on `meta` (it is being loaded).
-    """
-    book = _Book()
-    for name, whole in tensors:
-        for part, tensor in stored(name, whole):
-            book.add(part, tensor)
-    return book.close(extra)
-
-
-@dataclass(slots=True)
-class _Book:
-    """The digest under way: what was seen, and each device's bytes."""
-
-    header: list[Any] = field(default_factory=list)
-    sums: dict[torch.device, _Host | _Device] = field(default_factory=dict)
-    seen: dict[tuple[Any, ...], str] = field(default_factory=dict)
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    """One digest (32 bytes) for all of them, and for what `extra` says (JSON). Raises Unreadable: one is on `meta` (it is being loaded)."""
+    header: list[Any] = []
+    sums: dict[torch.device, _Host | _Device] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, part in (part for named in tensors for part in parts(*named)):
+        tensor = part.detach()
         if tensor.is_meta:
             raise Unreadable(f"{name} is on meta: weights are being loaded")
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.numel() and place in self.seen:  # tied
-            self.header.append([name, "is", self.seen[place]])
-            return
-        self.seen[place] = name
+        if tensor.numel() and place in seen:  # tied
+            header.append([name, "is", seen[place]])
+            continue
+        seen[place] = name
         ordered, order = in_storage_order(tensor)
-        self.header.append([name, str(tensor.dtype), list(tensor.shape), list(order), tensor.device.type])
-        if not tensor.numel():
-            return
-        device = self.sums.get(tensor.device)
-        if device is None:
-            device = self.sums[tensor.device] = _Host() if tensor.device.type == "cpu" else _Device(tensor.device)
-        for data in _flat(ordered):
-            device.add(data)
-
-    def close(self, extra: Any) -> bytes:
-        final = hashlib.sha256(json.dumps([self.header, extra], separators=(",", ":")).encode())
-        for device in self.sums.values():
-            final.update(device.close())
-        return final.digest()
+        header.append([name, str(tensor.dtype), list(tensor.shape), list(order), tensor.device.type])
+        if tensor.numel():
+            if tensor.device not in sums:
+                sums[tensor.device] = _Host() if tensor.device.type == "cpu" else _Device(tensor.device)
+            for data in _flat(ordered):
+                sums[tensor.device].add(data)
+    final = hashlib.sha256(json.dumps([header, extra], separators=(",", ":")).encode())
+    for device in sums.values():
+        final.update(device.close())
+    return final.digest()
 
 
 class _Host:
@@ -222,12 +189,11 @@ class _Device:
         return bytes(data.cpu().numpy().tobytes())
 
 
+@functools.cache
 def _matrix(device: torch.device) -> torch.Tensor:
     """int8 [ROW_BYTES, COLUMNS], column-major as cuBLASLt wants it."""
-    if device not in _matrices:
-        raw = bytearray(hashlib.shake_256(b"epochkv weights 1").digest(ROW_BYTES * COLUMNS))
-        _matrices[device] = torch.frombuffer(raw, dtype=torch.int8).view(COLUMNS, ROW_BYTES).to(device).t()
-    return _matrices[device]
+    raw = bytearray(hashlib.shake_256(b"epochkv weights 1").digest(ROW_BYTES * COLUMNS))
+    return torch.frombuffer(raw, dtype=torch.int8).view(COLUMNS, ROW_BYTES).to(device).t()
 
 
 NUM_ELEMENTS = 16384
@@ -270,7 +236,7 @@ class Sample:
         self, tensors: Iterable[tuple[str, torch.Tensor]], num_elements: int = NUM_ELEMENTS, draw: random.Random | None = None
     ) -> None:
         draw = draw or random.Random()
-        visible = [tensor for name, whole in tensors for _, tensor in stored(name, whole) if tensor.numel() and not tensor.is_meta]
+        visible = [part.detach() for named in tensors for _, part in parts(*named) if part.numel() and not part.is_meta]
         total = sum(tensor.numel() for tensor in visible)
         groups: dict[tuple[torch.dtype, torch.device, int], list[torch.Tensor]] = {}
         for tensor in visible:
@@ -335,23 +301,15 @@ def models(worker: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """A weight, and where it is kept.
-
-    Attributes:
-        steps: (container, key, what is there), from the module's own table to the tensor.
-    """
+    """A weight, and where it is kept."""
 
     name: str
     tensor: torch.Tensor
-    steps: tuple[tuple[Any, Any, Any], ...]
+    steps: tuple[tuple[Any, Any, Any], ...]  # (container, key, what is there), from the module's own table to the tensor
 
 
 def homes(worker: Any) -> Iterator[Home]:
-    """All weights of this rank, with the places that they were found in.
-
-    Raises:
-        Unreadable: a layer hides its weights.
-    """
+    """All weights of this rank, with the places that they were found in. Raises Unreadable: a layer hides its weights."""
     for prefix, model in models(worker):
         for path, module in model.named_modules(remove_duplicate=True):
             name = f"{prefix}{path}.".replace(".base_layer.", ".")
@@ -374,11 +332,7 @@ def is_of_experts(name: str) -> bool:
 
 
 def weights(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of all weights of this rank.
-
-    Raises:
-        Unreadable: a layer hides its weights.
-    """
+    """(name, tensor) of all weights of this rank. Raises as `homes`."""
     return ((home.name, home.tensor) for home in homes(worker))
 
 
@@ -405,8 +359,7 @@ def _own(module: torch.nn.Module) -> Iterator[Home]:
         for attribute, tensor in table.items():
             if tensor is not None:
                 yield Home(attribute, tensor, ((table, attribute, tensor),))
-    holders = [("", module), ("quant_method.", module.__dict__.get("quant_method") or module._modules.get("quant_method"))]
-    for prefix, holder in holders:
+    for prefix, holder in (("", module), ("quant_method.", module.__dict__.get("quant_method") or module._modules.get("quant_method"))):
         kept = getattr(holder, "__dict__", {})
         for attribute, value in kept.items():
             step = (kept, attribute, value)

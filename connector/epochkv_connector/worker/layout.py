@@ -52,15 +52,10 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One KV cache group, as `kv_cache_config.kv_cache_groups[i]` describes it.
+    """One KV cache group, as `kv_cache_config.kv_cache_groups[i]` describes it."""
 
-    Attributes:
-        layer_names: in vLLM's order; layers that share one tensor are stored once.
-        block_size: tokens per block.
-    """
-
-    layer_names: Sequence[str]
-    block_size: int = 0
+    layer_names: Sequence[str]  # in vLLM's order; layers that share one tensor are stored once
+    block_size: int = 0  # tokens per block
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +89,7 @@ class GroupView:
 
 
 def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int) -> GroupView:
-    """Build the view of one group.
-
-    Args:
-        caches: layer name -> KV tensor(s), as `register_kv_caches` receives them.
-        spec: the group.
-        num_blocks: blocks in vLLM's pool.
+    """The view of one group over KV tensors of `num_blocks` blocks, by layer, as `register_kv_caches` receives them.
 
     Raises:
         LayoutError: a layer is missing, or its layout is ambiguous or unsupported.
@@ -114,11 +104,7 @@ def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int) 
             raise LayoutError(f"{name} is on {tensor.device}, {tensors[0][0]} on {device}; one group lies on one device")
         layouts.append((tensor, block_layout(name, tensor, num_blocks)))
     parts = _merge(layouts, num_blocks)
-    return GroupView(
-        num_blocks=num_blocks,
-        parts=tuple(parts),
-        payload_bytes=sum(layout.num_bytes for _, layout in layouts),
-    )
+    return GroupView(num_blocks=num_blocks, parts=tuple(parts), payload_bytes=sum(layout.num_bytes for _, layout in layouts))
 
 
 def layout_digest(
@@ -131,7 +117,6 @@ def layout_digest(
     values also depend on the number of blocks and on padding, neither of which is in a payload.
 
     Args:
-        caches, num_blocks: as `group_view`.
         groups: all of the rank's groups, in order.
         about: what else this rank knows (JSON): attention backends, packing.
 
@@ -199,17 +184,13 @@ def _as_list(cache: KVCache) -> list[Tensor]:
 
 def _tensors_of(caches: Mapping[str, KVCache], spec: GroupSpec) -> list[tuple[str, Tensor]]:
     """Every distinct tensor of the group (layers may share one), in layer order."""
-    found: list[tuple[str, Tensor]] = []
-    seen: set[_Identity] = set()
+    found: dict[_Identity, tuple[str, Tensor]] = {}
     for name in spec.layer_names:
         if name not in caches:
             raise LayoutError(f"layer {name!r} of a KV cache group was not registered; got {sorted(caches)[:8]}")
         for tensor in _as_list(caches[name]):
-            identity = _identity(tensor)
-            if identity not in seen:
-                seen.add(identity)
-                found.append((name, tensor))
-    return found
+            found.setdefault(_identity(tensor), (name, tensor))
+    return list(found.values())
 
 
 def _block_dim(name: str, tensor: Tensor, num_blocks: int) -> tuple[int, int]:
@@ -240,12 +221,7 @@ def _merge(layouts: Sequence[tuple[Tensor, BlockLayout]], num_blocks: int) -> li
     steps = {b.offset - a.offset for (_, a), (_, b) in itertools.pairwise(layouts)}
     if len(layouts) > 1 and alike and len(steps) == 1 and (step := steps.pop()) > 0:
         return [
-            _bytes_view(
-                first_tensor,
-                first.offset,
-                (num_blocks, len(layouts), *first.shape),
-                (first.block_stride, step, *first.strides),
-            )
+            _bytes_view(first_tensor, first.offset, (num_blocks, len(layouts), *first.shape), (first.block_stride, step, *first.strides))
         ]
     return [_bytes_view(t, lay.offset, (num_blocks, *lay.shape), (lay.block_stride, *lay.strides)) for t, lay in layouts]
 

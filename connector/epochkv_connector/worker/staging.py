@@ -73,15 +73,14 @@ def runtime() -> Any:
         raise RuntimeError(f"the CUDA runtime cannot be opened ({error}); torch was built for CUDA {torch.version.cuda}") from error
 
 
-def page_lock(address: int, num_bytes: int, library: Any = None) -> None:
+def page_lock(address: int, num_bytes: int) -> None:
     """Page-lock exactly these bytes (torch's own pinned allocator rounds up to a power of two). Raises RuntimeError.
 
     The runtime remembers no error of a refusal.
     """
-    library = library if library is not None else runtime()
-    code = library.cudaHostRegister(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(0))
+    code = runtime().cudaHostRegister(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(0))
     if code != 0:
-        library.cudaGetLastError()
+        runtime().cudaGetLastError()
         raise RuntimeError(f"cudaHostRegister returned CUDA error {code}")
 
 
@@ -144,8 +143,7 @@ class SideStream:
     @property
     def handle(self) -> int:
         """`cudaStream_t`."""
-        handle: int = self._stream.cuda_stream
-        return handle
+        return self._stream.cuda_stream
 
     def behind(self, after: Any) -> None:
         """What is issued from now on begins when `after` has come (None: at once). Makes the stream's device the thread's."""
@@ -203,11 +201,7 @@ class RowClass:
 
 
 def row_classes(parts: Sequence[Tensor]) -> tuple[RowClass, ...]:
-    """The rows of a KV cache group.
-
-    Args:
-        parts: uint8 views `(num_blocks, *inner, run_bytes)`, one after another in the payload (`layout.GroupView.parts`).
-    """
+    """The rows of a KV cache group, of which `parts` are one after another in the payload (`layout.GroupView`)."""
     found: list[tuple[int, list[tuple[int, int, int]]]] = []
     latest: dict[int, list[tuple[int, int, int]]] = {}  # by length: the class that takes the next row
     offset = 0
@@ -229,20 +223,24 @@ class CpuCopies:
     """Copies within host memory, on the calling thread alone. `after` is for `CudaCopies`."""
 
     def __init__(self, groups: Mapping[int, GroupView], region: HostRegion) -> None:
-        self._classes = {
-            index: [_CpuRows(rows, group.num_blocks, region) for rows in row_classes(group.parts)] for index, group in groups.items()
-        }
+        # index_select copies whole rows, fastest with 8 bytes to an element; index_copy_ element by element.
+        self._narrow, self._wide = (
+            {index: [_Lens(rows, group.num_blocks, region, most) for rows in row_classes(group.parts)] for index, group in groups.items()}
+            for most in (8, 16)
+        )
         _use_one_thread_for_copies()
 
     def gather(self, batch: Batch, after: Any = None) -> None:
         for group, blocks, slots in batch:
-            for rows in self._classes[group]:
-                rows.gather(blocks, slots)
+            for lens in self._narrow[group]:
+                for rows, slot in zip(lens.rows_of(blocks), slots, strict=True):
+                    torch.index_select(lens.blocks, 0, rows, out=lens.payload(slot))
 
     def scatter(self, batch: Batch, after: Any = None) -> None:
         for group, blocks, slots in batch:
-            for rows in self._classes[group]:
-                rows.scatter(blocks, slots)
+            for lens in self._wide[group]:
+                for rows, slot in zip(lens.rows_of(blocks), slots, strict=True):
+                    lens.blocks.index_copy_(0, rows, lens.payload(slot))
 
 
 class _Lens:
@@ -251,7 +249,7 @@ class _Lens:
     def __init__(self, rows: RowClass, num_blocks: int, region: HostRegion, most: int) -> None:
         low = int(rows.addresses.min())
         high = int((rows.addresses + (num_blocks - 1) * rows.block_strides).max()) + rows.num_bytes
-        first, spacing = _spacing(rows.offsets)
+        first, spacing = int(rows.offsets[0]), int(rows.offsets[1] - rows.offsets[0]) if len(rows.offsets) > 1 else 0
         unit = math.gcd(most, region.address, region.stride, rows.num_bytes, first, spacing, low)
         unit = math.gcd(unit, *rows.addresses.tolist(), *rows.block_strides.tolist())
         # Only rows of KV tensors are ever touched in this range; what lies between them is not ours and may not be mapped.
@@ -270,26 +268,6 @@ class _Lens:
     def rows_of(self, blocks: Sequence[int]) -> tuple[Tensor, ...]:
         """For each block, the indices of its rows in `self.blocks`."""
         return (self.index + torch.tensor(blocks, dtype=torch.int64, device="cpu")[:, None] * self.steps).unbind(0)
-
-
-class _CpuRows:
-    def __init__(self, rows: RowClass, num_blocks: int, region: HostRegion) -> None:
-        # index_select copies whole rows, fastest with 8 bytes to an element; index_copy_ element by element.
-        self._lens = _Lens(rows, num_blocks, region, 8)
-        self._wide = _Lens(rows, num_blocks, region, 16)
-
-    def gather(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        lens = self._lens
-        for rows, slot in zip(lens.rows_of(blocks), slots, strict=True):
-            torch.index_select(lens.blocks, 0, rows, out=lens.payload(slot))
-
-    def scatter(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        for rows, slot in zip(self._wide.rows_of(blocks), slots, strict=True):
-            self._wide.blocks.index_copy_(0, rows, self._wide.payload(slot))
-
-
-def _spacing(offsets: Tensor) -> tuple[int, int]:
-    return int(offsets[0]), int(offsets[1] - offsets[0]) if len(offsets) > 1 else 0
 
 
 def _use_one_thread_for_copies() -> None:
@@ -476,13 +454,7 @@ def pin_chunks(num_bytes: int, stride: int, limit: int = PIN_CHUNK_BYTES) -> Ite
 
 
 class Staging:
-    def __init__(
-        self,
-        caches: Mapping[str, KVCache],
-        groups: Mapping[int, GroupSpec],
-        num_slots: int,
-        num_blocks: int,
-    ) -> None:
+    def __init__(self, caches: Mapping[str, KVCache], groups: Mapping[int, GroupSpec], num_slots: int, num_blocks: int) -> None:
         """Read the layouts and map the region.
 
         Args:
@@ -521,8 +493,7 @@ class Staging:
 class StagingStream:
     """Runs copies in one direction on its own thread's stream. Made and used by exactly one thread.
 
-    Both calls return when the bytes are there. On CUDA the copies run on a side stream behind `after` and their own event
-    is waited for, never the device: nobody else's work on it is waited for.
+    Both calls return when the bytes are there.
     """
 
     def __init__(self, staging: Staging) -> None:

@@ -44,14 +44,14 @@ def test_what_is_no_namespace_is_refused(text: str) -> None:
 
 @given(st.integers(1, 2000), st.integers(0, 4000))
 def test_older_pattern_compares_numbers(epoch: int, other: int) -> None:
-    pattern = re.compile(keys.older_pattern("0a1b2c3d", epoch))
+    pattern = re.compile(keys.older_pattern("0a1b2c3d", epoch, "0123456789abcdef", 0))
     key = f"0a1b2c3d/0123456789abcdef/e{other}/w{'0' * 16}/g0/r0/00"
     assert bool(pattern.search(key)) == (other < epoch)
     assert not pattern.search("1" + key)
     assert not pattern.search(key.replace("0a1b2c3d", "0a1b2c3e"))
 
 
-def test_older_pattern_takes_one_layout_and_one_group_when_told() -> None:
+def test_older_pattern_takes_one_group_of_one_layout_or_all_other_layouts() -> None:
     fingerprint = "0123456789abcdef"
     pattern = re.compile(keys.older_pattern("0a1b2c3d", 12, fingerprint + "0" * 48, group=1))
     key = f"0a1b2c3d/{fingerprint}/e9/w{fingerprint}/g1/r0/00"
@@ -59,7 +59,7 @@ def test_older_pattern_takes_one_layout_and_one_group_when_told() -> None:
     for other in (key.replace("/g1/", "/g10/"), key.replace("/g1/", "/g0/"), key.replace("0123", "0124"), key.replace("/e9/", "/e12/")):
         assert other != key
         assert not pattern.search(other)
-    others = re.compile(keys.older_pattern("0a1b2c3d", 12, fingerprint + "0" * 48, others=True))
+    others = re.compile(keys.older_pattern("0a1b2c3d", 12, fingerprint + "0" * 48, None))
     assert others.search(key.replace("0123", "0124"))
     for own in (key, key.replace("/g1/", "/g7/"), key.replace("0123", "0124").replace("/e9/", "/e12/")):
         assert not others.search(own)
