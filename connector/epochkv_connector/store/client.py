@@ -458,6 +458,8 @@ class StoreClient:
         idle = self._connection.finish_close(timeout)
         if started:
             self._alarms.stop()
+        if idle:
+            self._judges.shutdown(wait=False)
         return idle
 
     def exists(self, keys: Sequence[str], timeout: float = 1.0) -> Future[Sequence[bool]]:
@@ -480,13 +482,20 @@ class StoreClient:
         return question.answer
 
     def _ask(self) -> None:
-        """Ask everything that waits, as one question. Lookup thread."""
-        asked = [self._questions.popleft() for _ in range(len(self._questions))]
-        asked = [question for question in asked if not question.answer.done()]
-        keys = [key for question in asked for key in question.keys]
+        """Ask what waits and fits into one call together, or one question that is longer. Lookup thread."""
+        asked: list[_Question] = []
+        keys: list[str] = []
+        step = self.settings.max_exists_keys
+        while self._questions and (not keys or len(keys) + len(self._questions[0].keys) <= step):
+            question = self._questions.popleft()
+            if not question.answer.done():
+                asked.append(question)
+                keys += question.keys
         found: list[bool] = []
-        for start in range(0, len(keys), self.settings.max_exists_keys):
-            codes = self._connection.call("exists", methodcaller("exists", keys[start : start + self.settings.max_exists_keys]))
+        for start in range(0, len(keys), step):
+            if all(question.answer.done() for question in asked):
+                return
+            codes = self._connection.call("exists", methodcaller("exists", keys[start : start + step]))
             if isinstance(codes, StoreOutcome):
                 for question in asked:
                     if refuse(question.answer, StoreUnavailable(codes)):
@@ -598,11 +607,7 @@ class StoreClient:
             while begun < len(transfers) and not ticket.cancelled:
                 chunk = first_chunk(transfers[begun:], size.begin(), self.settings.max_call_bytes)
                 begun += len(chunk)
-                began = time.monotonic()
-                codes = call(chunk)
-                seconds = time.monotonic() - began
-                bad = {codes} if isinstance(codes, StoreOutcome) else {outcome_of(code) for code in codes if code < 0}
-                size.end(len(chunk), succeeded=bad <= {StoreOutcome.ABSENT})  # a miss is an answer like any other
+                codes, bad, seconds = _timed(call, chunk, size)
                 ended.result()
                 ended = self._judges.submit(end_call, chunk, codes, seconds)
                 if bad:
@@ -668,6 +673,17 @@ class StoreClient:
         self._counters.add(f"{kind}_seconds", seconds)
         hung = StoreOutcome.TRANSFER in outcomes and seconds >= self.settings.hung_call_seconds
         return self.settings.quarantine_seconds if hung else 0.0
+
+
+def _timed(call: CallStore, chunk: Sequence[Transfer], size: CallSize) -> tuple[list[int] | StoreOutcome, set[StoreOutcome], float]:
+    """What a store call gave, what of it was not OK, and its seconds; `size` has told how large it may be, and hears how it went."""
+    began, bad = time.monotonic(), {StoreOutcome.ERROR}
+    try:
+        codes = call(chunk)
+        bad = {codes} if isinstance(codes, StoreOutcome) else {outcome_of(code) for code in codes if code < 0}
+    finally:
+        size.end(len(chunk), succeeded=bad <= {StoreOutcome.ABSENT})  # a miss is an answer like any other
+    return codes, bad, time.monotonic() - began
 
 
 def _columns(chunk: Sequence[Transfer]) -> tuple[list[str], list[int], list[int]]:

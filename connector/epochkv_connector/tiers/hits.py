@@ -293,12 +293,15 @@ class HitPlanner:
                 self.prefetches.watch(req.request_id, query)
 
     def _missing(self, query: Query) -> list[tuple[int, int, bytes]]:
-        """See `prefetch.Missing`."""
+        """See `prefetch.Missing`. What L1 holds of the hit is its newest then, so that no prefetch evicts it."""
         found = self.find(query.request)
         assert query.found is not None
         found.remote = query.found
         total = longest_hit(self._layout, 0, self._max_tokens(query.request), found.present, found.first_absent)
-        spans = (found.locate(group, needed_range(spec, 0, total)) for group, spec in self._layout.restored)
+        spans = [found.locate(group, needed_range(spec, 0, total)) for group, spec in self._layout.restored]
+        held = [slot for span in spans for slot in span.held()]
+        self._index.pin(held)
+        self._index.unpin(reversed(held))
         return [
             (span.group, block, name)
             for span in spans

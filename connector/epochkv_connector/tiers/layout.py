@@ -70,7 +70,7 @@ class RequestView:
 
     request_id: str
     num_tokens: int  # prompt, and outputs so far of a request that was preempted
-    block_hashes: Sequence[bytes]  # vLLM's, made under the current root; only read, and only during the call: names are copied
+    block_hashes: Sequence[bytes]  # vLLM's, made under the current root; only read
 
 
 class ScheduledRequestView(msgspec.Struct, frozen=True):

@@ -210,7 +210,8 @@ class Jobs:
             entry.ranges[ack.phase] = (max(start, ack.start_block), min(end, ack.start_block + ack.num_blocks))
             return
         vague = ack.failed and len({move.slot for move in entry.job.moves}) < len(entry.job.moves)
-        filled = set() if vague else set(ack.filled_slots) - set(ack.busy_slots)
+        unsure = set(ack.busy_slots) if ack.failed else set()  # all calls of a load that succeeded have returned
+        filled = set() if vague else set(ack.filled_slots) - unsure
         entry.filled = filled if entry.filled is None else entry.filled & filled
         entry.failed = entry.failed or ack.failed
 

@@ -436,9 +436,10 @@ class LoadTasks:
 
     def fail_open(self, reason: str, detail: str) -> None:
         """Fail every load that is not over with the copy under way."""
-        for load in self.open():
-            if not load.is_ending:
-                self.fail(load, reason, f"load job {load.job.job_id}: {detail}")
+        with self._rank.changed:
+            for load in self.open():
+                if not load.is_ending:
+                    self.fail(load, reason, f"load job {load.job.job_id}: {detail}")
 
     def fail(self, load: LoadTask, reason: str, detail: str) -> None:
         """End a load; one that is being copied ends with that copy."""
@@ -461,7 +462,10 @@ class LoadTasks:
             if from_store:
                 self._fetch(load, from_store)
             load.ready += [move for move in load.piece if move.source is Tier.HOST]
-        self._queue_scatter(load)
+        if load.piece:
+            self._queue_scatter(load)
+        elif rank.claim(load):
+            self._end(load)
 
     def _fetch(self, load: LoadTask, moves: Sequence[BlockMove]) -> None:
         rank, store, namespace = self._rank, self._rank.store, load.job.namespace
@@ -548,7 +552,8 @@ class LoadTasks:
     def _end(self, load: LoadTask) -> None:
         if load.ticket is not None:
             load.ticket.cancel()
-        self._rank.end_phase(load, Phase.LOADED, load.failed)
+        with self._rank.changed:
+            self._rank.end_phase(load, Phase.LOADED, load.failed)
 
 
 def _cut(moves: Sequence[BlockMove]) -> tuple[tuple[BlockMove, ...], ...]:

@@ -190,6 +190,11 @@ class JobRunner:
         with self._rank.changed:
             self._invalidated.append(request_id)
 
+    def unreleased(self) -> list[int]:
+        """Jobs that were acknowledged with busy slots, and no more since."""
+        with self._rank.changed:
+            return [task.job.job_id for task in self._unreleased]
+
     def open_jobs(self) -> set[int]:
         """Jobs with something left to be acknowledged, save for RELEASED, by a later `results`."""
         with self._rank.changed:
@@ -441,8 +446,10 @@ class WorkerRole:
     def retire(self) -> None:
         """Another runner follows, over other KV tensors: this one answers all that is pending, and its host region goes."""
         self.refuse(StepMetadata())
-        self._broken, self._unended = None, set()
+        before, self._broken, self._unended = self._broken, None, set()
         self._collect()
+        if before is not None:  # whatever still writes, writes to that region
+            self._kept.acks.extend(JobAck(job_id, self.rank, Phase.RELEASED) for job_id in before.unreleased())
 
     def results(self) -> tuple[set[str], set[str]]:
         """(finished, failed) loads, each once. Never raises: everything is refused when the runner does."""
