@@ -247,7 +247,7 @@ def sleep_and_wake(rig: SleepingRig, copies: SlowCopies, number: int, level: int
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     rig.adopt(2 * number + 1)
     assert found(rig) == 0
-    assert rig.side.hooks().weights()[0] is not None
+    assert rig.side.hooks.weights()[0] is not None
     push_out(rig)
     copied = num_loaded(rig)
     assert found(rig) == WHOLE
@@ -261,7 +261,7 @@ def num_loaded(rig: SleepingRig) -> float:
 
 def check_asleep(rig: SleepingRig) -> None:
     """The engine says so, looks at nothing, and copies nothing that it is given where the memory of KV is unmapped."""
-    assert rig.side.hooks().weights() == (None, ASLEEP)
+    assert rig.side.hooks.weights() == (None, ASLEEP)
     rig.watch.when_idle()
     if "kv_cache" not in rig.executor.sleeping_tags:
         return
