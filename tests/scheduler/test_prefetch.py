@@ -36,6 +36,16 @@ def stats(rig: Any) -> dict[str, float]:
     return dict(rig.tiers.stats())
 
 
+def under_way(rig: Any) -> tuple[Any, Any, Any]:
+    """The worker, a request that waits, and its prefetch, which the worker holds."""
+    (worker,) = rig.workers
+    worker.hold_loads = True
+    waiting = rig.add(TOKENS)
+    rig.steps(3)
+    (job,) = worker.loads
+    return worker, waiting, job
+
+
 @every_layout
 def test_a_request_that_waits_finds_its_blocks_in_l1(busy: Callable[..., Any], layout: tuple[str, ...]) -> None:
     rig = busy(layout)
@@ -68,11 +78,7 @@ def test_a_request_whose_turn_comes_meanwhile_waits_for_what_is_on_its_way(busy:
 
 def test_what_arrives_under_old_names_is_not_found(busy: Callable[..., Any]) -> None:
     rig = busy()
-    (worker,) = rig.workers
-    worker.hold_loads = True
-    waiting = rig.add(TOKENS)
-    rig.steps(3)
-    (job,) = worker.loads
+    worker, waiting, job = under_way(rig)
     rig.adopt(1, "w1")
     rig.step()
     assert worker.cancelled == {job.job_id}
@@ -85,11 +91,7 @@ def test_what_arrives_under_old_names_is_not_found(busy: Callable[..., Any]) -> 
 
 def test_a_prefetch_is_cancelled_with_its_request(busy: Callable[..., Any]) -> None:
     rig = busy()
-    (worker,) = rig.workers
-    worker.hold_loads = True
-    waiting = rig.add(TOKENS)
-    rig.steps(3)
-    (job,) = worker.loads
+    worker, waiting, job = under_way(rig)
     rig.scheduler.finish_requests(waiting.request_id, RequestStatus.FINISHED_ABORTED)
     rig.steps(2)
     assert worker.cancelled == {job.job_id}

@@ -471,15 +471,16 @@ class StoreClient:
         question = _Question(list(keys))
         self._questions.append(question)
 
-        def abandon(outcome: StoreOutcome) -> None:
-            if refuse(question.answer, StoreUnavailable(outcome)):
-                self._counters.add(f"exists_{outcome}")
-
+        abandon = functools.partial(self._give_no_answer, question)
         self._submit(self._lookups, QueuedRequest(self._ask, abandon), timeout, lambda: abandon(StoreOutcome.TIMEOUT))
         if question.answer.done():  # not connected: nobody will take it up
             with contextlib.suppress(ValueError):
                 self._questions.remove(question)
         return question.answer
+
+    def _give_no_answer(self, question: _Question, outcome: StoreOutcome) -> None:
+        if refuse(question.answer, StoreUnavailable(outcome)):
+            self._counters.add(f"exists_{outcome}")
 
     def _ask(self) -> None:
         """Ask what waits and fits into one call together, or one question that is longer. Lookup thread."""
@@ -498,8 +499,7 @@ class StoreClient:
             codes = self._connection.call("exists", methodcaller("exists", keys[start : start + step]))
             if isinstance(codes, StoreOutcome):
                 for question in asked:
-                    if refuse(question.answer, StoreUnavailable(codes)):
-                        self._counters.add(f"exists_{codes}")
+                    self._give_no_answer(question, codes)
                 return
             found += [code == 1 for code in codes]
         position = iter(found)

@@ -37,6 +37,20 @@ def long_load(job_id: int = 1, num_slots: int = 3, deadline: float = 20.0) -> Lo
     return load(job_id, moves, NAMESPACE, deadline)
 
 
+def held_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """(a copy to the GPU has begun, it may go on)."""
+    copying, go_on = threading.Event(), threading.Event()
+    scatter = StagingStream.scatter
+
+    def slow_scatter(*args: Any) -> None:
+        copying.set()
+        assert go_on.wait(10)
+        scatter(*args)
+
+    monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
+    return copying, go_on
+
+
 @pytest.fixture
 def store() -> ObedientStore:
     return ObedientStore()
@@ -109,15 +123,7 @@ def test_a_load_that_fails_while_a_part_of_it_is_copied_ends_with_that_copy(
 ) -> None:
     rig = filled(store)
     store.policy = lambda kind, transfers: None
-    copying, go_on = threading.Event(), threading.Event()
-    scatter = StagingStream.scatter
-
-    def slow_scatter(*args: Any) -> None:
-        copying.set()
-        assert go_on.wait(10)
-        scatter(*args)
-
-    monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
+    copying, go_on = held_copies(monkeypatch)
     rig.step(loads=[long_load(num_slots=BLOCKS)])
     (request,) = store.open
     store.bring(request, 3)
@@ -220,15 +226,7 @@ def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
     store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     rig = filled(store)
-    copying, go_on = threading.Event(), threading.Event()
-    scatter = StagingStream.scatter
-
-    def slow_scatter(*args: Any) -> None:
-        copying.set()
-        assert go_on.wait(10)
-        scatter(*args)
-
-    monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
+    copying, go_on = held_copies(monkeypatch)
     rig.step(loads=[long_load(deadline=0.2 if end == "deadline" else 20.0)])
     assert copying.wait(10)
     if end == "invalidation":
