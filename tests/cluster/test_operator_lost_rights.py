@@ -1,4 +1,4 @@
-"""Rights that an operator loses while it runs show on the objects that it can no longer serve, and go away when it has them again."""
+"""Rights that an operator never had, or loses while it runs, show on the objects that it cannot serve, until it has them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,28 +29,36 @@ def grant(space: Namespace, *, but: Callable[[Right], bool] = lambda right: Fals
     space.plane.api.apply(RBAC.format(space.name, "roles/operator"), body)
 
 
-def test_lost_rights_show_on_objects(plane: ControlPlane, tmp_path: Path) -> None:
+def no_pods(right: Right) -> bool:
+    return (right.resource, right.verb) == ("pods", "list")
+
+
+def test_missing_rights_show_on_objects(plane: ControlPlane, tmp_path: Path) -> None:
     space = Namespace.create_in(plane, "lost-rights")
-    grant(space)
+    space.create_pool("policy", local={"capacity": "64Mi"})
+    space.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
+    grant(space, but=no_pods)
     ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
     subject = {"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": ACCOUNT}
     space.request("POST", RBAC.format(space.name, "rolebindings"), {"metadata": {"name": "o"}, "roleRef": ref, "subjects": [subject]})
     config = plane.kubeconfig_for(ACCOUNT, ("system:authenticated",))
     with OperatorProcess(plane, space.name, tmp_path, kubeconfig=config, resync_seconds=2) as operator:
-        operator.wait_ready()
-        space.create_pool("policy", local={"capacity": "64Mi"})
-        space.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
 
         def ready() -> list[tuple[str, str]]:
             found = [condition(status, "Ready") for status in (space.status("policy"), space.engine_status("rollout"))]
             return [(one.get("reason", ""), one.get("message", "")) for one in found]
 
-        eventually(lambda: [reason for reason, _ in ready()] == ["Ready", "Starting"], "served")
-        grant(space, but=lambda right: (right.resource, right.verb) == ("pods", "list"))
-        eventually(lambda: [reason for reason, _ in ready()] == ["ReadForbidden"] * 2, "shown", 60)
-        assert all('cannot list resource "pods"' in message and "epochkv doctor" in message for _, message in ready())
-        grant(space)
-        eventually(lambda: [reason for reason, _ in ready()] == ["Ready", "Starting"], "over", 60)
+        def shows_what_is_missing() -> None:
+            eventually(lambda: [reason for reason, _ in ready()] == ["ReadForbidden"] * 2, "shown", 60)
+            assert all('cannot list resource "pods"' in message and "epochkv doctor" in message for _, message in ready())
+            grant(space)
+            eventually(lambda: [reason for reason, _ in ready()] == ["Ready", "Starting"], "over", 60)
+
+        shows_what_is_missing()
+        assert space.names("deployments") == {"rollout"}
+        operator.wait_ready()
+        grant(space, but=no_pods)
+        shows_what_is_missing()
 
         grant(space, but=lambda right: (right.resource, right.subresource) == ("kvcachepools", "status"))
         space.patch(POOLS, "policy", {"spec": {"local": {"capacity": "65Mi"}}})

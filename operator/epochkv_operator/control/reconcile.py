@@ -22,7 +22,7 @@ from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.joining import JOINED, Copies, explain, ready_since, silent
 from epochkv_operator.control.leader import HubProxy
-from epochkv_operator.control.reporter import Reporter, invalid_status
+from epochkv_operator.control.reporter import Reporter, unready
 from epochkv_operator.hub.masters import Elections
 from epochkv_operator.hub.service import HubService, HubSnapshot
 from epochkv_operator.keys import FenceKeys, FenceSecrets, PoolKeys, SecretConflict
@@ -46,6 +46,12 @@ def observe(store: Store, namespace: str, label: str, value: str, hub: HubView |
 
 def now() -> datetime:
     return datetime.now(UTC)
+
+
+def blind(refused: str) -> Problem | None:
+    """What is known of the objects may be old: the operator was `refused` a list."""
+    text = f"{refused}: what is said here may be old. epochkv doctor names each right that the operator lacks, and the fix"
+    return Problem("ReadForbidden", text) if refused else None
 
 
 log = structlog.get_logger(__name__)
@@ -86,13 +92,7 @@ class _Reconciler(ABC):
         except InvalidObject as error:
             # Of an engine, it may be the pool: one that cannot be read is not a missing one, so nothing is changed until it can.
             message = str(error)
-            await self.reporter.report(obj, lambda newest: invalid_status(newest, message, now()))
-
-    def _blind(self, namespace: str) -> Problem | None:
-        """What is known of the objects may be old."""
-        why = self.refused(namespace)
-        text = f"{why}: what is said here may be old. epochkv doctor names each right that the operator lacks, and the fix"
-        return Problem("ReadForbidden", text) if why else None
+            await self.reporter.report(obj, lambda newest: unready(newest, "InvalidSpec", message, now()))
 
     @abstractmethod
     async def _forget(self, key: Key) -> None:
@@ -123,7 +123,7 @@ class PoolReconciler(_Reconciler):
         context = Context(self.settings, keys.revision if keys is not None else "", self.served())
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
-        problem, again = problem or refused or self._blind(key.namespace), retry or again
+        problem, again = problem or refused or blind(self.refused(key.namespace)), retry or again
         shared = self.copies.told(key, pool)
         snapshot, found = HubSnapshot(), None
 
@@ -352,7 +352,7 @@ class EngineReconciler(_Reconciler):
             nonlocal snapshot
             status = newest.get("status") or {}
             snapshot = self.hub(HubService.snapshot, pool.metadata.uid) if pool is not None else snapshot
-            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, snapshot.view, problem or self._blind(key.namespace))
+            seen = observe(self.store, key.namespace, ENGINE_LABEL, key.name, snapshot.view, problem or blind(self.refused(key.namespace)))
             return engine_status(engine, pool, seen, status, now()) if snapshot.known else status
 
         await self.reporter.report(obj, compute)

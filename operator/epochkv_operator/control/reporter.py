@@ -78,10 +78,10 @@ def merge_patch(old: Json, new: Json) -> Json:
     return patch
 
 
-def invalid_status(obj: Json, message: str, now: datetime) -> Json:
-    """The status of an object that this operator cannot read; everything but `Ready` stays as it was."""
+def unready(obj: Json, reason: str, message: str, now: datetime) -> Json:
+    """The status of an object that this operator cannot judge; everything but `Ready` stays as it was."""
     before = obj.get("status") or {}
-    ready = Condition("Ready", "False", "InvalidSpec", message)
+    ready = Condition("Ready", "False", reason, message)
     others = [condition for condition in before.get("conditions") or [] if condition["type"] != "Ready"]
     return {**before, "conditions": [*conditions([ready], before, obj["metadata"].get("generation", 1), now), *others]}
 

@@ -8,9 +8,12 @@ Lease is given back, and only then kopf is left alone with its own shutdown.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import itertools
 import signal
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
@@ -25,8 +28,8 @@ from epochkv_operator.control import driver
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.joining import Copies
 from epochkv_operator.control.leader import HubProxy, Leader, watch_lag
-from epochkv_operator.control.reconcile import EngineReconciler, PodReconciler, PoolReconciler
-from epochkv_operator.control.reporter import Reporter
+from epochkv_operator.control.reconcile import EngineReconciler, PodReconciler, PoolReconciler, blind, now
+from epochkv_operator.control.reporter import Reporter, unready
 from epochkv_operator.control.worker import Worker, WorkQueue
 from epochkv_operator.hub.masters import Elections
 from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
@@ -34,7 +37,7 @@ from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.lease import LeaseLost, new_identity
 from epochkv_operator.kube.resources import ENGINES, PODS, POOLS, PRIMARY, Resource
-from epochkv_operator.kube.status import EventRecorder, StatusWriter
+from epochkv_operator.kube.status import EventRecorder, ObjectGone, StatusWriter
 from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, indexed, key_of, only_epochs_differ
 from epochkv_operator.kube.watch import Watches
 from epochkv_operator.metrics import REGISTRY
@@ -88,6 +91,8 @@ ENGINES_SECONDS = 1.0
 of many engines."""
 LOOK_AGAIN_SECONDS = 10.0
 """Over which all objects are looked at when the cluster serves another kind."""
+REFUSED_SECONDS = 10.0
+"""API servers that start refuse lists for a moment."""
 STUCK_SECONDS = 120.0
 """Twice the deadline of a reconcile."""
 
@@ -144,25 +149,39 @@ class Operator:
         self._start("lag", watch_lag("main"))
         scopes, period = self.settings.scopes, self.settings.resync_seconds
         watches = self._watches = Watches(client, self.store, self.observed, self._enqueue, self._look_at_all, scopes, period)
+        events = EventRecorder(client, self.identity)
+        self._start("events", events.run())
+        reporter = Reporter(StatusWriter(client, self.store, self._take), events)
+        refused = asyncio.create_task(self._tell_refused(client, watches, reporter))
         kopf_task: asyncio.Task[None] | None = None
         try:
-            if await self._unless_stopped(watches.begin(), *self._tasks):
+            begun = await self._unless_stopped(watches.begin(), *self._tasks)
+            await end([refused], 2.0)
+            if begun:
                 self._start("watches", watches.run())
                 started = asyncio.Event()
                 kopf_task = self._start("kopf", driver.drive(self._kopf_saw, watches.soon, client, self.settings, started))
                 await self._unless_stopped(started.wait(), *self._tasks)
                 self._catch_signals()  # kopf has put its own handlers in their place
-                await self._unless_stopped(self._prepare(client, leader, watches), *self._tasks)
+                await self._unless_stopped(self._prepare(client, leader, watches, events, reporter), *self._tasks)
             return await self._wait_for_the_end()
         finally:
-            await end([task for task in self._tasks if task is not kopf_task], 3.0)
+            await end([refused, *(task for task in self._tasks if task is not kopf_task)], 3.0)
             self.queue.close()
             await leader.close_hub()
 
-    async def _prepare(self, client: KubeClient, leader: Leader, watches: Watches) -> None:
-        statuses = StatusWriter(client, self.store, self._take)
-        events = EventRecorder(client, self.identity)
-        self._start("events", events.run())
+    async def _tell_refused(self, client: KubeClient, watches: Watches, reporter: Reporter) -> None:
+        """Until the watches have begun: objects say which list they wait for that this operator has no right to."""
+        while True:
+            await asyncio.sleep(REFUSED_SECONDS)
+            for resource, scope in itertools.product(PRIMARY, self.settings.scopes):
+                with contextlib.suppress(ApiError, ObjectGone):  # what it may not list or write here, the log says
+                    async for page, _ in client.pages(resource, scope):
+                        for obj in page:
+                            if problem := blind(watches.refused(obj["metadata"]["namespace"])):
+                                await reporter.report(obj, partial(unready, reason=problem.reason, message=problem.message, now=now()))
+
+    async def _prepare(self, client: KubeClient, leader: Leader, watches: Watches, events: EventRecorder, reporter: Reporter) -> None:
         secret = HubSecret(client, events, self.settings.namespace, self.settings.hub_secret)
         keys = await secret.obtain()
         await watches.complete()
@@ -170,7 +189,6 @@ class Operator:
         gc.freeze()  # what is there now stays: looking through it for garbage, again and again, would hold up both loops
         hub = await leader.serve(keys)
         executor = Executor(client, self.store)
-        reporter = Reporter(statuses, events)
         secrets = FenceSecrets(client, keys.public)
         given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served, watches.refused)
         elections = Elections(self.store, self.queue.add)

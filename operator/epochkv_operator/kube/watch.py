@@ -107,7 +107,7 @@ class Watches:
         return self._served
 
     def refused(self, namespace: str) -> str:
-        """What the API server does not let us list any more, of what objects of this namespace are judged by; empty: nothing."""
+        """What the API server does not let us list, of what objects of this namespace are judged by; empty: nothing."""
         return "; ".join(why for (_, scope), why in sorted(self._refused.items(), key=str) if scope in (None, namespace))
 
     def oldest_list_seconds(self) -> float:
@@ -118,7 +118,7 @@ class Watches:
 
     async def _begin(self, resource: Resource, scope: str | None) -> None:
         if resource in PRIMARY:
-            await self._until_done(resource, lambda kind: self._client.shown(kind, scope))
+            await self._until_done(resource, lambda kind: self._shown(kind, scope))
             return
         while True:
             version = self._versions[resource, scope] = await self._list(resource, scope)
@@ -220,15 +220,19 @@ class Watches:
 
     async def _compare(self, resource: Resource) -> None:
         for scope in self._scopes:
-            try:
-                shown, version = await self._client.shown(resource, scope, selector(resource))
-            except ApiError as error:
-                self._may(resource, scope, error)
-                raise
-            self._may(resource, scope, None)
+            shown, version = await self._shown(resource, scope)
             await self._brought(resource, shown, PATIENCE_SECONDS)
             await self._take_in(resource, scope, shown, version)
         self._listed(resource)
+
+    async def _shown(self, resource: Resource, scope: str | None) -> tuple[dict[str, int], int]:
+        try:
+            shown = await self._client.shown(resource, scope, selector(resource))
+        except ApiError as error:
+            self._may(resource, scope, error)
+            raise
+        self._may(resource, scope, None)
+        return shown
 
     async def _brought(self, resource: Resource, shown: dict[str, int], patience_seconds: float) -> bool:
         """Whether the watch has brought what a LIST showed; False: it has brought nothing of it for too long."""
