@@ -76,11 +76,13 @@ def test_the_connector_reads_what_is_rendered(spec: str) -> None:
 )
 def test_what_is_saved_is_what_the_engine_says_or_its_pool(of_pool: Any, of_engine: Any, expected: Any) -> None:
     wanted, used = pool(), engine("minimal")
-    wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"save": of_pool})})
+    of_pool_spec = {"save": of_pool, "trust_media_ids": of_pool == "Prompts"}
+    wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update=of_pool_spec)})
     used = used.model_copy(update={"spec": used.spec.model_copy(update={"save": of_engine})})
     args = containers(one(desired_engine(used, wanted, CONTEXT), "Deployment"))[0]["args"]
     transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
-    assert ConnectorConfig.parse(transfer["kv_connector_extra_config"], environ={}).save == expected
+    config = ConnectorConfig.parse(transfer["kv_connector_extra_config"], environ={})
+    assert (config.save, config.trust_media_ids) == (expected, of_pool == "Prompts")
 
 
 def test_trainers_find_the_same_connection_in_the_config_map() -> None:
