@@ -8,7 +8,7 @@ DEV := .build/venv/bin/python
 ENGINE := .build/venv-engine/bin/python
 SETUP := hack/setup.sh
 TESTS := $(DEV) -m hack.run_tests
-KIND_TESTS := $(addprefix tests/e2e/test_,journey.py helm_test.py policies.py nodes.py kind.py)
+KIND_TESTS := $(addprefix tests/e2e/test_,journey.py helm_test.py joining.py policies.py nodes.py kind.py)
 TRAINERS := $(basename $(notdir $(wildcard hack/requirements/trainers/*.in)))
 # kind needs Debian's packages where it has a Docker daemon of its own; elsewhere they would replace those of the machine's daemon.
 SYSTEM = $(if $(filter kind,$(CLUSTER)),$(if $(filter start,$(EPOCHKV_DOCKER)),$(shell docker version >/dev/null 2>&1 || echo system)),system)

@@ -111,16 +111,19 @@ class Setup:
             kube.kubectl("-n", namespace, "delete", "pods", "--all", "--ignore-not-found", "--wait=true")
         kube.kubectl("annotate", "namespace", SYSTEM, "--overwrite", f"{LOADED}={wanted}")
 
-    def install(self, note: Note) -> None:
-        command = [
-            *(str(binaries.find("helm")), "upgrade", "--install", "epochkv", str(ROOT / "charts/epochkv")),
-            *("--namespace", SYSTEM, "--create-namespace", "--values", str(MANIFESTS / "values.yaml")),
-            *("--kubeconfig", str(self.provider.kubeconfig()), "--wait", "--timeout", "3m"),
-        ]
+    def install(self, note: Note, *values: str) -> None:
+        """Install the chart, or upgrade it. `values`: `--set KEY=VALUE`, more than the demo's."""
         note("helm upgrade --install epochkv charts/epochkv --values config/demo/values.yaml --wait")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        chart = ("upgrade", "--install", "epochkv", str(ROOT / "charts/epochkv"), "--create-namespace")
+        self.helm(*chart, "--values", str(MANIFESTS / "values.yaml"), *values, "--wait", "--timeout", "3m")
+
+    def helm(self, *arguments: str) -> str:
+        """What Helm printed. Raises `DemoError`."""
+        command = [str(binaries.find("helm")), *arguments, "--namespace", SYSTEM, "--kubeconfig", str(self.provider.kubeconfig())]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode != 0:
-            raise DemoError(f"helm: {done.stderr.strip()}\n{self.diagnosis()}")
+            raise DemoError(f"helm {arguments[0]}: {done.stdout}{done.stderr.strip()}\n{self.diagnosis()}")
+        return done.stdout
 
     def apply(self, note: Note) -> None:
         """Namespace, volumes, then the manifests that a user writes."""

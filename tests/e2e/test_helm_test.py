@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
-from hack.cluster import binaries
 from hack.demo.kube import Kube
 from hack.demo.setup import SYSTEM, Setup
 from hack.waiting import eventually
@@ -15,11 +12,7 @@ pytestmark = pytest.mark.timeout(1500)  # the first test waits for the cluster, 
 
 
 def test_helm_test(setup: Setup, kube: Kube) -> None:
-    helm = str(binaries.build().path("helm"))
-    command = [helm, "test", "epochkv", "--namespace", SYSTEM, "--kubeconfig", str(setup.provider.kubeconfig()), "--logs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "epoch 1 published" in done.stdout
+    assert "epoch 1 published" in setup.helm("test", "epochkv", "--logs")
     pools = f"/apis/epochkv.io/v1alpha1/namespaces/{SYSTEM}/kvcachepools"
     eventually(lambda: kube.get(pools)["items"] == [], "the test's pool is gone")
     kube.kubectl("-n", SYSTEM, "delete", "pod", "-l", "app.kubernetes.io/component=test")

@@ -113,6 +113,27 @@ def handed_over(writer: PodEngine, reader: PodEngine, reference: PodEngine) -> i
     return found.cached
 
 
+def share(members: list[PodEngine], reference: PodEngine) -> None:
+    """Each finds what another has computed."""
+    for writer, reader in itertools.permutations(members, 2):
+        found = [handed_over(writer, reader, reference)]
+        while found[-1] != CACHED and len(found) < TRIES:  # a late answer of the store, on a busy machine
+            found.append(handed_over(writer, reader, reference))
+        assert found[-1] == CACHED, f"{reader.name} finds of {writer.name}: {found}"
+
+
+def reset(kube: Kube) -> None:
+    epoch = int(status(kube).get("targetEpoch", 0)) + 1
+    kube.kubectl("-n", NAMESPACE, "patch", "kvp", POOL, "--type=merge", "-p", json.dumps({"spec": {"resetEpoch": epoch}}))
+    kube.kubectl("-n", NAMESPACE, "wait", f"kvp/{POOL}", f"--for=jsonpath={{.status.epoch}}={epoch}", "--timeout=60s")
+
+
+def instances(kube: Kube) -> dict[str, list[int]]:
+    """Of each pod, which instance of its containers runs."""
+    found = kube.pods(NAMESPACE, f"epochkv.io/pool={POOL}")
+    return {pod["metadata"]["uid"]: [one["restartCount"] for one in pod["status"]["containerStatuses"]] for pod in found}
+
+
 @pytest.fixture(scope="module")
 def guests(setup: Setup, kube: Kube) -> Iterator[None]:
     """Images, and a namespace that the pool does not know."""
@@ -168,18 +189,12 @@ def test_pods_with_the_label_share_and_follow_a_reset(setup: Setup, kube: Kube, 
         engine.reload_weights(BASE_WEIGHTS)
     eventually(lambda: len(status(kube)["weights"]) == 1, lambda: f"equal weights: {status(kube)['weights']}", 60, 0.5)
     members = [ours[0], *joined]
-    for writer, reader in itertools.permutations(members, 2):
-        found = [handed_over(writer, reader, reference)]
-        while found[-1] != CACHED and len(found) < TRIES:  # a late answer of the store, on a busy machine
-            found.append(handed_over(writer, reader, reference))
-        assert found[-1] == CACHED, f"{reader.name} finds of {writer.name}: {found}"
+    share(members, reference)
     (prompt,) = make_prompts(time.time_ns() % 2**31, 1)
     right = reference.complete(prompt, ANSWER_TOKENS).tokens
     assert [members[1].complete(prompt, ANSWER_TOKENS) == Answer(right, cached) for cached in (0, CACHED)] == [True, True]
 
-    epoch = int(status(kube).get("targetEpoch", 0)) + 1
-    kube.kubectl("-n", NAMESPACE, "patch", "kvp", POOL, "--type=merge", "-p", json.dumps({"spec": {"resetEpoch": epoch}}))
-    kube.kubectl("-n", NAMESPACE, "wait", f"kvp/{POOL}", f"--for=jsonpath={{.status.epoch}}={epoch}", "--timeout=60s")
+    reset(kube)
     assert members[1].complete(prompt, ANSWER_TOKENS) == Answer(right, 0)
     wide = kube.kubectl("-n", NAMESPACE, "get", "kvp", POOL, "-o", "wide")
     assert "EXTERNAL" in wide.splitlines()[0]
@@ -190,3 +205,21 @@ def test_pods_with_the_label_share_and_follow_a_reset(setup: Setup, kube: Kube, 
     metadata = {"name": "late", "labels": {"app": "late", **LABEL}, "annotations": IN}
     apply(kube, GUESTS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec()})
     assert "initContainers" not in only_pod(kube, GUESTS, "late")["spec"]
+
+
+def test_the_chart_is_upgraded_removed_and_installed_over_living_pods(setup: Setup, kube: Kube, guests: None) -> None:
+    (reference,) = kube.engines(NAMESPACE, REFERENCE, MODEL)
+    joined = [ready(kube, NAMESPACE, name) for name in ("serving", "replayed")]
+    members, before = [kube.engines(NAMESPACE, ENGINE, MODEL)[0], *joined], instances(kube)
+    (prompt,) = make_prompts(time.time_ns() % 2**31, 1)
+    right = reference.complete(prompt, ANSWER_TOKENS).tokens
+    setup.install(print, "--set", "operator.workers=5")
+    share(members, reference)
+    setup.helm("uninstall", "epochkv", "--wait")
+    assert [engine.complete(prompt, ANSWER_TOKENS).tokens for engine in members] == [right] * len(members)
+    setup.install(print)
+    setup.wait_ready(print)
+    share(members, reference)
+    reset(kube)
+    assert members[0].complete(prompt, ANSWER_TOKENS) == Answer(right, 0)
+    assert instances(kube) == before
