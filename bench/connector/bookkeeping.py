@@ -17,8 +17,8 @@ from bench.report import Progress, Row, repeated
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.tiers import layout as hits
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.tiers.manager import StepJobs, TierManager
-from epochkv_connector.wire import JobAck, Phase
+from epochkv_connector.tiers.manager import TierManager
+from epochkv_connector.wire import JobAck, Phase, StepMetadata
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 4096
@@ -62,7 +62,7 @@ def chain(text: str, num_blocks: int) -> list[bytes]:
     return [hashlib.sha256(f"{text} {index}".encode()).digest() for index in range(num_blocks)]
 
 
-def acknowledge(tiers: TierManager, jobs: StepJobs) -> None:
+def acknowledge(tiers: TierManager, jobs: StepMetadata) -> None:
     """One rank that does everything at once."""
     for save in jobs.saves:
         tiers.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])

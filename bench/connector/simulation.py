@@ -25,8 +25,8 @@ from bench.report import Figure, Progress, Row
 from epochkv_connector.config import MIN_BYTES, ConnectorConfig
 from epochkv_connector.naming.identity import object_key
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.tiers.manager import StepJobs, TierManager
-from epochkv_connector.wire import JobAck, Phase, Tier
+from epochkv_connector.tiers.manager import TierManager
+from epochkv_connector.wire import JobAck, Phase, StepMetadata, Tier
 
 LAYOUT = CacheLayout((GroupLayout(GroupKind.FULL, BLOCK_TOKENS),), BLOCK_TOKENS)
 ROOT, NAMESPACE = b"root", "bench/0123456789abcdef/e1"
@@ -115,7 +115,7 @@ class Engine:
         """What is still held; must be empty when no request lives."""
         return {name: count for name, count in self._tiers.leak_report().items() if count}
 
-    def _work(self, jobs: StepJobs) -> None:
+    def _work(self, jobs: StepMetadata) -> None:
         for load in jobs.loads:
             filled = tuple(move.slot for move in load.moves if move.source is Tier.STORE)
             self._tiers.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves), filled_slots=filled)])

@@ -246,11 +246,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> EpochKVStats | None:
         """At most once a second: counters since the last report, and what holds now."""
-        return self._guard.run("stats", self._collect_stats, lambda: None)
+        return self._guard.run("stats", self._collect_stats, lambda: None) if self._reporter.due() else None
 
     def _collect_stats(self) -> EpochKVStats | None:
-        if not self._reporter.due():
-            return None
         if self._scheduler is not None:
             return self._scheduler.stats()
         if self._worker is None:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from epochkv_connector.engine import patches
 from epochkv_connector.guard import Guard
@@ -31,12 +32,11 @@ MAX_LABELS = 64
 OF_US = ("l1", "l2")
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """Digests of what the ranks held in one step: of the weights, and of adapters by vLLM's ids. None, or an absent one: unknown."""
 
     weights: bytes | None = None
-    adapters: Mapping[int, bytes | None] = field(default_factory=dict)
+    adapters: Mapping[int, bytes | None] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class Stamps:
         self._labels: dict[bytes, str] = {}
         self._open: dict[str, Open] = {}
         self._due: set[str] = set()  # scheduled, and their newest stamp has not left the engine
-        self._steps: deque[tuple[Any, Held]] = deque()  # scheduled, without results
+        self._steps: deque[tuple[Any, Held]] = deque()  # scheduled while a request wanted a stamp, without results
         self._now = Held()  # of the step whose results came last
 
     def join(self, scheduler: Any, guard: Guard) -> None:
@@ -110,13 +110,16 @@ class Stamps:
 
         def schedule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             output = function(*args, **kwargs)
-            guarded(lambda: self.scheduled(output))
+            if self._open:
+                guarded(lambda: self.scheduled(output))
             return output
 
         def update(function: Callable[..., Any], scheduler_output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
-            guarded(lambda: self.made(scheduler_output, reports_of(model_output)))
+            if self._open:
+                guarded(lambda: self.made(scheduler_output, reports_of(model_output)))
             outputs = function(scheduler_output, model_output, *args, **kwargs)
-            guarded(lambda: self.send(outputs))
+            if self._due:
+                guarded(lambda: self.send(outputs))
             return outputs
 
         def finish(function: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +153,8 @@ class Stamps:
         self._due.discard(request.request_id)
         if (stamp := self._open.pop(request.request_id, None)) is None:
             return None
+        if not self._open:
+            self._steps.clear()
         written = self._write(stamp)
         if (asked_of(request) or {}).get("stored") is True:
             written["stored_tokens"], written["storable_tokens"] = self._stored(request)
@@ -161,10 +166,8 @@ class Stamps:
     # ------------------------------------------------------------------ steps
 
     def scheduled(self, scheduler_output: Any) -> None:
-        """A step was scheduled."""
+        """A step was scheduled, and some request wants a stamp."""
         self._steps.append((scheduler_output, Held(self._watch().known, self._adapters.held)))
-        if not self._open:
-            return
         for new in scheduler_output.scheduled_new_reqs:
             if (stamp := self._open.get(new.req_id)) is not None:
                 stamp.epoch, stamp.cached = self._root.snapshot.epoch, cached_tokens(stamp, new)
@@ -172,11 +175,10 @@ class Stamps:
 
     def made(self, scheduler_output: Any, reports: Iterable[WorkerReport]) -> None:
         """The results of a step are about to be counted."""
-        held = self._now
-        while self._steps:
-            step, held = self._steps.popleft()
-            if step is scheduler_output:
-                break
+        held, step = self._now, None
+        if any(scheduler_output is followed for followed, _ in self._steps):
+            while step is not scheduler_output:
+                step, held = self._steps.popleft()
         wrong = [report for report in reports if report.late or report.mixed or report.replaced]
         if wrong:
             held = self._doubt(held, wrong)

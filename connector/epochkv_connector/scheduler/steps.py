@@ -46,11 +46,10 @@ class Boundaries:
     def __len__(self) -> int:
         return len(self._when) + len(self._due)
 
-    def start(self, request_ids: Iterable[str]) -> None:
-        """Nothing is known of these (they begin, resume, or names have changed): look when they are next scheduled."""
-        for request_id in request_ids:
-            self._when.pop(request_id, None)
-            self._due[request_id] = None
+    def start(self, request_id: str) -> None:
+        """Nothing is known of it (it begins, resumes, or names have changed): look when it is next scheduled."""
+        self._when.pop(request_id, None)
+        self._due[request_id] = None
 
     def due(self, scheduled: Container[str]) -> list[str]:
         """Begin the next step: which of the requests scheduled in it to look at. They stay due until `later` or `forget`."""
@@ -88,11 +87,13 @@ class SaveCandidates:
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         if snapshot is not self._under:
             self._under = snapshot
-            boundaries.start(record.request_id for record in self._requests)  # what may be saved is another matter now
-        boundaries.start(new.req_id for new in scheduler_output.scheduled_new_reqs)
-        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        boundaries.start(resumed)
-        for request_id in resumed:  # it has other blocks than before its preemption, and vLLM keeps other windows of them
+            for living in self._requests:
+                boundaries.start(living.request_id)  # what may be saved is another matter now
+        for new in scheduler_output.scheduled_new_reqs:
+            boundaries.start(new.req_id)
+        # A resumed request has other blocks than before its preemption, and vLLM keeps other windows of them.
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            boundaries.start(request_id)
             saves.forget_request(request_id)
             if (record := self._requests.get(request_id)) is not None:
                 record.num_offered = 0
@@ -184,19 +185,18 @@ class Steps:
 
     def build(self, scheduler_output: Any) -> StepMetadata:
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
-        number = -1
         self._requests.schedule(scheduled)
         try:
             snapshot = self._state.apply()
-            if snapshot.in_use and scheduled:  # also where nothing is saved: blocks are named, or begun, all the same
-                number = self._weights.digest_number()
+            names = snapshot.in_use and bool(scheduled)  # also where nothing is saved: blocks are named, or begun, all the same
+            number = self._weights.digest_number() if names else -1
             if self._state.broken:
                 metadata = self.emergency()
                 metadata.digest_number = number
                 return metadata
             if self._tiers is None:
                 return StepMetadata(newest_epoch=snapshot.epoch, digest_number=number)
-            if snapshot.in_use and scheduled and self._may_save:
+            if names and self._may_save:
                 views = list(self.candidates.of_step(self._tiers.saves.planner, scheduler_output, snapshot))
                 if views:
                     self._collect(self._tiers, views, snapshot)
@@ -215,14 +215,17 @@ class Steps:
 
     def _told(self, tiers: TierManager, snapshot: Snapshot, number: int) -> StepMetadata:
         """The jobs that go out with this step, and what ranks compare behind it."""
-        jobs = tiers.end_step()
-        if number < 0 and jobs.saves:
-            number = self._weights.digest_number()
-        adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
-        self._state.counters["tokens_saved"] += sum(save.num_blocks for save in jobs.saves) * self._state.hash_block_size
-        self._state.events.offer(self._requests.vllm, jobs.loads)
-        self._requests.send(load.request_id for load in jobs.loads if not load.prefetch)
-        return self._with_names(StepMetadata(**jobs._asdict(), newest_epoch=snapshot.epoch, digest_number=number, adapters=adapters))
+        step = tiers.end_step()
+        if step.saves:
+            self._state.counters["tokens_saved"] += sum(save.num_blocks for save in step.saves) * self._state.hash_block_size
+            number = self._weights.digest_number() if number < 0 else number
+        if step.loads:
+            self._state.events.offer(self._requests.vllm, step.loads)
+            self._requests.send(load.request_id for load in step.loads if not load.prefetch)
+        if self._used_adapters:
+            step.adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
+        step.newest_epoch, step.digest_number = snapshot.epoch, number
+        return self._with_names(step)
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:
         metadata.settle, self._settle = self._settle, False

@@ -23,7 +23,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -394,9 +393,8 @@ class HitPlanner:
                 assert oldest is not None, "plans hold slots that no plan holds"
                 self.release(oldest)
                 self._count["plans_over_cap"] += 1
-            newly_held = self._index.num_idle(plan.pinned()) + plan.reserved
-            excess = newly_held - self._index.num_available
-            if excess <= 0:
+            room = self._index.num_available - plan.reserved
+            if plan.num_pinned <= room or (excess := self._index.num_idle(plan.pinned()) - room) <= 0:
                 return
             self._count["hits_shrunk"] += 1
             if not self._index.indexed:
@@ -442,8 +440,9 @@ class HitPlanner:
         return self.plans.pop(request_id)
 
     def release(self, plan: Plan) -> None:
-        self._index.unpin(reversed(plan.pinned()))
-        self._index.unreserve(plan.reserved)
+        if plan.num_held:
+            self._index.unpin(reversed(plan.pinned()))
+            self._index.unreserve(plan.reserved)
         plan.clear()
 
     def forget_request(self, request_id: str) -> None:
@@ -468,9 +467,10 @@ class HitPlanner:
     def end_step(self) -> None:
         """Age the plans; the next step has its own share of waiting."""
         self._step += 1
-        for plan in self.plans.pop_expired(self._step, self._state.clock()):
-            self._count["plans_expired"] += plan.num_held > 0
-            self.release(plan)
+        if len(self.plans):
+            for plan in self.plans.pop_expired(self._step, self._state.clock()):
+                self._count["plans_expired"] += plan.num_held > 0
+                self.release(plan)
         if self._lookups is not None:
             self._lookups.new_step()
 
@@ -569,6 +569,7 @@ class LoadJobs:
             refused = len(gpu_blocks) < end - first or (spec.kind is GroupKind.FULL and has_null)
             if not refused and span.first == first and end - first <= len(span.slots) and not has_null:  # which is the rule
                 moves += _moves(span, gpu_blocks)
+                self._index.read(span.slots[: end - first])
                 dropped += span.slots[end - first :]
             elif refused or not self._bind_window(span, first, gpu_blocks, moves, dropped):
                 return None
@@ -598,6 +599,7 @@ class LoadJobs:
             if block not in left:
                 return False  # a shrunk hit ends with another window
             slot, name = left.pop(block), span.names[block - span.first]
+            self._index.read((slot,))
             moves.append(BlockMove(span.group, block, gpu_block, slot, name, Tier.STORE if slot == ABSENT else Tier.HOST))
         dropped += left.values()
         return True
@@ -608,6 +610,8 @@ class LoadJobs:
         return {} if draft is None else draft.sources
 
     def end_step(self) -> tuple[LoadJob, ...]:
+        if not self._drafts:
+            return ()
         now = self._state.clock()
         jobs = tuple(self._open(draft, now) for draft in self._drafts.values())
         self._drafts = {}
@@ -616,9 +620,10 @@ class LoadJobs:
     def _open(self, draft: LoadDraft, now: float) -> LoadJob:
         moves = tuple(draft.moves)
         if draft.num_fetched:
-            fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
+            slots = self._index.allocate(draft.num_reserved, reserved=True)
+            self._index.read(slots)
+            fresh = itertools.cycle(slots)
             moves = tuple(m if m.source is Tier.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
-        self._index.read(map(attrgetter("slot"), moves))
         job = LoadJob(next(self._state.ids), draft.request_id, draft.namespace, moves, self._state.config.job_deadline_seconds)
         self._state.jobs.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
         return job

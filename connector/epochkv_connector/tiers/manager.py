@@ -10,7 +10,7 @@ Order within one step: `hits.answer`, then `loads.commit`, for each waiting requ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
@@ -19,7 +19,7 @@ from epochkv_connector.tiers.layout import CacheLayout, KeysOf, longest_hit
 from epochkv_connector.tiers.lookup import Lookups
 from epochkv_connector.tiers.saves import SaveJobs
 from epochkv_connector.tiers.state import Loaded, TierState
-from epochkv_connector.wire import JobAck, LoadJob, SaveJob
+from epochkv_connector.wire import JobAck, StepMetadata
 
 if TYPE_CHECKING:
     from epochkv_connector.engine.blocks import BlockPoolAdapter
@@ -33,16 +33,6 @@ COUNTERS = (
     *("queries_begun", "queries_late", "queries_failed", "blocks_absent"),
 )
 """Counters in `stats()`, always present."""
-
-
-class StepJobs(NamedTuple):
-    """What ranks are told of one step: fields of `wire.StepMetadata`."""
-
-    loads: tuple[LoadJob, ...]
-    saves: tuple[SaveJob, ...]
-    agreed: tuple[int, ...]
-    refused: tuple[int, ...]
-    cancelled: tuple[int, ...]
 
 
 class TierManager:
@@ -109,12 +99,15 @@ class TierManager:
         self.hits.forget_request(request_id)
         self.saves.planner.forget_request(request_id)
 
-    def end_step(self) -> StepJobs:
-        """End the step: allocate the slots of accepted hits, give out the jobs, age the plans."""
-        loads = self.loads.end_step()
+    def end_step(self) -> StepMetadata:
+        """End the step: allocate the slots of accepted hits, age the plans. Returns the jobs, and nothing else that ranks are told."""
+        step = StepMetadata(self.loads.end_step())
         self.hits.end_step()
-        prefetches, cancelled = ((), ()) if self.hits.prefetches is None else self.hits.prefetches.end_step()
-        return StepJobs(loads + prefetches, *self.saves.end_step(), cancelled)
+        if self.hits.prefetches is not None:
+            prefetches, step.cancelled = self.hits.prefetches.end_step()
+            step.loads += prefetches
+        step.saves, step.agreed, step.refused = self.saves.end_step()
+        return step
 
     def on_acks(self, acks: Iterable[JobAck]) -> None:
         for ack in acks:

@@ -79,8 +79,7 @@ class SavePlanner:
         self.give_up(request_id)
 
     def over(self, moves: tuple[BlockMove, ...]) -> None:
-        for move in moves:
-            self._saving.discard((move.group, move.block_hash))
+        self._saving.difference_update(block_keys(moves))
 
     def clear(self) -> None:
         self._cursors.clear()
@@ -94,20 +93,23 @@ class SavePlanner:
         under, looked_at = self._cursors.get(view.request_id, (namespace, 0))
         start = token = looked_at if under == namespace else 0
         self.give_up(view.request_id)
-        moves: list[BlockMove] = []
+        wanted: list[Wanted] = []
+        room = self._index.num_available
         while token < end:
-            wanted = self._unit(view, token, namespace, pool)
-            needed = self._num_needed(wanted)
-            if needed > self._index.num_available:
+            of_unit = self._unit(view, token, namespace, pool)
+            needed = self._num_needed(of_unit)
+            if needed > room:
                 self._needs[view.request_id] = needed
                 self._lacking.setdefault(needed, {})[view.request_id] = None
                 self.num_deferred += 1
                 break
-            moves.extend(self._take(wanted))
+            wanted += of_unit
+            room -= needed
             token += unit
         self._cursors[view.request_id] = (namespace, token)
+        moves = self._take(wanted)
         for state in self._states(view, namespace, pool, is_first=start == 0):
-            moves.extend(self._take(state))
+            moves += self._take(state)
             last = (state[0].block + 1) * self._layout.groups[state[0].group].block_size
             start, token = min(start, max(0, last - unit)), max(token, last)
         if not moves:
@@ -120,14 +122,16 @@ class SavePlanner:
         held = [one.slot for one in wanted if one.slot is not None]
         return len(wanted) - len(held) + self._index.num_idle(held)
 
-    def _take(self, wanted: Sequence[Wanted]) -> Iterator[BlockMove]:
+    def _take(self, wanted: Sequence[Wanted]) -> list[BlockMove]:
         """Moves with slots, of which there are enough."""
         held = [one.slot for one in wanted if one.slot is not None]
         self._index.pin(held)
         fresh = iter(self._index.allocate(len(wanted) - len(held)))
         self._saving.update((one.group, one.name) for one in wanted)
-        for group, block, gpu_block, name, slot, put in wanted:
-            yield BlockMove(group, block, gpu_block, next(fresh) if slot is None else slot, name, copy=slot is None, put=put)
+        return [
+            BlockMove(group, block, gpu_block, next(fresh) if slot is None else slot, name, copy=slot is None, put=put)
+            for group, block, gpu_block, name, slot, put in wanted
+        ]
 
     def _unit(self, view: ScheduledRequestView, token: int, namespace: str | None, pool: BlockPoolAdapter) -> list[Wanted]:
         """What is worth saving of one alignment unit, but states."""
@@ -143,19 +147,20 @@ class SavePlanner:
                     continue  # outside the sliding window by now
                 if only_kept and not pool.is_kept(gpu_blocks[block]):
                     continue
-                found += self._worth(view, group, block, gpu_blocks[block], namespace)
+                if (one := self._worth(view, group, block, gpu_blocks[block], namespace)) is not None:
+                    found.append(one)
         return found
 
-    def _worth(self, view: ScheduledRequestView, group: int, block: int, gpu_block: int, namespace: str | None) -> tuple[Wanted, ...]:
+    def _worth(self, view: ScheduledRequestView, group: int, block: int, gpu_block: int, namespace: str | None) -> Wanted | None:
         """The block, unless every tier has it, or will."""
         name = bytes(view.block_hashes[(block + 1) * self._state.scales[group] - 1])
         if (group, name) in self._saving:
-            return ()
+            return None
         slot = self._index.get(group, name)
         put = namespace is not None and (group, name) not in self._known
         if not put and (slot is not None or not self._index.indexed):
-            return ()
-        return (Wanted(group, block, gpu_block, name, slot, put),)
+            return None
+        return Wanted(group, block, gpu_block, name, slot, put)
 
     def _held_states(self, view: ScheduledRequestView) -> Iterator[tuple[int, int, int]]:
         """Blocks of states in the request's table, as offers: vLLM does not offer the state that a request finds on the GPU."""
@@ -178,8 +183,8 @@ class SavePlanner:
             if tokens % spec.block_size or not 0 < end <= len(view.block_hashes) or gpu_block == pool.null_block_id:
                 continue  # a state inside of a block (`prefix_match_unit`) has no name of a whole block
             if pool.names(gpu_block, group, bytes(view.block_hashes[end - 1])):
-                worth = self._worth(view, group, tokens // spec.block_size - 1, gpu_block, namespace)
-                by_boundary.setdefault(tokens, {}).update((group, one) for one in worth)
+                if (one := self._worth(view, group, tokens // spec.block_size - 1, gpu_block, namespace)) is not None:
+                    by_boundary.setdefault(tokens, {})[group] = one
         for by_group in by_boundary.values():
             wanted = list(by_group.values())
             if self._num_needed(wanted) > self._index.num_available:

@@ -10,7 +10,6 @@ What L1 holds and what L2 is known to hold change together, in `TierState`, or n
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -82,7 +81,7 @@ class _Open(msgspec.Struct):
     failed: bool = False
     busy: dict[int, set[int]] = msgspec.field(default_factory=dict)  # rank -> slots
     reads: bool = False  # loads: some block comes from L2
-    unreleased: set[int] = msgspec.field(default_factory=set)
+    held: list[int] | None = None  # slots to be released, in this order; None: nobody has asked yet
     abandoned: bool = False
 
 
@@ -147,8 +146,7 @@ class Jobs:
             reads: some of its blocks come from L2.
         """
         assert job.prefetch or job.request_id not in self._loading, f"request {job.request_id} has a load already"
-        slots = set(map(_SLOT, job.moves))
-        self._jobs[job.job_id] = _Open(job, now, unreleased=slots, abandoned=abandoned, reads=reads)
+        self._jobs[job.job_id] = _Open(job, now, abandoned=abandoned, reads=reads)
         if not job.prefetch:
             self._loading[job.request_id] = job.job_id
 
@@ -159,7 +157,7 @@ class Jobs:
             gpu_blocks: blocks the caller has referenced for it, in chain order.
             scale: hash blocks per block, by group.
         """
-        entry = _Open(job, now, tuple(gpu_blocks), scale=scale, unreleased=set(map(_SLOT, job.moves)))
+        entry = _Open(job, now, tuple(gpu_blocks), scale=scale)
         entry.num_read = len(entry.gpu_blocks)
         self._jobs[job.job_id] = entry
         self.num_gpu_blocks += entry.num_read
@@ -221,16 +219,12 @@ class Jobs:
             if not job.prefetch:
                 del self._loading[job.request_id]
             return self._loaded(entry, job)
-        start, end = entry.ranges[phase]
-        inside = [
-            move
-            for move in job.moves
-            if start <= move.block * entry.scale[move.group] and (move.block + 1) * entry.scale[move.group] <= end
-        ]
+        (start, end), scale = entry.ranges[phase], entry.scale
+        complete = end - start == job.num_blocks
+        inside = job.moves if complete else [m for m in job.moves if start <= m.block * scale[m.group] < (m.block + 1) * scale[m.group] <= end]
         if phase is Phase.STORED:
             return Stored(job, tuple(move for move in inside if move.put), entry.abandoned)
         self.num_gpu_blocks -= entry.num_read
-        complete = start <= job.start_block and end >= job.start_block + job.num_blocks
         return Copied(job, entry.gpu_blocks, tuple(move for move in inside if move.copy), complete, entry.abandoned)
 
     def _loaded(self, entry: _Open, job: LoadJob) -> Loaded:
@@ -250,11 +244,14 @@ class Jobs:
             over = Phase.COPIED in entry.done and (job.namespace is None or Phase.STORED in entry.done)
         if not over:
             return []
-        busy = set().union(*entry.busy.values()) if entry.busy else set()
-        held = dict.fromkeys(map(_SLOT, reversed(job.moves)))  # a load may use a slot for several of its blocks
-        slots = [slot for slot in held if slot in entry.unreleased and slot not in busy]
-        entry.unreleased.difference_update(slots)
-        if not entry.unreleased:
+        if entry.held is None:
+            entry.held = list(dict.fromkeys(map(_SLOT, reversed(job.moves))))  # a load may use a slot for several of its blocks
+        slots, entry.held = entry.held, []
+        if entry.busy:
+            busy = set().union(*entry.busy.values())
+            entry.held = [slot for slot in slots if slot in busy]
+            slots = [slot for slot in slots if slot not in busy]
+        if not entry.held:
             del self._jobs[job.job_id]
         return [Released(tuple(slots))] if slots else []
 
@@ -263,16 +260,13 @@ Key = tuple[int, bytes]
 """(KV cache group, block hash)"""
 
 
-class Use(enum.Enum):
-    """What became of the block in a slot."""
-
-    NONE = enum.auto()
-    PREFETCHED = enum.auto()  # it was fetched for a request that has not loaded it
-    READ = enum.auto()  # a request has loaded it
-
-
 class HostIndex:
     """Slots, their references and their names. All operations are O(number of slots named in the call).
+
+    A hit is hundreds of slots, so a reference is one number in one dictionary: what is referenced is not taken out of the order of eviction,
+    but passed over there.
+
+        num_available = num_slots - num_held - num_reserved >= 0
 
     Args:
         num_slots: those that every rank's host region has.
@@ -284,41 +278,46 @@ class HostIndex:
         evictions, evictions_unread, evictions_unused: blocks that made room, those of them that no request has loaded, and of these,
             those that were fetched for one.
         num_reserved: slots promised and not yet allocated.
-        num_held: slots with at least one reference.
     """
 
     def __init__(self, num_slots: int, num_groups: int, indexed: bool = True, on_evict: Callable[[Key], None] | None = None) -> None:
         self.num_slots = num_slots
         self.indexed = indexed
         self.evictions = self.evictions_unread = self.evictions_unused = 0
-        self._use = [Use.NONE] * num_slots
+        self._unread: set[int] = set()  # no request has loaded what they hold
+        self._prefetched: set[int] = set()  # it was fetched for one
         self._on_evict = on_evict
         self._maps: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._free = list(range(num_slots - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # current root, no references, oldest first
-        self._dead: OrderedDict[int, None] = OrderedDict()  # other roots, no references, oldest first
-        self._refs = [0] * num_slots
+        # Slots with names in the order of eviction, all that have no references, and perhaps others:
+        self._idle: OrderedDict[int, None] = OrderedDict()  # of the current root
+        self._dead: OrderedDict[int, None] = OrderedDict()  # of other roots
+        self._refs: Counter[int] = Counter()  # of slots that have any
         self._names: list[Key | None] = [None] * num_slots
         self._roots: list[bytes | None] = [None] * num_slots  # the root a name was made with
         self._root: bytes | None = None
         self.num_reserved = 0
-        self.num_held = 0
 
     def get(self, group: int, block_hash: bytes) -> int | None:
         return self._maps[group].get(block_hash)
 
     def num_idle(self, slots: Iterable[int]) -> int:
-        """How many slots fewer would be available if these different ones were referenced."""
-        return list(map(self._refs.__getitem__, slots)).count(0)
+        """How many slots fewer would be available if these were referenced."""
+        return len(set(slots).difference(self._refs))
 
     def finder(self, group: int) -> Callable[[bytes, int], int]:
         """Slot of a block of one group, or the second argument: `get` for many blocks in a row."""
         return self._maps[group].get
 
     @property
+    def num_held(self) -> int:
+        """Slots with at least one reference."""
+        return len(self._refs)
+
+    @property
     def num_available(self) -> int:
         """Slots that can still be promised: free, or evictable, and not reserved."""
-        return len(self._free) + len(self._idle) + len(self._dead) - self.num_reserved
+        return self.num_slots - len(self._refs) - self.num_reserved
 
     @property
     def num_indexed(self) -> int:
@@ -342,60 +341,55 @@ class HostIndex:
         self.num_reserved -= count
 
     def pin(self, slots: Iterable[int]) -> None:
-        """Reference indexed slots, so that they stay. The caller has checked `num_available` for the idle ones."""
-        refs, idle, num_new = self._refs, self._idle, 0
-        for slot in slots:
-            count = refs[slot]
-            if not count:
-                del (idle if slot in idle else self._dead)[slot]
-                num_new += 1
-            refs[slot] = count + 1
-        self.num_held += num_new
+        """Reference indexed slots, so that they stay. The caller has checked `num_available` for those without references."""
+        self._refs.update(slots)
 
     def read(self, slots: Iterable[int]) -> None:
         """A request loads what these hold."""
-        use, read = self._use, Use.READ
-        for slot in slots:
-            use[slot] = read
+        self._unread.difference_update(slots)
 
     def unpin(self, slots: Iterable[int]) -> None:
         """Drop one reference each. Give slots in reverse chain order: what is dropped first is evicted first."""
+        refs, names, roots, root = self._refs, self._names, self._roots, self._root
         for slot in slots:
-            refs = self._refs[slot]
-            assert refs > 0, f"slot {slot} is released once too often"
-            self._refs[slot] = refs - 1
-            if refs == 1:
-                self.num_held -= 1
-                if self._names[slot] is None:
-                    self._free.append(slot)
-                elif self._roots[slot] == self._root:
-                    self._idle[slot] = None
-                else:
-                    self._dead[slot] = None
+            count = refs.pop(slot, 0)
+            assert count > 0, f"slot {slot} is released once too often"
+            if count > 1:
+                refs[slot] = count - 1
+            elif names[slot] is None:
+                self._free.append(slot)
+            else:
+                order = self._idle if roots[slot] == root else self._dead
+                order[slot] = None
+                order.move_to_end(slot)
 
     def allocate(self, count: int, reserved: bool = False, prefetched: bool = False) -> list[int]:
         """Anonymous slots with one reference each. `reserved`: use up a promise; otherwise the caller has checked `num_available`."""
         if reserved:
             self.unreserve(count)
         assert count <= self.num_available, f"{count} slots wanted, {self.num_available} available of {self.num_slots}"
-        slots = []
-        for _ in range(count):
-            if self._free:
-                slot = self._free.pop()
-            else:
-                slot, _ = (self._dead or self._idle).popitem(last=False)
-                self._unname(slot)
-                self.evictions += 1
-                self.evictions_unread += self._use[slot] is not Use.READ
-                self.evictions_unused += self._use[slot] is Use.PREFETCHED
-            self._refs[slot], self._use[slot] = 1, Use.PREFETCHED if prefetched else Use.NONE
-            slots.append(slot)
-        self.num_held += count
+        slots = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for slot in slots:
+            self._refs[slot] = 1
+        self._unread.update(slots)
+        (self._prefetched.update if prefetched else self._prefetched.difference_update)(slots)
         return slots
+
+    def _evict(self) -> int:
+        """Make the slot anonymous that has been without references for longest, of those of other roots first."""
+        slot, _ = (self._dead or self._idle).popitem(last=False)
+        while slot in self._refs:  # in the order again when it is released
+            slot, _ = (self._dead or self._idle).popitem(last=False)
+        self._unname(slot)
+        self.evictions += 1
+        if slot in self._unread:
+            self.evictions_unread += 1
+            self.evictions_unused += slot in self._prefetched
+        return slot
 
     def insert(self, slot: int, group: int, block_hash: bytes) -> bool:
         """Name an anonymous slot. False if the block is in another slot already, or this is a staging ring."""
-        assert self._refs[slot] > 0, f"slot {slot} is nobody's"
+        assert slot in self._refs, f"slot {slot} is nobody's"
         assert self._names[slot] is None, f"slot {slot} is not anonymous"
         names = self._maps[group]
         if not self.indexed or block_hash in names:
@@ -411,15 +405,15 @@ class HostIndex:
         if slot is None:
             return
         self._unname(slot)
-        if self._refs[slot] == 0:
-            self._idle.pop(slot, None)
-            self._dead.pop(slot, None)
+        if slot not in self._refs:
             self._free.append(slot)
 
     def _unname(self, slot: int) -> None:
         name = self._names[slot]
         assert name is not None, f"slot {slot} has no name to lose"
         self._names[slot] = None
+        self._idle.pop(slot, None)
+        self._dead.pop(slot, None)
         del self._maps[name[0]][name[1]]
         if self._on_evict is not None:
             self._on_evict(name)
@@ -438,12 +432,8 @@ class HostIndex:
 
     def clear(self) -> None:
         """A reset: no block is findable any more, and what nobody refers to is free at once."""
-        for slot, name in enumerate(self._names):
-            if name is not None:
-                self._unname(slot)
-        self._free.extend([*self._dead, *self._idle])
-        self._dead.clear()
-        self._idle.clear()
+        for name in list(filter(None, self._names)):
+            self.forget(*name)
 
 
 class RecentBlocks:

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from epochkv_connector.engine.patches import keeping_requests_out, wake
@@ -129,7 +128,9 @@ def join(
     def scheduling(*args: Any, **kwargs: Any) -> Any:
         guarded(watch.before_schedule)
         guarded(adapters.before_schedule)
-        with keeping_requests_out(scheduler) if watch.awaits else nullcontext():
+        if not watch.awaits:
+            return schedule(*args, **kwargs)
+        with keeping_requests_out(scheduler):
             return schedule(*args, **kwargs)
 
     update = scheduler.update_from_output

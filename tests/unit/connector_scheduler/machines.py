@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from epochkv_connector.tiers.manager import StepJobs
-from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
+from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, StepMetadata, Tier
 
 SHARDS = 2
 
@@ -114,7 +113,7 @@ class Worker:
     reports: list[tuple[str, bool]] = field(default_factory=list)  # request id, failed
     cancelled: set[int] = field(default_factory=set)
 
-    def receive(self, step: StepJobs, named: Sequence[str]) -> None:
+    def receive(self, step: StepMetadata, named: Sequence[str]) -> None:
         self.todo.extend(("copy", job) for job in step.saves)
         self.todo.extend(("load", job) for job in step.loads)
         self.cancelled.update(step.cancelled)

@@ -14,8 +14,9 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.scheduler.requests import LoadEvent, Requests
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, RequestView, ScheduledRequestView
-from epochkv_connector.tiers.manager import StepJobs, TierManager
+from epochkv_connector.tiers.manager import TierManager
 from epochkv_connector.tiers.state import HostIndex
+from epochkv_connector.wire import StepMetadata
 from tests.unit.connector_scheduler.machines import Pool, Store, Worker, keys_of
 
 HASH_BLOCK = 4
@@ -120,7 +121,7 @@ class World:
         )
         self.tiers.bind_block_pool(self.pool, HASH_BLOCK)  # type: ignore[arg-type]  # a double
 
-    def step(self) -> StepJobs:
+    def step(self) -> StepMetadata:
         """End a step and hand its jobs to the ranks."""
         jobs = self.tiers.end_step()
         self.requests.send(load.request_id for load in jobs.loads if not load.prefetch)
@@ -258,15 +259,16 @@ def scheduled(
 
 def check_index(index: HostIndex) -> None:
     """Every slot has exactly one owner, and the index's maps and counts say so."""
-    held = [slot for slot, refs in enumerate(index._refs) if refs]
-    assert sorted([*index._free, *index._dead, *index._idle, *held]) == list(range(index.num_slots)), "a slot has two owners, or none"
-    assert index.num_available >= 0, "more slots are promised than exist"
+    idle = [slot for slot in (*index._dead, *index._idle) if slot not in index._refs]
+    assert sorted([*index._free, *idle, *index._refs]) == list(range(index.num_slots)), "a slot has two owners, or none"
+    assert min(index._refs.values(), default=1) > 0, "a slot without references is held"
+    assert len(index._free) + len(idle) - index.num_reserved == index.num_available >= 0, "more slots are promised than exist"
     named = {slot: (group, name) for group, names in enumerate(index._maps) for name, slot in names.items()}
     assert named == {slot: name for slot, name in enumerate(index._names) if name is not None}
     for slot in named:
-        kept = index._idle if index._roots[slot] == index._root else index._dead
-        assert index._refs[slot] or slot in kept, f"slot {slot} is found but not kept"
-    assert index.num_held == len(held)
+        kept, other = (index._idle, index._dead) if index._roots[slot] == index._root else (index._dead, index._idle)
+        assert slot not in other, f"slot {slot} is kept with those of other roots, or of this one"
+        assert slot in index._refs or slot in kept, f"slot {slot} is found but not kept"
 
 
 SNAP = snap_of(1)

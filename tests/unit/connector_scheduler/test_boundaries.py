@@ -9,7 +9,8 @@ def test_decoding_requests_are_looked_at_once_a_block() -> None:
     boundaries = Boundaries(1)
     names = [f"r{index}" for index in range(100)]
     known = {name: index for index, name in enumerate(names)}
-    boundaries.start(names)
+    for name in names:
+        boundaries.start(name)
     assert boundaries.due(names) == names
     for name in names:
         boundaries.later(name, SIZE - known[name] % SIZE)
