@@ -11,7 +11,7 @@ Plain values without vLLM, whose import takes seconds: `connector` registers `St
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -150,6 +150,14 @@ class StepMetadata:
     adapters: tuple[tuple[int, int], ...] = ()
     agreed: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
+
+    def __reduce__(self) -> tuple[Callable[[bytes], StepMetadata], tuple[bytes]]:
+        """The scheduler's thread pickles each step for ranks in other processes: by one call for all blocks, not by one for each."""
+        return unpacked, (msgspec.msgpack.encode(self),)
+
+
+def unpacked(step: bytes) -> StepMetadata:
+    return msgspec.msgpack.decode(step, type=StepMetadata)
 
 
 @dataclass

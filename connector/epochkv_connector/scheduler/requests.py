@@ -41,6 +41,8 @@ class LoadState(enum.Enum):
     UNSENT = "unsent"  # a hit of which no rank was told, nor will be; every rank is asked to report it as failed
     FAILED = "failed"  # nothing; the last load failed, and the request was not scheduled since
 
+    __hash__ = object.__hash__  # `Enum` has one in Python, of the name; each step asks for some states
+
 
 class LoadEvent(enum.Enum):
     PASS = "vLLM has allocated blocks, and not for a hit of ours"

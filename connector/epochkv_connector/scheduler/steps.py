@@ -58,7 +58,7 @@ class Boundaries:
             if self._when.get(request_id) == self._step:
                 del self._when[request_id]
                 self._due[request_id] = None
-        return [request_id for request_id in self._due if request_id in scheduled]
+        return [request_id for request_id in self._due if request_id in scheduled] if self._due else []
 
     def later(self, request_id: str, num_tokens: int) -> None:
         """Look again when so many tokens more can be known, counted from those that are known or computed by now (0 or less: next step)."""
@@ -97,9 +97,10 @@ class SaveCandidates:
             saves.forget_request(request_id)
             if (record := self._requests.get(request_id)) is not None:
                 record.num_offered = 0
-        lacked, offered = saves.continuable(scheduled), blocks.offered_states(scheduler_output)
-        with_states = [request_id for request_id in offered if request_id in scheduled]
-        for request_id in dict.fromkeys((*boundaries.due(scheduled), *lacked, *with_states)):
+        due, lacked, offered = boundaries.due(scheduled), saves.continuable(scheduled), blocks.offered_states(scheduler_output)
+        if lacked or offered:
+            due = list(dict.fromkeys((*due, *lacked, *(request_id for request_id in offered if request_id in scheduled))))
+        for request_id in due:
             record = self._requests.get(request_id)
             if record is None:
                 boundaries.forget(request_id)

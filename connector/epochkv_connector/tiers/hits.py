@@ -467,10 +467,9 @@ class HitPlanner:
     def end_step(self) -> None:
         """Age the plans; the next step has its own share of waiting."""
         self._step += 1
-        if len(self.plans):
-            for plan in self.plans.pop_expired(self._step, self._state.clock()):
-                self._count["plans_expired"] += plan.num_held > 0
-                self.release(plan)
+        for plan in self.plans.pop_expired(self._step, self._state.clock()):
+            self._count["plans_expired"] += plan.num_held > 0
+            self.release(plan)
         if self._lookups is not None:
             self._lookups.new_step()
 

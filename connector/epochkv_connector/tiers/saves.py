@@ -182,9 +182,10 @@ class SavePlanner:
             end = tokens // self._state.hash_block_size
             if tokens % spec.block_size or not 0 < end <= len(view.block_hashes) or gpu_block == pool.null_block_id:
                 continue  # a state inside of a block (`prefix_match_unit`) has no name of a whole block
-            if pool.names(gpu_block, group, bytes(view.block_hashes[end - 1])):
-                if (one := self._worth(view, group, tokens // spec.block_size - 1, gpu_block, namespace)) is not None:
-                    by_boundary.setdefault(tokens, {})[group] = one
+            if not pool.names(gpu_block, group, bytes(view.block_hashes[end - 1])):
+                continue
+            if (one := self._worth(view, group, tokens // spec.block_size - 1, gpu_block, namespace)) is not None:
+                by_boundary.setdefault(tokens, {})[group] = one
         for by_group in by_boundary.values():
             wanted = list(by_group.values())
             if self._num_needed(wanted) > self._index.num_available:
@@ -225,6 +226,8 @@ class SaveJobs:
 
     def end_step(self) -> tuple[tuple[SaveJob, ...], tuple[int, ...], tuple[int, ...]]:
         """The step's jobs, and earlier saves that every rank has copied, or some rank has not."""
+        if not (self._jobs or self._agreed or self._refused):
+            return (), (), ()
         step = tuple(self._jobs), tuple(self._agreed), tuple(self._refused)
         self._jobs, self._agreed, self._refused = [], [], []
         return step

@@ -221,7 +221,9 @@ class Jobs:
             return self._loaded(entry, job)
         (start, end), scale = entry.ranges[phase], entry.scale
         complete = end - start == job.num_blocks
-        inside = job.moves if complete else [m for m in job.moves if start <= m.block * scale[m.group] < (m.block + 1) * scale[m.group] <= end]
+        inside: Sequence[BlockMove] = job.moves
+        if not complete:
+            inside = [m for m in inside if start <= m.block * scale[m.group] and (m.block + 1) * scale[m.group] <= end]
         if phase is Phase.STORED:
             return Stored(job, tuple(move for move in inside if move.put), entry.abandoned)
         self.num_gpu_blocks -= entry.num_read
@@ -263,10 +265,7 @@ Key = tuple[int, bytes]
 class HostIndex:
     """Slots, their references and their names. All operations are O(number of slots named in the call).
 
-    A hit is hundreds of slots, so a reference is one number in one dictionary: what is referenced is not taken out of the order of eviction,
-    but passed over there.
-
-        num_available = num_slots - num_held - num_reserved >= 0
+    A hit is hundreds of slots, and a reference one number in one dictionary: a slot stays in the order of eviction, which passes over it.
 
     Args:
         num_slots: those that every rank's host region has.
@@ -289,9 +288,8 @@ class HostIndex:
         self._on_evict = on_evict
         self._maps: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._free = list(range(num_slots - 1, -1, -1))
-        # Slots with names in the order of eviction, all that have no references, and perhaps others:
-        self._idle: OrderedDict[int, None] = OrderedDict()  # of the current root
-        self._dead: OrderedDict[int, None] = OrderedDict()  # of other roots
+        self._idle: OrderedDict[int, None] = OrderedDict()  # slots with names of the current root, to be evicted in this order unless held
+        self._dead: OrderedDict[int, None] = OrderedDict()  # the same of other roots, before them
         self._refs: Counter[int] = Counter()  # of slots that have any
         self._names: list[Key | None] = [None] * num_slots
         self._roots: list[bytes | None] = [None] * num_slots  # the root a name was made with
