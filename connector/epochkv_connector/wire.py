@@ -46,7 +46,7 @@ class Phase(enum.IntEnum):
     RELEASED = 3  # follows a LOADED or STORED that named `busy_slots`: this rank touches them no more
 
 
-class BlockMove(msgspec.Struct, frozen=True, gc=False):
+class BlockMove(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """One block of one KV cache group of one request."""
 
     group: int  # index of the KV cache group

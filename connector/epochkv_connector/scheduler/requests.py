@@ -40,7 +40,6 @@ class LoadState(enum.Enum):
     REPEATED = "repeated"  # its success was hidden from vLLM; every rank is asked to report once more, as failed
     UNSENT = "unsent"  # a hit of which no rank was told, nor will be; every rank is asked to report it as failed
     FAILED = "failed"  # nothing; the last load failed, and the request was not scheduled since
-
     __hash__ = object.__hash__  # `Enum` has one in Python, of the name; each step asks for some states
 
 

@@ -57,6 +57,8 @@ class Span:
 
     def part(self, blocks: range) -> Span | None:
         """These blocks alone; None if they are not all in it."""
+        if blocks.start == self.first and len(blocks) == len(self.slots):
+            return self
         if blocks.start < self.first or blocks.stop > self.first + len(self.slots):
             return None
         inside = slice(blocks.start - self.first, blocks.stop - self.first)
@@ -219,10 +221,8 @@ class PlanTable:
 
     def pop_oldest_holder(self) -> Plan | None:
         """Take out the least recently asked plan that holds anything."""
-        for plan in self._plans.values():
-            if plan.num_held:
-                return self.pop(plan.request_id)
-        return None
+        holder = next((plan for plan in self._plans.values() if plan.num_held), None)
+        return None if holder is None else self.pop(holder.request_id)
 
     def pop_expired(self, step: int, now: float) -> list[Plan]:
         """Take out every plan that nobody asked for lately."""
@@ -491,7 +491,7 @@ class LoadDraft:
 
     request_id: str
     namespace: str | None
-    moves: list[BlockMove]
+    moves: tuple[BlockMove, ...]
     num_fetched: int
     num_reserved: int
     sources: Mapping[Tier, int]
@@ -500,12 +500,10 @@ class LoadDraft:
 
 def _moves(span: Span, gpu_blocks: Sequence[int]) -> Iterable[BlockMove]:
     """One for each of the span's first blocks, into these GPU blocks."""
-    count = len(gpu_blocks)
-    blocks, slots = range(span.first, span.first + count), span.slots[:count]
+    columns = repeat(span.group), itertools.count(span.first), gpu_blocks, span.slots, span.names
     if not span.num_absent:
-        return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names)
-    sources = [Tier.STORE if slot == ABSENT else Tier.HOST for slot in slots]
-    return map(BlockMove, repeat(span.group), blocks, gpu_blocks, slots, span.names, sources)
+        return map(BlockMove, *columns)
+    return map(BlockMove, *columns, [Tier.STORE if slot == ABSENT else Tier.HOST for slot in span.slots])
 
 
 class LoadJobs:
@@ -558,7 +556,7 @@ class LoadJobs:
         vLLM caches every block it allocated here under its name, so every one of them must be filled.
         """
         total = plan.num_local_tokens + num_tokens
-        moves: list[BlockMove] = []
+        moves: tuple[BlockMove, ...] = ()
         dropped: list[int] = []  # slots of the plan that the load does not use
         for span in plan.spans:
             spec = self._state.layout.groups[span.group]
@@ -567,14 +565,17 @@ class LoadJobs:
             has_null = self.null_block in gpu_blocks
             refused = len(gpu_blocks) < end - first or (spec.kind is GroupKind.FULL and has_null)
             if not refused and span.first == first and end - first <= len(span.slots) and not has_null:  # which is the rule
-                moves += _moves(span, gpu_blocks)
+                moves += tuple(_moves(span, gpu_blocks))
                 self._index.read(span.slots[: end - first])
                 dropped += span.slots[end - first :]
-            elif refused or not self._bind_window(span, first, gpu_blocks, moves, dropped):
+            elif refused or (window := self._bind_window(span, first, gpu_blocks, dropped)) is None:
                 return None
+            else:
+                moves += tuple(window)
         num_fetched = sum(move.source is Tier.STORE for move in moves) if plan.num_missing else 0
         num_reserved = min(plan.reserved, num_fetched)
-        self._index.unpin(slot for slot in reversed(dropped) if slot != ABSENT)
+        if dropped:
+            self._index.unpin(slot for slot in reversed(dropped) if slot != ABSENT)
         unused = plan.reserved - num_reserved
         plan.clear()
         plan.reserved = unused
@@ -589,19 +590,20 @@ class LoadJobs:
             blocks[move.source][move.group] += 1
         return tokens_by_tier(self._state.layout, blocks[Tier.HOST], blocks[Tier.STORE], num_tokens)
 
-    def _bind_window(self, span: Span, first: int, gpu_blocks: Sequence[int], moves: list[BlockMove], dropped: list[int]) -> bool:
-        """As `_bind` for one group of which vLLM left blocks out. False: it wants others than were planned."""
+    def _bind_window(self, span: Span, first: int, gpu_blocks: Sequence[int], dropped: list[int]) -> list[BlockMove] | None:
+        """As `_bind` for one group of which vLLM left blocks out. None: it wants others than were planned."""
+        moves: list[BlockMove] = []
         left = dict(enumerate(span.slots, span.first))
         for block, gpu_block in enumerate(gpu_blocks, first):
             if gpu_block == self.null_block:
                 continue  # out of the window
             if block not in left:
-                return False  # a shrunk hit ends with another window
+                return None  # a shrunk hit ends with another window
             slot, name = left.pop(block), span.names[block - span.first]
-            self._index.read((slot,))
             moves.append(BlockMove(span.group, block, gpu_block, slot, name, Tier.STORE if slot == ABSENT else Tier.HOST))
+        self._index.read(move.slot for move in moves)
         dropped += left.values()
-        return True
+        return moves
 
     def sources(self, request_id: str) -> Mapping[Tier, int]:
         """Tokens by tier of the hit accepted in this step (for vLLM's metrics)."""
@@ -609,22 +611,19 @@ class LoadJobs:
         return {} if draft is None else draft.sources
 
     def end_step(self) -> tuple[LoadJob, ...]:
-        if not self._drafts:
-            return ()
-        now = self._state.clock()
-        jobs = tuple(self._open(draft, now) for draft in self._drafts.values())
+        jobs = tuple(map(self._open, self._drafts.values()))
         self._drafts = {}
         return jobs
 
-    def _open(self, draft: LoadDraft, now: float) -> LoadJob:
-        moves = tuple(draft.moves)
+    def _open(self, draft: LoadDraft) -> LoadJob:
+        moves = draft.moves
         if draft.num_fetched:
             slots = self._index.allocate(draft.num_reserved, reserved=True)
             self._index.read(slots)
             fresh = itertools.cycle(slots)
             moves = tuple(m if m.source is Tier.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
         job = LoadJob(next(self._state.ids), draft.request_id, draft.namespace, moves, self._state.config.job_deadline_seconds)
-        self._state.jobs.open_load(job, now, draft.abandoned, reads=draft.num_fetched > 0)
+        self._state.jobs.open_load(job, self._state.clock(), draft.abandoned, reads=draft.num_fetched > 0)
         return job
 
     def abandon(self) -> None:

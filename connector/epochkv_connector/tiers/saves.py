@@ -226,8 +226,6 @@ class SaveJobs:
 
     def end_step(self) -> tuple[tuple[SaveJob, ...], tuple[int, ...], tuple[int, ...]]:
         """The step's jobs, and earlier saves that every rank has copied, or some rank has not."""
-        if not (self._jobs or self._agreed or self._refused):
-            return (), (), ()
         step = tuple(self._jobs), tuple(self._agreed), tuple(self._refused)
         self._jobs, self._agreed, self._refused = [], [], []
         return step

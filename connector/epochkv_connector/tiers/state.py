@@ -240,11 +240,7 @@ class Jobs:
     def _settle(self, entry: _Open) -> list[Outcome]:
         """Release the slots that nobody touches any more; close the job when none is left."""
         job = entry.job
-        if isinstance(job, LoadJob):
-            over = Phase.LOADED in entry.done
-        else:
-            over = Phase.COPIED in entry.done and (job.namespace is None or Phase.STORED in entry.done)
-        if not over:
+        if not entry.done.issuperset((Phase.LOADED,) if isinstance(job, LoadJob) else job.phases):
             return []
         if entry.held is None:
             entry.held = list(dict.fromkeys(map(_SLOT, reversed(job.moves))))  # a load may use a slot for several of its blocks
@@ -264,8 +260,6 @@ Key = tuple[int, bytes]
 
 class HostIndex:
     """Slots, their references and their names. All operations are O(number of slots named in the call).
-
-    A hit is hundreds of slots, and a reference one number in one dictionary: a slot stays in the order of eviction, which passes over it.
 
     Args:
         num_slots: those that every rank's host region has.
@@ -375,9 +369,8 @@ class HostIndex:
 
     def _evict(self) -> int:
         """Make the slot anonymous that has been without references for longest, of those of other roots first."""
-        slot, _ = (self._dead or self._idle).popitem(last=False)
-        while slot in self._refs:  # in the order again when it is released
-            slot, _ = (self._dead or self._idle).popitem(last=False)
+        while (slot := (self._dead or self._idle).popitem(last=False)[0]) in self._refs:
+            pass  # in the order again when it is released
         self._unname(slot)
         self.evictions += 1
         if slot in self._unread:
