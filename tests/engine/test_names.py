@@ -131,6 +131,7 @@ def test_every_token_says_which_weights_made_it(lab: Lab) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_hundred_answers_over_ten_pushes_say_which_weights_made_each_token(lab: Lab) -> None:
     stamped(lab, 200, 10, random.Random(2))
 
