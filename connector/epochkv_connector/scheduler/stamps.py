@@ -62,6 +62,15 @@ class Open:
         self.made = [(min(until, num_tokens), held) for until, held in self.made]
         self.made.append((num_tokens, before))
 
+    def doubt(self, weights: bytes, num_tokens: int) -> None:
+        """The last tokens that count as made with these weights may have been made with others."""
+        starts = [0, *(until for until, _ in self.made)]
+        for index in reversed(range(len(self.made))):
+            until, held = self.made[index]
+            if held.weights == weights and until > starts[index]:
+                self.made[index : index + 1] = [(max(starts[index], until - num_tokens), held), (until, held._replace(weights=None))]
+                return
+
     def segments(self, now: Held) -> Iterator[tuple[int, bytes | None, bytes | None]]:
         """(first token, weights, adapter) as they follow each other."""
         start, last = 0, None
@@ -180,7 +189,7 @@ class Stamps:
             while step is not scheduler_output:
                 step, held = self._steps.popleft()
         wrong = [report for report in reports if report.late or report.mixed or report.replaced]
-        if wrong:
+        if wrong or self._watch().overwritten is not None:
             held = self._doubt(held, wrong)
         if held != self._now:
             self._change(held, 0)
@@ -188,16 +197,22 @@ class Stamps:
     def _doubt(self, held: Held, reports: Iterable[WorkerReport]) -> Held:
         """Ranks had held something else than they said, in this step or in one before. What this step held, as far as known."""
         watch = self._watch()
-        weights = {watch.found(number) for report in reports for number in (*report.late, *report.mixed)}
+        weights = {watch.found(number) for report in reports for number in (*report.late, *report.mixed)} | {watch.overwritten}
         adapters = {adapter: None for report in reports for adapter, _ in report.replaced}
 
         def known(of: Held) -> Held:
             return Held(None if of.weights in weights else of.weights, {**of.adapters, **adapters} if adapters else of.adapters)
 
         self._steps = deque((step, known(of)) for step, of in self._steps)
+        num_doubted = (1 + len(self._steps)) * self._tokens_per_step
+        if watch.overwritten is not None:
+            self._change(self._now, 0)
+            for stamp in self._open.values():
+                stamp.doubt(watch.overwritten, num_doubted)
+            watch.overwritten = None
         doubted = known(held)
         if doubted != held:
-            self._change(doubted, (1 + len(self._steps)) * self._tokens_per_step)
+            self._change(doubted, num_doubted)
         return doubted
 
     def _change(self, held: Held, num_doubted: int) -> None:

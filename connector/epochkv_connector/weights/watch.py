@@ -150,6 +150,7 @@ class Watch:
             let in before.
         number: of the last question that the ranks have answered.
         seconds: what it took.
+        overwritten: what the domain held before a rank was last written to without a call; whoever has taken it in sets it to None.
         counters: `digests`, `changes`, `unknown`, `late` (ranks saw a change after a step), `unseen` (changes found on an idle engine),
             `mixed` (steps that ranks of the domain began with other weights than names say).
     """
@@ -197,6 +198,7 @@ class Watch:
         self._patience = 0.0  # until then nobody is let in; 0.0: nobody waits
         self._silent: tuple[int, ...] = ()  # changes without a call, by rank, and what was named before
         self._last = b""
+        self.overwritten: bytes | None = None
         self.awaits = False
 
     def keep_own(self, why: str, *, asks: bool) -> None:
@@ -442,6 +444,7 @@ class Watch:
             columns = list(zip(*(answer["columns"] for answer in answers), strict=True))  # of the workers of each data-parallel rank
             silent = tuple(int.from_bytes(column[TOLD_BYTES:], "little") for workers in columns for column in workers)
             if silent != self._silent and self._last:
+                self.overwritten = self._last
                 self._names.end(self._last, at_once=False)
             self._silent, self._last = silent, domain_digest([own_digest(workers) for workers in columns], self._rest)
             self._found_out(self._last, "all ranks have begun a step with them")
