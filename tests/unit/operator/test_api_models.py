@@ -1,4 +1,4 @@
-"""The models read what the API server accepts, and refuse what its schema does; the CRDs that are made from them."""
+"""Quantities, and the CRDs that are made from the models. What the models read and refuse is in `operator_plan/test_plan_files.py`."""
 
 import re
 from collections.abc import Iterator
@@ -8,30 +8,11 @@ from typing import Any
 import pytest
 
 from epochkv_fence import quantity
-from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
+from epochkv_operator.api import parse_pool
 from epochkv_operator.api.generate import CRDS, Crd, manifest
 from hack.api_reference import main
-from tests.support.api.cases import Case
-from tests.support.api.corpus import CASES
 
 Json = dict[str, Any]
-
-
-def parse(kind: str, name: str, spec: Json | None) -> KVCachePool | InferenceEngine:
-    obj: Json = {"apiVersion": "epochkv.io/v1alpha1", "kind": kind, "metadata": {"name": name, "namespace": "default"}}
-    obj |= {} if spec is None else {"spec": spec}
-    return parse_pool(obj) if kind == "KVCachePool" else parse_engine(obj)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind[:3]}-{case.id}")
-def test_the_models_read_what_is_accepted_and_nothing_that_the_schema_refuses(case: Case) -> None:
-    """Rules in CEL are the API server's; lists without duplicates are, too."""
-    if case.says is None:
-        assert parse(case.kind, case.name, case.spec).metadata.name == case.name
-    elif case.schema and case.says != ("Duplicate value",):
-        with pytest.raises(InvalidObject, match=f"^{case.kind} default/{case.name}: spec") as refusal:
-            parse(case.kind, case.name, case.spec)
-        assert "hunter2" not in str(refusal.value)
 
 
 def test_a_status_of_a_newer_operator_is_read() -> None:

@@ -137,7 +137,6 @@ def test_every_spelling_that_vllm_takes_is_refused(parser: argparse.ArgumentPars
 
 
 def test_nothing_else_is_refused(parser: argparse.ArgumentParser) -> None:
-    """Every other option of vLLM stays usable."""
     for option in options(parser) - set(FORBIDDEN) - set(OWNED) - set(SECRET):
         for form in (option, f"{option}=x"):
             for pattern in (FORBIDDEN_ARG, OWNED_ARG, SECRET_ARG, BLANK_ARG):

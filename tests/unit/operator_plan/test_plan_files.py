@@ -1,17 +1,20 @@
 """`epochkv plan` without a cluster: what it reads, what it refuses, and how it says so."""
 
+import copy
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from epochkv_operator.preview import CannotPlan, read
+from epochkv_operator.preview import CannotPlan, Outcome, Subject, outcomes, read
 from tests.support.api.cases import Case
 from tests.support.api.corpus import CASES
 from tests.support.cli import inside
+from tests.support.planning import CONTEXT
 
 Json = dict[str, Any]
 
@@ -201,3 +204,63 @@ def test_a_template_that_belongs_to_the_operator_is_an_error(tmp_path: Path, cap
     status, output, _ = inside(capsys, "plan", "-f", str(write(tmp_path / "f.yaml", pool(), wrong)))
     assert status == 1
     assert "! the operator would change nothing: InvalidTemplate: spec.template.spec.containers[engine].image belongs" in output
+
+
+# --------------------------------------------------------------------------- changes, and the pods that they replace
+MOONCAKE: Json = {"distributed": {"mooncake": {"store": {"segmentSize": "256Mi", "replicas": 2}}}}
+
+
+def live(obj: Json) -> Json:
+    return {**obj, "metadata": {**obj["metadata"], "namespace": "rl", "uid": f"uid-{obj['metadata']['name']}"}}
+
+
+def live_pool(**spec: Any) -> Json:
+    return live(pool(**spec))
+
+
+def live_engine(**spec: Any) -> Json:
+    return live(engine(**{"replicas": 4, **spec}))
+
+
+def changed(before: Json | None, after: Json, old_pool: Json | None = None, new_pool: Json | None = None) -> Outcome:
+    pools = [{("rl", "policy"): one} if one is not None else {} for one in (old_pool, new_pool)]
+    context = replace(CONTEXT, served=frozenset({"LeaderWorkerSet"}))
+    [outcome] = outcomes([Subject(before, after, "f.yaml")], pools[0], pools[1], context)
+    return outcome
+
+
+def step(outcome: Outcome, name: str) -> str:
+    (found,) = [detail for detail in outcome.details if detail.split(": ")[0].endswith(name)]
+    return found
+
+
+def test_fewer_replicas_with_a_new_image_replace_those_that_stay() -> None:
+    outcome = changed(live_engine(), live_engine(replicas=3, image="b"), live_pool(), live_pool())
+    said = "what the operator wants has changed: spec.replicas, spec.template.spec.containers[engine].image"
+    assert outcome.details == (f"apply Deployment rl/rollout: {said}; replaces 3 pods, at most 1 at a time",)
+    assert changed(live_engine(replicas=0), live_engine(replicas=0, image="b"), live_pool(), live_pool()).pods == 0
+
+
+def test_a_master_is_replaced_all_at_once() -> None:
+    after = copy.deepcopy(live_pool(**MOONCAKE))
+    after["spec"]["distributed"]["mooncake"]["image"] = "registry.example/mooncake:2"
+    outcome = changed(live_pool(**MOONCAKE), after)
+    assert step(outcome, "Deployment rl/policy-master").endswith("; replaces 1 pod, all at once")
+    assert outcome.pods == 3, "the master and two stores"
+
+
+def test_a_pool_that_gets_an_l2_restarts_its_engines() -> None:
+    old, new = live_pool(local={"capacity": "1Gi"}), live_pool(local={"capacity": "1Gi"}, **MOONCAKE)
+    outcome = changed(live_engine(), live_engine(), old, new)
+    assert outcome.pods == 4
+    assert "connection-hash" in step(outcome, "Deployment rl/rollout")
+    assert step(outcome, "NetworkPolicy rl/rollout").endswith("it does not exist")
+    lost = changed(new, old)
+    assert step(lost, "Deployment rl/policy-master") == "delete Deployment rl/policy-master: the spec has no use for it any more"
+    assert changed(live_engine(), live_engine(), None, live_pool()).pods == 4, "an engine before its new pool"
+
+
+def test_pods_of_groups_are_counted() -> None:
+    spread = live_engine(replicas=2, parallelism={"tensor": 3, "nodes": 3})
+    assert changed(spread, {**spread, "spec": {**spread["spec"], "image": "b"}}, live_pool(), live_pool()).pods == 6
+    assert changed(spread, {**spread, "spec": {**spread["spec"], "replicas": 5}}, live_pool(), live_pool()).pods == 0

@@ -110,20 +110,6 @@ def test_a_namespace_that_is_not_there_is_asked_for_once_in_a_while(monkeypatch:
     assert rig.problem() is None
 
 
-@pytest.mark.parametrize("kind", ["ConfigMap", "Secret"])
-def test_a_stranger_of_that_name_is_neither_written_nor_deleted(kind: str) -> None:
-    rig = Rig("team")
-    rig.keep("team")
-    ((_, namespace, name),) = (key for key in rig.server.objects if key[0] == kind)
-    stranger = {"metadata": {"namespace": namespace, "name": name, "uid": "theirs", "resourceVersion": "1"}}
-    rig = Rig("team")
-    rig.server.objects[kind, namespace, name] = stranger
-    rig.keep("team")
-    assert rig.problem() == ("NameTaken", f"{kind} team/{name} is there and not of this pool: delete it")
-    rig.keep()
-    assert rig.server.objects == {(kind, namespace, name): stranger}
-
-
 def test_a_list_that_nobody_has_looked_at_has_no_result() -> None:
     rig = Rig("team")
     rig.keep("team")

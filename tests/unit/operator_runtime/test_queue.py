@@ -1,7 +1,9 @@
 """The work queue and the store: what must hold for any order of events."""
 
 import asyncio
-from itertools import product
+import contextlib
+from collections import Counter
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -9,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epochkv_operator.api.base import POOL_LABEL
-from epochkv_operator.control.worker import WorkQueue
-from epochkv_operator.kube.client import Conflict, KubeClient
+from epochkv_operator.control.worker import Worker, WorkQueue
+from epochkv_operator.kube.client import Conflict, Invalid, KubeClient, Unavailable
 from epochkv_operator.kube.resources import POOLS, ObjectRef, Resource
-from epochkv_operator.kube.status import StatusWriter
-from epochkv_operator.kube.store import Store, engine_key, engines_of, indexed, only_epochs_differ, slim
+from epochkv_operator.kube.status import ObjectGone, StatusWriter
+from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, indexed, only_epochs_differ, pool_key, slim
 
 
 class Clock:
@@ -250,12 +252,6 @@ def test_managed_fields_are_dropped_but_an_autoscalers_claim_is_remembered() -> 
     assert slim("Deployment", body) == obj("d", "u", 1)
 
 
-def test_of_a_pod_no_spec_is_kept() -> None:
-    body = {**obj("p", "u", 1), "spec": {"containers": []}, "status": {"phase": "Running"}}
-    assert slim("Pod", body) == {**obj("p", "u", 1), "status": {"phase": "Running"}}
-    assert slim("Deployment", body)["spec"] == {"containers": []}
-
-
 @pytest.mark.parametrize(
     ("change", "only_epochs"),
     [
@@ -277,3 +273,96 @@ def test_engines_wait_only_for_what_they_are_not_made_of(change: dict[str, Any],
     }
     after = {**before, **change, "metadata": {**before["metadata"], **change.get("metadata", {})}}
     assert only_epochs_differ(before, after) == only_epochs
+
+
+# ----------------------------------------------------------------------------------------------------------- workers
+HEALTHY, GONE, BROKEN = (pool_key("default", name) for name in ("healthy", "gone", "broken"))
+
+
+async def serve_until_quiet(seen: Counter[Key]) -> None:
+    """One worker over three keys, until the healthy one was rechecked three times."""
+    done = asyncio.Event()
+
+    async def reconcile(key: Key) -> None:
+        seen[key] += 1
+        if seen[HEALTHY] == 4:
+            done.set()
+        if key == GONE:
+            raise ObjectGone(f"{key} is gone")
+        if key == BROKEN and seen[key] < 3:
+            raise Invalid(422, "Invalid", "not yet", "PATCH")
+
+    queue: WorkQueue[Key] = WorkQueue()
+    task = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, {HEALTHY.kind: 0.2}).run())
+    for key in (GONE, BROKEN, HEALTHY):
+        queue.add(key)
+    try:
+        async with asyncio.timeout(20):
+            await done.wait()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        queue.close()
+
+
+def test_healthy_objects_are_rechecked_failed_ones_tried_again_and_gone_ones_forgotten() -> None:
+    """A key that stayed for ever after its object would make the operator slower with every engine that comes and goes."""
+    seen: Counter[Key] = Counter()
+    asyncio.run(serve_until_quiet(seen))
+    assert seen[HEALTHY] == 4
+    assert seen[GONE] == 1
+    assert seen[BROKEN] >= 3
+
+
+async def test_keys_that_need_no_request_leave_others_their_turn() -> None:
+    """A thousand of them in a row: whoever shares the loop is served in between."""
+    served, seen = [], []
+
+    async def reconcile(key: Key) -> None:
+        served.append(key)
+
+    async def other() -> None:
+        while len(served) < 1000:
+            seen.append(len(served))
+            await asyncio.sleep(0)
+
+    queue: WorkQueue[Key] = WorkQueue()
+    worker = Worker(queue, {engine_key("a", "b").kind: reconcile}, {})
+    for number in range(1000):
+        queue.add(engine_key("a", str(number)))
+    workers = [asyncio.create_task(worker.run()) for _ in range(4)]
+    async with asyncio.timeout(20):
+        await other()
+    for task in workers:
+        task.cancel()
+    assert max(after - before for before, after in pairwise(seen)) <= 4
+
+
+def test_when_an_outage_is_over_nobody_waits_out_a_backoff() -> None:
+    """Eight tries are behind the key, so the next one would come after a quarter of a minute."""
+    tries: list[float] = []
+
+    async def reconcile(key: Key) -> None:
+        tries.append(asyncio.get_running_loop().time())
+        if len(tries) <= 8:
+            raise Unavailable(503, "ServiceUnavailable", "not now", "PATCH")
+        done.set()
+
+    async def scenario() -> None:
+        worker = asyncio.create_task(Worker(queue, {HEALTHY.kind: reconcile}, {}).run())
+        queue.add(HEALTHY)
+        async with asyncio.timeout(60):
+            while len(tries) < 8:
+                queue.add(HEALTHY)  # as events of its objects would
+                await asyncio.sleep(0.01)
+            queue.hurry()
+            began = asyncio.get_running_loop().time()
+            await done.wait()
+        worker.cancel()
+        queue.close()
+        assert tries[-1] - began < 10
+
+    queue: WorkQueue[Key] = WorkQueue()
+    done = asyncio.Event()
+    asyncio.run(scenario())

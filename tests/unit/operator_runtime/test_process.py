@@ -1,0 +1,269 @@
+"""The process around the reconcilers: the hub's thread, what kopf is told, listeners, logs, metrics, plans carried out, Events."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client import generate_latest
+
+from epochkv_fence import common
+from epochkv_fence.common import LoopThread
+from epochkv_fence.net import gate, server
+from epochkv_operator.control.driver import kopf_settings
+from epochkv_operator.control.executor import Executor
+from epochkv_operator.control.leader import WriteThroughCache
+from epochkv_operator.control.reporter import Reporter
+from epochkv_operator.control.runtime import Probes
+from epochkv_operator.kube.client import Json, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.resources import POOLS, Resource
+from epochkv_operator.kube.store import Store, indexed
+from epochkv_operator.metrics import HUB_FAULTS, REGISTRY, HubCounts
+from epochkv_operator.planning.context import Observed
+from epochkv_operator.planning.plan import plan_pool
+from epochkv_operator.settings import Settings
+from hack.loopback import free_ports, has_ipv6
+from hack.observe.catalog import catalog
+from tests.support.planning import CONTEXT, pool
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread("test", 5.0)
+    yield thread
+    thread.stop()
+    assert "test" not in {one.name for one in threading.enumerate()}
+
+
+def pool_at(version: int) -> Json:
+    return {"metadata": {"uid": "u", "name": "p", "namespace": "a", "resourceVersion": str(version)}}
+
+
+def test_a_loop_that_stands_still_is_an_error_in_time(thread: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "CALL_SECONDS", 0.1)
+    late: list[str] = []
+    thread.post(time.sleep, 1.0)
+    with pytest.raises(TimeoutError):
+        thread.call(late.append, "done anyway")
+    monkeypatch.undo()
+    assert thread.call(lambda: late) == [], "a call that nobody waits for has not been made"
+
+
+def test_the_hub_knows_its_own_writes_before_the_stores_owner_does() -> None:
+    store, told = Store(indexed), []
+    cache = WriteThroughCache(store, lambda kind, obj: told.append((kind, obj)))
+    store.upsert("KVCachePool", pool_at(3))
+    assert cache.by_uid("KVCachePool", "u") == pool_at(3)
+    cache.upsert("KVCachePool", pool_at(5))
+    assert cache.by_uid("KVCachePool", "u") == pool_at(5)
+    cache.upsert("KVCachePool", pool_at(4))  # an answer that comes late
+    assert cache.by_uid("KVCachePool", "u") == pool_at(5)
+    for kind, obj in told:
+        store.upsert(kind, obj)
+    store.upsert("KVCachePool", pool_at(9))
+    assert cache.by_uid("KVCachePool", "u") == pool_at(9)
+    store.remove("KVCachePool", pool_at(9))
+    assert cache.by_uid("KVCachePool", "u") is None, "kept although the store had caught up"
+
+
+def test_without_leadership_nothing_is_written() -> None:
+    client = KubeClient.__new__(KubeClient)
+    client.deadline_seconds, client.may_not_write = 1.0, lambda: "the Lease was last renewed 11.0 s ago"
+    for verb in ("POST", "PUT", "PATCH", "DELETE"):
+        with pytest.raises(Unavailable, match="last renewed"):
+            asyncio.run(client.request(verb, "/api/v1/namespaces/a/pods"))
+
+
+# -------------------------------------------------------------------------------------------------------------- kopf
+def test_kopf_tries_again_for_as_long_as_it_is_refused() -> None:
+    backoffs = kopf_settings().networking.error_backoffs
+    assert not isinstance(backoffs, float)
+    seconds = list(islice(backoffs, 2000))
+    assert len(seconds) == 2000, "an hour of them is not enough"
+    assert all(0 < value <= 2 for value in seconds)
+    assert list(islice(backoffs, 3)) == [0.2, 0.5, 1.0], "each request begins with the short ones"
+
+
+# --------------------------------------------------------------------------------------------------------- listeners
+async def answers(probes: Probes, binds: tuple[str, str], urls: list[str]) -> list[int]:
+    await probes.serve(*binds)
+    try:
+        async with aiohttp.ClientSession() as session:
+            return [(await session.get(url)).status for url in urls]
+    finally:
+        await probes.close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+def test_probes_and_metrics_are_answered_on_both_families() -> None:
+    first, second = free_ports(2)
+    binds = Settings.probe_bind.replace("8080", str(first)), Settings.metrics_bind.replace("9090", str(second))
+    urls = [f"http://{host}:{where}" for host in ("127.0.0.1", "[::1]") for where in (f"{first}/livez", f"{second}/metrics")]
+    assert asyncio.run(answers(Probes(), binds, urls)) == [200] * 4
+    binds = f"[::1]:{first}", f"[::1]:{second}"
+    assert asyncio.run(answers(Probes(), binds, urls[2:])) == [200] * 2
+
+
+# -------------------------------------------------------------------------------------------------------------- logs
+SCRIPT = """
+import structlog
+from epochkv_operator import logs
+from epochkv_operator.settings import LogFormat
+
+logs.configure(LogFormat("{format}"), "info")
+
+def work():
+    root_secret = "very" + "secret"
+    raise ValueError("broken")
+
+try:
+    work()
+except ValueError:
+    structlog.get_logger("x").exception("operator ends")
+"""
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_a_traceback_shows_no_local_variable(log_format: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("{format}", log_format)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "operator ends" in done.stdout
+    assert "in work" in done.stdout
+    assert "ValueError: broken" in done.stdout
+    assert "verysecret" not in done.stdout + done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------- metrics
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs/reference/metrics.md"
+
+
+def test_every_metric_that_the_documentation_speaks_of_exists() -> None:
+    pattern = r"(?<![\w:])(?:vllm:epochkv|epochkv_(?:operator|hub|pool))_\w*[a-z]\b(?!\*)"
+    known = {name for series, metric in catalog().items() for name in (series, metric.name)}
+    spoken = {(path.name, name) for path in (ROOT / "docs").rglob("*.md") for name in re.findall(pattern, path.read_text())}
+    assert len(spoken) > 60
+    assert {(page, name) for page, name in spoken if name not in known} == set()
+
+
+def sample(outcome: str) -> float | None:
+    return REGISTRY.get_sample_value("epochkv_hub_messages_total", {"outcome": outcome})
+
+
+def test_what_a_hub_counts_only_grows_whatever_hub_comes_after() -> None:
+    before = sample("steps_failed")
+    assert before is not None, "there from the start"
+    counts, counters = HubCounts(), Counter(steps_failed=2, unencodable=1, received=7)
+    counts.take(counters)
+    counters["steps_failed"] += 3
+    counts.take(counters)
+    counts.take(counters)
+    assert sample("steps_failed") == before + 5
+    HubCounts().take(Counter(steps_failed=1))
+    assert sample("steps_failed") == before + 6
+    assert (sample("received") or 0) >= 7
+    assert b'epochkv_hub_messages_total{outcome="unencodable"}' in generate_latest(REGISTRY)
+
+
+def test_every_failure_that_the_hub_counts_is_on_the_page_and_there_from_the_start() -> None:
+    text = "".join(Path(str(module.__file__)).read_text() for module in (gate, server))
+    counted = set(re.findall(r'counters\["(\w+_failed|unencodable)"\]', text))
+    documented = set(re.findall(r"^\| `(\w+_failed|unencodable)` \|", PAGE.read_text(), re.MULTILINE))
+    assert counted == documented == set(HUB_FAULTS)
+    assert all(sample(outcome) is not None for outcome in HUB_FAULTS)
+
+
+# -------------------------------------------------- carrying out a plan, against a client that notes what it is told
+LIVES = {"metadata": {"name": "policy", "namespace": "rl", "uid": pool().metadata.uid}}
+
+
+class Client(KubeClient):
+    """Answers for the pool alone."""
+
+    def __init__(self, owner: Json | None) -> None:
+        self.owner = owner
+        self.applied: list[str] = []
+
+    async def get(self, resource: Resource, *_: Any) -> Json:
+        if resource.kind != "KVCachePool" or self.owner is None:
+            raise NotFound(404, "NotFound", "", "GET")
+        return self.owner
+
+    async def apply(self, resource: Resource, namespace: str, body: Json) -> Json:
+        self.applied.append(body["metadata"]["name"])
+        return {**body, "metadata": {**body["metadata"], "uid": "child", "resourceVersion": "9"}}
+
+
+@pytest.mark.parametrize(
+    ("owner", "applied"),
+    [
+        (LIVES, ["policy-connection"]),
+        ({"metadata": {**LIVES["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}, []),
+        ({"metadata": {**LIVES["metadata"], "uid": "of-the-next-one"}}, []),
+        (None, []),
+    ],
+    ids=["lives", "goes", "namesake", "gone"],
+)
+def test_owner_references_are_given_back_for_an_owner_that_stays(owner: Json | None, applied: list[str]) -> None:
+    """The garbage collector takes them away when a pool is deleted with `--cascade=orphan`, and its events may come first."""
+    wanted = pool("l1")
+    [child] = plan_pool(wanted, Observed(), CONTEXT).apply
+    orphan = {**child, "metadata": {**child["metadata"], "ownerReferences": [], "uid": "child", "resourceVersion": "8"}}
+    client, store = Client(owner), Store(indexed)
+    store.upsert("ConfigMap", orphan)
+    executor = Executor(client, store)
+    done = executor.bring_about("pool", Observed([orphan]), lambda seen: plan_pool(wanted, seen, CONTEXT))
+    assert asyncio.run(done) == (None, None)
+    assert client.applied == applied
+
+
+# -------------------------------------------------------------------- what is said of a status beside its conditions
+A, B = "aa" * 16, "bb" * 16
+
+
+class ApiServer:
+    """One object whose status is written, and the Events about it."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj, self.notes = obj, list[tuple[str, str]]()
+
+    async def update(self, ref: object, decide: Callable[[Any], Any]) -> Any:
+        self.obj["status"] = {**self.obj.get("status", {}), **(decide(self.obj) or {})}
+        return self.obj
+
+    def emit(self, obj: Any, *, warning: bool, reason: str, action: str, note: str) -> None:
+        self.notes.append((reason, note))
+
+
+def test_a_label_that_weights_had_not_is_an_event() -> None:
+    server = ApiServer(
+        {"apiVersion": POOLS.api_version, "kind": POOLS.kind, "metadata": {"namespace": "rl", "name": "policy", "uid": "u-1"}}
+    )
+    reporter = Reporter(server, server)  # type: ignore[arg-type]
+
+    def labelled(held: str, **labels: str) -> list[tuple[str, str]]:
+        """The hub has written these, and the operator reports who holds what."""
+        server.notes.clear()
+        server.obj["status"] = {
+            **server.obj.get("status", {}),
+            "weightsLabels": [{"id": {"a": A, "b": B}[name], "label": label} for name, label in labels.items()],
+        }
+        asyncio.run(reporter.report(server.obj, lambda obj: {**obj["status"], "weights": [{"id": held, "engines": 1}]}))
+        return list(server.notes)
+
+    assert labelled(A, a="step-0") == [], "nobody knows what was before"
+    assert labelled(A, a="step-0") == []
+    assert labelled(A, a="step-1") == [("WeightsRelabelled", "aaaaaaaa (step-1): engines held these weights before, as step-0")]
+    moved = "bbbbbbbb (step-1): until now step-1 was the label of weights aaaaaaaa"
+    assert labelled(B, a="step-1", b="step-1") == [("WeightsRelabelled", moved)]
+    assert labelled(B, a="step-1", b="step-1") == []
