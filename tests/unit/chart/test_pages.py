@@ -1,5 +1,7 @@
-"""What tools that wait for an object make of it: kstatus, Flux with the page's expressions, Argo CD with the page's check."""
+"""YAML of pages of the documentation: what tools that wait for an object make of it (kstatus, Flux, Argo CD), and recipes of serving
+platforms, which put the pool's label on the pods that run vLLM."""
 
+import functools
 import json
 import re
 import subprocess
@@ -13,13 +15,14 @@ from epochkv_operator.api.generate import ENGINE, manifest
 from hack.cluster import binaries
 
 ROOT = Path(__file__).resolve().parents[3]
+LABEL, POOL = "epochkv.io/pool", "policy"
 Json = dict[str, Any]
 
 
-@pytest.fixture(scope="session")
-def page() -> list[Json]:
-    """The manifests of the page."""
-    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/gitops.md").read_text(), re.DOTALL)]
+@functools.cache
+def page(name: str) -> list[Json]:
+    """The manifests of a page."""
+    return [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", (ROOT / f"docs/{name}.md").read_text(), re.DOTALL)]
 
 
 def conditions(generation: int = 3, **given: str) -> Json:
@@ -51,10 +54,8 @@ NEW = manifest(ENGINE)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["prop
     ],
 )
 @pytest.mark.parametrize("kind", ["InferenceEngine", "KVCachePool"])
-def test_what_tools_that_wait_make_of_it(
-    kind: str, status: Json, plain: str, flux: str, argo: str, page: list[Json], tmp_path: Path
-) -> None:
-    kustomization, settings = page[0], page[1]
+def test_what_tools_that_wait_make_of_it(kind: str, status: Json, plain: str, flux: str, argo: str, tmp_path: Path) -> None:
+    kustomization, settings, *_ = page("gitops")
     (expressions,) = (one for one in kustomization["spec"]["healthCheckExprs"] if one["kind"] == kind)
     (tmp_path / "expressions").write_text(json.dumps(expressions))
     (tmp_path / "check").write_text(settings["data"][f"resource.customizations.health.epochkv.io_{kind}"])
@@ -62,3 +63,39 @@ def test_what_tools_that_wait_make_of_it(
     command = [binaries.build(also=["gitops"]).path("gitops"), tmp_path / "expressions", tmp_path / "check"]
     done = subprocess.run(command, input=json.dumps(obj), capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == [plain, flux, argo], done.stderr
+
+
+def test_kustomize_labels_pods_and_no_selector(tmp_path: Path) -> None:
+    """On objects such as llm-d's guides have: the guides themselves are not here."""
+    (overlay,) = (one for one in page("recipes/llm-d") if "resources" in one)
+    container = {"name": "modelserver", "image": "docker.io/vllm/vllm-openai:v0.27.1"}
+    pods = {"metadata": {"labels": {"llm-d.ai/role": "decode"}}, "spec": {"containers": [container]}}
+    selector = {"matchLabels": {"llm-d.ai/role": "decode"}}
+    base = [
+        {"apiVersion": "apps/v1", "kind": "Deployment", "spec": {"selector": selector, "template": pods}},
+        {
+            "apiVersion": "leaderworkerset.x-k8s.io/v1",
+            "kind": "LeaderWorkerSet",
+            "spec": {"leaderWorkerTemplate": {"workerTemplate": pods}},
+        },
+    ]
+    folder = tmp_path / overlay["resources"][0]
+    folder.mkdir(parents=True)
+    (folder / "base.yaml").write_text(yaml.safe_dump_all([{**one, "metadata": {"name": "decode"}} for one in base]))
+    (folder / "kustomization.yaml").write_text("resources: [base.yaml]")
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    command = [str(binaries.build().path("kubectl")), "kustomize", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    one, several = yaml.safe_load_all(done.stdout)
+    assert one["spec"]["selector"] == selector
+    for made in (one["spec"]["template"], several["spec"]["leaderWorkerTemplate"]["workerTemplate"]):
+        assert made["metadata"]["labels"] == {"llm-d.ai/role": "decode", LABEL: POOL}
+        assert made["spec"]["containers"][0]["image"] == "docker.io/vllm/vllm-openai:v0.33.0"
+
+
+def test_labels_of_pods_stand_where_the_platforms_take_them() -> None:
+    (kserve,), (dynamo,) = page("recipes/kserve"), page("recipes/dynamo")
+    assert kserve["spec"]["labels"] == {LABEL: POOL}
+    (worker,) = dynamo["spec"]["components"]
+    assert (dynamo["apiVersion"], worker["type"]) == ("nvidia.com/v1beta1", "worker")
+    assert worker["podTemplate"]["metadata"]["labels"] == {LABEL: POOL}
