@@ -18,6 +18,4 @@ def world(request: pytest.FixtureRequest) -> Iterator[FenceWorld]:
 
 @pytest.fixture
 def hub(world: FenceWorld) -> HubServer:
-    made = world.hub()
-    world.lead(made)
-    return made
+    return world.hub()

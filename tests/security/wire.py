@@ -44,22 +44,19 @@ class RawClient:
 
 
 def raw(endpoint: str, keys: ClientKeys | None) -> closing[RawClient]:
-    """A client that is closed at the end."""
     return closing(RawClient(endpoint, keys))
 
 
 def heartbeat(instance: bytes, seq: int = 0) -> list[bytes]:
-    """The frames of a heartbeat."""
     return encode(Heartbeat(instance, seq, instance_age_seconds=100.0))
 
 
 def pool_instances(world: FenceWorld, hub: HubServer, uid: str = POOL) -> set[bytes]:
-    """The instances that the hub knows."""
     return {view.instance for view in world.thread.call(lambda: hub.snapshot(uid)).engines}
 
 
 class FakeHub:
-    """Has the hub's keys and says what it likes to one agent."""
+    """Has the hub's keys and says what it likes."""
 
     def __init__(self, keys: KeyPair) -> None:
         self.context = zmq.Context()
@@ -71,11 +68,14 @@ class FakeHub:
         self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
         self.peer = b""
 
-    def next(self) -> Heartbeat:
-        """The next heartbeat; `say` answers its sender."""
+    def hear(self) -> Message:
+        """The next message; `say` answers its sender."""
         assert self.socket.poll(10_000)
         self.peer, *frames = self.socket.recv_multipart()
-        message = decode(frames)
+        return decode(frames)
+
+    def next(self) -> Heartbeat:
+        message = self.hear()
         assert isinstance(message, Heartbeat)
         return message
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import pytest
 
-from epochkv_fence.protocol.messages import MAX_EPOCH, MAX_LABELS, Source
+from epochkv_fence.protocol.messages import MAX_LABELS, Source
 from epochkv_fence.protocol.pool import Authority, AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 
 BODY_SECONDS = 120.0
@@ -131,14 +131,6 @@ class AuthorityConformance(abc.ABC):
             await asyncio.gather(*(authority.note_labels(world.uid, labels) for labels in added))
             found = (await authority.load(world.uid)).labels
             assert dict(found) == {weights: label for labels in added for weights, label in labels.items()}
-
-    async def test_the_ends_of_the_range_are_kept_exactly(self) -> None:
-        async with self.fresh() as world:
-            authority, _ = await world.take_over()
-            await authority.record(world.uid, MAX_EPOCH - 1, TRAINER)
-            await authority.record(world.uid, MAX_EPOCH, TRAINER)
-            await authority.publish(world.uid, MAX_EPOCH)
-            assert await authority.load(world.uid) == PoolRecord(MAX_EPOCH, MAX_EPOCH, False, TRAINER)
 
     async def test_late_writes_of_a_deposed_process_lower_nothing(self) -> None:
         async with self.fresh() as world:

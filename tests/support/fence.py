@@ -1,5 +1,7 @@
 """Real parts around the fence for tests: an authority in memory, an engine that records what it was told, a loop in a thread."""
 
+from __future__ import annotations
+
 import asyncio
 import secrets
 import threading
@@ -168,7 +170,9 @@ class FenceWorld:
     def client_keys(self) -> ClientKeys:
         return ClientKeys(self.hub_pair.public, *self.pool_pair)
 
-    def hub(self, bind: str = "tcp://127.0.0.1:0", deadline: float = 1.0, **extra: Any) -> HubServer:
+    def hub(self, bind: str = "tcp://127.0.0.1:0", deadline: float = 1.0, leads: bool = True, **extra: Any) -> HubServer:
+        """Start a hub, which takes the lead."""
+
         async def make() -> HubServer:
             hub = HubServer(bind, self.hub_pair, self.authority, authority_deadline_seconds=deadline, **extra)
             await hub.start()
@@ -177,6 +181,8 @@ class FenceWorld:
 
         hub = self.thread.run(make())
         self.hubs.append(hub)
+        if leads:
+            self.lead(hub)
         return hub
 
     def lead(self, hub: HubServer) -> Term:
@@ -189,7 +195,6 @@ class FenceWorld:
         return self.thread.call(take)
 
     def reconfigure(self, **change: Any) -> PoolConfig:
-        """The pool's configuration with some fields replaced."""
         return replace(self.config, **change)
 
     def second_pool(self, hub: HubServer, **change: Any) -> ClientKeys:
@@ -225,6 +230,31 @@ class FenceWorld:
         self.thread.close()
 
 
+class LeaseWatch:
+    """Looks at agents all the time, in a `with` block; `gaps` counts how often one was seen without an epoch and a live lease."""
+
+    def __init__(self, agents: Iterable[AgentThread]) -> None:
+        self.gaps = self.looks = 0
+        self._agents = list(agents)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.005):
+            for agent in self._agents:
+                view = agent.view
+                self.looks += 1
+                self.gaps += view.epoch is None or time.monotonic() >= view.lease_until
+
+    def __enter__(self) -> LeaseWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(5)
+
+
 Running = tuple[AgentThread, FakeEngine]
 
 
@@ -236,7 +266,6 @@ def push(engines: Iterable[Running], holds: bytes | str) -> None:
 
 
 def engine_with(holds: bytes | str) -> FakeEngine:
-    """One that starts with these weights."""
     engine = FakeEngine()
     engine.holds = holds
     return engine

@@ -31,7 +31,6 @@ CLI = (sys.executable, "-m", "epochkv_fence.cli")
 
 
 def epochkv(*arguments: str, config: Path | None = None, seconds: float = 60.0, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
     variables = {**os.environ, **environ}
     variables.pop("EPOCHKV_CONFIG", None)
     if config is not None:
@@ -59,7 +58,6 @@ class Agents:
     def start(
         self, name: str = "", endpoint: str = "", engine: FakeEngine | None = None, identity: EngineIdentity | None = None
     ) -> tuple[AgentThread, FakeEngine]:
-        """One more; its name is `engine-<number>` unless given."""
         connection = Connection.load(self.folder, {})
         engine = engine or FakeEngine()
         identity = identity or EngineIdentity(name or f"engine-{len(self.all)}", "", 0, "fp")
@@ -114,7 +112,6 @@ class HubWorld:
 
     @property
     def port(self) -> int:
-        """Where its hubs listen, one after the other."""
         return int(self.options.listen.rpartition(":")[2])
 
     def stop_hub(self) -> None:
@@ -127,7 +124,6 @@ class HubWorld:
         return self.thread.call(self.hub.snapshot)
 
     def ask(self, epoch: int) -> None:
-        """As the pool's owner does."""
         hub = self.hub
         assert hub is not None
         self.thread.call(lambda: hub.server.request(hub.uid, epoch))
@@ -187,7 +183,6 @@ class HubProcess:
         os.kill(self.child.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, and wait for the end."""
         self.child.kill()
         self.child.wait(30)
 
@@ -210,51 +205,47 @@ class HubProcess:
 
 
 class Switch:
-    """A TCP address in front of hubs: forwards to one of them, and can be cut or turned to another, as a Service is."""
+    """A TCP address in front of hubs: forwards new connections to the port that `upstream` is or gives (None: nowhere)."""
 
-    def __init__(self, upstream: int) -> None:
-        self.upstream: int | None = upstream
+    def __init__(self, upstream: int | Callable[[], int | None] | None) -> None:
+        self.upstream = upstream
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
+        self.endpoint = f"tcp://127.0.0.1:{self.port}"
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    @property
-    def endpoint(self) -> str:
-        return f"tcp://127.0.0.1:{self.port}"
+    def __enter__(self) -> Switch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _hang_up(self._listener)
+        self.turn(None)
 
     def turn(self, upstream: int | None) -> None:
-        """New connections go there (None: nowhere); those there are break."""
-        with self._lock:
-            self.upstream = upstream
-            pairs, self._pairs = self._pairs, []
+        """New connections go there; those there are break."""
+        self.upstream = upstream
+        pairs, self._pairs = self._pairs, []
         for pair in pairs:
             for sock in pair:
                 _hang_up(sock)
 
-    def close(self) -> None:
-        self._listener.close()
-        self.turn(None)
-
     def _accept(self) -> None:
-        while True:
-            try:
+        with suppress(OSError):
+            while True:
                 client, _ = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                port = self.upstream
-            try:
-                if port is None:
-                    raise OSError("cut")
-                server = socket.create_connection(("127.0.0.1", port), 2.0)
-            except OSError:
-                client.close()
-                continue
-            with self._lock:
-                self._pairs.append((client, server))
-            threading.Thread(target=_forward, args=(client, server), daemon=True).start()
+                threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        upstream = self.upstream
+        port = upstream() if callable(upstream) else upstream
+        try:
+            server = socket.create_connection(("127.0.0.1", port or 1), 2.0)
+        except OSError:
+            client.close()
+            return
+        self._pairs.append((client, server))
+        _forward(client, server)
 
 
 def _forward(one: socket.socket, other: socket.socket) -> None:
@@ -305,5 +296,4 @@ def together(works: list[Callable[[], Any]], seconds: float = 120.0) -> list[Any
 
 
 def hub_world(state: Path, **options: Any) -> closing[HubWorld]:
-    """A world that is taken down."""
     return closing(HubWorld(state, **options))

@@ -95,14 +95,12 @@ class Driver:
 
 
 def leading(**keys: Any) -> Driver:
-    """A hub that leads from now on."""
     hub = Driver(**keys)
     hub.lead(granting=True)
     return hub
 
 
 def waited(**keys: Any) -> Driver:
-    """A hub that is past its own leadership wait."""
     hub = leading(**keys)
     hub.now += HOLD
     return hub
@@ -114,9 +112,9 @@ def alive(hub: Driver, epoch: int = 1) -> None:
         hub.beat(number, epoch=epoch)
 
 
-def led(epoch: int = 0) -> Driver:
+def led(epoch: int = 0, **keys: Any) -> Driver:
     """A hub long past its own leadership wait, with instances 1 and 2 at `epoch`."""
-    hub = Driver()
+    hub = Driver(**keys)
     hub.lead(target=epoch, published=epoch, granting=True)
     hub.now += HOLD
     for number in (1, 2):

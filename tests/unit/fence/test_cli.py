@@ -1,16 +1,20 @@
 """The command `epochkv` as people and scripts use it: real processes, their exit statuses, what they print and leave behind."""
 
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from epochkv_fence.client import Pool
+from epochkv_fence.cli.render import Output, show_engines, show_status, show_weights, shown_weights
+from epochkv_fence.client import Engine, Pool, PoolStatus, UnknownWeights, WeightsGroup, WeightsReport
 from hack.loopback import free_port
 from hack.waiting import eventually
 from tests.support.cli import inside
@@ -220,3 +224,108 @@ def test_a_key_of_another_pool_is_a_mistake_of_the_configuration(
         assert errors.count("\n") == 1
     assert not (tmp_path / "x").exists()
     assert world.snapshot().target == 0
+
+
+# ---------------------------------------------------------------------------------- commands that other packages add
+GREET = '''
+import typer
+app = typer.Typer()
+
+@app.command()
+def greet(name: str) -> None:
+    """Greet somebody."""
+    if name == "nobody":
+        import no_such_library
+    print(f"hello {name}")
+    raise typer.Exit(2 if name == "two" else 0)
+'''
+
+
+@pytest.fixture
+def greeting(tmp_path: Path) -> Path:
+    """A folder with an installed package that adds `greet`, `broken` (its module is not there) and a `reset` of its own."""
+    (tmp_path / "greeting.py").write_text(GREET)
+    info = tmp_path / "greeting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
+    entries = ("greet = greeting:app [polite]", "broken = left_out.of_this_image:app", "reset = greeting:app")
+    (info / "entry_points.txt").write_text("[epochkv.commands]\n" + "\n".join(entries) + "\n")
+    return tmp_path
+
+
+def test_an_added_command_is_listed_explained_and_run_and_replaces_none_of_ours(greeting: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return epochkv(*arguments, PYTHONPATH=os.pathsep.join([str(greeting), os.environ.get("PYTHONPATH", "")]))
+
+    listed = run("--help").stdout
+    assert ("Greet somebody." in listed, "broken" in listed) == (True, False)
+    assert "Greet somebody." in run("greet", "--help").stdout
+    assert run("greet", "you").stdout == "hello you\n"
+    assert run("greet", "two").returncode == 2
+    missing = run("greet", "nobody")
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert missing.stderr == "epochkv: no_such_library is not installed, and `epochkv greet` needs it; install epochkv[polite]\n"
+    broken = run("broken")
+    assert (broken.returncode, "No such command" in broken.stderr) == (2, True)
+    assert "Make all KV of the pool unreachable" in run("reset", "--help").stdout
+
+
+# ---------------------------------------------------------------------------------------------------- what it prints
+# ------------------------------------------------------------------------------------------------------------------ status
+def status(**changes: object) -> PoolStatus:
+    return replace(PoolStatus("policy", "u-1", 3, 3, "Trainer", 30.0, ()), **changes)  # type: ignore[arg-type]
+
+
+ENGINE = Engine("e1" * 16, "a", "a", "", 0, 3, "sharing", 0, 9.0, 0.0, "fp", "0a" * 16, "", 7.0)
+
+
+def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    other, sleeper = replace(ENGINE, name="b", weights="3f" * 16), replace(ENGINE, name="c", state="unknown", weights="", weights_note="?")
+    show_status(status(engines=(ENGINE, replace(ENGINE, name="d"), other, sleeper), labels={"3f" * 16: "step-42"}), Output.TABLE)
+    text = capsys.readouterr().out
+    assert re.search(r"^weights +0a0a0a0a 2 engines; 3f3f3f3f \(step-42\) 1 engine; unknown 1 engine *$", text, re.M)
+    assert re.search(r"^engines +4: 3 in use, 0 isolated, 1 of unknown weights, 0 behind *$", text, re.M)
+    assert "hub  " not in text
+    alone = replace(ENGINE, state="isolated")
+    show_status(status(engines=(alone,), settling_seconds=12.3), Output.TABLE)
+    text = capsys.readouterr().out
+    assert re.search(r"^engines +1: 0 in use, 1 isolated, 0 of unknown weights, 0 behind *$", text, re.M)
+    assert re.search(r"^isolated +a: its names of this epoch are given up; it has asked for the next epoch *$", text, re.M)
+    assert re.search(r"^hub +became leader just now; the list of engines is complete in 12 s *$", text, re.M)
+
+
+def test_engines_that_lack_tiers_are_named_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    limited = replace(ENGINE, name="b", tiers_off="SavesOnly", tiers_note="loads are off: because")
+    show_status(status(engines=(ENGINE, limited)), Output.TABLE)
+    assert re.search(r"^tiers +b: loads are off: because *$", capsys.readouterr().out, re.M)
+    show_status(status(engines=(ENGINE,)), Output.TABLE)
+    assert "tiers" not in capsys.readouterr().out
+
+    def note(engine: Engine) -> str:
+        show_engines(status(engines=(engine,)), Output.TABLE)
+        rows = capsys.readouterr().out.splitlines()[1:]
+        return " ".join(row[rows[0].index("e1e1e1e1") + 8 :].strip() for row in rows).strip()
+
+    assert note(limited) == "loads are off: because"
+    unknown = replace(limited, weights="", state="unknown", weights_note="asleep")
+    assert note(unknown) == "asleep; loads are off: because"
+    assert note(replace(unknown, tiers_note="the engine serves without caches: asleep")) == "the engine serves without caches: asleep"
+    assert note(replace(limited, tiers_note="", tiers_off="Later")) == "Later"
+    show_engines(status(engines=(limited,)), Output.JSON)
+    assert json.loads(capsys.readouterr().out)[0]["tiers_note"] == "loads are off: because"
+
+
+def test_weights_of_two_fingerprints_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    narrow, wide = WeightsGroup("0a" * 16, "", ("a", "b"), 192.0, "1111111122"), WeightsGroup("3f" * 16, "step-42", ("c",), 4.0, "2222")
+    report = WeightsReport((narrow, wide), (UnknownWeights("d", ""),))
+    show_weights(report, Output.TABLE)
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["WEIGHTS", "LABEL", "ENGINES", "SINCE", "FINGERPRINT", "NAMES"],
+        ["0a0a0a0a", "-", "2", "3m12s", "11111111", "a,", "b"],
+        ["3f3f3f3f", "step-42", "1", "4s", "2222", "c"],
+        ["unknown", "-", "1", "-", "-", "d"],
+    ]
+    assert shown_weights(report) == "all 2 engines hold 0a0a0a0a\nthe only engine holds 3f3f3f3f (step-42)"
+    assert (report.equal, replace(report, unknown=()).equal) == (False, True)
+    show_weights(WeightsReport((wide,)), Output.TABLE)
+    assert "FINGERPRINT" not in capsys.readouterr().out

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from epochkv_fence.client import Pool
-from epochkv_fence.connection import ConfigurationError, Connection
+from epochkv_fence.connection import ConfigurationError
 from epochkv_fence.net.keys import generate_keypair
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.loopback import free_port, has_ipv6
@@ -292,18 +292,3 @@ def test_a_hub_whose_name_has_an_ipv6_address_alone(tmp_path: Path) -> None:
         said = subprocess.run(["unshare", "--mount", "sh", "-c", line], capture_output=True, text=True, timeout=60, check=False)
         assert "policy" in said.stdout, said
         loop.run(hub.stop())
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
-def test_ipv6_from_the_engine_to_the_metrics(tmp_path: Path) -> None:
-    with closing(LoopThread()) as loop:
-        hub = StandaloneHub(HubOptions("policy", "tcp://[::1]:0", tmp_path / "state", metrics="[::1]:0"))
-        loop.run(hub.start())
-        with Agents(hub.connection_file.parent) as agents:
-            assert Connection.load(hub.connection_file, {}).hub.endpoint.startswith("tcp://[::1]:")
-            agent, _ = agents.start()
-            eventually(lambda: using(agent, 0))
-            assert epochkv("reset", config=hub.connection_file).returncode == 0
-            got = subprocess.run(["curl", "-sg", f"http://[::1]:{hub.metrics_port}/healthz"], capture_output=True, text=True, check=True)
-            assert got.stdout == "ok\n"
-            loop.run(hub.stop())

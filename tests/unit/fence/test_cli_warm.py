@@ -88,22 +88,18 @@ def test_an_engine_in_this_process() -> None:
     assert llm.asked == ["a", "a", {"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [1, 2, 3]}]
 
 
-def test_an_engine_that_never_gets_there(engine: tuple[type[Engine], str]) -> None:
-    engine[0].storable = 1 << 20
-    with pytest.raises(WarmFailed, match="tokens of a prompt, and the time is over"):
+@pytest.mark.parametrize(
+    ("attribute", "value", "says"),
+    [
+        ("storable", 1 << 20, "tokens of a prompt, and the time is over"),
+        ("storable", 0, "it has no L2"),
+        ("has_connector", False, "without the connector"),
+    ],
+)
+def test_an_engine_that_never_gets_there(engine: tuple[type[Engine], str], attribute: str, value: Any, says: str) -> None:
+    setattr(engine[0], attribute, value)
+    with pytest.raises(WarmFailed, match=says):
         warm(["a"], engine[1], timeout_s=0.5)
-
-
-def test_an_engine_without_l2(engine: tuple[type[Engine], str]) -> None:
-    engine[0].storable = 0
-    with pytest.raises(WarmFailed, match="it has no L2"):
-        warm(["a"], engine[1])
-
-
-def test_an_engine_without_us(engine: tuple[type[Engine], str]) -> None:
-    engine[0].has_connector = False
-    with pytest.raises(WarmFailed, match="without the connector"):
-        warm(["a"], engine[1])
 
 
 def test_nobody_is_there() -> None:

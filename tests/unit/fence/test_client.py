@@ -1,16 +1,51 @@
-"""The trainer's client against real hubs and agents: what a reset means, and that no fault makes it mean less."""
+"""The client of trainers against real hubs and agents: what a reset means, and that no fault makes it mean less; what it refuses, and
+what it reads of stamps."""
 
+import asyncio
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from epochkv_fence.client import ArgumentError, Pool, PoolClosed, ResetTimeout
+from epochkv_fence.client import (
+    ArgumentError,
+    AsyncPool,
+    HubUnreachable,
+    KeyRefused,
+    Made,
+    Pool,
+    PoolClosed,
+    ResetNotRecorded,
+    ResetTimeout,
+    Stamp,
+    stamps,
+)
+from epochkv_fence.connection import CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV, HUB_PUBLIC_ENV, Connection
+from epochkv_fence.net.keys import ClientKeys, generate_keypair
+from epochkv_fence.protocol.messages import (
+    Bump,
+    BumpStatus,
+    EngineStatus,
+    Error,
+    Grant,
+    Heartbeat,
+    Label,
+    Labelled,
+    Refusal,
+    Status,
+    encode,
+)
 from hack.waiting import eventually
+from tests.security.wire import FakeHub
 from tests.support.cli import inside
-from tests.support.hub import HubWorld, hub_world, together, using
+from tests.support.fence import NEW, OTHER, POOL, FenceWorld
+from tests.support.hub import HubProcess, HubWorld, Switch, hub_world, together, using
 
 
 def client_threads() -> list[threading.Thread]:
@@ -47,16 +82,23 @@ def test_the_next_epoch_and_a_named_one(world: HubWorld) -> None:
     assert pool.reset().epoch == 11
 
 
-def test_without_waiting_it_returns_when_it_is_recorded(world: HubWorld) -> None:
-    ((_, engine),) = world.serving(1)
-    engine.is_busy = True
-    pool = world.connect()
-    reset = pool.reset(wait=False)
-    assert (reset.epoch, reset.published, reset.laggards) == (1, False, ("engine-0",))
-    assert world.snapshot().target == 1
-    engine.is_busy = False
-    done = pool.wait(1, timeout_s=20)
-    assert (done.epoch, done.published, done.laggards) == (1, True, ())
+def test_who_fell_silent_is_named_although_the_hub_lists_it_no_more(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=4.0) as world, Switch(world.port) as switch:
+        agents = [world.agents.start("here")[0], world.agents.start("cut-off", endpoint=switch.endpoint)[0]]
+        eventually(lambda: all(using(agent, 0) for agent in agents))
+        switch.turn(None)
+        pool = world.connect()
+        reset = pool.reset(wait=False)
+        assert (reset.epoch, reset.published) == (1, False)
+        assert world.snapshot().target == 1, "it has returned when the epoch was recorded"
+        done = pool.wait(1, timeout_s=30)
+        assert [view.engine for view in world.snapshot().engines if view.alive] == ["here"]
+        assert (done.epoch, done.published, done.laggards, done.noop) == (1, True, ("cut-off",), False)
+        again = pool.wait(1, timeout_s=30)
+        assert (again.published, again.laggards, again.noop) == (True, (), True)
+        with pytest.raises(ResetTimeout, match="nobody has asked for it") as caught:
+            pool.wait(7, timeout_s=1.0)
+        assert (caught.value.reset.engines, caught.value.reset.published, caught.value.reset.laggards) == (1, False, ())
 
 
 def test_an_engine_that_never_acknowledges_is_named_and_fenced_by_its_lease(tmp_path: Path) -> None:
@@ -89,16 +131,6 @@ def test_resets_of_many_threads_are_all_newer_than_their_calls(world: HubWorld) 
     assert all(together([lambda number=number: above(pools[number % 3]) for number in range(9)]))
     snapshot = world.snapshot()
     assert 1 <= snapshot.target == snapshot.published <= 9
-
-
-def test_an_epoch_that_the_owner_took_first_is_exceeded(world: HubWorld) -> None:
-    ((_, engine),) = world.serving(1)
-    pool = world.connect()
-    engine.is_busy = True
-    world.ask(1)
-    eventually(lambda: world.snapshot().target == 1)
-    engine.is_busy = False
-    assert pool.reset().epoch == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- processes
@@ -171,3 +203,319 @@ def test_an_epoch_that_can_only_be_a_slip_is_refused_unless_forced(world: HubWor
     assert pool.reset(epoch=5).noop  # below the target, however far
     assert inside(capsys, "reset", *config, "--epoch", "4000000", "--force")[0] == 0
     assert pool.reset(epoch=9_000_000, force=True).epoch == 9_000_000
+
+
+# --------------------------------------------------------------------------------------------------------------- outages
+def test_a_key_that_is_refused_and_a_hub_that_is_another(world: HubWorld, tmp_path: Path) -> None:
+    with hub_world(tmp_path / "other") as other:
+        mixed = tmp_path / "mixed"
+
+        def take(**files: Path) -> Path:
+            mixed.mkdir(exist_ok=True)
+            for name in ("connection.json", "hub.pub", "client.pub", "client.key"):
+                folder = files.get(name.split(".")[0], world.folder)
+                (mixed / name).write_bytes((folder / name).read_bytes())
+            return mixed
+
+        started, before = time.monotonic(), len(client_threads())
+        with pytest.raises(
+            KeyRefused, match=r"it refuses our key, which is of no pool that this hub serves, or was retired: take the files of"
+        ):
+            Pool.connect(take(client=other.folder), timeout_s=60)
+        assert time.monotonic() - started < 30  # a wrong key is not waited for
+        with pytest.raises(KeyRefused, match=r"hub\.pub is not the key of that hub, what listens there is no hub, or it hangs$"):
+            Pool.connect(take(hub=other.folder), timeout_s=60)
+        eventually(lambda: len(client_threads()) == before, "their threads end")
+
+
+def test_without_a_hub_a_reset_raises_whatever_on_failure_says_and_works_when_it_is_back(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state", lease_seconds=2.0) as world:
+        ((agent, _),) = world.serving(1)
+        pool = world.connect()
+        world.stop_hub()
+        for epoch in (None, 7):
+            with pytest.raises(ResetNotRecorded, match="engines go on with the KV they have: ask again") as caught:
+                pool.reset(epoch, timeout_s=0.5, on_failure="bypass")
+            assert caught.value.epoch == epoch
+        with pytest.raises(HubUnreachable):
+            pool.status(timeout_s=0.3)
+        world.start_hub()
+        reset = pool.reset(timeout_s=60)
+        assert (reset.epoch, reset.published) == (1, True)
+        eventually(lambda: agent.view.epoch == 1)
+
+
+def test_kill_9_of_the_hub_again_and_again_costs_time_and_no_epoch(tmp_path: Path) -> None:
+    process = HubProcess(tmp_path / "state", "--lease-seconds", "1").start()
+    done, stop, failures = [], threading.Event(), []
+    with Pool.connect(process.folder) as pool:
+
+        def train() -> None:
+            while not stop.is_set():
+                try:
+                    done.append(pool.reset(timeout_s=60))
+                except BaseException as error:
+                    failures.append(error)
+                    return
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        try:
+            for kill in range(4):
+                seen = len(done)
+                eventually(lambda seen=seen: len(done) >= seen + 3 or failures, "resets go on", 60)  # type: ignore[misc]
+                time.sleep(0.003 * kill)
+                process.kill()
+                process.start()
+            seen = len(done)
+            eventually(lambda: len(done) >= seen + 2 or failures, "resets go on after the last kill", 60)
+        finally:
+            stop.set()
+            thread.join(90)
+        assert failures == []
+        assert all(reset.published for reset in done)
+        epochs = [reset.epoch for reset in done]
+        assert epochs == sorted(set(epochs))  # each one's own, never an older one
+        assert pool.status().published == epochs[-1]
+    assert process.end() == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- arguments
+EPOCHS = "give an integer from 0 to 9007199254740991"
+WEIGHTS = ("wait_weights", "weight_update")
+
+
+@pytest.mark.parametrize(
+    ("calls", "keys", "text"),
+    [
+        (("reset",), {"epoch": -1}, f"epoch is -1; {EPOCHS}, or None for the next one"),
+        (("reset",), {"on_failure": "stop"}, "on_failure is 'stop'; use 'bypass' or 'crash'"),
+        (WEIGHTS, {"engines": "engine-0"}, "engines is 'engine-0'; give names of engines, or None for all"),
+        (WEIGHTS, {"engines": []}, "engines is []; give names"),
+        (("wait_weights",), {"other_than": ["0A" * 16]}, f"other_than is ['{'0A' * 16}']; give digests of 32 hex digits"),
+        (WEIGHTS, {"label": "x" * 254}, "label is "),
+        (WEIGHTS, {"label": "step-\udcff"}, "label is 'step-\\udcff'; give one printable line"),
+        (WEIGHTS, {"label": "step-42\n"}, "label is 'step-42\\n'; give one printable line of 1 to 253 characters, such as step-42"),
+        (("status", *WEIGHTS), {"timeout_s": "5"}, "timeout_s is '5'; give seconds"),
+        (("status", *WEIGHTS), {"timeout_s": -1}, "timeout_s is -1; give seconds"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(world: HubWorld, calls: tuple[str, ...], keys: dict[str, object], text: str) -> None:
+    async def awaited(call: str) -> None:
+        async with await AsyncPool.connect(world.folder) as pool:
+            made = getattr(pool, call)(**keys)
+            await (made.__aenter__() if hasattr(made, "__aenter__") else made)
+
+    def called(call: str) -> None:
+        with Pool.connect(world.folder) as pool:
+            getattr(pool, call)(**keys).__enter__()
+
+    for call in calls:
+        with pytest.raises(ArgumentError) as caught:
+            called(call)
+        with pytest.raises(ArgumentError) as caught_too:
+            asyncio.run(awaited(call))
+        for error in (caught.value, caught_too.value):
+            assert error.parameter in keys
+            assert str(error).startswith(text)
+    assert world.snapshot().target == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- stamps
+FIRST, SECOND = "b253cb79" + "0" * 24, "3f2a9c1e" + "1" * 24
+TOKENS = [{"from_token": 0, "weights": FIRST, "label": "step-41"}, {"from_token": 37, "weights": SECOND}]
+SAID = {"tokens": TOKENS, "epoch": 7, "cached_tokens": {"gpu": 0, "l1": 128, "l2": 0}}
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        {"choices": [{}], "kv_transfer_params": {"epochkv": SAID}},
+        SimpleNamespace(outputs=[1], kv_transfer_params={"epochkv": SAID, "other": 1}),
+        {"choices": [{}, {}], "kv_transfer_params": {"epochkv": {"samples": [SAID]}}},
+    ],
+)
+def test_an_answer_as_json_and_as_an_object(response: Any) -> None:
+    (stamp,) = stamps(response)
+    assert stamp == Stamp((Made(0, FIRST, "step-41"), Made(37, SECOND)), 7, {"gpu": 0, "l1": 128, "l2": 0})
+    assert [stamp.of(token).weights for token in (0, 36, 37, 500)] == [FIRST, FIRST, SECOND, SECOND]
+    assert stamp.weights == ""
+    assert not stamp.is_of("step-41")
+
+
+def test_an_answer_of_one_policy_and_one_of_unknown_weights() -> None:
+    (stamp,) = stamps({"kv_transfer_params": {"epochkv": {"tokens": TOKENS[:1]}}})
+    assert stamp is not None
+    assert stamp.weights == FIRST
+    assert all(stamp.is_of(name) for name in ("step-41", FIRST, FIRST[:8]))
+    assert not any(stamp.is_of(name) for name in (FIRST[:7], SECOND, "step-4", ""))
+    (stamp,) = stamps({"kv_transfer_params": {"epochkv": {"tokens": [{"from_token": 0, "weights": "unknown"}]}}})
+    assert stamp is not None
+    assert (stamp.weights, stamp.is_of("unknown")) == ("", False)
+    for token in (-1, 0):
+        with pytest.raises(IndexError):
+            Stamp(()).of(token)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"epochkv": None}, {"epochkv": {"samples": [None, {}]}}, {"do_remote_decode": True}])
+def test_no_stamp(params: Any) -> None:
+    assert stamps({"choices": [{}, {}], "kv_transfer_params": params}) == [None, None]
+
+
+# ------------------------------------------- what answers and is no hub of ours, a hub that was deposed in its sleep
+Question = Status | Bump | Label
+Report = Callable[[list[bytes]], object]
+
+
+def connection(endpoint: str, uid: str, keys: ClientKeys) -> Connection:
+    variables = {HUB_PUBLIC_ENV: keys.hub_public, CLIENT_PUBLIC_ENV: keys.public, CLIENT_SECRET_ENV: keys.secret}
+    return Connection.load({"pool": {"name": "p", "uid": uid}, "hub": {"endpoint": endpoint}}, variables)
+
+
+@contextmanager
+def false_hub(answer: Callable[[Question, Report], None]) -> Iterator[Connection]:
+    """A hub that any key may reach; `answer` gets each question and a way to send frames back."""
+    hub, client = generate_keypair(), generate_keypair()
+    stopping = threading.Event()
+    with closing(FakeHub(hub)) as fake:
+
+        def serve() -> None:
+            while not stopping.is_set():
+                if fake.socket.poll(50):
+                    message = fake.hear()
+                    assert isinstance(message, Question)
+                    answer(message, fake.say)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield connection(fake.endpoint, "u", ClientKeys(hub.public, *client))
+        finally:
+            stopping.set()
+            thread.join(10)
+
+
+def honest(message: Question, say: Report) -> None:
+    """What a hub says that publishes at once, of a pool with one engine."""
+    match message:
+        case Status(request, after=after):
+            engines = [EngineStatus(b"e" * 16, 0, engine="a", weights=NEW)] if after is None else []
+            say(encode(Status(request, total=1, engines=engines, lease_seconds=30.0, pool="u", after=after)))
+        case Bump(request, epoch):
+            say(encode(BumpStatus(request, epoch, epoch, epoch)))
+        case Label(request, weights, label):
+            say(encode(Labelled(request, weights, label)))
+
+
+GARBAGE: list[list[bytes]] = [
+    [b""],
+    [b"\x02"],
+    [b"\x02", b""],
+    [b"\x02", b"\xff" * 1000],
+    [b"\x01", b"\x80"],
+    [b"\x02", b"\x81\xa4type\xa5Other"],
+    [b"\x02", b"\x81\xa4type\xaaBumpStatus"],
+    [b"\x02", b"x" * 70_000],
+    [b"a", b"b", b"c"],
+    encode(Grant(b"b" * 16, 1, 5, 30.0)),
+    encode(Heartbeat(b"b" * 16, 1)),
+    encode(Error(Refusal.LIMIT, "slow down")),
+    encode(Status(424242, 99, 99, lease_seconds=30.0)),
+    encode(BumpStatus(424242, 1, 99, 99)),
+    encode(Labelled(424242, NEW, "step-1")),
+]
+
+
+def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() -> None:
+    def answer(message: Question, say: Report) -> None:
+        for frames in GARBAGE:
+            say(frames)
+        request = message.request  # of the wrong kind, about another epoch, page, weights or label, and no hub's answer at all
+        if not isinstance(message, Status):
+            say(encode(Status(request, 99, 99, lease_seconds=30.0)))
+        if not isinstance(message, Bump):
+            say(encode(BumpStatus(request, 1, 99, 99)))
+        if not isinstance(message, Label):
+            say(encode(Labelled(request, NEW, "step-1")))
+        say(encode(BumpStatus(request, 8, 99, 99)))
+        say(encode(Status(request, 99, 99, lease_seconds=30.0, after=b"z" * 16)))
+        say(encode(Status(request, 99, 99)))
+        say(encode(Labelled(request, OTHER, "step-1")))
+        say(encode(Labelled(request, NEW, "step-2")))
+        for _ in range(3):
+            honest(message, say)
+
+    with false_hub(answer) as way, Pool.connect(way, 20) as pool:
+        reset = pool.reset()
+        assert (reset.epoch, reset.published) == (1, True)
+        assert [(group.id, group.label) for group in pool.wait_weights(label="step-1").groups] == [(NEW.hex(), "step-1")]
+        counters = pool._session.counters
+        assert counters["wire_errors"] >= 8
+        assert counters["late"] >= 1
+        assert counters["unexpected"] >= 2
+
+
+def test_a_hub_that_falls_silent_after_the_first_answer() -> None:
+    asked: list[Bump] = []
+
+    def answer(message: Question, say: Report) -> None:
+        if isinstance(message, Bump):
+            asked.append(message)
+        else:
+            honest(message, say)
+
+    with false_hub(answer) as way, Pool.connect(way, 20) as pool:
+        with pytest.raises(ResetNotRecorded, match=r"no hub is known to have recorded epoch 1 within 1\.5 s"):
+            pool.reset(timeout_s=1.5)
+        assert len(asked) >= 3  # it was repeated
+        assert len({bump.request for bump in asked}) == 1
+
+
+def test_a_label_that_nobody_notes() -> None:
+    asked: list[Label] = []
+
+    def answer(message: Question, say: Report) -> None:
+        if isinstance(message, Label):
+            asked.append(message)
+            for answer in (Labelled(message.request, OTHER, "step-1"), Labelled(message.request, NEW, "step-2")):
+                say(encode(answer))
+            say(encode(BumpStatus(message.request, 1, 99, 99)))
+        else:
+            honest(message, say)
+
+    said = r"no answer from the hub at .*\. all engines hold weights 3f2a9c1e, and that they are called 'step-1' is not known to be noted$"
+    with false_hub(answer) as way, Pool.connect(way, 20) as pool:
+        with pytest.raises(HubUnreachable, match=said):
+            pool.wait_weights(label="step-1", timeout_s=0.5)
+        assert len(asked) >= 3  # it was repeated
+        assert {(label.weights, label.label) for label in asked} == {(NEW, "step-1")}
+        assert len({label.request for label in asked}) == 1
+
+
+def test_a_hub_deposed_in_its_sleep_cannot_answer_for_the_pool() -> None:
+    """While one hub sleeps another one raises the pool. The sleeper, awake, still thinks that epoch 1 would be new; if the
+    client believed it, its reset would be a no-op that looks done."""
+    old = FenceWorld(lease_seconds=1.0)
+    new = FenceWorld(lease_seconds=1.0)
+    new.authority, new.hub_pair, new.pool_pair, new.config = old.authority, old.hub_pair, old.pool_pair, old.config
+    with closing(old), closing(new):
+        first = old.hub()
+        port = int(first.endpoint.rpartition(":")[2])
+        with Switch(port) as switch, Pool.connect(connection(switch.endpoint, POOL, old.client_keys), 20) as pool:
+            thaw = old.thread.freeze()
+            new._terms = old._terms
+            second = new.hub()
+            new.request(second, 3)
+            eventually(lambda: new.published() == 3, "the other hub raises the pool")
+            results: list[object] = []
+            thread = threading.Thread(target=lambda: results.append(pool.reset(timeout_s=60)))
+            thread.start()
+            sent = pool._session.counters["sent"]
+            eventually(lambda: pool._session.counters["sent"] > sent, "it asks the sleeper")
+            thaw.set()
+            eventually(lambda: not first.leading, "the sleeper steps down")
+            assert not results
+            switch.turn(int(second.endpoint.rpartition(":")[2]))
+            thread.join(60)
+            assert results[0].epoch == 4  # type: ignore[attr-defined]
+            assert new.published() == 4

@@ -19,7 +19,7 @@ from epochkv_fence.connection import (
     HubRef,
     read_client_keys,
 )
-from epochkv_fence.net.keys import generate_keypair
+from epochkv_fence.net.keys import KeyPair, generate_keypair
 
 CONTENT: dict[str, Any] = {"pool": {"name": "policy", "uid": "u-1"}, "hub": {"endpoint": "tcp://hub.example:7700"}}
 SECRET = "5a" * 32
@@ -37,11 +37,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_file_or_its_folder_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = (folder / "client.key").read_text().strip()
     for source in (folder / "connection.json", str(folder), folder):
         connection = Connection.load(source, {})
         assert (connection.pool.name, connection.pool.uid, connection.hub.endpoint) == ("policy", "u-1", "tcp://hub.example:7700")
         assert connection.hub.credentials_dir == str(folder)
-        assert connection.client_keys().public == (folder / "client.pub").read_text().strip()
+        keys = connection.client_keys()
+        assert (keys.public, keys.secret) == ((folder / "client.pub").read_text().strip(), secret)
+        assert secret not in repr(keys) + repr(KeyPair(keys.public, secret))
         assert connection.root_secret() == bytes.fromhex(SECRET)
     monkeypatch.chdir(folder.parent)
     assert Connection.load(folder.name, {}).client_keys().hub_public == (folder / "hub.pub").read_text().strip()

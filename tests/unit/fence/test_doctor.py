@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.cli.doctor import CannotLook, Finding, Level, check_plugins, exit_status, guarded, judge_pool
+from epochkv_fence.cli.doctor import CannotLook, Finding, Level, check_plugins, guarded, judge_pool
 from epochkv_fence.client import Engine, Pool, PoolStatus
 from epochkv_fence.net.agent import EngineIdentity
 from epochkv_fence.net.keys import generate_keypair
@@ -67,22 +67,6 @@ def test_a_pool_that_is_well(world: HubWorld, doctor: Doctor) -> None:
     assert "2 engines connected" in finding(findings, "engines")["text"]
     text = epochkv("doctor", "--config", str(world.folder)).stdout
     assert text.splitlines()[-1] == "3 ok"
-
-
-def test_an_engine_that_stalls_and_lacks_tiers(world: HubWorld, doctor: Doctor) -> None:
-    stalls, limited = FakeEngine(), FakeEngine()
-    limited.lacks = ("SavesOnly", "loads are off: set kv_load_failure_policy to recompute")
-    join(world, "stalls", stalls)
-    join(world, "limited", limited)
-    pool = known(world, 2)
-    stalls.is_busy = True
-    pool.reset(timeout_s=30)
-    assert [one.name for one in pool.engines() if one.state == "behind"] == ["stalls"], "it is there, and does not move"
-    status, findings = doctor(world.folder)
-    stalls.is_busy = False
-    found = finding(findings, "engines")
-    assert (status, found["level"], "stalls is at epoch 0" in found["text"]) == (1, "wrong", True)
-    assert "limited: SavesOnly: loads are off" in finding(findings, "tiers")["text"]
 
 
 def test_keys_that_the_hub_refuses(world: HubWorld, tmp_path: Path, doctor: Doctor) -> None:
@@ -211,11 +195,6 @@ def test_one_check_that_hangs_or_breaks_costs_no_other() -> None:
     found = asyncio.run(run())
     assert [one.level for one in found] == [Level.UNKNOWN] * 3
     assert ("no answer" in found[0].text, "KeyError" in found[1].text, found[2].fix) == (True, True, "ask for it")
-
-
-def test_the_exit_status_prefers_what_is_wrong() -> None:
-    ok, warning, unknown, wrong = (Finding("x", level, "") for level in (Level.OK, Level.WARNING, Level.UNKNOWN, Level.WRONG))
-    assert [exit_status(found) for found in ([ok, warning], [ok, unknown], [wrong, unknown])] == [0, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,23 @@
 
 import pytest
 
+from epochkv_fence.hub.record import MAX_INSTANCES, NUDGE_SECONDS, NUDGES_PER_SECOND
 from epochkv_fence.protocol import pool as ev
-from epochkv_fence.protocol.messages import Grant, Status
+from epochkv_fence.protocol.messages import (
+    MAX_EPOCH,
+    Bump,
+    BumpStatus,
+    Error,
+    Grant,
+    Heartbeat,
+    Leave,
+    Propose,
+    Refusal,
+    Source,
+    Status,
+    decode,
+    encode,
+)
 from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, Term, margin_seconds
 from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, instance, led
 
@@ -108,15 +123,6 @@ def test_who_has_no_live_lease_is_answered_within_50_ms(hub: Driver) -> None:
     hub.now += 0.02
     hub.beat(1, epoch=0)
     assert hub.hub.round_at(hub.now) == pytest.approx(hub.now + 0.03)
-
-
-def test_a_short_lease_has_quicker_rounds() -> None:
-    hub = Driver(lease_seconds=1.0)
-    hub.lead(granting=True)
-    hub.beat(1)
-    hub.round()
-    hub.beat(1, epoch=0)
-    assert hub.hub.round_at(hub.now) == pytest.approx(hub.now + 0.1, abs=1e-6)
 
 
 def test_steady_state_asks_for_nothing(hub: Driver) -> None:
@@ -259,3 +265,256 @@ def test_a_durable_target_above_the_own_raises_it_and_counts_older_grants() -> N
     assert hub.published == []
     hub.step(ev.Observed(PoolRecord(target=3)))  # an old view changes nothing
     assert hub.hub.target == 7
+
+
+# ----------------------------------------------------------------------------------------------------- nudges, dead instances
+def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
+    hub = led()
+    hub.step(ev.Tick())
+    hub.ask(1)
+    assert hub.nudged() == [instance(1), instance(2)]
+    hub.beat(1, epoch=1)
+    hub.now += 0.24
+    assert hub.hub.tick_at() == pytest.approx(hub.now + 0.01, abs=1e-6)
+    hub.now += 0.01
+    hub.step(ev.Tick())
+    assert hub.nudged() == [instance(1), instance(2), instance(2)]
+    hub.beat(2, epoch=1)
+    hub.round()
+    hub.now += 1.0
+    hub.step(ev.Tick())
+    assert len(hub.nudged()) == 3
+
+
+def test_thousands_that_are_behind_are_nudged_no_faster_than_they_can_answer(hub: Driver) -> None:
+    for number in range(5000):
+        hub.hear(Heartbeat(number.to_bytes(16, "big"), 0))
+    assert len(hub.round()) == 5000
+    hub.ask(1)
+    assert len(hub.nudged()) == 5000
+    asked = hub.now
+    while hub.hub.tick_at() > hub.now or not hub.step(ev.Tick()):
+        hub.now += 0.01
+        assert hub.now < asked + 10.0
+    assert hub.now - asked >= 5000 / NUDGES_PER_SECOND - 0.01 > NUDGE_SECONDS
+
+
+def test_nobody_waits_for_an_instance_that_has_left(hub: Driver) -> None:
+    hub.now += HOLD
+    for number in (1, 2):
+        hub.beat(number)
+    hub.round()
+    hub.ask(1)
+    hub.beat(2, epoch=1)
+    hub.round()
+    assert hub.published == [], "instance 1 has a lease below"
+    hub.hear(Leave(instance(1)), b"peer1")
+    hub.round()
+    assert hub.published == [1]
+    assert [view.instance for view in hub.hub.snapshot(hub.now).engines] == [instance(2)]
+
+
+def test_a_heartbeat_that_comes_after_its_instance_has_left_brings_nobody_back(hub: Driver) -> None:
+    hub.beat(1)
+    hub.hear(Leave(instance(1)), b"peer1")
+    hub.beat(1)
+    assert hub.round() == []
+    assert hub.hub.state.instances.known == {}
+
+
+def test_an_engine_of_another_pool_does_not_count() -> None:
+    """It was given the keys of the pool that took its pool's name, and stands at an epoch of its own."""
+    hub = led()
+    hub.beat(3, epoch=7, pool="uid-of-a-deleted-namesake")
+    assert hub.round() == []
+    assert instance(3) not in hub.hub.state.instances.known
+    (refused,) = hub.of(Error)
+    assert refused.code is Refusal.POOL
+    assert "uid-of-a-deleted-namesake" in refused.text
+    assert hub.published == []
+    hub.ask(1)
+    for number in (1, 2):
+        hub.beat(number, epoch=1, pool="uid")
+    hub.round()
+    assert hub.published == [1], "its epoch raised no target, and nobody waits for it"
+
+
+def test_what_is_remembered_of_those_who_left_is_bounded(hub: Driver) -> None:
+    for number in range(MAX_INSTANCES + 5):
+        hub.hear(Leave(number.to_bytes(16, "big")))
+    assert len(hub.hub.state.instances.departed) == MAX_INSTANCES
+
+
+def test_dead_instances_are_forgotten_after_lease_and_margin_of_silence() -> None:
+    hub = led()
+    hub.now += HOLD - 1
+    hub.beat(2, epoch=0)
+    hub.now += 2
+    hub.step(ev.Tick())
+    assert [view.instance for view in hub.hub.snapshot(hub.now).engines] == [instance(2)]
+    assert instance(1) not in {grant.instance for grant in hub.round()}
+
+
+def test_the_number_of_instances_is_limited() -> None:
+    hub = Driver()
+    for number in range(MAX_INSTANCES):
+        hub.hub.step(ev.Heard(b"p", Heartbeat(number.to_bytes(16, "big"), 0)), hub.now)
+    hub.step(ev.Heard(b"p", Heartbeat(b"\xff" * 16, 0)))
+    ((_, error),) = hub.sent
+    assert isinstance(error, Error)
+    assert error.code is Refusal.LIMIT
+
+
+# ------------------------------------------------------------------------------------------- proposals, trainers, status
+def test_many_proposals_for_one_epoch_cause_one_bump() -> None:
+    hub = led(epoch=4)
+    for number in (1, 2, 1):
+        hub.step(ev.Heard(b"p", Propose(instance(number), 5)))
+    assert hub.kinds() == [("RecordTarget", 5)]
+    hub.step(ev.Heard(b"p", Propose(instance(2), 5)))  # made at 4, arrives at 5
+    hub.step(ev.Heard(b"p", Propose(instance(2), 9)))  # not the next one
+    assert hub.kinds() == [("RecordTarget", 5)]
+
+
+def test_the_snapshot_names_laggards_and_carried_requests() -> None:
+    hub = led()
+    hub.ask(1)
+    hub.now += 2.0
+    hub.beat(1, epoch=1, old_epoch_requests=3, pod="a", engine="rollout", rank=1, fingerprint="f", stats={"x": 1.0})
+    snapshot = hub.hub.snapshot(hub.now)
+    assert (snapshot.target, snapshot.published, snapshot.asked, snapshot.old_epoch_requests) == (1, 0, 1, 3)
+    assert [view.instance for view in snapshot.laggards] == [instance(2)]
+    assert not snapshot.converged
+    view = next(view for view in snapshot.engines if view.instance == instance(1))
+    assert (view.pod, view.engine, view.rank, view.epoch, view.converged) == ("a", "rollout", 1, 1, True)
+    assert view.stats == {"x": 1.0}
+    hub.beat(2, epoch=1)
+    hub.round()
+    snapshot = hub.hub.snapshot(hub.now)
+    assert snapshot.converged
+    assert snapshot.reset_seconds == pytest.approx(2.0)
+
+
+# -------------------------------------- who asked for an epoch, what trainers are told of it, and a record that fell
+def epochs(hub: Driver) -> dict[int, int]:
+    return {grant.instance[0]: grant.epoch for grant in hub.round()}
+
+
+def test_no_epoch_is_left_after_the_last(hub: Driver) -> None:
+    hub.ask(MAX_EPOCH)
+    assert hub.hub.target == MAX_EPOCH
+    hub.ask(MAX_EPOCH + 1)
+    hub.ask(-1)
+    assert hub.kinds() == [("RecordTarget", MAX_EPOCH)]
+    assert hub.hub.snapshot(hub.now).asked == MAX_EPOCH
+
+
+# --------------------------------------------------------------------------------------------------------------- origins
+def test_the_record_names_who_asked(hub: Driver) -> None:
+    hub.hear(Propose(instance(1), 1))
+    hub.ask(2)
+    hub.hear(Bump(1, 3))
+    origins = [action.origin for action in hub.writes if isinstance(action, ev.RecordTarget)]
+    assert origins == [Source.ENGINE, Source.SPEC, Source.TRAINER]
+
+
+@pytest.mark.parametrize("how", ["acquired", "observed", "observed after our own record"])
+def test_the_origin_on_record_counts(how: str) -> None:
+    found = PoolRecord(4, 0, True, Source.TRAINER)
+    hub = Driver()
+    if how == "acquired":
+        hub.step(ev.Acquired(Term("h", 1), found))
+    else:
+        hub.lead(granting=True)
+        if how != "observed":
+            hub.ask(4)  # another hub's Record of the same epoch landed first
+        hub.step(ev.Observed(found))
+    assert hub.hub.snapshot(hub.now).origin == Source.TRAINER
+
+
+# -------------------------------------------------------------------------------------------------------- a record that fell
+def test_an_epoch_above_the_record_is_recorded_again(hub: Driver) -> None:
+    hub.beat(1, epoch=9)
+    assert hub.writes == [ev.RecordTarget(9, Source.ENGINE)]
+    hub.beat(2, epoch=0)
+    assert epochs(hub) == {1: 9, 2: 9}
+
+
+def test_after_a_record_that_fell_older_grants_are_waited_for() -> None:
+    hub = Driver()
+    hub.lead(granting=False)  # rolled back to before its first grant
+    found = hub.now
+    hub.beat(1, epoch=9)
+    hub.round()
+    assert hub.published == []
+    hub.now = found + HOLD - 0.1
+    hub.beat(1, epoch=9)
+    hub.round()
+    assert hub.published == []
+    hub.now = found + HOLD
+    hub.round()
+    assert hub.published == [9]
+
+
+def test_an_epoch_heard_before_leadership_is_compared_when_it_leads() -> None:
+    hub = Driver()
+    hub.beat(1, epoch=9)
+    assert hub.writes == []
+    hub.lead(target=5, published=5, granting=True)
+    assert hub.kinds() == [("RecordTarget", 9)]
+    hub = Driver()
+    hub.beat(1, epoch=9)
+    hub.lead(target=9, published=9, granting=True)
+    assert hub.kinds() == []
+
+
+# ------------------------------------------------------------------------------------------------------------- what is told
+def test_a_sum_that_no_message_can_carry_is_cut(hub: Driver) -> None:
+    for number in (1, 2, 3):
+        hub.beat(number, old_epoch_requests=2**63 - 1)
+    hub.hear(Bump(1, 1))
+    answer = hub.of(BumpStatus)[-1]
+    assert decode(encode(answer)) == answer
+    assert answer.old_epoch_requests == hub.hub.snapshot(hub.now).old_epoch_requests == 2**63 - 1
+
+
+def test_a_bump_is_remembered_by_a_hub_that_does_not_lead_and_answered_when_it_does() -> None:
+    hub = Driver()
+    hub.beat(1)
+    hub.hear(Bump(7, 3))
+    ((_, answer),) = hub.sent
+    assert isinstance(answer, Error)
+    assert answer.code is Refusal.NOT_LEADING
+    hub.lead(target=2, published=2, granting=True)
+    assert hub.hub.target == 3
+    hub.round()
+    assert [(grant.instance, grant.epoch) for grant in hub.of(Grant)] == [(instance(1), 3)]
+    assert [answer.target for answer in hub.of(BumpStatus)] == [3]
+
+
+def test_a_target_is_told_only_when_a_later_read_shows_that_we_lead(hub: Driver) -> None:
+    hub.hold_writes = True
+    hub.beat(1)
+    before_the_record = hub.begin()
+    hub.hear(Bump(7, 1))
+    assert [answer.target for answer in hub.of(BumpStatus)] == [0]
+    hub.step(ev.Done(ev.RecordTarget(1), ok=True))
+    hub.hear(Bump(7, 1))
+    assert len(hub.of(BumpStatus)) == 1, "whether another hub leads meanwhile, and never heard of it, nobody knows"
+    hub.step(ev.RoundVerified(before_the_record))
+    assert len(hub.of(BumpStatus)) == 1, "that read may have been answered before the record was written"
+    assert hub.hub.round_at(hub.now) <= hub.now + 0.05
+    hub.step(ev.RoundVerified(hub.begin()))
+    assert [answer.target for answer in hub.of(BumpStatus)] == [0, 1]
+    hub.hear(Bump(8, 2))
+    assert [answer.target for answer in hub.of(BumpStatus)] == [0, 1, 1], "known from now on"
+
+
+def test_nobody_who_waits_and_no_read_for_a_target(hub: Driver) -> None:
+    hub.now += HOLD
+    hub.ask(1)
+    hub.round()
+    assert hub.hub.published == 1
+    hub.ask(2)
+    hub.step(ev.Done(ev.Publish(2), ok=True))
+    assert hub.hub.round_at(hub.now) == float("inf")

@@ -1,11 +1,8 @@
 """The wire: what goes in comes out, and everything else is named in an error."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
-from epochkv_fence.net.keys import ClientKeys, generate_keypair
 from epochkv_fence.protocol.messages import (
     MAX_KEPT,
     MAX_MESSAGE_BYTES,
@@ -19,7 +16,7 @@ from epochkv_fence.protocol.messages import (
     decode,
     encode,
 )
-from tests.security.generators import CORPUS
+from tests.security.fuzz import CORPUS
 
 INSTANCE = bytes(range(16))
 WEIGHTS = bytes(range(16, 32))
@@ -109,13 +106,3 @@ def test_refused(frames: list[bytes], code: Refusal, named: str) -> None:
 def test_what_the_other_side_would_refuse_is_not_sent() -> None:
     with pytest.raises(WireError, match="Heartbeat has"):
         encode(Heartbeat(INSTANCE, 0, stats={f"{'x' * 240}{n:03}": 0.0 for n in range(300)}))
-
-
-def test_keys_are_read_from_files_and_never_shown(tmp_path: Path) -> None:
-    hub, client = generate_keypair(), generate_keypair()
-    for name, key in (("hub.pub", hub.public), ("client.pub", client.public), ("client.key", client.secret)):
-        (tmp_path / name).write_text(key + "\n")
-    keys = ClientKeys.load(tmp_path)
-    assert (keys.hub_public, keys.public, keys.secret) == (hub.public, client.public, client.secret)
-    assert client.secret not in repr(keys)
-    assert hub.secret not in repr(hub)

@@ -83,10 +83,12 @@ def test_an_answer_that_is_none_is_an_error(body: bytes) -> None:
         remove_all(url)
 
 
-def test_a_standby_is_passed_over() -> None:
+def test_a_standby_and_a_master_that_cannot_be_reached_are_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
     handle, _ = working()
     with server(lambda sock, line: answer(sock, b"service plane is not active", "503 X")) as standby, server(handle) as leader:
-        assert remove_all(standby, leader) == Removed(3, 4000)
+        assert remove_all(standby, nobody, leader) == Removed(3, 4000)
         with pytest.raises(StoreAdminError, match="HTTP 503: service plane is not active"):
             remove_all(standby)
 
@@ -117,14 +119,6 @@ def test_a_removal_that_was_sent_and_may_still_land_is_not_another_masters(after
         release.set()
     assert sent.is_set()
     assert asked == []
-
-
-def test_a_master_that_cannot_be_reached_is_passed_over() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    handle, _ = working()
-    with server(handle) as leader:
-        assert remove_all(f"http://127.0.0.1:{port}", leader) == Removed(3, 4000)
 
 
 def test_what_is_not_http_is_an_error() -> None:

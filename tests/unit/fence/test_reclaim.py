@@ -1,10 +1,18 @@
 """Keys of older epochs are removed after publication: by an engine, or by the store when there is none. L = 30 s."""
 
+import asyncio
+import time
+
 import pytest
 
+from epochkv_fence.hub.reclaim import WIPE_RETRY_SECONDS, WIPE_SECONDS
+from epochkv_fence.mooncake_admin import Removed, StoreAdminError
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
-from tests.unit.fence.helpers import HOLD, Driver, alive, config, instance, waited
+from epochkv_fence.protocol.pool import PoolRecord, Term
+from hack.waiting import eventually
+from tests.support.fence import POOL, FenceWorld
+from tests.unit.fence.helpers import HOLD, LEASE, Driver, alive, config, instance, led, waited
 
 
 def published(**keys: object) -> Driver:
@@ -79,8 +87,8 @@ def test_answers_to_what_was_not_asked_are_not_counted(what: str) -> None:
     assert hub.hub.snapshot(hub.now).reclaimed_keys == (5 if what == "twice" else 0)
 
 
-def test_an_engine_behind_the_published_epoch_is_not_asked(hub: Driver) -> None:
-    hub.now += HOLD
+def test_an_engine_behind_the_published_epoch_is_not_asked() -> None:
+    hub = waited()
     hub.ask(1)
     hub.beat(1, epoch=0)
     hub.round()
@@ -189,3 +197,161 @@ def test_where_no_engine_has_a_client_of_the_store_the_hub_sweeps_it_or_takes_th
         hub.now += 10.0
     assert hub.stores[:1] == ([ev.RemoveAll(1, sweep=True)] if admin else [])
     assert bool(hub.of(Reclaim)) == (not admin)
+
+
+# ----------------------------- RemoveAll: the store is wiped once after each publication, and nothing waits for that
+@pytest.fixture
+def hub() -> Driver:
+    """A hub long past its own leadership wait, with instances 1 and 2, that has its store wiped."""
+    return led(reclaim="RemoveAll")
+
+
+def publish(hub: Driver, epoch: int) -> None:
+    """Ask, agree, publish, and let what is due happen."""
+    hub.ask(epoch)
+    alive(hub, epoch)
+    hub.round()
+    assert hub.published[-1] == epoch
+    hub.step(ev.Tick())
+
+
+def later(hub: Driver, seconds: float) -> None:
+    """Time passes, and engines live on."""
+    end = hub.now + seconds
+    while hub.now < end:
+        hub.now = min(end, hub.now + 1.0)
+        alive(hub, hub.hub.target)
+        hub.step(ev.Tick())
+
+
+def test_published_first_then_wiped_once_then_engines_remove_what_was_being_read(hub: Driver) -> None:
+    publish(hub, 1)
+    assert hub.stores == [ev.RemoveAll(1)]
+    assert hub.of(Reclaim) == []
+    hub.step(ev.Done(ev.RemoveAll(1), ok=True, removed=(7, 700)))
+    later(hub, 20.0)
+    assert hub.stores == [ev.RemoveAll(1)], "what was made since the publication is there by now"
+    assert hub.of(Reclaim)[0].below == 1
+    snapshot = hub.hub.snapshot(hub.now)
+    assert (snapshot.reclaimed_keys, snapshot.reclaimed_bytes, snapshot.wipe_failed) == (7, 700, False)
+
+
+def test_an_epoch_is_published_and_granted_whatever_becomes_of_the_wipe_before(hub: Driver) -> None:
+    publish(hub, 1)
+    publish(hub, 2)
+    alive(hub, 2)
+    assert [grant.epoch for grant in hub.round()] == [2, 2]
+    assert hub.stores == [ev.RemoveAll(1)]  # one at a time
+    hub.step(ev.Done(ev.RemoveAll(1), ok=True, removed=(3, 300)))
+    hub.step(ev.Tick())
+    assert hub.stores == [ev.RemoveAll(1), ev.RemoveAll(2)]
+    hub.step(ev.Done(ev.RemoveAll(2), ok=True, removed=(0, 0)))
+    later(hub, 100.0)
+    assert len(hub.stores) == 2
+
+
+def test_a_wipe_that_fails_is_tried_again_until_it_works(hub: Driver) -> None:
+    publish(hub, 1)
+    for number in (1, 2, 3):
+        hub.step(ev.Done(ev.RemoveAll(1), ok=False))
+        hub.step(ev.Tick())
+        assert len(hub.stores) == number, "after a pause"
+        assert hub.hub.tick_at() <= hub.now + WIPE_RETRY_SECONDS
+        later(hub, WIPE_RETRY_SECONDS)
+    assert hub.stores == [ev.RemoveAll(1)] * 4
+    hub.step(ev.Done(ev.RemoveAll(1), ok=True, removed=(5, None)))
+    later(hub, 2 * WIPE_SECONDS)
+    assert hub.stores == [ev.RemoveAll(1)] * 4
+    assert not hub.hub.snapshot(hub.now).wipe_failed
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs"])
+def test_a_wipe_is_given_up_and_engines_remove_the_keys(how: str, hub: Driver) -> None:
+    publish(hub, 1)
+    began = hub.now
+    while hub.now < began + WIPE_SECONDS:
+        if how == "fails":
+            hub.step(ev.Done(ev.RemoveAll(1), ok=False))
+        assert not hub.hub.snapshot(hub.now).wipe_failed
+        assert hub.of(Reclaim) == []
+        later(hub, 1.0)
+    assert hub.hub.snapshot(hub.now).wipe_failed
+    assert hub.of(Reclaim)[-1].below == 1
+    asked = len(hub.stores)
+    hub.step(ev.Done(ev.RemoveAll(1), ok=False))
+    later(hub, 2 * WIPE_SECONDS)
+    assert len(hub.stores) == asked
+    publish(hub, 2)
+    assert not hub.hub.snapshot(hub.now).wipe_failed, "the next one is tried anew"
+    assert hub.stores[-1] == ev.RemoveAll(2)
+
+
+def test_a_pool_that_was_never_granted_for_has_nothing_to_wipe() -> None:
+    hub = Driver(reclaim="RemoveAll")
+    hub.lead()
+    hub.ask(1)
+    hub.round()
+    hub.step(ev.Tick())
+    assert hub.published == [1]
+    assert hub.stores == []
+
+
+def test_a_new_leader_wipes_only_what_it_sees_published(hub: Driver) -> None:
+    """What the hub before has wiped or not it cannot know; engines remove those keys one by one."""
+    publish(hub, 1)
+    hub.step(ev.SteppedDown())
+    hub.step(ev.Done(ev.RemoveAll(1), ok=False))
+    later(hub, 5.0)
+    hub.lead(target=1, published=1, granting=True, term=Term("hub-a", 2))
+    later(hub, 20.0)
+    assert hub.stores == [ev.RemoveAll(1)]
+    assert hub.of(Reclaim)[-1].below == 1
+    hub.step(ev.Observed(PoolRecord(2, 2, True)))
+    hub.step(ev.Tick())
+    assert hub.stores == [ev.RemoveAll(1), ev.RemoveAll(2)]
+
+
+def test_another_policy_ends_it(hub: Driver) -> None:
+    publish(hub, 1)
+    hub.step(ev.Done(ev.RemoveAll(1), ok=False))
+    hub.step(ev.Configured(config(reclaim="Delete")))
+    later(hub, 10.0)
+    assert hub.stores == [ev.RemoveAll(1)]
+    assert hub.of(Reclaim)[-1].below == 1
+    hub.step(ev.Configured(config(reclaim="Retain")))
+    hub.sent.clear()
+    publish(hub, 2)
+    later(hub, 2 * LEASE)
+    assert hub.stores == [ev.RemoveAll(1)]
+    assert hub.of(Reclaim) == []
+
+
+# ------------------------------------------------------------------------------------------------------ real sockets
+FENCE_OPTIONS = {"lease_seconds": 3.0, "reclaim": "RemoveAll", "store_admin": True, "reclaim_seconds": 0.2}
+
+
+class Store:
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    async def remove_all(self, pool_uid: str) -> Removed:
+        if self.how == "hangs":
+            await asyncio.sleep(3600)
+        raise StoreAdminError("the store is told to fail")
+
+
+@pytest.mark.parametrize("how", ["fails", "hangs", "is out of reach"])
+def test_a_store_that_cannot_be_wiped_holds_nothing_up_and_engines_remove_the_keys(
+    fence: FenceWorld, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epochkv_fence.hub.reclaim.WIPE_SECONDS", 2.0)
+    hub = fence.hub(stores=None if how == "is out of reach" else Store(how), store_deadline_seconds=0.2)
+    agent, engine = fence.agent(hub.endpoint)
+    eventually(lambda: agent.view.epoch == 0)
+    fence.request(hub, 1)
+    eventually(lambda: fence.published() == 1)
+    eventually(lambda: agent.view.epoch == 1 and time.monotonic() < agent.view.lease_until)
+    eventually(lambda: hub.counters["wipe_failed"] >= 2, "it is tried again")
+    eventually(lambda: fence.thread.call(lambda: hub.snapshot(POOL)).wipe_failed)
+    eventually(lambda: fence.thread.call(lambda: hub.snapshot(POOL)).reclaimed == 1)
+    assert (1, ()) in engine.reclaims

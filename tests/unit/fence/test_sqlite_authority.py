@@ -229,7 +229,7 @@ async def test_a_directory_of_another_pool_and_a_shorter_lease_are_refused(tmp_p
         await opened(tmp_path, "policy", 30.0)
 
 
-def test_garbage_and_foreign_databases_are_refused(tmp_path: Path) -> None:
+def test_what_is_no_state_of_this_version_is_refused(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage"
     garbage.mkdir()
     (garbage / "state.db").write_bytes(os.urandom(8192))
@@ -240,26 +240,17 @@ def test_garbage_and_foreign_databases_are_refused(tmp_path: Path) -> None:
         connection.execute("CREATE TABLE mine (x)")
     connection.close()
     refused(foreign, "is not the state of an EpochKV hub; give another --state")
-
-
-def test_a_damaged_page_is_found_when_the_state_is_opened(tmp_path: Path) -> None:
-    record_of(tmp_path)
-    path = tmp_path / "state.db"
-    content = bytearray(path.read_bytes())
+    ours = tmp_path / "ours"
+    record_of(ours)
+    damaged = shutil.copytree(ours, tmp_path / "damaged")
+    content = bytearray((damaged / "state.db").read_bytes())
     content[4096 * 2 : 4096 * 3] = os.urandom(4096)
-    path.write_bytes(content)
-    refused(tmp_path, "is damaged")
-
-
-def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
-    record_of(tmp_path)
-    connection = sqlite3.connect(tmp_path / "state.db")
+    (damaged / "state.db").write_bytes(content)
+    refused(damaged, "is damaged")
+    connection = sqlite3.connect(ours / "state.db")
     connection.execute("PRAGMA user_version = 5")
     connection.close()
-    refused(tmp_path, "has state version 5, and this EpochKV reads version 4; run the EpochKV that wrote it")
-
-
-def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    refused(ours, "has state version 5, and this EpochKV reads version 4; run the EpochKV that wrote it")
     (tmp_path / "file").write_text("")
     refused(tmp_path / "file", "cannot be used .*give a --state directory that this user can write")
     refused(Path("/proc/epochkv"), "cannot be used")

@@ -34,7 +34,6 @@ def hub() -> Driver:
 
 
 def pages(hub: Driver) -> list[Status]:
-    """All pages, as a client asks for them."""
     hub.hear(Status(1))
     hub.round()
     found = [hub.of(Status)[-1]]

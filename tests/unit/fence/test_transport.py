@@ -9,6 +9,7 @@ import pytest
 from epochkv_fence.common import SayOnce
 from epochkv_fence.net.agent import AgentThread, EngineIdentity, GuardedEngine, Mailbox
 from epochkv_fence.net.server import HubServer, UnknownPool
+from epochkv_fence.protocol.pool import EngineView
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
 from tests.support.hub import using
@@ -18,7 +19,6 @@ Agents = list[tuple[AgentThread, FakeEngine]]
 
 def serving(fence: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
     hub = fence.hub()
-    fence.lead(hub)
     agents = [fence.agent(hub.endpoint) for _ in range(num_agents)]
     eventually(lambda: all(agent.view.epoch is not None for agent, _ in agents), "everyone is granted")
     return hub, agents
@@ -57,7 +57,6 @@ def test_an_engine_without_a_hub_stops_as_quickly(fence: FenceWorld) -> None:
 
 def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fence: FenceWorld) -> None:
     hub = fence.hub(deadline=0.1)
-    fence.lead(hub)
     agent, _ = fence.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
     fence.thread.call(fence.authority.gate.clear)
@@ -72,7 +71,6 @@ def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fenc
 
 def test_an_engine_that_is_not_ready_is_not_heard_of(fence: FenceWorld) -> None:
     hub = fence.hub()
-    fence.lead(hub)
     engine = FakeEngine()
     engine.is_ready = False
     agent, _ = fence.agent(hub.endpoint, engine=engine)
@@ -84,7 +82,6 @@ def test_an_engine_that_is_not_ready_is_not_heard_of(fence: FenceWorld) -> None:
 
 def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
     hub = fence.hub()
-    fence.lead(hub)
 
     class Broken(FakeEngine):
         def adopt(self, epoch: int) -> None:
@@ -96,15 +93,6 @@ def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(fence: Fenc
     eventually(lambda: agent.counters["adopt_errors"] >= 2, seconds=30)
     assert agent.view.epoch is None
     assert caplog.text.count("cannot adopt epoch 0") == 1
-
-
-def test_a_proposal_bumps_the_pool_once(fence: FenceWorld) -> None:
-    _, agents = serving(fence)
-    for agent, _engine in agents:
-        agent.propose(1)
-    eventually(lambda: fence.published() == 1)
-    eventually(lambda: all(agent.view.epoch == 1 for agent, _ in agents))
-    assert fence.authority.calls.count("record") == 1
 
 
 def test_nobody_listens(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,22 +165,32 @@ def test_an_engine_says_at_once_that_its_weights_have_changed(fence: FenceWorld)
     assert (view.pod, view.weights_note) == ("rollout-0", "rank 1: no digest")
 
 
-def test_why_an_engine_lacks_tiers_reaches_the_hub_in_one_line_of_its_length(fence: FenceWorld) -> None:
+def test_what_an_engine_lacks_is_one_line_at_the_hub_and_hooks_that_fail_cost_no_lease(fence: FenceWorld) -> None:
     class Broken(FakeEngine):
         def tiers(self) -> tuple[str, str]:
             raise RuntimeError("nothing to say")
 
-    limited, broken = FakeEngine(), Broken()
+        def weights(self) -> tuple[bytes | None, str]:
+            raise RuntimeError("no digest here")
+
+    limited, short = FakeEngine(), FakeEngine()
     limited.lacks = ("LayoutUnsupported\n" + "x" * 300, "no tier\x1b[31m is used:\n" + "y" * 2000)
+    short.holds = b"short"
     hub = fence.hub()
-    fence.lead(hub)
-    agents = [fence.agent(hub.endpoint, engine=engine)[0] for engine in (limited, broken)]
+    agents = [fence.agent(hub.endpoint, engine=engine)[0] for engine in (limited, Broken(), short)]
     eventually(lambda: all(using(agent, 0) for agent in agents))
-    told = {view.pod: (view.tiers_off, view.tiers_note) for view in fence.thread.call(lambda: hub.snapshot(POOL)).engines}
-    reason, note = told["rollout-0"]
-    assert reason == "LayoutUnsupported " + "x" * 235
-    assert note == ("no tier [31m is used: " + "y" * 2000)[:1024]
-    assert told["rollout-1"] == ("", ""), "it keeps its lease"
+
+    def told() -> list[EngineView] | None:
+        """Once the hub has heard of their adoptions, by the next heartbeats."""
+        views = fence.thread.call(lambda: hub.snapshot(POOL)).engines
+        return sorted(views, key=lambda view: view.pod) if all(view.state != "behind" for view in views) else None
+
+    lacks, broken, digest = eventually(told)
+    assert lacks.tiers_off == "LayoutUnsupported " + "x" * 235
+    assert lacks.tiers_note == ("no tier [31m is used: " + "y" * 2000)[:1024]
+    assert (broken.tiers_off, broken.tiers_note) == ("", "")
+    assert [(view.weights, view.state) for view in (broken, digest)] == [(None, "unknown")] * 2
+    assert (broken.weights_note, digest.weights_note) == ("the engine cannot say what it holds", "a digest of 5 bytes, not 16")
 
 
 def test_an_engine_that_has_known_other_weights_was_pushed_to() -> None:
@@ -205,21 +203,3 @@ def test_an_engine_that_has_known_other_weights_was_pushed_to() -> None:
         assert guarded.heartbeat(seq, 0).pushed is pushed
     again = GuardedEngine(b"j" * 16, identity, engine, Mailbox(), Counter(), SayOnce(logging.getLogger(__name__)))
     assert not again.heartbeat(0, 0).pushed, "another instance has started with them"
-
-
-@pytest.mark.parametrize("broken", ["raises", "short"])
-def test_an_engine_whose_digest_is_none_keeps_its_lease(fence: FenceWorld, broken: str) -> None:
-    class Broken(FakeEngine):
-        def weights(self) -> tuple[bytes | None, str]:
-            if broken == "raises":
-                raise RuntimeError("no digest here")
-            return b"short", ""
-
-    hub = fence.hub()
-    fence.lead(hub)
-    agent, _ = fence.agent(hub.endpoint, engine=Broken())
-    eventually(lambda: using(agent, 0))
-    # the hub hears of the adoption by the next heartbeat
-    view = eventually(lambda: next((e for e in fence.thread.call(lambda: hub.snapshot(POOL)).engines if e.state != "behind"), None))
-    assert (view.weights, view.state) == (None, "unknown")
-    assert view.weights_note == ("the engine cannot say what it holds" if broken == "raises" else "a digest of 5 bytes, not 16")

@@ -2,16 +2,18 @@
 
 import threading
 import time
-from contextlib import closing
+from typing import Any
 
 import pytest
 
+from epochkv_fence.hub import machine
+from epochkv_fence.hub.machine import Hub, HubState
 from epochkv_fence.net.agent import AgentThread
 from epochkv_fence.net.keys import ClientKeys, CredentialsError, KeyPair, generate_keypair
 from epochkv_fence.net.server import HubServer
 from hack.waiting import eventually
 from tests.security.wire import heartbeat, raw
-from tests.support.fence import POOL, SECOND_POOL, FakeEngine, FenceWorld
+from tests.support.fence import POOL, SECOND_POOL, FakeEngine, FenceWorld, LeaseWatch
 
 LEASE = 3.0
 FENCE_OPTIONS = {"lease_seconds": LEASE}
@@ -37,29 +39,6 @@ class Vault:
         return self.keys
 
 
-class Watch:
-    """Looks at agents all the time; `gaps` counts how often one was seen without a live lease and `Use`."""
-
-    def __init__(self, agents: list[AgentThread]) -> None:
-        self.gaps = 0
-        self.looks = 0
-        self._agents = agents
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.005):
-            for agent in self._agents:
-                view = agent.view
-                self.looks += 1
-                self.gaps += view.epoch is None or time.monotonic() >= view.lease_until
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(5)
-
-
 def accept(fence: FenceWorld, hub: HubServer, *pairs: KeyPair) -> None:
     """Have the hub accept these keys for the pool, the newest first."""
     config = fence.reconfigure(client_public_keys=tuple(pair.public for pair in pairs))
@@ -72,7 +51,6 @@ def key_indexes(fence: FenceWorld, hub: HubServer) -> list[int]:
 
 def serving(fence: FenceWorld, num_agents: int = 4) -> tuple[HubServer, Vault, list[AgentThread], list[FakeEngine]]:
     hub = fence.hub()
-    fence.lead(hub)
     vault = Vault(fence.client_keys)
     made = [fence.agent(hub.endpoint, credentials=vault) for _ in range(num_agents)]
     eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent, _ in made), "everyone may use the pool")
@@ -83,7 +61,7 @@ def serving(fence: FenceWorld, num_agents: int = 4) -> tuple[HubServer, Vault, l
 def test_a_key_is_replaced_under_load_and_no_lease_ends(fence: FenceWorld, first: str) -> None:
     hub, vault, agents, engines = serving(fence)
     old, new = fence.pool_pair, generate_keypair()
-    with closing(Watch(agents)) as watch:
+    with LeaseWatch(agents) as watch:
         if first == "hub":
             accept(fence, hub, new, old)
             eventually(lambda: key_indexes(fence, hub) == [1] * 4, "everyone still uses the old key")
@@ -127,17 +105,16 @@ def test_a_key_that_was_dropped_too_early_costs_a_rejoin_and_nothing_else(fence:
 
 def test_credentials_that_cannot_be_read_change_nothing(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
     hub, vault, agents, _ = serving(fence, 1)
-    watch = Watch(agents)
-    vault.failing = True
-    eventually(lambda: agents[0].counters["credentials_errors"] >= 2)
-    vault.failing = False
-    vault.keys = ClientKeys(fence.hub_pair.public, *generate_keypair())  # a key of nobody
-    eventually(lambda: hub.counters["connections_refused"] >= 2)
-    vault.keys = fence.client_keys  # and back again
-    refused = hub.counters["connections_refused"]
-    lease = agents[0].view.lease_until
-    eventually(lambda: agents[0].view.lease_until >= lease + LEASE)
-    watch.close()
+    with LeaseWatch(agents) as watch:
+        vault.failing = True
+        eventually(lambda: agents[0].counters["credentials_errors"] >= 2)
+        vault.failing = False
+        vault.keys = ClientKeys(fence.hub_pair.public, *generate_keypair())  # a key of nobody
+        eventually(lambda: hub.counters["connections_refused"] >= 2)
+        vault.keys = fence.client_keys  # and back again
+        refused = hub.counters["connections_refused"]
+        lease = agents[0].view.lease_until
+        eventually(lambda: agents[0].view.lease_until >= lease + LEASE)
     assert watch.gaps == 0
     assert hub.counters["connections_refused"] <= refused + 2
     assert caplog.text.count("cannot read the credentials") == 1
@@ -149,16 +126,15 @@ def test_a_file_system_that_hangs_costs_no_lease_and_stopping_does_not_wait_for_
 ) -> None:
     monkeypatch.setattr("epochkv_fence.net.keys.READ_SECONDS", 0.5)
     hub, vault, agents, _ = serving(fence, 2)
-    watch = Watch(agents)
-    vault.back.clear()
-    eventually(lambda: vault.num_hanging == 2, "reads hang")
-    leases = [agent.view.lease_until for agent in agents]
-    eventually(lambda: all(agent.view.lease_until >= lease + LEASE for agent, lease in zip(agents, leases, strict=True)))
-    eventually(lambda: all(agent.counters["credentials_errors"] >= 1 for agent in agents))
-    assert caplog.text.count("the file system hangs") == 2
-    fence.request(hub, 1)
-    eventually(lambda: all(agent.view.epoch == 1 for agent in agents), "resets go on, too")
-    watch.close()
+    with LeaseWatch(agents) as watch:
+        vault.back.clear()
+        eventually(lambda: vault.num_hanging == 2, "reads hang")
+        leases = [agent.view.lease_until for agent in agents]
+        eventually(lambda: all(agent.view.lease_until >= lease + LEASE for agent, lease in zip(agents, leases, strict=True)))
+        eventually(lambda: all(agent.counters["credentials_errors"] >= 1 for agent in agents))
+        assert caplog.text.count("the file system hangs") == 2
+        fence.request(hub, 1)
+        eventually(lambda: all(agent.view.epoch == 1 for agent in agents), "resets go on, too")
     assert watch.gaps == 0
     assert agents[0].stop()
     assert vault.num_hanging == 2, "they hang still, and nobody has tried again"
@@ -174,7 +150,6 @@ def test_the_hubs_own_key_is_replaced(fence: FenceWorld) -> None:
     fence.thread.run(hub.stop())
     fence.hub_pair = type(fence.hub_pair)(*generate_keypair())
     successor = fence.hub(endpoint)
-    fence.lead(successor)
     eventually(lambda: successor.counters["protocol_errors"] + successor.counters["handshakes_failed"] >= 1)
     assert successor.counters["received"] == 0
     vault.keys = fence.client_keys
@@ -182,17 +157,57 @@ def test_the_hubs_own_key_is_replaced(fence: FenceWorld) -> None:
     eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent in agents))
 
 
-def test_an_engine_that_is_given_the_keys_of_another_pool_shares_nothing_there(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
-    """Its pool was deleted and made again, and the folder with its keys was refreshed. Its epoch must not become the new pool's."""
-    hub, vault, agents, _ = serving(fence, 1)
-    fence.request(hub, 5)
-    eventually(lambda: agents[0].view.epoch == 5, "epoch 5")
-    vault.keys = fence.second_pool(hub)
-    fence.thread.call(lambda: hub.remove_pool(POOL))
-    eventually(lambda: agents[0].counters["key_changes"] == 1, "it has the other pool's keys")
-    eventually(lambda: time.monotonic() >= agents[0].view.lease_until, "it shares nothing")
-    eventually(lambda: SECOND_POOL in caplog.text, "it says which pool the keys are of")
-    assert not fence.thread.call(lambda: hub.snapshot(SECOND_POOL).engines)
+# -------------------------------------------- what goes wrong with one pool, or with one message, harms nothing else
+STEPS = [(Hub, "_finish_round"), (Hub, "_tick"), (Hub, "round_at"), (machine, "_heartbeat"), (machine, "acquire")]
+
+
+@pytest.mark.parametrize(("owner", "step"), STEPS, ids=[step for _, step in STEPS])
+def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
+    fence: FenceWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, owner: Any, step: str
+) -> None:
+    real = getattr(owner, step)
+    broken = threading.Event()
+    broken.set()
+
+    def fails(hub: Hub | HubState, *args: Any, **kwargs: Any) -> Any:
+        state = hub.state if isinstance(hub, Hub) else hub
+        if state.config.uid == SECOND_POOL and broken.is_set():
+            raise ArithmeticError("the test breaks this pool")
+        return real(hub, *args, **kwargs)
+
+    monkeypatch.setattr(owner, step, fails)
+    hub = fence.hub(leads=False)
+    keys = fence.second_pool(hub)
+    fence.lead(hub)
+    good, _ = fence.agent(hub.endpoint)
+    bad, _ = fence.agent(hub.endpoint, keys)
+    eventually(lambda: good.view.epoch == 0, "the other pool's engine is granted")
     fence.thread.call(lambda: hub.request(SECOND_POOL, 1))
-    eventually(lambda: fence.authority.records[SECOND_POOL].published == 1, "a reset of the other pool needs no more than its number")
-    assert fence.authority.records[SECOND_POOL].target == 1
+    bad.poke()
+    eventually(lambda: hub.counters["steps_failed"] >= 1, "the fault is there")
+    fence.request(hub, 1)
+    eventually(lambda: fence.published() == 1, "the other pool's reset")
+    lease = good.view.lease_until
+    eventually(lambda: good.view.lease_until > lease + LEASE / 2, "its leases are renewed, again and again")
+    broken.clear()
+    bad.poke()
+    eventually(lambda: bad.view.epoch == 1, "the pool is served again")
+    eventually(lambda: fence.thread.call(lambda: hub.snapshot(SECOND_POOL)).published == 1)
+    assert hub.counters["tasks_failed"] == hub.counters["turns_failed"] == hub.counters["take_failed"] == 0
+    said = caplog.text.count("the hub failed to take a step")
+    assert 1 <= said <= 4  # not once per failure: at most one each 10 s
+    assert said < hub.counters["steps_failed"] or hub.counters["steps_failed"] == 1
+
+
+def test_an_engine_whose_numbers_cannot_be_encoded_is_silent_until_they_can(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+    hub = fence.hub()
+    engine = FakeEngine()
+    engine.num_old_epoch = 2**64
+    agent, _ = fence.agent(hub.endpoint, engine=engine)
+    eventually(lambda: agent.counters["unencodable"] >= 2)
+    assert agent.view.epoch is None
+    engine.num_old_epoch = 5
+    eventually(lambda: agent.view.epoch == 0)
+    eventually(lambda: fence.thread.call(lambda: hub.snapshot(POOL)).old_epoch_requests == 5)
+    assert agent.counters["sessions_failed"] == 0
+    assert caplog.text.count("cannot be encoded") == 1
