@@ -31,7 +31,6 @@ class Authority:
     # ------------------------------------------------------------------ calls
 
     def call(self, process: HubProcess, kind: str, value: int, origin: Any = None) -> Call:
-        """A hub calls; what comes of it is for `turn` to say."""
         call = Call(process, kind, value, process.term, self.world.late(), self.world.now + PATIENCE, origin=origin)
         if kind == "wipe" and self.world.rng.random() < self.world.profile.store_fails:
             call.not_before = self.world.now + self.world.rng.choice([1.0, 2.5, 8.0])
@@ -92,7 +91,6 @@ class Authority:
             self.calls.remove(call)
 
     def effect(self, call: Call) -> None:
-        """What the call does, now."""
         call.effective = True
         world, old = self.world, self.record
         call.result = True
@@ -160,7 +158,6 @@ class Authority:
         world.note(f"the store: {call.kind} for {call.value} removes {call.result[0]} keys")
 
     def answer(self, call: Call) -> None:
-        """The caller learns the result."""
         call.answered = True
         side, process = self.world.hub_side, call.process
         if self.world.hubs[process.index] is not process:
@@ -181,7 +178,6 @@ class Authority:
                 side.step(process, ev.Done(_asked(call), ok=True))
 
     def _fail(self, call: Call) -> None:
-        """No answer in time, or a refusal."""
         call.answered = True
         side, process = self.world.hub_side, call.process
         if self.world.hubs[process.index] is not process:
@@ -221,7 +217,6 @@ class Authority:
 
 
 def _asked(call: Call) -> ev.Call:
-    """What the hub asked for, as it did."""
     match call.kind:
         case "record":
             return ev.RecordTarget(call.value, call.origin)

@@ -23,8 +23,6 @@ CERTAIN_LABELS = 8
 
 
 class Checks:
-    """What was seen so far, and whether it may be."""
-
     def __init__(self, world: World) -> None:
         self.world = world
         self.record_target = self.record_published = 0
@@ -76,7 +74,6 @@ class Checks:
         return f"published {published}" if epoch < published else f"a trainer counts on {self.promised}"
 
     def use(self, engine: Engine, epoch: int, made_at: float, where: str) -> None:
-        """An engine uses a block of KV, which was made now or before."""
         if epoch < max(self.world.authority.record.published, self.promised):
             raise Violation(f"I2: {self.why(epoch)}, and e{engine.index} uses a block of epoch {epoch} from {where}")
         if made_at < self.forgotten:
@@ -128,7 +125,6 @@ class Checks:
             self.forgotten = max(self.forgotten, called_at)
 
     def label_asked(self, weights: bytes, label: str) -> None:
-        """From now on it may come, again and again."""
         self.asked_labels.setdefault(weights, set()).add(label)
 
     def label_answered(self, weights: bytes) -> None:
@@ -157,5 +153,4 @@ class Checks:
         self.cascade = target
 
     def cascade_ended(self) -> None:
-        """Other reasons to raise may follow."""
         self.cascade = None

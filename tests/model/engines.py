@@ -27,8 +27,6 @@ class Repropose(NamedTuple):
 
 
 class EngineSide:
-    """All engines' drivers."""
-
     def __init__(self, world: World) -> None:
         self.world = world
         self.instances = 0
@@ -44,7 +42,6 @@ class EngineSide:
         return engine
 
     def restart(self) -> None:
-        """A process dies; another engine instance takes its place."""
         self.restart_one(self.world.rng.randrange(len(self.world.engines)))
 
     def shut_down(self) -> None:
@@ -68,7 +65,6 @@ class EngineSide:
             self.restart_one(engine.index)
 
     def restart_one(self, index: int) -> None:
-        """The process in this slot dies; another engine instance takes its place."""
         world = self.world
         world.note(f"e{index} restarts")
         world.count("engine restarts")
@@ -94,7 +90,6 @@ class EngineSide:
         engine.queue += engine.agent.step(event, engine.clock.read(self.world.now))
 
     def receive(self, engine: Engine, message: Message) -> None:
-        """A message for its agent."""
         self.step(engine, ag.Received(message))
         if engine.bound is not None and engine.bound == engine.agent.epoch:
             self._resolve_floor(engine, engine.bound)
@@ -108,13 +103,11 @@ class EngineSide:
         return bool(able)
 
     def due(self, engine: Engine) -> bool:
-        """Whether its agent thread has something to do."""
         if engine.queue or (engine.settling and self._outside(engine)) or self._ends(engine):
             return True
         return engine.clock.read(self.world.now) >= engine.agent.deadline()
 
     def drive(self, engine: Engine) -> None:
-        """One action or event."""
         if engine.queue:
             self._act(engine, engine.queue.pop(0))
         elif engine.settling and self._outside(engine):

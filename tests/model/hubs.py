@@ -20,8 +20,6 @@ SPLIT = 0.2
 
 
 class HubSide:
-    """Both hubs' drivers."""
-
     def __init__(self, world: World) -> None:
         self.world = world
 
@@ -44,7 +42,6 @@ class HubSide:
     # ------------------------------------------------------------------ steps and actions
 
     def hear(self, process: HubProcess, peer: bytes, message: Message) -> None:
-        """A message comes."""
         now, new = process.clock.read(self.world.now), False
         if isinstance(message, Heartbeat):
             new = process.history.hear(message, message.instance in process.hub.state.instances.known, now)
@@ -69,7 +66,6 @@ class HubSide:
             self.drain(process)
 
     def drain(self, process: HubProcess) -> None:
-        """It does all that its last step asked for."""
         while process.queue:
             self._do(process, process.queue.pop(0))
 
@@ -138,7 +134,6 @@ class HubSide:
         self.world.authority.call(process, "verify", process.rounds)
 
     def verified(self, process: HubProcess, call: Call) -> None:
-        """A leadership read has answered."""
         if process.term != call.term:
             if self.world.rules.read_in_any_term and process.term == self.world.authority.leader:
                 self.step(process, ev.RoundVerified(call.value))
@@ -161,7 +156,6 @@ class HubSide:
         self.world.authority.call(process, "load", 0)
 
     def loaded(self, process: HubProcess, acquired: ev.Acquired) -> None:
-        """The record was read, and with it the pool's configuration."""
         if not self.world.rules.config_late:
             self.configure(process)
         self.step(process, acquired)
@@ -170,7 +164,6 @@ class HubSide:
             raise Violation(f"L: h{process.index} leads with labels {shown}, on record are {acquired.record.labels}")
 
     def lose(self, process: HubProcess) -> None:
-        """It steps down."""
         process.term = None
         process.round_running = False
         self.step(process, ev.SteppedDown())
@@ -190,7 +183,6 @@ class HubSide:
             self.step(process, ev.Asked(world.spec_epoch, Source.SPEC))
 
     def configure(self, process: HubProcess) -> None:
-        """This hub learns the pool's configuration."""
         if process.hub.state.config != self.world.config:
             self.step(process, ev.Configured(self.world.config))
 
@@ -202,7 +194,6 @@ class Tidings:
         self.world = world
 
     def takeover(self) -> None:
-        """A hub takes leadership."""
         process = self.world.rng.choice(self.world.hubs)
         if self.world.hub_side.free(process):
             self.world.count("takeovers")

@@ -135,7 +135,6 @@ class Profile:
         return cls(**{**values, **focus})
 
     def config(self, lease: float = LEASE) -> PoolConfig:
-        """The pool's configuration at the start."""
         return PoolConfig(
             uid="u",
             name="sim",
@@ -149,7 +148,6 @@ class Profile:
 
 
 def digest(weights: int) -> bytes:
-    """What engines call these weights."""
     return weights.to_bytes(WEIGHTS_BYTES, "big")
 
 

@@ -28,8 +28,6 @@ MUTANT_BUDGET = 20_000
 
 @dataclass
 class Failure:
-    """A seed that violates an invariant."""
-
     seed: int
     text: str
     focus: str = ""
@@ -50,12 +48,10 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def add_world(self, world: World) -> None:
-        """Take a schedule that violated nothing into this one."""
         self.steps += world.profile.steps
         self.counts.update(world.counts)
 
     def add(self, other: Report) -> None:
-        """Take another report into this one."""
         self.schedules += other.schedules
         self.steps += other.steps
         self.counts.update(other.counts)

@@ -43,7 +43,6 @@ class Store:
         self.puts: list[Put] = []
 
     def put(self, index: int, epoch: int, weights: int, block: int) -> None:
-        """An engine saves a block that it has just made; it lands at some time."""
         published = self.world.authority.record.published
         if epoch < published:
             raise Violation(f"I2: published {published}, and e{index} saves a block of epoch {epoch}")
@@ -51,7 +50,6 @@ class Store:
         self.puts.append(Put((epoch, weights, block), self.world.now, self.world.now + delay))
 
     def land(self) -> None:
-        """What is due has landed."""
         if self.puts:
             now = self.world.now
             for put in self.puts:
@@ -73,7 +71,6 @@ class Store:
         return len(removed)
 
     def empty(self) -> int:
-        """Remove every key that nobody reads."""
         return self.delete(2**53)
 
 
@@ -84,7 +81,6 @@ class Serving:
         self.world = world
 
     def shares(self, engine: Engine) -> bool:
-        """Whether it uses the pool's caches."""
         if engine.bound is None or engine.note or engine.floor_unknown:
             return False
         if not engine.live(self.world.now) and not self.world.rules.serves_without_lease:
@@ -164,8 +160,6 @@ class Removal(NamedTuple):
 
 
 class Removals:
-    """Removals of keys that engines were asked for."""
-
     def __init__(self, world: World) -> None:
         self.world = world
         self.open: list[Removal] = []

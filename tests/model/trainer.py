@@ -67,7 +67,6 @@ class Trainer:
         return True
 
     def restart(self) -> None:
-        """The process dies."""
         if self.script is not None:
             self.world.note(f"trainer restarts in the middle of: {self.order}")
             self.world.count("trainer restarts")
@@ -172,7 +171,6 @@ class Trainer:
     # ------------------------------------------------------------------ orders: the client
 
     def client_reset(self) -> Script:
-        """`Pool.reset`."""
         yield from self._reset()
 
     def client_reset_no_waiting(self) -> Script:
@@ -196,7 +194,6 @@ class Trainer:
                 return
 
     def client_label(self) -> Script:
-        """Somebody calls weights something, old ones or new ones."""
         yield from self._label(digest(self.world.rng.randrange(1, self.world.newest_weights + 1)))
 
     def _label(self, weights: bytes) -> Script:
@@ -246,7 +243,6 @@ class Trainer:
         world.checks.cascade_ended()
 
     def one_engine_reset(self) -> Script:
-        """One engine's caches are reset alone."""
         engine = self.world.rng.choice(self.world.engines)
         if self.world.pushes.reachable(engine) and not engine.queue:
             self.world.engine_side.local_reset(engine)

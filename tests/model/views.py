@@ -78,7 +78,6 @@ class HubHistory:
         return new
 
     def leave(self, instance: bytes) -> None:
-        """It has left for good."""
         self.departed.add(instance)
         self.instances.pop(instance, None)
         self.news = True

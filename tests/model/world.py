@@ -14,21 +14,23 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from epochkv_fence.protocol.messages import Bump, Message, Propose, decode, encode
 from tests.model.authority import Authority
 from tests.model.calm import Calm
 from tests.model.checks import Checks
 from tests.model.engines import EngineSide, Pushes
 from tests.model.hubs import HubSide, Tidings
-from tests.model.network import Network
 from tests.model.parts import (
     LEASE,
     LONGER_LEASE,
+    MAX_IN_FLIGHT,
     SPREAD,
     SPREAD_WITH_LONGER_LEASE,
     START,
     Clock,
     Engine,
     HubProcess,
+    Packet,
     Profile,
     Rules,
     Violation,
@@ -39,6 +41,70 @@ from tests.model.trainer import Trainer
 TRACE_LINES = 60
 TRIES = 4
 """Time passes when so many draws had nothing to do."""
+
+
+class Network:
+    """Loses, duplicates, reorders and holds back, by any amount; what arrives is what was sent, as frames."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.packets: list[Packet] = []
+
+    def post(self, sender: str, receiver: str, message: Message) -> None:
+        world = self.world
+        self.packets.append(Packet(sender, receiver, message, encode(message), world.late()))
+        if len(self.packets) > MAX_IN_FLIGHT:
+            world.count("lost")
+            self.packets.pop(world.rng.randrange(len(self.packets)))
+
+    def asks(self, target: int) -> bool:
+        """Whether somebody's wish for an epoch above this one is on its way."""
+        return any(isinstance(packet.message, Bump | Propose) and packet.message.epoch > target for packet in self.packets)
+
+    def deliver(self) -> bool:
+        """One packet arrives, twice, or never; False: none is there that could."""
+        world, rng = self.world, self.world.rng
+        now = world.now
+        shut = self._shut()
+        ready = [index for index, packet in enumerate(self.packets) if packet.not_before <= now and packet.receiver not in shut]
+        if not ready:
+            return False
+        index = rng.choice(ready) if rng.random() < world.profile.disorder else ready[0]
+        packet = self.packets[index]
+        fate = rng.random()
+        if fate < 0.05:
+            world.count("lost")
+            self.packets.pop(index)
+        else:
+            if fate < 0.15:
+                world.count("duplicated")
+            else:
+                self.packets.pop(index)
+            self._arrive(packet)
+        return True
+
+    def _shut(self) -> set[str]:
+        """Who takes no messages now: frozen, or busy with what the last one set off."""
+        world, now = self.world, self.world.now
+        engines = {f"e{engine.index}" for engine in world.engines if now < engine.frozen_until or engine.queue}
+        return engines | {f"h{process.index}" for process in world.hubs if not world.hub_side.free(process)}
+
+    def hand_over(self, packet: Packet) -> bool:
+        """Give a packet to its receiver; False: it is frozen or busy."""
+        if packet.receiver in self._shut():
+            return False
+        self._arrive(packet)
+        return True
+
+    def _arrive(self, packet: Packet) -> None:
+        world = self.world
+        who, index = packet.receiver[0], int(packet.receiver[1:])
+        if who == "h":
+            world.hub_side.hear(world.hubs[index], packet.sender.encode(), decode(packet.frames))
+        elif who == "e":
+            world.engine_side.receive(world.engines[index], decode(packet.frames))
+        elif index == world.trainer.incarnation:
+            world.trainer.receive(decode(packet.frames))
 
 
 class World:
@@ -76,7 +142,6 @@ class World:
     # ------------------------------------------------------------------ helpers of the parts
 
     def clock(self) -> Clock:
-        """A new process's clock."""
         low, high = self.rates
         return Clock(self.rng.choice([low, low, high, high, self.rng.uniform(low, high)]), self.rng.uniform(0, 1e4))
 
@@ -87,15 +152,12 @@ class World:
         return self.now + self.rng.choice([0.5, 2.0, 6.0, 12.0])
 
     def note(self, text: str) -> None:
-        """Add a line to the trace."""
         self.trace.append(f"{self.now - START:8.2f}  {text}")
 
     def count(self, what: str) -> None:
-        """Count something, for statistics and for I5."""
         self.counts[what] = self.counts.get(what, 0) + 1
 
     def change_config(self) -> None:
-        """The pool's owner changes its configuration; hubs learn it later."""
         choices: list[dict[str, Any]] = [{"reclaim": policy, "store_admin": True} for policy in ("Delete", "RemoveAll", "Retain")]
         if self.config.lease_seconds == LEASE:
             choices.append({"lease_seconds": LONGER_LEASE})

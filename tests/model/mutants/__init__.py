@@ -7,10 +7,9 @@ simulated world.
 
 from __future__ import annotations
 
-from tests.model.mutants.agent import AGENT_MUTANTS
+from tests.model.mutants.agent import AGENT_MUTANTS, OUTSIDE_MUTANTS
 from tests.model.mutants.hub import HUB_MUTANTS
 from tests.model.mutants.kind import Mutant
-from tests.model.mutants.outside import OUTSIDE_MUTANTS
 from tests.model.mutants.store import STORE_MUTANTS
 from tests.model.mutants.weights import WEIGHTS_MUTANTS
 

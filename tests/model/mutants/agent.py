@@ -1,4 +1,4 @@
-"""Rules of the agent (design page "fence", section 3), each taken away."""
+"""Rules of the agent (design page "fence", section 3), and those that other parts than the state machines keep, each taken away."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class _AnyEpoch(Agent):
 
 
 class _ForgetsEpoch(Agent):
-    """Forgets its epoch with its lease, and takes a lower one."""
-
     def _refusal(self, grant: Grant, now: float) -> str | None:
         reason = super()._refusal(grant, now)
         return None if reason == "lower_epoch" and now >= self.lease_until else reason
@@ -58,8 +56,6 @@ class _AcknowledgeBeforeAdoption(Agent):
 
 
 class _FailedForGood(Agent):
-    """A failed adoption is never asked for again."""
-
     def step(self, event: ag.Event, now: float) -> list[ag.Action]:
         return [] if isinstance(event, ag.AdoptFailed) else super().step(event, now)
 
@@ -70,15 +66,11 @@ class _ProposesOnce(Agent):
 
 
 class _TellsLater(Agent):
-    """What has changed waits for the next heartbeat."""
-
     def step(self, event: ag.Event, now: float) -> list[ag.Action]:
         return [] if isinstance(event, ag.Poked) else super().step(event, now)
 
 
 class _NoRetryWithoutLease(Agent):
-    """Without an answer it never beats again."""
-
     def _beat(self, now: float) -> list[ag.Action]:
         actions = super()._beat(now)
         if now >= self.lease_until and self.lease_seconds is not None:
@@ -100,24 +92,61 @@ class _LeavesWithItsLease(Agent):
 
 
 AGENT_MUTANTS = {
-    "lease counted from receipt": Mutant(Rules(agent=_LeaseFromReceipt), "3"),
-    "grants not bound to instances": Mutant(Rules(agent=_AnyInstance), "3", {"trouble": 1.0}),
-    "an engine takes a lower epoch": Mutant(Rules(agent=_AnyEpoch), "3", {**DUEL, "disorder": 0.9}),
+    "lease counted from receipt": Mutant(Rules(agent=_LeaseFromReceipt)),
+    "grants not bound to instances": Mutant(Rules(agent=_AnyInstance), {"trouble": 1.0}),
+    "an engine takes a lower epoch": Mutant(Rules(agent=_AnyEpoch), {**DUEL, "disorder": 0.9}),
     "an engine forgets its epoch with its lease": Mutant(
-        Rules(agent=_ForgetsEpoch), "3", {**DUEL, "takeovers": 1.0, "steps": 1200, "disorder": 0.9}
+        Rules(agent=_ForgetsEpoch), {**DUEL, "takeovers": 1.0, "steps": 1200, "disorder": 0.9}
     ),
-    "the lease moves before the epoch is adopted": Mutant(Rules(agent=_LeaseBeforeAdoption), "3"),
-    "acknowledged before adopted": Mutant(Rules(agent=_AcknowledgeBeforeAdoption), "3"),
-    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), "3", {**DUEL, **CALM, "steps": 1200, "freezes": 0.3}),
-    "an engine instance that leaves keeps its lease": Mutant(Rules(agent=_LeavesWithItsLease), "3", {**DUEL, "trouble": 1.0}),
+    "the lease moves before the epoch is adopted": Mutant(Rules(agent=_LeaseBeforeAdoption)),
+    "acknowledged before adopted": Mutant(Rules(agent=_AcknowledgeBeforeAdoption)),
+    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), {**DUEL, **CALM, "steps": 1200, "freezes": 0.3}),
+    "an engine instance that leaves keeps its lease": Mutant(Rules(agent=_LeavesWithItsLease), {**DUEL, "trouble": 1.0}),
     "an engine instance leaves inside schedule()": Mutant(
         Rules(leaves_inside_schedule=True),
-        "3",
         {**DUEL, **CALM, "trouble": 1.0, "engines": 1, "steps": 1200, "pace": 0.2, "freezes": 1.0},
     ),
-    "a failed adoption is never tried again": Mutant(Rules(agent=_FailedForGood), "3"),
-    "a proposal is sent once": Mutant(Rules(agent=_ProposesOnce), "3"),
-    "a change of weights waits for the next heartbeat": Mutant(Rules(agent=_TellsLater), "3"),
-    "no heartbeats without a lease": Mutant(Rules(agent=_NoRetryWithoutLease), "3"),
-    "heartbeats twice as often": Mutant(Rules(agent=_BeatsTwiceAsOften), "7"),
+    "a failed adoption is never tried again": Mutant(Rules(agent=_FailedForGood)),
+    "a proposal is sent once": Mutant(Rules(agent=_ProposesOnce)),
+    "a change of weights waits for the next heartbeat": Mutant(Rules(agent=_TellsLater)),
+    "no heartbeats without a lease": Mutant(Rules(agent=_NoRetryWithoutLease)),
+    "heartbeats twice as often": Mutant(Rules(agent=_BeatsTwiceAsOften)),
+}
+
+
+# ------------------------------------------ rules that other parts keep: authority, driver, connector, client, owner
+SERVING = {"trouble": 0.1, "takeovers": 0.1}
+ALONE = {"restores": False, "trouble": 0.3}
+LABELLING = {"orders": ("client, label",), "pushes": 1.0, "restores": False, "idle": 0.0, "trouble": 0.03, "freezes": 0.03}
+
+OUTSIDE_MUTANTS = {
+    "grants without a leadership read": Mutant(Rules(verify_always=True), {**DUEL, "watch": 1.0, "freezes": 1.0}),
+    "the read before the heartbeats are collected": Mutant(
+        Rules(read_before_collecting=True), {**DUEL, "ambush": 0.1, "trouble": 1.0, "steps": 3000}
+    ),
+    "the read compares the holder, not the term": Mutant(
+        Rules(holder_only=True), {**DUEL, "takeovers": 1.0, "ambush": 0.1, "steps": 3000, "trouble": 0.3}
+    ),
+    "a new leader reads the record from a cache": Mutant(Rules(stale_load=True), {**DUEL, "takeovers": 1.0}),
+    "a late Record lowers the target": Mutant(Rules(record_lowers=True)),
+    "a new leader learns a longer lease late": Mutant(
+        Rules(config_late=True), {**DUEL, "reconfigures": True, "takeovers": 1.0, "steps": 1200}
+    ),
+    "loads are never invalidated": Mutant(Rules(loads_never_invalidated=True), {**SERVING, "busy_store": True}),
+    "the lease is not checked after a load": Mutant(Rules(lease_unchecked_after_load=True), {**SERVING, "busy_store": True}),
+    "saves under the names of old pins": Mutant(Rules(saves_under_old_pins=True), SERVING),
+    "an engine shares without a lease": Mutant(Rules(serves_without_lease=True), SERVING),
+    "a local reset keeps the names of its epoch": Mutant(
+        Rules(local_reset_keeps_root=True), {**ALONE, "orders": ("engines reset together", "one engine reset")}
+    ),
+    "a local reset without a lease waits for no epoch": Mutant(
+        Rules(local_reset_without_floor=True), {**ALONE, "orders": ("engines reset together", "one engine reset", "spec, reset")}
+    ),
+    "a trainer goes on before publication": Mutant(
+        Rules(trainer_resumes_unpublished=True), {"orders": ("client, reset",), "restores": False}
+    ),
+    "a trainer asks above a target of before": Mutant(
+        Rules(trainer_remembers_target=True), {"orders": ("client, reset", "spec, reset"), "restores": False}
+    ),
+    "labels replace those on record": Mutant(Rules(labels_replace=True), {**LABELLING, "takeovers": 1.0}),
 }

@@ -42,8 +42,6 @@ class _EpochBeforeRead(Hub):
 
 
 class _KeepsRounds(Hub):
-    """What was evaluated in one term is published after a read in another."""
-
     _kept: Round | None = None
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
@@ -57,8 +55,6 @@ class _KeepsRounds(Hub):
 
 
 class _GrantBeforeRecord(Hub):
-    """Grants an epoch that was asked for and is not durable yet."""
-
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().step(event, now)
         for action in actions:
@@ -80,8 +76,6 @@ class _LateTargetMovesNothing(Hub):
 
 
 class _HeardMayFall(Hub):
-    """A late heartbeat lowers what was heard."""
-
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         beat = event.message if isinstance(event, ev.Heard) else None
         instance = self.state.instances.known.get(beat.instance) if isinstance(beat, Heartbeat) else None
@@ -109,8 +103,6 @@ class _NudgesWithoutEnd(Hub):
 
 
 class _RoundsWithoutPause(Hub):
-    """A leadership read four times a second, whether anybody waits or not."""
-
     def round_at(self, now: float) -> float:
         due = super().round_at(now)
         rounds = self.state.rounds
@@ -127,7 +119,6 @@ def _lead_with_own_target(hub: HubState, event: ev.Acquired) -> ev.Event:
 
 
 def _lead_with_own_published(hub: HubState, event: ev.Acquired) -> ev.Event:
-    """After a restore it believes its own memory of what is published."""
     return msgspec.structs.replace(event, record=replace(event.record, published=max(event.record.published, hub.record.published)))
 
 
@@ -147,43 +138,38 @@ AMBUSHED = {
 """Hubs that freeze and do not know that they were deposed, and two who ask for epochs."""
 
 HUB_MUTANTS = {
-    "no waiting after leadership": Mutant(Rules(hub=without(settled_at=lambda lead: NEVER)), "4", QUICK),
-    "no margin for slow clocks": Mutant(Rules(hub=without(fence_timeout_seconds=lambda config: config.lease_seconds)), "4", DUEL),
-    "older grants are not waited for": Mutant(Rules(hub=without(fenced_at=lambda instance: NEVER)), "4", DUEL),
+    "no waiting after leadership": Mutant(Rules(hub=without(settled_at=lambda lead: NEVER)), QUICK),
+    "no margin for slow clocks": Mutant(Rules(hub=without(fence_timeout_seconds=lambda config: config.lease_seconds)), DUEL),
+    "older grants are not waited for": Mutant(Rules(hub=without(fenced_at=lambda instance: NEVER)), DUEL),
     "grants of the target delay publication": Mutant(
-        Rules(hub=without(fenced_at=lambda instance: max(instance.below_until, instance.live_until))), "4"
+        Rules(hub=without(fenced_at=lambda instance: max(instance.below_until, instance.live_until)))
     ),
-    "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), "4", QUICK),
-    "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), "4", DUEL),
+    "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), QUICK),
+    "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), DUEL),
     "what an older term evaluated is published": Mutant(
-        Rules(hub=_KeepsRounds, read_in_any_term=True), "4", {**QUICK, "steps": 3000, "trouble": 0.1, "freezes": 0.2}
+        Rules(hub=_KeepsRounds, read_in_any_term=True), {**QUICK, "steps": 3000, "trouble": 0.1, "freezes": 0.2}
     ),
     "granting before the note is durable": Mutant(
-        Rules(hub=without(may_grant=lambda record: True)), "4", {**QUICK, "steps": 300, "trouble": 0.1}
+        Rules(hub=without(may_grant=lambda record: True)), {**QUICK, "steps": 300, "trouble": 0.1}
     ),
-    "granting an epoch before it is durable": Mutant(Rules(hub=_GrantBeforeRecord), "4", QUICK),
-    "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), "4", {**QUICK, "watch": 1.0}),
-    "a new leader keeps the target it remembers": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_target)), "4", QUICK),
+    "granting an epoch before it is durable": Mutant(Rules(hub=_GrantBeforeRecord), QUICK),
+    "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), {**QUICK, "watch": 1.0}),
+    "a new leader keeps the target it remembers": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_target)), QUICK),
     "instances forgotten while their grants live": Mutant(
-        Rules(hub=without(may_forget=lambda instance, config, now: now > instance.heard_at + 1.0)), "4"
+        Rules(hub=without(may_forget=lambda instance, config, now: now > instance.heard_at + 1.0))
     ),
-    "heard epochs may fall": Mutant(Rules(hub=_HeardMayFall), "4", {"disorder": 0.9}),
-    "an engine above the record raises nothing": Mutant(
-        Rules(hub=without(above_record=lambda record, epoch: False)), "4", {"restores": True}
-    ),
-    "after a restore a hub believes its memory": Mutant(
-        Rules(hub=misreading(ev.Acquired, _lead_with_own_published)), "4", {"restores": True}
-    ),
-    "a failed Record is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.RecordTarget)), "4"),
-    "a failed Publish is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.Publish)), "4"),
-    "a round without an answer never ends": Mutant(Rules(hub=deaf(ev.RoundDropped)), "4"),
+    "heard epochs may fall": Mutant(Rules(hub=_HeardMayFall), {"disorder": 0.9}),
+    "an engine above the record raises nothing": Mutant(Rules(hub=without(above_record=lambda record, epoch: False)), {"restores": True}),
+    "after a restore a hub believes its memory": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_published)), {"restores": True}),
+    "a failed Record is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.RecordTarget))),
+    "a failed Publish is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.Publish))),
+    "a round without an answer never ends": Mutant(Rules(hub=deaf(ev.RoundDropped))),
     "a proposal from an older epoch counts": Mutant(
-        Rules(hub=without(proposal_counts=lambda record, epoch: True)), "4", {"orders": ("engines reset together",), "engines": 3}
+        Rules(hub=without(proposal_counts=lambda record, epoch: True)), {"orders": ("engines reset together",), "engines": 3}
     ),
-    "a trainer is told a target without a leadership read": Mutant(Rules(hub=without(needs_read=lambda question: False)), "4", AMBUSHED),
+    "a trainer is told a target without a leadership read": Mutant(Rules(hub=without(needs_read=lambda question: False)), AMBUSHED),
     "a trainer is told of a target that the leader may not know": Mutant(
         Rules(hub=without(may_tell=lambda record, epoch: True)),
-        "4",
         {
             **DUEL,
             "orders": ("client, reset",),
@@ -196,6 +182,6 @@ HUB_MUTANTS = {
             "steps": 1200,
         },
     ),
-    "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd), "7"),
-    "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause), "7"),
+    "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd)),
+    "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause)),
 }

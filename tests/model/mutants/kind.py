@@ -21,11 +21,9 @@ class Mutant:
     Attributes:
         rules: the world without it.
         focus: fields of the profile under which it matters; every one of them is also drawn at random without it.
-        section: of the design page.
     """
 
     rules: Rules
-    section: str
     focus: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,8 +55,6 @@ def without(**rules: Any) -> MakeHub:
 
 
 def with_part(**parts: Callable[[], object]) -> MakeHub:
-    """A hub of which some parts are of another make."""
-
     def make(config: PoolConfig) -> Hub:
         hub = Hub(config)
         for name, kind in parts.items():
@@ -84,10 +80,8 @@ def misreading(kind: type[ev.Event], read: Callable[[HubState, Any], ev.Event | 
 
 
 def deaf_to_failures_of(kind: type[ev.Call]) -> MakeHub:
-    """A hub that does not hear that such a call has failed."""
     return misreading(ev.Done, lambda _, done: None if isinstance(done.call, kind) and not done.ok else done)
 
 
 def deaf(kind: type[ev.Event]) -> MakeHub:
-    """A hub that takes no such event."""
     return misreading(kind, lambda *_: None)

@@ -22,8 +22,6 @@ from tests.model.parts import LEASE, Rules
 
 
 class _WipesAtTarget(Hub):
-    """The store is wiped as soon as an epoch is the target."""
-
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         before = self.target
         actions = super().step(event, now)
@@ -33,7 +31,6 @@ class _WipesAtTarget(Hub):
 
 
 def _waits_for_the_wipe(config: PoolConfig) -> Hub:
-    """The next epoch is not published before the store was wiped for this one."""
     hub = Hub(config)
 
     def settled_at(lead: Leadership) -> float:
@@ -44,8 +41,6 @@ def _waits_for_the_wipe(config: PoolConfig) -> Hub:
 
 
 class _WipesAgain(Hub):
-    """A store that was wiped is wiped again."""
-
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().step(event, now)
         wiped = isinstance(event, ev.Done) and event.ok and isinstance(event.call, ev.RemoveAll) and not event.call.sweep
@@ -55,16 +50,12 @@ class _WipesAgain(Hub):
 
 
 class _WipesOnce(Wiper):
-    """A wipe that failed is the last thing that is done for its epoch."""
-
     def missed(self, epoch: int, now: float) -> None:
         super().missed(epoch, now)
         self.stop()
 
 
 class _Untiring(Wiper):
-    """A wipe is never given up."""
-
     def give_up(self, now: float) -> bool:
         return False
 
@@ -73,8 +64,6 @@ class _Untiring(Wiper):
 
 
 class _DeletesBelowTarget(Hub):
-    """Old keys are removed before the new epoch is published."""
-
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         return [_below(action, self.target) for action in super().step(event, now)]
 
@@ -102,8 +91,6 @@ class _NeverStarts(Reclaimer):
 
 
 class _AsksOnce(Reclaimer):
-    """One request is enough, whatever was removed and whatever lands later."""
-
     def next(
         self, published: int, keep: Sequence[bytes], able: Sequence[InstanceRecord], config: PoolConfig, now: float
     ) -> list[ev.Action]:
@@ -118,15 +105,11 @@ class _AsksOnce(Reclaimer):
 
 
 class _NoGrace(Reported):
-    """Only the keys of what engines hold now are kept."""
-
     def within(self, grace: float, now: float) -> list[bytes] | None:
         return super().within(LEASE, now)
 
 
 class _Remembered(Reported):
-    """Weights that become nobody's later are not looked for."""
-
     def expire(self, grace: float, now: float) -> bool:
         super().expire(grace, now)
         return False
@@ -138,8 +121,6 @@ class _NeverSweeps(Reclaimer):
 
 
 class _Checking(Reclaimer):
-    """Looks again for what to sweep on some occasions only."""
-
     checks = True
 
     def start_weights(self, at: float) -> None:
@@ -179,8 +160,6 @@ class _LateAnswersCount(Reclaimer):
 
 
 class _AsksWithoutEnd(Hub):
-    """Engines are asked again although none of them found anything."""
-
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         reclaimer = self.state.reclaimer
         if isinstance(event, ev.Tick) and self.term is not None and reclaimer.due_at == float("inf"):
@@ -195,27 +174,25 @@ SWEEPING = {**DELETING, "pushes": 3.0, "trouble": 0.1}
 LONG = {**SWEEPING, **CALM, "steps": 1200, "pace": 0.4}
 
 STORE_MUTANTS = {
-    "the store is wiped before publication": Mutant(Rules(hub=_WipesAtTarget), "4", WIPING),
-    "publication waits for the store": Mutant(Rules(hub=_waits_for_the_wipe), "4", FAILING),
-    "the store is wiped again and again": Mutant(Rules(hub=_WipesAgain), "7", WIPING),
-    "a wipe that failed is not tried again": Mutant(Rules(hub=with_part(wiper=_WipesOnce)), "4", {**WIPING, "store_fails": 0.6}),
-    "a wipe is never given up": Mutant(Rules(hub=with_part(wiper=_Untiring)), "4", FAILING),
-    "keys are removed before publication": Mutant(Rules(hub=_DeletesBelowTarget), "4", DELETING),
-    "keys are removed once": Mutant(Rules(hub=with_part(reclaimer=_AsksOnce)), "4", {**DELETING, "busy_store": True}),
-    "keys are never removed": Mutant(Rules(hub=_DeletesNothing), "4", DELETING),
-    "weights are kept for no time": Mutant(Rules(hub=with_part(reported=_NoGrace)), "4", LONG),
-    "a new leader sweeps before it knows its engines": Mutant(
-        Rules(hub=without(engines_known_at=lambda lead, config: NEVER)), "4", SWEEPING
-    ),
-    "an engine that cannot say holds nothing": Mutant(Rules(hub=without(says_weights=lambda instance: True)), "4", LONG),
-    "Retain lets weights be swept": Mutant(Rules(hub=without(may_remove=lambda config: True)), "4", {**LONG, "policy": "Retain"}),
-    "weights are never swept": Mutant(Rules(hub=with_part(reclaimer=_NeverSweeps)), "4", SWEEPING),
-    "weights are swept once a leadership": Mutant(Rules(hub=with_part(reported=_Remembered)), "4", SWEEPING),
-    "what may not be swept yet is forgotten": Mutant(Rules(hub=partial(_ChecksAgain, early=False)), "4", SWEEPING),
-    "nobody looks again for what to sweep": Mutant(Rules(hub=partial(_ChecksAgain, early=True)), "4", SWEEPING),
-    "any answer ends a sweep": Mutant(Rules(hub=with_part(reclaimer=_AnyAnswerCounts)), "4", {**SWEEPING, "busy_store": True}),
+    "the store is wiped before publication": Mutant(Rules(hub=_WipesAtTarget), WIPING),
+    "publication waits for the store": Mutant(Rules(hub=_waits_for_the_wipe), FAILING),
+    "the store is wiped again and again": Mutant(Rules(hub=_WipesAgain), WIPING),
+    "a wipe that failed is not tried again": Mutant(Rules(hub=with_part(wiper=_WipesOnce)), {**WIPING, "store_fails": 0.6}),
+    "a wipe is never given up": Mutant(Rules(hub=with_part(wiper=_Untiring)), FAILING),
+    "keys are removed before publication": Mutant(Rules(hub=_DeletesBelowTarget), DELETING),
+    "keys are removed once": Mutant(Rules(hub=with_part(reclaimer=_AsksOnce)), {**DELETING, "busy_store": True}),
+    "keys are never removed": Mutant(Rules(hub=_DeletesNothing), DELETING),
+    "weights are kept for no time": Mutant(Rules(hub=with_part(reported=_NoGrace)), LONG),
+    "a new leader sweeps before it knows its engines": Mutant(Rules(hub=without(engines_known_at=lambda lead, config: NEVER)), SWEEPING),
+    "an engine that cannot say holds nothing": Mutant(Rules(hub=without(says_weights=lambda instance: True)), LONG),
+    "Retain lets weights be swept": Mutant(Rules(hub=without(may_remove=lambda config: True)), {**LONG, "policy": "Retain"}),
+    "weights are never swept": Mutant(Rules(hub=with_part(reclaimer=_NeverSweeps)), SWEEPING),
+    "weights are swept once a leadership": Mutant(Rules(hub=with_part(reported=_Remembered)), SWEEPING),
+    "what may not be swept yet is forgotten": Mutant(Rules(hub=partial(_ChecksAgain, early=False)), SWEEPING),
+    "nobody looks again for what to sweep": Mutant(Rules(hub=partial(_ChecksAgain, early=True)), SWEEPING),
+    "any answer ends a sweep": Mutant(Rules(hub=with_part(reclaimer=_AnyAnswerCounts)), {**SWEEPING, "busy_store": True}),
     "an answer to an older sweep counts": Mutant(
-        Rules(hub=with_part(reclaimer=_LateAnswersCount)), "4", {**SWEEPING, "disorder": 0.9, "engines": 1}
+        Rules(hub=with_part(reclaimer=_LateAnswersCount)), {**SWEEPING, "disorder": 0.9, "engines": 1}
     ),
-    "engines are asked to sweep without end": Mutant(Rules(hub=_AsksWithoutEnd), "7", DELETING),
+    "engines are asked to sweep without end": Mutant(Rules(hub=_AsksWithoutEnd), DELETING),
 }

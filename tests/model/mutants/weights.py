@@ -13,13 +13,12 @@ from epochkv_fence.hub.record import Holdings, Labels
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Heartbeat, Label, Labelled, Status
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot
+from tests.model.mutants.agent import LABELLING
 from tests.model.mutants.kind import MakeHub, Mutant, misreading, with_part
-from tests.model.mutants.outside import LABELLING
 from tests.model.parts import Rules
 
 
 def _as_the_newest(hub: HubState, event: ev.Heard) -> ev.Event:
-    """The heartbeat that came last says what an engine holds, not the one that was sent last."""
     instance = hub.instances.known.get(event.message.instance) if isinstance(event.message, Heartbeat) else None
     if instance is not None and isinstance(event.message, Heartbeat):
         instance.seq = min(instance.seq, event.message.seq - 1)
@@ -27,15 +26,12 @@ def _as_the_newest(hub: HubState, event: ev.Heard) -> ev.Event:
 
 
 def _of_no_age(hub: HubState, event: ev.Heard) -> ev.Event:
-    """Weights are held since this hub heard of them first."""
     if not isinstance(event.message, Heartbeat):
         return event
     return msgspec.structs.replace(event, message=msgspec.structs.replace(event.message, weights_age_seconds=0.0))
 
 
 class _SaysNothing(Hub):
-    """Other weights are no change."""
-
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         beat = event.message if isinstance(event, ev.Heard) else None
         instance = self.state.instances.known.get(beat.instance) if isinstance(beat, Heartbeat) else None
@@ -45,8 +41,6 @@ class _SaysNothing(Hub):
 
 
 class _SinceTheLastBeat(Hub):
-    """Weights are held since they were told last."""
-
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().step(event, now)
         instance = (
@@ -84,7 +78,6 @@ class _Misjudging(Hub):
 
 
 def _of_one_fingerprint(engine: EngineView) -> EngineView:
-    """Engines that cannot share are compared."""
     return msgspec.structs.replace(engine, fingerprint="")
 
 
@@ -94,29 +87,22 @@ def _holding_something(engine: EngineView) -> EngineView:
 
 
 def _oldest_first(engine: EngineView) -> EngineView:
-    """Of as many engines those count that have held theirs for longest."""
     return msgspec.structs.replace(engine, weights_since=-engine.weights_since)
 
 
 class _CountsTheSilent(Hub):
-    """Engines that are silent count."""
-
     def snapshot(self, now: float) -> PoolSnapshot:
         shown = super().snapshot(now)
         return replace(shown, weights=groups([msgspec.structs.replace(engine, alive=True) for engine in shown.engines], shown.labels))
 
 
 class _Counting(Holdings):
-    """Engines that are forgotten go on holding what they held."""
-
     def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
         if after is not None:
             super().change(before, after, since)
 
 
 class _Agreeing(Holdings):
-    """While one of two engines takes other weights, they differ in nothing."""
-
     def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
         if before is not None and after is not None and before.weights != after.weights:
             super().change(before, None, since)
@@ -134,8 +120,6 @@ def _with_holdings(kind: Callable[[], Holdings]) -> MakeHub:
 
 
 class _KnowsEverybody(Hub):
-    """A hub that became leader just now does not say that it may not know every engine."""
-
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         return [self._settled(action) for action in super().step(event, now)]
 
@@ -149,16 +133,12 @@ class _KnowsEverybody(Hub):
 
 
 class _LabelsAtOnce(Labels):
-    """A label is answered before it is durable."""
-
     def ask(self, peer: bytes, asked: Label) -> Labelled | None:
         super().ask(peer, asked)
         return Labelled(asked.request, asked.weights, asked.label)
 
 
 class _BelievesItsLabels(Labels):
-    """A new leader goes on with the labels that it remembers."""
-
     def lead(self, recorded: Mapping[bytes, str]) -> None:
         remembered = self.known
         super().lead(recorded)
@@ -166,34 +146,33 @@ class _BelievesItsLabels(Labels):
 
 
 def _without_labels(hub: HubState, event: ev.Acquired | ev.Observed) -> ev.Event:
-    """Takes no labels from the record."""
     return msgspec.structs.replace(event, record=replace(event.record, labels={}))
 
 
 PUSHING = {"pushes": 3.0, "trouble": 0.3}
 
 WEIGHTS_MUTANTS = {
-    "late heartbeats say what an engine holds": Mutant(Rules(hub=misreading(ev.Heard, _as_the_newest)), "4", {**PUSHING, "disorder": 0.9}),
-    "other weights are no change": Mutant(Rules(hub=_SaysNothing), "4", PUSHING),
-    "weights are held since the last heartbeat": Mutant(Rules(hub=_SinceTheLastBeat), "4"),
-    "weights are held since this hub heard of them": Mutant(Rules(hub=misreading(ev.Heard, _of_no_age)), "4"),
-    "silent engines hold weights": Mutant(Rules(hub=_CountsTheSilent), "4", PUSHING),
+    "late heartbeats say what an engine holds": Mutant(Rules(hub=misreading(ev.Heard, _as_the_newest)), {**PUSHING, "disorder": 0.9}),
+    "other weights are no change": Mutant(Rules(hub=_SaysNothing), PUSHING),
+    "weights are held since the last heartbeat": Mutant(Rules(hub=_SinceTheLastBeat)),
+    "weights are held since this hub heard of them": Mutant(Rules(hub=misreading(ev.Heard, _of_no_age))),
+    "silent engines hold weights": Mutant(Rules(hub=_CountsTheSilent), PUSHING),
     "engines of different fingerprints diverge": Mutant(
-        Rules(hub=partial(_Misjudging, seen=_of_one_fingerprint)), "4", {**PUSHING, "fingerprints": 2}
+        Rules(hub=partial(_Misjudging, seen=_of_one_fingerprint)), {**PUSHING, "fingerprints": 2}
     ),
-    "an engine that cannot say has diverged": Mutant(Rules(hub=partial(_Misjudging, seen=_holding_something)), "4", PUSHING),
-    "of as many engines the oldest count": Mutant(Rules(hub=partial(_Misjudging, seen=_oldest_first)), "4", PUSHING),
-    "forgotten engines diverge": Mutant(Rules(hub=_with_holdings(_Counting)), "4", {**PUSHING, "fingerprints": 1}),
-    "engines that change agree in between": Mutant(Rules(hub=_with_holdings(_Agreeing)), "4", {**PUSHING, "fingerprints": 1, "engines": 2}),
+    "an engine that cannot say has diverged": Mutant(Rules(hub=partial(_Misjudging, seen=_holding_something)), PUSHING),
+    "of as many engines the oldest count": Mutant(Rules(hub=partial(_Misjudging, seen=_oldest_first)), PUSHING),
+    "forgotten engines diverge": Mutant(Rules(hub=_with_holdings(_Counting)), {**PUSHING, "fingerprints": 1}),
+    "engines that change agree in between": Mutant(Rules(hub=_with_holdings(_Agreeing)), {**PUSHING, "fingerprints": 1, "engines": 2}),
     "a new leader claims to know every engine": Mutant(
-        Rules(hub=_KnowsEverybody), "4", {"orders": ("client, weight update",), "restores": False, "takeovers": 1.0, "idle": 0.0}
+        Rules(hub=_KnowsEverybody), {"orders": ("client, weight update",), "restores": False, "takeovers": 1.0, "idle": 0.0}
     ),
-    "a label is answered before it is durable": Mutant(Rules(hub=with_part(labels=_LabelsAtOnce)), "4", LABELLING),
-    "a new leader reads no labels": Mutant(Rules(hub=misreading(ev.Acquired, _without_labels)), "4", {**LABELLING, "takeovers": 0.3}),
+    "a label is answered before it is durable": Mutant(Rules(hub=with_part(labels=_LabelsAtOnce)), LABELLING),
+    "a new leader reads no labels": Mutant(Rules(hub=misreading(ev.Acquired, _without_labels)), {**LABELLING, "takeovers": 0.3}),
     "labels that another hub wrote are not taken": Mutant(
-        Rules(hub=misreading(ev.Observed, _without_labels)), "4", {**LABELLING, "takeovers": 0.3}
+        Rules(hub=misreading(ev.Observed, _without_labels)), {**LABELLING, "takeovers": 0.3}
     ),
     "a new leader believes the labels it remembers": Mutant(
-        Rules(hub=with_part(labels=_BelievesItsLabels)), "4", {**LABELLING, "takeovers": 1.0}
+        Rules(hub=with_part(labels=_BelievesItsLabels)), {**LABELLING, "takeovers": 1.0}
     ),
 }
