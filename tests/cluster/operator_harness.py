@@ -22,6 +22,7 @@ from hack.waiting import eventually
 ROOT = Path(__file__).resolve().parents[2]
 POOLS = "/apis/epochkv.io/v1alpha1/namespaces/{}/kvcachepools"
 ENGINES = "/apis/epochkv.io/v1alpha1/namespaces/{}/inferenceengines"
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 #: Where everything the operator makes is listed, by a short name.
 CHILDREN = {
     "deployments": "/apis/apps/v1/namespaces/{}/deployments",
@@ -49,7 +50,6 @@ class Namespace:
 
     @classmethod
     def create_in(cls, plane: ControlPlane, name: str) -> Namespace:
-        """A new one of this name."""
         space = cls(plane, name)
         space.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
         return space
@@ -100,7 +100,6 @@ class Namespace:
         return self.get(POOLS, name)
 
     def status(self, name: str) -> dict[str, Any]:
-        """Status of a pool; empty when it has none."""
         return (self.get(POOLS, name) or {}).get("status") or {}
 
     def engine_status(self, name: str) -> dict[str, Any]:
@@ -118,7 +117,6 @@ class Namespace:
         self.patch(POOLS, pool, {"spec": fields})
 
     def events(self, reason: str) -> list[dict[str, Any]]:
-        """Events of a reason in this namespace."""
         items = self.request("GET", f"/apis/events.k8s.io/v1/namespaces/{self.name}/events")["items"]
         return [event for event in items if event["reason"] == reason]
 
@@ -127,7 +125,6 @@ class Namespace:
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
-    """One condition of a status; empty when it is not there."""
     return next((item for item in status.get("conditions") or [] if item["type"] == kind), {})
 
 
@@ -186,12 +183,10 @@ class OperatorProcess:
         self.process.kill()
 
     def start(self) -> OperatorProcess:
-        """Start (again)."""
         self.process = Process("operator", self.command, self.log_file, self.env, cwd=ROOT, popen=self._popen)
         return self
 
     def terminate(self, seconds: float = 15.0) -> int:
-        """SIGTERM; the exit status."""
         self.process.popen.terminate()
         status: int = self.process.popen.wait(seconds)
         return status

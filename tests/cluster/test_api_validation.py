@@ -57,7 +57,6 @@ def test_update(namespace: Namespace, change: Change) -> None:
 
 
 def test_defaults_are_filled_in(namespace: Namespace) -> None:
-    """What a user may leave out, as documented."""
     pool = namespace.create_pool("defaults", distributed=MOONCAKE)
     assert pool["spec"] == {
         "resetEpoch": 0,
@@ -86,7 +85,6 @@ def patch_status(space: Namespace, pool: str, status: Json | None) -> tuple[int,
 
 
 def test_epochs_in_status_never_go_down(namespace: Namespace) -> None:
-    """The API server refuses a regression, whoever writes it."""
     namespace.create_pool("monotone", local={"capacity": "1Gi"})
     assert patch_status(namespace, "monotone", {"targetEpoch": 5, "epoch": 4})[0] == 200
     refused: list[tuple[Json | None, str]] = [

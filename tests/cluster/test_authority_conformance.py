@@ -1,19 +1,16 @@
 """The common suite of all authorities, against the pool object and the Lease of a real API server."""
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
 
 import pytest
 
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import Authority, AuthorityError, PoolGone, PoolRecord, Term
 from epochkv_operator.hub.authority import KubernetesAuthority, Proofs, record_of
-from epochkv_operator.kube.client import Invalid, KubeClient
+from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
-from epochkv_operator.kube.resources import ref_of
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store, indexed
 from epochkv_operator.metrics import REGISTRY
@@ -144,46 +141,3 @@ def test_an_origin_of_a_newer_operator_is_unknown_not_wrong() -> None:
     assert record_of({"status": status}) == PoolRecord(4, 4)
     older = {"targetEpoch": 5, "epoch": 4, "reset": {"epoch": 4, "origin": "Trainer"}}
     assert record_of({"status": older}) == PoolRecord(5, 4)
-
-
-# -- the writes below it
-@pytest.fixture
-def pool(space: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A pool at target 3, published 2."""
-    monkeypatch.setenv("KUBECONFIG", str(space.plane.kubeconfig))
-    found: dict[str, Any] = space.create_pool("policy", local={"capacity": "64Mi"})
-    run(lambda client: client.patch_status(ref_of(found), found["metadata"]["resourceVersion"], {"targetEpoch": 3, "epoch": 2}))
-    yield found
-    space.delete(POOLS, "policy")
-
-
-def run(work: Callable[[KubeClient], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        client = await KubeClient.connect()
-        try:
-            return await work(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(main())
-
-
-def test_a_field_that_has_changed_refuses_the_write(space: Namespace, pool: dict[str, Any]) -> None:
-    with pytest.raises(Invalid):
-        run(lambda client: client.patch_status_fields(ref_of(pool), {"targetEpoch": 2, "epoch": 2}, {"epoch": 3}))
-    assert space.status("policy")["epoch"] == 2
-
-
-def test_a_namesake_is_left_alone(space: Namespace, pool: dict[str, Any]) -> None:
-    namesake = ref_of(pool)._replace(uid="another-life")
-    with pytest.raises(Invalid):
-        run(lambda client: client.patch_status_fields(namesake, {"targetEpoch": 3}, {"targetEpoch": 9}))
-    assert space.status("policy")["targetEpoch"] == 3
-
-
-def test_a_field_that_was_absent_and_is_there_now_refuses_the_write(space: Namespace, pool: dict[str, Any]) -> None:
-    ref, absent = ref_of(pool), {"targetEpoch": 3, "granting": None}
-    run(lambda client: client.patch_status_fields(ref, absent, {"granting": True}))
-    with pytest.raises(Invalid):
-        run(lambda client: client.patch_status_fields(ref, absent, {"epoch": 3}))
-    assert space.status("policy")["epoch"] == 2

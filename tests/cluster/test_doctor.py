@@ -23,8 +23,9 @@ from epochkv_fence.net.keys import KeyPair, generate_keypair
 from epochkv_fence.version import VERSION
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
+from tests.cluster.chart_releases import Release
 from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, ROOT, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, ROOT, Namespace, condition
 from tests.cluster.test_operator_reconcile import make_pods_ready
 
 HOME = "doctor"
@@ -42,25 +43,15 @@ class World:
 
     def __init__(self, plane: ControlPlane, directory: Path) -> None:
         self.plane = plane
-        self.space = Namespace.create_in(plane, HOME)
-        self._install(directory)
-        account = plane.kubeconfig_for(ACCOUNT, ("system:serviceaccounts", "system:authenticated"))
-        images: dict[str, Any] = {f"{name}_image": f"epochkv/{name}:{VERSION}" for name in ("store", "engine")}
-        self.operator_config = account
-        self.operator = OperatorProcess(plane, HOME, directory, kubeconfig=account, **images)
+        self.release = Release(plane, "epochkv", HOME, directory)
+        self.release.install("crds.install=false", f"watchNamespaces={{{HOME}}}")
+        self.space = self.release.space
+        self.operator = self.release.operator()
         self.engine: FenceEngine
 
-    def _install(self, directory: Path) -> None:
-        chart, values = str(ROOT / "charts" / "epochkv"), f"crds.install=false,watchNamespaces={{{HOME}}}"
-        command = [str(self.plane.helm), "template", "epochkv", chart, "-n", HOME, "--no-hooks", "--set", values]
-        rendered = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        (directory / "chart.yaml").write_text(rendered)
-        self.chart = directory / "chart.yaml"
-        self.paste(f"kubectl apply -n {HOME} -f {self.chart}")
-
     def paste(self, command: str) -> None:
-        """Run a command as a person would, with our kubectl and commands."""
-        folders = (self.plane.kubectl.parent, Path(sys.executable).parent)
+        """Run a command as a person would, with our kubectl, Helm and commands."""
+        folders = (self.plane.kubectl.parent, self.plane.helm.parent, Path(sys.executable).parent)
         path = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
         environ = {**os.environ, "PATH": path, "KUBECONFIG": str(self.plane.kubeconfig)}
         done = subprocess.run(
@@ -190,6 +181,11 @@ def make_faults(world: World, pod: str) -> tuple[Any, KeyPair]:
     world.engine.agent.poke()
     for status in (lambda: space.engine_status("rollout"), lambda: space.status("policy")):
         eventually(lambda look=status: condition(look(), "TiersUsable").get("status") == "False", "told")
+
+    def events() -> set[tuple[str, str]]:
+        return {(event["regarding"]["kind"], event["type"]) for event in space.events("LayoutUnsupported")}
+
+    eventually(lambda: events() == {("InferenceEngine", "Warning"), ("KVCachePool", "Warning")}, "an Event about each")
     eventually(lambda: condition(space.status("lonely"), "Ready").get("status") == "True", f"lonely; log:\n{world.operator.tail()}")
     eventually(lambda: space.engine_status("astray").get("conditions"), f"astray; log:\n{world.operator.tail()}")
     take_rights_away(space)  # the operator cannot read what is edited below
@@ -207,9 +203,9 @@ def test_each_fault_is_named_with_what_mends_it(world: World) -> None:
     assert status == 1
     old = only(findings, "crds", "wrong")
     assert old["about"] == "kvcachepools.epochkv.io"
-    lacks = only(findings, "rbac", "wrong")["text"]
-    assert f"delete deployments.apps in {HOME}, delete statefulsets.apps in {HOME}, get secrets in {HOME}" in lacks
-    assert "lacks 3 of" in lacks
+    rights = only(findings, "rbac", "wrong")
+    assert f"delete deployments.apps in {HOME}, delete statefulsets.apps in {HOME}, get secrets in {HOME}" in rights["text"]
+    assert "lacks 3 of" in rights["text"]
     told = {(one["about"], one["text"].partition(" for ")[0]): one["text"] for one in findings if one["check"] == "conditions"}
     assert "no/such:image" in told[f"engine {HOME}/rollout", "Available=False"]
     assert "PoolNotFound" in told[f"engine {HOME}/astray", "PoolBound=False"]
@@ -220,8 +216,8 @@ def test_each_fault_is_named_with_what_mends_it(world: World) -> None:
     assert [one["about"] for one in of(findings, "hub", "ok")] == [f"pool {HOME}/policy"]
     assert other.secret not in json.dumps(findings)
 
-    for fix in (refused["fix"], old["fix"], f"kubectl apply -n {HOME} -f {world.chart}"):  # the last stands for `helm get manifest | ...`
-        world.paste(fix)
+    for found in (refused, old, rights):
+        world.paste(found["fix"])
     eventually(lambda: (space.get(CHILDREN["secrets"], "lonely-fence") or {}).get("data") == good["data"], "the Secret is as it was")
     space.delete(POOLS, "lonely")
     space.delete(ENGINES, "astray")
@@ -239,7 +235,7 @@ def test_who_may_not_look_is_told_so_check_by_check(world: World) -> None:
     assert (status, of(findings, "cluster", "ok") != [], {one["level"] for one in findings}) == (2, True, {"ok", "unknown"})
     assert {one["check"] for one in findings if one["level"] == "unknown"} == {"crds", "operator", "hub", "conditions"}
     assert all("somebody" in one["text"] for one in of(findings, "conditions", "unknown"))
-    status, findings = world.doctor(kubeconfig=world.operator_config)
+    status, findings = world.doctor(kubeconfig=world.release.kubeconfig("epochkv-operator"))
     assert of(findings, "rbac", "ok"), "the operator may ask for itself"
     assert only(findings, "lease", "ok")
 

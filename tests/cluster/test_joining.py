@@ -31,7 +31,6 @@ GPU = {"limits": {"nvidia.com/gpu": "1", "memory": "1.5Gi"}}
 
 
 def rendered(plane: ControlPlane, *values: str) -> list[dict[str, Any]]:
-    """The policy of the chart and its binding."""
     command = [str(plane.helm), "template", "epochkv", str(ROOT / "charts/epochkv"), "--show-only=templates/join.yaml"]
     flags = [f"--api-versions={SERVED}", *(part for value in values for part in ("--set", value))]
     text = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60, check=True).stdout
@@ -217,15 +216,6 @@ def test_a_limit_range_that_takes_the_engine_takes_the_rest(policy: None, namesp
     assert made["metadata"]["annotations"]["epochkv.io/joined"] == "vllm"
     assert made["spec"]["initContainers"][0]["resources"] == {"limits": large, "requests": large}
     assert container(made, "vllm")["resources"]["limits"]["memory"] == str(2**32 + 2**26)
-
-
-def test_a_pod_of_a_namespace_that_is_not_allowed_starts_untouched(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
-    made = pod(namespace, "lonely")
-    assert "initContainers" not in made["spec"]
-    assert not {note for note in made["metadata"].get("annotations", {}) if note.startswith("epochkv.io/")}
-    (event,) = eventually(lambda: namespace.events("NotJoined"), f"an Event; log:\n{operator.tail()}")
-    assert f"namespace {namespace.name} has no such pool" in event["note"]
-    assert "annotation epochkv.io/pool-namespace" in event["note"]
 
 
 def test_without_the_policy_nothing_changes_and_an_event_says_so(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:

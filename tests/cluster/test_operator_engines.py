@@ -1,13 +1,18 @@
-"""Engines on a real API server, with the real Deployment controller: how they are replaced, and which tiers they lack.
+"""Engines and masters on a real API server, with the real Deployment controller: how engines are replaced, and masters that serve nobody.
 
 No node runs the pods; the tests write what a kubelet would.
 """
 
 import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 from hack.waiting import eventually
-from tests.cluster.fence_engines import FenceEngine, client_keys
 from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition
 
 Json = dict[str, Any]
@@ -26,7 +31,6 @@ def pods_of(space: Namespace) -> list[Json]:
 
 
 def report(space: Namespace, pod: Json, *, ready: bool = False, waiting: Json | None = None) -> None:
-    """As a kubelet does."""
     state = {"waiting": waiting} if waiting else {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
     container = {"name": "engine", "image": "i:1", "imageID": "", "ready": ready, "restartCount": 0, "state": state}
     condition = {"type": "Ready", "status": str(ready), "lastTransitionTime": "2026-01-01T00:00:00Z"}
@@ -103,40 +107,54 @@ def test_a_rollout_from_its_start_to_its_end(namespace: Namespace, operator: Ope
     assert not new()
 
 
-MAMBA = "no tier is used: KV cache group 1 (MambaSpec) cannot be restored block by block"
+# ----------------------------------------------------------------------------------------------------------- masters
+ADMIN_PORT = 9003
+ADDRESS = f"127.13.{os.getpid() % 250 + 1}.1"
 
 
-def usable(space: Namespace) -> list[tuple[str, str]]:
-    """Status and reason of `TiersUsable`, of the engine and of its pool."""
-    found = [condition(status, "TiersUsable") for status in (space.engine_status("rollout"), space.status("policy"))]
-    return [(each.get("status", ""), each.get("reason", "")) for each in found]
+@pytest.fixture
+def health() -> Iterator[dict[str, str]]:
+    """What every master of `ADDRESS` answers, under `body`."""
+    said = {"body": '{"status":"ok","service_ready":false}'}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(said["body"])))
+            self.end_headers()
+            self.wfile.write(said["body"].encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer((ADDRESS, ADMIN_PORT), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield said
+        server.shutdown()
 
 
-def test_an_engine_that_lacks_tiers_says_so_until_it_has_them(namespace: Namespace, operator: OperatorProcess) -> None:
-    namespace.create_pool("policy", local={"capacity": "64Mi"}, reset={"leaseSeconds": 5})
-    namespace.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
-    secret = eventually(lambda: namespace.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
-    [found] = eventually(lambda: pods_of(namespace), "a pod")
-    pod = found["metadata"]["name"]
-    eventually(lambda: usable(namespace)[0] == ("Unknown", "NotReporting"), "nobody has said")
-    with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", client_keys(secret), "rollout", pod=pod) as engine:
-        eventually(lambda: usable(namespace) == [("True", "Usable")] * 2, "heard")
-        assert namespace.events("Usable") == [], "that it came up is no news"
-        assert not namespace.status("policy").get("externalEngines"), "it has an InferenceEngine"
-        assert operator.metric("epochkv_pool_tiers_off_engines") == 0
-        engine.lacks = ("LayoutUnsupported", MAMBA)
-        engine.agent.poke()
-        eventually(lambda: usable(namespace) == [("False", "LayoutUnsupported")] * 2, "told")
-        for status in (namespace.engine_status("rollout"), namespace.status("policy")):
-            assert condition(status, "TiersUsable")["message"] == f"{pod}: {MAMBA}"
-        eventually(
-            lambda: {event["regarding"]["kind"] for event in namespace.events("LayoutUnsupported")} == {"InferenceEngine", "KVCachePool"},
-            lambda: f"an Event about each: {namespace.events('LayoutUnsupported')}",
-        )
-        assert {event["type"] for event in namespace.events("LayoutUnsupported")} == {"Warning"}
-        assert operator.metric("epochkv_pool_tiers_off_engines") == 1
-        assert condition(namespace.status("policy"), "Ready")["status"] == "True", "it serves correctly"
-        engine.lacks = ("", "")
-        engine.agent.poke()
-        eventually(lambda: usable(namespace) == [("True", "Usable")] * 2, "told")
-        eventually(lambda: namespace.events("Usable"), "an Event")
+def test_masters_of_which_none_leads_are_not_available(namespace: Namespace, operator: OperatorProcess, health: dict[str, str]) -> None:
+    etcd = {"replicas": 2, "highAvailability": {"backend": "Etcd", "etcd": {"endpoints": ["etcd.example:2379"]}}}
+    namespace.create_pool("policy", distributed={"mooncake": {"master": etcd, "store": {"segmentSize": "64Mi"}}})
+
+    def found() -> list[Json]:
+        items: list[Json] = namespace.request("GET", PODS.format(namespace.name))["items"]
+        return [pod for pod in items if pod["metadata"]["labels"].get("app.kubernetes.io/component") == "master"]
+
+    eventually(lambda: len(found()) == 2, "masters")
+    for pod in found():
+        ready = [{"type": "Ready", "status": "True"}]
+        status = {"phase": "Running", "podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}], "conditions": ready}
+        namespace.patch(PODS, pod["metadata"]["name"], {"status": status}, "/status")
+    eventually(
+        lambda: (namespace.get(CHILDREN["deployments"], "policy-master") or {})["status"].get("readyReplicas") == 2, "ready to Kubernetes"
+    )
+
+    def said(status: str, reason: str) -> bool:
+        available = condition(namespace.status("policy"), "MasterAvailable")
+        return (available.get("status"), available.get("reason")) == (status, reason)
+
+    eventually(lambda: said("False", "NoLeader"), "nobody leads")
+    assert "does etcd.example:2379 answer" in condition(namespace.status("policy"), "MasterAvailable")["message"]
+    health["body"] = '{"status":"ok","service_ready":true}'
+    eventually(lambda: said("True", "Available"), "one leads")

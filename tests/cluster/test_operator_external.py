@@ -3,14 +3,19 @@
 import base64
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from epochkv_fence.client import Pool, WeightsDiverged
 from epochkv_fence.connection import Connection
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
-from tests.cluster.fence_engines import FenceEngine
-from tests.cluster.operator_harness import CHILDREN, POOLS, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
+from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine
+from tests.cluster.operator_harness import CHILDREN, LEASES, POOLS, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
+from tests.cluster.test_operator_reset import published
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
 
@@ -56,12 +61,12 @@ def test_they_join_count_and_leave(namespace: Namespace, operator: OperatorProce
         expected = {"name": "ray-rollout/1", "epoch": 0, "weights": "3f2a9c1e", "rank": 1, "oldEpochRequests": 0}
         assert names["ray-rollout/1"] | {"epoch": 0} == expected
 
-        twins[0].hold.set()  # it counts: nothing is published without it, until its lease is over
+        twins[0].is_busy = True  # it counts: nothing is published without it, until its lease is over
         namespace.bump("policy", 1)
         eventually(lambda: all(engine.epoch == 1 for engine in (*ranks, *twins)), "adopted")
         eventually(lambda: namespace.status("policy").get("targetEpoch") == 1, "recorded")
         assert namespace.status("policy")["epoch"] == 0
-        twins[0].hold.clear()
+        twins[0].is_busy = False
         eventually(lambda: namespace.status("policy").get("epoch") == 1, "published")
         eventually(lambda: (namespace.status("policy").get("engines") or {}).get("summary") == "4/4", "counted")
 
@@ -72,22 +77,6 @@ def test_they_join_count_and_leave(namespace: Namespace, operator: OperatorProce
         assert set(left) == {"ray-rollout", "eval"}
         namespace.bump("policy", 2)
         eventually(lambda: namespace.status("policy").get("epoch") == 2, "those that left hold nothing up")
-
-
-def test_requests_of_an_older_epoch_are_counted_until_they_end(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
-    namespace.create_pool("policy", **POOL)
-    with joined(mounted(namespace, tmp_path), "ray") as engine:
-        eventually(lambda: engine.epoch == 0, "joined")
-        engine.running = 5
-        namespace.bump("policy", 1)
-        eventually(lambda: (namespace.status("policy").get("engines") or {}).get("oldEpochRequests") == 5, "counted")
-        found = condition(namespace.status("policy"), "Drained")
-        assert (found["status"], found["reason"]) == ("False", "OldEpochRequests")
-        assert "ray (5)" in found["message"]
-        assert external(namespace)["ray"]["oldEpochRequests"] == 5
-        eventually(lambda: operator.metric("epochkv_pool_old_epoch_requests") == 5, "metric")
-        engine.running = 0
-        eventually(lambda: condition(namespace.status("policy"), "Drained").get("status") == "True", "drained")
 
 
 def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
@@ -171,3 +160,78 @@ def test_an_engine_of_a_deleted_pool_raises_no_epoch_of_the_next(namespace: Name
         assert not survivor.leased
         assert survivor.epoch == 7
         assert old["metadata"]["uid"] != new["metadata"]["uid"]
+
+
+# ---------------------------------------------------------------------------------------------------------- trainers
+
+
+@contextlib.contextmanager
+def trained(operator: OperatorProcess, space: Namespace, directory: Path, engines: int = 2) -> Iterator[tuple[Pool, list[FenceEngine]]]:
+    """A pool with external engines, and a trainer connected to it."""
+    operator.wait_ready()
+    space.create_pool("policy", **POOL)
+    connection = mounted(space, directory)
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(joined(connection, f"ray-{number}")) for number in range(engines)]
+        eventually(lambda: all(engine.epoch == 0 for engine in found), "joined")
+        yield stack.enter_context(Pool.connect(connection, timeout_s=30)), found
+
+
+def test_a_trainers_reset_is_in_the_pools_status(namespace: Namespace, operator: OperatorProcess, tmp_path: Path) -> None:
+    with trained(operator, namespace, tmp_path) as (pool, engines):
+        done = pool.reset(timeout_s=30)
+        assert (done.epoch, done.published, done.noop) == (1, True, False)
+        # Published means: every engine is there, and the pool object says so already.
+        assert {engine.epoch for engine in engines} == {1}
+        assert namespace.status("policy")["epoch"] == 1
+        status = eventually(lambda: published(namespace, 1), "reported")
+        assert status["reset"]["origin"] == "Trainer"
+        assert namespace.pool("policy")["spec"]["resetEpoch"] == 0, "the spec is its owner's"
+        assert condition(status, "EpochConverged")["reason"] == "Published"
+        said = eventually(lambda: namespace.events("EpochPublished"), "an Event")
+        assert "asked for by Trainer" in said[0]["note"]
+        seen = pool.status()
+        assert (seen.target, seen.published, seen.origin) == (1, 1, "Trainer")
+        assert {engine.name for engine in seen.engines} == {"ray-0", "ray-1"}
+        again = pool.reset(epoch=1, timeout_s=30)
+        assert (again.noop, again.published) == (True, True)
+        # The spec's turn: origins change hands.
+        namespace.bump("policy", 2)
+        status = eventually(lambda: published(namespace, 2), "reported")
+        assert status["reset"]["origin"] == "Spec"
+        assert pool.status().origin == "Spec"
+
+
+def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+    with OperatorProcess(plane, namespace.name, tmp_path) as operator, trained(operator, namespace, tmp_path) as (pool, engines):
+        first, second = FIRST_WEIGHTS, bytes(range(16))
+        with pool.weight_update("step-1", timeout_s=30):
+            for engine in engines:
+                engine.push(second)
+        # Labelled means: it is on record already.
+        assert namespace.status("policy")["weightsLabels"] == [{"id": second.hex(), "label": "step-1"}]
+        found = eventually(
+            lambda: w if (w := namespace.status("policy").get("weights") or [{}])[0].get("label") == "step-1" else None, "shown"
+        )
+        assert [(entry["id"], entry["engines"]) for entry in found] == [(second.hex(), 2)]
+        assert namespace.status("policy")["targetEpoch"] == 0, "no epoch was needed for it"
+        # Half a push: the one that it missed is named, by the client and by the condition.
+        with pytest.raises(WeightsDiverged, match="ray-1") as raised, pool.weight_update("step-2", timeout_s=1):
+            engines[0].push(first)
+        assert list(raised.value.engines) == ["ray-1"]
+        said = eventually(
+            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("reason") == "Updating" else None, "told"
+        )
+        assert "ray-1 holds 00010203 (step-1) instead of 3f2a9c1e" in said["message"]
+        engines[0].push("rank 1: no answer within 10 s")
+        unknown = eventually(
+            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "Unknown" else None, "told"
+        )
+        assert "share nothing: ray-0 (rank 1: no answer within 10 s)" in unknown["message"]
+        # Back to the weights before, which keep their label over a change of operator.
+        engines[0].push(second)
+        assert pool.wait_weights(timeout_s=30).groups[0].label == "step-1"
+        operator.process.kill()
+        namespace.delete(LEASES, "epochkv-operator")
+        operator.start().wait_ready()
+        eventually(lambda: pool.status().labels == {second.hex(): "step-1"}, "remembered")

@@ -1,4 +1,5 @@
-"""The operator is killed right after each of its writes, in everything that it writes for; the next one ends where the first would have.
+"""The operator is killed right after each of its writes, on a journey through everything that it writes for; the next one ends where the
+first would have.
 
 `make test` kills after the last write of each flow, and after one before it; `make test-all` after each of them.
 """
@@ -6,27 +7,141 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import os
 import random
+import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hack.chaos.epochs import EpochWatch
+from hack.chaos.manifests import manifest
+from hack.chaos.run import chaos
 from hack.chaos.snapshot import Snapshot, differences, equal, snapshot
 from hack.cluster.controlplane import ControlPlane
 from hack.loopback import free_port
 from hack.waiting import eventually, poll
-from tests.cluster.fault_proxy import FaultProxy
-from tests.cluster.kill_flows import FLOWS, Flow, KillAfter, at_rest
-from tests.cluster.operator_harness import ENGINES, POOLS, Namespace, OperatorProcess
+from tests.cluster.fault_proxy import NO_ANSWER, Fault, FaultProxy, is_write
+from tests.cluster.operator_harness import ENGINES, LEASES, POOLS, Namespace, OperatorProcess
 from tests.cluster.operator_nursery import popen
 
-LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
+Json = dict[str, Any]
+L2: Json = {"mooncake": {"store": {"replicas": 1, "segmentSize": "64Mi"}}}
+RESET: Json = {"leaseSeconds": 1, "reclaimPolicy": "Retain"}
+"""Sweeps of the store take their time, and write nothing but a status."""
+POOL: Json = {"resetEpoch": 1, "reset": RESET, "local": {"capacity": "64Mi"}, "distributed": L2}
+ENGINE: Json = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "replicas": 2}
+BUSY = frozenset(
+    {
+        *("OldKeyInUse", "Rotating", "Reclaiming", "WaitingForEngines", "Recording"),
+        *("NameConflict", "HubUnavailable", "NotCreated", "WaitingForPool"),
+    }
+)
+"""Reasons of conditions that pass by themselves."""
+NO_POD_YET = re.compile(r"replicas of the \w+ are ready($|: it has no pod)")
+"""No kubelet makes a pod ready here, so a message that names none is about to."""
+
+
+def _pool(space: Namespace, spec: Json) -> None:
+    space.plane.api.apply(f"{POOLS.format(space.name)}/policy", manifest("KVCachePool", "policy", spec))
+
+
+def _engine(space: Namespace, spec: Json) -> None:
+    space.plane.api.apply(f"{ENGINES.format(space.name)}/rollout", manifest("InferenceEngine", "rollout", spec))
+
+
+def _with(spec: Json, **fields: Any) -> Json:
+    return {**copy.deepcopy(spec), **fields}
+
+
+BUMPED = _with(POOL, resetEpoch=2)
+ROTATED = _with(BUMPED, keys={"generation": 1})
+IMAGED = _with(ROTATED, distributed={"mooncake": {**L2["mooncake"], "image": "example/store:2"}})
+SCALED = _with(ROTATED, distributed={"mooncake": {**IMAGED["distributed"]["mooncake"], "store": {"replicas": 2, "segmentSize": "64Mi"}}})
+WITHOUT_L2 = {name: value for name, value in ROTATED.items() if name != "distributed"}
+ANEW = _with(POOL, resetEpoch=1)
+NEW_ENGINE = _with(ENGINE, image="example/engine:2")
+
+
+@dataclass(frozen=True)
+class Flow:
+    name: str
+    steps: tuple[Callable[[Namespace], object], ...]
+
+    def act(self, space: Namespace) -> None:
+        for step in self.steps:
+            step(space)
+
+
+FLOWS = (
+    Flow("create", (lambda space: _pool(space, POOL), lambda space: _engine(space, ENGINE))),
+    Flow("bump", (lambda space: _pool(space, BUMPED),)),
+    Flow("rotate the key", (lambda space: _pool(space, ROTATED),)),
+    Flow("change images", (lambda space: _pool(space, IMAGED), lambda space: _engine(space, NEW_ENGINE))),
+    Flow("scale", (lambda space: _pool(space, SCALED), lambda space: _engine(space, _with(NEW_ENGINE, replicas=3)))),
+    Flow("remove a tier", (lambda space: _pool(space, WITHOUT_L2),)),
+    Flow("add a tier", (lambda space: _pool(space, ROTATED),)),
+    Flow("recreate the pool", (lambda space: space.delete(POOLS, "policy"), lambda space: _pool(space, ANEW))),
+    Flow("delete the pool", (lambda space: space.delete(POOLS, "policy"),)),
+    Flow("delete the engine", (lambda space: space.delete(ENGINES, "rollout"),)),
+)
+
+
+def at_rest(found: Snapshot) -> bool:
+    """Whether all is said and done, as far as statuses tell. Engines have joined the pool."""
+    for key, obj in found.items():
+        if not key.startswith(("kvcachepools/", "inferenceengines/")):
+            continue
+        status = obj["status"]
+        if status.get("observedGeneration") != "newest":
+            return False
+        if any(each["reason"] in BUSY or NO_POD_YET.search(each["message"]) for each in status["conditions"]):
+            return False
+        if key.startswith("inferenceengines/") and status.get("replicas") != obj["spec"]["replicas"]:
+            return False  # the controller of Deployments is replacing pods
+        if key.startswith("kvcachepools/") and (
+            status.get("epoch") != obj["spec"]["resetEpoch"] or status["engines"]["summary"] != "1/1" or not status["externalEngines"]
+        ):
+            return False
+    return True
+
+
+class KillAfter:
+    """`FaultProxy.decide`: counts writes, lets the last of them through without an answer, and holds all later ones back.
+
+    Attributes:
+        writes: what was let through.
+        reached: set when the last of them is on its way to the API server.
+    """
+
+    def __init__(self, last: int | None) -> None:
+        self._last = last
+        self._lock = threading.Lock()
+        self.writes: list[str] = []
+        self.reached = threading.Event()
+
+    def __call__(self, method: str, path: str) -> Fault | None:
+        if not is_write(method, path):
+            return None
+        with self._lock:
+            if self._last is not None and len(self.writes) >= self._last:
+                return Fault(NO_ANSWER)
+            self.writes.append(f"{method} {path}")
+            if len(self.writes) != self._last:
+                return None
+            self.reached.set()
+            return Fault(NO_ANSWER, carried_out=True)
+
+
+# --------------------------------------------------------------------------------------------------------- the kills
 SIDE_BY_SIDE = 4
 QUIET_SECONDS = 2.0
 POLL_SECONDS = 0.4
@@ -149,3 +264,21 @@ def test_killed_after_a_write_the_next_operator_ends_where_the_first_would_have(
     meant = sum(len(kills) for kills in journeys)
     print(f"{len(early)} kills before the end of a flow, of {meant}; each flow takes {undisturbed.writes}")
     assert len(early) >= meant / 3, early
+
+
+# -------------------------------------- random edits while the API server fails and operators die (more: make chaos)
+SECONDS = float(os.environ.get("EPOCHKV_CHAOS_SECONDS", "45"))
+
+
+@pytest.mark.slow  # each kind of edit, fault and death has a test of its own in this layer
+@pytest.mark.timeout(900)
+def test_a_storm_ends_as_a_fresh_install(plane: ControlPlane, tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 31)
+    print(f"seed {seed}")
+    verdict = chaos(plane, tmp_path, "operator-chaos", SECONDS, seed, print)
+    assert not verdict.problems, "\n".join((f"replay: python -m hack.chaos --minutes {SECONDS / 60:g} --seed {seed}", *verdict.problems))
+    # What was meant to happen did.
+    assert verdict.edits >= SECONDS / 2, verdict.lines
+    assert verdict.faults >= 5, verdict.lines
+    assert verdict.kills >= 1, verdict.lines
+    assert verdict.epochs >= 1, verdict.lines

@@ -22,9 +22,7 @@ from hack.cluster.controlplane import ControlPlane
 from hack.loopback import free_port
 from hack.waiting import poll
 from tests.cluster.fence_engines import Service
-from tests.cluster.operator_harness import CHILDREN, Namespace
-
-LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases/{}"
+from tests.cluster.operator_harness import CHILDREN, LEASES, Namespace
 
 
 def leader_of(namespace: Namespace, name: str, seconds: int = 3) -> Leader:
@@ -62,7 +60,7 @@ async def test_who_has_lost_the_lease_may_not_write_and_serves_no_hub(namespace:
         await leader.acquire()
         assert leader.not_leading() is None
         await leader.serve(generate_keypair())
-        path = LEASES.format(namespace.name, "lost")
+        path = f"{LEASES.format(namespace.name)}/lost"
         lease = namespace.request("GET", path)
         lease["spec"] |= {"holderIdentity": "another", "leaseTransitions": 7}
         namespace.request("PUT", path, lease)

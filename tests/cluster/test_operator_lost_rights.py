@@ -9,7 +9,6 @@ from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.operator_harness import POOLS, Namespace, OperatorProcess, condition
 
-ACCOUNT = "operator-that-loses-rights"
 RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/{}"
 
 
@@ -29,6 +28,14 @@ def grant(space: Namespace, *, but: Callable[[Right], bool] = lambda right: Fals
     space.plane.api.apply(RBAC.format(space.name, "roles/operator"), body)
 
 
+def bind(space: Namespace, account: str) -> Path:
+    """Give an account what is granted here; its kubeconfig."""
+    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
+    subject = {"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": account}
+    space.request("POST", RBAC.format(space.name, "rolebindings"), {"metadata": {"name": "o"}, "roleRef": ref, "subjects": [subject]})
+    return space.plane.kubeconfig_for(account, ("system:authenticated",))
+
+
 def no_pods(right: Right) -> bool:
     return (right.resource, right.verb) == ("pods", "list")
 
@@ -38,10 +45,7 @@ def test_missing_rights_show_on_objects(plane: ControlPlane, tmp_path: Path) -> 
     space.create_pool("policy", local={"capacity": "64Mi"})
     space.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"})
     grant(space, but=no_pods)
-    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
-    subject = {"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": ACCOUNT}
-    space.request("POST", RBAC.format(space.name, "rolebindings"), {"metadata": {"name": "o"}, "roleRef": ref, "subjects": [subject]})
-    config = plane.kubeconfig_for(ACCOUNT, ("system:authenticated",))
+    config = bind(space, "operator-that-loses-rights")
     with OperatorProcess(plane, space.name, tmp_path, kubeconfig=config, resync_seconds=2) as operator:
 
         def ready() -> list[tuple[str, str]]:

@@ -14,7 +14,6 @@ ENGINE: dict[str, Any] = {"model": {"name": "tiny"}, "replicas": 2}
 
 
 def ready(status: dict[str, Any], reason: str) -> dict[str, Any] | None:
-    """The Ready condition once it has this reason."""
     found = condition(status, "Ready")
     return found if found.get("reason") == reason else None
 

@@ -3,7 +3,6 @@
 There is no kubelet in this layer: a Pod object says where the master is.
 """
 
-import contextlib
 import json
 import os
 import urllib.request
@@ -16,8 +15,8 @@ import pytest
 from hack.loopback import port_open
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
-from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, POOLS, ROOT, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import POOLS, ROOT, Namespace, OperatorProcess, condition
+from tests.cluster.test_operator_reset import engines
 
 ENGINE = Path(os.environ.get("EPOCHKV_PYTHON_ENGINE") or ROOT / ".build/venv-engine/bin/python")
 ADMIN_PORT = 9003
@@ -76,14 +75,6 @@ def _alone(namespace: Namespace) -> Iterator[None]:
     eventually(lambda: namespace.pool("policy") is None, "the pool is gone")
 
 
-@contextlib.contextmanager
-def engine(operator: OperatorProcess, space: Namespace, name: str = "engine-0") -> Iterator[FenceEngine]:
-    secret = eventually(lambda: space.get(CHILDREN["secrets"], "policy-fence"), "the pool's Secret")
-    with FenceEngine(f"tcp://127.0.0.1:{operator.hub_port}", client_keys(secret), name) as found:
-        eventually(lambda: found.epoch is not None, "joined")
-        yield found
-
-
 def served(operator: OperatorProcess, space: Namespace, store: Mooncake, policy: str, keys: int = 5) -> None:
     """A pool whose store holds `keys` keys, with the operator leading it."""
     operator.wait_ready()
@@ -103,7 +94,7 @@ def reclaimed(space: Namespace) -> tuple[str | None, str | None, int | None]:
 
 def test_remove_all_wipes_the_store_after_it_has_published(namespace: Namespace, operator: OperatorProcess, mooncake: Mooncake) -> None:
     served(operator, namespace, mooncake, "RemoveAll")
-    with engine(operator, namespace):
+    with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace, 1):
         namespace.bump("policy", 1)
         eventually(lambda: mooncake.keys() == [], "wiped")
         assert namespace.status("policy")["epoch"] == 1, "published before"
@@ -126,16 +117,3 @@ def test_delete_without_any_engine_is_done_through_the_master(namespace: Namespa
     eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), "reported", 60)
     found = namespace.status("policy")["reclaim"]
     assert (found["policy"], found["epoch"], found["keys"]) == ("Delete", 1, 5)
-
-
-def test_delete_is_asked_of_an_engine(namespace: Namespace, operator: OperatorProcess, mooncake: Mooncake) -> None:
-    served(operator, namespace, mooncake, "Delete", 2)
-    with engine(operator, namespace) as remover:
-        namespace.bump("policy", 1)
-        eventually(lambda: namespace.status("policy").get("epoch") == 1, "published")
-        eventually(lambda: reclaimed(namespace) == ("True", "Reclaimed", 1), "reported", 60)
-        assert set(remover.removed) == {1}
-        found = namespace.status("policy")["reclaim"]
-        assert (found["policy"], found["epoch"], found["keys"], found["bytes"]) == ("Delete", 1, 3, 3 * 1000)
-        assert len(mooncake.keys()) == 2, "this engine only says so; nobody else removes while it is there"
-    mooncake.flush()

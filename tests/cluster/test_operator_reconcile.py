@@ -11,7 +11,7 @@ import pytest
 
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
-from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition, install_crds
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition
 
 L1_AND_L2 = {"local": {"capacity": "64Mi"}, "distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}}}
 ENGINE = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "replicas": 2}
@@ -91,7 +91,7 @@ def test_a_steady_and_a_restarted_operator_write_nothing(plane: ControlPlane, na
         assert namespace.versions() == before, second.tail()
 
 
-def test_deleted_children_come_back(namespace: Namespace, operator: OperatorProcess) -> None:
+def test_children_that_somebody_deleted_or_changed_are_put_right(namespace: Namespace, operator: OperatorProcess) -> None:
     namespace.create_pool("policy", **L1_AND_L2)
     namespace.create_engine("rollout", **ENGINE)
     children = {"rollout": "deployments", "policy-connection": "configmaps", "policy-store": "statefulsets"}
@@ -104,20 +104,18 @@ def test_deleted_children_come_back(namespace: Namespace, operator: OperatorProc
             return new is not None and new["metadata"]["uid"] != old[name]["metadata"]["uid"]
 
         eventually(back, f"{name} back")
-    applied = [line for line in operator.logged("child applied") if f" {namespace.name}/" in line["object"]]
-    assert {line["reason"] for line in applied if line["child"].split()[1] in children} == {"it does not exist"}
+    namespace.patch(CHILDREN["deployments"], "rollout", {"metadata": {"annotations": {"team": "a"}}, "spec": {"replicas": 7}})
 
+    def put_right() -> bool:
+        found = namespace.get(CHILDREN["deployments"], "rollout") or {}
+        return bool(found["spec"]["replicas"] == 2) and found["metadata"]["annotations"]["team"] == "a"
 
-def test_a_changed_child_is_put_right_and_foreign_fields_stay(namespace: Namespace, operator: OperatorProcess) -> None:
-    namespace.create_pool("policy", **L1_AND_L2)
-    namespace.create_engine("rollout", **ENGINE)
-    eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made")
-    change = {"metadata": {"annotations": {"team": "a"}}, "spec": {"replicas": 7}}
-    namespace.patch(CHILDREN["deployments"], "rollout", change)
-    eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout")["spec"]["replicas"] == 2, "replicas put right")  # type: ignore[index]
-    assert namespace.get(CHILDREN["deployments"], "rollout")["metadata"]["annotations"]["team"] == "a"  # type: ignore[index]
-    reasons = [line["reason"] for line in operator.logged("child applied") if line["object"].endswith(f" {namespace.name}/rollout")]
-    assert "spec.replicas was changed by somebody else" in reasons
+    eventually(put_right, "replicas put right, and what is not ours stays")
+
+    def reasons() -> set[str]:
+        return {line["reason"] for line in operator.logged("child applied") if f" {namespace.name}/" in line["object"]}
+
+    eventually(lambda: {"it does not exist", "spec.replicas was changed by somebody else"} <= reasons(), "and logged why")
 
 
 @pytest.mark.parametrize(
@@ -202,32 +200,6 @@ def test_an_object_that_the_api_server_refuses_is_a_condition_not_a_crash(namesp
     assert refused["status"] == "False"
     namespace.patch(ENGINES, "rollout", {"spec": {"template": None}})
     eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made after the fix")
-
-
-def test_deletes_in_a_watch_gap_are_noticed(fresh_control_plane: ControlPlane, tmp_path: Path) -> None:
-    """The operator is frozen, the API server restarted (its watch history is gone), a child deleted; then the operator
-    goes on.
-    """
-    install_crds(fresh_control_plane)
-    space = Namespace(fresh_control_plane, "default")
-    with OperatorProcess(fresh_control_plane, "default", tmp_path, lease_duration_seconds=120) as operator:
-        operator.wait_ready()
-        space.create_pool("policy", **L1_AND_L2)
-        old = eventually(lambda: space.get(CHILDREN["deployments"], "policy-master"), "made")
-        operator.process.freeze()
-        fresh_control_plane.restart("kube-apiserver")
-        space.delete(CHILDREN["deployments"], "policy-master")
-        eventually(lambda: space.get(CHILDREN["deployments"], "policy-master") is None, "deleted while nobody looked")
-        operator.process.thaw()
-
-        def back() -> bool:
-            new = space.get(CHILDREN["deployments"], "policy-master")
-            return new is not None and new["metadata"]["uid"] != old["metadata"]["uid"]
-
-        eventually(back, "the Deployment is back", 60)
-        space.bump("policy", 1)
-        eventually(lambda: space.status("policy").get("epoch") == 1, "published", 60)
-        assert operator.http("/livez")[0] == 200
 
 
 def test_what_a_pool_left_behind_belongs_to_the_next_one(namespace: Namespace, operator: OperatorProcess) -> None:

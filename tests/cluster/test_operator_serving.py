@@ -17,11 +17,10 @@ import pytest
 
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
-from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition
+from tests.cluster.fence_engines import FenceEngine, client_keys
+from tests.cluster.operator_harness import CHILDREN, LEASES, POOLS, Namespace, OperatorProcess, condition
 from tests.cluster.test_operator_engines import PODS, pods_of
-from tests.cluster.test_operator_faults import LEASES
-from tests.cluster.test_operator_lost_rights import RBAC, grant
+from tests.cluster.test_operator_lost_rights import bind, grant
 
 Json = dict[str, Any]
 GATE = "epochkv.io/weights"
@@ -31,7 +30,7 @@ WRITES = "epochkv_operator_api_writes_total"
 START_SECONDS = 2.5
 MERGE = "application/strategic-merge-patch+json"
 POOL: Json = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 3}}
-PUSHED, LATER = bytes(range(16)), bytes(range(16, 32))
+PUSHED = bytes(range(16))
 
 
 def clock() -> str:
@@ -90,14 +89,12 @@ class Node:
 
 
 def endpoints(space: Namespace) -> set[str]:
-    """Pods that the engine's Service sends requests to."""
     slices = space.request("GET", SLICES.format(space.name) + "?labelSelector=kubernetes.io/service-name%3Drollout")["items"]
     found = [endpoint for each in slices for endpoint in each.get("endpoints") or []]
     return {endpoint["targetRef"]["name"] for endpoint in found if endpoint["conditions"]["ready"]}
 
 
 def gates(space: Namespace) -> dict[str, tuple[str, str]]:
-    """Status and reason of the gates, by pod."""
     found = {pod["metadata"]["name"]: condition(pod["status"], GATE) for pod in pods_of(space)}
     return {name: (gate["status"], gate["reason"]) for name, gate in found.items() if gate}
 
@@ -145,7 +142,7 @@ class Fleet:
             while not ended.is_set():
                 for name in endpoints(self.space):
                     engine = self.engines.get(name)
-                    if engine is not None and name in self.node.up and engine.held[0] != wanted:
+                    if engine is not None and name in self.node.up and engine.holds != wanted:
                         self.wrong.append(f"{name} at {clock()}")
 
         thread = threading.Thread(target=ask)
@@ -163,7 +160,6 @@ class Fleet:
 
 @contextlib.contextmanager
 def serving(space: Namespace, port: int, **serve: Any) -> Iterator[Fleet]:
-    """Two pods that serve base weights."""
     space.create_pool("policy", **POOL, serve=serve)
     space.create_engine("rollout", poolRef={"name": "policy"}, model={"name": "tiny"}, replicas=2)
     with Node(space) as node, contextlib.closing(Fleet(space, node, port)) as fleet:
@@ -236,40 +232,10 @@ def test_a_push_a_restart_with_base_weights_and_dead_operators(plane: ControlPla
             eventually(at_rest, f"nothing is written; log:\n{operator.tail()}", 60)
 
 
-@pytest.mark.timeout(180)
-def test_named_weights_silence_and_strict(namespace: Namespace, operator: OperatorProcess) -> None:
-    space = namespace
-    with serving(space, operator.hub_port, weights=FIRST_WEIGHTS.hex()[:8]) as fleet:
-        first, second = fleet.names
-        eventually(lambda: endpoints(space) == {first, second}, f"both serve; log:\n{operator.tail()}", 60)
-        fleet.engines[first].push(PUSHED)
-        eventually(lambda: endpoints(space) == {second}, f"it has others; log:\n{operator.tail()}")
-        # Nobody holds what is named: who serves goes on.
-        space.patch(POOLS, "policy", {"spec": {"serve": {"weights": "step-9"}}})
-        eventually(lambda: told(space) == ("False", "NotHeld"), f"told; log:\n{operator.tail()}")
-        assert endpoints(space) == {second}
-        # One that does not report any more may serve, if it is not strict.
-        space.patch(POOLS, "policy", {"spec": {"serve": {"weights": FIRST_WEIGHTS.hex()}}})
-        fleet.engines.pop(first).__exit__()
-        eventually(lambda: gates(space)[first] == ("True", "FailedOpen"), f"open; log:\n{operator.tail()}")
-        eventually(lambda: told(space) == ("False", "NotReporting"), f"told; log:\n{operator.tail()}")
-        space.patch(POOLS, "policy", {"spec": {"serve": {"strict": True}}})
-        eventually(lambda: gates(space)[first] == ("False", "Unknown"), f"closed; log:\n{operator.tail()}")
-        eventually(lambda: endpoints(space) == {second}, f"it is out; log:\n{operator.tail()}")
-        # The engine's own field counts for it; a pod that has the gate must not wait for it then.
-        space.patch(ENGINES, "rollout", {"spec": {"serve": {"weights": "Any"}}})
-        eventually(lambda: gates(space).get(second) == ("True", "NotGated"), f"open; log:\n{operator.tail()}")
-        eventually(lambda: any("readinessGates" not in pod["spec"] for pod in pods_of(space)), f"replaced; log:\n{operator.tail()}")
-        eventually(lambda: told(space) != ("False", "NotReporting"), f"told; log:\n{operator.tail()}", 60)
-
-
 def test_a_missing_right_is_told(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    space, account = namespace, "operator-without-gates"
+    space = namespace
     grant(space, but=lambda right: right.optional)
-    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "operator"}
-    subject = {"kind": "User", "apiGroup": "rbac.authorization.k8s.io", "name": account}
-    space.request("POST", RBAC.format(space.name, "rolebindings"), {"metadata": {"name": "o"}, "roleRef": ref, "subjects": [subject]})
-    config = plane.kubeconfig_for(account, ("system:authenticated",))
+    config = bind(space, "operator-without-gates")
     with OperatorProcess(plane, space.name, tmp_path, kubeconfig=config, resync_seconds=3) as operator:
         operator.wait_ready()
         with serving(space, operator.hub_port, weights="Converged"):
