@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,13 @@ import yaml
 from epochkv_fence.client import Pool
 from hack import models
 from hack.cluster import binaries
-from hack.demo.journey import CACHED, NAMESPACE, make_prompts
+from hack.demo.journey import CACHED, NAMESPACE, POOL, make_prompts
 from hack.demo.kube import Json, Kube, PodEngine, condition, pod_ready
-from hack.demo.setup import MANIFESTS, Setup
+from hack.demo.setup import MANIFESTS, SYSTEM, Setup
 from hack.images import static
 from hack.other_crds import LWS, module_folder
 from hack.standalone import cpu_collectives
 from hack.waiting import eventually
-from tests.e2e.hub import connection_folder, forwarded_hub
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NAME, MODEL, IMAGE = "wide", "moe", "epochkv/lws"
@@ -85,6 +87,36 @@ def serves(setup: Setup, kube: Kube, seed: int) -> dict[str, str]:
         engine = PodEngine(kube, NAMESPACE, f"{NAME}-nodes-0", MODEL, rank)
         assert [engine.complete(prompt).cached for _ in range(2)] == [0, CACHED], rank
     return pods(kube)
+
+
+@contextmanager
+def forwarded_hub(kube: Kube) -> Iterator[int]:
+    """The hub's Service on a local port, the way a trainer outside the cluster reaches it."""
+    command = kube.command("-n", SYSTEM, "port-forward", "service/epochkv-hub", ":7700")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout
+            line = process.stdout.readline()
+            found = re.search(r"127\.0\.0\.1:(\d+)", line)
+            assert found, f"kubectl port-forward said {line!r}"
+            yield int(found[1])
+        finally:
+            process.terminate()
+            process.wait(10.0)
+
+
+def connection_folder(kube: Kube, folder: Path, port: int) -> Path:
+    """What a trainer mounts: the pool's ConfigMap and Secret. Only the hub's address differs outside the cluster."""
+    config_map = kube.get(f"/api/v1/namespaces/{NAMESPACE}/configmaps/{POOL}-connection")
+    secret = kube.get(f"/api/v1/namespaces/{NAMESPACE}/secrets/{POOL}-fence")
+    for name, value in secret["data"].items():
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_bytes(base64.b64decode(value))
+    connection = json.loads(config_map["data"]["connection.json"])
+    connection["hub"] = {"endpoint": f"tcp://127.0.0.1:{port}", "credentials_dir": str(folder)}
+    path = folder / "connection.json"
+    path.write_text(json.dumps(connection))
+    return path
 
 
 def test_a_group_serves_and_restarts_as_one(setup: Setup, kube: Kube, group: None, tmp_path: Path) -> None:
