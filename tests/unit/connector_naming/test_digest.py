@@ -1,6 +1,8 @@
 """One digest of tensors: nothing that changes what a model computes may leave it as it was. On the host's way and on the device's,
 which is run on the host's tensors here."""
 
+import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from epochkv_connector.weights import digest as naming
-from epochkv_connector.weights.digest import digest
+from epochkv_connector.weights.digest import MIN_PER_TENSOR, RUN, OnDevice, OnHost, Sample, digest
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
 Way = str
@@ -40,7 +42,6 @@ def value(*tensors: torch.Tensor, extra: Any = ()) -> bytes:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, one byte an element."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -180,10 +181,24 @@ def test_a_slice_has_the_digest_of_its_copy_and_shows_only_its_own_elements(way:
     assert value(part) != before
 
 
-def test_a_slice_of_one_dimension_and_one_of_three(way: Way) -> None:
-    line, box = many(12, 90_000)[::3], many(13, 40, 50, 60)[:, ::2, 1:31]
-    assert value(line) == value(line.contiguous())
-    assert value(box) == value(box.contiguous())
+def odd_strides(*shape: int) -> torch.Tensor:
+    """Those of dimensions of one element say nothing."""
+    tensor = many(17, *shape)
+    return tensor.as_strided(shape, [977 if size == 1 else stride for size, stride in zip(shape, tensor.stride(), strict=True)])
+
+
+VIEWS: dict[str, Callable[[], torch.Tensor]] = {
+    "a slice of one dimension": lambda: many(12, 90_000)[::3],
+    "a slice of three dimensions": lambda: many(13, 40, 50, 60)[:, ::2, 1:31],
+    **{f"from byte {begin}": lambda begin=begin: many(18, 700_003, dtype=torch.uint8)[begin:] for begin in (1, 3, 7, 13)},
+    **{str(shape): lambda shape=shape: odd_strides(*shape) for shape in ((1, 40), (40, 1), (1, 1), (7, 1, 9), (1, 5, 1, 5))},
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_has_the_digest_of_its_copy(way: Way, name: str) -> None:
+    view = VIEWS[name]()
+    assert value(view) == value(view.clone(memory_format=torch.contiguous_format))
 
 
 def test_equal_content_in_another_storage_order_is_never_taken_for_other_content(way: Way) -> None:
@@ -192,21 +207,6 @@ def test_equal_content_in_another_storage_order_is_never_taken_for_other_content
     assert torch.equal(tensor, other_order)
     assert value(other_order) == value(tensor.t().contiguous().t())  # and the same way gives the same digest
     assert len({value(tensor), value(other_order), value(other_order.t()), value(tensor.t())}) == 4
-
-
-@pytest.mark.parametrize("shape", [(1, 40), (40, 1), (1, 1), (7, 1, 9), (1, 5, 1, 5)])
-def test_strides_of_dimensions_of_one_element_say_nothing(way: Way, shape: tuple[int, ...]) -> None:
-    tensor = many(17, *shape)
-    strides = tuple(1 if size == 1 else stride for size, stride in zip(shape, tensor.stride(), strict=True))
-    odd = tuple(977 if size == 1 else stride for size, stride in zip(shape, tensor.stride(), strict=True))
-    views = [tensor, tensor.as_strided(shape, strides), tensor.as_strided(shape, odd)]
-    assert len({value(view) for view in views}) == 1
-
-
-def test_tensors_that_begin_at_odd_addresses(way: Way) -> None:
-    data = many(18, 700_003, dtype=torch.uint8)
-    for begin in (1, 3, 7, 13):
-        assert value(data[begin:]) == value(data[begin:].clone())
 
 
 def test_an_expanded_tensor(way: Way) -> None:
@@ -246,3 +246,131 @@ def test_the_two_ways_are_two_digests_of_one_place(monkeypatch: pytest.MonkeyPat
     expected = value(many(28, 100, 100))
     naming._matrix.cache_clear()
     assert value(many(28, 100, 100)) == expected
+
+
+# ---------------------------------------------------------------------------------------------- a few elements of every tensor
+def model(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, torch.Tensor]]:
+    """2.6 million elements: matrices of several sizes, norms and a scalar."""
+    source = torch.Generator().manual_seed(seed)
+    shapes = [(1000, 512), (2048, 1024), (64,), (1,), (17, 3), ()]
+    return [(f"t{index}", torch.randn(shape, generator=source).to(dtype)) for index, shape in enumerate(shapes)]
+
+
+def test_nothing_shows_without_a_change_and_each_tensor_has_a_part_in_it() -> None:
+    tensors = model()
+    sample = Sample(tensors)
+    assert sample.holds()
+    assert 11_400 < sample.num_elements < 23_000, "a push of one element in a thousand goes unseen with a chance of e^-11"
+    for _, tensor in tensors:
+        before = tensor.clone()
+        tensor.add_(1)
+        assert not sample.holds(), tensor.shape
+        tensor.copy_(before)
+        assert sample.holds()
+
+
+def test_small_tensors_are_compared_whole() -> None:
+    small = torch.zeros(MIN_PER_TENSOR)
+    sample = Sample([("small", small), ("large", torch.zeros(1_000_000))])
+    for place in range(MIN_PER_TENSOR):
+        small[place] = 1
+        assert not sample.holds()
+        small[place] = 0
+
+
+@pytest.mark.parametrize("shape", [(700, 300), (210_000,), (7, 300, 100)])
+def test_one_element_shows_as_often_as_its_share_of_the_sample(shape: tuple[int, ...]) -> None:
+    tensor = torch.zeros(shape)
+    flat, wanted, draws = tensor.view(-1), 20_000, 600
+    step = (flat.numel() // RUN // (wanted // RUN)) | 1
+    for place in (0, 1, flat.numel() // 2, flat.numel() - 1):
+        seen = 0
+        for draw in range(draws):
+            sample = Sample([("t", tensor)], wanted, random.Random(draw))
+            flat[place] = 1
+            seen += not sample.holds()
+            flat[place] = 0
+        expected = draws / step
+        assert abs(seen - expected) < 5 * math.sqrt(expected), (place, seen, expected)
+
+
+def test_elements_that_make_no_run_are_all_compared() -> None:
+    tensor = torch.zeros(100_003)
+    sample = Sample([("t", tensor)], 100)
+    for place in (100_000, 100_001, 100_002):
+        tensor[place] = 1
+        assert not sample.holds()
+        tensor[place] = 0
+    assert sample.holds()
+
+
+def test_a_column_is_not_missed_for_ever() -> None:
+    """Distances are odd, so that with the sizes of models, which are even, they meet every column."""
+    tensor = torch.zeros(512, 1024)
+    sample = Sample([("t", tensor)], 2048, random.Random(3))
+    for column in range(1024):
+        tensor[:, column] = 1
+        assert not sample.holds(), column
+        tensor[:, column] = 0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64], ids=str
+)
+def test_any_type_is_compared_by_its_bits(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(40, 40).to(dtype)
+    sample = Sample([("t", tensor)])
+    assert sample.holds()
+    tensor.view(torch.uint8)[-1, -1] ^= 1
+    assert not sample.holds()
+
+
+def test_what_is_not_a_number_is_equal_to_itself_and_minus_zero_is_not_zero() -> None:
+    tensor = torch.full((40,), float("nan"))
+    sample = Sample([("t", tensor), ("zero", zero := torch.zeros(40))])
+    assert sample.holds()
+    zero[7] = -0.0
+    assert not sample.holds()
+
+
+def test_tensors_with_gaps_transposed_empty_and_on_meta() -> None:
+    sliced = torch.zeros(300, 100)[:, 5:95]
+    turned = torch.zeros(300, 100).t()
+    sample = Sample([("sliced", sliced), ("turned", turned), ("empty", torch.empty(0)), ("meta", torch.empty(4, device="meta"))])
+    assert sample.holds()
+    sliced += 1
+    assert not sample.holds()
+    sliced -= 1
+    assert sample.holds()
+    turned += 1
+    assert not sample.holds()
+
+
+def test_a_comparison_is_of_the_moment_it_was_made() -> None:
+    tensor = torch.zeros(100)
+    sample = Sample([("t", tensor)])
+    before = sample.compare()
+    tensor += 1
+    assert before()
+    assert not sample.compare()()
+
+
+def test_another_draw_is_of_other_elements() -> None:
+    tensor = torch.arange(1_000_000)
+    found = {bytes(Sample([("t", tensor)], 100)._groups[0].then) for _ in range(5)}
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("kind", [OnHost, OnDevice])
+def test_both_ways_of_comparing_see_one_bit(kind: type[OnHost | OnDevice]) -> None:
+    """A GPU has one, a CPU the other; host memory will do for both."""
+    tensor = torch.zeros(64, 16, dtype=torch.int16)
+    views = kind([tensor[1::3], tensor[5:7]])
+    assert not bool(views.differs())
+    tensor[2, 3] = 1
+    assert not bool(views.differs()), "that row is in neither view"
+    for place in ((4, 0), (6, 15)):
+        tensor[place] = 1
+        assert bool(views.differs()), place
+        tensor[place] = 0
+        assert not bool(views.differs())

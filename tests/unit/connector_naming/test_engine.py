@@ -41,14 +41,11 @@ class Executor:
         return [True, True]
 
     def sleep(self, level: int) -> None:
-        """As vLLM's."""
         self.collective_rpc("sleep", kwargs={"level": level})
         self.is_sleeping = True
 
 
 class Scheduler:
-    """As vLLM's."""
-
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.requests = 0
@@ -57,7 +54,6 @@ class Scheduler:
         return self.requests > 0
 
     def schedule(self) -> None:
-        """As vLLM's."""
         self._executor.calls.append("schedule")
 
     def update_from_output(self) -> None:
@@ -86,8 +82,6 @@ class Core:
 
 
 class Joined:
-    """All of it."""
-
     def __init__(self, core: type[Core] = Core) -> None:
         self.executor = Executor()
         self.scheduler = Scheduler(self.executor)
@@ -210,24 +204,3 @@ def test_there_is_one_alarm_at_a_time_and_another_after_it(joined: Joined, monke
         time.sleep(0.02)
     assert len(started) == 2
     joined.core.idle()
-
-
-def test_a_sleeping_engine_is_left_alone(joined: Joined) -> None:
-    joined.executor.sleep(1)
-    joined.executor.calls.clear()
-    joined.core.idle()
-    assert joined.executor.calls == []
-
-
-def test_an_engine_in_its_users_process_has_no_queue_and_looks_with_its_next_step() -> None:
-    class InProcess(Core):
-        _handle_client_request = None  # type: ignore[assignment]
-
-        def __init__(self, executor: Executor, scheduler: Scheduler) -> None:
-            super().__init__(executor, scheduler)
-            del self.input_queue
-
-    joined = Joined(InProcess)
-    joined.executor.collective_rpc("update_weights")
-    joined.scheduler.schedule()
-    assert "digest_weights" in joined.executor.calls

@@ -1,6 +1,5 @@
 """What one rank knows of its weights: questions, comparisons behind steps, writes in between; and that it never raises."""
 
-import time
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import count
@@ -28,7 +27,6 @@ class Model(nn.Module):
         self.loaded: list[Any] = []
 
     def load_weights(self, weights: Any) -> set[str]:
-        """As vLLM's."""
         self.loaded.append(weights)
         for name, tensor in weights:
             getattr(self, name).copy_(tensor)
@@ -36,8 +34,6 @@ class Model(nn.Module):
 
 
 class Worker:
-    """One rank."""
-
     def __init__(self, model: nn.Module | None = None, number: int = 0) -> None:
         self.model = model or Model()
         self.rank = number
@@ -109,12 +105,6 @@ def test_a_question_that_failed_leaves_nothing_to_compare_with(worker: Worker) -
     assert not is_unchanged(worker, 1)
     assert not is_unchanged(worker, 2)
     assert not worker.held.compare(1).holds()
-
-
-def test_a_digest_ends_however_long_it_takes(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    hours = count()
-    monkeypatch.setattr(time, "monotonic", lambda: 3600.0 * next(hours))
-    assert digest_weights(worker, 1)["weights"] is not None
 
 
 @pytest.mark.parametrize(

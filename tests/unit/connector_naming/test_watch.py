@@ -1,17 +1,111 @@
-"""The scheduler role's state machine: when it looks, what it believes meanwhile, and what it tells names. No vLLM."""
+"""The scheduler role's state machine: when it looks, what it believes meanwhile, what it makes of answers that are missing, late, or wait
+for an encoder, and what it tells names. No vLLM."""
 
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from epochkv_connector.weights.watch import IDLE_SECONDS, QUIET_SECONDS, STARTED, WRITING, fold
-from epochkv_fence.protocol.messages import ASLEEP
-from tests.unit.connector_naming.watch_world import World, digest_of, digest_of_one
+from epochkv_connector.weights.watch import ENCODING, IDLE_SECONDS, QUIET_SECONDS, RETRY_SECONDS, SHARE, STARTED, WRITING, Watch, fold
+
+
+def digest_of(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+class World:
+    """Ranks that hold a text each, names that are written down, and a clock that stands still.
+
+    Attributes:
+        log: everything that the watch did, in order.
+        seconds: what a look takes.
+        answers: changes what the ranks answer.
+    """
+
+    def __init__(self, *weights: str, has_encoder: bool = False) -> None:
+        self.ranks = list(weights or ("a",))
+        self.told: list[Any] = []
+        self.log: list[Any] = []
+        self.now = 1000.0
+        self.seconds = 0.0
+        self.asleep = False
+        self.writes = 0
+        self.asked: list[str] = []
+        self.answers: Callable[[list[dict[str, Any]]], Sequence[dict[str, Any]]] = lambda answers: answers
+        self.encoder_free = True
+        # It never asks for adapters.
+        self.watch = Watch(self, self, len(self.ranks), lambda: self.now, has_encoder=has_encoder)  # type: ignore[arg-type]
+
+    @property
+    def num_writes(self) -> int:
+        return self.writes
+
+    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
+        self.log.append("ask")
+        self.now += self.seconds
+        self.asked = list(self.ranks)
+        return self.answers(
+            [{"rank": index, "number": number, "weights": digest_of(held), "note": ""} for index, held in enumerate(self.ranks)]
+        )
+
+    def are_unchanged(self, number: int) -> bool:
+        self.log.append("compare")
+        return number == self.watch.number and self.asked == self.ranks
+
+    def end_device_work(self) -> None:
+        self.log.append("wait")
+
+    def hold(self, weights: bytes | None) -> None:
+        self.log.append(("hold", *self.watch.told) if weights is None else ("hold", weights))
+
+    def end(self, weights: bytes) -> None:
+        self.log.append(("end", weights))
+
+    def tell(self) -> None:
+        self.told.append(self.watch.told)
+
+    def clear_encoder(self) -> bool:
+        self.log.append("clear")
+        return self.encoder_free
+
+    def value(self) -> bytes:
+        return fold(digest_of(held) for held in self.ranks)
+
+    def step(self, seconds: float = 0.0) -> list[Any]:
+        """A step after so long; what the watch did before it."""
+        self.now += seconds
+        self.log.clear()
+        self.watch.before_schedule()
+        return list(self.log)
+
+    def push(self, weights: str, method: Any = "update_weights") -> None:
+        self.watch.calling(method)
+        self.ranks = [weights] * len(self.ranks)
+
+    def started(self) -> World:
+        self.step()
+        self.log.clear()
+        return self
+
+
+def silent(rank: int, note: str) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+    def answers(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        given[rank] |= {"weights": None, "note": note}
+        return given
+
+    return answers
+
+
+def digest_of_one(text: str) -> bytes:
+    return fold([digest_of(text)])
 
 
 @pytest.fixture
 def world() -> World:
-    """One rank, which was looked at."""
     return World("a").started()
 
 
@@ -77,51 +171,13 @@ def test_nothing_is_named_between_the_start_and_the_end_of_a_transfer(start: str
     assert world.step() == ["ask", ("hold", digest_of_one("b"))]
 
 
-def test_a_transfer_that_fails_is_over_and_what_it_left_is_named(world: World) -> None:
-    world.watch.calling("start_weight_update")
-    world.push("half", "update_weights")
-    world.watch.called(idle=False, failed=True)
-    assert world.step() == ["ask", ("hold", digest_of_one("half"))]
-
-
-def test_a_call_that_fails_is_looked_at_again(world: World) -> None:
-    world.watch.calling("update_weights")
-    world.step()
-    world.ranks = ["half"]
-    world.watch.called(idle=False, failed=True)
-    assert world.step(1.0) == ["ask", ("hold", digest_of_one("half"))]
-
-
 @pytest.mark.parametrize("method", ["update_weights", "start_profile", print, object()])
 def test_other_calls_start_no_transfer(method: Any, world: World) -> None:
     world.watch.calling(method)
     assert "ask" in world.step()
 
 
-# ---------------------------------------------------------------------------------------------- sleep
-def test_weights_are_never_read_while_asleep(world: World) -> None:
-    world.watch.calling("sleep")
-    world.asleep = True
-    assert world.step() == [("hold", None, ASLEEP)]
-    assert world.step(10.0) == []
-    assert not world.watch.pending
-    world.watch.when_idle()
-    assert world.log == []
-    world.asleep = False
-    world.ranks = ["zeros"]
-    assert world.watch.pending
-    assert world.step() == ["ask", ("hold", digest_of_one("zeros"))]
-
-
 # ---------------------------------------------------------------------------------------------- idle engines
-def test_an_engine_that_was_idle_compares_before_it_names(world: World) -> None:
-    assert world.step(IDLE_SECONDS + 0.1) == ["compare"]
-    world.ranks = ["b"]
-    assert world.step(IDLE_SECONDS / 2) == []  # it was not idle: the samples of steps see it
-    assert world.step(IDLE_SECONDS + 0.1) == ["compare", "ask", ("hold", digest_of_one("b"))]
-    assert world.watch.counters["unseen"] == 1
-
-
 def test_a_comparison_that_raises_is_one_that_differs(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     def broken(number: int) -> bool:
         raise RuntimeError("gone")
@@ -213,4 +269,135 @@ def test_a_step_that_may_not_look_yet_names_nothing_whatever_was_told_before(wor
     assert world.watch.told[0] is None, "the call has returned"
     world.log.clear()
     assert world.step(0.1) == [("hold", None, WRITING)], "the last look has just used the share of the time that looks may have"
+    assert world.watch.value is None
+
+
+# ---------------------------------------------------------------------------------------------- ranks that cannot say
+BAD: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
+    "a rank cannot": (silent(1, "it is on meta"), "rank 1: it is on meta"),
+    "a rank is missing": (lambda given: given[:1], "1 of 2 ranks answered"),
+    "one answered twice": (lambda given: [*given, given[0]], "3 of 2 ranks answered"),
+    "another question": (lambda given: [given[0], {**given[1], "number": 0}], "another question"),
+    "nonsense": (lambda given: [None, 3], "could not be asked"),
+    "no answer": (lambda given: (_ for _ in ()).throw(TimeoutError("RPC call to ask timed out")), "could not be asked"),
+    "text": (lambda given: [given[0], {**given[1], "weights": "ab"}], "rank 1"),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_whatever_ranks_answer_but_digests_is_unknown_with_a_note(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    answers, note = BAD[case]
+    world = World("a", "b").started()
+    world.answers = answers
+    world.push("c")
+    with caplog.at_level(logging.INFO, logger="vllm.epochkv.weights"):
+        (asked, held) = world.step()
+        for _ in range(20):
+            world.step(RETRY_SECONDS + 0.1)
+    assert asked == "ask"
+    assert held[:2] == ("hold", None)
+    assert note in held[2]
+    assert world.watch.value is None
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1  # said once, however often it is tried
+    assert note in warnings[0].getMessage()
+    world.answers = lambda given: given
+    assert world.step(RETRY_SECONDS + 0.1) == ["ask", ("hold", world.value())]
+
+
+@pytest.mark.parametrize("seconds", [0.01, 7.0])
+def test_it_is_asked_again_after_a_second_or_ten_times_what_it_took(seconds: float) -> None:
+    world = World("a").started()
+    world.answers = silent(0, "loading")
+    world.seconds = seconds
+    world.push("b")
+    world.step(1000.0)
+    pause = max(RETRY_SECONDS, 10 * seconds)
+    assert "ask" not in world.step(pause * 0.99)
+    assert "ask" in world.step(pause * 0.02)
+    asked = sum("ask" in world.step(0.05) for _ in range(400))
+    assert asked <= 1 + (400 * 0.05) / pause
+
+
+def test_of_the_time_a_share_may_go_into_looks() -> None:
+    """A push in hundreds of calls with steps between them."""
+    world = World("a").started()
+    world.seconds = 0.02
+    began, looked = world.now, 0.0
+    for layer in range(400):
+        world.push(f"b{layer}", "update_weight")
+        looked += world.step(0.005).count("ask") * world.seconds
+        if world.watch.value is not None:
+            assert world.watch.value == digest_of_one(f"b{layer}")  # never the one before
+    assert looked <= (world.now - began) / SHARE + world.seconds
+    assert looked > (world.now - began) / SHARE / 2
+    assert world.step(1.0)[-1] == ("hold", digest_of_one("b399"))
+
+
+# ---------------------------------------------------------------------------------------------- late
+def test_a_late_report_of_an_older_question_ends_its_digest_alone() -> None:
+    world = World("a").started()
+    was, number = world.watch.value, world.watch.number
+    world.push("b")
+    world.step()
+    world.log.clear()
+    world.watch.late(number)
+    assert world.log == [("end", was)]
+    assert world.watch.value == digest_of_one("b")
+    assert world.step(0.01) == []
+
+
+# ---------------------------------------------------------------------------------------------- encoders
+def test_while_they_are_in_use_nothing_is_named_and_nothing_is_read_again() -> None:
+    world = World("a", has_encoder=True).started()
+    world.encoder_free = False
+    world.push("b")
+    assert world.step() == ["ask", "clear", ("hold", None, ENCODING)]
+    assert world.step(0.01) == ["clear"]
+    world.encoder_free = True
+    assert world.step(0.01) == ["clear", ("hold", digest_of_one("b"))]
+    assert world.step(0.01) == []
+
+
+@pytest.mark.parametrize("between", ["waits", "unknown", "transfer", "asleep", "writing", "late"])
+def test_weights_that_come_back_after_steps_with_others_need_it_too(between: str) -> None:
+    """What those steps have encoded is kept by what was encoded alone."""
+    world = World("a", has_encoder=True).started()
+    world.seconds = 0.1 if between == "writing" else 0.0
+    match between:
+        case "waits":
+            world.encoder_free = False
+        case "unknown":
+            world.answers = silent(0, "nobody knows")
+        case "transfer":
+            world.watch.calling("start_weight_update")
+        case "asleep":
+            world.asleep = True
+        case "writing":
+            world.push("a")
+            world.step()
+        case "late":
+            world.watch.late(world.watch.number)
+    if between != "late":
+        world.push("b")
+        world.step(0.001)
+        assert world.watch.value is None
+    world.encoder_free, world.asleep, world.answers = True, False, lambda given: given
+    world.push("a", "finish_weight_update")
+    assert "clear" in world.step(RETRY_SECONDS + 0.1)
+    assert world.watch.value == digest_of_one("a")
+
+
+# ---------------------------------------------------------------------------------------------- names of calls
+def test_a_late_report_on_weights_that_are_held_again_ends_their_names() -> None:
+    world = World("a").started()
+    known, number = world.watch.value, world.watch.number
+    world.push("b")
+    world.step()
+    world.push("a")
+    world.step()
+    assert world.watch.value == known
+    world.log.clear()
+    world.watch.late(number)
+    assert world.log[0] == ("end", known)
     assert world.watch.value is None
