@@ -2,12 +2,14 @@
 
 import hashlib
 import hmac
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from epochkv_connector.naming import identity
 from epochkv_connector.naming import identity as keys
+from epochkv_connector.naming.pins import detach
 from tests.support.store import parse_key
 
 SECRET = bytes(range(32))
@@ -63,3 +65,14 @@ def test_the_namespace_is_one_that_the_key_codec_reads() -> None:
     assert (parsed.pool, parsed.epoch, parsed.group, parsed.block_hash) == (uid8, 12, 1, b"\x01\x02")
     assert identity.pool_prefix("any text / with ümlauts") != identity.pool_prefix(UID)
     assert keys.epoch_of(identity.namespace("any text / with ümlauts", FINGERPRINT, 0, WEIGHTS)) == 0
+
+
+def test_a_detached_request_keeps_the_names_of_named_blocks_and_gets_random_ones_for_the_others() -> None:
+    before = [b"hash0000", b"hash0001", b"hash0002"]
+    request: Any = SimpleNamespace(block_hashes=before, _block_hasher=lambda request: [b"hash0003", b"hash0004"])
+    detach(request, 1)
+    later = request._block_hasher(request)
+    assert before == [b"hash0000", b"hash0001", b"hash0002"], "it may sit in metadata that was sent"
+    assert request.block_hashes[0] == before[0]
+    assert len({*before, b"hash0003", b"hash0004", *request.block_hashes[1:], *later}) == 9
+    assert {len(name) for name in (*request.block_hashes, *later)} == {8}

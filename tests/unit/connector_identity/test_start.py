@@ -1,6 +1,9 @@
-"""What the user who starts an engine sees: one line, before anything is loaded."""
+"""What the user who starts an engine sees: one line, before anything is loaded. And which engines can have the fence without our connector
+(`EPOCHKV_FENCE`), and the one sentence that others get.
+"""
 
 import copy
+import importlib.metadata
 import json
 import multiprocessing
 import pickle
@@ -13,12 +16,14 @@ from typing import Any
 
 import pytest
 import vllm
-from vllm.config import KVTransferConfig, ParallelConfig
+from vllm.config import ParallelConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-from epochkv_connector.engine import describe, plugin
-from epochkv_connector.engine.interface import UnsupportedEngine
+from epochkv_connector.engine import describe, fenced, plugin
+from epochkv_connector.engine.interface import UnsupportedEngine, running
+from epochkv_connector.engine.limits import MULTI
 from epochkv_fence.connection import ConfigurationError
 from tests.support.scheduler import write_model_dir
 
@@ -41,23 +46,14 @@ def child(name: str = OURS, **keys: Any) -> dict[str, Any]:
 WRONG: dict[str, Any] = {"local": {"capacity": 1}}
 SENTENCE = "kv_connector_extra_config: local.capacity is 1, but there is no such key"
 
-Start = Callable[..., None]
+Start = Callable[..., Any]
 pytestmark = pytest.mark.skipif(current_platform.is_unspecified(), reason="this vLLM was built for other machines: it configures no engine")
 
 
 @pytest.fixture
-def start(base: Any) -> Start:
+def start(configured: Callable[..., Any]) -> Start:
     """Check what vLLM would make of these arguments."""
-
-    def check(transfer: dict[str, Any] | None, **parallel: Any) -> None:
-        config = copy.copy(base)
-        config.kv_transfer_config = None if transfer is None else KVTransferConfig(**{"kv_role": "kv_both", **transfer})
-        config.parallel_config = copy.copy(base.parallel_config)
-        for name, value in parallel.items():
-            setattr(config.parallel_config, name, value)
-        plugin.check(config)
-
-    return check
+    return lambda transfer, **parallel: plugin.check(configured(transfer, **parallel))
 
 
 @pytest.mark.parametrize("transfer", [child(**WRONG), multi(child("Other"), child(**WRONG)), multi(child(**WRONG))])
@@ -158,11 +154,15 @@ def test_ranks_that_a_launcher_starts_are_refused(start: Start) -> None:
     start(child("OffloadingConnector"), distributed_executor_backend="external_launcher", world_size=2)
 
 
-def test_an_untested_version_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.29.0")
-    with pytest.raises(UnsupportedEngine, match=r"vLLM 0\.29\.0 is not supported: .* 0\.30 to 0\.33.*allow_untested_vllm"):
+def test_tested_versions_are_taken_and_others_are_refused_in_a_sentence(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.30.0", "0.31.2", "0.32.0", "0.33.0rc1"):
+        monkeypatch.setattr(vllm, "__version__", version)
         start(child())
-    start(child(allow_untested_vllm=True))
+    for version in ("0.29.9", "0.34.0", "1.32.0", "dev"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        with pytest.raises(UnsupportedEngine, match=rf"vLLM {version} is not supported: .* 0\.30 to 0\.33.*allow_untested_vllm"):
+            start(child())
+        start(child(allow_untested_vllm=True))
 
 
 def test_commands_of_vllm_end_in_one_line(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,3 +216,99 @@ def test_a_vllm_without_the_names_we_need_is_a_sentence(tmp_path: Path, module: 
     status, lines = run("-c", code, cwd=tmp_path)
     assert status == 1
     assert "vLLM 0.11.0 is not supported: EpochKV was tested with 0.30 to 0.33; install one of these" in lines[-1]
+
+
+def test_the_versions_that_a_hub_is_told_are_those_of_the_installed_packages() -> None:
+    names = {package.metadata["Name"].lower(): package.version for package in importlib.metadata.distributions()}
+    mooncake = {version for name, version in names.items() if name.startswith("mooncake-transfer-engine")}
+    assert running() == {"epochkv": names["epochkv"], "vllm": vllm.__version__, "mooncake": mooncake.pop()}
+
+
+# ---------------------------------------------------------------------------------------------- the fence without our connector
+CONNECTION = {"pool": {"name": "p", "uid": "u"}, "local": {"capacity_bytes": 1 << 30}}
+
+
+@pytest.fixture
+def fence(configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Check an engine with this connector, as vLLM's plugin does."""
+    monkeypatch.setenv("EPOCHKV_FENCE", "1")
+    monkeypatch.setenv("EPOCHKV_CONFIG", json.dumps(CONNECTION))
+
+    def check(name: str | None = None, extra: dict[str, Any] | None = None, module: str | None = None) -> Any:
+        given = {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": extra or {}}
+        config = configured(None if name is None else given)
+        plugin.check(config)
+        return fenced.check(config)
+
+    return check
+
+
+def children(*names: str) -> dict[str, Any]:
+    return {"connectors": [{"kv_connector": name, "kv_role": "kv_both"} for name in names]}
+
+
+@pytest.mark.parametrize("name", [None, *sorted(fenced.KNOWN)])
+def test_connectors_whose_names_are_ours_are_fenced_without_tiers(fence: Start, name: str | None) -> None:
+    config = fence(name)
+    assert config.pool.uid == "u"
+    assert (config.local, config.distributed) == (None, None)
+
+
+def test_a_multiconnector_of_such_is_fenced(fence: Start) -> None:
+    assert fence("MultiConnector", children("NixlConnector", "OffloadingConnector")) is not None
+
+
+@pytest.mark.parametrize("name", [*fenced.KNOWN, MULTI])
+def test_every_fenced_connector_is_one_of_vllm(name: str) -> None:
+    assert name in KVConnectorFactory._registry
+
+
+@pytest.mark.parametrize(("name", "module"), [("ExampleConnector", None), ("Mine", "mine"), ("NixlConnector", "mine")])
+def test_a_connector_whose_keys_are_not_known_is_refused(fence: Start, name: str, module: str | None) -> None:
+    sentence = f"EPOCHKV_FENCE is set and the engine has {name}: .*its keys may be made of tokens alone.*unset EPOCHKV_FENCE"
+    with pytest.raises(UnsupportedEngine, match=sentence) as caught:
+        fence(name, module=module)
+    assert "\n" not in str(caught.value)
+    assert ("remove kv_connector_module_path for vLLM's own NixlConnector" in str(caught.value)) == (name == "NixlConnector")
+
+
+def test_a_multiconnector_is_refused_for_what_it_holds(fence: Start) -> None:
+    inner = children("ExampleConnector")
+    nested = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": inner}
+    for held in (*inner["connectors"], nested):
+        with pytest.raises(UnsupportedEngine, match="the engine has ExampleConnector"):
+            fence("MultiConnector", {"connectors": [*children("NixlConnector")["connectors"], held]})
+
+
+@pytest.mark.parametrize("extra", [None, children("NixlConnector", "EpochKVConnector")])
+def test_our_own_connector_brings_the_fence_itself(fence: Start, extra: dict[str, Any] | None) -> None:
+    ours = {"pool": CONNECTION["pool"]}
+    assert fence("EpochKVConnector" if extra is None else "MultiConnector", extra or ours) is None
+
+
+@pytest.mark.parametrize("value", [None, " "])
+def test_the_pool_has_to_be_named(fence: Start, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv("EPOCHKV_CONFIG") if value is None else monkeypatch.setenv("EPOCHKV_CONFIG", value)
+    with pytest.raises(ConfigurationError, match=r"EPOCHKV_FENCE is set and EPOCHKV_CONFIG is not; set it to the pool's connection\.json"):
+        fence()
+
+
+def test_only_one_and_zero_are_answers(fence: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPOCHKV_FENCE", "yes")
+    with pytest.raises(ConfigurationError, match=r"EPOCHKV_FENCE is 'yes'; it must be 1 .* or 0"):
+        fence()
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_without_the_variable_everything_is_left_to_vllm(fence: Start, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv("EPOCHKV_FENCE") if value is None else monkeypatch.setenv("EPOCHKV_FENCE", value)
+    assert fence("HF3FSKVConnector") is None
+
+
+def test_another_scheduler_is_refused(fence: Start, base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        """Not derived from vLLM's."""
+
+    monkeypatch.setattr(base.scheduler_config, "scheduler_cls", Other)
+    with pytest.raises(UnsupportedEngine, match=r"scheduler_cls is .*Other.*, which is not derived from vLLM's Scheduler"):
+        fence()
