@@ -8,7 +8,6 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import (
     HEADER_BYTES,
     GroupSpec,
@@ -267,17 +266,6 @@ def test_slots_hold_the_largest_object_aligned(payloads: list[int]) -> None:
     assert max(payloads) + 256 <= stride < max(payloads) + 256 + 256
 
 
-def test_slots_are_disjoint_and_objects_are_contiguous() -> None:
-    region = HostRegion(5, slot_stride([1000]), pin=False)
-    assert region.address % 4096 == 0
-    for slot in range(5):
-        region.object_view(slot, 1000)[:] = bytes([slot + 1]) * object_bytes(1000)
-    for slot in range(5):
-        assert bytes(region.object_view(slot, 1000)) == bytes([slot + 1]) * 1256
-        assert payload(region, slot, 1000).tolist() == [slot + 1] * 1000
-        assert payload(region, slot, 1000).data_ptr() == region.slot_address(slot) + 128
-
-
 def test_capacity_is_split_over_ranks() -> None:
     assert slot_count(config(l1_slots=10, ranks=4), 512, 4) == 10
     assert slot_count(config(l1_slots=10), 512, 4) == 2
@@ -289,12 +277,3 @@ def test_capacity_is_split_over_ranks() -> None:
 def test_an_l1_smaller_than_a_block_says_what_to_give() -> None:
     with pytest.raises(ConfigurationError, match=r"local.capacity_bytes is 3072.*at least 3076"):
         slot_count(config(l1_slots=6), 769, 4)
-
-
-def test_the_slots_of_an_engine_are_those_that_every_rank_has() -> None:
-    one, other = RankLayout(b"1", 7, {0: 100, 1: 300}), RankLayout(b"2", 5, {0: 100, 1: 500})
-    assert common_slots([one, other], 2) == 5
-    assert common_slots([other, one], 2) == 5
-    assert common_slots([one, RankLayout(), other], 3) == 0, "one rank has none"
-    assert common_slots([one], 2) == 0, "a rank has not answered"
-    assert common_slots([], 0) == 0

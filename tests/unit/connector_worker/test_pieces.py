@@ -1,11 +1,8 @@
 """Loads with more blocks than slots go through in pieces, and whatever happens between two pieces is answered once."""
 
-import random
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +11,8 @@ from epochkv_connector.naming.identity import object_key
 from epochkv_connector.store.client import Transfer
 from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.wire import LoadJob, Phase, Tier
-from epochkv_connector.worker.staging import StagingStream
 from hack.waiting import eventually
-from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, ObedientStore, Rig, load, move, name_of, save
+from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, HeldCopies, ObedientStore, Rig, load, move, name_of, save
 
 BLOCKS = 7
 
@@ -35,20 +31,6 @@ def filled(store: ObedientStore) -> Rig:
 def long_load(job_id: int = 1, num_slots: int = 3, deadline: float = 20.0) -> LoadJob:
     moves = [move(4 + number, number % num_slots, 100 + number, Tier.STORE) for number in range(BLOCKS)]
     return load(job_id, moves, NAMESPACE, deadline)
-
-
-def held_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """(a copy to the GPU has begun, it may go on)."""
-    copying, go_on = threading.Event(), threading.Event()
-    scatter = StagingStream.scatter
-
-    def slow_scatter(*args: Any) -> None:
-        copying.set()
-        assert go_on.wait(10)
-        scatter(*args)
-
-    monkeypatch.setattr(StagingStream, "scatter", slow_scatter)
-    return copying, go_on
 
 
 @pytest.fixture
@@ -123,11 +105,11 @@ def test_a_load_that_fails_while_a_part_of_it_is_copied_ends_with_that_copy(
 ) -> None:
     rig = filled(store)
     store.policy = lambda kind, transfers: None
-    copying, go_on = held_copies(monkeypatch)
+    copies = HeldCopies(monkeypatch, "scatter")
     rig.step(loads=[long_load(num_slots=BLOCKS)])
     (request,) = store.open
     store.bring(request, 3)
-    assert copying.wait(10)
+    assert copies.began.wait(10)
     if end == "fetch":
         store.answer(request, StoreOutcome.TRANSFER)
     elif end == "invalidation":
@@ -136,7 +118,7 @@ def test_a_load_that_fails_while_a_part_of_it_is_copied_ends_with_that_copy(
         assert rig.worker.settle_for_sleep(0.1) == 1
     rig.collect()
     assert rig.finished == {}, "its blocks are being written"
-    go_on.set()
+    copies.go_on.set()
     ack = rig.until_acked(1, Phase.LOADED)
     assert (ack.failed, ack.filled_slots) == (True, (0, 1, 2))
     before = rig.kv.clone()
@@ -191,25 +173,6 @@ def test_a_load_that_fails_while_it_waits_for_its_slots_fetches_nothing_more(sto
     assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
 
 
-def test_a_deadline_between_pieces_names_the_slots_of_the_piece_under_way(store: ObedientStore) -> None:
-    rig = filled(store)
-    store.policy = lambda kind, transfers: StoreOutcome.OK if len(store.seen) < 2 else None
-    rig.step(loads=[long_load(deadline=0.3)])
-    ack = rig.until_acked(1, Phase.LOADED)
-    assert (ack.failed, ack.filled_slots, ack.busy_slots) == (True, (), (0, 1, 2))
-    assert rig.worker.stats()["load_failed_deadline"] == 1
-    (request,) = store.open
-    assert request.ticket.cancelled
-    before = rig.kv.clone()
-    store.answer(request, StoreOutcome.OK)  # too late
-    store.release(request)
-    rig.until_acked(1, Phase.RELEASED)
-    assert torch.equal(rig.kv, before)
-    assert len(store.seen) == 2, "nothing more is fetched for it"
-    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
-    assert rig.worker.stats()["held_slots"] == 0
-
-
 @pytest.mark.parametrize("outcome", [StoreOutcome.ABSENT, StoreOutcome.FOREIGN, StoreOutcome.CLOSED])
 def test_a_block_that_is_missing_in_a_later_piece_fails_the_load_and_blames_no_slot(store: ObedientStore, outcome: StoreOutcome) -> None:
     rig = filled(store)
@@ -226,9 +189,9 @@ def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
     store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     rig = filled(store)
-    copying, go_on = held_copies(monkeypatch)
+    copies = HeldCopies(monkeypatch, "scatter")
     rig.step(loads=[long_load(deadline=0.2 if end == "deadline" else 20.0)])
-    assert copying.wait(10)
+    assert copies.began.wait(10)
     if end == "invalidation":
         rig.step(invalidated=["r1"])
     elif end == "shutdown":
@@ -237,62 +200,10 @@ def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
         eventually(lambda: rig.worker._loads.open()[0].deadline < time.monotonic(), "past the deadline", 5)
     rig.collect()
     assert rig.finished == {}, "its blocks are being written"
-    go_on.set()
+    copies.go_on.set()
     ack = rig.until_acked(1, Phase.LOADED)
     assert (ack.failed, ack.busy_slots) == (True, ())
     for _ in range(3):
         rig.collect()
     assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
     assert len(store.seen) == 1, "the second piece was not begun"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_ends_of_long_loads_are_answered_once(seed: int) -> None:
-    """The store answers late, in part, wrongly or never; deadlines, invalidation and releases come at random moments."""
-    dice = random.Random(seed)
-    store = ObedientStore()
-    rig = filled(store)
-    lock = threading.Lock()
-
-    def policy(kind: str, transfers: Sequence[Transfer]) -> StoreOutcome | None:
-        with lock:
-            return dice.choice([StoreOutcome.OK, StoreOutcome.OK, StoreOutcome.OK, StoreOutcome.OK, None, StoreOutcome.TRANSFER])
-
-    store.policy = policy
-    failed = succeeded = 0
-    for job_id in range(1, 41):
-        with lock:
-            num_slots, invalidated, deadline = dice.randint(1, 4), dice.random() < 0.2, dice.choice([0.01, 20.0, 20.0])
-        rig.step(loads=[long_load(job_id, num_slots, deadline)])
-        if invalidated:
-            rig.step(invalidated=[f"r{job_id}"])
-        rig.until(settle(rig, store, job_id), f"job {job_id} (seed {seed})")
-        ack = rig.acks[job_id, Phase.LOADED]
-        succeeded += not ack.failed
-        failed += ack.failed
-        if not ack.failed:
-            assert [rig.block(4 + number) for number in range(BLOCKS)] == [content(number + 1) for number in range(BLOCKS)]
-        rig.kv[:, 4:11] = 0
-    assert failed
-    assert succeeded
-    for _ in range(3):
-        rig.collect(0.001)
-    # A invalidation that comes after the end is a report of its own, as the scheduler role asked for it.
-    assert all(1 <= rig.finished[f"r{job}"] <= 2 for job in range(1, 41))
-    assert [rig.worker.stats()[name] for name in ("held_slots", "open_loads")] == [0, 0]
-
-
-def settle(rig: Rig, store: ObedientStore, job_id: int) -> Callable[[], bool]:
-    """Answers what the store was asked until the job is over and its slots are free."""
-
-    def settled() -> bool:
-        while store.open:
-            request = store.open.pop()
-            for count in range(1, len(request.transfers) + 1):
-                store.bring(request, count)
-            store.answer(request, StoreOutcome.OK)
-            store.release(request)
-        ack = rig.acks.get((job_id, Phase.LOADED))
-        return ack is not None and (not ack.busy_slots or (job_id, Phase.RELEASED) in rig.acks)
-
-    return settled

@@ -1,4 +1,6 @@
-"""Saves whose GPU blocks were given back early: before a step writes to them the copies have ended, or count as failed."""
+"""Saves whose GPU blocks were given back early: before a step writes to them the copies have ended, or count as failed. And a rank whose
+job runner breaks down: everything it took is answered once, and never before its copies have ended.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -6,32 +8,18 @@ from typing import Any
 
 import pytest
 
+from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.weights import rank
 from epochkv_connector.wire import Phase, StepMetadata, Tier
 from epochkv_connector.worker import role as runner
+from epochkv_connector.worker.jobs import Report
 from epochkv_connector.worker.role import WorkerRole
-from epochkv_connector.worker.staging import StagingStream
-from tests.unit.connector_worker.worker_rig import NAMESPACE, ObedientStore, Rig, load, move, save
-
-
-class SlowCopies:
-    """Every copy in one direction (`gather`: to the host) says that it began and waits to be let on."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, direction: str = "gather") -> None:
-        self.began, self.go_on = threading.Event(), threading.Event()
-        copy = getattr(StagingStream, direction)
-
-        def slow(*args: Any) -> None:
-            self.began.set()
-            assert self.go_on.wait(10)
-            copy(*args)
-
-        monkeypatch.setattr(StagingStream, direction, slow)
+from tests.unit.connector_worker.worker_rig import NAMESPACE, HeldCopies, ObedientStore, Rig, load, move, save
 
 
 def test_a_settled_step_begins_when_copies_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    copies = SlowCopies(monkeypatch)
+    copies = HeldCopies(monkeypatch)
     wanted = rig.block(3)
     side = WorkerRole(0, rig.worker)
     side.new_step()
@@ -53,7 +41,7 @@ def test_a_copy_that_is_late_has_failed(monkeypatch: pytest.MonkeyPatch, namespa
     store = ObedientStore()
     rig = Rig(store)
     monkeypatch.setattr(runner, "SETTLE_SECONDS", 0.05)
-    copies = SlowCopies(monkeypatch)
+    copies = HeldCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)], namespace), save(2, [move(4, 1, 40)], namespace)])
     assert copies.began.wait(10)
     rig.worker.settle()
@@ -70,7 +58,7 @@ def test_a_copy_that_is_late_has_failed(monkeypatch: pytest.MonkeyPatch, namespa
 
 def test_a_half_that_was_given_up_settles_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    copies = SlowCopies(monkeypatch)
+    copies = HeldCopies(monkeypatch)
     side = WorkerRole(0, rig.worker)
     side.new_step()
     side.finish(StepMetadata(saves=(save(1, [move(3, 0, 30)]),)))
@@ -89,7 +77,7 @@ def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest
     rig = Rig(store)
     rank.held_by("an-engine").runners.add(rig.worker)
     vllms = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="an-engine")))
-    copies = SlowCopies(monkeypatch)
+    copies = HeldCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)])], loads=[load(2, [move(8, 1, 31, Tier.STORE)], NAMESPACE)])
     assert copies.began.wait(10)
     threading.Timer(0.2, copies.go_on.set).start()
@@ -107,7 +95,7 @@ def test_a_load_in_pieces_ends_with_the_piece_that_sleep_finds(monkeypatch: pyte
     """Its next piece would be copied to memory that is gone. After the wake-up, loads are copied again."""
     store = ObedientStore()
     rig = Rig(store)
-    copies = SlowCopies(monkeypatch, "scatter")
+    copies = HeldCopies(monkeypatch, "scatter")
     rig.step(saves=[save(1, [move(3, 0, 30), move(4, 1, 31)], NAMESPACE)])
     assert not rig.until_acked(1, Phase.STORED).failed
     rig.kv[:, 8:10] = 0
@@ -128,7 +116,7 @@ def test_a_load_in_pieces_ends_with_the_piece_that_sleep_finds(monkeypatch: pyte
 
 def test_sleep_is_told_of_copies_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    copies = SlowCopies(monkeypatch)
+    copies = HeldCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)]), save(2, [move(4, 1, 40)])])
     assert copies.began.wait(10)
     assert rig.worker.settle_for_sleep(0.05) == 1, "the second has not begun and never will"
@@ -136,3 +124,112 @@ def test_sleep_is_told_of_copies_that_do_not_end(monkeypatch: pytest.MonkeyPatch
     assert not rig.until_acked(1, Phase.COPIED).failed
     assert rig.until_acked(2, Phase.COPIED).failed
     assert rig.worker.settle_for_sleep(10) == 0
+
+
+class Side(Rig):
+    def __init__(self, store: ObedientStore | None = None) -> None:
+        super().__init__(store)
+        self.errors: list[str] = []
+        self.side = WorkerRole(0, self.worker, lambda where, error: self.errors.append(where))
+
+    def step(self, finish: bool = True, raising: str = "", **parts: Any) -> None:
+        """One step as the connector makes it; `raising`: the call of the runner that raises."""
+        metadata = StepMetadata(**parts)
+        self.side.new_step()
+        if raising:
+            setattr(self.side.runner, raising, self._raise)
+        try:
+            self.side.start(metadata, idle=True)
+            self.side.finish(metadata)
+        except MemoryError:
+            self.side.refuse(metadata)
+        self.collect()
+
+    @staticmethod
+    def _raise(*_: Any) -> Any:
+        raise MemoryError("no more")
+
+    def collect(self, wait_seconds: float = 0.0) -> Report:
+        return self.note(Report(*self.side.results(), self.side.acks().acks))
+
+
+@pytest.mark.parametrize("raising", ["start_step", "finish_step", "results"])
+def test_a_runner_that_breaks_down_owes_nothing_afterwards(raising: str) -> None:
+    """Loads and saves of earlier steps are open then, and those of the step it broke down in."""
+    store = ObedientStore(policy=lambda kind, transfers: None)  # leaves every request open
+    side = Side(store)
+    side.step(saves=[save(1, [move(1, 0, 1)], NAMESPACE)])
+    side.until_acked(1, Phase.COPIED)
+    side.step(loads=[load(2, [move(2, 1, 2, Tier.STORE)], NAMESPACE)])
+    assert side.finished == {}
+    for request in store.open:  # a real store answers what waits when it is closed
+        store.answer(request, StoreOutcome.CLOSED) if request.kind == "put" else None
+    more = load(3, [move(3, 2, 3, Tier.STORE)], NAMESPACE)
+    side.step(raising=raising, loads=[more], saves=[save(4, [move(4, 3, 4)])], invalidated=["p"])
+    for job, phase in ((1, Phase.COPIED), (1, Phase.STORED), (2, Phase.LOADED), (3, Phase.LOADED), (4, Phase.COPIED)):
+        side.until_acked(job, phase)
+    assert side.finished == side.failed == {"r2": 1, "r3": 1, "p": 1}
+    assert side.errors == (["results"] if raising == "results" else [])
+    assert store.closed
+    # Transfers that are still under way hold their slots until they end; for ever where nobody can tell when that is.
+    busy = [job for job in (2, 3) if side.acks[job, Phase.LOADED].busy_slots]
+    assert 2 in busy
+    for request in store.open:
+        store.release(request)
+    if raising == "results":
+        side.collect()
+        assert not {key for key in side.acks if key[1] is Phase.RELEASED}
+    else:
+        for job in busy:
+            side.until_acked(job, Phase.RELEASED)
+    side.step(loads=[load(9, [move(5, 4, 5)])])
+    assert side.finished == side.failed == {"r2": 1, "r3": 1, "p": 1, "r9": 1}
+
+
+@pytest.mark.parametrize("num_errors", [1, 2])
+def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.MonkeyPatch, num_errors: int) -> None:
+    """A reported load's blocks are given to others at once, so a late copy would overwrite somebody else's KV.
+
+    Whatever breaks a step may break the next one, too.
+    """
+    monkeypatch.setattr("epochkv_connector.worker.role.REFUSE_SECONDS", 0.05)
+    side = Side()
+    side.step(saves=[save(1, [move(1, 0, 1)])])
+    side.until_acked(1, Phase.COPIED)
+    copies = HeldCopies(monkeypatch, "scatter")
+    side.step(loads=[load(2, [move(1, 0, 1)])])
+    assert copies.began.wait(10)
+    side.step(raising="start_step", loads=[load(3, [move(1, 0, 1)])])
+    for _ in range(1, num_errors):
+        side.side.refuse(StepMetadata())
+        side.collect()
+    assert side.finished == {"r3": 1}
+    copies.go_on.set()
+    side.until_acked(2, Phase.LOADED)
+    assert side.finished == {"r3": 1, "r2": 1}
+    assert side.failed == {"r3": 1}, "the copy came to its end: what it loaded is good"
+
+
+def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
+    side = WorkerRole(1, None)
+    one = [move(5, 0, 1)]
+    step = StepMetadata(loads=(load(1, one),), saves=(save(2, one, NAMESPACE), save(3, one)), invalidated=("c",))
+    side.new_step()
+    side.start(step, idle=True)
+    side.finish(step)
+    side.start(step, idle=True)  # asked twice, as vLLM does
+    assert side.results() == ({"r1", "c"}, {"r1", "c"})
+    assert side.results() == (set(), set())
+    acks = [(ack.job_id, ack.phase, ack.failed, ack.num_blocks) for ack in side.acks().acks]
+    assert acks == [(1, Phase.LOADED, True, 0), (2, Phase.COPIED, True, 0), (2, Phase.STORED, True, 0), (3, Phase.COPIED, True, 0)]
+    assert side.acks().acks == []
+
+
+def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
+    """An in-process engine drains between steps; a load that ended meanwhile must still be reported to vLLM, once."""
+    side = WorkerRole(0, None)
+    side.new_step()
+    side.start(StepMetadata(loads=(load(1, []),)), idle=False)
+    assert [ack.job_id for ack in side.drain(0.0).acks] == [1]
+    assert side.results() == ({"r1"}, {"r1"})
+    assert side.acks().acks == []

@@ -15,25 +15,6 @@ from epochkv_connector.naming import identity as keys
 from epochkv_connector.store import client as envelope
 from epochkv_connector.store.client import CallSize, Defect, Transfer, first_chunk
 from epochkv_connector.store.connection import AGAIN_SECONDS, Notices, StoreSettings, why_setup_failed
-from tests.support.store import BlockKey, parse_key
-
-hex_digits = "0123456789abcdef"
-namespaces = st.builds(
-    lambda uid, fp, epoch, weights: f"{uid}/{fp}/e{epoch}/w{weights}",
-    st.text(hex_digits, min_size=8, max_size=8),
-    st.text(hex_digits, min_size=16, max_size=16),
-    st.integers(0, 10**6),
-    st.text(hex_digits, min_size=16, max_size=16),
-)
-
-
-@given(namespaces, st.integers(0, 9), st.integers(0, 31), st.binary(min_size=1, max_size=40))
-def test_a_key_reads_back_as_its_parts(namespace: str, group: int, shard: int, block_hash: bytes) -> None:
-    key = keys.object_key(namespace, group, shard, block_hash)
-    uid, fingerprint, epoch, weights = namespace.split("/")
-    assert key == f"{uid}/{fingerprint}/{epoch}/{weights}/g{group}/r{shard}/{block_hash.hex()}"
-    assert parse_key(key) == BlockKey(uid, fingerprint, int(epoch[1:]), weights[1:], group, shard, block_hash)
-    assert keys.epoch_of(namespace) == int(epoch[1:])
 
 
 @pytest.mark.parametrize("text", ["", "a/b/e1", "12345678/0123456789abcdef/e01/w0123456789abcdef", "12345678/0123456789abcdef/e1"])

@@ -1,11 +1,13 @@
 """A worker role over host memory, and a store that does what a test tells it."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from epochkv_connector.store.client import Ticket, Transfer, resolve
@@ -14,7 +16,7 @@ from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, S
 from epochkv_connector.worker.jobs import Report
 from epochkv_connector.worker.layout import HEADER_BYTES, TRAILER_BYTES, GroupSpec
 from epochkv_connector.worker.role import JobRunner
-from epochkv_connector.worker.staging import Staging
+from epochkv_connector.worker.staging import Staging, StagingStream
 from hack.waiting import eventually
 
 NUM_BLOCKS, NUM_SLOTS, LAYERS = 16, 12, 3
@@ -117,7 +119,9 @@ class Rig:
             self.worker.finish_step()
 
     def collect(self, wait_seconds: float = 0.0) -> Report:
-        report = self.worker.results(wait_seconds)
+        return self.note(self.worker.results(wait_seconds))
+
+    def note(self, report: Report) -> Report:
         assert report.failed_recving <= report.finished_recving
         self.finished.update(report.finished_recving)
         self.failed.update(report.failed_recving)
@@ -136,6 +140,21 @@ class Rig:
     def until_acked(self, job_id: int, phase: Phase) -> JobAck:
         self.until(lambda: (job_id, phase) in self.acks, f"job {job_id} {phase.name}")
         return self.acks[job_id, phase]
+
+
+class HeldCopies:
+    """Every copy in one direction (`gather`: to the host) says that it began and waits to be let on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, direction: str = "gather") -> None:
+        self.began, self.go_on = threading.Event(), threading.Event()
+        copy = getattr(StagingStream, direction)
+
+        def held(*args: Any) -> None:
+            self.began.set()
+            assert self.go_on.wait(10)
+            copy(*args)
+
+        monkeypatch.setattr(StagingStream, direction, held)
 
 
 def name_of(number: int) -> bytes:
