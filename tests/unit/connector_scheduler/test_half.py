@@ -1,26 +1,53 @@
-"""The scheduler role as the facade sees it: lookups, and a store that is slow."""
+"""The scheduler role as the facade sees it: lookups, a store that is slow, hits that become loads or do not, saves, loads that fail, and
+changes of names.
+"""
+
+import itertools
+import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS
+from epochkv_connector.tiers.layout import ScheduledRequestView
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS
-from tests.unit.connector_scheduler.rig import L1, L2, PROMPT, SNAP, World, chain, config, stored, view
+from epochkv_connector.tiers.saves import SavePlanner
+from epochkv_connector.tiers.state import TierState
+from epochkv_connector.wire import SaveJob
+from tests.unit.connector_scheduler.rig import (
+    BOTH,
+    FULL,
+    L1,
+    L2,
+    PROMPT,
+    SLIDING_FIRST,
+    SNAP,
+    Pool,
+    World,
+    chain,
+    config,
+    planned,
+    snap_of,
+    view,
+)
 
 
 # -- the answer ------------------------------------------------------------------------------------------------------
 def test_a_block_that_one_shard_misses_is_not_there() -> None:
     world = World(L2)
     assert SNAP.namespace
-    stored(world, PROMPT)
+    world.stored(PROMPT)
     name = chain(SNAP.root, PROMPT)[5]
     del world.store.objects[f"{SNAP.namespace}/g0/r1/{name.hex()}"]
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 20
+    assert world.answer("b") == 20
 
 
 def test_other_local_tokens_make_another_plan() -> None:
     world = World(L1)
     world.free(world.save("a", PROMPT, SNAP))
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 40
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 32, SNAP) == 8
+    assert world.answer("b") == 40
+    assert world.answer("b", local=32) == 8
     assert world.tiers.leak_report()["held_slots"] == 2
 
 
@@ -29,10 +56,10 @@ def test_a_slow_store_defers_until_the_deadline_then_l1_answers() -> None:
     world = World(config(l1_slots=200, l2=True, lookup_deadline_ms=20.0))
     world.free(world.save("a", PROMPT[:20], SNAP))
     world.store.answering = False
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) is None
+    assert world.answer("b") is None
     assert world.tiers.leak_report()["plans"] == 0
     world.clock.now += 0.0201
-    hit = world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
+    hit = world.answer("b")
     assert hit == 20
     assert world.tiers.stats()["queries_late"] == 1
     assert len(world.store.queries) == 1
@@ -42,7 +69,7 @@ def test_a_slow_store_defers_until_the_deadline_then_l1_answers() -> None:
 def test_the_store_may_take_as_long_as_the_deadline_says(milliseconds: float) -> None:
     """The client has no limit of its own: one of a second made misses of lookups that were given five."""
     world = World(config(l2=True, lookup_deadline_ms=milliseconds))
-    world.tiers.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
+    world.begin("b")
     assert world.store.timeouts == [milliseconds / 1e3]
 
 
@@ -58,24 +85,264 @@ def test_all_lookups_of_a_step_share_one_wait(monkeypatch) -> None:
     world = World(config(l2=True, lookup_wait_ms=2.0))
     world.store.answering = False
     for number in range(5):
-        world.tiers.hits.answer(view(f"r{number}", PROMPT, SNAP.root), 0, SNAP)
+        world.answer(f"r{number}")
     assert waits == [0.002]
     world.step()
-    world.tiers.hits.answer(view("r0", PROMPT, SNAP.root), 0, SNAP)
+    world.answer("r0")
     assert waits == [0.002, 0.002]
-
-
-def test_an_error_of_the_store_is_a_miss() -> None:
-    world = World(L2)
-    world.store.failing = True
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 0
-    assert world.tiers.stats()["queries_failed"] == 1
 
 
 def test_an_answer_older_than_the_read_lease_is_not_believed() -> None:
     world = World(L2)
-    stored(world, PROMPT)
-    world.tiers.hits.begin(view("b", PROMPT, SNAP.root), SNAP)
+    world.stored(PROMPT)
+    world.begin("b")
     world.clock.now += READ_LEASE_SECONDS
     world.store.objects.clear()
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 0
+    assert world.answer("b") == 0
+
+
+# -- from a hit to its load ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("num", "snap", "blocks", "why"),
+    [
+        (44, SNAP, None, "more than planned"),
+        (40, snap_of(2), None, "another root"),
+        (40, SNAP, [[1, 2]], "blocks missing"),
+        (40, SNAP, [[0, *range(1, 10)]], "null block in full attention"),
+    ],
+)
+def test_a_promise_that_cannot_be_kept_fails_before_it_is_sent(num: int, snap, blocks, why: str) -> None:
+    world = planned()
+    assert world.take(num, snap, blocks) is False, why
+    assert world.take(num, snap, blocks) is False
+    step = world.step()
+    assert (step.loads, world.named) == ((), ["b"])
+    world.tiers.finish("b")
+    world.assert_idle()
+
+
+def test_a_hit_without_a_plan_fails_before_it_is_sent() -> None:
+    world = World(L1)
+    assert world.take(8) is False
+    world.step()
+    assert world.named == ["b"]
+
+
+def test_a_shrunk_window_is_refused() -> None:
+    world = planned(layout=SLIDING_FIRST, l1_tokens=24)  # the plan for 40 tokens holds blocks 8 and 9; 24 end with blocks 4 and 5
+    assert world.take(24) is False
+    world.step()
+    world.tiers.finish("b")
+    world.assert_idle()
+
+
+def test_a_block_that_vllm_would_cache_unfilled_fails_before_it_is_sent() -> None:
+    world = planned(layout=SLIDING_FIRST)
+    blocks = world.allocate(0, 40)
+    blocks[0][6] = world.pool.new()  # below the window, yet allocated: vLLM would cache it under its name
+    assert world.take(40, blocks=blocks) is False
+
+
+def test_plans_that_nobody_asks_for_expire_by_time() -> None:
+    world = planned()
+    world.clock.now += PLAN_TTL_SECONDS
+    world.step()
+    assert world.tiers.leak_report()["held_slots"] == 0
+    assert world.tiers.stats()["plans_expired"] == 1
+
+
+def test_the_oldest_plan_goes_when_plans_hold_too_much() -> None:
+    world = World(config(l1_slots=20))
+    prompts = {f"r{n}": [100 * n + token for token in range(21)] for n in range(3)}
+    for request_id, tokens in prompts.items():
+        world.free(world.save(f"save {request_id}", tokens, SNAP))
+        world.tiers.finish(f"save {request_id}")
+    for request_id, tokens in prompts.items():
+        assert world.answer(request_id, tokens) == 20
+    assert world.tiers.leak_report()["plan_slots"] == 10
+    assert world.tiers.stats()["plans_over_cap"] == 1
+    for request_id, tokens in list(prompts.items())[1:]:
+        blocks = world.allocate(0, 20)
+        assert world.commit(view(request_id, tokens, SNAP.root), blocks, 20, SNAP) is True
+
+
+def test_a_hit_that_lacks_slots_waits_two_steps_for_saves_that_give_theirs_back() -> None:
+    other = [1000 + token for token in range(41)]
+
+    def saving() -> World:
+        """Ten of sixteen slots are held by a save that nobody has acknowledged; another prompt of ten blocks is in L2."""
+        world = World(config(l1_slots=16, l2=True))
+        world.stored(PROMPT)
+        world.begin_save("a", other, SNAP)
+        assert world.tiers.leak_report()["held_slots"] == 10
+        assert world.answer("b") is None
+        return world
+
+    world = saving()
+    world.step()
+    world.work()
+    world.tiers.finish("a")
+    assert world.answer("b") == 40
+    assert world.tiers.stats()["hits_shrunk"] == 1
+    world.tiers.finish("b")
+    world.assert_idle()
+
+    world = saving()
+    world.step()
+    assert world.answer("b") is None
+    world.step()
+    assert world.answer("b") == 24, "not acknowledged: what can be had"
+    world.tiers.finish("b")
+    world.work()
+    world.tiers.finish("a")
+    world.assert_idle()
+
+
+def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_it_does_not_need() -> None:
+    world = World(config(l2=True, staging_slots=8))
+    world.stored(PROMPT)
+    requests = [f"r{number}" for number in range(9)]
+    answers = [world.load(request, PROMPT, SNAP) for request in requests]
+    assert answers == [(40, True)] * 8 + [(0, None)]
+    assert world.tiers.leak_report()["reserved_slots"] == 8
+    world.step()
+    world.work()
+    assert [failed for _, failed in world.workers[0].reports] == [False] * 8
+    for request in requests:
+        world.tiers.finish(request)
+    world.assert_idle()
+    world = World(config(l2=True, staging_slots=17))
+    world.stored(PROMPT)
+    for request in requests:
+        assert world.load(request, PROMPT, SNAP) == (40, True), "the last one gets the only slot that is left"
+    assert world.tiers.leak_report()["reserved_slots"] == 17
+    world = World(config(l2=True, staging_slots=40))
+    world.stored(PROMPT)
+    assert world.answer("b") == 40
+    assert world.tiers.leak_report()["reserved_slots"] == 5
+    assert world.take(8) is True
+    assert world.tiers.leak_report()["reserved_slots"] == 2, "two blocks need no five slots"
+    world.step()
+    world.work()
+    world.tiers.finish("b")
+    world.assert_idle()
+
+
+# -- saves -----------------------------------------------------------------------------------------------------------
+def test_what_another_request_is_saving_is_not_saved_again() -> None:
+    world = World(L1)
+    blocks = world.begin_save("a", PROMPT, SNAP)
+    world.collect("twin", blocks, 40)
+    assert world.step().saves == ()
+
+
+def test_what_l1_holds_and_l2_lacks_is_put_without_copying() -> None:
+    world = World(BOTH)
+    world.free(world.save("a", PROMPT, snap_of(1, shared=False)))
+    shared = snap_of(1)
+    # The same names, now allowed to leave the engine.
+    same_root = replace(shared, root=snap_of(1, shared=False).root)
+    blocks = world.save("b", PROMPT, same_root)
+    assert world.tiers.stats()["blocks_saved"] == 10
+    assert world.tiers.stats()["blocks_stored"] == 10
+    world.free(blocks)
+    assert all(world.store.holds(shared.namespace or "", 0, name) for name in chain(same_root.root, PROMPT))
+
+
+def test_what_l2_is_known_to_hold_is_not_put_again() -> None:
+    world = World(config(l1_slots=10, l2=True))
+    world.free(world.save("a", PROMPT, SNAP))
+    world.free(world.save("b", [1000 + token for token in range(41)], SNAP))  # evicts a's blocks from L1
+    hashes, blocks = chain(SNAP.root, PROMPT), [[]]
+    world.compute(blocks, hashes, 0, 40)
+    world.collect("c", blocks, 40)
+    (job,) = world.step().saves
+    assert {(move.copy, move.put) for move in job.moves} == {(True, False)}
+
+
+def test_saves_without_slots_are_tried_again() -> None:
+    world = World(config(l2=True, staging_slots=4))
+    blocks = [[]]
+    world.compute(blocks, chain(SNAP.root, PROMPT), 0, 40)
+    saved = []
+    for _ in range(4):
+        world.collect("a", blocks, 40)
+        saved.append([move.block for job in world.step().saves for move in job.moves])
+        world.work()
+    assert saved == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], []]
+    assert world.tiers.stats()["saves_deferred"] == 2
+
+
+# -- failed and late loads -------------------------------------------------------------------------------------------
+def test_a_block_that_was_gone_is_not_believed_any_more() -> None:
+    world = planned()
+    world.store.objects.clear()
+    assert world.take(40) is True
+    world.step()
+    world.work()
+    assert world.workers[0].reports == [("b", True)]
+    world.tiers.finish("b")
+    assert world.answer("c") == 20, "L1's own blocks are sound"
+    world.tiers.finish("c")
+    world.assert_idle()
+
+
+# -- new names -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("change", ["adopt", "reset"])
+def test_after_a_change_nothing_old_is_found_and_loads_are_named(change: str) -> None:
+    world = planned()
+    assert world.take(40) is True
+    world.answer("c")
+    now = snap_of(2) if change == "adopt" else SNAP
+    assert world.rename(now if change == "adopt" else None) == 1
+    report = world.tiers.leak_report()
+    assert (report["plans"], report["queries"]) == (0, 0)
+    world.step()
+    world.work()
+    world.requests.report("b", failed=False)
+    world.step()
+    assert world.named == ["b"]
+    assert world.tiers.stats()["slots_indexed"] == (5 if change == "adopt" else 0), "the load was not indexed"
+    world.store.objects.clear()
+    assert world.tiers.hits.answer(view("d", PROMPT, now.root), 0, now) == 0
+    for request_id in ("b", "c", "d"):
+        world.tiers.finish(request_id)
+    world.assert_idle()
+
+
+def test_adopting_the_same_root_keeps_l1_and_drops_plans() -> None:
+    world = World(L1)
+    world.tiers.adopt(SNAP)
+    world.free(world.save("a", PROMPT, SNAP))
+    world.answer("b")
+    world.tiers.adopt(SNAP)
+    assert world.tiers.leak_report()["held_slots"] == 0
+    assert world.answer("b") == 40
+
+
+def test_as_many_are_asked_for_as_there_are_slots_and_the_oldest_first() -> None:
+    state = TierState(config(l1_slots=2), FULL, 1, 2, itertools.count(), time.monotonic)
+    state.hash_block_size, state.scales = 4, [1]
+    planner = SavePlanner(state)
+
+    def draft(name: str) -> SaveJob | None:
+        pool: Any = Pool()
+        return planner.draft(ScheduledRequestView(name, 4, [name.encode()], [[1]]), None, pool)
+
+    def end(job: SaveJob | None) -> None:
+        """It was copied, and nothing of it is kept."""
+        assert job is not None
+        planner.over(job.moves)
+        state.index.unpin([move.slot for move in job.moves])
+
+    done = [draft("a"), draft("b")]
+    everybody = ["c", "d", "e"]
+    assert [draft(name) for name in everybody] == [None] * 3
+    assert planner.continuable(everybody) == []
+    end(done[0])
+    assert planner.continuable(everybody) == ["c"]
+    assert planner.continuable(["e", "d"]) == ["d"], "who is not scheduled keeps nobody waiting"
+    end(done[1])
+    assert planner.continuable(everybody) == ["c", "d"]
+    assert draft("c") is not None
+    assert planner.continuable(everybody) == ["d"]

@@ -85,7 +85,6 @@ def test_equals_the_definition(case: tuple[CacheLayout, int, int, frozenset[tupl
 
 
 def spec_of(group: GroupLayout, index: int):
-    """vLLM's."""
     import torch
     from vllm.v1 import kv_cache_interface as specs
 

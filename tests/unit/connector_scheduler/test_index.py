@@ -1,7 +1,10 @@
-"""Host slots: one owner each, never evicted while referenced, other roots first, promises kept."""
+"""Host slots: one owner each, never evicted while referenced, other roots first. And the calendar of blocks: who cannot have a new one
+is not looked at (`test_what_is_saved.py` shows that nobody is missed).
+"""
 
 import pytest
 
+from epochkv_connector.scheduler.steps import Boundaries
 from epochkv_connector.tiers.state import HostIndex
 from tests.unit.connector_scheduler.rig import check_index
 
@@ -61,20 +64,21 @@ def test_all_or_nothing() -> None:
     check_index(index)
 
 
-def test_a_doubted_block_is_free_after_its_last_reader() -> None:
-    index = HostIndex(1, 1)
-    slot = filled(index, [1])[1]
-    index.pin([slot])
-    index.forget(0, name(1))
-    assert index.get(0, name(1)) is None
-    assert index.num_available == 0
-    index.unpin([slot])
-    assert index.allocate(1) == [slot]
+SIZE = 16
 
 
-def test_releasing_twice_makes_no_second_owner() -> None:
-    index = HostIndex(1, 1)
-    slots = index.allocate(1)
-    index.unpin(slots)
-    with pytest.raises(AssertionError):
-        index.unpin(slots)
+def test_decoding_requests_are_looked_at_once_a_block() -> None:
+    boundaries = Boundaries(1)
+    names = [f"r{index}" for index in range(100)]
+    known = {name: index for index, name in enumerate(names)}
+    for name in names:
+        boundaries.start(name)
+    assert boundaries.due(names) == names
+    for name in names:
+        boundaries.later(name, SIZE - known[name] % SIZE)
+    for step in range(1, 1 + 4 * SIZE):
+        due = boundaries.due(names)
+        assert due == sorted((name for name in names if (known[name] + step) % SIZE == 0), key=due.index)
+        assert len(due) in (6, 7)
+        for name in due:
+            boundaries.later(name, SIZE)

@@ -25,8 +25,6 @@ OUTCOMES = ("ok",) * 15 + ("partial", "drop", "late")
 
 @dataclass
 class Live:
-    """A request as vLLM has it."""
-
     request_id: str
     tokens: list[int]
     root: bytes
@@ -62,8 +60,6 @@ def misoffer(rng: random.Random, live: Live, everybody: list[Live]) -> None:
 
 
 class Schedule:
-    """One random run, driven by a seed."""
-
     def __init__(self, seed: int, layout: CacheLayout, *, l1: bool, l2: bool, ranks: int) -> None:
         self.random = random.Random(seed)
         self.layout = layout
@@ -93,21 +89,12 @@ class Schedule:
             tokens[12:] = [self.number * 10_000 + position for position in range(length - 12)]
         live = Live(f"r{self.number}", tokens, self.snap.root, asleep=self.random.choice([0, 0, 2]))  # behind others
         if self.l2 and self.snap.namespace and self.random.random() < 0.4:
-            self._elsewhere(tokens, self.snap.namespace)
+            self.world.stored(tokens, self.snap)
         self.live[live.request_id] = live
         if self.random.random() < 0.7:
             self.world.tiers.hits.begin(view(live.request_id, tokens, live.root), self.snap)
 
-    def _elsewhere(self, tokens: list[int], namespace: str) -> None:
-        """Another engine has stored this prompt."""
-        hashes = chain(self.snap.root, tokens)
-        for group, spec in enumerate(self.layout.groups):
-            scale = spec.block_size // HASH_BLOCK
-            for block in range(len(hashes) // scale):
-                self.world.store.put(namespace, group, hashes[(block + 1) * scale - 1])
-
     def schedule(self) -> None:
-        """One `schedule()` and its step."""
         tiers, snap = self.world.tiers, self.snap
         for live in list(self.live.values()):
             live.asleep -= live.asleep > 0

@@ -1,16 +1,17 @@
-"""Loads from L2 that fail again and again are paused: a hit that cannot be loaded costs its request up to a deadline."""
+"""Loads from L2 that fail again and again are paused: a hit that cannot be loaded costs its request up to a deadline. And what prefetches
+may take, and what they say of the path.
+"""
 
 import logging
 
 import pytest
 
 from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES
-from epochkv_connector.wire import LoadJob
-from tests.unit.connector_scheduler.rig import World, chain, config, snap_of, view
+from epochkv_connector.tiers.prefetch import MOST_BLOCKS
+from epochkv_connector.wire import JobAck, LoadJob, Phase
+from tests.unit.connector_scheduler.rig import BOTH, PROMPT, SNAP, World, chain, config
 
-SNAP = snap_of(1)
 L2 = config(l2=True, staging_slots=400)
-BOTH = config(l1_slots=200, l2=True)
 
 
 def prompt(number: int) -> list[int]:
@@ -18,16 +19,9 @@ def prompt(number: int) -> list[int]:
     return [1000 * number + token for token in range(41)]
 
 
-def stored(world: World, number: int) -> None:
-    """Another engine has put this prompt to L2."""
-    assert SNAP.namespace
-    for name in chain(SNAP.root, prompt(number)):
-        world.store.put(SNAP.namespace, 0, name)
-
-
 def hit(world: World, number: int) -> int:
     """What a new request with this prompt is promised; nothing is accepted."""
-    tokens = world.tiers.hits.answer(view(f"asks {number}", prompt(number), SNAP.root), 0, SNAP)
+    tokens = world.answer(f"asks {number}", prompt(number))
     assert tokens is not None
     world.tiers.finish(f"asks {number}")
     return tokens
@@ -35,7 +29,7 @@ def hit(world: World, number: int) -> int:
 
 def begin(world: World, number: int) -> LoadJob:
     """A request accepts its hit of 40 tokens."""
-    stored(world, number)
+    world.stored(prompt(number))
     assert world.load(f"r{number}", prompt(number), SNAP) == (40, True)
     (job,) = world.step().loads
     return job
@@ -57,7 +51,7 @@ def fail_until_paused(world: World) -> None:
 @pytest.fixture
 def world() -> World:
     made = World(L2)
-    stored(made, 99)
+    made.stored(prompt(99))
     return made
 
 
@@ -66,7 +60,7 @@ def test_after_failures_in_a_row_l2_is_not_asked(world: World, caplog: pytest.Lo
         fail_until_paused(world)
     assert len([r for r in caplog.records if "failed in a row" in r.message]) == 1
     queries = len(world.store.queries)
-    world.tiers.hits.begin(view("asks 99", prompt(99), SNAP.root), SNAP)
+    world.begin("asks 99", prompt(99))
     assert hit(world, 99) == 0
     assert len(world.store.queries) == queries
     assert world.tiers.stats()["load_pauses"] == 1
@@ -153,10 +147,89 @@ def test_a_trial_that_is_never_heard_of_blocks_nobody_for_ever(world: World) -> 
 def test_l1_answers_and_saves_go_on_while_l2_is_paused() -> None:
     world = World(BOTH)
     fail_until_paused(world)
-    stored(world, 99)
+    world.stored(prompt(99))
     assert hit(world, 99) == 0
     world.free(world.save("a", prompt(60), SNAP))
     world.tiers.finish("a")
     assert hit(world, 60) == 40
     for name in chain(SNAP.root, prompt(60)):
         assert world.store.holds(str(SNAP.namespace), 0, name)
+
+
+# ---------------------------------------------------------------------------------------------- prefetches
+def world_with(l1_slots: int) -> World:
+    world = World(config(l1_slots=l1_slots, l2=True))
+    world.tiers.adopt(SNAP)
+    return world
+
+
+def test_a_prefetch_evicts_nothing_of_its_own_hit() -> None:
+    world = world_with(40)
+    for number, tokens in enumerate([PROMPT[:20], *([1000 * number + index for index in range(20)] for number in range(1, 8))]):
+        world.free(world.save(f"s{number}", tokens, SNAP))  # the first half of the prompt is the oldest in a full L1
+        world.tiers.finish(f"s{number}")
+    world.stored(PROMPT)
+    world.begin("b")
+    assert [move.block for move in world.step().loads[0].moves] == [5, 6, 7, 8, 9]
+    world.work()
+    assert world.answer("b") == 40
+
+
+def test_requests_of_one_prompt_fetch_it_once_and_one_at_a_time() -> None:
+    world = world_with(400)
+    world.stored(PROMPT)
+    for number in range(10):
+        world.begin(f"s{number}")
+    assert [len(job.moves) for job in world.step().loads] == [10]
+    assert not world.step().loads, "one is under way"
+    world.work()
+    assert not world.step().loads, "all of it is there"
+    assert [world.answer(f"s{number}") for number in range(10)] == [40] * 10
+
+
+def test_a_long_prompt_comes_in_parts() -> None:
+    world = world_with(8 * MOST_BLOCKS)
+    tokens = list(range(4 * (MOST_BLOCKS + 10) + 1))
+    world.stored(tokens)
+    world.begin("b", tokens)
+    assert len(world.step().loads[0].moves) == MOST_BLOCKS
+    world.work()
+    assert len(world.step().loads[0].moves) == 10
+
+
+def test_a_success_whose_slots_the_store_still_holds_is_a_success() -> None:
+    world = world_with(400)
+    world.stored(PROMPT)
+    world.begin("b")
+    (job,) = world.step().loads
+    slots = tuple(move.slot for move in job.moves)
+    world.tiers.on_acks([JobAck(job.job_id, 0, Phase.LOADED, filled_slots=slots, busy_slots=slots)])
+    world.tiers.on_acks([JobAck(job.job_id, 0, Phase.RELEASED)])
+    assert world.tiers.state.index.num_indexed == 10
+    assert world.answer("b") == 40
+
+
+def test_prefetches_that_fail_pause_nothing() -> None:
+    world = world_with(400)
+    world.stored(PROMPT)
+    for number in range(4):
+        world.begin(f"s{number}")
+        world.step()
+        world.work("drop")
+        assert world.answer(f"s{number}") == 0, "and no second wait"
+        world.tiers.finish(f"s{number}")
+    assert not world.tiers.hits.pause.paused
+
+
+def test_nothing_is_kept_of_requests_while_l2_is_paused() -> None:
+    world = world_with(400)
+    hits = world.tiers.hits
+    for number in range(3):
+        hits.pause.end(f"x{number}", False)
+    world.clock.now += 60
+    for number in range(20):
+        world.begin(f"r{number}")
+        world.tiers.finish(f"r{number}")
+        world.step()
+    assert hits.prefetches is not None
+    assert not hits.prefetches._answered

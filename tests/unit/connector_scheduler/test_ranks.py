@@ -1,28 +1,28 @@
 """Acknowledgements of several ranks: ranges per job, in any grouping, order and skew over steps.
 
-Saves are aggregated by intersection, whichever way vLLM merges the ranks of a step, and nothing is seen before the last rank has spoken.
+Saves are aggregated by intersection, whichever way vLLM merges the ranks of a step, and nothing is seen before the last rank has spoken,
+nor released that a rank may touch.
 """
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epochkv_connector.tiers.state import Copied, Jobs, Loaded, Outcome, RecentBlocks, Stored
+from epochkv_connector.tiers.state import Copied, Jobs, Loaded, Outcome, RecentBlocks, Released, Stored
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier, WorkerReport
-from tests.unit.connector_scheduler.rig import World, chain, config, scheduled, snap_of, view
+from tests.unit.connector_scheduler.rig import PROMPT, SNAP, World, chain, config
 
-SNAP = snap_of(1)
 BLOCKS = 8
-PROMPT = list(range(4 * BLOCKS + 1))
 SAVE, LOAD = 1, 2
 
 Range = tuple[int, int]
 ranges = st.tuples(st.integers(0, BLOCKS), st.integers(0, BLOCKS))
 
 
-def table_of(num_ranks: int) -> Jobs:
-    """A save to both tiers and a load of blocks 0..7, slots 20..27."""
+def table_of(num_ranks: int, num_host: int = 0) -> Jobs:
+    """A save to both tiers and a load of blocks 0..7, slots 20..27, of which the first are in L1."""
     table = Jobs(num_ranks)
-    moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block]), Tier.STORE) for block in range(BLOCKS))
+    tiers = [Tier.HOST] * num_host + [Tier.STORE] * (BLOCKS - num_host)
+    moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block]), tier) for block, tier in enumerate(tiers))
     table.open_save(SaveJob(SAVE, "s", "ns", 0, BLOCKS, moves, 10.0), [10 + block for block in range(BLOCKS)], [1], 0.0)
     table.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0, reads=True)
     return table
@@ -114,12 +114,12 @@ def test_a_save_is_found_after_the_last_rank_and_as_far_as_all_ranks_got(managed
     blocks: list[list[int]] = [[]]
     world.compute(blocks, chain(SNAP.root, PROMPT), 0, 4 * BLOCKS)
     world.tiers.adopt(SNAP)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 4 * BLOCKS)], SNAP)
+    world.collect("a", blocks, 4 * BLOCKS)
     (job,) = world.step().saves
 
     def found() -> int | None:
         world.tiers.finish("asks")
-        return world.tiers.hits.answer(view("asks", PROMPT, SNAP.root), 0, SNAP)
+        return world.answer("asks")
 
     for rank in data.draw(st.permutations(range(len(managed)))):
         assert found() == 0, "a rank has not spoken"
@@ -143,3 +143,68 @@ def test_recent_blocks_forget_the_tail_of_the_oldest_chain_first() -> None:
     recent.add([(1, b"e"), (1, b"f")])
     assert [key in recent for key in [(0, b"a"), (1, b"c"), (1, b"e"), (1, b"f")]] == [True, False, True, True]
     assert len(recent) == 3
+
+
+# -- what becomes of slots ---------------------------------------------------------------------------------------------
+def feed(table: Jobs, acks: list[JobAck]) -> list[Outcome]:
+    return [outcome for ack in acks for outcome in table.acknowledge(ack)]
+
+
+def test_a_read_is_open_until_every_rank_has_reported_it_and_let_go() -> None:
+    table = table_of(2)
+    assert table.num_reads == 1
+    feed(table, [JobAck(2, 0, Phase.LOADED, 0, BLOCKS)])
+    assert table.num_reads == 1
+    feed(table, [JobAck(2, 1, Phase.LOADED, 0, 0, failed=True, busy_slots=(24,))])
+    assert table.num_reads == 1
+    feed(table, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
+    assert table.num_reads == 0
+
+
+def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
+    table = Jobs(1)
+    moves = tuple(BlockMove(0, block, 10 + block, 20 + block % 2, bytes([block]), Tier.STORE) for block in range(BLOCKS))
+    table.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=True)
+    loaded, released = feed(table, [JobAck(2, 0, Phase.LOADED, 0, 0, failed=True, filled_slots=(20, 21))])
+    assert isinstance(loaded, Loaded)
+    assert (loaded.filled, loaded.doubted) == ((), moves)
+    assert released == Released((21, 20)), "each slot once"
+    assert len(table) == 0
+
+
+def test_a_rank_counts_once() -> None:
+    table = table_of(2)
+    ack = JobAck(1, 0, Phase.COPIED, 0, BLOCKS)
+    assert feed(table, [ack, ack, ack]) == []
+    assert table.ignored_acks == 2
+    assert feed(table, [JobAck(99, 0, Phase.COPIED, 0, 1), JobAck(1, 0, Phase.LOADED, 0, 1)]) == []
+    assert table.ignored_acks == 4
+
+
+def test_a_failed_load_blames_what_was_not_fetched_or_else_everything() -> None:
+    for filled, doubted in (((22, 23, 24, 25), {6, 7}), (tuple(range(22, 28)), set(range(BLOCKS)))):
+        (loaded, _) = feed(table_of(1, num_host=2), [JobAck(LOAD, 0, Phase.LOADED, 0, 0, True, filled)])
+        assert isinstance(loaded, Loaded)
+        assert {move.block for move in loaded.doubted} == doubted
+
+
+def test_busy_slots_wait_for_every_rank_that_named_them() -> None:
+    table = table_of(2)
+    busy = [JobAck(2, rank, Phase.LOADED, 0, 0, True, (), (24, 25)) for rank in (0, 1)]
+    loaded, released = feed(table, busy)
+    assert isinstance(loaded, Loaded)
+    assert isinstance(released, Released)
+    assert released.slots == (27, 26, 23, 22, 21, 20)
+    assert not table.is_loading("l"), "the request need not wait for the slots"
+    assert table.num_busy_slots == 2
+    assert feed(table, [JobAck(2, 0, Phase.RELEASED, 0, 0)]) == []
+    (released,) = feed(table, [JobAck(2, 1, Phase.RELEASED, 0, 0)])
+    assert released == Released((25, 24))
+    assert table.num_busy_slots == 0
+
+
+def test_overdue_jobs_are_counted_and_kept() -> None:
+    table = table_of(1)
+    assert table.num_overdue(20.0) == 0
+    assert table.num_overdue(20.1) == 2
+    assert len(table) == 2

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout
 from epochkv_connector.wire import SaveJob
-from tests.unit.connector_scheduler.rig import L1, MIXED, PROMPT, SLIDING_FIRST, SNAP, STATES, World, chain, config, scheduled, view
+from tests.unit.connector_scheduler.rig import L1, MIXED, PROMPT, SLIDING_FIRST, SNAP, STATES, World, chain, config, view
 
 FULL_AND_STATE = CacheLayout((GroupLayout(GroupKind.FULL, 8), GroupLayout(GroupKind.STATE, 8)), 8)
 PROMPT_BLOCKS = chain(SNAP.root, PROMPT)
@@ -20,7 +20,6 @@ def compute(world: World, end: int) -> tuple[list[list[int]], list[tuple[int, in
 
 
 def moves(jobs: tuple[SaveJob, ...]) -> set[tuple[int, int]]:
-    """(group, block) of all."""
     return {(move.group, move.block) for job in jobs for move in job.moves}
 
 
@@ -32,7 +31,7 @@ def not_held(world: World, blocks: list[list[int]]) -> list[list[int]]:
 def test_a_state_that_is_offered_twice_is_saved_once() -> None:
     world = World(L1, FULL_AND_STATE)
     blocks, states = compute(world, 16)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states * 2)], SNAP)
+    world.collect("a", blocks, 16, states * 2)
     (job,) = world.step().saves
     assert len(job.moves) == len(moves((job,))) == 3
 
@@ -40,20 +39,20 @@ def test_a_state_that_is_offered_twice_is_saved_once() -> None:
 def test_an_offer_alone_is_a_reason_to_save() -> None:
     world = World(L1, FULL_AND_STATE)
     blocks, states = compute(world, 16)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 16)], SNAP)
+    world.collect("a", not_held(world, blocks), 16)
     assert moves(world.step().saves) == {(0, 0), (0, 1)}
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 16, states)], SNAP)
+    world.collect("a", not_held(world, blocks), 16, states)
     (job,) = world.step().saves
     assert moves((job,)) == {(1, 1)}
     assert (job.start_block, job.start_block + job.num_blocks) == (2, 4), "ranks acknowledge by ranges: the state's must be in"
     world.work()
-    assert world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP) == 16
+    assert world.answer("b") == 16
 
 
 def test_a_state_without_a_slot_is_lost_and_blocks_are_tried_again() -> None:
     world = World(config(l1_slots=4), FULL_AND_STATE)
     blocks, states = compute(world, 32)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 32, states)], SNAP)
+    world.collect("a", blocks, 32, states)
     assert moves(world.step().saves) == {(0, block) for block in range(4)}
     assert world.tiers.stats()["states_lost"] == 1
     assert world.tiers.saves.planner.leak_report()["saves_lacking_slots"] == 0, "nobody waits for a state that may be gone"
@@ -62,7 +61,7 @@ def test_a_state_without_a_slot_is_lost_and_blocks_are_tried_again() -> None:
 def test_of_one_boundary_all_states_are_saved_or_none() -> None:
     world = World(config(l1_slots=5), STATES)
     blocks, states = compute(world, 16)
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16, states)], SNAP)
+    world.collect("a", blocks, 16, states)
     assert moves(world.step().saves) == {(0, block) for block in range(4)}, "one slot is left, and two states are offered"
     assert world.tiers.stats()["states_lost"] == 2
 
@@ -76,7 +75,7 @@ def test_only_the_very_block_under_the_very_name_is_a_state() -> None:
     beyond = [(group, block, 8000) for group, block, _ in states]
     swapped = [(states[0][0], states[1][1], 24), (states[1][0], states[0][1], 24)]
     wrong = null + inside + earlier + beyond + swapped
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, not_held(world, blocks), 24, wrong)], SNAP)
+    world.collect("a", not_held(world, blocks), 24, wrong)
     assert moves(world.step().saves) == {(0, block) for block in range(6)}
 
 
@@ -87,7 +86,7 @@ def test_of_a_window_what_vllm_keeps_is_saved_and_all_of_it_where_drafts_are_mad
         keep = iter([False, False, True, True])
         world.keeps = lambda keep=keep: next(keep)
         blocks, _ = compute(world, 16)
-        world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 16)], SNAP)
+        world.collect("a", blocks, 16)
         windows = range(4) if eagle else (2, 3)
         assert moves(world.step().saves) == {(0, block) for block in windows} | {(1, block) for block in range(4)}
 
@@ -96,10 +95,10 @@ def test_private_groups_are_in_no_move() -> None:
     world = World(config(l1_slots=50, l2=True), MIXED)
     blocks, states = compute(world, 40)
     blocks[1].append(world.pool.new())
-    world.tiers.saves.collect([scheduled("a", PROMPT, SNAP.root, blocks, 40, states)], SNAP)
+    world.collect("a", blocks, 40, states)
     assert {group for group, _ in moves(world.step().saves)} == {0, 2, 3}
     world.work()
-    hit = world.tiers.hits.answer(view("b", PROMPT, SNAP.root), 0, SNAP)
+    hit = world.answer("b")
     assert hit == 40
     assert world.tiers.loads.commit(view("b", PROMPT, SNAP.root), world.allocate(0, 40), 40, SNAP)
     assert {move.group for job in world.step().loads for move in job.moves} == {0, 2, 3}
