@@ -60,38 +60,11 @@ def make_rig(
 
 @pytest.fixture
 def rig(make_rig: Callable[..., Any]) -> Any:
-    """An engine in epoch 0."""
     return make_rig(epoch=0)
 
 
 @pytest.fixture
 def store() -> Any:
-    """An L2 that engines share."""
     from tests.support.scheduler import SharedStore
 
     return SharedStore()
-
-
-@pytest.fixture
-def listened(make_rig: Callable[..., Any], tmp_path: Any) -> Iterator[Callable[..., tuple[Any, Any]]]:
-    """An engine that publishes for real, and a router that hears all of it."""
-    from vllm.distributed.kv_events import ZmqEventPublisher
-
-    from tests.scheduler.router import Router
-
-    made: list[Any] = []
-
-    def build(**options: Any) -> tuple[Any, Any]:
-        rig = make_rig(kv_events=True, **options)
-        endpoint = f"ipc://{tmp_path}/events{len(made)}"
-        publisher = ZmqEventPublisher(data_parallel_rank=0, endpoint=endpoint)
-        made.append(publisher)
-        rig.scheduler.kv_event_publisher = publisher
-        router = Router(publisher)
-        made.append(router)
-        router.connect(endpoint)
-        return rig, router
-
-    yield build
-    for thing in reversed(made):
-        (thing.close if isinstance(thing, Router) else thing.shutdown)()

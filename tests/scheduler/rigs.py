@@ -1,5 +1,6 @@
 """Engines in the states that many tests of the scheduler layer begin with."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,28 @@ def release(rig: Any) -> None:
     for worker in rig.workers:
         worker.hold_loads = worker.hold_saves = False
         worker.work()
+
+
+def abort_one(rig: Any, source: random.Random) -> None:
+    if living := sorted(rig.scheduler.requests):
+        rig.scheduler.finish_requests(source.choice(living), RequestStatus.FINISHED_ABORTED)
+
+
+def preempt_last(rig: Any) -> None:
+    if rig.scheduler.running:
+        rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+
+
+def work_some(rig: Any, source: random.Random) -> None:
+    """Each worker does what is not held, or does not get to it."""
+    for worker in rig.workers:
+        if source.random() < 0.5:
+            worker.work()
+
+
+def hold_some(rig: Any, source: random.Random, loads: float = 0.5, saves: float = 0.3) -> None:
+    for worker in rig.workers:
+        worker.hold_loads, worker.hold_saves = source.random() < loads, source.random() < saves
 
 
 def found(rig: Any, tokens: list[int] = TOKENS) -> int:

@@ -1,36 +1,25 @@
-"""The borders with vLLM: versions, fingerprint fields, layouts, stats, registration by name, the worker facade."""
+"""The borders with vLLM: KV that it would use wrongly, hashes, drafts, ranks; and what a reclaim removes."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.distributed import parallel_state
+from vllm.lora.request import LoRARequest
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 
+from epochkv_connector.engine import describe, limits, patches
+from epochkv_connector.naming.identity import Pin, older_pattern, other_weights_pattern, pool_prefix
+from epochkv_connector.scheduler import role
 from tests.scheduler.rigs import MakeRig
 from tests.support.scheduler import BLOCK, SharedStore
 
 
-def test_tested_versions_are_taken_and_others_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm
-
-    from epochkv_connector.engine.interface import UnsupportedEngine, check_version
-
-    for version in ("0.30.0", "0.31.2", "0.32.0", "0.33.0rc1"):
-        monkeypatch.setattr(vllm, "__version__", version)
-        check_version(False)
-    for version in ("0.29.9", "0.34.0", "1.32.0", "dev"):
-        monkeypatch.setattr(vllm, "__version__", version)
-        with pytest.raises(UnsupportedEngine, match=r"0\.30 to 0\.33.*allow_untested_vllm"):
-            check_version(False)
-        check_version(True)
-
-
 def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's reference kernel for MLA on CPUs ignores cached context; scales beside the blocks cannot be restored."""
-    import torch
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from epochkv_connector.engine import describe, limits
-
     rig = make_rig()
     config = rig.vllm_config
     why = limits.why_no_tiers
@@ -62,12 +51,6 @@ def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, m
 
 
 def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.lora.request import LoRARequest
-    from vllm.v1.core import kv_cache_utils
-
-    from epochkv_connector.engine import patches
-    from epochkv_connector.naming.identity import Pin
-
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", kv_cache_utils._gen_lora_extra_hash_keys)
     patches.hide_adapters_from_hashes()
     patches.hide_adapters_from_hashes()  # a second engine of the process
@@ -83,30 +66,24 @@ def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(
     assert keys(Pin(b"r", 1)) is not None
 
 
-class Speculative:
+def drafts(eagle: bool, drop: bool) -> Any:
     """vLLM's speculative configuration, as far as blocks are concerned."""
-
-    def __init__(self, eagle: bool, drop: bool) -> None:
-        self.use_eagle, self.use_eagle_block_drop = lambda: eagle, lambda: drop
+    return SimpleNamespace(use_eagle=lambda: eagle, use_eagle_block_drop=lambda: drop)
 
 
 @pytest.mark.parametrize(
     ("speculative", "flagged", "expected"),
     [
         (None, (), [False, False]),
-        (Speculative(False, False), (), [False, False]),  # ngram
-        (Speculative(True, True), (), [True, True]),  # nobody is flagged: vLLM drops the last block of all groups
-        (Speculative(True, True), (1,), [False, True]),
-        (Speculative(True, False), (), [False, False]),  # disable_eagle_block_drop
+        (drafts(False, False), (), [False, False]),  # ngram
+        (drafts(True, True), (), [True, True]),  # nobody is flagged: vLLM drops the last block of all groups
+        (drafts(True, True), (1,), [False, True]),
+        (drafts(True, False), (), [False, False]),  # disable_eagle_block_drop
     ],
 )
 def test_groups_drop_their_last_block_where_vllm_drops_it(
     make_rig: MakeRig, speculative: Any, flagged: tuple[int, ...], expected: list[bool]
 ) -> None:
-    from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
-
-    from epochkv_connector.engine import describe
-
     rig = make_rig(groups=("48", "full"))
     for index in flagged:
         rig.kv_cache_config.kv_cache_groups[index].is_eagle_group = True
@@ -130,15 +107,8 @@ def test_groups_drop_their_last_block_where_vllm_drops_it(
 @pytest.mark.parametrize(("rank_in_world", "expected"), [(0, 0), (1, 1), (2, 0), (5, 1)])
 def test_ranks_are_counted_within_the_engine(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, rank_in_world: int, expected: int) -> None:
     """With data parallelism vLLM's world group spans several engines; keys must name the shard within one."""
-    from vllm.distributed import parallel_state
-
-    from epochkv_connector.engine import describe
-
-    class Group:
-        rank_in_group = rank_in_world
-
     rig = make_rig(num_ranks=2)
-    monkeypatch.setattr(parallel_state, "get_world_group", Group)
+    monkeypatch.setattr(parallel_state, "get_world_group", lambda: SimpleNamespace(rank_in_group=rank_in_world))
     assert describe.worker_rank(rig.vllm_config) == expected
 
 
@@ -156,8 +126,6 @@ def test_data_parallel_ranks_of_a_dense_model_report_under_names_of_their_own(ma
 
 
 def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(make_rig: MakeRig) -> None:
-    from epochkv_connector.naming.identity import older_pattern, other_weights_pattern, pool_prefix
-
     class Store(SharedStore):
         asked_to_remove: list[str] = []  # noqa: RUF012
 
@@ -185,47 +153,10 @@ def test_a_reclaim_walks_the_names_of_each_own_group_and_then_those_of_others(ma
 
 @pytest.mark.unclean
 def test_an_engine_without_its_store_client_does_not_say_that_nothing_is_left(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.scheduler import role as build
-
     def broken(*_: Any) -> None:
         raise OSError("no threads left")
 
-    monkeypatch.setattr(build, "build_tiers", broken)
+    monkeypatch.setattr(role, "build_tiers", broken)
     rig = make_rig(store=SharedStore())
     with pytest.raises(RuntimeError, match="tiers could not be built"):
         rig.connector.scheduler.reclaim(3, ())
-
-
-def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
-    from epochkv_connector.wire import BlockMove, LoadJob, Phase, SaveJob, StepMetadata
-    from epochkv_connector.worker.role import WorkerRole
-
-    side = WorkerRole(1, None)
-    move = BlockMove(0, 0, 5, 0, b"h")
-    step = StepMetadata(
-        loads=(LoadJob(1, "a", None, (move,), 1.0),),
-        saves=(SaveJob(2, "b", "ns", 0, 1, (move,), 1.0), SaveJob(3, "b", None, 1, 1, (move,), 1.0)),
-        invalidated=("c",),
-    )
-    side.new_step()
-    side.start(step, idle=True)
-    side.finish(step)
-    side.start(step, idle=True)  # asked twice, as vLLM does
-    assert side.results() == ({"a", "c"}, {"a", "c"})
-    assert side.results() == (set(), set())
-    acks = [(ack.job_id, ack.phase, ack.failed, ack.num_blocks) for ack in side.acks().acks]
-    assert acks == [(1, Phase.LOADED, True, 0), (2, Phase.COPIED, True, 0), (2, Phase.STORED, True, 0), (3, Phase.COPIED, True, 0)]
-    assert side.acks().acks == []
-
-
-def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
-    """An in-process engine drains between steps; a load that ended meanwhile must still be reported to vLLM, once."""
-    from epochkv_connector.wire import LoadJob, StepMetadata
-    from epochkv_connector.worker.role import WorkerRole
-
-    side = WorkerRole(0, None)
-    side.new_step()
-    side.start(StepMetadata(loads=(LoadJob(1, "a", None, (), 1.0),)), idle=False)
-    assert [ack.job_id for ack in side.drain(0.0).acks] == [1]
-    assert side.results() == ({"a"}, {"a"})
-    assert side.acks().acks == []

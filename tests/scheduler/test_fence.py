@@ -7,34 +7,32 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
+from epochkv_connector.connector import EpochKVConnector
+from epochkv_connector.engine import blocks
+from epochkv_connector.engine.interface import UnsupportedEngine
 from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, begin_load, every_layout, filled, found, push_out
-from tests.support.scheduler import BLOCK, SharedStore, global_root, prompt
+from tests.support.scheduler import BLOCK, SharedStore, global_root, prompt, write_credentials
 
 
 # ---------------------------------------------------------------------------------------------- construction
 def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[blocks.GlobalRoot] = []
     ready: list[bool] = []
-    original = init_none_hash
-
-    def observed(function: Any) -> None:
-        from epochkv_connector.engine.blocks import GlobalRoot
-
-        for item in live_ports:
-            assert isinstance(item, GlobalRoot)
-            ready.append(item.ready())
-        original(function)
-        ready.extend(item.ready() for item in live_ports)
-
-    live_ports: list[Any] = []
-    from epochkv_connector.engine import blocks
 
     class Recorded(blocks.GlobalRoot):
         def __init__(self) -> None:
             super().__init__()
-            live_ports.append(self)
+            ports.append(self)
+
+    def observed(function: Any) -> None:
+        ready.extend(port.ready() for port in ports)
+        init_none_hash(function)
+        ready.extend(port.ready() for port in ports)
 
     monkeypatch.setattr(blocks, "GlobalRoot", Recorded)
     monkeypatch.setattr("tests.support.scheduler.init_none_hash", observed)
@@ -74,8 +72,6 @@ def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig,
 def test_a_broken_hub_configuration_is_bypass_said_once(
     make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
-    from tests.support.scheduler import write_credentials
-
     credentials = write_credentials(tmp_path / "broken")
     if broken == "secret":
         (credentials / "root.secret").write_text("not hex")
@@ -154,9 +150,6 @@ def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig, st
 
 # ---------------------------------------------------------------------------------------------- refusals
 def test_foreign_encoder_outputs_with_pushed_weights_are_refused(make_rig: MakeRig) -> None:
-    from epochkv_connector.connector import EpochKVConnector
-    from epochkv_connector.engine.interface import UnsupportedEngine
-
     rig = make_rig()
     rig.vllm_config.ec_transfer_config = object()
     connector = rig.connector
@@ -167,11 +160,6 @@ def test_foreign_encoder_outputs_with_pushed_weights_are_refused(make_rig: MakeR
 
 def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig) -> None:
     """Also where no command has checked the configuration before."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
-    from epochkv_connector.engine.interface import UnsupportedEngine
-
     rig = make_rig()
     ours = rig.vllm_config.kv_transfer_config
     names = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")

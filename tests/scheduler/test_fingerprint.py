@@ -1,35 +1,38 @@
 """What an engine's fingerprint and the layout of its ranks say of the real vLLM: everything that changes bytes of KV, and nothing else."""
 
 import dataclasses
+import platform
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import LoRAConfig
+from vllm.v1.attention.backends import cpu_attn
 
+from epochkv_connector.engine import blocks, describe, limits
+from epochkv_connector.naming.identity import fingerprint
 from tests.scheduler.rigs import TOKENS, MakeRig, found
 from tests.support.scheduler import SharedStore
 
 
-def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
-    from epochkv_connector.engine import describe
-    from epochkv_connector.naming.identity import fingerprint
+def fingerprint_of(rig: Any) -> str:
+    return fingerprint(describe.describe_engine(rig.vllm_config, rig.kv_cache_config))
 
+
+def changed(rig: Any, owner: Any, name: str, value: Any) -> str:
+    """The fingerprint with another value of this field."""
+    before = getattr(owner, name)
+    object.__setattr__(owner, name, value)
+    made = fingerprint_of(rig)
+    object.__setattr__(owner, name, before)
+    return made
+
+
+def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
     rig = make_rig()
     config, cache = rig.vllm_config, rig.kv_cache_config
-
-    def digest() -> str:
-        return fingerprint(describe.describe_engine(config, cache))
-
-    base = digest()
-    assert digest() == base
-    seen = {base}
-
-    def changed(owner: Any, name: str, value: Any) -> None:
-        before = getattr(owner, name)
-        object.__setattr__(owner, name, value)
-        seen.add(digest())
-        object.__setattr__(owner, name, before)
-
+    base = fingerprint_of(rig)
     spec = cache.kv_cache_groups[0].kv_cache_spec
     changes = [
         (config.model_config, "quantization", "fp8"),
@@ -55,17 +58,8 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
     ]
     changes = [change for change in changes if hasattr(*change[:2])]  # some versions of vLLM have not all of these
     assert len(changes) >= 18
-    for owner, name, value in changes:
-        changed(owner, name, value)
-    assert len(seen) == 1 + len(changes)
-    assert digest() == base
-
-
-def fingerprint_of(rig: Any) -> str:
-    from epochkv_connector.engine import describe
-    from epochkv_connector.naming.identity import fingerprint
-
-    return fingerprint(describe.describe_engine(rig.vllm_config, rig.kv_cache_config))
+    assert len({base, *(changed(rig, *change) for change in changes)}) == 1 + len(changes)
+    assert fingerprint_of(rig) == base
 
 
 def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_rig: MakeRig) -> None:
@@ -73,12 +67,7 @@ def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_r
     attention = rig.vllm_config.attention_config
     fields = [field.name for field in dataclasses.fields(attention)]
     assert {"backend", "backend_per_kind", "indexer_kv_dtype", "use_trtllm_attention"} <= set(fields)
-    seen = {fingerprint_of(rig)}
-    for name in fields:
-        before = getattr(attention, name)
-        object.__setattr__(attention, name, "something else")
-        seen.add(fingerprint_of(rig))
-        object.__setattr__(attention, name, before)
+    seen = {fingerprint_of(rig), *(changed(rig, attention, name, "something else") for name in fields)}
     assert len(seen) == 1 + len(fields)
     assert fingerprint_of(rig) in seen
     object.__setattr__(rig.vllm_config, "attention_config", None)  # versions may have none
@@ -87,8 +76,6 @@ def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_r
 
 def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store holds the same tokens, of the same pool and epoch, from an engine with another fingerprint."""
-    from epochkv_connector.engine import describe
-
     store = SharedStore()
     make_rig(store=store, epoch=0).serve(TOKENS)
     theirs, plain = set(store.objects), describe.describe_engine
@@ -99,13 +86,6 @@ def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig:
     assert len(ours) == len(theirs) == 8
     for part in (1, -1):  # the fingerprint, and the block's name
         assert not {key.split("/")[part] for key in ours} & {key.split("/")[part] for key in theirs}
-
-
-class Layer:
-    """An attention layer, as far as anybody asks what runs it."""
-
-    def __init__(self, backend: type, kv_cache_dtype: str = "auto") -> None:
-        self.get_attn_backend, self.kv_cache_dtype = lambda: backend, kv_cache_dtype
 
 
 def test_the_fingerprint_leaves_out_where_the_model_lies_but_for_its_own_code(make_rig: MakeRig) -> None:
@@ -120,37 +100,7 @@ def test_the_fingerprint_leaves_out_where_the_model_lies_but_for_its_own_code(ma
     assert fingerprint_of(rig) != base
 
 
-def test_the_layout_of_a_rank_names_the_backends_that_vllm_picked_by_itself(make_rig: MakeRig) -> None:
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    from epochkv_connector.engine import describe
-
-    rig = make_rig()
-    assert rig.vllm_config.attention_config.backend is None, "nobody asked for one"
-    layers = rig.vllm_config.compilation_config.static_forward_context
-    seen = [describe.describe_layers(rig.vllm_config, ["layer0"])]
-    for layer in (
-        Layer(CPUAttentionBackend),
-        Layer(type("Another", (CPUAttentionBackend,), {})),
-        Layer(CPUAttentionBackend, "fp8"),
-        SimpleNamespace(),  # another version's
-    ):
-        layers["layer0"] = layers["vision.attn"] = layer  # the latter has no KV of its own
-        described = describe.describe_layers(rig.vllm_config, ["layer0"])
-        assert described not in seen
-        assert "vision.attn" not in described
-        seen.append(described)
-    del layers["layer0"], layers["vision.attn"]
-
-
 def test_the_fingerprint_names_what_cpu_kernels_pack_keys_for(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    import platform
-
-    import torch
-    from vllm.v1.attention.backends import cpu_attn
-
-    from epochkv_connector.engine import describe
-
     rig = make_rig()
     rig.kv_cache_config.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(
         rig.kv_cache_config.kv_cache_groups[0].kv_cache_spec, block_size=32, head_size=64
@@ -173,8 +123,6 @@ def test_the_fingerprint_names_what_cpu_kernels_pack_keys_for(make_rig: MakeRig,
 
 
 def test_the_fingerprint_names_rocms_own_order_of_blocks(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import describe
-
     rig = make_rig()
     monkeypatch.setattr(describe, "on_cpu", lambda: False)
     plain = fingerprint_of(rig)
@@ -183,23 +131,17 @@ def test_the_fingerprint_names_rocms_own_order_of_blocks(make_rig: MakeRig, monk
 
 
 def test_adapters_are_named_by_how_they_are_applied() -> None:
-    from vllm.config import LoRAConfig
+    def described(**options: Any) -> str:
+        return describe.describe_adapters(SimpleNamespace(lora_config=LoRAConfig(**options)))
 
-    from epochkv_connector.engine.describe import describe_adapters
-
-    def describe(**options: Any) -> str:
-        return describe_adapters(SimpleNamespace(lora_config=LoRAConfig(**options)))
-
-    assert describe_adapters(SimpleNamespace(lora_config=None)) == ""
-    base = describe()
-    assert describe(max_loras=4, max_lora_rank=64, max_cpu_loras=8) == base, "how many there may be changes nothing"
-    others = [describe(target_modules=["o_proj"]), describe(lora_dtype="float16"), describe(fully_sharded_loras=True)]
+    assert describe.describe_adapters(SimpleNamespace(lora_config=None)) == ""
+    base = described()
+    assert described(max_loras=4, max_lora_rank=64, max_cpu_loras=8) == base, "how many there may be changes nothing"
+    others = [described(target_modules=["o_proj"]), described(lora_dtype="float16"), described(fully_sharded_loras=True)]
     assert len({base, *others}) == 4
 
 
 def test_adapters_of_encoders_and_of_wide_models_are_not_named() -> None:
-    from epochkv_connector.engine import limits
-
     def why(multimodal: bool, ranks: int = 1, **lora: bool) -> str | None:
         return limits.why_no_adapters(
             SimpleNamespace(
@@ -217,8 +159,6 @@ def test_adapters_of_encoders_and_of_wide_models_are_not_named() -> None:
 
 
 def test_a_random_hash_seed_keeps_names_at_home(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import blocks
-
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     assert blocks.hash_seed_is_random("xxhash")
     assert blocks.hash_seed_is_random("xxhash_cbor")

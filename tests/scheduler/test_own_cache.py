@@ -8,8 +8,8 @@ import pytest
 from vllm.config import VllmConfig
 
 from epochkv_connector.naming.pins import is_private
-from tests.scheduler.fenced import FencedRig, MooncakeStore, Offloading, Stock
 from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, found, push_out
+from tests.scheduler.test_fenced import FencedRig, MooncakeStore, Offloading, Stock
 from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt
 from tests.support.scheduler_worker import FakeExecutor
 
@@ -30,25 +30,13 @@ def elastic(config: VllmConfig, patch: Patch) -> None:
     object.__setattr__(config.parallel_config, "enable_elastic_ep", True)
 
 
-def rebalancing(config: VllmConfig, patch: Patch) -> None:
-    object.__setattr__(config.parallel_config, "enable_eplb", True)
-
-
-def offloading(config: VllmConfig, patch: Patch) -> None:
-    config.offload_config.prefetch.offload_group_size = 4
-
-
-def old_ray(config: VllmConfig, patch: Patch) -> None:
-    """Its executor is another one."""
-
-
-REASONS: dict[str, tuple[Callable[[VllmConfig, Patch], None], str]] = {
+REASONS: dict[str, tuple[Callable[[VllmConfig, Patch], object], str]] = {
     "elastic ranks": (elastic, "enable_elastic_ep"),
-    "expert rebalancing": (rebalancing, "enable_eplb"),
-    "prefetch offloading": (offloading, "offload_group_size"),
-    "old Ray executor": (old_ray, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"),
+    "expert rebalancing": (lambda config, _: object.__setattr__(config.parallel_config, "enable_eplb", True), "enable_eplb"),
+    "prefetch offloading": (lambda config, _: setattr(config.offload_config.prefetch, "offload_group_size", 4), "offload_group_size"),
+    "old Ray executor": (lambda config, _: None, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"),  # its executor is another one
 }
-FENCED = {**REASONS, "wide": (wide, "EPOCHKV_FENCE")}
+FENCED: dict[str, tuple[Callable[[VllmConfig, Patch], object], str]] = {**REASONS, "wide": (wide, "EPOCHKV_FENCE")}
 """Under the fence alone, ranks of a wide model compare nothing."""
 every_reason = pytest.mark.parametrize("reason", list(REASONS))
 
@@ -103,24 +91,11 @@ def call(rig: Any) -> None:
     rig.executor.collective_rpc("never_heard_of")
 
 
-def push(rig: Any) -> None:
-    rig.weights = "w1"
-
-
-def wake_up(rig: Any) -> None:
-    rig.executor.collective_rpc("sleep")
-    rig.executor.collective_rpc("wake_up")
-
-
-def reset(rig: Any) -> None:
-    rig.scheduler.reset_prefix_cache(reset_connector=True)
-
-
 EVENTS: dict[str, Callable[[Any], object]] = {
     "a call that may write": call,
-    "a push": push,
-    "a wake-up": wake_up,
-    "a local reset": reset,
+    "a push": lambda rig: setattr(rig, "weights", "w1"),
+    "a wake-up": lambda rig: [rig.executor.collective_rpc(method) for method in ("sleep", "wake_up")],
+    "a local reset": lambda rig: rig.scheduler.reset_prefix_cache(reset_connector=True),
     "an adopted epoch": lambda rig: rig.adopt(1),
 }
 
@@ -198,7 +173,7 @@ def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: Callabl
     rig = make_own("elastic ranks", epoch=0)
     found(rig)
     monkeypatch.setattr(rig.side.weights, "hold", broken)
-    push(rig)
+    rig.weights = "w1"
     assert [found(rig), found(rig)] == [0, 0]
     assert rig.connector.scheduler.gauges()["bypass"] == 1.0
 
@@ -208,8 +183,8 @@ def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: Callabl
 def test_the_fence_alone_keeps_such_engines_hits_too(make_own: Callable[..., Any], reason: str, stock: Callable[[], Stock]) -> None:
     rig = make_own(reason, kind=FencedRig, stock=stock(), num_blocks=64)
     assert [found(rig), found(rig)] == [0, WHOLE]
-    for event in (call, push, reset, lambda rig: rig.adopt(1)):
-        event(rig)
+    for name in EVENTS.keys() - {"a wake-up"}:
+        EVENTS[name](rig)
         assert [found(rig), found(rig)] == [0, WHOLE]
 
 

@@ -13,8 +13,8 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from epochkv_connector.wire import Tier
-from tests.scheduler.rigs import MakeRig
-from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
+from tests.scheduler.rigs import MakeRig, abort_one, hold_some, preempt_last, release, work_some
+from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import STATE
 
 DRAWN = int(os.environ.get("EPOCHKV_SEED", random.SystemRandom().randrange(10**6)))
@@ -28,17 +28,20 @@ LAYOUTS = {
     "hybrid": [("full", "state"), ("full", "state", "48"), ("full", "chunk48"), ("state", "full", "chunk64")],
 }
 reached: dict[str, Counter[str]] = {kind: Counter() for kind in LAYOUTS}
+WEIGHTS = {"step": 110, "add": 30, "adopt": 3, "bypass": 1, "lease": 1, "abort": 4, "preempt": 3, "reset": 1, "hold": 8, "fail": 3}
+WEIGHTS |= {"lose": 3, "shrink": 2, "pause": 1}
+"""How often each thing happens beside the others."""
 SLOT_BYTES = 2304  # one block of the rig's layer: 16 tokens x 2 x 16 x 4 bytes, with header and trailer, aligned
 
 
 class Chaos:
     """One random schedule over one engine."""
 
-    def __init__(self, rig: Any, store: SharedStore | None, source: random.Random) -> None:
-        self.rig, self.store, self.source = rig, store, source
+    def __init__(self, rig: Any, store: SharedStore | None, source: random.Random, weights: dict[str, int] = WEIGHTS) -> None:
+        self.rig, self.store, self.source, self.weights = rig, store, source, weights
         self.epoch = 0
         self.families = [prompt(seed, 9 * BLOCK) for seed in range(3)]
-        self.happened: dict[str, int] = {}
+        self.happened: Counter[str] = Counter()
         self.num_held = self.num_states_loaded = 0
         self.fetched_in_bypass: int | None = None
         rig.adopt(0, weights="w0")
@@ -55,12 +58,8 @@ class Chaos:
         return family[:kept] + prompt(self.source.randrange(4), self.source.randrange(3, 2 * BLOCK))
 
     def act(self) -> None:
-        """One thing happens."""
-        name = self.source.choices(
-            ["step", "add", "adopt", "bypass", "lease", "abort", "preempt", "reset", "hold", "fail", "lose", "shrink", "pause"],
-            [110, 30, 3, 1, 1, 4, 3, 1, 8, 3, 3, 2, 1],
-        )[0]
-        self.happened[name] = self.happened.get(name, 0) + 1
+        (name,) = self.source.choices(list(self.weights), list(self.weights.values()))
+        self.happened[name] += 1
         getattr(self, f"_{name}")()
         self.check_reads()
 
@@ -80,9 +79,7 @@ class Chaos:
         metadata = self.rig.step().kv_connector_metadata
         moves = [move for job in metadata.loads for move in job.moves] if metadata is not None else []
         self.num_states_loaded += sum(self.rig.options.groups[move.group] == STATE for move in moves)
-        for worker in self.rig.workers:
-            if self.source.random() < 0.5:
-                worker.work()
+        work_some(self.rig, self.source)
 
     def _add(self) -> None:
         if len(self.rig.scheduler.requests) < 10:
@@ -118,14 +115,10 @@ class Chaos:
         self.rig.lease_until = float("inf")
 
     def _abort(self) -> None:
-        living = sorted(self.rig.scheduler.requests)
-        if living:
-            self.rig.scheduler.finish_requests(self.source.choice(living), RequestStatus.FINISHED_ABORTED)
+        abort_one(self.rig, self.source)
 
     def _preempt(self) -> None:
-        running = self.rig.scheduler.running
-        if running:
-            self.rig.scheduler._preempt_request(running.pop(), 0.0)
+        preempt_last(self.rig)
 
     def _reset(self) -> None:
         """Somebody resets this engine and pushes weights; the pool follows later."""
@@ -147,9 +140,7 @@ class Chaos:
         self.rig.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _hold(self) -> None:
-        for worker in self.rig.workers:
-            worker.hold_loads = self.source.random() < 0.5
-            worker.hold_saves = self.source.random() < 0.3
+        hold_some(self.rig, self.source)
 
     def _fail(self) -> None:
         chance = self.source.choice([0.0, 0.3])
@@ -176,13 +167,6 @@ class Chaos:
 
         self.rig.connector.get_num_new_matched_tokens = altered
 
-    def finish(self) -> None:
-        """Everything is let go and runs to its end."""
-        for worker in self.rig.workers:
-            worker.hold_loads = worker.hold_saves = False
-            worker.work()
-        self.rig.run(3000)
-
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 @pytest.mark.parametrize("tiers", TIERS)
@@ -207,10 +191,10 @@ def test_random_schedules(make_rig: MakeRig, kind: str, tiers: str, seed: str) -
         chaos.act()
         assert not any(rig.foreign_tokens.values()), f"KV of other tokens: {rig.foreign_tokens}"
         assert not any(rig.stale_tokens.values()), f"KV of other weights: {rig.stale_tokens}"
-    chaos.finish()
+    release(rig)
+    rig.run(3000)
     reached[kind].update({name: int(value) for name, value in (*rig.tiers.stats().items(), *rig.side.counters.items())})
     reached[kind].update(held_reads=chaos.num_held, states_loaded=chaos.num_states_loaded, schedules=1)
-    rig.check_clean()
     assert chaos.happened["adopt"] > 0
     assert len(rig.finished) > 5
 

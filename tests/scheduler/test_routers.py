@@ -1,15 +1,21 @@
-"""What routers make of an engine's KV events over changes of names: no block of before, no child before its parent, nothing that one
-request has alone; and an engine that idles tells as soon as one that works."""
+"""What routers make of an engine's KV events, over vLLM's own ZeroMQ publisher and in order with its events of GPU blocks: what L1 holds,
+and over changes of names no block of before, no child before its parent, nothing that one request has alone. An engine that idles tells
+as soon as one that works."""
 
 import queue
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
 
+from epochkv_connector.engine.events import EventStream, Private, Renamed
 from hack.waiting import eventually
 from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, push_out
-from tests.scheduler.router import findable
 from tests.support.routers.aibrix import AibrixIndex
 from tests.support.routers.llmd import LlmdIndex
 from tests.support.scheduler import BLOCK, OwnRoot, SharedStore, prompt
@@ -17,6 +23,118 @@ from tests.support.scheduler import BLOCK, OwnRoot, SharedStore, prompt
 Listened = Callable[..., Any]
 SHORT = prompt(3, BLOCK - 1)
 """Too short for a block: a step, so that events go out."""
+
+
+class Router:
+    """A subscriber that believes what it hears: which blocks are where. It takes offence at what a router could not follow.
+
+    Attributes:
+        where: (medium, group, hash) of every block announced and not taken back.
+        heard: all events, in order.
+        payloads: the messages they came in.
+    """
+
+    def __init__(self, publisher: Any) -> None:
+        self.payloads: list[bytes] = []
+        self.where: set[tuple[str, int, int]] = set()
+        self.tokens: dict[int, tuple[tuple[int, ...], int | None]] = {}
+        self.heard: list[Any] = []
+        self._publisher = publisher
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._sequence = -1
+
+    def connect(self, endpoint: str) -> None:
+        """Return once a published batch arrives: a subscription takes effect late."""
+        self._socket.connect(endpoint)
+        deadline = time.monotonic() + 20.0
+        while self._socket.poll(50) == 0:
+            assert time.monotonic() < deadline, "the subscription does not take effect"
+            self._publish([])
+        self._sequence = self._receive()[0]
+
+    def _publish(self, events: list[Any]) -> None:
+        self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
+
+    def _receive(self) -> tuple[int, list[Any]]:
+        _, sequence, payload = self._socket.recv_multipart()
+        self.payloads.append(payload)
+        return int.from_bytes(sequence, "big"), msgspec.msgpack.Decoder(KVEventBatch).decode(payload).events
+
+    def listen(self) -> list[Any]:
+        """Everything published up to now, exactly once and in order."""
+        mark = BlockRemoved(block_hashes=[7], medium="MARK")
+        self._publish([mark])
+        news: list[Any] = []
+        while True:
+            assert self._socket.poll(10_000), "the publisher is silent"
+            sequence, events = self._receive()
+            assert sequence == self._sequence + 1, "an event was lost"
+            self._sequence = sequence
+            if events == [mark]:
+                break
+            news += events
+        for event in news:
+            self._believe(event)
+        self.heard += news
+        return news
+
+    def _believe(self, event: Any) -> None:
+        kind = type(event).__name__
+        if kind == "AllBlocksCleared":
+            self.where.clear()
+            return
+        if kind == "BlockStored" and event.kv_cache_spec_kind == "full_attention" and event.parent_block_hash is not None:
+            assert self.knows(event.group_idx, event.parent_block_hash), f"a child before its parent: {event}"
+        for name in event.block_hashes:
+            place = (event.medium, event.group_idx, name)
+            if kind == "BlockRemoved":
+                assert place in self.where, f"removed, and never stored: {place}"
+                self.where.discard(place)
+            else:
+                self.where.add(place)
+        if kind == "BlockStored" and event.medium == "CPU":
+            assert len(event.block_hashes) == 1
+            self.tokens[event.block_hashes[0]] = (tuple(event.token_ids), event.parent_block_hash)
+
+    def knows(self, group: int, name: int) -> bool:
+        """Whether it was told of a block since the last clearing."""
+        return any((medium, group, name) in self.where for medium in ("GPU", "CPU"))
+
+    def blocks(self, medium: str, group: int = 0) -> set[int]:
+        return {name for where, of_group, name in self.where if (where, of_group) == (medium, group)}
+
+    def close(self) -> None:
+        self._socket.close(0)
+
+
+def findable(rig: Any, group: int = 0) -> set[int]:
+    """Names that L1 holds and can be asked for under the present root, as its index says."""
+    index = rig.tiers.state.index
+    names = [name for name in index._names if name is not None]
+    current = {name for of_group, name in names if of_group == group and index._roots[index._maps[group][name]] == index._root}
+    return {int.from_bytes(name, "big") % (1 << 64) for name in current}  # vLLM publishes the last 64 bits
+
+
+@pytest.fixture
+def listened(make_rig: MakeRig, tmp_path: Path) -> Iterator[Listened]:
+    """An engine that publishes for real, and a router that hears all of it."""
+    made: list[Any] = []
+
+    def build(**options: Any) -> tuple[Any, Any]:
+        rig = make_rig(kv_events=True, **options)
+        endpoint = f"ipc://{tmp_path}/events{len(made)}"
+        publisher = ZmqEventPublisher(data_parallel_rank=0, endpoint=endpoint)
+        made.append(publisher)
+        rig.scheduler.kv_event_publisher = publisher
+        router = Router(publisher)
+        made.append(router)
+        router.connect(endpoint)
+        return rig, router
+
+    yield build
+    for thing in reversed(made):
+        (thing.close if isinstance(thing, Router) else thing.shutdown)()
 
 
 def kinds(news: list[Any]) -> list[str]:
@@ -35,6 +153,111 @@ def look(rig: Any) -> None:
 
 def of_device(news: list[Any]) -> list[Any]:
     return [event for event in news if getattr(event, "medium", None) == "GPU"]
+
+
+# ---------------------------------------------------------------------- what L1 holds
+def test_a_router_learns_what_is_in_l1(listened: Listened) -> None:
+    rig, router = listened(epoch=0)
+    rig.serve(TOKENS)
+    news = router.listen()
+    assert [event.medium for event in news if type(event).__name__ == "BlockStored"].count("CPU") == 8
+    assert router.blocks("CPU") == findable(rig)
+    assert len(router.blocks("CPU")) == 8
+    assert router.blocks("CPU") == router.blocks("GPU")  # the same names, so that a router needs no second table
+    chain, parent = [], None
+    by_parent = {parent: (name, held) for name, (held, parent) in router.tokens.items()}
+    for _ in range(8):
+        parent, held = by_parent[parent]
+        chain += held
+    assert chain == TOKENS[: 8 * BLOCK]
+    stored = next(event for event in news if getattr(event, "medium", None) == "CPU")
+    assert (stored.block_size, stored.lora_name, stored.locality, stored.kv_cache_spec_kind) == (BLOCK, None, "LOCAL", "full_attention")
+
+
+def test_an_eviction_is_told(listened: Listened) -> None:
+    rig, router = listened(l1_bytes=10 * 2304, epoch=0)  # ten blocks
+    assert rig.tiers.state.index.num_slots == 10
+    rig.serve(prompt(1, LENGTH))
+    rig.serve(prompt(2, LENGTH))
+    router.listen()
+    assert router.blocks("CPU") == findable(rig)
+    removed = [event for event in router.heard if type(event).__name__ == "BlockRemoved" and event.medium == "CPU"]
+    assert len(removed) == 6
+    rig.adopt(1)
+    rig.serve(prompt(3, LENGTH))  # takes the slots of the old root, whose names nobody believes in any more
+    news = router.listen()
+    assert [type(event).__name__ for event in news].count("AllBlocksCleared") == 1
+    assert not [event for event in news if type(event).__name__ == "BlockRemoved" and event.medium == "CPU"]
+    assert router.blocks("CPU") == findable(rig)
+
+
+def test_what_l2_brings_into_l1_is_told(listened: Listened, make_rig: MakeRig, store: SharedStore) -> None:
+    make_rig(store=store, epoch=0).serve(TOKENS)
+    rig, router = listened(store=store, epoch=0)
+    rig.serve(TOKENS)
+    router.listen()
+    assert len(store.fetched) == 8
+    assert router.blocks("CPU") == findable(rig)
+    assert len(router.blocks("CPU")) == 8
+
+
+def test_groups_are_told_apart(listened: Listened) -> None:
+    groups = ("full", "48", "32")
+    rig, router = listened(groups=groups, epoch=0)
+    rig.serve(prompt(1, LENGTH))
+    router.listen()
+    for group in range(len(groups)):
+        assert router.blocks("CPU", group) == findable(rig, group)
+        assert router.blocks("CPU", group)
+
+
+def stored(*names: int, parent: int | None = None, medium: str = "GPU", group: int = 0) -> BlockStored:
+    return BlockStored(list(names), parent, [0] * len(names), 1, None, medium, None, group_idx=group)
+
+
+def removed(*names: int, medium: str = "GPU") -> BlockRemoved:
+    return BlockRemoved(list(names), medium, group_idx=0)
+
+
+def host(name: int, parent: int | None = None, group: int = 0) -> BlockStored:
+    return stored(name, parent=parent, medium="CPU", group=group)
+
+
+STREAM: dict[str, tuple[list[Any], list[Any]]] = {
+    "a child in L1 waits for its parent": ([host(3, 2), host(2, 1), host(1)], [host(1), host(2, 1), host(3, 2)]),
+    "wherever that appears": ([host(3, 2), stored(1, 2)], [stored(1, 2), host(3, 2)]),
+    "a child that left L1 while it waited": ([host(2, 1), host(3, 1), removed(2, medium="CPU"), host(1)], [host(1), host(3, 1)]),
+    "a group that needs no parents": ([host(2, 1, group=1)], [host(2, 1, group=1)]),
+    "a clearing forgets what waits": ([host(2, 1), Renamed(), host(1)], [AllBlocksCleared(), host(1)]),
+    "what is private comes and goes in silence": ([Private(stored(1, 2)), removed(1), stored(3), removed(2, 3)], [stored(3), removed(3)]),
+    "after other names, blocks of before leave in silence": (
+        [stored(1), Renamed(), removed(1), stored(2), removed(2)],
+        [stored(1), AllBlocksCleared(), stored(2), removed(2)],
+    ),
+    "a child of a block that was cleared": ([stored(1), Renamed(), stored(2, parent=1), removed(2)], [stored(1), AllBlocksCleared()]),
+    "unless L1 tells of the parent": (
+        [stored(1), Renamed(), host(1), stored(2, parent=1)],
+        [stored(1), AllBlocksCleared(), host(1), stored(2, parent=1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STREAM)
+def test_what_is_passed_on(case: str) -> None:
+    events, told = STREAM[case]
+    assert EventStream([0], tuple).pass_on(events) == told
+
+
+def test_what_came_to_l1_behind_a_reset_is_told_once() -> None:
+    events = [AllBlocksCleared(), host(1), removed(1, medium="CPU")]
+    assert EventStream([0], lambda: (host(1),)).pass_on(events) == events
+
+
+def test_nothing_is_kept_of_what_is_gone() -> None:
+    told = EventStream([0], tuple)
+    told.pass_on([host(2, 1), host(3, 1), removed(2, medium="CPU"), removed(3, medium="CPU"), Private(stored(4)), removed(4)])
+    told.pass_on([stored(5), removed(5), host(6), removed(6, medium="CPU")])
+    assert not any((told._orphans, told._parents, told._private, told._on_device, told._of_host))
 
 
 # ---------------------------------------------------------------------- an engine that idles
@@ -169,8 +392,6 @@ def test_what_a_request_names_for_itself_is_not_told(listened: Listened, change:
 
 @pytest.mark.unclean
 def test_an_error_in_the_stream_leaves_vllm_its_events(listened: Listened, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine.events import EventStream
-
     rig, router = listened(epoch=0)
 
     def fails(*_: Any) -> None:

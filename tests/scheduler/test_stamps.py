@@ -10,18 +10,17 @@ import pytest
 from epochkv_connector.weights.watch import fold
 from epochkv_fence.protocol.messages import STAMP_KEY as KEY
 from epochkv_fence.protocol.messages import UNKNOWN_WEIGHTS as UNKNOWN
-from tests.scheduler.fenced import FencedRig, Stock
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, filled
 from tests.scheduler.test_adapters import adapter, add, load
+from tests.scheduler.test_fenced import FencedRig, Stock
 from tests.support.ahead import AheadRig, AsyncRig
-from tests.support.scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
+from tests.support.scheduler import RequestStatus, Rig, SharedStore, prompt
 
 ASKED = {KEY: {"stamp": True}}
 KINDS = pytest.mark.parametrize("kind", [Rig, AheadRig, AsyncRig], ids=["Rig", "AheadRig", "AsyncRig"])
 
 
 def digest(*ranks: str) -> str:
-    """What a stamp says of ranks that hold these."""
     return fold(hashlib.sha256(held.encode()).digest() for held in ranks)[:16].hex()
 
 
@@ -50,7 +49,6 @@ class Truth:
 
 
 def told(rig: Any, name: str) -> list[str]:
-    """What the stamp of an answer says of each token."""
     tokens = rig.handed[name][KEY]["tokens"]
     starts = [one["from_token"] for one in tokens]
     assert starts == sorted(set(starts)), starts
@@ -186,14 +184,6 @@ def test_the_front_end_has_the_stamp_of_an_answer_that_is_aborted(make_rig: Make
     assert len(rig.side.stamps) == 0
 
 
-def test_weights_that_nobody_knows_are_unknown(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
-    rig.executor.answers = lambda answer: {**answer, "weights": None, "note": "it has none"} if "weights" in answer else answer
-    rig.weights = "w1"
-    request = rig.serve(prompt(3, 2 * BLOCK), max_tokens=3, params=ASKED)
-    assert rig.handed[request][KEY]["tokens"] == [{"from_token": 0, "weights": UNKNOWN}]
-
-
 def test_an_adapter_that_is_replaced_is_another_one(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0, extra={"stamp": True})
     load(rig, adapter(), "first")
@@ -221,19 +211,3 @@ def test_answers_of_an_engine_under_the_fence_say_it_too(make_rig: MakeRig) -> N
     rig.run()
     truth.check(request.request_id)
     assert rig.handed[request.request_id][KEY]["cached_tokens"] == {"gpu": 0, "l1": 0, "l2": 0}
-
-
-def test_it_costs_nothing_where_nobody_asks_and_weights_stay(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
-    for number in range(8):
-        rig.add(prompt(number, LENGTH), max_tokens=20, params=ASKED)
-    rig.steps(2)
-    stamps, written = rig.side.stamps, []
-    stamps._write = written.append
-    visited = stamps._change
-    stamps._change = lambda *args: pytest.fail("weights stay")
-    rig.steps(10)
-    assert not written
-    del stamps._write
-    stamps._change = visited
-    rig.run()

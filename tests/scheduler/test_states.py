@@ -8,13 +8,9 @@ import pytest
 
 from epochkv_connector.tiers.hits import PromptBlocks
 from epochkv_connector.tiers.layout import longest_hit
-from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, found, on_layouts
+from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, found, on_layouts, preempt_last
 from tests.support.scheduler import BLOCK, prompt
 from tests.support.scheduler_config import STATE
-
-on_states = on_layouts(("full", STATE), ("full", "full", STATE), (STATE, "full", STATE))
-AT_END_OF_PROMPT = {"retention": 0}
-"""vLLM's default: states at the end of prompts, and where prompts were seen to part."""
 
 
 @pytest.fixture(params=[False, True], ids=["", "checkpoints"])
@@ -25,56 +21,16 @@ def make_rig(make_rig: MakeRig, request: pytest.FixtureRequest) -> MakeRig:
     return partial(make_rig, checkpoints=request.param)
 
 
-def forget(rig: Any) -> None:
-    """The GPU forgets all; the tiers do not."""
-    assert rig.scheduler.reset_prefix_cache()
-
-
-def states(rig: Any) -> int:
-    """How many states L1 holds."""
-    return sum(len(rig.tiers.state.index._maps[group]) for group, kind in enumerate(rig.options.groups) if kind == STATE)
-
-
-# ---------------------------------------------------------------------------------------------- saved and found
-@on_states
-@pytest.mark.parametrize("kept", [3 * BLOCK, 3 * BLOCK + 5, 6 * BLOCK])
-def test_a_prompt_that_stops_between_two_states_finds_the_one_before(make_rig: MakeRig, kept: int) -> None:
-    """States of every second block; attention holds every block. vLLM 0.31 keeps those inside of chunks as well."""
-    rig = make_rig(retention=2 * BLOCK, max_batched_tokens=2 * BLOCK, epoch=0)
-    rig.serve(TOKENS)
-    forget(rig)
-    before = kept // (2 * BLOCK) * 2 * BLOCK
-    hit = found(rig, [*TOKENS[:kept], 1, 2])
-    assert hit == before or (rig.options.checkpoints and before < hit <= kept)
-
-
-# ---------------------------------------------------------------------------------------------- where prompts part
-@on_states
-def test_the_state_where_two_prompts_part_is_found_by_a_third(make_rig: MakeRig) -> None:
-    """vLLM keeps it when the second prompt shows that they part."""
-    rig = make_rig(**AT_END_OF_PROMPT, epoch=0)
-    first, second, third = ([*TOKENS[: 5 * BLOCK], *prompt(seed, 2 * BLOCK + 3)] for seed in (2, 3, 4))
-    rig.serve(first)
-    assert found(rig, second) == 0
-    forget(rig)
-    assert found(rig, third) == 5 * BLOCK
-
-
-def evict_all(rig: Any) -> None:
-    """L1 forgets all; the GPU does not."""
-    index = rig.tiers.state.index
-    for group in range(len(rig.options.groups)):
-        for name in list(index._maps[group]):
-            index.forget(group, name)
-
-
 @on_layouts(("full", STATE), ("full", STATE, "48"), ("full", "48"))
 def test_what_a_request_resumes_at_on_the_gpu_is_saved_if_no_tier_has_it(make_rig: MakeRig) -> None:
-    rig = make_rig(**AT_END_OF_PROMPT, epoch=0)
+    rig = make_rig(retention=0, epoch=0)
     rig.serve(TOKENS)
-    evict_all(rig)
+    index = rig.tiers.state.index
+    for group in range(len(rig.options.groups)):  # L1 forgets all; the GPU does not
+        for name in list(index._maps[group]):
+            index.forget(group, name)
     assert found(rig) == WHOLE
-    forget(rig)
+    assert rig.scheduler.reset_prefix_cache()
     assert found(rig) == WHOLE
 
 
@@ -87,11 +43,13 @@ def kept_and_saved(rig: Any, tokens: list[int]) -> tuple[int, int]:
     return kept, longest_hit(state.layout, 0, len(tokens) - 1, held.present, held.first_absent)
 
 
-@on_layouts(("full", STATE), ("full", "48"), ("full", STATE, "48"))
+@on_layouts(("full", STATE), (STATE, "full", STATE), ("full", "48"), ("full", STATE, "48"))
 @pytest.mark.parametrize("retention", [0, 2 * BLOCK])
 @pytest.mark.parametrize("seed", range(2))
 def test_l1_gives_all_that_vllm_keeps(make_rig: MakeRig, seed: int, retention: int) -> None:
-    """Both have room for all. Prompts part, answers are continued, and requests are preempted."""
+    """Both have room for all. Prompts part, answers are continued, and requests are preempted. With retention 0, vLLM's default, states are
+    kept at the end of prompts, and where prompts were seen to part.
+    """
     source = random.Random(seed)
     rig = make_rig(retention=retention, num_blocks=1000, l1_bytes=1 << 24, max_batched_tokens=source.choice([64, 8192]), epoch=0)
     texts = [prompt(family, 12 * BLOCK) for family in range(3)]
@@ -102,9 +60,8 @@ def test_l1_gives_all_that_vllm_keeps(make_rig: MakeRig, seed: int, retention: i
             texts.append([*text[: source.randrange(1, len(text))], *prompt(source.randrange(10**6), source.randrange(1, 3 * BLOCK))])
             rig.add(texts[-1], max_tokens=source.choice([1, 5, 3 * BLOCK]))
         elif name == "preempt" and rig.scheduler.running:
-            preempted = rig.scheduler.running.pop()
-            rig.scheduler._preempt_request(preempted, 0.0)
-            texts.append([*preempted.all_token_ids, 1])
+            texts.append([*rig.scheduler.running[-1].all_token_ids, 1])
+            preempt_last(rig)
         else:
             rig.step()
     rig.run(3000)

@@ -1,13 +1,17 @@
-"""What an engine tells of itself: tokens by tier, in vLLM's statistics and in ours; tiers that an error turned off."""
+"""What an engine tells of itself: tokens by tier, in vLLM's statistics and in ours, and a line of its log for each change of its standing
+with the pool, with the remedy.
+"""
 
 from typing import Any
 
-from tests.scheduler.rigs import MakeRig
-from tests.support.scheduler import BLOCK, SharedStore, prompt
+import pytest
+
+from epochkv_connector.engine import blocks
+from tests.scheduler.rigs import TOKENS, MakeRig
+from tests.support.scheduler import BLOCK, SharedStore
 
 
 def quiet(rig: Any) -> Any:
-    """Nothing is reported while it serves."""
     rig.connector._reporter._at = float("inf")
     return rig
 
@@ -21,37 +25,27 @@ def report(rig: Any) -> dict[str, Any]:
     return stats.to_dict()
 
 
-def hits_by_source(rig: Any) -> dict[str, int]:
-    """vLLM's own count of external hits since the last call; its label is the value of the source."""
-    stats = rig.scheduler.connector_prefix_cache_stats
-    found = {source.value: tokens for source, tokens in stats.hits_by_source.items()}
-    stats.hits_by_source.clear()
-    return found
-
-
-def has_hit_sources() -> bool:
-    from epochkv_connector.engine import blocks
-
-    return blocks.CacheHitSource is not None  # type: ignore[attr-defined]  # vLLM 0.32 and later
+def counting(rig: Any) -> Any:
+    """vLLM's own statistics of external hits, from now on; nobody takes them."""
+    rig.scheduler.make_stats = lambda *args, **kwargs: None
+    rig.scheduler.connector_prefix_cache_stats = type(rig.scheduler.connector_prefix_cache_stats)()
+    return rig.scheduler.connector_prefix_cache_stats
 
 
 def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig, store: SharedStore) -> None:
     """L1 has the first half of a prompt, L2 all of it."""
-    writer = quiet(make_rig(store=store))
-    writer.adopt(0)
-    tokens = prompt(1, 8 * BLOCK + 3)
-    writer.serve(tokens)
+    writer = quiet(make_rig(store=store, epoch=0))
+    writer.serve(TOKENS)
     assert report(writer)["counters"]["tokens_saved"] == 8 * BLOCK
-    reader = quiet(make_rig(store=store))  # after the first: they share vLLM's global
-    reader.adopt(0)
-    reader.serve(tokens[: 4 * BLOCK + 1])
+    reader = quiet(make_rig(store=store, epoch=0))  # after the first: they share vLLM's global
+    reader.serve(TOKENS[: 4 * BLOCK + 1])
     report(reader)
     reader.block_pool.reset_prefix_cache()
-    reader.scheduler.make_stats = lambda *args, **kwargs: None
-    reader.scheduler.connector_prefix_cache_stats = type(reader.scheduler.connector_prefix_cache_stats)()
-    reader.serve(tokens)
-    if has_hit_sources():
-        assert hits_by_source(reader) == {"host": 4 * BLOCK, "external_unspecified": 4 * BLOCK}
+    stats = counting(reader)
+    reader.serve(TOKENS)
+    if blocks.CacheHitSource is not None:  # type: ignore[attr-defined]  # vLLM 0.32 and later
+        hits = {source.value: tokens for source, tokens in stats.hits_by_source.items()}
+        assert hits == {"host": 4 * BLOCK, "external_unspecified": 4 * BLOCK}
     counters = report(reader)["counters"]
     assert (counters["tokens_hit_host"], counters["tokens_hit_store"]) == (4 * BLOCK, 4 * BLOCK)
 
@@ -59,38 +53,95 @@ def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig, store: SharedStore) -
 def test_what_is_not_looked_up_counts_in_vllms_series_and_not_in_ours(make_rig: MakeRig) -> None:
     """The page of metrics says so, and whom to read."""
     rig = quiet(make_rig(epoch=0))
-    tokens = prompt(1, 8 * BLOCK + 3)
 
     def counted(**options: Any) -> tuple[int, int]:
-        rig.scheduler.connector_prefix_cache_stats = type(rig.scheduler.connector_prefix_cache_stats)()
-        rig.scheduler.make_stats = lambda *args, **kwargs: None
+        stats = counting(rig)
         report(rig)
-        rig.serve(tokens, **options)
-        return rig.scheduler.connector_prefix_cache_stats.queries, int(report(rig)["counters"].get("lookups", 0))
+        rig.serve(TOKENS, **options)
+        return stats.queries, int(report(rig)["counters"].get("lookups", 0))
 
-    assert counted(prompt_logprobs=1) == (len(tokens), 0)
+    assert counted(prompt_logprobs=1) == (len(TOKENS), 0)
     rig.lease_until = 0.0  # bypass
-    assert counted() == (len(tokens), 0)
+    assert counted() == (len(TOKENS), 0)
     rig.lease_until = float("inf")
     rig.block_pool.reset_prefix_cache()
     queries, lookups = counted()
-    assert queries == len(tokens)
+    assert queries == len(TOKENS)
     assert lookups > 0
 
 
-def test_everything_that_is_reported_has_a_series(make_rig: MakeRig, store: SharedStore) -> None:
-    from epochkv_connector import metrics
+# ---------------------------------------------------------------------------------------------- the log
+class Lines:
+    """The fence's lines since the last look."""
 
-    rig = quiet(make_rig(store=store))
-    rig.adopt(0)
-    tokens = prompt(1, 8 * BLOCK)
-    rig.serve(tokens)
-    rig.adopt(1, weights="w1")
-    rig.serve(tokens)
-    rig.connector.reset_cache()
-    told = report(rig)
-    assert {name for name in told["counters"] if metrics.COUNTER_OF.find(name) is None} <= {"errors"}, "their sum is for heartbeats"
-    assert {name for name in told["gauges"] if metrics.GAUGE_OF.find(name) is None} == set()
-    assert told["ranks"]["scheduler"]["store_state"] == 2.0
-    assert told["counters"]["store_exists_calls"] > 0
-    assert {"epoch", "bypass", "broken", "lease_remaining_seconds", "plans_open", "slots"} <= told["gauges"].keys()
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog = caplog
+        caplog.set_level("INFO", logger="vllm.epochkv.fence")
+
+    def new(self) -> list[str]:
+        found = [f"{r.levelname} {r.getMessage()}" for r in self._caplog.records if r.name == "vllm.epochkv.fence"]
+        self._caplog.clear()
+        return found
+
+    def one(self, *words: str) -> None:
+        """Exactly one line came, and it has these words."""
+        lines = self.new()
+        assert len(lines) == 1, lines
+        for word in words:
+            assert word in lines[0]
+
+
+def test_a_life_in_one_line_for_each_change(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig, lines = make_rig(store=SharedStore()), Lines(caplog)
+    rig.serve(TOKENS)
+    assert lines.new() == [], "nothing was granted yet; the agent tells of the hub"
+    rig.adopt(3)
+    lines.one("INFO", "epoch 3 in use")
+    for _ in range(3):
+        rig.adopt(3)
+        rig.serve(TOKENS)
+    assert lines.new() == []
+    rig.adopt(4)
+    lines.one("INFO", "epoch 4 in use")
+    rig.lease_until = 0.0
+    rig.connector.scheduler.gauges()  # as a heartbeat does, without any request
+    lines.one("WARNING", "lease on epoch 4 is over")
+    rig.serve(TOKENS)
+    assert lines.new() == []
+    rig.lease_until = float("inf")
+    rig.serve(TOKENS)
+    lines.one("INFO", "epoch 4 in use, back from bypass")
+    rig.adopt(5)
+    lines.one("INFO", "epoch 5 in use")
+
+
+def test_an_adoption_whose_lease_is_yet_to_begin_is_no_loss(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    """The agent binds the root first and moves the lease then: at the first grant, and at the first one after a hub was away."""
+    rig, lines = make_rig(), Lines(caplog)
+    rig.lease_until = 0.0
+    rig.adopt(3)
+    rig.connector.scheduler.gauges()
+    assert lines.new() == []
+    rig.lease_until = float("inf")
+    rig.connector.scheduler.gauges()
+    lines.one("INFO", "epoch 3 in use")
+    rig.lease_until = 0.0
+    rig.connector.scheduler.gauges()
+    lines.one("WARNING", "lease on epoch 3 is over")
+    rig.adopt(4)
+    rig.connector.scheduler.gauges()
+    assert lines.new() == []
+    rig.lease_until = float("inf")
+    rig.connector.scheduler.gauges()
+    lines.one("INFO", "epoch 4 in use, back from bypass")
+
+
+def test_an_engine_that_ends_does_not_warn_of_the_lease_that_it_gives_back(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig, lines = make_rig(), Lines(caplog)
+    rig.adopt(3)
+    rig.serve(TOKENS)
+    lines.new()
+    rig.connector.scheduler.stop()
+    rig.lease_until = 0.0
+    rig.connector.scheduler.gauges()
+    assert lines.new() == []

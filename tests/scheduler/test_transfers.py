@@ -1,18 +1,139 @@
-"""P/D: KV that NIXL brings from another engine has our names if that engine has shown our tag. If not, it is its request's alone."""
+"""P/D: KV that NIXL brings from another engine has our names if that engine has shown our tag. If not, it is its request's alone.
 
+Engines have our connector and vLLM's own NixlConnector: real schedulers, and for NIXL's worker one that reads contents. A read happens at
+once, or when the consumer is told to. It brings what the producer's blocks hold then, whoever they belong to.
+"""
+
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
-from tests.scheduler.transfers import TransferRig, engines
-from tests.support.scheduler import BLOCK, RequestStatus
+from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, Rig, SharedStore
 
+HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
+"""What a proxy puts into the request to the producer."""
+
+
+class TransferRig(Rig):
+    """An engine with both connectors.
+
+    Args:
+        ours_first: of the children.
+        lease: NIXL's `kv_lease_duration`.
+
+    Attributes:
+        producers: other engines, by the id that NIXL gives them.
+        hold_reads, fail_reads: of this engine's reads.
+        reading: request -> NIXL's order, until the read ends.
+        kept: requests whose blocks another engine may read.
+        sent: those that were read, or whose lease is over, and that are not reported yet.
+    """
+
+    def __init__(self, *args: Any, ours_first: bool = True, lease: int = 30, policy: str = "recompute", **kwargs: Any) -> None:
+        self.producers: dict[str, TransferRig] = {}
+        self.hold_reads = self.fail_reads = False
+        self.reading: dict[str, Any] = {}
+        self.kept: set[str] = set()
+        self.sent: set[str] = set()
+        self._ours = 0 if ours_first else 1
+
+        def both(config: VllmConfig) -> None:
+            config.kv_transfer_config = with_nixl(config.kv_transfer_config, self._ours, policy, {"kv_lease_duration": lease})
+
+        super().__init__(*args, change_config=both, **kwargs)
+
+    @property
+    def engine_id(self) -> str:
+        assert self.vllm_config.kv_transfer_config is not None
+        return str(self.vllm_config.kv_transfer_config.engine_id)
+
+    def update(self, output: Any) -> None:
+        children = output.kv_connector_metadata.metadata
+        output.kv_connector_metadata = children[self._ours]
+        self.reading |= children[1 - self._ours].reqs_to_recv
+        self.kept |= children[1 - self._ours].reqs_in_batch
+        super().update(output)
+
+    def _connector_output(self, output: Any) -> KVConnectorOutput:
+        made = super()._connector_output(output)
+        reports: list[Any] = [None, None]
+        reports[self._ours] = made.kv_connector_worker_meta
+        made.kv_connector_worker_meta = MultiKVConnectorWorkerMetadata(tuple(reports))
+        made.finished_sending, self.sent = self.sent, set()
+        for request_id, order in [] if self.hold_reads else list(self.reading.items()):
+            del self.reading[request_id]
+            self._read(request_id, order, made)
+        return made
+
+    def _read(self, request_id: str, order: Any, made: KVConnectorOutput) -> None:
+        producer = self.producers[order.remote.engine_id]
+        if self.fail_reads:
+            made.failed_recving = {*(made.failed_recving or ()), request_id}
+            made.invalid_block_ids = {*made.invalid_block_ids, *order.local_block_ids[0]}
+        elif order.awaiting_kvs:
+            for mine, theirs in zip(order.local_block_ids, order.remote.block_ids, strict=True):
+                for to, source in zip(reversed(mine), reversed(theirs), strict=False):
+                    self.gpu[to] = producer.gpu[source]
+        if order.awaiting_kvs:
+            made.finished_recving = {*(made.finished_recving or ()), request_id}
+        if not self.fail_reads:
+            producer.let_go({order.remote.request_id})
+
+    def let_go(self, request_ids: Set[str] | None = None) -> None:
+        """The blocks of these requests (or of all: their lease is over) are free after the next step."""
+        gone = self.kept & request_ids if request_ids is not None else set(self.kept)
+        self.kept -= gone
+        self.sent |= gone
+
+    def produce(self, tokens: list[int], **kwargs: Any) -> dict[str, Any]:
+        """Compute a prompt for another engine; returns what the answer says of it."""
+        request = self.add(tokens, params=dict(HAND_OVER), **kwargs)
+        while request.request_id not in self.finished:
+            self.step()
+        return self.handed[request.request_id]
+
+    def take_over(self, tokens: list[int], handed: Mapping[str, Any], **kwargs: Any) -> Request:
+        """A request as a proxy sends it on, whose transfer has begun."""
+        request = self.add(tokens, params=dict(handed), **kwargs)
+        self.step()
+        return request
+
+
+def with_nixl(ours: Any, place: int, policy: str, nixl: Mapping[str, Any]) -> KVTransferConfig:
+    """A MultiConnector of this connector of ours and NIXL's."""
+    children: list[dict[str, Any]] = [{"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": dict(nixl)}]
+    names = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")
+    children.insert(place, {name: getattr(ours, name) for name in names})
+    return KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy=policy, kv_connector_extra_config={"connectors": children}
+    )
+
+
+def engines(make_rig: Any, **options: Any) -> tuple[TransferRig, TransferRig]:
+    """A producer and a consumer of one pool in epoch 0, each with an L2 of its own, so that it shows who has saved."""
+    made = []
+    for _ in range(2):
+        rig: TransferRig = make_rig(TransferRig, store=SharedStore(), **options)
+        root: Any = rig.pins.root
+        root._global = OwnRoot(root.snapshot.root)
+        rig.adopt(0)
+        made.append(rig)
+    producer, consumer = made
+    consumer.producers[producer.engine_id] = producer
+    return producer, consumer
+
+
+# ---------------------------------------------------------------------------------------------- what is shared
 BLOCKS = WHOLE // BLOCK
 
 
 def begin(make_rig: MakeRig, **options: Any) -> tuple[TransferRig, TransferRig, Any]:
-    """A request whose transfer is under way."""
     producer, consumer = engines(make_rig, **options)
     consumer.hold_reads = True
     request = consumer.take_over(TOKENS, producer.produce(TOKENS))
@@ -109,38 +230,33 @@ def test_half_of_the_lease_is_for_clocks_that_differ(make_rig: MakeRig, late: fl
 
 
 # ---------------------------------------------------------------------------------------------- while the transfer runs
-def test_an_epoch_during_the_transfer_leaves_its_blocks_unnamed(make_rig: MakeRig) -> None:
-    producer, consumer, request = begin(make_rig)
-    consumer.adopt(1)
-    assert consumer.pins.old_epoch_requests() == 1
-    end(producer, consumer)
-    assert consumer.cached[request.request_id] == LENGTH - 1
-    assert consumer.store.objects == {}
-    assert found(consumer) == 0
+def back_and_forth(rig: TransferRig) -> None:
+    rig.weights = "w1"
+    rig.step()
+    rig.weights = "w0"
 
 
-@pytest.mark.parametrize("back", [False, True])
-def test_other_weights_during_the_transfer_leave_its_blocks_unnamed(make_rig: MakeRig, back: bool) -> None:
+CHANGES: dict[str, tuple[Callable[[TransferRig], object], int]] = {
+    "an epoch": (lambda rig: rig.adopt(1), 0),
+    "other weights": (lambda rig: setattr(rig, "weights", "w1"), LENGTH - 1),
+    "other weights, and those of before": (back_and_forth, 0),
+    "a lost lease": (lambda rig: setattr(rig, "lease_until", 0.0), 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_during_the_transfer_leaves_its_blocks_unnamed(make_rig: MakeRig, change: str) -> None:
+    """The request itself goes on with them, whatever weights they are of."""
     producer, consumer, request = begin(make_rig)
-    consumer.weights = "w1"
-    if back:
-        consumer.step()
-        consumer.weights = "w0"
+    do, num_stale = CHANGES[change]
+    do(consumer)
     consumer.hold_reads = False
     consumer.run()
-    assert consumer.stale_tokens.pop(request.request_id) == (0 if back else LENGTH - 1)
-    assert consumer.store.objects == {}
-    assert found(consumer) == 0
-    end(producer, consumer)
-
-
-def test_a_lease_that_ends_during_the_transfer_leaves_its_blocks_unnamed(make_rig: MakeRig) -> None:
-    producer, consumer, _ = begin(make_rig)
-    consumer.lease_until = 0.0
-    end(producer, consumer)
     consumer.lease_until = float("inf")
+    assert consumer.stale_tokens.pop(request.request_id) == num_stale
     assert consumer.store.objects == {}
     assert found(consumer) == 0
+    end(producer, consumer)
 
 
 def test_what_is_read_after_the_producer_gave_the_blocks_away_has_no_name(make_rig: MakeRig) -> None:

@@ -23,7 +23,6 @@ Prepare = Callable[[Patch], dict[str, Any]]
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Warnings of ours."""
     return [
         record.getMessage() for record in caplog.records if record.name.startswith("vllm.epochkv") and record.levelno == logging.WARNING
     ]
@@ -36,7 +35,6 @@ def heard() -> None:
 
 
 def reported(rig: Any) -> float:
-    """What `/metrics` shows."""
     rig.connector._reporter._at = float("-inf")
     return float(rig.connector.get_kv_connector_stats().to_dict()["gauges"]["tiers_off"])
 
@@ -49,29 +47,14 @@ def with_states(options: EngineOptions) -> KVCacheConfig:
     return made
 
 
-def test_an_engine_whose_layout_cannot_be_restored_says_so(make_rig: MakeRig, monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("tests.support.scheduler.kv_cache_config", with_states)
-    store = SharedStore()
-    with caplog.at_level(logging.WARNING, logger="vllm.epochkv"):
-        rig = make_rig(store=store, groups=("full", "48"), caching=False, epoch=0)
-        rig.serve(prompt(1, 8 * BLOCK))
-        assert found(rig, prompt(1, 8 * BLOCK)) == 0
-    assert store.objects == {}
-    (line,) = lines(caplog)
-    assert line.startswith("EpochKV: no tier is used: KV cache group 1 (MambaSpec)")
-    reason, note = rig.connector.scheduler.hooks.tiers()
-    assert (reason, f"EpochKV: {note}") == ("LayoutUnsupported", line)
-    assert rig.connector.scheduler.hooks.stats()["tiers_off"] == 1.0
-    assert reported(rig) == 1.0
-
-
 # ------------------------------------------------------------------------------------------------------------ every reason
+def unsupported(patch: Patch) -> dict[str, Any]:
+    patch.setattr("tests.support.scheduler.kv_cache_config", with_states)
+    return {"store": SharedStore(), "groups": ("full", "48"), "caching": False}
+
+
 def policy(patch: Patch) -> dict[str, Any]:
     return {"transfer": {"kv_load_failure_policy": "fail"}}
-
-
-def policy_and_consumer(patch: Patch) -> dict[str, Any]:
-    return {"transfer": {"kv_load_failure_policy": "fail", "kv_role": "kv_consumer"}}
 
 
 def scales(patch: Patch) -> dict[str, Any]:
@@ -126,8 +109,8 @@ def refusing(patch: Patch) -> dict[str, Any]:
 
 
 REASONS: dict[str, tuple[Prepare, str, str, str]] = {
+    "layout": (unsupported, "LayoutUnsupported", "no tier is used: KV cache group 1 (MambaSpec)", "turn prefix caching on"),
     "policy": (policy, "SavesOnly", "loads are off: kv_load_failure_policy is 'fail'", "set it to 'recompute'"),
-    "policy of a consumer": (policy_and_consumer, "SavesOnly", "loads are off: ", "'recompute'"),
     "scales": (scales, "TiersOff", "no tier is used: calculate_kv_scales is on", "turn it off"),
     "weights": (experts, "OwnCache", "the engine keeps its cache to itself: expert rebalancing", "turn it off"),
     "seed": (seed, "L1Only", "L2 is off: block hashes (sha256) have a random seed", "set PYTHONHASHSEED"),

@@ -37,7 +37,6 @@ class AheadRig(Rig):
         return output
 
     def issue(self, output: Any) -> None:
-        """The device runs a step."""
         metadata = output.kv_connector_metadata
         if metadata.settle:
             for worker in self.workers:
@@ -89,7 +88,6 @@ class AheadRig(Rig):
         return ModelRunnerOutput(req_ids=order, req_id_to_index={name: i for i, name in enumerate(order)}, sampled_token_ids=sampled)
 
     def _sample_some(self, request: Request, num_drafts: int) -> list[int]:
-        """Accepted drafts, and one more."""
         tokens = self.tokens[request.request_id]
         new = [self.source.randrange(3, 500) for _ in range(1 + self.source.randint(0, num_drafts))]
         tokens.extend(new)

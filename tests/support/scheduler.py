@@ -105,7 +105,6 @@ class Rig:
     # ------------------------------------------------------------------ what tests reach for
     @property
     def weights(self) -> str:
-        """What the engine computes with."""
         return self._weights
 
     @weights.setter
@@ -147,25 +146,21 @@ class Rig:
         )
 
     def add(self, tokens: Sequence[int], **kwargs: Any) -> Request:
-        """Make a request and hand it to the scheduler."""
         request = self.request(tokens, **kwargs)
         self.scheduler.add_request(request)
         return request
 
     # ------------------------------------------------------------------ steps
     def step(self) -> Any:
-        """schedule, forward, update; returns the scheduler's output."""
         output = self.scheduler.schedule()
         self.update(output)
         return output
 
     def steps(self, count: int) -> None:
-        """So many of them."""
         for _ in range(count):
             self.step()
 
     def update(self, output: Any) -> None:
-        """Forward pass and results of a scheduled step."""
         if output.kv_connector_metadata is not None and output.kv_connector_metadata.settle:
             for worker in self.workers:
                 worker.settle()
@@ -178,7 +173,6 @@ class Rig:
         self.take(output, runner)
 
     def take(self, output: Any, runner: ModelRunnerOutput) -> None:
-        """The scheduler takes in the results of a step."""
         for core_outputs in self.scheduler.update_from_output(output, runner).values():
             for item in core_outputs.outputs:
                 self.outputs.setdefault(item.request_id, []).extend(item.new_token_ids)
@@ -229,7 +223,6 @@ class Rig:
         raise AssertionError(f"not idle after {max_steps} steps: requests {sorted(self.scheduler.requests)}, leaks {self.leaks()}")
 
     def serve(self, tokens: Sequence[int], **kwargs: Any) -> str:
-        """Add one request and run until idle; returns its id."""
         request = self.add(tokens, **kwargs)
         self.run()
         assert request.request_id in self.finished, f"{request.request_id} did not finish"
@@ -237,7 +230,6 @@ class Rig:
 
     # ------------------------------------------------------------------ ends
     def leaks(self) -> dict[str, int]:
-        """What is left open, without zeros."""
         return {name: count for name, count in self.side.leak_report().items() if count}
 
     def check_clean(self) -> None:
@@ -250,19 +242,16 @@ class Rig:
         assert errors == {}, f"our code raised: {errors}"
 
     def close(self) -> None:
-        """Stop the agent thread."""
         if self.connector is not None:
             self.connector.shutdown()
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Varied tokens."""
     source = random.Random(seed)
     return [source.randrange(3, 500) for _ in range(length)]
 
 
 def global_root() -> bytes:
-    """vLLM's module global as it is now."""
     return kv_cache_utils.NONE_HASH
 
 
@@ -273,27 +262,13 @@ class OwnRoot:
         self._root = root
 
     def ready(self) -> bool:
-        """vLLM has set its own long ago."""
         return True
 
     def bind(self, root: bytes) -> None:
-        """The parent of chains begun from now on."""
         self._root = root
 
     def is_bound(self, root: bytes) -> bool:
-        """Nobody else writes here."""
         return self._root is root
 
 
-__all__ = [
-    "BLOCK",
-    "FakeWorker",
-    "OwnRoot",
-    "RequestStatus",
-    "Rig",
-    "SharedStore",
-    "global_root",
-    "prompt",
-    "write_credentials",
-    "write_model_dir",
-]
+__all__ = ["BLOCK", "OwnRoot", "RequestStatus", "Rig", "SharedStore", "global_root", "prompt", "write_credentials", "write_model_dir"]

@@ -113,11 +113,9 @@ class Oracle:
             self.recorded_weights.setdefault(request_id, self.label(request) if request is not None else self.rig.weights)
 
     def blocks_of(self, request: Request) -> tuple[list[int], ...]:
-        """Per group."""
         return tuple(self.rig.scheduler.kv_cache_manager.get_block_ids(request.request_id))
 
     def digests(self, request: Request) -> list[bytes]:
-        """Of its prefixes."""
         return self._prefixes.setdefault(request.request_id, Prefixes()).of(self.tokens_of(request))
 
     def check(self, request: Request, start: int, admitted: bool) -> None:

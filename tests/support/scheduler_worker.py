@@ -39,7 +39,6 @@ class EngineCore:
         self.scheduler = build()
 
     def add_lora(self, lora_request: Any) -> bool:
-        """As vLLM's."""
         return bool(self.model_executor.collective_rpc("add_lora", args=(lora_request,)))
 
 
@@ -78,12 +77,10 @@ class RankAdapters(LRUCacheWorkerLoRAManager):
 
     @staticmethod
     def make(number: int, text: str) -> LoRAModel:
-        """An adapter of these tensors."""
         values = torch.tensor(list(text.encode()), dtype=torch.float32)
         return LoRAModel(number, 1, {"m": LoRALayerWeights("m", 1, 1, values.view(1, -1), values.view(-1, 1).clone())})
 
     def text_of(self, request: Any) -> str:
-        """What a step of this request computes with."""
         model = self._adapter_manager.list_adapters().get(request.lora_int_id)
         return bytes(int(value) for value in model.loras["m"].lora_a.flatten()).decode() if model is not None else ""
 
@@ -120,17 +117,14 @@ class FakeExecutor:
 
     @property
     def engine_weights(self) -> str:
-        """One text where all ranks hold the same."""
         return self.ranks[0] if len(set(self.ranks)) == 1 else "|".join(self.ranks)
 
     def write(self, weights: str, rank: int | None = None) -> None:
-        """Without a word to anybody."""
         for index in range(len(self.ranks)):
             if rank in (None, index):
                 self.ranks[index] = weights
 
     def collective_rpc(self, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
-        """As vLLM's executors."""
         name = method if isinstance(method, str) else method.__name__
         self.calls.append(name)
         self.on_call(name)
@@ -147,7 +141,6 @@ class FakeExecutor:
         return [True] * len(self.ranks)
 
     def reset_encoder_cache(self) -> None:
-        """As vLLM's executors."""
         self.collective_rpc("reset_encoder_cache")
 
     def _answer(self, index: int, number: int) -> dict[str, Any]:
@@ -182,7 +175,6 @@ class FakeExecutor:
         return {"number": number, "adapters": one.held.digest(one.worker, number, wanted, afresh), "note": "", "rank": index}
 
     def activate(self, requests: set[Any]) -> None:
-        """A step begins that uses these adapters."""
         for one in self.adapters:
             one.set_active_adapters(requests, None)
 
@@ -212,7 +204,6 @@ class SharedStore:
     pending: list[tuple[Future[Sequence[bool]], list[str]]] = field(default_factory=list)
 
     def stats(self) -> dict[str, float]:
-        """As a client that is connected."""
         return {"state": 2.0, "breaker_open": float(self.down), "exists_calls": float(len(self.asked))}
 
     def exists(self, keys: Sequence[str], timeout: float = 1.0) -> Future[Sequence[bool]]:
@@ -228,14 +219,12 @@ class SharedStore:
         return future
 
     def answer_pending(self) -> None:
-        """Answer every question that was left open."""
         for future, keys in self.pending:
             if not future.cancelled():
                 future.set_result([key in self.objects for key in keys])
         self.pending.clear()
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Nothing to close."""
         return True
 
 
@@ -307,7 +296,6 @@ class FakeWorker:
                     self.acks.append(JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True))
 
     def work(self) -> None:
-        """Do what is not held."""
         if not self.hold_saves:
             saves, self.saves = self.saves, []
             for save in saves:
@@ -369,13 +357,11 @@ class FakeWorker:
         )
 
     def results(self) -> tuple[set[str], set[str]]:
-        """(finished, failed) since the last call."""
         out = self.finished, self.failed
         self.finished, self.failed = set(), set()
         return out
 
     def poll_acks(self) -> WorkerReport:
-        """Acknowledgements since the last call."""
         acks, self.acks = self.acks, []
         late, self.rig.executor.late[self.rank] = self.rig.executor.late[self.rank], []
         replaced, self.rig.executor.replaced[self.rank] = self.rig.executor.replaced[self.rank], []

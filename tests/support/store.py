@@ -21,7 +21,6 @@ _KEY = re.compile(
 
 
 def settings(address: str, **changes: object) -> StoreSettings:
-    """Settings for a store on this machine."""
     here = {"local_hostname": "127.0.0.1", "max_backoff_seconds": 0.5, "setup_backoff_seconds": (0.5, 0.5)}
     return StoreSettings(master_address=address, **{**here, **changes})  # type: ignore[arg-type]
 
@@ -57,22 +56,18 @@ class Memory:
 
 
 def block_keys(count: int) -> list[str]:
-    """New ones."""
     return [object_key(NAMESPACE, 0, 0, secrets.token_bytes(16)) for _ in range(count)]
 
 
 def put(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[StoreOutcome]:
-    """Store one slot under each key."""
     return client.put([memory.transfer(key, slot) for slot, key in enumerate(keys)], timeout).done.result(timeout + 5)
 
 
 def get(client: StoreClient, memory: Memory, keys: Sequence[str], timeout: float = 10) -> list[StoreOutcome]:
-    """Read each key into a slot of its own."""
     return client.get([memory.transfer(key, slot) for slot, key in enumerate(keys)], timeout).done.result(timeout + 5)
 
 
 def pattern(seed: int, num_bytes: int) -> bytes:
-    """Reproducible pseudo-random bytes."""
     import random
 
     return random.Random(seed).randbytes(num_bytes)

@@ -1,18 +1,21 @@
-"""Multi-modal hashes on the real scheduler: one text with two pictures shares what stands before the picture, in every tier.
+"""Each input that decides KV is in its names: pictures, embeddings, and what else vLLM's workers are told of a new request.
 
-On whole engines vLLM's CPU build cannot show it without torchvision: its vision models import a processor that needs it.
+On whole engines vLLM's CPU build cannot show pictures without torchvision: its vision models import a processor that needs it.
 """
 
 import hashlib
+from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.parse import AudioProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.pooling_params import PoolingParams
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.request import Request
 
@@ -27,7 +30,6 @@ ENCODER_TOKENS = 64
 
 
 def content(picture: str) -> str:
-    """As vLLM names it."""
     return hashlib.sha256(picture.encode()).hexdigest()
 
 
@@ -46,6 +48,11 @@ def serve(rig: Any, picture: str, before: int, salt: str | None = None) -> int:
     return int(rig.cached[request.request_id]) // BLOCK
 
 
+def of_tier(tier: str) -> dict[str, Any]:
+    """Options of an engine that has this one alone."""
+    return {"l1_bytes": None, "store": SharedStore()} if tier == "l2" else {}
+
+
 def flood(rig: Any) -> None:
     """Others take every block of the engine's own cache."""
     for seed in range(100, 108):
@@ -57,8 +64,7 @@ def flood(rig: Any) -> None:
 @pytest.mark.parametrize("tier", ["l1", "l2"])
 def test_pictures_tell_prompts_apart(make_rig: MakeRig, tier: str, groups: tuple[str, ...], before: int) -> None:
     """The first block is hashed by us and the others by vLLM, so the picture stands once in each."""
-    options: dict[str, Any] = {"l1_bytes": None, "store": SharedStore()} if tier == "l2" else {}
-    rig = make_rig(groups=groups, num_blocks=12 * len(groups), **options, epoch=0)
+    rig = make_rig(groups=groups, num_blocks=12 * len(groups), **of_tier(tier), epoch=0)
     assert serve(rig, content("one"), before) == 0
     flood(rig)
     assert serve(rig, content("one"), before) == WHOLE
@@ -74,8 +80,7 @@ def test_pictures_tell_prompts_apart(make_rig: MakeRig, tier: str, groups: tuple
 @pytest.mark.parametrize("tier", ["l1", "l2"])
 def test_blocks_behind_an_id_of_a_client_reach_no_tier(make_rig: MakeRig, tier: str, picture: str) -> None:
     """The client may use it again for other bytes. What stands before it is shared, and so is all of it under a salt."""
-    options: dict[str, Any] = {"l1_bytes": None, "store": SharedStore()} if tier == "l2" else {}
-    rig = make_rig(num_blocks=12, **options, epoch=0)
+    rig = make_rig(num_blocks=12, **of_tier(tier), epoch=0)
     assert serve(rig, picture, 2) == 0
     assert serve(rig, picture, 2) == WHOLE, "the engine's own cache is vLLM's matter"
     flood(rig)
@@ -109,3 +114,58 @@ def test_vllms_front_end_tells_the_core_which_ids_are_a_clients(monkeypatch: pyt
     position = PlaceholderRange(offset=3, length=1)
     features = [MultiModalFeatureSpec(None, "audio", name, position, given) for name, given in zip(plain, (clients, digest), strict=True)]
     assert [blocks.first_client_media(Request("r", [1], None, PoolingParams(), mm_features=[one])) for one in features] == [3, None]
+
+
+# ---------------------------------------------------------------------------------------------- embeddings, and all fields
+NUM_ROWS = 4 * BLOCK + 3
+ROWS = torch.arange(NUM_ROWS * 2, dtype=torch.float16).reshape(NUM_ROWS, 2)
+JUDGED = {
+    "req_id": "decides nothing",
+    "prompt_token_ids": "hashed by vLLM",
+    "prefill_token_ids": "the same, and outputs so far",
+    "mm_features": "identifiers and places are hashed by vLLM; tested above",
+    "prompt_embeds": "bytes are hashed by vLLM, their type is in the root",
+    "prompt_is_token_ids": "in the root",
+    "lora_request": "in the root; see test_adapters.py",
+    "sampling_params": "decides what is made of KV. Salts are not in it",
+    "pooling_params": "decides what is made of KV. Its token types are for encoders, which have no KV cache",
+    "block_ids": "where KV lies",
+    "num_computed_tokens": "how much of it there is",
+    "replay_start": "which tokens are computed again, for groups that are in no tier",
+}
+"""Whether each field of a new request decides KV, and what names then say of it."""
+
+
+def serve_rows(rig: Any, rows: torch.Tensor, is_token: list[bool] | None, tokens: list[int] | None) -> int:
+    """Run a prompt of these rows, of which `is_token` are read from the tokens; blocks that were found."""
+    plain = rig.request(prompt(1, NUM_ROWS))
+    request = Request(
+        plain.request_id, tokens, plain.sampling_params, None, prompt_embeds=rows, prompt_is_token_ids=is_token, block_hasher=rig.hasher
+    )
+    rig.scheduler.add_request(request)
+    rig.run()
+    return int(rig.cached[request.request_id]) // BLOCK
+
+
+@pytest.mark.parametrize("tier", ["gpu", "l1", "l2"])
+def test_rows_that_are_tokens_and_rows_that_are_not_have_different_names(make_rig: MakeRig, tier: str) -> None:
+    """The id of the tokens is 0, as vLLM's own stand-in for rows that are none."""
+    rig = make_rig(num_blocks=12, **of_tier(tier), epoch=0)
+    ids = [0] * NUM_ROWS
+    prompts: list[tuple[torch.Tensor, list[bool] | None, list[int] | None]] = [
+        (ROWS, [False] * NUM_ROWS, ids),
+        (ROWS, [True] * BLOCK + [False] * (NUM_ROWS - BLOCK), ids),
+        (ROWS, None, None),
+        (ROWS, None, ids),
+        (ROWS.view(torch.bfloat16), None, None),  # the same bytes
+    ]
+    for one in prompts:
+        for found in (0, NUM_ROWS // BLOCK):
+            assert serve_rows(rig, *one) == found
+            if tier != "gpu":
+                flood(rig)
+
+
+def test_every_field_of_a_new_request_is_judged() -> None:
+    """A new version of vLLM may tell its workers more. Say here whether that decides KV, and put it into the names if it does."""
+    assert {field.name for field in fields(NewRequestData)} <= JUDGED.keys()
