@@ -55,7 +55,6 @@ class Pods:
         eventually(lambda: len(self.ask("get_all_segments").split()) == stores, "the segments of the stores", 60)
 
     def leader(self) -> str | None:
-        """Address of the master that serves."""
         for host, master in self.masters.items():
             if master.alive() and json.loads(self.get(host, "health") or "{}").get("service_ready"):
                 return host

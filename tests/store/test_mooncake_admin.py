@@ -1,6 +1,8 @@
-"""The hub's one call that empties a store, against a real master."""
+"""A real master: the hub's one call that empties a store, and the series that boards ask for."""
 
 import asyncio
+import re
+import urllib.request
 from contextlib import closing
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from epochkv_fence.client import Pool
 from epochkv_fence.mooncake_admin import MooncakeAdmin, Removed
+from hack.observe.catalog import MOONCAKE
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.support.hub import Agents, HubProcess
@@ -59,3 +62,13 @@ def test_a_file_hub_empties_the_store_after_it_has_published(filled: Mooncake, t
             assert pool.reset().published
             eventually(lambda: filled.keys() == [], "the store is emptied", 60)
             eventually(lambda: (1, ()) in engine.reclaims, "an engine looks for what was being read", 60)
+
+
+def test_what_boards_ask_of_the_master_is_served(shared: Mooncake) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{shared.admin_port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    types = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
+    values = dict(re.findall(r"^(\w+) ([\d.e+]+)$", text, re.MULTILINE))
+    assert {metric.name: metric.kind for metric in MOONCAKE} == {metric.name: types.get(metric.name) for metric in MOONCAKE}
+    assert {metric.name for metric in MOONCAKE} <= values.keys()
+    assert float(values["master_total_capacity_bytes"]) == 64 << 20
