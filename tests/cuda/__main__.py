@@ -16,7 +16,7 @@ def main() -> int:
         print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {versions}", flush=True)
     else:
         print(f"skipped: torch finds no CUDA device here ({versions}); only what CPUs can show runs", flush=True)
-    suite = unittest.defaultTestLoader.loadTestsFromNames(["tests.cuda.test_copies", "tests.cuda.test_order", "tests.cuda.test_faults"])
+    suite = unittest.defaultTestLoader.loadTestsFromNames(["tests.cuda.test_copies"])
     result = unittest.TextTestRunner(verbosity=2 if torch.cuda.is_available() else 1).run(suite)
     return 0 if result.wasSuccessful() else 1
 

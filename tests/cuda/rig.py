@@ -42,11 +42,9 @@ class Rig:
         return self.stage.region.tensor[start : start + self.payload_bytes]
 
     def slot(self, slot: int) -> Tensor:
-        """A copy of a slot's payload."""
         return self._payload(slot).clone()
 
     def fill_slot(self, slot: int, value: int) -> None:
-        """The same byte everywhere."""
         self._payload(slot).fill_(value)
 
     def fill(self, value: int) -> None:
