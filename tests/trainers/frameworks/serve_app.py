@@ -18,7 +18,6 @@ from ray.serve.llm import LLMConfig
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     ended = threading.Event()
     ray.init(num_cpus=8, include_dashboard=False, _temp_dir=spec["temporary"])

@@ -54,7 +54,6 @@ class Replica(EngineApi):
 def replicas(
     weights: tuple[Path, Path], pool: Pool, mooncake: Mooncake, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Replica, Replica]]:
-    """Two of them, in the pool."""
     folder, port = tmp_path_factory.mktemp("serve"), free_port()
     temporary = tempfile.mkdtemp(prefix="ray-")  # Ray's sockets are below it, and their paths may have 107 characters
     spec: dict[str, Any] = {

@@ -36,7 +36,6 @@ def starting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="session")
 def uncached(starting: Engine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> grpo.Run:
-    """The run without any cache."""
     starting.wait_ready(server.START_SECONDS)
     run = server.train(starting, model, tmp_path_factory.mktemp("trained"))
     assert server.hits(starting) == grpo.Hits(0, 0)

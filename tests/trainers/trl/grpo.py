@@ -151,7 +151,6 @@ def reward(completion: Sequence[int]) -> float:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of every bit of its weights."""
     found = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         found.update(name.encode() + parameter.detach().numpy().tobytes())

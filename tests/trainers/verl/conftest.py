@@ -19,8 +19,7 @@ from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from tests.trainers.verl.command_line import enabled
-from tests.trainers.verl.lab import ROOT, WORKER, Verl
-from tests.trainers.verl.world import World
+from tests.trainers.verl.lab import ROOT, WORKER, Verl, World
 
 Answers = dict[str, list[tuple[int, ...]]]
 SHAPE = models.Shape(hidden=128, intermediate=256, layers=4)

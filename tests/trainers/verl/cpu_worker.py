@@ -19,8 +19,6 @@ def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 class UnpackedWorker(CPUWorker):
-    """See the module's docstring."""
-
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         utils.dispatch_cpu_unquantized_gemm = keep_weight
         super().load_model(*args, **kwargs)

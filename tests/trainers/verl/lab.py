@@ -1,4 +1,4 @@
-"""verl's rollouts and the manager of its weights under Ray, as its disaggregated trainers build them, and who trains.
+"""verl's rollouts and the manager of its weights under Ray, as its disaggregated trainers build them, who trains, and right answers.
 
 Of verl: `vLLMReplica` with `vLLMHttpServer`, `CheckpointEngineWorker`, `ServerAdapter` and vLLM's worker extension for each
 rollout; `CheckpointEngineManager` in a process of its own. The trainer is ours: a `Worker` of verl with `update_weights` and
@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +35,9 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica  # n
 
 from hack.engine_api import Answer  # noqa: E402
 from hack.standalone.engine import CPU_ENVIRONMENT, GPU_BLOCKS  # noqa: E402
-from hack.standalone.mooncake import CLIENT_ENVIRONMENT  # noqa: E402
+from hack.standalone.mooncake import CLIENT_ENVIRONMENT, Mooncake  # noqa: E402
+from hack.standalone.pool import Pool  # noqa: E402
+from hack.waiting import eventually  # noqa: E402
 from tests.trainers.verl.actors import Driver, Trainer  # noqa: E402
 from tests.trainers.verl.command_line import ROLLOUT, checked  # noqa: E402
 
@@ -89,7 +92,6 @@ class Verl:
         asyncio.run(launch())
 
     def driver(self) -> Any:
-        """A process with verl's manager."""
         return Driver.remote(self._rollout.checkpoint_engine, self.trainer, self.replicas)
 
     def generate(self, replica: int, prompt: Sequence[int]) -> Any:
@@ -121,3 +123,39 @@ class Verl:
 def end_engine(server: Any) -> None:
     """In verl's server: end its engine as vLLM's own server does."""
     server.engine.shutdown(timeout=20)
+
+
+CACHED = 896
+"""Of a prompt of 1,000 tokens: its whole blocks of 128."""
+
+
+@dataclass(frozen=True)
+class World:
+    """`weights`: folders by name. `expected`: what plain vLLM without any cache answers with them, by name and prompt."""
+
+    verl: Verl
+    pool: Pool
+    mooncake: Mooncake
+    folder: Path
+    weights: Mapping[str, Path]
+    prompts: Sequence[Sequence[int]]
+    expected: Mapping[str, Sequence[tuple[int, ...]]]
+
+    def ask(self, replica: int, prompt: int, name: str) -> int:
+        """The answer is right for these weights; returns how many tokens of the prompt came from a cache."""
+        answer = self.verl.answer(self.verl.generate(replica, self.prompts[prompt]))
+        assert answer.tokens == self.expected[name][prompt], "a wrong answer"
+        return answer.cached
+
+    def first_answers(self, name: str) -> None:
+        """After a push: no rollout finds what the weights before have left in the GPU, in the host's memory and in the store."""
+        assert self.ask(0, 0, name) == 0, "a wrong answer: from blocks that are not to be found"
+        assert self.ask(1, 1, name) == 0, "a wrong answer: from blocks that are not to be found"
+
+    def shares(self, name: str, prompt: int) -> None:
+        """The second rollout takes a prompt from the store that only the first has computed with these weights."""
+        self.pool.wait_engines(2)
+        before = set(self.mooncake.keys())
+        assert self.ask(0, prompt, name) == 0, "a wrong answer: from blocks that are not to be found"
+        eventually(lambda: len(set(self.mooncake.keys()) - before) >= CACHED // 128, f"blocks of prompt {prompt} in the store", 60)
+        assert self.ask(1, prompt, name) == CACHED

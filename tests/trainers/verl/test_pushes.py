@@ -15,7 +15,7 @@ import ray
 
 from hack.waiting import eventually
 from tests.trainers.verl.actors import HELD, SENT
-from tests.trainers.verl.world import World
+from tests.trainers.verl.lab import World
 
 PUSH_SECONDS = 240
 pytestmark = pytest.mark.timeout(1200)  # with the start of three engines; on a machine with other work

@@ -52,8 +52,6 @@ def block(**keys: Any) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ fields
-
-
 WRONG: list[tuple[Any, str]] = [
     ({"on_failure": "explode"}, r"rollout\.kv_store: on_failure is 'explode': Invalid enum value"),
     ({"enabled": True}, r"enabled is true, but there is no such key"),
