@@ -26,8 +26,9 @@ from tests.engine.server_nursery import ServerNursery
 PROMPT_TOKENS = 1000
 CACHED = 896  # whole blocks of 128 tokens of such a prompt
 BLOCKS = CACHED // 128
-
-
+SHAPE = models.Shape()
+OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4 * 128 * SHAPE.layers + 256
+"""Keys and values of a block of float32, with header and trailer."""
 L1_BYTES = 64 << 20
 LEASE_SECONDS = 3.0
 """Of the store: a key that was read stays for so long, whoever removes it."""
@@ -125,7 +126,6 @@ LOG_LINES = 40
 
 
 def log_sizes(folder: Path) -> dict[Path, int]:
-    """Every log below, with its size in bytes."""
     return {log: log.stat().st_size for log in sorted(folder.rglob("*.log"))}
 
 
@@ -222,7 +222,6 @@ class Pair:
         return f"ipc://{self.folder}/{name}.events"
 
     def push(self, model: Path) -> None:
-        """New weights for both engines."""
         for engine in self.both:
             engine.reload_weights(model)
         self.model = model
@@ -242,7 +241,6 @@ class Pair:
         check(answer, CACHED, expected)
 
     def end(self) -> None:
-        """End every engine that was started."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(Engine.end, self._started))
 

@@ -57,7 +57,6 @@ def keep_no_checkpoints() -> None:
 
 
 def draw(model: Any, gains: Mapping[str, float]) -> None:
-    """Fill every weight by its name."""
     import torch
 
     with torch.no_grad():

@@ -55,12 +55,10 @@ LEASE_SECONDS = 60.0
 
 
 def open_pool(folder: Path) -> Pool:
-    """A pool, started when it is entered."""
     return Pool(folder, lease_seconds=LEASE_SECONDS)
 
 
 def derive(folder: Path, base: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """A folder with the weights of `base`, changed."""
     folder.mkdir()
     (folder / "config.json").write_text((base / "config.json").read_text())
     tensors = load_file(base / "model.safetensors")
@@ -95,16 +93,13 @@ class Stream:
 
     @property
     def whole(self) -> list[int]:
-        """Prompt and answer."""
         return self.prompt + self.tokens
 
     def end(self) -> None:
-        """Give the request up."""
         self.enough = True
         self.join()
 
     def join(self) -> None:
-        """Return when it has ended."""
         self._thread.join(120.0)
         assert self.error is None, f"a request failed: {self.error!r}"
         assert not self._thread.is_alive()
@@ -156,23 +151,22 @@ class Streams:
         self._slow.touch()
         self.all = [Stream(engine, prompt, max_tokens) for prompt in prompts]
 
-    def arrive(self, num_tokens: int, num_requests: int | None = None) -> None:
-        """Return once that many of them (default: all) have so many tokens."""
-        wanted = len(self.all) if num_requests is None else num_requests
+    def arrive(self, num_tokens: int) -> None:
+        """Return once all of them have so many tokens."""
 
         def there() -> bool:
-            return sum(len(stream.tokens) >= num_tokens or stream.error is not None for stream in self.all) >= wanted
+            return all(len(stream.tokens) >= num_tokens or stream.error is not None for stream in self.all)
 
-        eventually(there, f"{num_tokens} tokens of {wanted} requests", 120.0)
+        eventually(there, f"{num_tokens} tokens of every request", 120.0)
 
     def wait(self) -> None:
         """Return once all of them have ended by themselves."""
         for stream in self.all:
             stream.join()
 
-    def move_on(self, num_tokens: int, num_requests: int | None = None) -> None:
-        """Return once that many have so many tokens more than the one that has most has now."""
-        self.arrive(max(len(stream.tokens) for stream in self.all) + num_tokens, num_requests)
+    def move_on(self, num_tokens: int) -> None:
+        """Return once all have so many tokens more than the one that has most has now."""
+        self.arrive(max(len(stream.tokens) for stream in self.all) + num_tokens)
 
     def __enter__(self) -> Streams:
         return self
@@ -213,7 +207,6 @@ class Orders:
 
 
 def rpc(engine: Engine, method: str, **arguments: Any) -> None:
-    """Call a method on every worker of the engine."""
     engine.post("/collective_rpc", {"method": method, "kwargs": arguments})
 
 
@@ -243,7 +236,6 @@ class Lab:
         self.b: Engine
 
     def begin(self) -> None:
-        """Start A and B."""
         self.a, self.b = self.start("A", self.weights.base), self.start("B", self.weights.base)
         for engine in (self.a, self.b):
             engine.wait_ready()
@@ -262,7 +254,6 @@ class Lab:
         return engine
 
     def end(self) -> None:
-        """End every engine that was started."""
         with ThreadPoolExecutor() as pool:
             list(pool.map(Engine.end, self._started))
 
@@ -305,10 +296,10 @@ class Lab:
         eventually(lambda: len(set(self.mooncake.keys()) - before) == self.num_shards * BLOCKS, f"{BLOCKS} blocks in the store")
         return prompt
 
-    def share(self, model: Path, first: Engine | None = None, second: Engine | None = None) -> list[int]:
-        """What the first engine (default: A) computes, the second (B) loads, and both are right. Returns the prompt."""
-        prompt = self.save(first or self.a, model)
-        check((second or self.b).complete(prompt), CACHED, self.reference(prompt, model))
+    def share(self, model: Path) -> list[int]:
+        """What A computes, B loads, and both are right. Returns the prompt."""
+        prompt = self.save(self.a, model)
+        check(self.b.complete(prompt), CACHED, self.reference(prompt, model))
         return prompt
 
     def apart(self, first: Engine, first_model: Path, second: Engine, second_model: Path) -> None:
@@ -341,7 +332,6 @@ class Lab:
         return engine.metric("vllm:epochkv_weights_events_total", what="late")
 
     def stored(self) -> list[BlockKey]:
-        """What is in the store."""
         return [parse_key(key) for key in settled_keys(self.mooncake)]
 
     def wait_published(self, epoch: int) -> None:

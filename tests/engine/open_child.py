@@ -22,7 +22,6 @@ import torch
 from PIL import Image
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker import cpu_model_runner
 
@@ -50,7 +49,6 @@ class NoStream:
 
 @contextlib.contextmanager
 def no_stream_context(stream: Any) -> Iterator[None]:
-    """`torch.cuda.stream`."""
     yield
 
 
@@ -89,7 +87,6 @@ def receive_between_stages() -> None:
 
 
 def picture(seed: int) -> Image.Image:
-    """Random pixels."""
     return Image.frombytes("RGB", (112, 112), random.Random(seed).randbytes(112 * 112 * 3))
 
 
@@ -107,7 +104,6 @@ class Served:
         self._scheduler: Any = self.core.scheduler
         self._seen: Counter[str] = Counter()
         self._preempted: dict[tuple[int, ...], list[int]] = {}
-        self._adapters: dict[str, LoRARequest] = {}
         self._watch()
         self._join()
 
@@ -140,22 +136,16 @@ class Served:
             time.sleep(0.02)
 
     def run(self, requests: list[Request]) -> list[Output]:
-        """See `OpenEngine.run`."""
-        prompts, parameters, adapters = [], [], []
+        prompts, parameters = [], []
         for request in requests:
             prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
-            if request.salt is not None:
-                prompt["cache_salt"] = request.salt
             if request.image is not None:
                 prompt["multi_modal_data"] = {"image": picture(request.image)}
             if request.uuid is not None:
                 prompt["multi_modal_uuids"] = {"image": [request.uuid]}
             prompts.append(prompt)
             parameters.append(SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False, logprobs=2))
-            adapters.append(self._adapter(request.adapter))
-        lora = adapters if any(adapters) else None
-        answers = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=lora)
-        return [self._output(answer) for answer in answers]
+        return [self._output(answer) for answer in self._llm.generate(prompts, parameters, use_tqdm=False)]
 
     def _output(self, answer: Any) -> Output:
         best = answer.outputs[0]
@@ -168,22 +158,13 @@ class Served:
             tuple(self._preempted.pop(tuple(answer.prompt_token_ids), ())),
         )
 
-    def _adapter(self, folder: str | None) -> LoRARequest | None:
-        if folder is None:
-            return None
-        number = len(self._adapters) + 1
-        return self._adapters.setdefault(folder, LoRARequest(Path(folder).name, number, folder))
-
     def forget(self, _: None) -> bool:
-        """See `OpenEngine.forget`."""
         return bool(self._scheduler.reset_prefix_cache(reset_connector=False))
 
     def do(self, function: Callable[[Served], Any]) -> Any:
-        """See `OpenEngine.do`."""
         return function(self)
 
     def facts(self, _: None) -> dict[str, Any]:
-        """See `OpenEngine.facts`."""
         facts: dict[str, Any] = {
             **{name: self._seen[name] for name in ("schedules_ahead", "cut_prompts")},
             "ranks": self.core.vllm_config.parallel_config.world_size,
@@ -207,7 +188,6 @@ class Served:
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def end(self) -> None:
-        """Shut engine and connector down."""
         self._llm.llm_engine.engine_core.shutdown()
 
 

@@ -25,13 +25,10 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. `adapter`: folder of a LoRA adapter; `image`: seed of the picture that its placeholder stands for;
-    `uuid`: what the client calls it."""
+    """One prompt. `image`: seed of the picture that its placeholder stands for; `uuid`: what the client calls it."""
 
     tokens: tuple[int, ...]
     max_tokens: int = 12
-    salt: str | None = None
-    adapter: str | None = None
     image: int | None = None
     uuid: str | None = None
 

@@ -78,7 +78,6 @@ class ForkedServer:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def _line(self) -> bytes:
@@ -132,7 +131,6 @@ def fork_cores() -> None:
 
 
 def serve(asked: Mapping[str, Any], log: int, connection: socket.socket) -> NoReturn:
-    """Be the server that was asked for."""
     status = 1
     try:
         os.setsid()
@@ -178,7 +176,6 @@ def reap(connections: dict[int, socket.socket]) -> None:
 
 
 def main() -> None:
-    """Import, listen and fork."""
     for name in IMPORTS:
         importlib.import_module(name)
     gc.collect()

@@ -45,7 +45,6 @@ class Lab:
         return name, models.make_adapter(self.folder / name, seed)
 
     def expected(self, seed: int, prompt: Sequence[int]) -> tuple[int, ...]:
-        """What this version answers."""
         name, path = self.write(seed)
         self.b.load_adapter(name, path)
         answer = self.b.complete(prompt, adapter=name, cache_salt=f"{name} {time.monotonic()}")

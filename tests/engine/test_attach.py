@@ -1,9 +1,14 @@
-"""`EPOCHKV_ATTACH` alone joins the engine of a program that knows nothing of connectors, and it has hits of L1."""
+"""`EPOCHKV_ATTACH` alone joins the engine of a program that knows nothing of connectors, and it has hits of L1.
+
+python -m tests.engine.test_attach JOB      (the program)
+"""
 
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +29,7 @@ def test_an_engine_joins_by_the_environment_alone(
     with Pool(tmp_path) as pool:
         attached = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": str(pool.credentials), "EPOCHKV_LOCAL_CAPACITY": "64Mi"}
         variables = {**CPU_ENVIRONMENT, **attached}
-        command = [sys.executable, "-m", "tests.engine.attach_child", str(job)]
+        command = [sys.executable, "-m", "tests.engine.test_attach", str(job)]
         with Process("program", command, tmp_path / "program.log", variables, popen=servers.popen) as program:
             pool.wait_engines(1, 240)
             (tmp_path / "shares").touch()
@@ -41,3 +46,28 @@ def test_an_engine_joins_by_the_environment_alone(
     assert [first, again] == [[0, expected], [CACHED, expected]]
     assert second == [0, list(reference(other, weights.base))]
     assert log.count("EPOCHKV_ATTACH joins this engine to pool policy, L1 of 64 MiB") == 1
+
+
+def main() -> None:
+    """As TRL and OpenRLHF: `LLM(...)` with a fixed list of arguments. It asks once the test has seen its engine share: what is computed
+    before is not saved."""
+    from vllm import LLM, SamplingParams
+
+    model, prompt, other = json.loads(Path(sys.argv[1]).read_text())
+    llm = LLM(model=model, skip_tokenizer_init=True, enforce_eager=True, dtype="float32", max_model_len=2048, max_num_seqs=4)
+
+    def ask(tokens: list[int]) -> list[Any]:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        output = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)[0]
+        return [output.num_cached_tokens, list(output.outputs[0].token_ids)]
+
+    shares = Path(sys.argv[1]).with_name("shares")
+    while not shares.exists():  # the test ends this process in time
+        time.sleep(0.05)
+    first = ask(prompt)
+    cleared = llm.reset_prefix_cache()
+    print("RESULT " + json.dumps([cleared, first, ask(other), ask(prompt)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

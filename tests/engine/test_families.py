@@ -141,7 +141,6 @@ class Trial:
         self._expected: dict[Request, Output] = {}
 
     def expected(self, request: Request) -> Output:
-        """What the reference answers."""
         request = replace(request, uuid=None)  # which the reference would believe
         if request not in self._expected:
             (answer,) = self.reference.run([request])

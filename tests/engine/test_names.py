@@ -88,26 +88,6 @@ def test_a_push_that_misses_an_engine(lab: Lab, weights: Weights) -> None:
     lab.share(weights.new)
 
 
-def stamped(lab: Lab, num_answers: int, num_pushes: int, source: random.Random) -> None:
-    """Answers of A while weights change: what their stamps say is what an engine without a cache says, and what pushes were made."""
-    lab.have(lab.weights.base)
-    held = [(lab.digest(lab.a), lab.weights.base, 0.0, 0.0)]
-    while num_answers > 0:
-        num_answers, model = num_answers - NUM_RUNNING, held[-1][1]
-        with Streams(lab.a, [lab.prompts(OPENING) for _ in range(NUM_RUNNING)], max_tokens=source.randrange(60, 90)) as streams:
-            for _ in range(min(num_pushes, 2)):
-                num_pushes -= 1
-                streams.move_on(source.randrange(1, 25))
-                model, began, before = lab.weights.after(model), time.monotonic(), len(lab.seen(lab.a))
-                lab.push(lab.a, model)
-                ended = time.monotonic()
-                eventually(lambda before=before: len(lab.seen(lab.a)) > before, "the engine has seen them")
-                held.append((lab.digest(lab.a), model, began, ended))
-            streams.wait()
-        for stream in streams.all:
-            check_stamp(lab, stream, held)
-
-
 def check_stamp(lab: Lab, stream: Stream, held: list[tuple[str, Path, float, float]]) -> None:
     """`held`: digest, weights, and when their push began and ended, in order."""
     assert stream.stamp is not None
@@ -126,14 +106,27 @@ def check_stamp(lab: Lab, stream: Stream, held: list[tuple[str, Path, float, flo
         assert lab.reference.answer(stream.prompt, model, until) == tuple(stream.tokens[:until])
 
 
-def test_every_token_says_which_weights_made_it(lab: Lab) -> None:
-    stamped(lab, NUM_RUNNING, 2, random.Random(1))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_hundred_answers_over_ten_pushes_say_which_weights_made_each_token(lab: Lab) -> None:
-    stamped(lab, 200, 10, random.Random(2))
+@pytest.mark.parametrize(("num_answers", "num_pushes"), [(NUM_RUNNING, 2), pytest.param(200, 10, marks=pytest.mark.slow)])
+def test_every_token_says_which_weights_made_it(lab: Lab, num_answers: int, num_pushes: int) -> None:
+    """Answers of A while weights change: what their stamps say is what an engine without a cache says, and what pushes were made."""
+    source = random.Random(num_pushes)
+    lab.have(lab.weights.base)
+    held = [(lab.digest(lab.a), lab.weights.base, 0.0, 0.0)]
+    while num_answers > 0:
+        num_answers, model = num_answers - NUM_RUNNING, held[-1][1]
+        with Streams(lab.a, [lab.prompts(OPENING) for _ in range(NUM_RUNNING)], max_tokens=source.randrange(60, 90)) as streams:
+            for _ in range(min(num_pushes, 2)):
+                num_pushes -= 1
+                streams.move_on(source.randrange(1, 25))
+                model, began, before = lab.weights.after(model), time.monotonic(), len(lab.seen(lab.a))
+                lab.push(lab.a, model)
+                ended = time.monotonic()
+                eventually(lambda before=before: len(lab.seen(lab.a)) > before, "the engine has seen them")
+                held.append((lab.digest(lab.a), model, began, ended))
+            streams.wait()
+        for stream in streams.all:
+            check_stamp(lab, stream, held)
 
 
 def test_prompts_that_are_warmed_are_found_by_the_other_engine(lab: Lab) -> None:
@@ -181,19 +174,6 @@ def test_a_parameter_is_written_by_a_call_that_nobody_knows(lab: Lab, weights: W
         rpc(lab.a, "scale_in_place", name=FLIPPED, factor=-1.0)
     check(lab.a.complete(old), CACHED, lab.reference(old, weights.base))
     lab.share(weights.base)
-
-
-@pytest.mark.slow
-def test_an_engine_that_refuses_to_sleep_goes_on_sharing(lab: Lab, weights: Weights) -> None:
-    """vLLM's CPU workers say that they cannot, its engine says that it does. It clears its caches, so the pool leaves its epoch."""
-    lab.have(weights.base)
-    for level in (1, 2):
-        old, epoch = lab.share(weights.base), lab.pool.snapshot().target
-        lab.a.post(f"/sleep?level={level}", {})
-        lab.a.post("/wake_up", {})
-        check(lab.a.complete(old), 0, lab.reference(old, weights.base))
-        lab.wait_published(epoch + 1)
-        lab.share(weights.base)
 
 
 # ---------------------------------------------------------------------- past vLLM

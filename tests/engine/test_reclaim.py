@@ -8,14 +8,9 @@ from contextlib import contextmanager
 import pytest
 
 from epochkv_fence import client
-from hack.models import Shape
 from hack.waiting import eventually
-from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, Pair, Prompts, Reference, settled_keys
+from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, OBJECT_BYTES, Pair, Prompts, Reference, settled_keys
 from tests.support.store import parse_key
-
-SHAPE = Shape()
-BLOCK_TOKENS, FLOAT_BYTES, HEADER_AND_TRAILER = 128, 4, 256
-OBJECT_BYTES = 2 * SHAPE.kv_heads * SHAPE.head_dim * FLOAT_BYTES * BLOCK_TOKENS * SHAPE.layers + HEADER_AND_TRAILER
 
 
 @pytest.fixture(scope="module")

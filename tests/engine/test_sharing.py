@@ -1,11 +1,17 @@
-"""Two engines, L1 and L2, one pool: what is shared, what an epoch takes away, what a lost hub may not do."""
+"""Two engines, L1 and L2, one pool: what is shared, what an epoch takes away, what a lost hub may not do. And metrics of vLLM and of the
+connector on `/metrics`.
+"""
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from epochkv_fence.protocol.messages import Source
+from hack.observe.catalog import VLLM
+from hack.standalone.engine import Engine
 from hack.waiting import eventually
 from tests.engine.conftest import CACHED, Pair, Prompts, Reference, check, fence_lines
 
@@ -70,3 +76,40 @@ def test_engines_that_clear_their_caches_move_the_pool_on_once(
     assert (snapshot.target, snapshot.published) == (before + 1, before + 1)
     assert snapshot.origin is not None
     assert snapshot.origin is Source.ENGINE
+
+
+# ---------------------------------------------------------------------------------------------- metrics
+PAGE = Path(__file__).parents[2] / "docs/reference/metrics.md"
+
+
+def metrics_page(engine: Engine) -> str:
+    """`/metrics`, with the connector's numbers none older than this call."""
+    engine.report_metrics([5, 6, 7])
+    return engine.request("GET", "/metrics").decode()
+
+
+def test_the_page_of_an_engine_is_that_of_the_documentation(pair: Pair, prompts: Prompts) -> None:
+    pair.save_through_a(prompts())
+    text = metrics_page(pair.a)
+    served = set(re.findall(r"^# TYPE (vllm:epochkv_\w+) (?:counter|gauge)$", text, re.MULTILINE))
+    served = {name for name in served if not name.endswith("_created")}
+    documented = set(re.findall(r"^\| `(vllm:epochkv_\w+)`", PAGE.read_text(), re.MULTILINE))
+    assert served == documented
+    with_values = set(re.findall(r"^(vllm:epochkv_\w+)[{ ]", text, re.MULTILINE))
+    assert documented <= with_values, "a gauge is never reported"
+    assert pair.a.metric("vllm:epochkv_broken") == 0
+    assert 0 < pair.a.metric("vllm:epochkv_lease_remaining_seconds") <= 6.0
+    assert pair.a.metric("vllm:epochkv_epoch") == pair.pool.snapshot().published
+    assert pair.a.metric("vllm:epochkv_store_state", rank="0") == pair.a.metric("vllm:epochkv_store_state", rank="scheduler") == 2
+    assert pair.a.metric("vllm:epochkv_errors_total") == 0
+
+
+def test_what_boards_and_alerts_ask_of_vllm_is_served(pair: Pair, prompts: Prompts) -> None:
+    """By the names and labels that this vLLM has."""
+    pair.a.complete(prompts(8), 2)
+    text = metrics_page(pair.a)
+    for metric in VLLM:
+        for series in metric.series:
+            found = re.search(rf"^{series}{{(.*)}} ", text, re.MULTILINE)
+            assert found is not None, f"vLLM does not serve {series}"
+            assert set(metric.labels) == set(re.findall(r'(\w+)="', found[1])) - {"le"}, series

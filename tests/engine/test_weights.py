@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from epochkv_fence import client
-from tests.engine.conftest import Pair, Prompts, Reference, Weights, check
-from tests.engine.names_lab import Traffic
+from tests.engine.conftest import Pair, Prompts, Reference, Weights
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +57,3 @@ def test_an_engine_that_a_push_missed_is_named_until_it_has_the_weights(pair: Pa
     pair.push(new)
     assert trainer.wait_weights(timeout_s=60, label="whole").ids == {after}
     assert pair.pool.snapshot().diverged == []
-
-
-def test_engines_that_serve_look_by_themselves_and_soon(
-    pair: Pair, trainer: client.Pool, prompts: Prompts, reference: Reference, weights: Weights
-) -> None:
-    """The push knows nothing of the pool; whoever wants to know asks when it has returned."""
-    (before,) = trainer.weights().groups
-    prompt = prompts()
-    with Traffic(pair.both, [prompt]) as traffic:
-        traffic.go_on(1)
-        pair.push(weights.after(pair.model))
-        found = trainer.wait_weights(timeout_s=60, label="served", other_than={before.id})
-    (group,) = found.groups
-    assert (group.label, group.engines) == ("served", (pair.a.name, pair.b.name))
-    answer = pair.b.complete(prompt)
-    check(answer, answer.cached, reference(prompt, pair.model))
-    other = prompts()
-    pair.check_sharing(other, reference(other, pair.model))
