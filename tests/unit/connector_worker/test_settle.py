@@ -2,6 +2,7 @@
 job runner breaks down: everything it took is answered once, and never before its copies have ended.
 """
 
+import pickle
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -214,10 +215,12 @@ def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
     side = WorkerRole(1, None)
     one = [move(5, 0, 1)]
     step = StepMetadata(loads=(load(1, one),), saves=(save(2, one, NAMESPACE), save(3, one)), invalidated=("c",))
+    there = pickle.loads(pickle.dumps(step))  # as vLLM tells a rank in another process
+    assert there == step
     side.new_step()
-    side.start(step, idle=True)
-    side.finish(step)
-    side.start(step, idle=True)  # asked twice, as vLLM does
+    side.start(there, idle=True)
+    side.finish(there)
+    side.start(there, idle=True)  # asked twice, as vLLM does
     assert side.results() == ({"r1", "c"}, {"r1", "c"})
     assert side.results() == (set(), set())
     acks = [(ack.job_id, ack.phase, ack.failed, ack.num_blocks) for ack in side.acks().acks]
