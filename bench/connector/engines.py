@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +57,11 @@ def l1_bytes(num_blocks: int) -> int:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Engines by name, and the store they share."""
+    """Engines by name, the store they share, and the folder with their model."""
 
     engines: Mapping[str, Engine]
     mooncake: Mooncake
+    folder: Path
 
     def wait_stored(self, num_keys: int) -> None:
         """Return once the store holds that many objects.
@@ -72,15 +73,18 @@ class Fleet:
 
 
 @contextmanager
-def fleet(kinds: Mapping[str, str], l1_blocks: int = 0) -> Iterator[Fleet]:
+def fleet(
+    kinds: Mapping[str, str], l1_blocks: int = 0, args: Sequence[str] = ARGS, make: Callable[[Path, int], Path] = make_large
+) -> Iterator[Fleet]:
     """Start engines: name -> "ours", "stock" (vLLM's MooncakeStoreConnector) or "none"; returns when all are healthy.
 
     Args:
         l1_blocks: L1 of each engine of ours.
+        make: writes the model into a folder.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epochkv-bench-")))
-        model = make_large(folder / "model", 1)
+        model = make(folder / "model", 1)
         mooncake = stack.enter_context(Mooncake(folder, segment_bytes=SEGMENT_BYTES))
         touch_memory(mooncake, TOUCHED_BYTES)
         pool = stack.enter_context(Pool(folder))
@@ -89,13 +93,13 @@ def fleet(kinds: Mapping[str, str], l1_blocks: int = 0) -> Iterator[Fleet]:
         engines: dict[str, Engine] = {}
         for name, kind in kinds.items():
             connector = {"ours": ours, "stock": stock, "none": None}[kind]
-            engine = Engine(name, model, folder, connector, args=ARGS, environ=environ if kind == "stock" else {})
+            engine = Engine(name, model, folder, connector, args=args, environ=environ if kind == "stock" else {})
             stack.callback(engine.end)
             engines[name] = engine
         for engine in engines.values():
             engine.wait_ready(START_SECONDS)
         pool.wait_engines(sum(kind == "ours" for kind in kinds.values()))
-        yield Fleet(engines, mooncake)
+        yield Fleet(engines, mooncake, folder)
 
 
 def touch_memory(mooncake: Mooncake, num_bytes: int) -> None:

@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from bench.connector.engines import BLOCK_TOKENS, START_SECONDS
+from bench.connector.engines import BLOCK_TOKENS, Fleet, fleet
 from bench.report import Figure, Progress, Row
 from epochkv_fence.client import warm
 from hack import models
-from hack.standalone.engine import Engine
-from hack.standalone.mooncake import Mooncake
-from hack.standalone.pool import Pool
 
 NUM_ENGINES, AT_ONCE = 4, 8
 NUM_PROMPTS, ROLLOUTS = 16, 8
@@ -32,8 +26,7 @@ PREFIX_TOKENS, OWN_TOKENS, ANSWER_TOKENS = 512, 128, 128
 TURNS, SESSIONS, TOOL_TOKENS = 3, 32, 64
 """Of the variant with several turns: each prompt is the conversation so far and what a tool said."""
 POLICIES: Mapping[str, Any] = {"All": "All", "Prompts": "Prompts", f"max_tokens {PREFIX_TOKENS}": {"max_tokens": PREFIX_TOKENS}}
-L1_BYTES, SEGMENT_BYTES = 512 << 20, 2 << 30
-GPU_BLOCKS = 512
+L1_BLOCKS, GPU_BLOCKS = 690, 512
 QUIET_SECONDS = 1.0
 ARGS = ("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-num-batched-tokens", "2048")
 
@@ -55,8 +48,8 @@ class Counted:
 
 
 class Rollouts:
-    def __init__(self, engines: Sequence[Engine], mooncake: Mooncake, folder: Path) -> None:
-        self._engines, self._mooncake, self._folder = engines, mooncake, folder
+    def __init__(self, group: Fleet) -> None:
+        self._engines, self._mooncake, self._folder = list(group.engines.values()), group.mooncake, group.folder
         self._pushes = 1
         rng = random.Random(1)
         self._tokens = lambda count: [rng.randrange(2, 512) for _ in range(count)]
@@ -131,18 +124,8 @@ def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Prompt tokens computed without and with `warm`; by policy, bytes put to L2 and tokens found in later turns."""
     stages: dict[str, Counted] = {}
     began = time.monotonic()
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epochkv-bench-")))
-        base = models.make(folder / "model", 1)
-        mooncake, pool = stack.enter_context(Mooncake(folder, segment_bytes=SEGMENT_BYTES)), stack.enter_context(Pool(folder))
-        connector = pool.connector(L1_BYTES, mooncake.address)
-        engines = [Engine(f"rollout-{number}", base, folder, connector, args=ARGS) for number in range(NUM_ENGINES)]
-        for engine in engines:
-            stack.callback(engine.end)
-        for engine in engines:
-            engine.wait_ready(START_SECONDS)
-        pool.wait_engines(NUM_ENGINES)
-        rollouts = Rollouts(engines, mooncake, folder)
+    with fleet({f"rollout-{number}": "ours" for number in range(NUM_ENGINES)}, L1_BLOCKS, ARGS, models.make) as group:
+        rollouts = Rollouts(group)
         rollouts.one_turn("All", warmed=False)  # so that no first time is counted
         total = 1 + 2 * len(POLICIES)
         stages["cold"] = rollouts.one_turn("All", warmed=False)
