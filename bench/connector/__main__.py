@@ -53,6 +53,7 @@ ROWS: dict[str, Entry] = {
     "rollouts": Entry(
         "rollouts after a push on four engines: prefill with and without warm, bytes and hits by save policy", 240, late("rollouts")
     ),
+    "beside": Entry("decode step beside a load from L2 and beside a save / the same step alone", 420, late("beside")),
     "decode": Entry("decode throughput with the connector and no hits / without connector", 180, late("decode")),
 }
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.connector.misses import OtherHit
 from bench.connector.store import Raw, Region
@@ -161,14 +162,18 @@ def empty_gpu(engine: Engine) -> None:
     eventually(emptied, f"{engine.name}: prefix cache emptied")
 
 
-def timed_answer(engine: Engine, tokens: Sequence[int], cached: int) -> float:
+def timed_answer(engine: Engine, tokens: Sequence[int], cached: int, save: Any = None) -> float:
     """Seconds to the first token over HTTP.
+
+    Args:
+        cached: tokens that caches should have.
+        save: what an engine of ours saves of it; None: all.
 
     Raises:
         OtherHit: the engine took another number of tokens than `cached` from caches, so it is not what should be measured.
     """
     began = time.perf_counter()
-    answer = engine.complete(tokens, 1)
+    answer = engine.complete(tokens, 1, transfer=None if save is None else {"epochkv": {"save": save}})
     seconds = time.perf_counter() - began
     if answer.cached != cached:
         raise OtherHit(f"{engine.name} took {answer.cached} tokens from caches, expected {cached} of {len(tokens)}")
