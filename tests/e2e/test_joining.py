@@ -131,7 +131,7 @@ def reset(kube: Kube) -> None:
 def instances(kube: Kube) -> dict[str, list[int]]:
     """Of each pod, which instance of its containers runs."""
     found = kube.pods(NAMESPACE, f"epochkv.io/pool={POOL}")
-    return {pod["metadata"]["uid"]: [one["restartCount"] for one in pod["status"]["containerStatuses"]] for pod in found}
+    return {pod["metadata"]["name"]: [one["restartCount"] for one in pod["status"]["containerStatuses"]] for pod in found}
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,10 @@ def test_pods_with_the_label_share_and_follow_a_reset(setup: Setup, kube: Kube, 
 
 def test_the_chart_is_upgraded_removed_and_installed_over_living_pods(setup: Setup, kube: Kube, guests: None) -> None:
     (reference,) = kube.engines(NAMESPACE, REFERENCE, MODEL)
-    joined = [ready(kube, NAMESPACE, name) for name in ("serving", "replayed")]
+    kinds = {"serving": "Deployment", "replayed": "StatefulSet"}
+    for name, kind in kinds.items():
+        apply(kube, NAMESPACE, workload(kind, name))
+    joined = [ready(kube, NAMESPACE, name) for name in kinds]
     members, before = [kube.engines(NAMESPACE, ENGINE, MODEL)[0], *joined], instances(kube)
     (prompt,) = make_prompts(time.time_ns() % 2**31, 1)
     right = reference.complete(prompt, ANSWER_TOKENS).tokens
@@ -222,4 +225,4 @@ def test_the_chart_is_upgraded_removed_and_installed_over_living_pods(setup: Set
     share(members, reference)
     reset(kube)
     assert members[0].complete(prompt, ANSWER_TOKENS) == Answer(right, 0)
-    assert instances(kube) == before
+    assert instances(kube) == before, setup.diagnosis()

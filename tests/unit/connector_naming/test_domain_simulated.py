@@ -19,11 +19,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.weights import domain, rank, watch
 from epochkv_connector.weights.digest import is_of_experts
 from epochkv_connector.weights.domain import SETTLED, TOLD_BYTES, UNKNOWN, Column, Domain, Peers, domain_digest
 from epochkv_connector.weights.rank import Comparison, Held
 from epochkv_connector.weights.watch import Watch
+from epochkv_connector.wire import WorkerReport
 from hack.waiting import eventually
 
 RANKS = 2
@@ -169,7 +171,7 @@ class Rank:
 class World:
     """All ranks, one store, one clock."""
 
-    def __init__(self, seed: int, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, seed: int, pool: ThreadPoolExecutor, kind: type[Rank] = Rank) -> None:
         self.random, self._pool = random.Random(seed), pool
         self.now, self.epoch = 100.0, 0
         self.meaning: dict[bytes, Block] = {}
@@ -180,7 +182,7 @@ class World:
         self._brought: list[torch.Tensor] = []
         self._all = Barrier(RANKS)
         keys = HashStore()
-        self.ranks = [Rank(self, number, keys) for number in range(RANKS)]
+        self.ranks = [kind(self, number, keys) for number in range(RANKS)]
 
     def clock(self) -> float:
         return self.now
@@ -358,6 +360,80 @@ def test_each_rule_is_needed(rule: str, run: Callable[[int], int], monkeypatch: 
     TAKEN_AWAY[rule](monkeypatch)
     with pytest.raises(Wrong):
         run(20 * SCHEDULES)
+
+
+# ---------------------------------------------------------------------------- what stamps say of answers
+class Stamped(Rank):
+    """Answers of many tokens, one at a time, that want stamps. `wrong`: tokens whose stamp is not what they were made with."""
+
+    def __init__(self, world: World, number: int, pool: HashStore) -> None:
+        super().__init__(world, number, pool)
+        self.stamps = Stamps(lambda: self.watch, SimpleNamespace(held={}), None, None, all_requests=True, tokens_per_step=1)  # type: ignore[arg-type]
+        self.answer: Any = None
+        self.right, self.wrong = 0, list[str]()
+
+    def schedule(self) -> Callable[[Block], Callable[[], None]]:
+        self.watch.before_schedule()
+        if self.answer is None:
+            names = {"request_id": "r", "kv_transfer_params": None, "lora_request": None}
+            self.answer = SimpleNamespace(**names, num_output_tokens=0, made=list[Block](), life=self.world.random.choice((2, 8, 40)))
+            self.stamps.open(self.answer)
+        number = self.watch.number if self.watch.value is not None and self.watch.number else -1
+        output = SimpleNamespace(scheduled_new_reqs=[])
+        self.stamps.scheduled(output)
+
+        def compute(block: Block) -> Callable[[], None]:
+            self.held.begin()
+            made_with = (*block, self.weights)
+            comparison = self.held.compare(number) if number >= 0 else None
+
+            def behind() -> None:
+                report = WorkerReport()
+                if comparison is not None and not comparison.holds():
+                    report.late.append(number)
+                elif comparison is not None and not comparison.as_expected:
+                    report.mixed.append(number)
+                self.stamps.made(output, [report])
+                for late in report.late:
+                    self.watch.late(late)
+                for mixed in report.mixed:
+                    self.watch.mixed(mixed)
+                self.answer.num_output_tokens += 1
+                self.answer.made.append(made_with)
+                if self.answer.num_output_tokens == self.answer.life:
+                    self.end_answer()
+
+            return behind
+
+        return compute
+
+    def end_answer(self) -> None:
+        """The last token of known weights may be stamped before a peer tells."""
+        answer, segments = self.answer, list(self.stamps._open["r"].segments(self.stamps._now))
+        ends = [first for first, *_ in segments[1:]] + [answer.num_output_tokens]
+        said = [(token, weights) for (first, weights, _), end in zip(segments, ends, strict=True) if weights for token in range(first, end)]
+        for token, weights in said[:-1]:
+            if self.world.meaning[weights] == answer.made[token]:
+                self.right += 1
+            else:
+                self.wrong.append(f"token {token} of {ends[-1]}, made with {answer.made[token]}: {self.world.meaning[weights]}")
+        self.stamps.finish(answer)
+        self.answer = None
+
+
+def test_no_token_is_said_to_be_made_with_other_weights_than_the_ranks_held(monkeypatch: Patch) -> None:
+    ranks: list[Any] = []
+    with ThreadPoolExecutor(RANKS) as pool:
+        for seed in range(SCHEDULES):
+            world = World(seed, pool, Stamped)
+            live_by(world, monkeypatch)
+            world.run()
+            ranks += world.ranks
+    for one in ranks:
+        if one.answer is not None:
+            one.end_answer()
+    assert [text for one in ranks for text in one.wrong] == []
+    assert sum(one.right for one in ranks) > 30 * SCHEDULES
 
 
 # ---------------------------------------------------------------------------- what ranks carry, and when a pass is settled
