@@ -35,7 +35,8 @@ GPU_BLOCKS = 150
 """One prompt of 4096 tokens and little more."""
 
 CONCURRENCY = 4
-SEGMENT_BYTES = 3 << 30
+SEGMENT_BYTES = 6 << 30
+"""What all turns of `load` put, so that nothing is evicted which is to be found."""
 TOUCHED_BYTES = 2 << 30
 TOUCHED_AT_ONCE = 16
 PATIENT = {"MC_TCP_STATUS_TIMEOUT_SEC": "30", "MC_TCP_PROGRESS_TIMEOUT_SEC": "30"}
