@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import inspect
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -436,7 +437,7 @@ def test_the_schedules_reached_what_they_are_for() -> None:
 
 # ---------------------------------------------------------------------------------------------- rules taken away
 def digest_after_the_step(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    schedule = rig.scheduler.schedule.__wrapped__
+    schedule = inspect.unwrap(rig.scheduler.schedule)
 
     def scheduling() -> Any:
         output = schedule()
