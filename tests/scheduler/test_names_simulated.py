@@ -16,8 +16,8 @@ Each rule is taken away, and that is noticed. EPOCHKV_SEEDS=500 runs more schedu
 from __future__ import annotations
 
 import hashlib
-import os
 import inspect
+import os
 import random
 from collections import Counter
 from collections.abc import Callable

@@ -396,9 +396,9 @@ class KVCachePoolSpec(ApiModel):
     save: Save | None = None
     """What L1 and L2 get of a request: `All` (prompt and answer, also when unset), `Prompts`, or a number of tokens from its first on. A
     request may say otherwise, and so may an InferenceEngine. Changing it restarts the engines one by one."""
-    trust_media_ids: bool | None = None
-    """Ids that clients give to pictures, videos and audio (`uuid`) stand for their content: nobody uses one again for other bytes. When
-    unset or false, blocks behind such an id reach neither L1 nor L2, unless the request has a `cache_salt`. Changing it restarts the
+    media_ids: Literal["Trusted", "Untrusted"] | None = None
+    """Whether ids that clients give to pictures, videos and audio (`uuid`) stand for their content, so that nobody uses one again for other
+    bytes. Unless they are `Trusted`, blocks behind such an id reach neither L1 nor L2 without a `cache_salt`. Changing it restarts the
     engines one by one."""
     network_policy: Annotated[NetworkPolicy, own_defaults(NetworkPolicy)]
     """Who may reach the pool's ports."""

@@ -117,7 +117,7 @@ def connection(pool: KVCachePool, context: Context, save: int | str | None = Non
     save = pool.spec.save if save is None else save
     if save is not None:
         config["save"] = save if isinstance(save, str) else {"max_tokens": save}
-    if pool.spec.trust_media_ids:
+    if pool.spec.media_ids == "Trusted":
         config["trust_media_ids"] = True
     return config
 

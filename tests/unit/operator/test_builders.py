@@ -79,7 +79,7 @@ def test_the_connector_reads_what_is_rendered(spec: str) -> None:
 )
 def test_what_is_saved_is_what_the_engine_says_or_its_pool(of_pool: Any, of_engine: Any, expected: Any) -> None:
     wanted, used = pool(), engine("minimal")
-    of_pool_spec = {"save": of_pool, "trust_media_ids": of_pool == "Prompts"}
+    of_pool_spec = {"save": of_pool, "media_ids": "Trusted" if of_pool == "Prompts" else None}
     wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update=of_pool_spec)})
     used = used.model_copy(update={"spec": used.spec.model_copy(update={"save": of_engine})})
     args = containers(one(desired_engine(used, wanted, CONTEXT), "Deployment"))[0]["args"]
