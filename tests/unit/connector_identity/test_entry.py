@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ import vllm
 from epochkv_connector.engine import entry, injected, plugin
 
 HERE = f"cp{sys.version_info.major}{sys.version_info.minor}"
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """vLLM's loggers may not propagate."""
+    log = logging.getLogger("vllm.epochkv")
+    log.addHandler(caplog.handler)
+    yield
+    log.removeHandler(caplog.handler)
 
 
 @pytest.fixture
@@ -32,7 +42,6 @@ def test_only_a_pod_that_joined_by_its_label_is_left_alone(
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setenv(injected.INJECTED_ENV, value)
     with caplog.at_level(logging.WARNING, "vllm.epochkv"):
-        logging.getLogger("vllm.epochkv").addHandler(caplog.handler)
         entry.register()
     assert registered == (["plugin"] if joins else [])
     (*lines,) = (line for line in caplog.messages if "stays as it is" in line)
@@ -63,7 +72,6 @@ def test_no_error_of_ours_keeps_a_pod_from_starting(
     for name in (injected.INJECTED_ENV, "EPOCHKV_ATTACH", "EPOCHKV_FENCE"):
         monkeypatch.setenv(name, "1")
     with caplog.at_level(logging.WARNING, "vllm.epochkv"):
-        logging.getLogger("vllm.epochkv").addHandler(caplog.handler)
         for _ in range(2):
             entry.register()
     assert set(caplog.messages) == {f"EpochKV: this engine stays as it is: {error}"}
