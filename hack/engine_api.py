@@ -21,6 +21,20 @@ def headers_of(rank: int | None = None) -> dict[str, str]:
     return {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
 
 
+def completion(model: str, prompt: Sequence[int], max_tokens: int, transfer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Body of a request for a greedy completion of exactly so many tokens, as token ids."""
+    return {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "detokenize": False,
+        **({"kv_transfer_params": dict(transfer)} if transfer else {}),
+    }
+
+
 @dataclass(frozen=True)
 class Answer:
     """What an engine said: token ids, how many tokens of the prompt it took from a cache of any tier, and what it hands over (P/D)."""
@@ -67,18 +81,8 @@ class EngineApi(ABC):
         transfer: Mapping[str, Any] | None = None,
     ) -> Answer:
         """Greedy completion of token ids, by the model or an adapter that is loaded. `transfer`: `kv_transfer_params` (P/D)."""
-        body = {
-            "model": adapter or self.model,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "detokenize": False,
-            **({"cache_salt": cache_salt} if cache_salt else {}),
-            **({"kv_transfer_params": dict(transfer)} if transfer else {}),
-        }
-        reply = self.post("/v1/completions", body)
+        body = completion(adapter or self.model, prompt, max_tokens, transfer)
+        reply = self.post("/v1/completions", {**body, **({"cache_salt": cache_salt} if cache_salt else {})})
         details = reply["usage"].get("prompt_tokens_details") or {}
         tokens = tuple(reply["choices"][0]["token_ids"])
         return Answer(tokens, int(details.get("cached_tokens") or 0), reply.get("kv_transfer_params"))

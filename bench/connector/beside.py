@@ -11,14 +11,13 @@ vLLM's connector saves while a prompt is computed, so only its loads are measure
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import threading
 import time
-import urllib.request
 from bisect import bisect
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +25,6 @@ from bench.connector.engines import Fleet, fleet, in_turns, prompt, timed_answer
 from bench.connector.first_token import CACHED_TOKENS, PROMPT_BLOCKS, PROMPT_TOKENS, SMALL_L1_BLOCKS, warm_up
 from bench.connector.misses import Misses, OtherHit, medians, pairs, ratio
 from bench.report import Progress, Row
-from hack.engine_api import headers_of
 from hack.standalone.engine import Engine
 
 RUNNING_TOKENS, ANSWER_TOKENS = 32, 512
@@ -41,16 +39,10 @@ Window = tuple[float, float]
 
 def token_times(engine: Engine, tokens: Sequence[int], over: threading.Event) -> list[float]:
     """When each token of a streamed answer arrived, until `over`. Nothing of it is saved."""
-    body = {
-        "model": engine.model, "prompt": list(tokens), "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True,
-        "return_token_ids": True, "detokenize": False, "kv_transfer_params": {"epochkv": {"save": NOTHING}},
-    }  # fmt: skip
-    url = f"http://127.0.0.1:{engine.port}/v1/completions"
     times: list[float] = []
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers_of()), timeout=60) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                times.append(time.perf_counter())
+    with closing(engine.stream(tokens, ANSWER_TOKENS, {"epochkv": {"save": NOTHING}})) as chunks:
+        for _ in chunks:
+            times.append(time.perf_counter())
             if over.is_set():
                 break
     return times

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from hack.engine_api import EngineApi, EngineError, headers_of
+from hack.engine_api import EngineApi, EngineError, completion, headers_of
 from hack.loopback import free_port
 from hack.standalone.mooncake import CLIENT_ENVIRONMENT
 from hack.standalone.process import Popen, Process
@@ -93,6 +93,15 @@ class Engine(EngineApi):
             raise EngineError(f"{self.name} {path}: HTTP {error.code}: {words}") from error
         except _NO_ANSWER as error:
             raise EngineError(f"{self.name} {path}: no answer: {error!r}") from error
+
+    def stream(self, prompt: Sequence[int], max_tokens: int, transfer: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """Chunks of a completion as they arrive. Whoever closes it gives the request up."""
+        body = json.dumps({**completion(self.model, prompt, max_tokens, transfer), "stream": True}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", body, self._headers)
+        with urllib.request.urlopen(request, timeout=120.0) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
 
     def of_rank(self, rank: int) -> Self:
         """The same engine, whose requests go to this data-parallel rank."""

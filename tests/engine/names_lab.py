@@ -6,15 +6,13 @@ change are the prompts of later ones, so that a block which it computed with oth
 
 from __future__ import annotations
 
-import http.client
-import json
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,32 +109,14 @@ class Stream:
             self.error = error
 
     def _read(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._engine.port, timeout=120)
-        body = {
-            "model": self._engine.model,
-            "prompt": self.prompt,
-            "max_tokens": self._max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "detokenize": False,
-            "stream": True,
-            "kv_transfer_params": ASK,
-        }
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
-        for line in answer:
-            if self.enough:
-                break
-            text = line.decode().strip().removeprefix("data: ")
-            if text.startswith("{"):
-                chunk = json.loads(text)
+        with closing(self._engine.stream(self.prompt, self._max_tokens, ASK)) as chunks:
+            for chunk in chunks:
+                if self.enough:
+                    break
                 for choice in chunk["choices"]:
                     self.tokens += choice.get("token_ids") or []
                 self.times += [time.monotonic()] * (len(self.tokens) - len(self.times))
                 self.stamp = stamps(chunk)[0] or self.stamp
-        connection.close()
 
 
 class Streams:
