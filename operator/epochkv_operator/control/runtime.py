@@ -155,8 +155,10 @@ class Operator:
         refused = asyncio.create_task(self._tell_refused(client, watches, reporter))
         kopf_task: asyncio.Task[None] | None = None
         try:
-            begun = await self._unless_stopped(watches.begin(), *self._tasks)
-            await end([refused], 2.0)
+            try:
+                begun = await self._unless_stopped(watches.begin(), *self._tasks)
+            finally:
+                await end([refused], 2.0)
             if begun:
                 self._start("watches", watches.run())
                 started = asyncio.Event()
@@ -166,7 +168,7 @@ class Operator:
                 await self._unless_stopped(self._prepare(client, leader, watches, events, reporter), *self._tasks)
             return await self._wait_for_the_end()
         finally:
-            await end([refused, *(task for task in self._tasks if task is not kopf_task)], 3.0)
+            await end([task for task in self._tasks if task is not kopf_task], 3.0)
             self.queue.close()
             await leader.close_hub()
 
