@@ -39,6 +39,7 @@ DENIED = {"type": "ReplicaFailure", "status": "True", "message": 'pods "x" is fo
 QUOTA = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: requests.memory=9Gi, limited: 8Gi"}
 OVERDUE = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "no progress for 4500 s"}
 ROLLING = {"type": "Progressing", "status": "True", "reason": "ReplicaSetUpdated"}
+READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 RUNNING = {"containerStatuses": [{"name": "engine", "ready": False, "state": {"running": {}}}]}
 UNSCHEDULABLE = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "Insufficient memory"}]}
 NO_CLAIM = {
@@ -78,6 +79,7 @@ def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Js
         (ready(1), [], "Available", "1 of 1 replicas of the master are ready"),
         ({"replicas": 1}, [master_pod(phase="Pending")], "Starting", "are ready: pod policy-master-x is pending"),
         ({"replicas": 1}, [master_pod(**waiting("master", "ContainerCreating"))], "Starting", "kubectl -n rl describe pod policy-master-x"),
+        ({"replicas": 1}, [master_pod(**READY), master_pod(phase="Pending")], "Starting", "are ready: pod policy-master-x is pending"),
         ({"replicas": 1}, [master_pod(**RUNNING)], "Starting", "pod policy-master-x runs, but its readiness probe does not succeed yet"),
         ({**ready(1), "observedGeneration": 0}, [], "Starting", "the master"),
         ({"replicas": 1}, [master_pod(**waiting("m", "ErrImageNeverPull"))], "ImagePullFailed", "ErrImageNeverPull"),
@@ -307,7 +309,11 @@ def test_pool_not_found(going: bool) -> None:
 def test_drained() -> None:
     running = [rank("p0", old_epoch_requests=2), rank("p1"), rank("p2", old_epoch_requests=1)]
     for engines, expected, says in (
-        (running, ("False", "OldEpochRequests"), "3 requests were admitted under an older epoch"),
+        (
+            running,
+            ("False", "OldEpochRequests"),
+            "3 requests were admitted under an older epoch and run on, seeing only what they held already: p0 (2), p2 (1); abort",
+        ),
         (running[1:2], ("True", "Drained"), "no request runs that was admitted before epoch 7"),
         ([], ("True", "Drained"), "epoch 7"),
     ):

@@ -171,6 +171,7 @@ def test_one_pod_beside_three(pod: Json, views: list[EngineView], serve: Serve, 
         (gated("b", up=11.0), [], {}, None, 18.9),  # times in a pod are whole seconds
         (gated("b"), [], {"complete": False}, None, None),
         (gated("b", "True"), [holds("b", STEP_2, since=20.0)], {}, None, 40.0),
+        (gated("b", "True"), [holds("b", STEP_2, since=70.0)], {}, None, 60.0),  # the others are taking them, one after the other
         (gated("b", "True"), [holds("b", STEP_2, since=70.0)], {"overdue": True}, ("False", "OtherWeights"), None),
         (gated("b", "True"), [holds("b", STEP_2, since=20.0)], {"overdue": True}, None, 40.0),
     ],
