@@ -140,7 +140,8 @@ class Streams:
         eventually(there, f"{num_tokens} tokens of every request", 120.0)
 
     def wait(self) -> None:
-        """Return once all of them have ended by themselves."""
+        """Return once all of them have ended by themselves, which the engine does not delay any more."""
+        self._slow.unlink(missing_ok=True)
         for stream in self.all:
             stream.join()
 
@@ -156,7 +157,7 @@ class Streams:
             stream.enough = True
         for stream in self.all:
             stream.end()
-        self._slow.unlink()
+        self._slow.unlink(missing_ok=True)
 
     def prefixes(self) -> Iterator[list[int]]:
         """What they were asked and answered, cut behind every block from the last of the prompt on: the first of these and the last."""
@@ -166,8 +167,12 @@ class Streams:
 
 
 def slow_file(engine: Engine) -> Path:
-    """While it exists, an engine that was told `slow_while` takes its steps slowly."""
+    """While it exists, an engine that may be slow takes its steps slowly."""
     return engine.process.log.with_suffix(".slow")
+
+
+def may_be_slow(engine: Engine, seconds: float = SLOW_SECONDS) -> None:
+    rpc(engine, "slow_while", path=str(slow_file(engine)), seconds=seconds)
 
 
 class Orders:
@@ -219,7 +224,7 @@ class Lab:
         self.a, self.b = self.start("A", self.weights.base), self.start("B", self.weights.base)
         for engine in (self.a, self.b):
             engine.wait_ready()
-            rpc(engine, "slow_while", path=str(slow_file(engine)), seconds=SLOW_SECONDS)
+            may_be_slow(engine)
         self.pool.wait_engines(2)
         for engine in (self.a, self.b):
             self.wait_named(engine)

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from epochkv_fence import client
+from epochkv_fence.client.stamps import ASK, Made, stamps
+from epochkv_fence.protocol.messages import UNKNOWN_WEIGHTS as UNKNOWN
 from hack import models
 from hack.loopback import free_port
 from hack.standalone import cpu_collectives
@@ -21,7 +24,7 @@ from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.waiting import eventually
 from tests.engine.conftest import CACHED, L1_BYTES, PATIENT, PATIENT_ENVIRON, Prompts, check, settled_keys
-from tests.engine.names_lab import WRITER, Orders, Stream
+from tests.engine.names_lab import WRITER, Orders, Stream, Streams, may_be_slow
 
 pytestmark = pytest.mark.slow  # four engine cores, whose workers vLLM spawns
 LEASE_SECONDS = 6.0
@@ -72,6 +75,12 @@ class Wide:
         assert right.cached == 0
         check(answer, answer.cached if cached is None else cached, right.tokens)
 
+    def made(self, rank: Engine, prompt: list[int]) -> tuple[Made, ...]:
+        """What the stamp of its answer says."""
+        (stamp,) = stamps({"kv_transfer_params": rank.complete(prompt, transfer=ASK).transfer})
+        assert stamp is not None
+        return stamp.made
+
     def save(self, rank: Engine, prompt: list[int]) -> None:
         """The prompt is new, and in the store afterwards."""
         before = settled_keys(self.mooncake)
@@ -97,8 +106,9 @@ def wide(mooncake: Mooncake, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
         started = [start(f"a{rank}", "--data-parallel-rank", str(rank), *group) for rank in range(2)] + [start("b")]
         a0, a1, b = (engine.wait_ready(600.0) for engine in started)
-        both = Wide(pool, mooncake, folder, base, new, a0, a1, b.of_rank(0), b.of_rank(1))
-        yield both
+        for engine in (a0, b):  # the other ranks wait for theirs
+            may_be_slow(engine, 0.02)
+        yield Wide(pool, mooncake, folder, base, new, a0, a1, b.of_rank(0), b.of_rank(1))
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +157,37 @@ def test_blocks_of_a_step_during_which_one_rank_was_pushed_to_are_found_by_nobod
         answer, right = rank.complete(stream.whole), rank.complete(stream.whole, cache_salt=f"{time.time_ns()}")
         assert answer.cached <= allowed, "a wrong answer: from blocks that are not to be found"
         assert answer.tokens == right.tokens, "a wrong answer"
+
+
+def test_each_token_says_what_all_ranks_held(wide: Wide, prompts: Prompts) -> None:
+    """Of A, one rank has the new weights well before the other; both of B have them with one call. Requests run meanwhile."""
+    (base,) = (view.id for view in wide.pool.snapshot().weights)
+    with Streams(wide.a0, [prompts(300)], 500) as a, Streams(wide.b0, [prompts(300)], 500) as b:
+        a.arrive(10)
+        b.arrive(10)
+        wide.push(wide.new, wide.a1)
+        wide.converged([2, 1, 1])
+        half = {view.display_name: (view.weights or b"").hex() for view in wide.pool.snapshot().engines}
+        assert [wide.made(rank, prompts()) for rank in (wide.a0, wide.a1)] == [(Made(0, half["a"]),), (Made(0, half["a/1"]),)]
+        a.move_on(10)
+        began = time.monotonic()
+        wide.push(wide.new, wide.a0, wide.b0)
+        a.wait()
+        b.wait()
+    with client.Pool.connect(wide.pool.connection()) as trainer:
+        (new,) = trainer.wait_weights(timeout_s=60, label="step-1", other_than={base}).ids
+    ranks = (wide.a0, wide.a1, wide.b0, wide.b1)
+    eventually(lambda: {wide.made(rank, prompts()) for rank in ranks} == {(Made(0, new, "step-1"),)}, "all say the label", 30)
+    wide.restore(prompts)
+    for stream, between in ((a.all[0], {UNKNOWN, half["a"]}), (b.all[0], {UNKNOWN})):
+        assert stream.stamp is not None
+        first, *made, last = stream.stamp.made
+        assert (first.from_token, first.weights, last.weights) == (0, base, new)
+        assert {one.weights for one in made} >= between
+        assert not {one.weights for one in made} & {base, new}
+        assert stream.times[last.from_token] >= began
+        right = wide.b1.complete(stream.prompt, made[0].from_token, cache_salt=f"{time.time_ns()}")
+        assert tuple(stream.tokens[: made[0].from_token]) == right.tokens, "these weights do not make these tokens"
 
 
 @pytest.mark.parametrize("seconds", [1.0, 2 * LEASE_SECONDS], ids=["short", "past-the-lease"])
