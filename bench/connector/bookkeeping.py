@@ -142,7 +142,7 @@ def row(arguments: argparse.Namespace, progress: Progress) -> Row:
         walk = [seconds * 1e6 / num_blocks for seconds in cost.walk]
         rest = [1e6 * (a - w + b + c) for w, a, b, c in zip(cost.walk, cost.lookup, cost.commit, cost.step, strict=True)]
         figures.append(repeated(f"lookup in L1, {num_tokens} tokens, per block", walk, 0.5, "us"))
-        figures.append(repeated(f"plan + commit, {num_tokens} tokens ({num_blocks} blocks), per request", rest, 30, "us"))
+        figures.append(repeated(f"plan + commit, {num_tokens} tokens ({num_blocks} blocks), per request", rest, 40, "us"))
         details[f"{num_tokens} tokens"] = {"seconds": vars(cost)}
         progress.step(done + 1, 2, began)
     return Row("a hit on the scheduler thread", figures, details)

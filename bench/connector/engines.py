@@ -11,7 +11,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,16 +108,20 @@ def touch_memory(mooncake: Mooncake, num_bytes: int) -> None:
     """Write so much into the store and remove it again: on a virtual machine the first use of memory can take seconds, and would
     make whoever stores first look slow.
     """
-    region = Region(TOUCHED_AT_ONCE, BLOCK_BYTES)
-    with environment(PATIENT):  # read when the client is made
-        raw = Raw(mooncake.address, region)
-    try:
+    with raw_client(mooncake, TOUCHED_AT_ONCE) as raw:
         for first in range(0, num_bytes // BLOCK_BYTES, TOUCHED_AT_ONCE):
             raw.put([f"touch/{index}" for index in range(first, first + TOUCHED_AT_ONCE)], TOUCHED_AT_ONCE)
         raw.client.remove_by_regex("^touch/", True)
         eventually(lambda: not mooncake.keys(), "the store emptied")
-    finally:
-        raw.client.close()
+
+
+@contextmanager
+def raw_client(mooncake: Mooncake, num_blocks: int) -> Iterator[Raw]:
+    """Mooncake's own client, with memory for so many blocks."""
+    with environment(PATIENT):  # read when the client is made
+        raw = Raw(mooncake.address, Region(num_blocks, BLOCK_BYTES))
+    with closing(raw):
+        yield raw
 
 
 @contextmanager

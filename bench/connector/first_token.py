@@ -9,9 +9,24 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from bench.connector.engines import BLOCK_TOKENS, GPU_BLOCKS, SETTLE_SECONDS, Fleet, empty_gpu, fleet, in_turns, prompt, timed_answer
+import torch
+
+from bench.connector.engines import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    GPU_BLOCKS,
+    SETTLE_SECONDS,
+    Fleet,
+    empty_gpu,
+    fleet,
+    in_turns,
+    prompt,
+    raw_client,
+    timed_answer,
+)
 from bench.connector.misses import Misses, medians, pairs, ratio
-from bench.report import Figure, Progress, Row, percentile
+from bench.connector.store import timed
+from bench.report import Figure, Progress, Row, percentile, repeated
 from hack.standalone.engine import Engine
 
 PROMPT_TOKENS = 4096
@@ -45,27 +60,40 @@ def own_tiers(arguments: argparse.Namespace, progress: Progress) -> Row:
     """
     repeats = arguments.repeats
     tiers = ("cold", "L2 of another engine", "L1")
-    samples: dict[str, list[float | None]] = {tier: [] for tier in tiers}
+    samples: dict[str, list[float | None]] = {tier: [] for tier in (*tiers, "the GPU")}
+    copies: list[float | None] = []
     misses = Misses()
     with fleet({"a": "ours", "b": "ours"}, l1_blocks=(repeats + 1) * PROMPT_BLOCKS) as group:
         warm_up(group, misses)
         began = time.monotonic()
         for index in range(repeats):
             writer, reader = (group.engines[name] for name in ("ab" if index % 2 else "ba"))
-            for tier, seconds in zip(tiers, _turn(group, writer, reader, prompt(f"prompt {index}", PROMPT_TOKENS), misses), strict=True):
+            for tier, seconds in zip(samples, _turn(group, writer, reader, prompt(f"prompt {index}", PROMPT_TOKENS), misses), strict=True):
                 samples[tier].append(seconds)
+            copies.append(_copy_seconds())
             progress.step(index + 1, repeats, began)
     figures = [
         figure
         for tier, aim in (("L1", 0.25), ("L2 of another engine", 0.5))
         for figure in ratio(f"warm {tier} / cold", pairs(samples[tier], samples["cold"]), aim)
     ]
-    figures += [*medians(samples, "s"), *misses.figures()]
-    return Row(f"time to first token, {PROMPT_TOKENS} tokens", figures, {"seconds": samples})
+    added = [None if l1 is None or gpu is None else l1 - gpu for l1, gpu in zip(samples["L1"], samples["the GPU"], strict=True)]
+    figures += ratio("added by L1 to a hit in the GPU's cache / plain copy of its bytes", pairs(added, copies), 1.2)
+    figures += [*medians({**samples, "plain copy": copies}, "s"), *misses.figures()]
+    return Row(f"time to first token, {PROMPT_TOKENS} tokens", figures, {"seconds": samples, "copies": copies})
+
+
+def _copy_seconds() -> float:
+    """Of as many bytes as a prompt's hit has, both sides touched before."""
+    source = torch.ones((PROMPT_BLOCKS - 1) * BLOCK_BYTES, dtype=torch.uint8)
+    target = torch.ones_like(source)
+    began = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - began
 
 
 def _turn(group: Fleet, writer: Engine, reader: Engine, tokens: list[int], misses: Misses) -> tuple[float | None, ...]:
-    """Seconds cold, from L2, from L1."""
+    """Seconds cold, from L2, from L1, and behind that from the GPU."""
     stored = len(group.mooncake.keys()) + PROMPT_BLOCKS
     cold = misses.attempt(writer.name, lambda: timed_answer(writer, tokens, 0))
     misses.attempt(writer.name, lambda: group.wait_stored(stored))
@@ -75,7 +103,8 @@ def _turn(group: Fleet, writer: Engine, reader: Engine, tokens: list[int], misse
         return timed_answer(writer, tokens, CACHED_TOKENS)
 
     shared = misses.attempt(reader.name, lambda: timed_answer(reader, tokens, CACHED_TOKENS))
-    return cold, shared, misses.attempt(writer.name, from_l1)
+    local = misses.attempt(writer.name, from_l1)
+    return cold, shared, local, misses.attempt(writer.name, lambda: timed_answer(writer, tokens, CACHED_TOKENS))
 
 
 def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
@@ -87,9 +116,15 @@ def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
     """
     samples: dict[str, list[float | None]] = {f"{name}, from {tier}": [] for name in ("ours", "stock") for tier in ("L2", "GPU")}
     added: dict[str, list[float | None]] = {"ours": [], "stock": []}
+    fetched: list[float | None] = []
     misses = Misses()
-    with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=SMALL_L1_BLOCKS) as group:
+    with (
+        fleet({"ours": "ours", "stock": "stock"}, l1_blocks=SMALL_L1_BLOCKS) as group,
+        raw_client(group.mooncake, PROMPT_BLOCKS - 1) as raw,
+    ):
         warm_up(group, misses)
+        keys = [f"raw/{index}" for index in range(PROMPT_BLOCKS - 1)]
+        raw.put(keys, len(keys))
         prompts = [prompt(f"prompt {index}", PROMPT_TOKENS) for index in range(NUM_ROTATING)]
         for name, engine in group.engines.items():
             for tokens in prompts:
@@ -102,14 +137,22 @@ def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
             samples[f"{name}, from L2"].append(cold)
             samples[f"{name}, from GPU"].append(warm)
             added[name].append(None if cold is None or warm is None else cold - warm)
+            if name == "ours":
+                fetched.append(timed(lambda: raw.get(keys, len(keys)))[0])
         group.engines["ours"].report_metrics(prompt("last", BLOCK_TOKENS))
         after = _parts(group.engines["ours"])
     turns = max(1, len([seconds for seconds in samples["ours, from L2"] if seconds is not None]))
-    parts = [Figure(f"ours, {what}", (after[what] - before[what]) / turns, None, unit) for what, unit in PARTS.items()]
+    taken = {what: (after[what] - before[what]) / turns for what in PARTS}
+    parts = [Figure(f"ours, {what}", taken[what], None, unit) for what, unit in PARTS.items()]
+    rest = [seconds - taken["seconds in them"] for seconds in added["ours"] if seconds is not None]
+    if rest:
+        parts.append(repeated("ours, the rest of what is added: lookup, steps, answers, copies that no call overlapped", rest, None, "s"))
     figures = [
         *ratio("added over a hit in the GPU's cache, ours / vLLM's MooncakeStoreConnector", pairs(added["ours"], added["stock"]), 0.7),
         *ratio("time to first token, ours / theirs", pairs(samples["ours, from L2"], samples["stock, from L2"]), None),
         *medians({f"added, {name}": values for name, values in added.items()}, "s"),
+        *medians({"Mooncake's own client, the same bytes in one call": fetched}, "s"),
+        *ratio("added, ours / that", pairs(added["ours"], fetched), None),
         *(medians(samples, "s") + parts + misses.figures()),
     ]
     return Row(f"L2, {PROMPT_TOKENS} tokens, same store and prompts", figures, {"seconds": samples, "added": added})
@@ -119,7 +162,7 @@ PARTS = {"calls that fetch": "", "seconds in them": "s", "seconds of copies to t
 
 
 def _parts(engine: Engine) -> dict[str, float]:
-    """What its loads have taken so far: the two overlap, and what is left of the added time is the lookup, steps and answers."""
+    """What its loads have taken so far: the copies run while the next call does."""
     seconds = partial(engine.metric, "vllm:epochkv_load_seconds_total")
     values = engine.metric("vllm:epochkv_store_calls_total", call="get"), seconds(tier="L2"), seconds(tier="L1")
     return dict(zip(PARTS, values, strict=True))

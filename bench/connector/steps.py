@@ -110,7 +110,7 @@ def measure(running: int, windows: int, folder: Path) -> Cost:
 
 
 def row(arguments: argparse.Namespace, progress: Progress) -> Row:
-    """Microseconds per running request and step, and how they grow with the number of requests."""
+    """Microseconds per running request and step, how they grow with the number of requests, and what does not depend on it."""
     figures: list[Figure] = []
     details: dict[str, object] = {"block tokens": BLOCK}
     added: dict[int, float] = {}
@@ -135,4 +135,5 @@ def row(arguments: argparse.Namespace, progress: Progress) -> Row:
     few, many = RUNNING[0], RUNNING[-1]
     each = (added[many] - added[few]) / (many - few)
     figures.append(Figure(f"each further request from {few} to {many}, steps without a new block", each, 1.0, "us"))
+    figures.append(Figure("fixed cost of such a step", added[few] - few * each, 15, "us"))
     return Row("steps with many running requests, no hits (CPU time)", figures, details)

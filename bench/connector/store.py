@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from epochkv_connector.store.connection import StoreOutcome, StoreSettings, prep
 from hack.standalone.mooncake import Mooncake
 
 SIZES = {"64 KiB": 64 << 10, "384 KiB": 384 << 10, "2 MiB": 2 << 20}
-"""Payloads; 384 KiB is a 16-token block of the benchmark's model, 2 MiB one of a model of 8 billion parameters in bfloat16."""
+AIMS = {"64 KiB": 0.7, "384 KiB": 0.85, "2 MiB": 0.9}
+"""Payloads, and which share of the raw client's throughput is wanted. 384 KiB is a 16-token block of the benchmark's model, 2 MiB one of
+a model of 8 billion parameters in bfloat16."""
 
 ENDS = 256
 BYTES_PER_TURN = 48 << 20
@@ -64,6 +66,9 @@ class Raw:
         if code != 0 or self.client.register_buffer(region.address, region.num_bytes) != 0:
             raise RuntimeError(f"the raw client could not be set up ({code})")
 
+    def close(self) -> None:
+        self.client.close()
+
     def put(self, keys: Sequence[str], at_once: int) -> None:
         """All objects, `at_once` in a call."""
         for start, codes in self._calls(self.client.batch_put_from, keys, at_once):
@@ -85,17 +90,16 @@ class Raw:
 @contextmanager
 def clients(mooncake: Mooncake, size: int, count: int) -> Iterator[tuple[StoreClient, Region, Raw]]:
     """Both clients, ready, each with memory of its own."""
-    ours_region, raw_region = Region(count, size), Region(count, size)
-    ours = StoreClient(StoreSettings(mooncake.address), [(ours_region.address, ours_region.num_bytes)])
+    region = Region(count, size)
+    ours = StoreClient(StoreSettings(mooncake.address), [(region.address, region.num_bytes)])
     ours.start()
-    raw = Raw(mooncake.address, raw_region)
     try:
-        if not ours.wait_ready(30.0):
-            raise RuntimeError("our client is not ready after 30 s")
-        yield ours, ours_region, raw
+        with closing(Raw(mooncake.address, Region(count, size))) as raw:
+            if not ours.wait_ready(30.0):
+                raise RuntimeError("our client is not ready after 30 s")
+            yield ours, region, raw
     finally:
         ours.close(10.0)
-        raw.client.close()
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -159,7 +163,7 @@ def row(arguments: argparse.Namespace, progress: Progress) -> Row:
             for what in ("put", "get"):
                 own, whole, cut = (samples[f"{what} {who}"] for who in ("ours", "raw", "raw small"))
                 figures.append(
-                    repeated(f"{what} {label}, ours / raw", [b / a for a, b in zip(own, whole, strict=True)], 0.9, at_least=True)
+                    repeated(f"{what} {label}, ours / raw", [b / a for a, b in zip(own, whole, strict=True)], AIMS[label], at_least=True)
                 )
                 figures.append(
                     repeated(f"{what} {label}, ours / raw, {small} in a call", [b / a for a, b in zip(own, cut, strict=True)], None)
