@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import HashStore
+from vllm.v1.worker import dp_utils
 
+from epochkv_connector.engine import patches
 from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.weights import domain, rank, watch
 from epochkv_connector.weights.digest import is_of_experts
@@ -523,6 +525,24 @@ def test_where_a_rank_lacks_us_nobody_carries_more_and_all_others_name_it(withou
     assert len(group.domains) == 3 - len(without)
     for one in group.domains.values():
         assert f"rank {', '.join(map(str, without))} runs without EpochKV" in one.alone
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (1, 4, 2)])
+def test_an_all_reduce_of_an_unknown_shape_stays_as_it_is(shape: tuple[int, ...]) -> None:
+    group = Group(2)
+    for _ in range(3):
+        group.step()
+    brought, domain = torch.ones(shape), group.domains[0]
+    assert domain.carry(brought, lambda tensor: tensor) is brought
+    assert f"has the shape {shape}" in domain.alone
+    assert domain.carry(brought, lambda tensor: tensor) is brought
+
+
+def test_a_vllm_whose_all_reduce_is_unknown_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dp_utils, "_run_ar")
+    before = dp_utils.dist
+    assert "not known; use a version that was tested" in patches.around_all_reduce(lambda tensor, reduce: reduce(tensor))
+    assert dp_utils.dist is before
 
 
 def test_a_pass_is_settled_when_later_ones_have_shown_the_same_on_all_ranks() -> None:
