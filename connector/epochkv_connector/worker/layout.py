@@ -13,7 +13,6 @@ a region have the same stride. Depends on torch only.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -79,8 +78,8 @@ class BlockLayout:
 class GroupView:
     """One KV cache group: `parts[i][block]` are bytes of that block, `payload_bytes` in all parts together.
 
-    Every part is a uint8 view of shape `(num_blocks, *inner, run_bytes)` over the registered storage; layers at equal
-    distances in one storage are one part. There is none where the layers of the group are on other pipeline stages.
+    Every part is a uint8 view of shape `(num_blocks, *inner, run_bytes)` over the registered storage, of one tensor each. There is none
+    where the layers of the group are on other pipeline stages.
     """
 
     num_blocks: int
@@ -103,7 +102,7 @@ def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int) 
         if tensor.device != device:
             raise LayoutError(f"{name} is on {tensor.device}, {tensors[0][0]} on {device}; one group lies on one device")
         layouts.append((tensor, block_layout(name, tensor, num_blocks)))
-    parts = _merge(layouts, num_blocks)
+    parts = [_bytes_view(t, lay.offset, (num_blocks, *lay.shape), (lay.block_stride, *lay.strides)) for t, lay in layouts]
     return GroupView(num_blocks=num_blocks, parts=tuple(parts), payload_bytes=sum(layout.num_bytes for _, layout in layouts))
 
 
@@ -207,23 +206,6 @@ def _block_dim(name: str, tensor: Tensor, num_blocks: int) -> tuple[int, int]:
         f"{name}: with num_blocks={num_blocks} dimensions {fits} of shape {shape} could both count blocks; "
         "use another number of GPU blocks (num_gpu_blocks_override)"
     )
-
-
-def _merge(layouts: Sequence[tuple[Tensor, BlockLayout]], num_blocks: int) -> list[Tensor]:
-    """One view over all layers where they lie at equal distances in one storage, else one view per layer."""
-    first_tensor, first = layouts[0]
-    storage = first_tensor.untyped_storage()
-    alike = all(
-        tensor.untyped_storage().data_ptr() == storage.data_ptr()
-        and (layout.block_stride, layout.shape, layout.strides) == (first.block_stride, first.shape, first.strides)
-        for tensor, layout in layouts
-    )
-    steps = {b.offset - a.offset for (_, a), (_, b) in itertools.pairwise(layouts)}
-    if len(layouts) > 1 and alike and len(steps) == 1 and (step := steps.pop()) > 0:
-        return [
-            _bytes_view(first_tensor, first.offset, (num_blocks, len(layouts), *first.shape), (first.block_stride, step, *first.strides))
-        ]
-    return [_bytes_view(t, lay.offset, (num_blocks, *lay.shape), (lay.block_stride, *lay.strides)) for t, lay in layouts]
 
 
 def _bytes_view(tensor: Tensor, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
