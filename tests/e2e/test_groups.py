@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 from epochkv_fence.client import Pool
+from epochkv_fence.client.warm import ASKED
+from epochkv_fence.protocol.messages import STAMP_KEY
 from hack import models
 from hack.cluster import binaries
 from hack.demo.journey import CACHED, NAMESPACE, POOL, make_prompts
@@ -74,7 +76,7 @@ def pods(kube: Kube) -> dict[str, str]:
 
 
 def serves(setup: Setup, kube: Kube, seed: int) -> dict[str, str]:
-    """Wait until the engine is Ready; each rank then answers, and takes from its own cache what it answered. Returns `pods`."""
+    """Wait until the engine is Ready. Each rank then finds what it has answered in its cache, and the other one in L2. Returns `pods`."""
 
     def ready() -> bool:
         engine = kube.get(f"/apis/epochkv.io/v1alpha1/namespaces/{NAMESPACE}/inferenceengines/{NAME}")
@@ -83,10 +85,21 @@ def serves(setup: Setup, kube: Kube, seed: int) -> dict[str, str]:
 
     eventually(ready, lambda: f"not Ready\n{setup.diagnosis()}", READY_SECONDS, 1.0)
     prompts = make_prompts(seed, len(RANKS))
-    for rank, prompt in zip(RANKS, prompts, strict=True):
-        engine = PodEngine(kube, NAMESPACE, f"{NAME}-nodes-0", MODEL, rank)
-        assert [engine.complete(prompt).cached for _ in range(2)] == [0, CACHED], rank
+    engines = [PodEngine(kube, NAMESPACE, f"{NAME}-nodes-0", MODEL, rank) for rank in RANKS]
+    for engine, prompt, other in zip(engines, prompts, reversed(engines), strict=True):
+        first = engine.complete(prompt)
+        assert (first.cached, engine.complete(prompt).cached) == (0, CACHED)
+        eventually(lambda engine=engine, prompt=prompt: stored_tokens(engine, prompt) >= CACHED, "its blocks are in L2", 30)
+        found = other.complete(prompt)
+        assert (found.cached, found.tokens) == (CACHED, first.tokens)
     return pods(kube)
+
+
+def stored_tokens(engine: PodEngine, prompt: list[int]) -> int:
+    """Of the prompt, in L2."""
+    answer = engine.complete(prompt, transfer=ASKED)
+    assert answer.transfer is not None
+    return int(answer.transfer[STAMP_KEY]["stored_tokens"])
 
 
 @contextmanager
