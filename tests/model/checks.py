@@ -86,7 +86,7 @@ class Checks:
     def shown(self, process: HubProcess, actions: list[ev.Action], now: float, *, new_weights: bool) -> None:
         """V, R and L of what a hub shows and asks for, compared with what it was told."""
         hub, told, who = process.hub, process.history, f"h{process.index}"
-        told.compare(hub, now)
+        told.compare(hub)
         if new_weights and not any(isinstance(action, ev.Changed) for action in actions):
             raise Violation(f"V: {who} hears of other weights and does not say that something has changed")
         for action in actions:

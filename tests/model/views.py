@@ -43,18 +43,12 @@ class HubHistory:
         instances: those that it remembers.
         reported: when weights were last reported, by a heartbeat that was an engine instance's newest when it came.
         led_at: when it acquired leadership last.
-        newest: since when an engine instance of a fingerprint has held what it does, of all that held anything, the last.
-        unequal: since when remembered instances of a fingerprint hold different weights.
-        news: somebody holds others, or has left.
     """
 
     instances: dict[bytes, Instance] = field(default_factory=dict)
     departed: set[bytes] = field(default_factory=set)
     reported: dict[bytes, float] = field(default_factory=dict)
     led_at: float = float("inf")
-    newest: dict[str, float] = field(default_factory=dict)
-    unequal: dict[str, float] = field(default_factory=dict)
-    news: bool = False
 
     def hear(self, beat: Heartbeat, known: bool, now: float) -> bool:
         """A heartbeat comes; `known`: the hub remembers its instance. Returns whether what it says of weights is new."""
@@ -69,32 +63,19 @@ class HubHistory:
         new = instance.seq < 0 or (instance.weights, instance.note) != (beat.weights, beat.weights_note)
         if instance.seq < 0 or instance.weights != beat.weights:
             instance.since = now - beat.weights_age_seconds
-            if beat.weights is not None:
-                self.newest[beat.fingerprint] = max(instance.since, self.newest.get(beat.fingerprint, instance.since))
         instance.seq, instance.weights, instance.note, instance.fingerprint = beat.seq, beat.weights, beat.weights_note, beat.fingerprint
         if beat.weights is not None:
             self.reported[beat.weights] = now
-        self.news = self.news or new
         return new
 
     def leave(self, instance: bytes) -> None:
         self.departed.add(instance)
         self.instances.pop(instance, None)
-        self.news = True
 
-    def compare(self, hub: Hub, now: float) -> None:
+    def compare(self, hub: Hub) -> None:
         """After a step: instances that the hub has forgotten count no more."""
-        if not self.news and len(self.instances) == len(hub.state.instances.known):
-            return
-        self.news = False
-        self.instances = {name: instance for name, instance in self.instances.items() if name in hub.state.instances.known}
-        held: dict[str, set[bytes]] = {}
-        for instance in self.instances.values():
-            if instance.weights is not None:
-                held.setdefault(instance.fingerprint, set()).add(instance.weights)
-        self.newest = {fingerprint: at for fingerprint, at in self.newest.items() if fingerprint in held}
-        unequal = [fingerprint for fingerprint, weights in held.items() if len(weights) > 1]
-        self.unequal = {fingerprint: self.unequal.get(fingerprint, self.newest[fingerprint]) for fingerprint in unequal}
+        if len(self.instances) != len(hub.state.instances.known):
+            self.instances = {name: instance for name, instance in self.instances.items() if name in hub.state.instances.known}
 
     def live(self, hub: Hub, now: float) -> dict[bytes, Instance]:
         """Heard from within the last lease, and remembered."""
@@ -166,6 +147,8 @@ class HubHistory:
             if not agreed:
                 continue
             most = next(iter(agreed))
+            if any(wrong[name].majority != most for name in set(held) & set(wrong)):
+                return f"{most!r} is what most hold, and instances differ from others"
             if counts[most] < max(counts.values()):
                 return f"of {dict(counts)} {most!r} counts as what most hold"
             newest = {weights: min(instance.since for instance in held.values() if instance.weights == weights) for weights in counts}
@@ -174,11 +157,6 @@ class HubHistory:
                 return f"of {dict(counts)} {most!r} counts as what most hold, and {older} are newer"
         if not set(wrong) <= {name for name, instance in live.items() if instance.weights is not None}:
             return "an engine instance that is silent or cannot say what it holds is shown as diverged"
-        for view in shown.engines:
-            seconds = view.diverged_seconds
-            told = min(view.weights_since, max(0.0, now - self.unequal.get(view.fingerprint, now))) if view.instance in wrong else None
-            if (told is None) != (seconds is None) or abs((told or 0.0) - (seconds or 0.0)) > LITTLE:
-                return f"instance {view.instance.hex()[-4:]} has diverged for {told} s, shown are {seconds} s"
         return ""
 
     @staticmethod

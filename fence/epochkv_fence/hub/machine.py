@@ -20,7 +20,6 @@ from epochkv_fence.hub.record import (
     MAX_INSTANCES,
     NEVER,
     Ask,
-    Holdings,
     InstanceRecord,
     Instances,
     Labels,
@@ -311,7 +310,7 @@ def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now:
     if beat.instance in instances.departed:
         return []
     if beat.pool and beat.pool != config.uid:
-        # It was given the keys of a pool that took its pool's name. Its names are not found here, and its epoch counts other
+        # It was given the keys of a pool that took its pool's name. Its names are not found here, and its epoch is not this pool's.
         text = (
             f"this engine is of the pool with uid {beat.pool}, its keys are of {config.name} with uid {config.uid}: start it again, with"
             " connection.json and keys of one pool"
@@ -332,7 +331,7 @@ def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now:
 
 def _leave(hub: HubState, instance: bytes, now: float) -> list[ev.Action]:
     hub.rounds.drop(instance)
-    if not hub.instances.leave(instance, now):
+    if not hub.instances.leave(instance):
         return []
     engines_changed(hub, now)
     return [ev.Changed()]
@@ -608,7 +607,7 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
         (instance.view(record.target, hub.config, now) for instance in hub.instances.known.values()),
         key=lambda view: (view.engine, view.pod, view.rank, view.instance),
     )
-    engines = with_divergence(views, hub.instances.holdings, now)
+    engines = with_majority(views)
     return PoolSnapshot(
         uid=hub.config.uid,
         leading=hub.leading,
@@ -616,7 +615,6 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
         published=record.published,
         asked=record.wanted,
         engines=engines,
-        laggards=[view for view in engines if view.alive and not view.converged],
         old_epoch_requests=hub.instances.old_epoch_requests,
         started_at=record.started_at,
         behind_since=record.behind_since,
@@ -624,13 +622,12 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
         reset_seconds=record.reset_seconds,
         reclaimed=reclaimer.done_below,
         origin=record.origin,
-        reclaim_policy=hub.config.reclaim,
         reclaimed_keys=reclaimer.keys,
         reclaimed_bytes=reclaimer.num_bytes,
         wipe_failed=hub.wiper.failed,
         labels=dict(hub.labels.known),
         weights=groups(engines, hub.labels.known),
-        diverged=[view for view in engines if view.diverged_seconds is not None],
+        diverged=[view for view in engines if view.majority is not None],
     )
 
 
@@ -643,8 +640,8 @@ def groups(engines: Iterable[EngineView], labels: Mapping[bytes, str]) -> list[W
     return sorted(found, key=lambda group: (-group.engines, group.since_seconds, group.weights))
 
 
-def with_divergence(engines: Sequence[EngineView], holdings: Holdings, now: float) -> list[EngineView]:
-    """`engines`, each with how long it has held other weights than most live engines of its fingerprint."""
+def with_majority(engines: Sequence[EngineView]) -> list[EngineView]:
+    """`engines`; those that hold other weights than most live engines of their fingerprint say what these hold."""
     majority = {}
     fingerprints: dict[str, list[EngineView]] = {}
     for engine in engines:
@@ -653,19 +650,15 @@ def with_divergence(engines: Sequence[EngineView], holdings: Holdings, now: floa
         by_weights = _by_weights(members)
         if len(by_weights) > 1:
             majority[fingerprint] = min(by_weights, key=lambda held: (-len(by_weights[held]), _since(by_weights[held]), held))
-    return [_diverging(engine, majority.get(engine.fingerprint), holdings, now) for engine in engines]
+    return [
+        msgspec.structs.replace(engine, majority=most) if differs(engine, most := majority.get(engine.fingerprint)) else engine
+        for engine in engines
+    ]
 
 
 def differs(engine: EngineView, majority: bytes | None) -> bool:
     """A live engine holds other weights than the majority. One that cannot say what it holds differs from nobody."""
     return majority is not None and engine.alive and engine.weights is not None and engine.weights != majority
-
-
-def _diverging(engine: EngineView, majority: bytes | None, holdings: Holdings, now: float) -> EngineView:
-    if not differs(engine, majority):
-        return engine
-    seconds = min(engine.weights_since, holdings.unequal_seconds(engine.fingerprint, now))
-    return msgspec.structs.replace(engine, diverged_seconds=seconds)
 
 
 def _by_weights(engines: Iterable[EngineView]) -> dict[bytes, list[EngineView]]:

@@ -22,7 +22,6 @@ from epochkv_fence.protocol.messages import MAX_KEPT, Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import PoolConfig
 
 MAX_OPEN: Final = 64
-MAX_WEIGHTS: Final = MAX_KEPT
 WIPE_SECONDS: Final = 60.0
 """The hub tries to wipe for this long after a publication; then engines remove the keys by prefix."""
 WIPE_RETRY_SECONDS: Final = 1.0
@@ -100,7 +99,7 @@ class Reported:
 
     def hear(self, weights: bytes, grace: float, now: float) -> None:
         """An engine holds these weights."""
-        if weights in self._last or len(self._last) < MAX_WEIGHTS:
+        if weights in self._last or len(self._last) < MAX_KEPT:
             self._last[weights] = now
         else:
             self._lost_at = now

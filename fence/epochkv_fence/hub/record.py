@@ -6,7 +6,6 @@ It keeps engine instances in memory only: a new leader waits until older grants 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -91,7 +90,7 @@ class InstanceRecord:
         return max(self.heard_at + hold, self.granted_at + hold, self.live_until, self.below_until)
 
     def view(self, target: int, config: PoolConfig, now: float) -> EngineView:
-        """This engine instance as status shows it; `diverged_seconds` is left for who knows the others."""
+        """This engine instance as status shows it; `majority` is left for who knows the others."""
         return EngineView(
             instance=self.instance,
             epoch=self.epoch,
@@ -113,7 +112,6 @@ class Instances:
         known: the instances that the hub remembers.
         behind: those of them below the target, in an order that a replay repeats.
         departed: instances that have left, the newest last.
-        holdings: which weights the known instances hold.
         forget_at: when to look for instances to forget.
         nudge_at: when to nudge the instances behind again.
     """
@@ -122,45 +120,40 @@ class Instances:
         self.known: dict[bytes, InstanceRecord] = {}
         self.behind: dict[bytes, None] = {}
         self.departed: dict[bytes, None] = {}
-        self.holdings = Holdings()
         self.forget_at = math.inf
         self.nudge_at = math.inf
 
     def hear(self, peer: bytes, beat: Heartbeat, key_index: int, *, target: int, hold: float, now: float) -> bool:
         """Take a heartbeat; return whether status changes by it. The hub remembers a silent instance for `hold` seconds."""
         record = self.known.get(beat.instance)
-        before = record.newest if record is not None else None
+        new = record is None
         if record is None:
             record = self.known[beat.instance] = InstanceRecord(beat.instance, beat)
             self.behind[beat.instance] = None
             self.forget_at = min(self.forget_at, now + hold)
         changed = record.hear(peer, beat, now, key_index)
-        self.holdings.change(before, record.newest, record.weights_at)
         if record.at_least(target):
             self.behind.pop(beat.instance, None)
-        return changed or before is None
+        return changed or new
 
-    def leave(self, instance: bytes, now: float) -> bool:
+    def leave(self, instance: bytes) -> bool:
         """This instance gave up its lease and takes no other, so late heartbeats must not bring it back. Returns whether it was known."""
         self.departed[instance] = None
         while len(self.departed) > MAX_INSTANCES:
             del self.departed[next(iter(self.departed))]
-        return self._drop(instance, now)
+        return self._drop(instance)
 
     def forget(self, may_forget: Callable[[InstanceRecord], bool], hold: float, now: float) -> list[bytes]:
         """Forget the instances that `may_forget` names; return them."""
         over = [instance for instance, record in self.known.items() if may_forget(record)]
         for instance in over:
-            self._drop(instance, now)
+            self._drop(instance)
         self.forget_at = now + hold / 3 if self.known else math.inf
         return over
 
-    def _drop(self, instance: bytes, now: float) -> bool:
+    def _drop(self, instance: bytes) -> bool:
         self.behind.pop(instance, None)
-        record = self.known.pop(instance, None)
-        if record is not None:
-            self.holdings.change(record.newest, None, now)
-        return record is not None
+        return self.known.pop(instance, None) is not None
 
     def expect(self, target: int) -> None:
         """The target has risen: every grant so far may be below it."""
@@ -182,49 +175,6 @@ class Instances:
     def old_epoch_requests(self) -> int:
         """How many requests all known instances carry under older roots."""
         return min(sum(record.newest.old_epoch_requests for record in self.known.values()), MAX_COUNT)
-
-
-class Holdings:
-    """Which weights the known instances of each fingerprint hold, and since when these differ."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, Counter[bytes]] = {}
-        self._newest_at: dict[str, float] = {}
-        self._unequal_at: dict[str, float] = {}
-
-    def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
-        """The newest heartbeat of an instance was `before` (None: it is new) and is `after` (None: the hub forgets it).
-
-        The engine instance has reported those weights since `since`, maybe to an earlier hub.
-        """
-        old, new = _holding(before), _holding(after)
-        if old == new:
-            return
-        if new is not None:  # first, or instances that go on holding different weights would seem to agree in between
-            self._newest_at[new[0]] = max(since, self._newest_at.get(new[0], NEVER))
-            self._add(*new, 1)
-        if old is not None:
-            self._add(*old, -1)
-
-    def _add(self, fingerprint: str, weights: bytes, number: int) -> None:
-        counts = self._counts.setdefault(fingerprint, Counter())
-        counts[weights] += number
-        if counts[weights] <= 0:
-            del counts[weights]
-        if len(counts) > 1:
-            self._unequal_at.setdefault(fingerprint, self._newest_at[fingerprint])
-        else:
-            self._unequal_at.pop(fingerprint, None)
-        if not counts:
-            del self._counts[fingerprint], self._newest_at[fingerprint]
-
-    def unequal_seconds(self, fingerprint: str, now: float) -> float:
-        """For how long instances of this fingerprint have held different weights."""
-        return max(0.0, now - self._unequal_at.get(fingerprint, now))
-
-
-def _holding(beat: Heartbeat | None) -> tuple[str, bytes] | None:
-    return None if beat is None or beat.weights is None else (beat.fingerprint, beat.weights)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -271,7 +221,7 @@ class Record:
         noted, noting: the note that grants may be out is durable, or its write is under way.
         recording, publishing: the epochs of the writes under way.
         retry_at: no write begins before this.
-        started_at, published_at, reset_seconds: when the newest reset began and ended, and how long it took.
+        started_at, published_at, reset_seconds: when the newest reset began and ended, and how long it took; None: another one overtook it.
         behind_since: since when the target has not been published; newer targets leave it alone. None: it is published.
     """
 
@@ -401,8 +351,7 @@ class Record:
             return False
         self.published, self.published_at = epoch, now
         self.behind_since = None if epoch >= self.target else self.started_at
-        if epoch == self.target and self.started_at is not None:
-            self.reset_seconds = now - self.started_at
+        self.reset_seconds = now - self.started_at if epoch == self.target and self.started_at is not None else None
         return True
 
 

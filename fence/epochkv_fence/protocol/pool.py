@@ -82,8 +82,7 @@ class EngineView(EngineReport, frozen=True):
         silent_seconds: since it was last heard from.
         key_index: which of the pool's accepted keys it used last, 0 the newest; their number: one that is not accepted any more.
         weights_since: seconds for which it has reported its weights.
-        diverged_seconds: for so long it has held these while others of its fingerprint hold other ones. None: it is not live,
-            its weights are not known, or they are those of most of its fingerprint.
+        majority: what most live engines of its fingerprint hold, where this live one holds other weights.
     """
 
     instance: bytes
@@ -95,7 +94,7 @@ class EngineView(EngineReport, frozen=True):
     stats: dict[str, float] = msgspec.field(default_factory=dict)
     key_index: int = 0
     weights_since: float = 0.0
-    diverged_seconds: float | None = None
+    majority: bytes | None = None
 
     @property
     def display_name(self) -> str:
@@ -142,7 +141,6 @@ class PoolSnapshot:
         target, published: recorded durably.
         asked: highest epoch asked for so far, recorded or not.
         engines: all instances known, by engine, pod, rank.
-        laggards: those alive that are not at the target.
         old_epoch_requests: requests under older roots, over all engines.
         started_at: when the newest epoch was asked for (when recorded, if that is unknown); Unix seconds.
         behind_since: since when the target is not published, which newer epochs leave alone; Unix seconds. None: it is published.
@@ -150,7 +148,6 @@ class PoolSnapshot:
         reset_seconds: duration of the latest reset published by this hub, measured on one monotonic clock.
         reclaimed: highest epoch below which no keys are left, as an engine or the store reported.
         origin: of the target; None: target 0, or not known.
-        reclaim_policy: as configured.
         reclaimed_keys, reclaimed_bytes: removed from the store so far, as known to this hub.
         wipe_failed: the store could not be wiped after the newest published epoch (`RemoveAll`); the keys of older epochs are
             removed one by one instead.
@@ -166,14 +163,12 @@ class PoolSnapshot:
     published: int
     asked: int
     engines: list[EngineView]
-    laggards: list[EngineView]
     old_epoch_requests: int
     started_at: float | None
     published_at: float | None
     reset_seconds: float | None
     reclaimed: int
     origin: Source | None = None
-    reclaim_policy: ReclaimPolicy = "Delete"
     reclaimed_keys: int = 0
     reclaimed_bytes: int = 0
     wipe_failed: bool = False

@@ -32,7 +32,8 @@ class PoolHistory:
     """What of a pool's snapshots has to be remembered between two of them.
 
     Attributes:
-        epochs: target and published, as last seen; None before the first.
+        told: target and published, as last told (`news`); None before the first.
+        target: as last seen.
         base: keys and bytes that the hub had removed in all when its target was last raised.
         total: the same, now.
         led_since: when the hub was first seen leading in its term (monotonic); None: it does not lead.
@@ -41,7 +42,8 @@ class PoolHistory:
         reclaimed: highest epoch below which nothing is left, and when that was first seen (Unix seconds).
     """
 
-    epochs: tuple[int, int] | None = None
+    told: tuple[int, int] | None = None
+    target: int | None = None
     base: tuple[int, int] = (0, 0)
     total: tuple[int, int] = (0, 0)
     reclaimed: int = 0
@@ -59,12 +61,17 @@ class PoolHistory:
             self.differ_since = None
         elif self.differ_since is None:
             self.differ_since = now
-        if self.epochs is not None and snapshot.target > self.epochs[0]:
+        if self.target is not None and snapshot.target > self.target:
             self.base = self.total
-        self.epochs = (snapshot.target, snapshot.published)
+        self.target = snapshot.target
         self.total = (snapshot.reclaimed_keys, snapshot.reclaimed_bytes)
         if snapshot.reclaimed > self.reclaimed:
             self.reclaimed, self.reclaimed_at = snapshot.reclaimed, unix_seconds
+
+    def news(self, snapshot: PoolSnapshot) -> tuple[bool, bool]:
+        """Whether the epochs are others than those told last, and whether one was published since. They count as told now."""
+        before, self.told = self.told, (snapshot.target, snapshot.published)
+        return self.told != before, before is not None and snapshot.published > before[1]
 
     def overdue_in(self, now: float) -> float | None:
         """How much longer engines may hold different weights as in a push; 0.0: it is too long, None: they do not."""
@@ -92,7 +99,9 @@ def view_of(
         reset_milliseconds=round(snapshot.reset_seconds * 1e3) if done and snapshot.reset_seconds is not None else None,
         origin=snapshot.origin.value if snapshot.origin is not None else None,
         weights=snapshot.weights,
-        outliers=tuple(_outliers(snapshot)),
+        outliers=tuple(
+            Outlier(one.display_name, one.weights.hex(), one.majority.hex()) for one in snapshot.diverged if one.weights and one.majority
+        ),
         overdue=history.overdue_in(now) == 0.0,
         older=tuple(_older(snapshot)),
         reclaim=ReclaimView(
@@ -120,29 +129,15 @@ def export(namespace: str, pool: str, snapshot: PoolSnapshot, lease_seconds: flo
         metrics.POOL_ENGINES.labels(namespace=namespace, pool=pool, state=state).set(states.count(state))
 
 
-def _outliers(snapshot: PoolSnapshot) -> Iterator[Outlier]:
-    apart = {engine.instance for engine in snapshot.diverged}
-    most = {
-        engine.fingerprint: engine.weights
-        for engine in snapshot.engines
-        if engine.alive and engine.weights is not None and engine.instance not in apart
-    }
-    for engine in snapshot.diverged:
-        wanted = most.get(engine.fingerprint)
-        if engine.weights is not None and wanted is not None:
-            yield Outlier(engine.display_name, engine.weights.hex(), wanted.hex())
-
-
 def _older(snapshot: PoolSnapshot) -> Iterator[str]:
     """Where engines of a fingerprint differ, those that do not hold what came last by a push (unknown: what most hold)."""
-    apart = {engine.instance for engine in snapshot.diverged}
-    for fingerprint in {engine.fingerprint for engine in snapshot.diverged}:
+    for fingerprint, majority in {(engine.fingerprint, engine.majority) for engine in snapshot.diverged}:
         members = [one for one in snapshot.engines if one.alive and one.weights is not None and one.fingerprint == fingerprint]
         came: dict[bytes | None, float] = {}
         for one in members:
             if one.pushed:
                 came[one.weights] = max(one.weights_since, came.get(one.weights, 0.0))
-        newest = min(came, key=lambda held: came[held]) if came else next(one.weights for one in members if one.instance not in apart)
+        newest = min(came, key=lambda held: came[held]) if came else majority
         yield from (one.display_name for one in members if one.weights != newest)
 
 
@@ -351,13 +346,12 @@ class HubService:
         served = self._served.get(uid)
         if served is None:
             return
-        snapshot, key, history = self._server.snapshot(uid), served.key, served.history
-        before = history.epochs
-        history.take(snapshot, time.time(), time.monotonic())
-        now = time.monotonic()
-        if before is not None and snapshot.published > before[1] and snapshot.reset_seconds is not None:
+        snapshot, key, now = self._server.snapshot(uid), served.key, time.monotonic()
+        served.history.take(snapshot, time.time(), now)
+        moved, published = served.history.news(snapshot)
+        if published and snapshot.reset_seconds is not None:
             metrics.RESET_SECONDS.labels(namespace=key.namespace, pool=key.name).observe(snapshot.reset_seconds)
-        if history.epochs != before:
+        if moved:
             self._wake(key, OPEN_SECONDS if snapshot.target > snapshot.published else DONE_SECONDS)
             return
         delay = max(OPEN_SECONDS, served.reported_at + QUIET_SECONDS - now)

@@ -8,13 +8,13 @@ from functools import partial
 
 import msgspec
 
-from epochkv_fence.hub.machine import Hub, HubState, groups, with_divergence
-from epochkv_fence.hub.record import Holdings, Labels
+from epochkv_fence.hub.machine import Hub, HubState, groups, with_majority
+from epochkv_fence.hub.record import Labels
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Heartbeat, Label, Labelled, Status
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot
 from tests.model.mutants.agent import LABELLING
-from tests.model.mutants.kind import MakeHub, Mutant, misreading, with_part
+from tests.model.mutants.kind import Mutant, misreading, with_part
 from tests.model.parts import Rules
 
 
@@ -62,19 +62,9 @@ class _Misjudging(Hub):
 
     def snapshot(self, now: float) -> PoolSnapshot:
         shown = super().snapshot(now)
-        wrong = with_divergence(
-            [msgspec.structs.replace(self._seen(engine), diverged_seconds=None) for engine in shown.engines],
-            self.state.instances.holdings,
-            now,
-        )
-        engines = [
-            msgspec.structs.replace(engine, diverged_seconds=None if other.diverged_seconds is None else self._seconds(engine, now))
-            for engine, other in zip(shown.engines, wrong, strict=True)
-        ]
-        return replace(shown, engines=engines, diverged=[engine for engine in engines if engine.diverged_seconds is not None])
-
-    def _seconds(self, engine: EngineView, now: float) -> float:
-        return min(engine.weights_since, self.state.instances.holdings.unequal_seconds(engine.fingerprint, now))
+        wrong = with_majority([msgspec.structs.replace(self._seen(engine), majority=None) for engine in shown.engines])
+        engines = [msgspec.structs.replace(engine, majority=other.majority) for engine, other in zip(shown.engines, wrong, strict=True)]
+        return replace(shown, engines=engines, diverged=[engine for engine in engines if engine.majority is not None])
 
 
 def _of_one_fingerprint(engine: EngineView) -> EngineView:
@@ -94,29 +84,6 @@ class _CountsTheSilent(Hub):
     def snapshot(self, now: float) -> PoolSnapshot:
         shown = super().snapshot(now)
         return replace(shown, weights=groups([msgspec.structs.replace(engine, alive=True) for engine in shown.engines], shown.labels))
-
-
-class _Counting(Holdings):
-    def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
-        if after is not None:
-            super().change(before, after, since)
-
-
-class _Agreeing(Holdings):
-    def change(self, before: Heartbeat | None, after: Heartbeat | None, since: float) -> None:
-        if before is not None and after is not None and before.weights != after.weights:
-            super().change(before, None, since)
-            before = None
-        super().change(before, after, since)
-
-
-def _with_holdings(kind: Callable[[], Holdings]) -> MakeHub:
-    def make(config: PoolConfig) -> Hub:
-        hub = Hub(config)
-        hub.state.instances.holdings = kind()
-        return hub
-
-    return make
 
 
 class _KnowsEverybody(Hub):
@@ -162,8 +129,6 @@ WEIGHTS_MUTANTS = {
     ),
     "an engine that cannot say has diverged": Mutant(Rules(hub=partial(_Misjudging, seen=_holding_something)), PUSHING),
     "of as many engines the oldest count": Mutant(Rules(hub=partial(_Misjudging, seen=_oldest_first)), PUSHING),
-    "forgotten engines diverge": Mutant(Rules(hub=_with_holdings(_Counting)), {**PUSHING, "fingerprints": 1}),
-    "engines that change agree in between": Mutant(Rules(hub=_with_holdings(_Agreeing)), {**PUSHING, "fingerprints": 1, "engines": 2}),
     "a new leader claims to know every engine": Mutant(
         Rules(hub=_KnowsEverybody), {"orders": ("client, weight update",), "restores": False, "takeovers": 1.0, "idle": 0.0}
     ),

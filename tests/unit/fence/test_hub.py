@@ -383,7 +383,7 @@ def test_the_snapshot_names_laggards_and_carried_requests() -> None:
     hub.beat(1, epoch=1, old_epoch_requests=3, pod="a", engine="rollout", rank=1, fingerprint="f", stats={"x": 1.0})
     snapshot = hub.hub.snapshot(hub.now)
     assert (snapshot.target, snapshot.published, snapshot.asked, snapshot.old_epoch_requests) == (1, 0, 1, 3)
-    assert [view.instance for view in snapshot.laggards] == [instance(2)]
+    assert [view.instance for view in snapshot.engines if not view.converged] == [instance(2)]
     assert not snapshot.converged
     view = next(view for view in snapshot.engines if view.instance == instance(1))
     assert (view.pod, view.engine, view.rank, view.epoch, view.converged) == ("a", "rollout", 1, 1, True)
@@ -393,6 +393,16 @@ def test_the_snapshot_names_laggards_and_carried_requests() -> None:
     snapshot = hub.hub.snapshot(hub.now)
     assert snapshot.converged
     assert snapshot.reset_seconds == pytest.approx(2.0)
+    hub.ask(2)
+    hub.hold_writes = True
+    for number in (1, 2):
+        hub.beat(number, epoch=2)
+    hub.round()
+    hub.ask(3)
+    for write in (ev.RecordTarget(3), ev.Publish(2)):
+        hub.step(ev.Done(write, ok=True))
+    snapshot = hub.hub.snapshot(hub.now)
+    assert (snapshot.target, snapshot.published, snapshot.reset_seconds) == (3, 2, None)  # that of 1 is no duration of 2
 
 
 # -------------------------------------- who asked for an epoch, what trainers are told of it, and a record that fell

@@ -11,7 +11,7 @@ from epochkv_operator.hub.service import PoolHistory, export, old_key_users, vie
 from epochkv_operator.metrics import REGISTRY, forget_pool
 
 A, B = b"a" * 16, b"b" * 16
-EMPTY = PoolSnapshot("u", True, 0, 0, 0, [], [], 0, None, None, None, 0)
+EMPTY = PoolSnapshot("u", True, 0, 0, 0, [], 0, None, None, None, 0)
 
 
 def engine(name: str, epoch: int | None = 1, **changes: object) -> EngineView:
@@ -37,8 +37,17 @@ def test_what_was_removed_is_counted_per_reset() -> None:
     assert (view.reclaim.epoch, view.reclaim.keys, view.reclaim.bytes) == (2, 2, 100)
 
 
+def test_a_reconciler_or_scrape_in_between_keeps_no_news_back() -> None:
+    history, open_, done = PoolHistory(), replace(EMPTY, target=2, published=1), replace(EMPTY, target=2, published=2)
+    assert history.news(replace(EMPTY, target=1, published=1)) == (True, False)
+    assert history.news(open_) == (True, False)
+    history.take(done, 1e9)
+    assert history.news(done) == (True, True)
+    assert history.news(done) == (False, False)
+
+
 def test_origin_weights_and_outliers() -> None:
-    late, asleep = engine("late", weights=B), engine("asleep", weights=None)
+    late, asleep = engine("late", weights=B, majority=A), engine("asleep", weights=None)
     gone = engine("gone", weights=B, alive=False, converged=False)
     snapshot = replace(
         EMPTY,
@@ -106,8 +115,10 @@ def test_while_an_engine_takes_weights_the_time_does_not_run() -> None:
 )
 def test_who_holds_the_older_weights(engines: list[tuple[str, bytes, float, bool]], apart: list[str], older: list[str]) -> None:
     views = [engine(name, weights=weights, weights_since=since, pushed=pushed) for name, weights, since, pushed in engines]
+    (most,) = {view.weights for view in views if view.engine not in apart}
+    differ = [msgspec.structs.replace(view, majority=most) for view in views if view.engine in apart]
     views += [engine("other", weights=B, fingerprint="tp4"), engine("gone", weights=b"c" * 16, alive=False)]
-    view = view_of(replace(EMPTY, engines=views, diverged=[one for one in views if one.engine in apart]), PoolHistory(), 0.0)
+    view = view_of(replace(EMPTY, engines=views, diverged=differ), PoolHistory(), 0.0)
     assert view is not None
     assert view.older == tuple(older)
 
