@@ -1,7 +1,8 @@
 """The connector that vLLM loads: `kv_connector_module_path="epochkv_connector.connector"`.
 
 Thin on purpose: every entry point is one guarded call into `scheduler.role` or `worker.role`. An exception of
-ours becomes a miss, is counted and logged once per kind; it never reaches vLLM. Loads are always asynchronous, so
+ours becomes a miss, is counted and logged once per kind; it never reaches vLLM. Only where copies run under memory that is about to be
+unmapped, sleep is refused with one. Loads are always asynchronous, so
 `start_load_kv` never delays a forward pass and the layer hooks do nothing.
 """
 

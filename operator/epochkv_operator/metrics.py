@@ -58,7 +58,7 @@ for _outcome in HUB_FAULTS:
 GAUGES: Final = {name: _gauge(name, text, _POOL) for name, (text, _) in POOL_GAUGES.items()}
 RESET_SECONDS = _histogram(
     "epochkv_pool_reset_seconds",
-    "Time from recording an epoch to publishing it",
+    "Time from when the hub saw that an epoch was asked for to its publication",
     _POOL,
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
 )

@@ -1,7 +1,8 @@
 """What the connector cannot serve, each with a sentence that says what to change: no start, no tiers, no names, no adapters.
 
-Whether an engine may start is decided in `check_start` alone. It is asked twice. Whoever makes an engine asks before a model is
-loaded (`plugin`). The connector asks in every process of the engine, which may have been started without the plugin.
+Whether an engine with the connector may start is decided in `check_start` alone (with the fence, in `fenced`). It is asked twice. Whoever
+makes an engine asks before a model is loaded (`plugin`). The connector asks in every process of the engine, which may have been started
+without the plugin.
 Knows of vLLM 0.30 to 0.33: fields of its configurations, names of executors, `AttentionBackendEnum` of 0.32, and
 `calculate_kv_scales` before it.
 """

@@ -1,7 +1,7 @@
 """Who may share which KV, and what it is called: fingerprint, roots, the snapshot that every operation reads once, and keys in L2.
 
-Every name is made here, so a wrong name can only come from this file. Pure: no clock, no I/O, no vLLM, no torch. Source: `fence.md`
-sections 1 to 3. Names are made of lengths and bytes, never of joined strings, so that no two different inputs give one name.
+Every name of a tier is made here, of a root and a block hash (`pins`, `engine.blocks`). Pure: no clock, no I/O, no vLLM, no torch.
+Source: `fence.md` sections 1 to 3. Names are made of lengths and bytes, never of joined strings: no two different inputs give one name.
 
 An object in L2 is one block of one group of one KV shard: `<pool8>/<fingerprint16>/e<epoch>/w<weights16>/g<group>/r<shard>/<block hash>`.
 A number says how many characters a part has: `pool8` is of a hash of the pool's uid, and all hashes are in hex. The first four parts

@@ -5,8 +5,8 @@ All of it runs on vLLM's scheduler thread, unless a method says otherwise. Every
 `fence.md` section 3, found by running vLLM. The order inside each call is the point: *first* bring the tiers to what holds
 now (`SharedState.apply`), then act. What an engine may not do is found out here, once, and logged with what to change.
 
-The lease is checked before a hit is answered: `Admission.answer` calls `Pins.repin`, and that calls `RootState.refresh`
-(`naming/root.py`). When the lease has expired, the root is in bypass, and so the answer is no hit.
+The lease is checked before a hit is answered: `Pins.repin` (or, for a request that holds blocks, `SharedState.apply`) calls
+`RootState.refresh` (`naming/root.py`). When the lease has expired, the root is in bypass, and so the answer is no hit.
 """
 
 from __future__ import annotations
@@ -483,7 +483,7 @@ class SchedulerRole:
 
 
 class FenceHooks:
-    """What the agent's thread may ask of this engine; `epochkv_fence.net.AgentHooks` says what each answer means."""
+    """What the agent's thread may ask of this engine; `epochkv_fence.net.agent.AgentHooks` says what each answer means."""
 
     def __init__(self, role: SchedulerRole) -> None:
         self._role, self._root = role, role.pins.root

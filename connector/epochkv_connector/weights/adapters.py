@@ -1,8 +1,8 @@
 """Which adapters the ranks hold: the scheduler role's state machine, as `watch` is that of the model's weights.
 
-A request that uses an adapter is named by the digest of the tensors that the ranks have loaded for it (`lora`). The adapter's name,
-path, files and vLLM's id do not count. Whatever may have put other tensors in place is followed by a question before the next step is
-scheduled:
+A request that uses an adapter is named by the digest of the tensors that the ranks have loaded for it (`rank.HeldAdapters`). The
+adapter's name, path, files and vLLM's id do not count. Whatever may have put other tensors in place is followed by a question before the
+next step is scheduled:
 
 - a call that loads, unloads or pins an adapter, whoever made it: asked at once, so that requests which follow have their names;
 - any other call to the workers that is not known to be harmless: it may hold adapters, too, or write to them;

@@ -1,4 +1,4 @@
-"""The host region of one worker rank, and the copies between GPU blocks and its slots. Depends on torch only.
+"""The host region of one worker rank, and the copies between GPU blocks and its slots. Knows nothing of vLLM.
 
 Only this region is ever registered with the store or the CUDA driver, so vLLM's sleep mode and expandable segments keep working.
 A GPU block is held for one device-to-host copy instead of one network put.

@@ -1,4 +1,4 @@
-"""Commands that other packages add to `epochkv`, found by entry points: the fence imports none of those packages.
+"""The command line `epochkv`. Commands that other packages add are found by entry points: the fence imports none of those packages.
 
 An entry point of the group `epochkv.commands` has the command's name and names a `typer.Typer` app with that one command. Its module
 imports what the command line has anyway (typer, rich); the command imports the rest when it runs, so `epochkv reset` stays quick.

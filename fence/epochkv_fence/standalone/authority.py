@@ -1,4 +1,4 @@
-"""The state directory of a standalone hub: its lock, and the SQLite database in it. Synchronous; one thread uses it.
+"""The state directory of a standalone hub: its lock, the SQLite database in it, and the hub's authority over that. One thread uses each.
 
 One process has the directory: it holds an exclusive lock on `hub.lock` for its life, and SQLite's own exclusive lock on
 `state.db`. Exclusive locking also keeps SQLite's shared-memory file away, so the directory may lie on a network file system

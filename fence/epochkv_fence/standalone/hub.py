@@ -1,4 +1,4 @@
-"""What `epochkv hub` is told, checked before anything is made; and the addresses in it."""
+"""The hub without Kubernetes: what `epochkv hub` is told, checked before anything is made, and the hub that it starts."""
 
 from __future__ import annotations
 

@@ -429,11 +429,11 @@ class ResetStatus(StatusModel):
     origin: Annotated[str | None, Field(max_length=16)] = None
     """Who asked for it first: `Spec` (`spec.resetEpoch`), `Trainer` (the client) or `Engine` (an engine whose own caches were reset)."""
     start_time: Timestamp | None = None
-    """When the target was recorded."""
+    """When it was asked for, as far as the hub knows; else when it was recorded."""
     completion_time: Timestamp | None = None
     """When it was published; absent while the reset is open."""
     duration_milliseconds: Annotated[int | None, Field(json_schema_extra={"format": "int64"})] = None
-    """From recorded to published, by the hub's own clock."""
+    """From when the hub first saw that it was asked for to its publication, by the hub's own clock."""
     laggards: Annotated[tuple[Laggard, ...] | None, list_field(16, key="name")] = None
     """Up to 16 engines that the reset waits for."""
 

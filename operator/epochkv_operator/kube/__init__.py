@@ -1,1 +1,1 @@
-"""Everything that speaks to the API server: client, store, work queue, server-side apply, status writes, Lease, events."""
+"""Everything that speaks to the API server: client, watches, store, server-side apply, status writes, Lease, events."""

@@ -166,7 +166,7 @@ BY_HOME: Final = POOL_NAMESPACE
 
 
 class Key(NamedTuple):
-    """A pool or an engine to reconcile. By name, not uid: a recreated namesake is the same place in the cluster."""
+    """A pool, an engine or a pod to reconcile. By name, not uid: a recreated namesake is the same place in the cluster."""
 
     kind: str
     namespace: str
