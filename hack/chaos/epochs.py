@@ -65,6 +65,15 @@ class EpochWatch:
     def adopted(self) -> int:
         return sum(len(engine.adopted) for pool in self._pools.values() for engine in pool.engines)
 
+    def agents(self) -> str:
+        """How each engine stands with its hub, for who looks for what went wrong."""
+        lines = [
+            f"{engine.agent.endpoint}: {engine.agent.view}, {dict(engine.agent.counters)}"
+            for pool in self._pools.values()
+            for engine in pool.engines
+        ]
+        return "\n".join(["engines:", *lines])
+
     def _watch(self) -> None:
         while not self._over.wait(EVERY_SECONDS):
             with contextlib.suppress(AssertionError, OSError):

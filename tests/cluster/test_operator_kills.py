@@ -207,7 +207,7 @@ class Journey:
         poll(lambda: equal(self.space, wanted), PATIENCE_SECONDS, POLL_SECONDS)
         wrong = [*differences(snapshot(self.space), wanted), *self.epochs.problems]
         about = f"{flow.name}, killed after write {last} ({fatal.writes[-1:]})"
-        return [f"{about}: {each}" for each in wrong] + ([self.operator.tail()] if wrong else [])
+        return [f"{about}: {each}" for each in wrong] + ([self.operator.tail(), self.epochs.agents()] if wrong else [])
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,14 @@
 import hashlib
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from epochkv_connector.scheduler.stamps import Stamps, shown
 from epochkv_connector.weights.watch import fold
+from epochkv_connector.wire import WorkerReport
 from epochkv_fence.protocol.messages import STAMP_KEY as KEY
 from epochkv_fence.protocol.messages import UNKNOWN_WEIGHTS as UNKNOWN
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, filled
@@ -211,3 +214,77 @@ def test_answers_of_an_engine_under_the_fence_say_it_too(make_rig: MakeRig) -> N
     rig.run()
     truth.check(request.request_id)
     assert rig.handed[request.request_id][KEY]["cached_tokens"] == {"gpu": 0, "l1": 0, "l2": 0}
+
+
+# ------------------------------------------------------------------ what reports and front ends of GPUs bring about, step by step
+W1, W2 = b"1" * 32, b"2" * 32
+
+
+class Steps:
+    """A request, and steps that sample a token each. A rank's report of a step may come with the results of the next."""
+
+    def __init__(self, **request: Any) -> None:
+        self.watch = SimpleNamespace(known=W1, overwritten=None, found={5: W1}.get)
+        self.root = SimpleNamespace(snapshot=SimpleNamespace(epoch=0), lost="")
+        self.adapters = SimpleNamespace(held={}, found=lambda adapter, number: b"a")
+        told: Any = (lambda: self.watch), self.adapters, self.root, lambda request: (0, 0)
+        self.stamps = Stamps(*told, all_requests=True, tokens_per_step=1)
+        self.request = SimpleNamespace(request_id="r", num_output_tokens=0, kv_transfer_params=None, lora_request=None, **request)
+        self.stamps.open(self.request)
+
+    def step(self, *reports: WorkerReport, new: int | None = None) -> None:
+        """One more token; `new`: the request is new to the ranks, so many tokens of it computed."""
+        output = SimpleNamespace(scheduled_new_reqs=[] if new is None else [SimpleNamespace(req_id="r", num_computed_tokens=new)])
+        self.stamps.scheduled(output)
+        self.stamps.made(output, reports)
+        self.request.num_output_tokens += 1
+
+    def told(self, key: str = "weights") -> list[tuple[int, str]]:
+        tokens = self.stamps.finish(self.request)["tokens"]  # type: ignore[index]
+        return [(one["from_token"], one[key]) for one in tokens]
+
+
+@pytest.mark.parametrize("between", [W1, W2, None], ids=["nothing", "a push", "a push under way"])
+def test_a_report_that_comes_with_the_next_step_counts_whatever_came_between(between: bytes | None) -> None:
+    steps = Steps()
+    steps.step(new=0)
+    steps.step()  # somebody writes
+    steps.watch.known = between
+    steps.step(WorkerReport(late=[5]))
+    after = [(2, shown(W2))] if between == W2 else []
+    assert steps.told() == [(0, shown(W1)), (1, UNKNOWN), *after]
+
+
+def test_the_same_of_an_adapter() -> None:
+    steps = Steps()
+    steps.stamps._open["r"].adapter = 1
+    steps.adapters.held = {1: b"a"}
+    steps.step(new=0)
+    steps.step()
+    steps.adapters.held = {1: b"b"}
+    steps.step(WorkerReport(replaced=[(1, 7)]))
+    assert steps.told("adapter") == [(0, shown(b"a")), (1, UNKNOWN), (2, shown(b"b"))]
+
+
+def test_nobody_knows_what_a_step_was_made_with_where_changes_are_not_followed_any_more() -> None:
+    steps = Steps()
+    steps.step(new=0)
+    steps.root.lost = "restart the engine"
+    steps.step()
+    assert steps.told() == [(0, shown(W1)), (1, UNKNOWN)]
+
+
+def test_a_request_that_resumes_as_a_new_one_keeps_its_epoch_and_what_was_cached() -> None:
+    steps = Steps(prefill_stats=None)
+    steps.step(new=64)
+    steps.root.snapshot.epoch = 1
+    steps.step(new=65)
+    stamp = steps.stamps.finish(steps.request)
+    assert stamp is not None
+    assert (stamp["epoch"], stamp["cached_tokens"]["gpu"]) == (0, 64)
+
+
+def test_a_session_has_no_stamp() -> None:
+    """vLLM counts its tokens anew with each input."""
+    steps = Steps(resumable=True)
+    assert len(steps.stamps) == 0

@@ -4,8 +4,8 @@ A token belongs to the step that sampled it, and a step to what the ranks held w
 order in which it scheduled them. So a change shows when the results of the first step after it are about to be counted: each request
 that wants a stamp has then as many tokens as were made before. Nothing is kept per step and request.
 
-A rank may see, behind a step, that it had held something else (`StepMetadata.digest_number`). On a GPU that is reported one step late. The
-tokens of all steps that it may have been are then unknown.
+A rank may see, behind a step, that it had held something else (`StepMetadata.digest_number`). On a GPU it says so one step late, maybe
+behind other changes. The tokens of all steps that it may have been are then unknown.
 
 Our stamp travels with the first output of a request, with the first one after each change, and with its end. So the front end has it where
 it ends an answer by itself: at a stop string, or when everything is aborted (`engine.answers`).
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from epochkv_connector.engine import patches
 from epochkv_connector.guard import Guard
+from epochkv_connector.naming.pins import is_session
 from epochkv_connector.naming.root import RootState
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.watch import Watch
@@ -57,19 +58,19 @@ class Open:
     cached: dict[str, int] = field(default_factory=dict)
     epoch: int = -1
 
-    def change(self, num_tokens: int, before: Held) -> None:
-        """Tokens from `num_tokens` on are of others; also some that had counted as made with `before`."""
-        self.made = [(min(until, num_tokens), held) for until, held in self.made]
-        self.made.append((num_tokens, before))
+    def change(self, before: Held) -> None:
+        """Tokens from now on are of others."""
+        self.made.append((self.request.num_output_tokens, before))
 
-    def doubt(self, weights: bytes, num_tokens: int) -> None:
-        """The last tokens that count as made with these weights may have been made with others."""
+    def doubt(self, known: Callable[[Held], Held], num_tokens: int) -> None:
+        """Of the last so many tokens of which less is known than it seemed, take that back."""
         starts = [0, *(until for until, _ in self.made)]
         for index in reversed(range(len(self.made))):
             until, held = self.made[index]
-            if held.weights == weights and until > starts[index]:
-                self.made[index : index + 1] = [(max(starts[index], until - num_tokens), held), (until, held._replace(weights=None))]
-                return
+            first = max(starts[index], until - num_tokens)
+            if first < until and (doubted := known(held)) != held:
+                self.made[index : index + 1] = [(first, held), (until, doubted)]
+                num_tokens -= until - first
 
     def segments(self, now: Held) -> Iterator[tuple[int, bytes | None, bytes | None]]:
         """(first token, weights, adapter) as they follow each other."""
@@ -147,8 +148,8 @@ class Stamps:
     # ------------------------------------------------------------------ a request's life
 
     def open(self, request: Any) -> None:
-        """A new request."""
-        if self._all_requests or (asked_of(request) or {}).get("stamp") is True:
+        """A new request. vLLM counts the tokens of a session anew with each of its inputs, so a session has no stamp."""
+        if not is_session(request) and (self._all_requests or (asked_of(request) or {}).get("stamp") is True):
             adapter = getattr(request, "lora_request", None)
             self._open[request.request_id] = Open(request, None if adapter is None else int(adapter.lora_int_id))
 
@@ -176,9 +177,10 @@ class Stamps:
 
     def scheduled(self, scheduler_output: Any) -> None:
         """A step was scheduled, and some request wants a stamp."""
-        self._steps.append((scheduler_output, Held(self._watch().known, self._adapters.held)))
-        for new in scheduler_output.scheduled_new_reqs:
-            if (stamp := self._open.get(new.req_id)) is not None:
+        held = Held(self._watch().known, self._adapters.held) if not self._root.lost else Held()  # nobody follows changes any more
+        self._steps.append((scheduler_output, held))
+        for new in scheduler_output.scheduled_new_reqs:  # on GPUs also those that resume
+            if (stamp := self._open.get(new.req_id)) is not None and stamp.epoch < 0:
                 stamp.epoch, stamp.cached = self._root.snapshot.epoch, cached_tokens(stamp, new)
                 self._due.add(new.req_id)
 
@@ -192,32 +194,29 @@ class Stamps:
         if wrong or self._watch().overwritten is not None:
             held = self._doubt(held, wrong)
         if held != self._now:
-            self._change(held, 0)
+            self._change(held)
 
     def _doubt(self, held: Held, reports: Iterable[WorkerReport]) -> Held:
         """Ranks had held something else than they said, in this step or in one before. What this step held, as far as known."""
         watch = self._watch()
         weights = {watch.found(number) for report in reports for number in (*report.late, *report.mixed)} | {watch.overwritten}
-        adapters = {adapter: None for report in reports for adapter, _ in report.replaced}
+        adapters = {(one, self._adapters.found(one, number)) for report in reports for one, number in report.replaced}
+        watch.overwritten = None
 
         def known(of: Held) -> Held:
-            return Held(None if of.weights in weights else of.weights, {**of.adapters, **adapters} if adapters else of.adapters)
+            left = {one: None if (one, value) in adapters else value for one, value in of.adapters.items()} if adapters else of.adapters
+            return Held(None if of.weights in weights else of.weights, left)
 
-        self._steps = deque((step, known(of)) for step, of in self._steps)
+        self._change(self._now)
         num_doubted = (1 + len(self._steps)) * self._tokens_per_step
-        if watch.overwritten is not None:
-            self._change(self._now, 0)
-            for stamp in self._open.values():
-                stamp.doubt(watch.overwritten, num_doubted)
-            watch.overwritten = None
-        doubted = known(held)
-        if doubted != held:
-            self._change(doubted, num_doubted)
-        return doubted
+        for stamp in self._open.values():
+            stamp.doubt(known, num_doubted)
+        self._steps = deque((step, known(of)) for step, of in self._steps)
+        return known(held)
 
-    def _change(self, held: Held, num_doubted: int) -> None:
+    def _change(self, held: Held) -> None:
         for request_id, stamp in self._open.items():
-            stamp.change(max(0, stamp.request.num_output_tokens - num_doubted), self._now)
+            stamp.change(self._now)
             if stamp.request.num_output_tokens:
                 self._due.add(request_id)
         self._now = held

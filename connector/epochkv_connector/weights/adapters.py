@@ -65,7 +65,7 @@ class Adapters:
 
     Attributes:
         counters: `asked`, `changes`, `unknown`, `late`.
-        held: digests by id; another object when anything has changed.
+        held: digests by id of what the step that is scheduled next computes with; another object when anything has changed.
 
     Args:
         why_not: adapters of this engine are never named, and why.
@@ -85,7 +85,7 @@ class Adapters:
         self._suspected: dict[int, bool] = {}  # id -> load it though it is there
         self._unloaded: set[int] = set()  # by others, who may load something else in its place: not by us
         self._afresh = False
-        self._number = 0
+        self._number = self._told_at = 0
         self._versions = itertools.count(1)
         self._said: set[str] = set()
 
@@ -114,6 +114,10 @@ class Adapters:
     def version(self, adapter_id: int) -> int:
         """Of what this id stands for now; -1: nothing that is known."""
         return self._known[adapter_id].version if adapter_id in self._known else -1
+
+    def found(self, adapter_id: int, number: int) -> bytes | None:
+        """The answer to this question, if anybody remembers."""
+        return self._answers.get((adapter_id, number))
 
     def number(self, adapter_id: int) -> int:
         """Of the question that its names follow."""
@@ -151,8 +155,11 @@ class Adapters:
     # ------------------------------------------------------------------ when the ranks are asked
 
     def before_schedule(self) -> None:
-        """Afterwards what is known of adapters is what the ranks hold."""
+        """Afterwards what is known of adapters is what the ranks hold, and `held` says nothing of those that could not be asked about."""
         self.ask(load=True)
+        if self._suspected or self._told_at != self._number:
+            self._told_at = self._number
+            self.held = {one: None if one in self._suspected else known.value for one, known in self._known.items()}
 
     def ask(self, *, load: bool = False) -> None:
         """Ask about everything that is suspected, if the ranks can be asked. `load`: they load what is not there and used, as vLLM will
@@ -216,7 +223,6 @@ class Adapters:
             logger.warning("EpochKV: the KV of adapter id %d is not reused or saved: %s", adapter_id, note or "the ranks do not hold it")
         if value == before:
             return False
-        self.held = {**self.held, adapter_id: value}
         self.counters["unknown" if value is None else "changes"] += 1
         if value is not None:
             logger.info("EpochKV: adapter id %d is %s", adapter_id, value.hex()[:SHOWN_DIGITS])
@@ -234,5 +240,4 @@ class Adapters:
         if len(self._known) > MAX_ADAPTERS:
             kept = in_use.keys() | self._suspected.keys()
             self._known = {adapter_id: known for adapter_id, known in self._known.items() if adapter_id in kept}
-            self.held = {adapter_id: known.value for adapter_id, known in self._known.items()}
             self._said.clear()

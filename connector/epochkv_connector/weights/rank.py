@@ -462,13 +462,18 @@ def join_domain(worker: Any) -> str:
 
 
 def see_domain(worker: Any, number: int) -> Answer:
-    """What all ranks began the newest pass with: `columns`, or None and a `note`. From then on steps of this number expect that."""
-    answer: Answer = {"number": number, "columns": None, "note": "", "alone": "", "rank": getattr(worker, "rank", 0)}
+    """What all ranks began the newest pass with: `columns`, or None and a `note`. From then on steps of this number expect that.
+
+    `silent`: how often the weights of each had changed that no call announced, also of one that does not know what it holds now.
+    """
+    answer: Answer = {"number": number, "columns": None, "silent": (), "note": "", "alone": "", "rank": getattr(worker, "rank", 0)}
     held = _of(worker)
     domain = held.domain
     if domain is None or domain.alone:
         answer["alone"] = domain.alone if domain is not None else "this worker has not joined the other data-parallel ranks"
-    elif domain.passes <= held.digested_at or time.monotonic() - max(domain.at, held.stepped_at) > IDLE_SECONDS:
+        return answer
+    answer["silent"] = tuple(int.from_bytes(column[TOLD_BYTES:], "little") for column in domain.columns)
+    if domain.passes <= held.digested_at or time.monotonic() - max(domain.at, held.stepped_at) > IDLE_SECONDS:
         answer["note"] = NO_PASS
     elif silent := [str(rank) for rank, column in enumerate(domain.columns) if column.startswith(UNKNOWN)]:
         answer["note"] = f"data-parallel rank {', '.join(silent)} does not know what it holds"

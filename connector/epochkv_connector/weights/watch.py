@@ -196,7 +196,7 @@ class Watch:
         self._rest = b""
         self._confirmed = False  # nothing has happened since `value` was seen
         self._patience = 0.0  # until then nobody is let in; 0.0: nobody waits
-        self._silent: tuple[int, ...] = ()  # changes without a call, by rank, and what was named before
+        self._silent: list[tuple[int, ...]] = []  # changes without a call, by rank, and what was named before
         self._last = b""
         self.overwritten: bytes | None = None
         self.awaits = False
@@ -437,22 +437,28 @@ class Watch:
             return said
 
         answers, note = answers_of(ask, number, self._num_ranks, "columns", tuple)
+        self._hear_of_writes([answer["silent"] for answer in sorted(said, key=lambda answer: int(answer["rank"]))])
         if alone := next((answer["alone"] for answer in said if answer["alone"]), ""):
             self._leave_domain(alone)
         elif answers:
             self.number, self._confirmed, self._patience = number, True, 0.0
             columns = list(zip(*(answer["columns"] for answer in answers), strict=True))  # of the workers of each data-parallel rank
-            silent = tuple(int.from_bytes(column[TOLD_BYTES:], "little") for workers in columns for column in workers)
-            if silent != self._silent and self._last:
-                self.overwritten = self._last
-                self._names.end(self._last, at_once=False)
-            self._silent, self._last = silent, domain_digest([own_digest(workers) for workers in columns], self._rest)
+            self._last = domain_digest([own_digest(workers) for workers in columns], self._rest)
             self._found_out(self._last, "all ranks have begun a step with them")
         else:
             self._patience = self._patience or self._clock() + PATIENCE_SECONDS
             self.awaits = self._clock() < self._patience
             if not self.awaits:
                 self._set(None, note)
+
+    def _hear_of_writes(self, silent: list[tuple[int, ...]]) -> None:
+        """Of each worker: how often each rank of its domain was written to without a call."""
+        if len(silent) != self._num_ranks or not all(silent) or silent == self._silent:
+            return
+        self._silent = silent
+        if self._last:
+            self.overwritten = self._last
+            self._names.end(self._last, at_once=False)
 
     def _leave_domain(self, why: str) -> None:
         logger.warning("EpochKV: this engine keeps its cache to itself: %s", why)

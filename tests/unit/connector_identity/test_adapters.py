@@ -321,6 +321,37 @@ def test_an_engine_that_sleeps_or_does_not_know_its_weights_is_not_asked() -> No
     assert half.known() is not None
 
 
+def test_what_the_next_step_computes_with_is_not_said_of_an_id_that_stands_for_something_else() -> None:
+    half = Half()
+    half.adapters.calling("add_lora", request())
+    first = half.known()
+    assert half.adapters.held == {1: first}
+    half.awake = False  # a push has begun
+    half.adapters.calling("add_lora", request())
+    half.known()
+    assert half.adapters.held == {1: None}
+    half.awake = True
+    half.known()
+    assert half.adapters.held == {1: first}
+    half.in_use, half.ranks.values = {}, {}
+    half.adapters.calling("remove_lora", 1)
+    half.adapters.ask()
+    half.in_use = {1: request()}
+    half.adapters.of(request())
+    half.known()
+    assert half.adapters.held == {1: None}, "the ranks hold nothing that they could name"
+
+
+def test_ids_that_come_and_go_leave_nothing() -> None:
+    half = Half()
+    for number in range(1, 50):
+        for values, method in (({number: "one"}, "add_lora"), ({}, "remove_lora")):
+            half.ranks.values, half.in_use = values, {}
+            half.adapters.calling(method, number)
+            half.known(number)
+    assert len(half.adapters.held) <= 1
+
+
 def test_a_late_word_about_an_earlier_question_ends_what_was_named_then() -> None:
     half = Half()
     half.ranks.values[2] = "one"

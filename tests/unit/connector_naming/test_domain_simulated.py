@@ -370,7 +370,8 @@ class Stamped(Rank):
 
     def __init__(self, world: World, number: int, pool: HashStore) -> None:
         super().__init__(world, number, pool)
-        self.stamps = Stamps(lambda: self.watch, SimpleNamespace(held={}), None, None, all_requests=True, tokens_per_step=1)  # type: ignore[arg-type]
+        adapters, root = SimpleNamespace(held={}), SimpleNamespace(lost="")
+        self.stamps = Stamps(lambda: self.watch, adapters, root, None, all_requests=True, tokens_per_step=1)  # type: ignore[arg-type]
         self.answer: Any = None
         self.right, self.wrong = 0, list[str]()
 
