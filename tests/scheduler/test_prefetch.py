@@ -1,10 +1,12 @@
 """Blocks of a request that waits for its turn come from L2 into L1 meanwhile."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from epochkv_connector.tiers.prefetch import Prefetches
 from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, every_layout, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
@@ -133,3 +135,17 @@ def test_prefetches_get_a_quarter_of_l1_and_others_wait_for_it(busy: Callable[..
     assert len(held) == min(WHOLE // BLOCK, blocks // 4)
     release(rig)
     rig.run()
+
+
+def test_one_step_walks_along_one_prompt() -> None:
+    """Hundreds of requests may be answered at once, of which L1 holds everything."""
+    walked: list[str] = []
+    index = SimpleNamespace(indexed=True, num_slots=64, num_available=64)
+    named: Any = SimpleNamespace(index=index), SimpleNamespace(unasked=lambda name: name), SimpleNamespace(paused=False)
+    prefetches = Prefetches(*named, missing=lambda query: walked.append(query) or ())  # type: ignore[arg-type, func-returns-value]
+    for name in "abc":
+        query: Any = SimpleNamespace(answer=SimpleNamespace(add_done_callback=lambda done: done(None)))
+        prefetches.watch(name, query)
+    for num_walked in (1, 2, 3, 3):
+        assert prefetches.end_step() == ((), ())
+        assert len(walked) == num_walked

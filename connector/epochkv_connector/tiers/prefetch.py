@@ -73,9 +73,11 @@ class Prefetches:
             if query is not None and room <= 0:
                 break
             self._answered.popleft()
-            missing = self._missing(query) if query is not None else ()
-            if query is not None and missing:
-                return (self._begin(query, missing[:room]),), cancelled
+            if query is not None:
+                missing = self._missing(query)
+                if missing:
+                    return (self._begin(query, missing[:room]),), cancelled
+                break  # that was a walk along a whole prompt: one for each step
         return (), cancelled
 
     def _begin(self, query: Query, missing: Sequence[tuple[int, int, bytes]]) -> LoadJob:
