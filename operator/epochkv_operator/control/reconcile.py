@@ -165,11 +165,12 @@ class PoolReconciler(_Reconciler):
         overrides = {name: serve_of(serve) for name, serve in own.items() if serve}
         if seen.hub is not None:
             self._away.pop(uid, None)
-        away = 0.0 if seen.hub is not None else time.monotonic() - self._away.setdefault(uid, time.monotonic())
+        clock = time.monotonic()
+        away = 0.0 if seen.hub is not None else clock - self._away.setdefault(uid, clock)
         before = {(one["namespace"], one["fingerprint"]): one["id"] for one in status.get("servedWeights") or ()}
-        lives = self._lives[uid] = lives_of(pods, self._lives.get(uid, {}), now())
+        lives = self._lives[uid] = lives_of(pods, self._lives.get(uid, {}), clock)
         default, lease = pool.spec.serve or ANYTHING, float(pool.spec.reset.lease_seconds)
-        found = serving(pods, namespace, default, overrides, seen.hub, before, lives, lease, now(), away)
+        found = serving(pods, namespace, default, overrides, seen.hub, before, lives, lease, now(), clock, away)
         forbidden = self._forbidden.get(uid, "") if self.settings.gates else "the chart's value serve.gates is false"
         return found and replace(found, forbidden=forbidden)
 
@@ -229,7 +230,7 @@ class PoolReconciler(_Reconciler):
 
     async def _open(self, key: Key, pods: Sequence[Json]) -> ApiError | None:
         """Nobody else opens the gates of pods whose pool is gone, or lets them join no more. Returns the error to try again on."""
-        found = serving(pods, key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now())
+        found = serving(pods, key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now(), time.monotonic())
         errors = await self._write(found.turns) if found is not None else []
         return next((error for error in errors if not isinstance(error, Forbidden | NotFound)), None)
 

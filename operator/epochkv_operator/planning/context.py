@@ -154,7 +154,7 @@ class Serving:
         serves: what serves, in words; empty: nobody knows.
         turns: gates to be written.
         held: pods that hold other weights and are out of their Services, with those.
-        stays: pods that hold other weights and stay, so that half of their Service does.
+        stays: pods that would leave and stay, so that half of their Service does.
         unsaid: pods of which nobody can tell what they hold, by why.
         absent: weights that are named and that no engine holds.
         strict: none of them serves.

@@ -10,7 +10,8 @@ For a pod p with the gate, an engine instance r of it, and a kind k (a namespace
                  - of the votes, the most. Of as many, those that served before; once engines have differed for too long
                    (`HubView.overdue`), or if those are not among them, the ones that came last by a push; else none
     holds(p)   live(p) is not empty, and each r in it says weights that are in W(its kind)
-    new(p)     an instance in live(p) began, or else that life was over, after the gate was last written
+    new(p)     the gate names engine instances, and not each in live(p). Where the gate names none, or live(p) is empty: that life was seen
+               to be over, and the gate is still as it was then
     ahead(p)   `Converged`; what p holds beside W it took after W came to the first engine, and the push goes on: engines have not differed
                for too long, or p took it less than PUSH_SECONDS ago
 
@@ -21,11 +22,11 @@ The gate of p becomes, by the first line that fits:
                were ready; W is none and p took its weights PUSH_SECONDS ago. Open is True, and with `strict` False
     as it is   one of these for a shorter time, or weights are being written; but False if new(p). Also while no engine holds the weights
                that are named, unless `strict`
-    False      its gate is not True, or new(p)
-    as it is   ahead(p)
-    False      p holds other weights; but never so that of the pods of its Service that are ready but for the gate, less than half (rounded
-               up) are ready with a gate that stays True. Of those that leave, as many stay as are missing: ready ones before others, the
-               first by name. With `strict` none stays
+    as it is   ahead(p), and its gate is True, and not new(p)
+    False      p holds other weights
+
+Without `strict`, no gate goes from True to False so that of the pods of a Service that are ready but for the gate, less than half (rounded
+up) are ready with a gate that stays True. Of those that leave, as many stay as are missing: ready ones before others, the first by name.
 
 So a push that goes engine by engine changes nothing until W moves to the new weights. Then those that hold the old ones leave, each once,
 and come back with the new ones. A gate changes at most once for each change of what the pod holds or reports, of its instances, and of W:
@@ -34,15 +35,16 @@ nothing else turns a gate back to True.
 W is kept in `status.servedWeights`, and whether an engine was pushed to is its own word: engines that merely start, however many, change
 nothing. A hub that has just begun to lead knows nobody: until each engine has had the time to be heard from, W stays as it was.
 
-Times are compared on one clock, ours. A node's names the lives of a container, and no more.
+Each gate that is written names live(p), so the next operator knows who is new. Times are compared on one clock, which is this process's
+own and which nobody sets. A node's clock names the lives of a container, and no more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Final
 
 import msgspec
@@ -57,8 +59,8 @@ JOINED_ANNOTATION: Final = "epochkv.io/joined"
 """Of a pod that joined by its label: the engine's container."""
 WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/worker-index"
 ANYTHING: Final = Serve()
-SECOND: Final = timedelta(seconds=1)
-"""Times in a pod are whole seconds."""
+INSTANCES: Final = "; engine instances "
+"""In the message of a gate: those that it was written for."""
 UNSAID: Final = ("HubUnavailable", "NoMajority", "NotReporting", "WeightsUnknown")
 """Why nobody can tell whether a pod holds the weights."""
 _TEXTS: Final = {
@@ -75,8 +77,23 @@ Place = tuple[str, str]
 """Namespace and name of a pod."""
 Kind = tuple[str, str]
 """Namespace and fingerprint of engines."""
-Life = tuple[str, datetime | None]
-"""Of an engine's container: its name (empty: it does not run, or nobody says), and when the one before it was seen to be over."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """Of an engine's container, as this process has seen it on its own clock.
+
+    Attributes:
+        name: empty: it does not run, or nobody says.
+        ready: since when the containers of the pod are; None: they are not.
+        over: when the life before was seen to be over.
+        gate: what it was then.
+    """
+
+    name: str
+    ready: float | None = None
+    over: float | None = None
+    gate: Json | None = None
 
 
 def gate_of(engine: Serve | None, pool: Serve | None) -> Serve:
@@ -96,14 +113,15 @@ def with_gate(spec: Json) -> Json:
 
 @dataclass(frozen=True)
 class _Pod:
-    """What counts of a pod. `ready_since`: its containers are; `views`: live(p)."""
+    """What counts of a pod. `ready`: for how many seconds its containers are; `views`: live(p); `named`: whether its gate names them."""
 
     obj: Json
     serve: Serve
     group: str
     gate: Json
-    ready_since: datetime | None
+    ready: float | None
     views: tuple[EngineView, ...]
+    named: bool
     new: bool
 
     @property
@@ -121,15 +139,11 @@ class _Pod:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """`status` None: as it is; `leaves`: False, if enough stay. `wait`: it may be another one after so many seconds."""
+    """`status` None: as it is. `wait`: it may be another one after so many seconds."""
 
     status: bool | None
     reason: str = ""
-    leaves: bool = False
     wait: float | None = None
-
-
-_AS_IT_IS: Final = _Verdict(None)
 
 
 def serving(
@@ -142,6 +156,7 @@ def serving(
     lives: Mapping[str, Life],
     lease_seconds: float,
     now: datetime,
+    clock: float,
     away_seconds: float = 0.0,
 ) -> Serving | None:
     """Look at the gates of a pool; None: it has none, and none is asked for.
@@ -152,25 +167,30 @@ def serving(
         default, overrides: what the pool asks for, and what each engine asks for that has a `serve` of its own.
         before: W, as it was.
         lives: see `lives_of`.
+        now: for what is written.
+        clock: that of `lives`.
         away_seconds: for how long no hub has led the pool.
     """
     pods = list(pods)
     if default.weights == ANY and all(one.weights == ANY for one in overrides.values()) and not any(map(has_gate, pods)):
         return None
-    views = _by_pod(pods, home, hub.engines if hub is not None else (), now)
-    seen = [_pod(pod, default, overrides, views, lives, now) for pod in pods if _counts(pod)]
+    views = _by_pod(pods, home, hub.engines if hub is not None else ())
+    seen = [_pod(pod, default, overrides, views, lives, clock) for pod in pods if _counts(pod)]
     views |= {_place(pod.obj): pod.views for pod in seen}
     live = [view for found in views.values() for view in found if view.weights is not None]
     return _Look(seen, live, hub, before, lease_seconds, now, away_seconds).result(default, overrides)
 
 
-def lives_of(pods: Iterable[Json], before: Mapping[str, Life], now: datetime) -> dict[str, Life]:
+def lives_of(pods: Iterable[Json], before: Mapping[str, Life], clock: float) -> dict[str, Life]:
     """The lives of containers by the uid of their pods, to be remembered until the next look."""
     found: dict[str, Life] = {}
     for pod in filter(_counts, pods):
-        life, uid = _life(pod), pod["metadata"]["uid"]
-        known, since = before.get(uid, (life, None))
-        found[uid] = (life, since if known in (life, "") else now)
+        name, uid = _life(pod), pod["metadata"]["uid"]
+        known = before.get(uid, Life(name))
+        if known.name not in (name, ""):
+            known = Life(name, over=clock, gate=_condition(pod, GATE))
+        since = clock if known.ready is None else known.ready
+        found[uid] = replace(known, name=name, ready=since if _condition(pod, "ContainersReady").get("status") == "True" else None)
     return found
 
 
@@ -195,7 +215,7 @@ class _Look:
     def result(self, default: Serve, overrides: Mapping[str, Serve]) -> Serving:
         verdicts = [(pod, self._judge(pod)) for pod in self._pods]
         stays = self._stay(verdicts)
-        verdicts = [(pod, _AS_IT_IS if pod.uid in stays else verdict) for pod, verdict in verdicts]
+        verdicts = [(pod, _Verdict(None, wait=verdict.wait) if pod.uid in stays else verdict) for pod, verdict in verdicts]
         turns = [turn for pod, verdict in verdicts if (turn := self._turn(pod, verdict)) is not None]
         unsaid: dict[str, list[str]] = defaultdict(list)
         for pod, verdict in verdicts:
@@ -243,24 +263,21 @@ class _Look:
 
     def _judge_others(self, pod: _Pod, apart: Sequence[EngineView], wanted: Mapping[Kind, frozenset[str]]) -> _Verdict:
         """The pod is known to hold others."""
-        serve, serves = pod.serve, pod.open and not pod.new
-        if serve.weights == CONVERGED:
-            left = self._ahead(apart, wanted) if serves else None
-            return _Verdict(None, wait=left) if left is not None else _Verdict(False, "OtherWeights", leaves=serves and not serve.strict)
-        if self._named(serve.weights) or serve.strict or (pod.open and pod.new):
-            return _Verdict(False, "OtherWeights", leaves=serves and not serve.strict)
-        return _AS_IT_IS
+        if pod.serve.weights == CONVERGED:
+            left = self._ahead(apart, wanted) if pod.open and not pod.new else None
+            return _Verdict(None, wait=left) if left is not None else _Verdict(False, "OtherWeights")
+        if self._named(pod.serve.weights) or pod.serve.strict or (pod.open and pod.new):
+            return _Verdict(False, "OtherWeights")
+        return _Verdict(None)
 
     def _silent(self, pod: _Pod, hub: HubView) -> _Verdict:
         """Engines of the pod do not report, or not their weights."""
-        ready = (self._now - pod.ready_since).total_seconds() if pod.ready_since is not None else 0.0
         if not pod.views:
-            return self._unsaid(pod, "NotReporting", self._lease - ready if hub.complete and pod.ready_since is not None else None)
+            return self._unsaid(pod, "NotReporting", self._lease - pod.ready if hub.complete and pod.ready is not None else None)
         silent = [view.weights_since for view in pod.views if view.weights is None and not view.updating]
         # While a pod starts, it is no loss that its weights are not known yet.
-        return self._unsaid(
-            pod, "WeightsUnknown", self._lease - min(ready, max(silent)) if silent and pod.ready_since is not None else None
-        )
+        left = self._lease - min(pod.ready, max(silent)) if silent and pod.ready is not None else None
+        return self._unsaid(pod, "WeightsUnknown", left)
 
     def _unsaid(self, pod: _Pod, why: str, left: float | None) -> _Verdict:
         """Nobody can tell what the pod holds. `left`: how much longer it may stay so; None: until there is news."""
@@ -297,8 +314,9 @@ class _Look:
             groups[pod.group].append((pod, verdict))
         found: set[str] = set()
         for members in groups.values():
-            could = [(pod, verdict) for pod, verdict in members if pod.ready_since is not None]
-            leave = [uid for _, _, uid in sorted((not is_ready(pod.obj), pod.name, pod.uid) for pod, verdict in could if verdict.leaves)]
+            could = [(pod, verdict) for pod, verdict in members if pod.ready is not None]
+            out = [pod for pod, verdict in could if pod.open and verdict.status is False and not pod.serve.strict]
+            leave = [uid for _, _, uid in sorted((not is_ready(pod.obj), pod.name, pod.uid) for pod in out)]
             serve = sum(pod.open and verdict.status is not False and is_ready(pod.obj) for pod, verdict in could)
             found |= set(leave[: max(0, -(-len(could) // 2) - serve)])
         return found
@@ -312,10 +330,11 @@ class _Look:
         if reason in UNSAID:
             reason = "FailedOpen" if verdict.status else "Unknown"
         status = str(verdict.status)
-        if (pod.gate.get("status"), pod.gate.get("reason")) == (status, reason) and not (verdict.status and pod.new):
+        if (pod.gate.get("status"), pod.gate.get("reason")) == (status, reason) and not (verdict.status and (pod.new or not pod.named)):
             return None
         moved = self._now if pod.gate.get("status") != status else datetime.fromisoformat(pod.gate["lastTransitionTime"])
-        condition = {"type": GATE, "status": status, "reason": reason, "message": _TEXTS[reason]}
+        names = INSTANCES + ", ".join(sorted(view.instance.hex() for view in pod.views)) if pod.views else ""
+        condition = {"type": GATE, "status": status, "reason": reason, "message": _TEXTS[reason] + names}
         return Turn(pod.obj, {**condition, "lastProbeTime": timestamp(self._now), "lastTransitionTime": timestamp(moved)})
 
     def _called(self, weights: str) -> str:
@@ -365,24 +384,22 @@ def _pod(
     overrides: Mapping[str, Serve],
     views: Mapping[Place, Sequence[EngineView]],
     lives: Mapping[str, Life],
-    now: datetime,
+    clock: float,
 ) -> _Pod:
-    metadata, conditions = pod["metadata"], (pod.get("status") or {}).get("conditions") or []
-    engine = (metadata.get("labels") or {}).get(ENGINE_LABEL)
-    found = {condition["type"]: condition for condition in conditions}
-    gate, ready = found.get(GATE, {}), found.get("ContainersReady", {})
-    _, since = lives.get(metadata["uid"], ("", None))
-    latest = [view for view in views.get(_place(pod), ()) if since is None or now - timedelta(seconds=view.silent_seconds) >= since]
-    written = gate.get("lastProbeTime") or gate.get("lastTransitionTime")
-    began = [_start(view, now) - SECOND for view in latest] or ([since] if since is not None else [])
+    engine, gate = (pod["metadata"].get("labels") or {}).get(ENGINE_LABEL), _condition(pod, GATE)
+    life = lives.get(pod["metadata"]["uid"], Life(""))
+    latest = [view for view in views.get(_place(pod), ()) if life.over is None or clock - view.silent_seconds >= life.over]
+    known = frozenset(filter(None, str(gate.get("message", "")).partition(INSTANCES)[2].split(", ")))
+    named = known.issuperset(view.instance.hex() for view in latest)
     return _Pod(
         obj=pod,
         serve=ANYTHING if _is_worker(pod) else overrides.get(str(engine), default) if engine else default,
         group=engine or str(controller_of(pod).get("uid", "")),
         gate=gate,
-        ready_since=datetime.fromisoformat(ready["lastTransitionTime"]) if ready.get("status") == "True" else None,
+        ready=clock - life.ready if life.ready is not None else None,
         views=tuple(latest),
-        new=bool(written) and any(moment > datetime.fromisoformat(written) for moment in began),
+        named=named,
+        new=not named if known and latest else gate == life.gate,
     )
 
 
@@ -395,13 +412,13 @@ def _place(pod: Json) -> Place:
     return pod["metadata"]["namespace"], pod["metadata"]["name"]
 
 
-def _by_pod(pods: Sequence[Json], home: str, engines: Iterable[EngineView], now: datetime) -> dict[Place, Sequence[EngineView]]:
+def _by_pod(pods: Sequence[Json], home: str, engines: Iterable[EngineView]) -> dict[Place, Sequence[EngineView]]:
     """Of each engine and rank, the live instance that started last: the one before lives on for a lease. By the pod that has the gate: of
     several nodes, the first one, after which LeaderWorkerSet names the others. Outside of Kubernetes each instance is an engine."""
     leaders = {_place(pod): (pod["metadata"]["namespace"], pod["metadata"]["name"].rsplit("-", 1)[0]) for pod in pods if _is_worker(pod)}
     spaces = {pod["metadata"]["name"]: pod["metadata"]["namespace"] for pod in pods}  # of an engine that does not know its own
     latest: dict[tuple[Place, str | bytes, int], EngineView] = {}
-    for view in sorted((view for view in engines if view.alive), key=lambda view: (_start(view, now), view.instance)):
+    for view in sorted((view for view in engines if view.alive), key=lambda view: (-view.age_seconds - view.silent_seconds, view.instance)):
         space = (view.namespace if view.pod else home) or spaces.get(view.pod, home)
         latest[(space, view.pod), view.engine if view.pod else view.instance, view.rank] = msgspec.structs.replace(view, namespace=space)
     found: dict[Place, list[EngineView]] = defaultdict(list)
@@ -410,8 +427,9 @@ def _by_pod(pods: Sequence[Json], home: str, engines: Iterable[EngineView], now:
     return {**found}
 
 
-def _start(view: EngineView, now: datetime) -> datetime:
-    return now - timedelta(seconds=view.age_seconds + view.silent_seconds)
+def _condition(pod: Json, kind: str) -> Json:
+    conditions: list[Json] = (pod.get("status") or {}).get("conditions") or []
+    return next((condition for condition in conditions if condition["type"] == kind), {})
 
 
 def _life(pod: Json) -> str:

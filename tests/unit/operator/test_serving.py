@@ -24,7 +24,7 @@ from tests.unit.operator.cluster_state import NOW, POLICY, engine_children, pool
 Json = dict[str, Any]
 BASE, STEP_1, STEP_2 = ("0" * 32, "1" * 32, "2" * 32)
 CONVERGED, STRICT = Serve(weights="Converged"), Serve(weights="Converged", strict=True)
-LEASE = 30.0
+LEASE, CLOCK = 30.0, 5000.0
 GATE = "epochkv.io/weights"
 
 
@@ -33,22 +33,34 @@ def ago(seconds: float) -> str:
 
 
 def gated(
-    name: str, gate: str | None = None, *, since: float = 500.0, up: float | None = 900.0, ran: float | None = None, node: float = 0.0
+    name: str,
+    gate: str | None = None,
+    *,
+    since: float = 500.0,
+    up: float | None = 900.0,
+    ran: float | None = None,
+    node: float = 0.0,
+    of: Sequence[EngineView] | None = None,
 ) -> Json:
-    """A pod: what its gate says and since when, since when its containers are ready, and its engine's container is in another life.
+    """A pod: what its gate says, since when and of which engines (by default `holds(name, ...)`), since when its containers are ready, and
+    its engine's container is in another life.
 
     `node`: by so much its node's clock is ahead.
     """
+    of = [holds(name, None)] if of is None else of
     conditions = [{"type": "Ready", "status": "True" if gate == "True" and up is not None else "False"}]
     conditions.append({"type": "ContainersReady", "status": str(up is not None), "lastTransitionTime": ago(up or 0.0)})
     if gate is not None:
         reason = "Holds" if gate == "True" else "OtherWeights"
-        conditions.append({"type": GATE, "status": gate, "reason": reason, "lastTransitionTime": ago(since)})
+        text = f"said then; engine instances {named(*of)}" if of else "said then"
+        times = {"lastProbeTime": ago(since), "lastTransitionTime": ago(since)}
+        conditions.append({"type": GATE, "status": gate, "reason": reason, "message": text, **times})
     container = {"name": "engine", "state": {"running": {"startedAt": ago((ran or 1000.0) - node)}}}
     return {
         "kind": "Pod",
         "metadata": {"name": name, "namespace": "rl", "uid": f"uid-{name}", "labels": {"epochkv.io/engine": "rollout"}},
         "x-ran": ran,
+        "x-up": up,
         "spec": {"readinessGates": [{"conditionType": GATE}]},
         "status": {"conditions": conditions, "containerStatuses": [container]},
     }
@@ -59,19 +71,26 @@ def holds(pod: str, weights: str | None, *, age: float = 990.0, since: float = 9
     return rank(pod, weights=weights, age_seconds=age, weights_since=since, **more)
 
 
+def named(*views: EngineView) -> str:
+    return ", ".join(sorted(view.instance.hex() for view in views))
+
+
 def look(pods: Sequence[Json], engines: Sequence[EngineView] | None, serve: Serve = CONVERGED, **more: Any) -> Serving:
     """`before`: by fingerprint."""
-    named = {view.weights.hex() for view in engines or () if view.weights is not None}
+    held = {view.weights.hex() for view in engines or () if view.weights is not None}
     labels = {STEP_1: "step-1", **more.pop("labels", {})}
-    groups = [WeightsView(bytes.fromhex(weights), labels.get(weights, ""), 1, 0.0) for weights in sorted(named)]
+    groups = [WeightsView(bytes.fromhex(weights), labels.get(weights, ""), 1, 0.0) for weights in sorted(held)]
     lives: dict[str, Life] = {}
     for pod in pods:
-        known: dict[str, Life] = {pod["metadata"]["uid"]: ("another", None)} if pod.get("x-ran") else {}
-        lives |= lives_of([pod], known, NOW - timedelta(seconds=pod.get("x-ran") or 0.0))
+        uid, up = pod["metadata"]["uid"], pod.get("x-up")
+        known = {uid: Life("another")} if pod.get("x-ran") else {}
+        for life in lives_of([pod], known, CLOCK - (pod.get("x-ran") or 0.0)).values():
+            lives[uid] = replace(life, ready=None if up is None else CLOCK - up)
+    lives |= more.pop("lives", {})
     before = {("rl", kind): weights for kind, weights in more.pop("before", {"": STEP_1}).items()}
     facts = {name: more.pop(name) for name in ("overdue", "complete") if name in more}
     hub = HubView(7, 7, engines, weights=groups, **facts) if engines is not None else None
-    found = serving(pods, "rl", serve, more.pop("overrides", {}), hub, before, lives, LEASE, NOW, **more)
+    found = serving(pods, "rl", serve, more.pop("overrides", {}), hub, before, lives, LEASE, more.pop("now", NOW), CLOCK, **more)
     assert found is not None
     return found
 
@@ -87,15 +106,24 @@ def test_when_the_life_of_a_container_before_was_over() -> None:
     waits["status"]["containerStatuses"][0]["state"] = {"waiting": {}}
     gone["status"] = {"phase": "Failed"}
     known: dict[str, Life] = {}
-    for seconds, pod, since in ((0, bare, None), (1, first, None), (5, waits, 5), (6, second, 5), (9, second, 5), (10, first, 10)):
-        known = lives_of([pod], known, NOW + timedelta(seconds=seconds))
-        assert known["uid-a"][1] == (None if since is None else NOW + timedelta(seconds=since))
-    assert lives_of([gone], known, NOW) == {}
+    for seconds, pod, over in ((0, bare, None), (1, first, None), (5, waits, 5), (6, second, 5), (9, second, 5), (10, first, 10)):
+        known = lives_of([pod], known, seconds)
+        assert known["uid-a"].over == over
+    assert lives_of([gone], known, 11) == {}
+
+
+def test_since_when_containers_are_ready() -> None:
+    """As this operator has seen it: a kubelet's clock may be hours ahead. An end that nobody saw counts, too."""
+    known: dict[str, Life] = {}
+    steps = ((0, {}, 0), (1, {}, 0), (2, {"up": None}, None), (3, {}, 3), (4, {"ran": 1.0}, 4), (5, {"ran": 1.0}, 4))
+    for seconds, pod, ready in steps:
+        known = lives_of([gated("a", **pod)], known, seconds)
+        assert known["uid-a"].ready == ready
 
 
 def test_who_asks_for_nothing_is_not_looked_at() -> None:
     plain = {**gated("a"), "spec": {}}
-    assert serving([plain], "rl", Serve(), {}, HubView(7, 7), {}, {}, LEASE, NOW) is None
+    assert serving([plain], "rl", Serve(), {}, HubView(7, 7), {}, {}, LEASE, NOW, CLOCK) is None
     for gone in ({"metadata": {**gated("a")["metadata"], "deletionTimestamp": ago(1.0)}}, {"status": {"phase": "Failed"}}):
         assert turns(look([{**gated("a"), **gone}], [holds("a", STEP_1)])) == {}
     # A pod that still has the gate must not wait for ever.
@@ -121,7 +149,6 @@ TWO: tuple[Json, Json] = {"engine": "vllm:1", "instance": b"1"}, {"engine": "vll
         (gated("b", "True", ran=21.0, up=8.0), [NEW], CONVERGED, ("False", "OtherWeights")),
         (gated("b", "True", ran=21.0, up=None), [], CONVERGED, ("False", "Starting")),
         (gated("b", "True", ran=21.0, up=None), [DEAD], CONVERGED, ("False", "Starting")),
-        (gated("b", "True", ran=21.0, since=21.5, up=None), [DEAD], CONVERGED, ("False", "Starting")),
         (gated("b", "True", ran=21.0, up=8.0), [DEAD, NEW], CONVERGED, ("False", "OtherWeights")),
         (gated("b", "False", ran=21.0, up=8.0), [msgspec.structs.replace(DEAD, **TWO[0])], CONVERGED, None),
         (gated("b", "False", ran=21.0, up=8.0, node=20.0), [holds("b", STEP_1, age=9.0, since=5.0)], CONVERGED, ("True", "Holds")),
@@ -168,7 +195,7 @@ def test_one_pod_beside_three(pod: Json, views: list[EngineView], serve: Serve, 
     [
         (gated("b", "False"), None, {"away_seconds": 10.0}, None, 20.0),
         (gated("b", "False"), None, {"away_seconds": 30.0}, ("True", "FailedOpen"), None),
-        (gated("b", up=11.0), [], {}, None, 18.9),  # times in a pod are whole seconds
+        (gated("b", up=11.0), [], {}, None, 19.0),
         (gated("b"), [], {"complete": False}, None, None),
         (gated("b", "True"), [holds("b", STEP_2, since=20.0)], {}, None, 40.0),
         (gated("b", "True"), [holds("b", STEP_2, since=70.0)], {}, None, 60.0),  # the others are taking them, one after the other
@@ -261,6 +288,76 @@ def test_without_a_majority_gates_open_once_a_push_is_over() -> None:
     assert turns(look(pods, old, before={}, complete=False)) == {}
     assert turns(look(pods, old, before={})) == dict.fromkeys("ab", ("True", "FailedOpen"))
     assert turns(look(pods, old, STRICT, before={})) == dict.fromkeys("ab", ("False", "Unknown"))
+
+
+ELSEWHERE = [holds(f"elsewhere-{number}", STEP_1) for number in range(5)]
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 0.0, 8.0, 3600.0])
+def test_a_clock_that_was_set_or_is_another_operators_makes_no_engine_new(ahead: float) -> None:
+    """The gates were written five seconds after the engines had started."""
+    pods, views = [gated(name, "True", since=985.0) for name in "abcd"], [holds(name, BASE) for name in "abcd"]
+    found = look(pods, [*views, *ELSEWHERE], now=NOW + timedelta(seconds=ahead))
+    assert (found.stays, turns(found)) == (("a", "b"), dict.fromkeys("cd", ("False", "OtherWeights")))
+    late = [holds(name, STEP_2, since=5.0) for name in "abcd"]
+    assert turns(look(pods, [*late, *ELSEWHERE], now=NOW + timedelta(seconds=ahead))) == {}, "a push that goes on"
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
+def test_an_operator_that_takes_over_closes_what_was_started_meanwhile(ahead: float) -> None:
+    """It has seen no container end. With the right weights, the pod stays, and its gate names the new instance, once."""
+    pods, others = [gated(name, "True") for name in "ab"], [holds("a", STEP_1), *ELSEWHERE]
+    now = NOW + timedelta(seconds=ahead)
+    assert turns(look(pods, [*others, NEW], now=now)) == {"b": ("False", "OtherWeights")}
+    assert turns(look(pods, [*others, holds("b", None, age=20.0, since=5.0)], now=now)) == {"b": ("False", "Starting")}
+    assert turns(look(pods, others, now=now, complete=False)) == {}, "not heard of yet"
+    right = holds("b", STEP_1, age=20.0, since=5.0)
+    [turn] = look(pods, [*others, right], now=now).turns
+    assert (turn.condition["status"], turn.condition["reason"]) == ("True", "Holds")
+    assert turn.condition["message"] == f"its engines hold the weights that serve; engine instances {named(right)}"
+    assert turn.condition["lastTransitionTime"] == ago(500.0).replace("+00:00", "Z")
+    pods[1]["status"]["conditions"][-1] = turn.condition
+    assert turns(look(pods, [*others, right], now=now)) == {}
+
+
+def test_half_of_a_service_stays_when_all_were_started_again() -> None:
+    """While no operator ran, and the kubelet found their gates True."""
+    pods, new = [gated(name, "True") for name in "abcd"], [holds(name, BASE, age=20.0, since=5.0) for name in "abcd"]
+    silent = [msgspec.structs.replace(view, weights=None) for view in new]
+    for serve in (CONVERGED, Serve(weights="step-1"), Serve(weights="step-9")):
+        found = look(pods, [*new, *ELSEWHERE], serve)
+        assert (found.stays, turns(found)) == (("a", "b"), dict.fromkeys("cd", ("False", "OtherWeights")))
+    found = look(pods, [*silent, *ELSEWHERE])
+    assert (found.stays, turns(found)) == (("a", "b"), dict.fromkeys("cd", ("False", "Starting")))
+    alone = look(pods[:1], silent[:1])
+    assert (alone.stays, alone.look_again) == (("a",), 25.0), "nobody can tell then what it holds"
+    assert len(look(pods, [*new, *ELSEWHERE], STRICT).turns) == 4
+    # Those that are not ready are in no Service.
+    down = [gated(name, "True", up=None) for name in "abcd"]
+    assert turns(look(down, [*new, *ELSEWHERE])) == dict.fromkeys("abcd", ("False", "OtherWeights"))
+
+
+def test_a_gate_names_the_instances_that_it_is_about() -> None:
+    ranks = [holds("b", STEP_1, rank=number) for number in range(3)]
+    alike, whole, others = gated("a", "True"), gated("b", "True", of=ranks), [holds("a", STEP_1), *ELSEWHERE]
+    assert turns(look([alike, whole], [*others, *ranks[1:]])) == {}, "one that is silent"
+    again = holds("b", BASE, rank=2, age=20.0, since=5.0)
+    assert turns(look([alike, whole], [*others, *ranks[:2], again])) == {"b": ("False", "OtherWeights")}
+    [turn] = look([alike, gated("b", "True", of=ranks[:2])], [*others, *ranks]).turns
+    assert turn.condition["message"].endswith(f"; engine instances {named(*ranks)}")
+    # One that names nobody says nothing of who is new.
+    bare = gated("b", "True", of=[])
+    assert turns(look([alike, bare], [*others, holds("b", STEP_2, since=5.0)])) == {}
+    [turn] = look([alike, bare], [*others, ranks[0]]).turns
+    assert turn.condition["message"].endswith(f"; engine instances {named(ranks[0])}")
+
+
+def test_a_gate_that_was_written_in_the_life_that_goes_on() -> None:
+    """Nobody has reported in it, so the gate names nobody; a hub that has just begun to lead knows no more."""
+    pod = gated("b", "True", ran=100.0, up=None, of=[])
+    assert turns(look([pod], [], complete=False)) == {"b": ("False", "Starting")}
+    before = Life("now", over=CLOCK - 100.0, gate=gated("b", "False")["status"]["conditions"][-1])
+    assert turns(look([pod], [], complete=False, lives={"uid-b": before})) == {}
 
 
 def test_half_of_a_service_stays() -> None:

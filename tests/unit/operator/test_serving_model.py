@@ -1,5 +1,6 @@
 """The rule of `spec.serve` in random schedules: pushes, restarts, new pods, rollouts to another fingerprint, silence, new hubs, operators
-that die between two writes, a kubelet that comes late. What has to hold is said here in terms of the schedule, not of the rule.
+that die between two writes, clocks that differ, a kubelet that comes late. What has to hold is said here in terms of the schedule, not of
+the rule.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class Pod:
     silent: float | None = None
     up: float | None = None
     gate: Json = field(default_factory=dict)
-    wrote: float = 0.0
     ready: bool = False
     changes: int = 1
     told: tuple[bool, ...] = ()
@@ -63,7 +63,7 @@ class World:
         self.containers: Mapping[str, Life] = {}
         self.dead: list[tuple[float, EngineView]] = []
         self.pods = [Pod(f"p{number}", f"service-{number % 2}") for number in range(self.random.randint(1, 7))]
-        self.leads = self.now
+        self.leads, self.clock = self.now, 0.0
         self.differ_since: float | None = None
         for pod in self.pods:
             self.restart(pod)
@@ -108,8 +108,23 @@ class World:
         self.restart(pod)
 
     def new_hub(self, _: Pod | None = None) -> None:
-        """It knows nobody for a lease, and its process has seen no container before."""
+        """It knows nobody for a lease, and its process has seen no container before. Its machine has a clock of its own."""
         self.leads, self.differ_since, self.containers, self.dead = self.now, None, {}, []
+        self.set_clock()
+
+    def outage(self, chosen: Pod) -> None:
+        """While no operator runs, all pods of a Service are started again; the gates of some are True."""
+        members = [pod for pod in self.pods if pod.group == chosen.group]
+        for pod in members:
+            self.restart(pod)
+        self.now += 4.0
+        for pod in members:
+            self.start_ends(pod)
+            self.kubelet(pod)
+        self.new_hub()
+
+    def set_clock(self, _: Pod | None = None) -> None:
+        self.clock = self.random.choice((-3600.0, -8.0, 0.0, 8.0, 3600.0))
 
     def kubelet(self, pod: Pod) -> None:
         pod.ready = pod.up is not None and pod.open
@@ -177,9 +192,9 @@ class World:
         ]
 
     def look(self) -> Serving:
-        pods, now = self.objects(), NOW + timedelta(seconds=self.now)
-        self.containers = lives_of(pods, self.containers, now)
-        found = serving(pods, "rl", self.serve, {}, self.hub(), self.weights, self.containers, LEASE, now)
+        pods, now = self.objects(), NOW + timedelta(seconds=self.now + self.clock)
+        self.containers = lives_of(pods, self.containers, self.now)
+        found = serving(pods, "rl", self.serve, {}, self.hub(), self.weights, self.containers, LEASE, now, self.now)
         assert found is not None
         return found
 
@@ -198,14 +213,14 @@ class World:
                 pod.changes += 1
         turns = sorted(found.turns, key=lambda turn: not turn.opens)
         written = turns[: self.random.randint(0, len(turns))] if dies else turns
-        before = {pod.name: (pod.open and pod.wrote >= pod.started, pod.ready) for pod in self.pods}
+        before = {pod.name: (pod.open, pod.ready) for pod in self.pods}
         by_name = {pod.name: pod for pod in self.pods}
         for turn in written:
             pod = by_name[turn.pod["metadata"]["name"]]
             if pod.gate.get("status", "False") != turn.condition["status"]:
                 assert pod.changes, f"{pod.name} flaps: {pod.gate} -> {turn.condition}"
                 pod.changes = 0
-            pod.gate, pod.wrote = turn.condition, self.now
+            pod.gate = turn.condition
         self.half_stays(before)
         return len(written)
 
@@ -241,8 +256,8 @@ class World:
 def run(seed: int, serve: Serve) -> World:
     world = World(seed, serve)
     steps: list[tuple[Callable[[Pod], object], int]] = [
-        (world.restart, 2), (world.start_ends, 8), (world.push, 8), (world.mute, 1), (world.new_hub, 1), (world.scale_up, 1),
-        (world.roll, 1), (world.kubelet, 12),
+        (world.restart, 2), (world.start_ends, 8), (world.push, 8), (world.mute, 1), (world.new_hub, 1), (world.outage, 1),
+        (world.set_clock, 1), (world.scale_up, 1), (world.roll, 1), (world.kubelet, 12),
         (world.wait, 8), (world.operate, 12), (lambda _: world.operate(dies=True), 2),
     ]  # fmt: skip
     actions, odds = zip(*steps, strict=True)
