@@ -203,7 +203,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.new_step()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """The first call of a step, before anything of it writes to a block. (vLLM before 0.32 may give names of requests only.)"""
+        """The first call of a step. vLLM's second model runner has written to blocks by then, and an in-process engine may ask for
+        acknowledgements before `start_load_kv`. (vLLM before 0.32 may give names of requests only.)"""
         worker = self._worker
         if worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._guard.run("settle", lambda: worker.settle(kv_connector_metadata), lambda: worker.refuse(StepMetadata()))

@@ -252,7 +252,6 @@ class FakeWorker:
         self.cancelled: set[int] = set()
         self.hold_loads = False
         self.hold_saves = False
-        self.settles = True
         self.fail_loads: Callable[[LoadJob], bool] = lambda job: False
 
     def start_step(self, metadata: StepMetadata) -> None:
@@ -286,14 +285,11 @@ class FakeWorker:
                 self.acks.append(JobAck(job_id, self.rank, Phase.STORED, save.start_block, 0, failed=True))
 
     def settle(self) -> None:
-        """The step is about to write to GPU blocks: do the saves that are held, or fail them."""
+        """The step may write to the GPU blocks of saves that are held."""
         saves, self.saves = self.saves, []
         for save in saves:
-            if self.settles:
-                self._save(save)
-            else:
-                for phase in save.phases:
-                    self.acks.append(JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True))
+            for phase in save.phases:
+                self.acks.append(JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True))
 
     def work(self) -> None:
         if not self.hold_saves:

@@ -241,7 +241,7 @@ class SaveJobs:
 
     def let_go(self) -> bool:
         """Give the GPU blocks of open saves back before their copies are known to have ended. True if there were any: then the caller has
-        every rank end them before it writes to a block again (`StepMetadata.settle`)."""
+        every rank fail the saves that it has not reported (`StepMetadata.settle`)."""
         blocks = self._state.jobs.let_go()
         if blocks and self.pool is not None:
             self.pool.free(blocks)

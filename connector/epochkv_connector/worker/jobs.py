@@ -13,6 +13,11 @@ scheduled again (`Admission._steps_aside_once`).
 
 A save copies GPU blocks to slots behind the forward pass, then puts the slots to the store. The two parts are acknowledged apart
 (`Phase.COPIED`, `Phase.STORED`): GPU blocks are free after the first, which needs no network, and slots after the second.
+
+The scheduler role may give back GPU blocks that saves still read. Ranks hear of it with the next step (`StepMetadata.settle`). vLLM's
+second model runner (0.30 to 0.33) zeroes and copies blocks of that step before it calls a connector, and no copy waits for that. So
+a rank then fails each save whose end it has not reported. What a copy has read counts, and is stored, with that report and no earlier
+(`SaveTasks.confirm`).
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -54,15 +59,16 @@ class Stage(enum.IntEnum):
     """How far a job is. Only QUEUED work may be ended by a deadline: a copy runs to its end.
 
     A load: QUEUED -> COPYING -> (QUEUED -> COPYING, for what arrives later) -> OVER.
-    A save: QUEUED -> COPYING -> OVER, or with a namespace -> COPIED -> PUTTING -> OVER.
+    A save: QUEUED -> COPYING -> READ -> OVER, or with a namespace -> COPIED -> PUTTING -> OVER. One that fails skips READ.
     Whoever makes QUEUED into COPYING (`Rank.claim`), or COPIED into PUTTING, owns the task and ends that stage.
     """
 
     QUEUED = 0  # nothing of it is copied: fetching from L2, or waiting for the forward pass or the copy thread
     COPYING = 1
-    COPIED = 2  # other ranks have yet to agree to its put, or later passes to settle its step
-    PUTTING = 3
-    OVER = 4
+    READ = 2  # copied, and not reported: its GPU blocks may turn out to be another's
+    COPIED = 3  # other ranks have yet to agree to its put, or later passes to settle its step
+    PUTTING = 4
+    OVER = 5
 
 
 @dataclass(slots=True, eq=False)
@@ -116,10 +122,11 @@ class SaveTask:
     after: Any = None  # event behind which the copy may run
     stage: Stage = Stage.QUEUED
     failed: bool = False
-    overtaken: bool = False  # its GPU blocks may have been written to while it copied
+    overtaken: bool = False  # its GPU blocks were given back, and may have been written to while it copied
     as_named: Callable[[], bool] = lambda: True  # whether its blocks were computed with the weights that their names say
     settled: Settled = lambda: True
     agreed: bool = False  # every rank has copied it
+    puts: Mapping[int, Transfer] = field(default_factory=dict)  # what this rank stores, by slot; known when it is copied
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 
@@ -610,16 +617,24 @@ class SaveTasks:
         with self._rank.changed:
             return self._rank.changed.wait_for(lambda: not self.holding(), timeout)
 
-    def settle(self, timeout: float) -> None:
-        """Return when no copy reads GPU blocks; after `timeout` seconds those that do have failed. Model-runner thread."""
-        if self.wait_copied(timeout):
-            return
+    def overtake(self) -> None:
+        """GPU blocks of all saves were given back, and may have been written to: what is not confirmed by now fails. Nobody waits."""
         with self._rank.changed:
-            late = self.holding()
-            for save in late:
+            for save in self._rank.tasks(SaveTask, Stage.QUEUED, Stage.COPYING, Stage.READ):
                 save.overtaken = True
-        for save in late:
-            self.fail_copy(save, "overtaken", f"save job {save.job.job_id} was not copied before its blocks were used again")
+        self.fail_waiting("overtaken", "its blocks were given back before it was copied")
+
+    def unconfirmed(self) -> list[SaveTask]:
+        """Those whose copy has ended well, as far as the copy thread knows."""
+        return self._rank.tasks(SaveTask, Stage.READ)
+
+    def confirm(self) -> None:
+        """What copies have read by now counts, unless it was overtaken. Model-runner thread, behind `overtake` of the step."""
+        for save in self.unconfirmed():
+            if save.overtaken:
+                self._rank.slots.empty(move for move in save.job.moves if move.copy)
+                self._mark_copy_failed(save, "overtaken", f"blocks of save job {save.job.job_id} were given back before it was reported")
+            self._end_copy(save)
 
     def fail_waiting(self, reason: str, detail: str) -> None:
         """End every save that is not being copied and has no copy behind it."""
@@ -652,9 +667,16 @@ class SaveTasks:
         rank.copy_threads["save"].submit(partial(self._gather, save))
 
     def _gather(self, save: SaveTask, stream: StagingStream) -> None:
-        if self._rank.claim(save):
-            self._rank.guard(partial(self._copy, save, stream), partial(self._mark_copy_failed, save))
+        rank = self._rank
+        if not rank.claim(save):
+            return
+        rank.guard(partial(self._copy, save, stream), partial(self._mark_copy_failed, save))
+        if save.failed:
             self._end_copy(save)
+            return
+        with rank.changed:
+            save.stage = Stage.READ
+            rank.changed.notify_all()
 
     def _copy(self, save: SaveTask, stream: StagingStream) -> None:
         rank = self._rank
@@ -666,11 +688,12 @@ class SaveTasks:
         pairs = [Pair(move.group, move.gpu_block, move.slot) for move in fresh]
         began = time.monotonic()
         stream.gather(pairs, save.after)
-        if save.overtaken:
-            raise JobFailed("overtaken", f"blocks of save job {save.job.job_id} were used again while they were copied")
         if not save.as_named():
             raise JobFailed("weights", f"blocks of save job {save.job.job_id} were computed with other weights than they are named after")
         rank.count_copy("save", pairs, time.monotonic() - began)
+        if (namespace := save.job.namespace) is not None:  # here: it takes milliseconds, and the model-runner thread puts
+            ours = (move for move in save.job.moves if move.put and rank.is_ours(move))
+            save.puts = {move.slot: rank.transfer(namespace, move) for move in ours}
         rank.slots.fill(fresh)
 
     def _mark_copy_failed(self, save: SaveTask, reason: str, detail: str) -> None:
@@ -734,15 +757,14 @@ class SaveTasks:
         rank.check_running()
         if store is None:
             raise JobFailed("no_store", f"save job {save.job.job_id} names L2, but there is none")
-        ours = [move for move in save.job.moves if move.put and rank.is_ours(move)]
-        if not ours:
+        if not save.puts:
             rank.end_phase(save, Phase.STORED, False)
             return
-        transfers = [rank.transfer(namespace, move) for move in ours]
+        transfers = list(save.puts.values())
         with rank.changed:  # no newer epoch may be told between the look at it and the put
             if rank.is_stale(namespace):
                 raise JobFailed("stale", f"save job {save.job.job_id} is of an older epoch ({namespace})")
-            save.busy = tuple(move.slot for move in ours)
+            save.busy = tuple(save.puts)
             save.ticket = rank.slots.hold(save.busy, lambda: store.put(transfers, remaining(save.deadline)))
         save.ticket.done.add_done_callback(lambda done: rank.guard(partial(self._stored, save, done), partial(self._fail_put, save)))
 

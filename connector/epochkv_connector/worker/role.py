@@ -50,9 +50,6 @@ from epochkv_fence.connection import ConfigurationError
 IDLE_WAIT_SECONDS = 0.001
 """How long `results` may wait for a completion on a step without scheduled tokens."""
 
-SETTLE_SECONDS = 1.0
-"""How long a step waits for copies whose GPU blocks it may write to; later ones count as failed."""
-
 
 class JobRunner:
     """Executes the jobs of one rank. The model-runner thread owns it; any thread may call `stats`.
@@ -144,8 +141,8 @@ class JobRunner:
         self._saves.put_settled()
 
     def settle(self) -> None:
-        """GPU blocks of saves may be written to from now on: wait for their copies, and fail what is late. Never raises."""
-        self._saves.settle(SETTLE_SECONDS)
+        """GPU blocks of saves were given back: a save that no `results` has reported has failed. Never raises."""
+        self._saves.overtake()
 
     def results(self, wait_seconds: float = 0.0) -> Report:
         """What has ended since the last call; each thing once. Never raises.
@@ -160,7 +157,9 @@ class JobRunner:
         report = Report(set(), set(), [])
         with rank.changed:
             if wait_seconds > 0 and (self._loads.open() or self._saves.holding()):
-                rank.changed.wait_for(lambda: rank.ended or self._invalidated, wait_seconds)
+                rank.changed.wait_for(lambda: rank.ended or self._invalidated or self._saves.unconfirmed(), wait_seconds)
+        self._saves.confirm()
+        with rank.changed:
             ended, rank.ended = rank.ended, []
             invalidated, self._invalidated = self._invalidated, []
             released = [task for task in self._unreleased if not is_open(task.ticket)]
@@ -223,7 +222,9 @@ class JobRunner:
 
         with self._rank.changed:
             self._rank.changed.wait_for(lambda: not left(), remaining(deadline))
-            return left()
+            late = left()
+        self._saves.confirm()  # here no step is half done
+        return late
 
     def woken(self) -> None:
         """The memory of GPU blocks is mapped: copies may begin."""
@@ -388,7 +389,7 @@ class WorkerRole:
         self._started = self._finished = False
 
     def settle(self, metadata: StepMetadata) -> None:
-        """Before anything of the step writes to a GPU block: end the copies that have lost their hold on theirs."""
+        """Fail the copies that have lost their hold on their GPU blocks: before anybody asks again what has ended."""
         if not metadata.settle:
             return
         if self.runner is not None:
