@@ -4,11 +4,14 @@ a step, ranks that hold different ones or cannot say, encoders, and errors of ou
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from epochkv_connector.engine import blocks
+from epochkv_connector.wire import StepMetadata
+from epochkv_connector.worker.role import WorkerRole
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_load, every_layout, found
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
@@ -110,6 +113,32 @@ def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: Ma
     rig.run()
     assert rig.watch.counters["late"] == 2
     assert len(store.objects) == before
+
+
+def test_a_change_behind_the_last_step_is_heard_although_no_step_follows(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU ends the comparison after the step's results were taken. An in-process engine then idles, and asks its rank for copies."""
+    rig = make_rig(epoch=0)
+    asked: list[int] = []
+    rig.side.weights.link.propose = asked.append
+    differs: Any = SimpleNamespace(number=rig.watch.number, as_expected=True, ended=lambda: True, holds=lambda: False, settled=lambda: True)
+    rank = WorkerRole(0, None, compare=lambda number: differs)
+    monkeypatch.setattr(rig.side.steps, "_local_worker", lambda: rank)
+    (worker,) = rig.workers
+    worker.hold_saves = True
+    rig.add(TOKENS)
+    output = rig.scheduler.schedule()
+    rank.new_step()
+    rank.finish(StepMetadata(digest_number=output.kv_connector_metadata.digest_number))
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.executor, "looked", lambda metadata: None)
+        rig.write_past("w1")
+        rig.update(output)
+    assert rig.watch.counters["late"] == 1
+    assert asked == [1]
+    worker.hold_saves = False
+    worker.settle()
+    assert found(rig) == 0
+    assert found(rig) == WHOLE
 
 
 # ---------------------------------------------------------------------------------------------- H3: ranks that differ

@@ -276,9 +276,12 @@ class Steps:
             self._pins.leave_report()
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self._count_acks(report)
-            self._weights.late(report)  # at last: what was just reported cannot be taken back any more
+            self._hear(report)
         self._drain_when_idle()
+
+    def _hear(self, report: WorkerReport) -> None:
+        self._count_acks(report)
+        self._weights.late(report)  # at last: what was just reported cannot be taken back any more
 
     def _record_loads(self, output: Any) -> None:
         failed = set(output.failed_recving or ())
@@ -328,9 +331,10 @@ class Steps:
                 self._state.fail("acknowledgement", error)
 
     def _drain_when_idle(self) -> None:
-        """An in-process engine never steps after its last request: collect device-to-host acknowledgements here."""
+        """An in-process engine never steps after its last request: collect device-to-host acknowledgements here, and whatever else the
+        rank says, which says it once."""
         if len(self._requests) or self._tiers is None or not self._tiers.state.jobs.num_gpu_blocks:
             return
         worker = self._local_worker()
         if worker is not None:
-            self._count_acks(worker.drain(IDLE_DRAIN_SECONDS))
+            self._hear(worker.drain(IDLE_DRAIN_SECONDS))
