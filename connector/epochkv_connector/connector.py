@@ -210,8 +210,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._guard.run("settle", lambda: worker.settle(kv_connector_metadata), lambda: worker.refuse(StepMetadata()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads begin; they touch only blocks that no forward pass uses."""
-        idle = getattr(forward_context, "attn_metadata", None) is None
+        """Loads begin; they touch only blocks that no forward pass uses.
+
+        vLLM's second model runner calls this behind the forward pass, outside of its context, and says how many tokens there were.
+        """
+        idle = "num_tokens" not in kwargs and getattr(forward_context, "attn_metadata", None) is None
         self._step("start_step", lambda worker, metadata: worker.start(metadata, idle=idle))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
