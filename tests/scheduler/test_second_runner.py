@@ -14,7 +14,30 @@ from epochkv_connector.engine.interface import KVConnectorRole
 from epochkv_connector.wire import StepMetadata
 from epochkv_connector.worker.jobs import Report
 from epochkv_connector.worker.role import IDLE_WAIT_SECONDS
-from tests.scheduler.rigs import MakeRig
+from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, every_layout, found, push_out
+from tests.support.scheduler import BLOCK
+
+
+@every_layout
+@pytest.mark.parametrize("second", [False, True])
+def test_a_resumed_request_is_saved_again(make_rig: MakeRig, second: bool) -> None:
+    """Its save has failed, and it completes no further block. The second runner gets it as a new request."""
+    rig = make_rig(num_blocks=12, epoch=0)
+    rig.scheduler.use_v2_model_runner = second
+    (worker,) = rig.workers
+    worker.hold_saves = True
+    request = rig.add(TOKENS, max_tokens=BLOCK // 2)
+    rig.step()
+    worker.settle()
+    worker.hold_saves = False
+    rig.step()
+    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+    output = rig.step()
+    told = [new.req_id for new in output.scheduled_new_reqs], sorted(output.scheduled_cached_reqs.resumed_req_ids)
+    assert told == (([request.request_id], []) if second else ([], [request.request_id]))
+    rig.run()
+    push_out(rig)
+    assert found(rig) == WHOLE
 
 
 def test_a_step_with_tokens_is_never_waited_in(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

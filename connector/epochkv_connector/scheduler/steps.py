@@ -89,10 +89,13 @@ class SaveCandidates:
             self._under = snapshot
             for living in self._requests:
                 boundaries.start(living.request_id)  # what may be saved is another matter now
+        resumed = list(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             boundaries.start(new.req_id)
+            if getattr(self._requests.vllm(new.req_id), "num_preemptions", 0):  # so vLLM tells its second model runner
+                resumed.append(new.req_id)
         # A resumed request has other blocks than before its preemption, and vLLM keeps other windows of them.
-        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+        for request_id in resumed:
             boundaries.start(request_id)
             saves.forget_request(request_id)
             if (record := self._requests.get(request_id)) is not None:
