@@ -265,6 +265,9 @@ class Steps:
         except Exception as error:
             self._settle = True
             self._state.on_error("let_go", error)
+        worker = self._local_worker() if self._settle else None
+        if worker is not None:  # it hears at once; ranks elsewhere with the next step
+            worker.settle(StepMetadata(settle=True))
 
     def take(self, output: Any) -> None:
         """Hide successes that must not be, record the other loads, count acknowledgements."""

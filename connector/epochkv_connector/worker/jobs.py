@@ -583,6 +583,7 @@ class SaveTasks:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._unsubmitted: list[SaveTask] = []
+        self._told_at_once = False  # of blocks that are given back, before any step may write to them
 
     def take(self, job: SaveJob) -> None:
         """A step brought this save: it begins with `submit`. Model-runner thread."""
@@ -631,10 +632,20 @@ class SaveTasks:
     def confirm(self) -> None:
         """What copies have read by now counts, unless it was overtaken. Model-runner thread, behind `overtake` of the step."""
         for save in self.unconfirmed():
-            if save.overtaken:
-                self._rank.slots.empty(move for move in save.job.moves if move.copy)
-                self._mark_copy_failed(save, "overtaken", f"blocks of save job {save.job.job_id} were given back before it was reported")
-            self._end_copy(save)
+            self._confirm(save)
+
+    def confirm_at_once(self) -> None:
+        """The scheduler role is in this process, and calls `overtake` as it gives blocks back: from now on copies need not wait for a
+        step, which may never come."""
+        with self._rank.changed:
+            self._told_at_once = True
+        self.confirm()
+
+    def _confirm(self, save: SaveTask) -> None:
+        if save.overtaken:
+            self._rank.slots.empty(move for move in save.job.moves if move.copy)
+            self._mark_copy_failed(save, "overtaken", f"blocks of save job {save.job.job_id} were given back before it was reported")
+        self._end_copy(save)
 
     def fail_waiting(self, reason: str, detail: str) -> None:
         """End every save that is not being copied and has no copy behind it."""
@@ -675,8 +686,11 @@ class SaveTasks:
             self._end_copy(save)
             return
         with rank.changed:
-            save.stage = Stage.READ
-            rank.changed.notify_all()
+            if not self._told_at_once:
+                save.stage = Stage.READ
+                rank.changed.notify_all()
+                return
+        self._confirm(save)
 
     def _copy(self, save: SaveTask, stream: StagingStream) -> None:
         rank = self._rank

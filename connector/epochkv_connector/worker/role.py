@@ -203,6 +203,11 @@ class JobRunner:
         """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
         return self._saves.wait_copied(timeout)
 
+    def drain(self, timeout: float) -> None:
+        """As `WorkerRole.drain`."""
+        self._saves.wait_copied(timeout)
+        self._saves.confirm_at_once()
+
     def settle_for_sleep(self, timeout: float) -> int:
         """The memory of GPU blocks is about to be unmapped: end every copy, and let none begin before `woken`. Model-runner thread.
 
@@ -474,9 +479,10 @@ class WorkerRole:
         return WorkerReport(acks=acks, late=sorted(late), mixed=sorted(mixed), replaced=replaced)
 
     def drain(self, timeout: float) -> WorkerReport:
-        """Wait until no save holds GPU blocks (at most `timeout` seconds); loads that ended meanwhile are kept."""
+        """Wait until no save holds GPU blocks (at most `timeout` seconds); loads that ended meanwhile are kept. What is copied later is
+        stored by itself: who asks is in this process, and calls `settle` as it gives blocks back."""
         if self.runner is not None:
-            self.runner.wait_copied(timeout)
+            self.runner.drain(timeout)
         self._collect()
         return self.acks()
 

@@ -14,6 +14,7 @@ from epochkv_connector.weights import rank
 from epochkv_connector.wire import Phase, StepMetadata, Tier
 from epochkv_connector.worker.jobs import Report
 from epochkv_connector.worker.role import WorkerRole
+from hack.waiting import eventually
 from tests.unit.connector_worker.worker_rig import NAMESPACE, HeldCopies, ObedientStore, Rig, load, move, save
 
 
@@ -64,6 +65,25 @@ def test_a_copy_that_ended_before_the_step_is_kept(sleeps: bool) -> None:
     rig.step(loads=[load(2, [move(8, 0, 30)])])
     rig.until_acked(2, Phase.LOADED)
     assert rig.block(8) == wanted
+
+
+@pytest.mark.parametrize("given_back", [False, True])
+def test_what_an_idle_engine_copies_last_is_stored_unless_its_blocks_are_given_back(
+    monkeypatch: pytest.MonkeyPatch, given_back: bool
+) -> None:
+    """No step follows that could report it. The scheduler role, which asks from this process, says at once what it gives back."""
+    store = ObedientStore()
+    rig = Rig(store)
+    side = WorkerRole(0, rig.worker)
+    copies = HeldCopies(monkeypatch)
+    rig.step(saves=[save(1, [move(3, 0, 30)], NAMESPACE)])
+    assert copies.began.wait(10)
+    assert side.drain(0.0).acks == []
+    if given_back:
+        side.settle(StepMetadata(settle=True))
+    copies.go_on.set()
+    eventually(lambda: bool(store.objects) or rig.worker.stats().get("save_failed_overtaken") == 1, "it has ended")
+    assert bool(store.objects) is not given_back
 
 
 def test_a_half_that_was_given_up_settles_too(monkeypatch: pytest.MonkeyPatch) -> None:
