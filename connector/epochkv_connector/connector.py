@@ -128,7 +128,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run(
             "build_connector_meta",
             lambda: self.scheduler.steps.build(scheduler_output),
-            lambda: self._guard.run("emergency", self.scheduler.steps.emergency, lambda: StepMetadata(settle=True)),
+            lambda: self._guard.run("emergency", self.scheduler.steps.emergency, StepMetadata),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -201,13 +201,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             rank = describe.worker_rank(self._vllm_config)
             self._worker = WorkerRole(rank, None, self._guard.note, adapters=held_by(self._engine_id).adapters)
         self._worker.new_step()
-
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """The first call of a step. vLLM's second model runner has written to blocks by then, and an in-process engine may ask for
-        acknowledgements before `start_load_kv`. (vLLM before 0.32 may give names of requests only.)"""
-        worker = self._worker
-        if worker is not None and isinstance(kv_connector_metadata, StepMetadata):
-            self._guard.run("settle", lambda: worker.settle(kv_connector_metadata), lambda: worker.refuse(StepMetadata()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads begin; they touch only blocks that no forward pass uses.

@@ -24,14 +24,13 @@ _JOB = (
     "deadline", "error", "no_store", "other_rank", "invalidated", "shutdown", "sleep", "slot_busy", "slot_mismatch",
     "weights",
 )  # fmt: skip
-_SAVE = (*_JOB, "overtaken")
 _LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _FAILURES))
 _PUT = tuple(dict.fromkeys((*_JOB, "stale", *_FAILURES)))
 _PLACES = (
     "acknowledgement", "acks", "adopt", "allocate", "build_connector_meta", "domain", "emergency", "end", "events", "finish_step",
     "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "hold", "isolate",
     "late", "layouts", "let_go", "link.stop", "lookup", "on_new_request", "record_loads", "register_kv_caches", "renamed",
-    "request_finished", "reset", "reset_cache", "results", "schedule", "settle", "stamps", "start_step", "stats", "take", "tiers",
+    "request_finished", "reset", "reset_cache", "results", "schedule", "stamps", "start_step", "stats", "take", "tiers",
     "tiers.close", "update_connector_output", "update_state_after_alloc", "weights", "worker.shutdown",
 )  # fmt: skip
 
@@ -129,7 +128,7 @@ COUNTERS: tuple[Family, ...] = (
     _family("jobs", "jobs", "Jobs that the ranks took on.", label="direction", worker_load_jobs="load", worker_save_jobs="save"),
     _family("load_failures", "jobs", "Loads that failed on a rank, by reason.", label="reason", prefix="worker_load_failed_", values=_LOAD),
     _family("save_failures", "jobs", "Saves that failed on a rank before they were in host memory.", label="reason",
-        prefix="worker_save_failed_", values=_SAVE),
+        prefix="worker_save_failed_", values=_JOB),
     _family("put_drops", "jobs", "Saves that did not reach L2, by reason.", label="reason", prefix="worker_save_put_dropped_", values=_PUT),
     _family("worker_events", "orders", "Orders to fail a load that reached a rank.", label="event", worker_invalidated="invalidated",
         worker_invalidated_under_way="invalidated_under_way"),

@@ -131,8 +131,6 @@ class StepMetadata:
         invalidated: request ids whose load must be reported once more, finished *and* failed (fence.md, "Invalidated loads"). Also
             names requests for which no load job was ever sent (a hit that could not be kept): reported the same way.
         newest_epoch: highest epoch adopted; a put of an older namespace that has not begun is dropped and reported as failed.
-        settle: saves of earlier steps hold their GPU blocks no more, and this step may write to them: what a rank has not reported as
-            copied by now has failed.
         digest_number: after the forward pass of this step each rank compares its weights with what it answered to the
             question of this number (`weights.rank`); -1: nothing is named.
         adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`rank.digest_adapters`) that they are
@@ -146,7 +144,6 @@ class StepMetadata:
     cancelled: tuple[int, ...] = ()
     invalidated: tuple[str, ...] = ()
     newest_epoch: int = -1
-    settle: bool = False
     digest_number: int = -1
     adapters: tuple[tuple[int, int], ...] = ()
     agreed: tuple[int, ...] = ()

@@ -28,7 +28,7 @@ def test_a_resumed_request_is_saved_again(make_rig: MakeRig, second: bool) -> No
     worker.hold_saves = True
     request = rig.add(TOKENS, max_tokens=BLOCK // 2)
     rig.step()
-    worker.settle()
+    worker.fail_saves()
     worker.hold_saves = False
     rig.step()
     rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)

@@ -111,9 +111,6 @@ class Worker:
                 self.connector.restore_kv_caches()
 
     # ------------------------------------------------------------------ what the rig asks of a worker
-    def settle(self) -> None:
-        self.connector._worker.settle(StepMetadata(settle=True))
-
     def start_step(self, metadata: StepMetadata) -> None:
         self.connector.bind_connector_metadata(metadata)
         self.connector.start_load_kv(SimpleNamespace(attn_metadata=None))

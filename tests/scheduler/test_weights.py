@@ -135,8 +135,8 @@ def test_a_change_behind_the_last_step_is_heard_although_no_step_follows(make_ri
         rig.update(output)
     assert rig.watch.counters["late"] == 1
     assert asked == [1]
+    worker.fail_saves()
     worker.hold_saves = False
-    worker.settle()
     assert found(rig) == 0
     assert found(rig) == WHOLE
 

@@ -38,9 +38,6 @@ class AheadRig(Rig):
 
     def issue(self, output: Any) -> None:
         metadata = output.kv_connector_metadata
-        if metadata.settle:
-            for worker in self.workers:
-                worker.settle()
         runner = self._forward(output)
         for worker in self.workers:
             worker.start_step(metadata)

@@ -161,9 +161,6 @@ class Rig:
             self.step()
 
     def update(self, output: Any) -> None:
-        if output.kv_connector_metadata is not None and output.kv_connector_metadata.settle:
-            for worker in self.workers:
-                worker.settle()
         runner = self._forward(output)
         self.executor.looked(output.kv_connector_metadata)
         for worker in self.workers:

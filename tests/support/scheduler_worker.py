@@ -284,12 +284,10 @@ class FakeWorker:
             if save is not None:
                 self.acks.append(JobAck(job_id, self.rank, Phase.STORED, save.start_block, 0, failed=True))
 
-    def settle(self) -> None:
-        """The step may write to the GPU blocks of saves that are held."""
+    def fail_saves(self) -> None:
+        """Those that are held fail."""
         saves, self.saves = self.saves, []
-        for save in saves:
-            for phase in save.phases:
-                self.acks.append(JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True))
+        self.acks += [JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True) for save in saves for phase in save.phases]
 
     def work(self) -> None:
         if not self.hold_saves:

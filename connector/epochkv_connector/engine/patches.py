@@ -213,13 +213,8 @@ def _carrying_group(carry: Callable[[Any, Callable[[Any], Any]], Any], group_of:
     return _Instead(group, "cpu_all_reduce_", functools.partial(_reduce, carry, group.cpu_all_reduce_))
 
 
-def before_reset(kv_cache_manager: Any, action: Callable[[], object]) -> None:
-    """Run `action` each time before vLLM clears its own prefix cache; vLLM tells connectors afterwards, if at all."""
-
-    def reset(clear: Callable[[], bool]) -> bool:
-        action()
-        return clear()
-
+def around_reset(kv_cache_manager: Any, reset: Callable[[Callable[[], bool]], bool]) -> None:
+    """Let `reset` clear vLLM's own prefix cache each time that vLLM does; vLLM tells connectors afterwards, if at all."""
     around(kv_cache_manager, "reset_prefix_cache", reset)
 
 

@@ -364,7 +364,7 @@ class SchedulerRole:
         state, block_pool = self.state, manager.block_pool
         state.manager, state.pool, state.hash_block_size = manager, block_pool, blocks.hash_block_size_of(block_pool)
         self.hashing.hash_block_size = state.hash_block_size
-        patches.before_reset(manager, self.steps.let_go)
+        patches.around_reset(manager, self.steps.reset)
         if self.tiers is not None:
             self.tiers.bind_block_pool(blocks.BlockPoolAdapter(block_pool), state.hash_block_size)
         state.outgoing.bind(block_pool, self.tiers)

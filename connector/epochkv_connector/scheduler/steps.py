@@ -184,7 +184,6 @@ class Steps:
         self.candidates = candidates
         self._may_save = may_save
         self._local_worker = local_worker
-        self._settle = False  # saves have let go of GPU blocks that ranks may still read
         self._used_adapters: set[tuple[int, int]] = set()  # (id, number of the question) of what is saved next
 
     def build(self, scheduler_output: Any) -> StepMetadata:
@@ -232,7 +231,6 @@ class Steps:
         return self._with_names(step)
 
     def _with_names(self, metadata: StepMetadata) -> StepMetadata:
-        metadata.settle, self._settle = self._settle, False
         metadata.invalidated = tuple(self._requests.names())
         return metadata
 
@@ -256,18 +254,20 @@ class Steps:
         except Exception as error:
             self._state.fail("request_finished", error)
 
-    def let_go(self) -> None:
-        """vLLM is about to clear its own cache, which it refuses while anybody holds a block of it."""
+    def reset(self, clear: Callable[[], bool]) -> bool:
+        """vLLM clears its own cache, which it refuses while anybody holds a block of it: saves let go of theirs meanwhile."""
+        held: Sequence[int] = ()
         try:
             if self._tiers is not None:
                 self._tiers.saves.drop_unsent()  # of requests that have ended since the last step
-                self._settle = self._tiers.saves.let_go() or self._settle
+                held = self._tiers.saves.let_go()
         except Exception as error:
-            self._settle = True
             self._state.on_error("let_go", error)
-        worker = self._local_worker() if self._settle else None
-        if worker is not None:  # it hears at once; ranks elsewhere with the next step
-            worker.settle(StepMetadata(settle=True))
+        try:
+            return clear()
+        finally:
+            if self._tiers is not None:
+                self._tiers.saves.hold(held)
 
     def take(self, output: Any) -> None:
         """Hide successes that must not be, record the other loads, count acknowledgements."""

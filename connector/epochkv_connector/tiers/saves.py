@@ -239,13 +239,17 @@ class SaveJobs:
                     for outcome in self._state.jobs.acknowledge(JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)):
                         self.apply(outcome)
 
-    def let_go(self) -> bool:
-        """Give the GPU blocks of open saves back before their copies are known to have ended. True if there were any: then the caller has
-        every rank fail the saves that it has not reported (`StepMetadata.settle`)."""
-        blocks = self._state.jobs.let_go()
+    def let_go(self) -> Sequence[int]:
+        """Give the GPU blocks back that ranks may still read for open saves, and return them; `hold` them before a step may use them."""
+        if self.pool is None:
+            return ()
+        blocks = self._state.jobs.being_read()
+        self.pool.free(blocks)
+        return blocks
+
+    def hold(self, blocks: Sequence[int]) -> None:
         if blocks and self.pool is not None:
-            self.pool.free(blocks)
-        return bool(blocks)
+            self.pool.touch(blocks)
 
     def apply(self, outcome: Outcome) -> None:
         """Every rank has ended a part of a save, or touches slots of a job no more."""

@@ -162,14 +162,9 @@ class Jobs:
         self._jobs[job.job_id] = entry
         self.num_gpu_blocks += entry.num_read
 
-    def let_go(self) -> list[int]:
-        """GPU blocks that saves have referenced and that the caller gives back now, although ranks may still read them."""
-        blocks: list[int] = []
-        for entry in self._jobs.values():
-            if Phase.COPIED not in entry.done:
-                blocks += reversed(entry.gpu_blocks)
-                entry.gpu_blocks = ()
-        return blocks
+    def being_read(self) -> list[int]:
+        """GPU blocks that saves have referenced, once for each of them; ranks may still read them."""
+        return [block for entry in self._jobs.values() if Phase.COPIED not in entry.done for block in reversed(entry.gpu_blocks)]
 
     def abandon_all(self) -> None:
         """The root changed: results of jobs under way must not be indexed."""

@@ -13,11 +13,6 @@ scheduled again (`Admission._steps_aside_once`).
 
 A save copies GPU blocks to slots behind the forward pass, then puts the slots to the store. The two parts are acknowledged apart
 (`Phase.COPIED`, `Phase.STORED`): GPU blocks are free after the first, which needs no network, and slots after the second.
-
-The scheduler role may give back GPU blocks that saves still read. Ranks hear of it with the next step (`StepMetadata.settle`). vLLM's
-second model runner (0.30 to 0.33) zeroes and copies blocks of that step before it calls a connector, and no copy waits for that. So
-a rank then fails each save whose end it has not reported. What a copy has read counts, and is stored, with that report and no earlier
-(`SaveTasks.confirm`).
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -59,16 +54,15 @@ class Stage(enum.IntEnum):
     """How far a job is. Only QUEUED work may be ended by a deadline: a copy runs to its end.
 
     A load: QUEUED -> COPYING -> (QUEUED -> COPYING, for what arrives later) -> OVER.
-    A save: QUEUED -> COPYING -> READ -> OVER, or with a namespace -> COPIED -> PUTTING -> OVER. One that fails skips READ.
+    A save: QUEUED -> COPYING -> OVER, or with a namespace -> COPIED -> PUTTING -> OVER.
     Whoever makes QUEUED into COPYING (`Rank.claim`), or COPIED into PUTTING, owns the task and ends that stage.
     """
 
     QUEUED = 0  # nothing of it is copied: fetching from L2, or waiting for the forward pass or the copy thread
     COPYING = 1
-    READ = 2  # copied, and not reported: its GPU blocks may turn out to be another's
-    COPIED = 3  # other ranks have yet to agree to its put, or later passes to settle its step
-    PUTTING = 4
-    OVER = 5
+    COPIED = 2  # other ranks have yet to agree to its put, or later passes to settle its step
+    PUTTING = 3
+    OVER = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -122,11 +116,9 @@ class SaveTask:
     after: Any = None  # event behind which the copy may run
     stage: Stage = Stage.QUEUED
     failed: bool = False
-    overtaken: bool = False  # its GPU blocks were given back, and may have been written to while it copied
     as_named: Callable[[], bool] = lambda: True  # whether its blocks were computed with the weights that their names say
     settled: Settled = lambda: True
     agreed: bool = False  # every rank has copied it
-    puts: Mapping[int, Transfer] = field(default_factory=dict)  # what this rank stores, by slot; known when it is copied
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 
@@ -583,7 +575,6 @@ class SaveTasks:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._unsubmitted: list[SaveTask] = []
-        self._told_at_once = False  # of blocks that are given back, before any step may write to them
 
     def take(self, job: SaveJob) -> None:
         """A step brought this save: it begins with `submit`. Model-runner thread."""
@@ -618,35 +609,6 @@ class SaveTasks:
         with self._rank.changed:
             return self._rank.changed.wait_for(lambda: not self.holding(), timeout)
 
-    def overtake(self) -> None:
-        """GPU blocks of all saves were given back, and may have been written to: what is not confirmed by now fails. Nobody waits."""
-        with self._rank.changed:
-            for save in self._rank.tasks(SaveTask, Stage.QUEUED, Stage.COPYING, Stage.READ):
-                save.overtaken = True
-        self.fail_waiting("overtaken", "its blocks were given back before it was copied")
-
-    def unconfirmed(self) -> list[SaveTask]:
-        """Those whose copy has ended well, as far as the copy thread knows."""
-        return self._rank.tasks(SaveTask, Stage.READ)
-
-    def confirm(self) -> None:
-        """What copies have read by now counts, unless it was overtaken. Model-runner thread, behind `overtake` of the step."""
-        for save in self.unconfirmed():
-            self._confirm(save)
-
-    def confirm_at_once(self) -> None:
-        """The scheduler role is in this process, and calls `overtake` as it gives blocks back: from now on copies need not wait for a
-        step, which may never come."""
-        with self._rank.changed:
-            self._told_at_once = True
-        self.confirm()
-
-    def _confirm(self, save: SaveTask) -> None:
-        if save.overtaken:
-            self._rank.slots.empty(move for move in save.job.moves if move.copy)
-            self._mark_copy_failed(save, "overtaken", f"blocks of save job {save.job.job_id} were given back before it was reported")
-        self._end_copy(save)
-
     def fail_waiting(self, reason: str, detail: str) -> None:
         """End every save that is not being copied and has no copy behind it."""
         for save in self._rank.tasks(SaveTask, Stage.QUEUED):
@@ -678,19 +640,9 @@ class SaveTasks:
         rank.copy_threads["save"].submit(partial(self._gather, save))
 
     def _gather(self, save: SaveTask, stream: StagingStream) -> None:
-        rank = self._rank
-        if not rank.claim(save):
-            return
-        rank.guard(partial(self._copy, save, stream), partial(self._mark_copy_failed, save))
-        if save.failed:
+        if self._rank.claim(save):
+            self._rank.guard(partial(self._copy, save, stream), partial(self._mark_copy_failed, save))
             self._end_copy(save)
-            return
-        with rank.changed:
-            if not self._told_at_once:
-                save.stage = Stage.READ
-                rank.changed.notify_all()
-                return
-        self._confirm(save)
 
     def _copy(self, save: SaveTask, stream: StagingStream) -> None:
         rank = self._rank
@@ -705,9 +657,6 @@ class SaveTasks:
         if not save.as_named():
             raise JobFailed("weights", f"blocks of save job {save.job.job_id} were computed with other weights than they are named after")
         rank.count_copy("save", pairs, time.monotonic() - began)
-        if (namespace := save.job.namespace) is not None:  # here: it takes milliseconds, and the model-runner thread puts
-            ours = (move for move in save.job.moves if move.put and rank.is_ours(move))
-            save.puts = {move.slot: rank.transfer(namespace, move) for move in ours}
         rank.slots.fill(fresh)
 
     def _mark_copy_failed(self, save: SaveTask, reason: str, detail: str) -> None:
@@ -771,14 +720,15 @@ class SaveTasks:
         rank.check_running()
         if store is None:
             raise JobFailed("no_store", f"save job {save.job.job_id} names L2, but there is none")
-        if not save.puts:
+        ours = [move for move in save.job.moves if move.put and rank.is_ours(move)]
+        if not ours:
             rank.end_phase(save, Phase.STORED, False)
             return
-        transfers = list(save.puts.values())
+        transfers = [rank.transfer(namespace, move) for move in ours]
         with rank.changed:  # no newer epoch may be told between the look at it and the put
             if rank.is_stale(namespace):
                 raise JobFailed("stale", f"save job {save.job.job_id} is of an older epoch ({namespace})")
-            save.busy = tuple(save.puts)
+            save.busy = tuple(move.slot for move in ours)
             save.ticket = rank.slots.hold(save.busy, lambda: store.put(transfers, remaining(save.deadline)))
         save.ticket.done.add_done_callback(lambda done: rank.guard(partial(self._stored, save, done), partial(self._fail_put, save)))
 

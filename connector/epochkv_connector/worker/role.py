@@ -140,10 +140,6 @@ class JobRunner:
         """A pass of the domain has begun (`SaveTasks.put_settled`). Never raises."""
         self._saves.put_settled()
 
-    def settle(self) -> None:
-        """GPU blocks of saves were given back: a save that no `results` has reported has failed. Never raises."""
-        self._saves.overtake()
-
     def results(self, wait_seconds: float = 0.0) -> Report:
         """What has ended since the last call; each thing once. Never raises.
 
@@ -157,9 +153,7 @@ class JobRunner:
         report = Report(set(), set(), [])
         with rank.changed:
             if wait_seconds > 0 and (self._loads.open() or self._saves.holding()):
-                rank.changed.wait_for(lambda: rank.ended or self._invalidated or self._saves.unconfirmed(), wait_seconds)
-        self._saves.confirm()
-        with rank.changed:
+                rank.changed.wait_for(lambda: rank.ended or self._invalidated, wait_seconds)
             ended, rank.ended = rank.ended, []
             invalidated, self._invalidated = self._invalidated, []
             released = [task for task in self._unreleased if not is_open(task.ticket)]
@@ -203,11 +197,6 @@ class JobRunner:
         """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
         return self._saves.wait_copied(timeout)
 
-    def drain(self, timeout: float) -> None:
-        """As `WorkerRole.drain`."""
-        self._saves.wait_copied(timeout)
-        self._saves.confirm_at_once()
-
     def settle_for_sleep(self, timeout: float) -> int:
         """The memory of GPU blocks is about to be unmapped: end every copy, and let none begin before `woken`. Model-runner thread.
 
@@ -227,9 +216,7 @@ class JobRunner:
 
         with self._rank.changed:
             self._rank.changed.wait_for(lambda: not left(), remaining(deadline))
-            late = left()
-        self._saves.confirm()  # here no step is half done
-        return late
+            return left()
 
     def woken(self) -> None:
         """The memory of GPU blocks is mapped: copies may begin."""
@@ -393,16 +380,6 @@ class WorkerRole:
     def new_step(self) -> None:
         self._started = self._finished = False
 
-    def settle(self, metadata: StepMetadata) -> None:
-        """Fail the copies that have lost their hold on their GPU blocks: before anybody asks again what has ended."""
-        if not metadata.settle:
-            return
-        if self.runner is not None:
-            self.runner.settle()
-        elif self._broken is not None:
-            with contextlib.suppress(Exception):
-                self._broken.settle()
-
     def start(self, metadata: StepMetadata, *, idle: bool) -> None:
         """Loads begin. `idle`: the step schedules no tokens, so waiting a millisecond for a completion costs nobody."""
         if self._started:
@@ -410,7 +387,6 @@ class WorkerRole:
         self._started, self._idle = True, idle
         self._begin()
         self._pending.take_on(metadata)
-        self.settle(metadata)
         if self.runner is not None:
             self.runner.start_step(metadata)
 
@@ -479,10 +455,9 @@ class WorkerRole:
         return WorkerReport(acks=acks, late=sorted(late), mixed=sorted(mixed), replaced=replaced)
 
     def drain(self, timeout: float) -> WorkerReport:
-        """Wait until no save holds GPU blocks (at most `timeout` seconds); loads that ended meanwhile are kept. What is copied later is
-        stored by itself: who asks is in this process, and calls `settle` as it gives blocks back."""
+        """Wait until no save holds GPU blocks (at most `timeout` seconds); loads that ended meanwhile are kept."""
         if self.runner is not None:
-            self.runner.drain(timeout)
+            self.runner.wait_copied(timeout)
         self._collect()
         return self.acks()
 

@@ -1,5 +1,5 @@
-"""Saves whose GPU blocks were given back early: a step may write to them, so what was not reported before has failed. And a rank whose
-job runner breaks down: everything it took is answered once, and never before its copies have ended.
+"""Copies end before memory is unmapped. And a rank whose job runner breaks down: everything it took is answered once, and never before
+its copies have ended.
 """
 
 import pickle
@@ -14,90 +14,7 @@ from epochkv_connector.weights import rank
 from epochkv_connector.wire import Phase, StepMetadata, Tier
 from epochkv_connector.worker.jobs import Report
 from epochkv_connector.worker.role import WorkerRole
-from hack.waiting import eventually
 from tests.unit.connector_worker.worker_rig import NAMESPACE, HeldCopies, ObedientStore, Rig, load, move, save
-
-
-@pytest.mark.parametrize("namespace", [None, NAMESPACE])
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_copy_that_was_not_reported_before_its_blocks_are_used_again_has_failed(
-    monkeypatch: pytest.MonkeyPatch, ended: bool, namespace: str | None
-) -> None:
-    """vLLM's second model runner writes to blocks and then calls us: nobody knows what a copy has read that ended meanwhile."""
-    store = ObedientStore()
-    rig = Rig(store)
-    copies = HeldCopies(monkeypatch)
-    rig.step(saves=[save(1, [move(3, 0, 30)], namespace), save(2, [move(4, 1, 40)], namespace)])
-    assert copies.began.wait(10)
-    rig.kv[:, 3:5] = 0
-    if ended:
-        copies.go_on.set()
-        assert rig.worker.wait_copied(10)
-    else:
-        threading.Timer(0.2, copies.go_on.set).start()
-    rig.worker.settle()
-    for job in (1, 2):
-        assert rig.until_acked(job, Phase.COPIED).failed
-        assert namespace is None or rig.until_acked(job, Phase.STORED).failed
-    assert not store.objects
-    rig.step(loads=[load(3, [move(8, 0, 30)])])
-    assert rig.until_acked(3, Phase.LOADED).failed, "the slot holds nothing"
-    assert rig.worker.stats()["save_failed_overtaken"] == 2
-
-
-@pytest.mark.parametrize("sleeps", [False, True])
-def test_a_copy_that_ended_before_the_step_is_kept(sleeps: bool) -> None:
-    """It was reported, or the engine slept meanwhile."""
-    store = ObedientStore()
-    rig = Rig(store)
-    wanted = rig.block(3)
-    rig.step(saves=[save(1, [move(3, 0, 30)], NAMESPACE)])
-    if sleeps:
-        assert rig.worker.settle_for_sleep(10) == 0
-        rig.worker.woken()
-    else:
-        rig.until_acked(1, Phase.COPIED)
-    rig.kv[:, 3] = 0
-    rig.worker.settle()
-    assert not rig.until_acked(1, Phase.COPIED).failed
-    assert not rig.until_acked(1, Phase.STORED).failed
-    assert list(store.objects.values()) == [wanted]
-    rig.step(loads=[load(2, [move(8, 0, 30)])])
-    rig.until_acked(2, Phase.LOADED)
-    assert rig.block(8) == wanted
-
-
-@pytest.mark.parametrize("given_back", [False, True])
-def test_what_an_idle_engine_copies_last_is_stored_unless_its_blocks_are_given_back(
-    monkeypatch: pytest.MonkeyPatch, given_back: bool
-) -> None:
-    """No step follows that could report it. The scheduler role, which asks from this process, says at once what it gives back."""
-    store = ObedientStore()
-    rig = Rig(store)
-    side = WorkerRole(0, rig.worker)
-    copies = HeldCopies(monkeypatch)
-    rig.step(saves=[save(1, [move(3, 0, 30)], NAMESPACE)])
-    assert copies.began.wait(10)
-    assert side.drain(0.0).acks == []
-    if given_back:
-        side.settle(StepMetadata(settle=True))
-    copies.go_on.set()
-    eventually(lambda: bool(store.objects) or rig.worker.stats().get("save_failed_overtaken") == 1, "it has ended")
-    assert bool(store.objects) is not given_back
-
-
-def test_a_half_that_was_given_up_settles_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    copies = HeldCopies(monkeypatch)
-    side = WorkerRole(0, rig.worker)
-    side.new_step()
-    side.finish(StepMetadata(saves=(save(1, [move(3, 0, 30)]),)))
-    assert copies.began.wait(10)
-    monkeypatch.setattr("epochkv_connector.worker.role.REFUSE_SECONDS", 0.05)
-    side.refuse(StepMetadata())
-    side.settle(StepMetadata(settle=True))
-    copies.go_on.set()
-    assert rig.until_acked(1, Phase.COPIED).failed
 
 
 def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
