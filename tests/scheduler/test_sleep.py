@@ -315,7 +315,7 @@ def test_no_copy_and_no_digest_touches_unmapped_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["no drain", "looks"])
 def test_without_our_rules_the_engine_dies(tmp_path: Path, fault: str) -> None:
     status, slept, said = sleep(tmp_path, fault)
-    assert status == -signal.SIGSEGV, said
+    assert status == -signal.SIGSEGV or "in check_asleep" in said, said  # on a busy machine a copy may begin so late that it was not ended
     assert slept < TIMES
 
 
