@@ -150,18 +150,6 @@ def guests(setup: Setup, kube: Kube) -> Iterator[None]:
 
 
 def test_pods_with_the_label_share_and_follow_a_reset(setup: Setup, kube: Kube, guests: None) -> None:
-    # Not allowed: it starts as it is, and the Event says why.
-    metadata = {"name": "early", "labels": {"app": "early", **LABEL}, "annotations": IN}
-    apply(kube, GUESTS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec()})
-    assert "initContainers" not in only_pod(kube, GUESTS, "early")["spec"]
-    eventually(
-        lambda: f"does not let pods of {GUESTS} join" in kube.kubectl("-n", GUESTS, "get", "events", "--field-selector=reason=NotJoined"),
-        "an Event",
-        60,
-        0.5,
-    )
-    kube.kubectl("-n", GUESTS, "delete", "pod", "early", "--grace-period=0", "--force")
-
     allow(kube, [GUESTS])
     eventually(lambda: kube.kubectl("-n", GUESTS, "get", "configmaps", *COPIED), "a copy", 60, 0.5)
     apply(kube, NAMESPACE, workload("Deployment", "serving"))
@@ -198,13 +186,6 @@ def test_pods_with_the_label_share_and_follow_a_reset(setup: Setup, kube: Kube, 
     assert members[1].complete(prompt, ANSWER_TOKENS) == Answer(right, 0)
     wide = kube.kubectl("-n", NAMESPACE, "get", "kvp", POOL, "-o", "wide")
     assert "EXTERNAL" in wide.splitlines()[0]
-
-    # The word is taken back: the copies go, and the next pod starts as it is.
-    allow(kube, None)
-    eventually(lambda: not kube.kubectl("-n", GUESTS, "get", "secrets", f"-lepochkv.io/pool={POOL}", "-o", "name"), "gone", 60, 0.5)
-    metadata = {"name": "late", "labels": {"app": "late", **LABEL}, "annotations": IN}
-    apply(kube, GUESTS, {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec()})
-    assert "initContainers" not in only_pod(kube, GUESTS, "late")["spec"]
 
 
 def test_the_chart_is_upgraded_removed_and_installed_over_living_pods(setup: Setup, kube: Kube, guests: None) -> None:

@@ -76,18 +76,6 @@ def test_staggered_pushes_under_traffic(lab: Lab, weights: Weights, prompts: Pro
     lab.share(weights.third)
 
 
-def test_a_push_that_misses_an_engine(lab: Lab, weights: Weights) -> None:
-    lab.have(weights.base)
-    old = lab.share(weights.base)
-    lab.push(lab.a, weights.new)
-    check(lab.a.complete(old), 0, lab.reference(old, weights.new))
-    lab.apart(lab.a, weights.new, lab.b, weights.base)
-    check(lab.b.complete(old), CACHED, lab.reference(old, weights.base))
-    lab.push(lab.b, weights.new)
-    check(lab.b.complete(old), CACHED, lab.reference(old, weights.new))
-    lab.share(weights.new)
-
-
 def check_stamp(lab: Lab, stream: Stream, held: list[tuple[str, Path, float, float]]) -> None:
     """`held`: digest, weights, and when their push began and ended, in order."""
     assert stream.stamp is not None
@@ -195,16 +183,18 @@ def test_weights_written_past_vllm_and_back_within_one_block(lab: Lab, orders: O
 
 
 # ---------------------------------------------------------------------- other engines
-def test_an_engine_restarts_with_base_weights_in_the_middle(lab: Lab, weights: Weights) -> None:
+def test_a_push_misses_an_engine_that_restarts_with_base_weights(lab: Lab, weights: Weights) -> None:
     lab.have(weights.base)
     old = lab.share(weights.base)
     lab.push(lab.a, weights.new)
+    check(lab.a.complete(old), 0, lab.reference(old, weights.new))
     lab.b.end()
     lab.b = lab.start("B2", weights.base).wait_ready()
     lab.pool.wait_engines(2)
     check(lab.b.complete(old), CACHED, lab.reference(old, weights.base))
     lab.apart(lab.a, weights.new, lab.b, weights.base)
     lab.push(lab.b, weights.new)
+    check(lab.b.complete(old), CACHED, lab.reference(old, weights.new))
     lab.share(weights.new)
 
 
