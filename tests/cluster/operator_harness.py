@@ -8,7 +8,8 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,6 +127,21 @@ class Namespace:
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
     return next((item for item in status.get("conditions") or [] if item["type"] == kind), {})
+
+
+def becomes(read: Callable[[str], dict[str, Any]], name: str, kind: str, **wanted: str) -> dict[str, Any]:
+    """The condition of this kind, once it has this status or reason; `read`: `status` or `engine_status` of a namespace."""
+    return eventually(
+        lambda: found if (found := condition(read(name), kind)).items() >= wanted.items() else None,
+        lambda: f"{kind} {wanted}: {read(name)}",
+    )
+
+
+@contextmanager
+def leading_operator(space: Namespace, directory: Path, **options: Any) -> Iterator[OperatorProcess]:
+    """One for this namespace, which leads."""
+    with OperatorProcess(space.plane, space.name, directory, **options) as operator:
+        yield operator.wait_ready()
 
 
 def install_crds(plane: ControlPlane) -> None:

@@ -11,10 +11,9 @@ from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Store, indexed
-from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine
-from tests.cluster.operator_harness import ENGINES, POOLS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import ENGINES, POOLS, Namespace, OperatorProcess, becomes, condition, leading_operator
 from tests.cluster.test_operator_secrets import ENGINE, POOL, keys_now, reader
 
 
@@ -31,11 +30,8 @@ def joined(operator: OperatorProcess, space: Namespace, name: str = "engine-0") 
 
 
 @pytest.mark.parametrize("running", [True, False], ids=["while-it-runs", "while-none-runs"])
-def test_an_epoch_that_somebody_wrote_is_proved_before_anybody_hears_of_it(
-    plane: ControlPlane, namespace: Namespace, tmp_path: Path, running: bool
-) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
+def test_an_epoch_that_somebody_wrote_is_proved_before_anybody_hears_of_it(namespace: Namespace, tmp_path: Path, running: bool) -> None:
+    with leading_operator(namespace, tmp_path) as operator:
         namespace.create_pool("policy", **POOL)
         with joined(operator, namespace) as engine:
             eventually(lambda: engine.leased, "joined")
@@ -48,10 +44,7 @@ def test_an_epoch_that_somebody_wrote_is_proved_before_anybody_hears_of_it(
             edit(namespace, POOLS, "policy", targetEpoch=99, epoch=99)
             if not running:
                 operator.start().wait_ready()
-            found = eventually(
-                lambda: c if (c := condition(namespace.status("policy"), "EpochConverged")).get("reason") == "Unproved" else None,
-                "not believed",
-            )
+            found = becomes(namespace.status, "policy", "EpochConverged", reason="Unproved")
             assert (found["status"], "1 is proved" in found["message"]) == ("False", True), found
             assert operator.metric("epochkv_pool_published_epoch") == 1
             assert (published(namespace), namespace.status("policy")["proof"]) == ([], proof)

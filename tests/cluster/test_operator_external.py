@@ -14,7 +14,17 @@ from epochkv_fence.connection import Connection
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine
-from tests.cluster.operator_harness import CHILDREN, LEASES, POOLS, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import (
+    CHILDREN,
+    LEASES,
+    POOLS,
+    TAKEOVER_SECONDS,
+    Namespace,
+    OperatorProcess,
+    becomes,
+    condition,
+    leading_operator,
+)
 from tests.cluster.test_operator_reset import published
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
@@ -79,13 +89,12 @@ def test_they_join_count_and_leave(namespace: Namespace, operator: OperatorProce
         eventually(lambda: namespace.status("policy").get("epoch") == 2, "those that left hold nothing up")
 
 
-def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(namespace: Namespace, tmp_path: Path) -> None:
     """The pool object comes back from a backup with an older status, under live engines of the same pool (etcd was restored): they
     report a higher epoch than is recorded, and the pool heals itself. The API server refuses that status from anybody else, so the
     operator meets it as what a new operator process reads.
     """
-    with OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS) as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS) as operator:
         namespace.create_pool("policy", **POOL)
         connection = mounted(namespace, tmp_path)
         with joined(connection, "ray") as engine:
@@ -219,14 +228,10 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
         with pytest.raises(WeightsDiverged, match="ray-1") as raised, pool.weight_update("step-2", timeout_s=1):
             engines[0].push(first)
         assert list(raised.value.engines) == ["ray-1"]
-        said = eventually(
-            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("reason") == "Updating" else None, "told"
-        )
+        said = becomes(namespace.status, "policy", "WeightsConverged", reason="Updating")
         assert "ray-1 holds 00010203 (step-1) instead of 3f2a9c1e" in said["message"]
         engines[0].push("rank 1: no answer within 10 s")
-        unknown = eventually(
-            lambda: c if (c := condition(namespace.status("policy"), "WeightsConverged")).get("status") == "Unknown" else None, "told"
-        )
+        unknown = becomes(namespace.status, "policy", "WeightsConverged", status="Unknown")
         assert "share nothing: ray-0 (rank 1: no answer within 10 s)" in unknown["message"]
         # Back to the weights before, which keep their label over a change of operator.
         engines[0].push(second)

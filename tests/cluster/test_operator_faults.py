@@ -9,7 +9,7 @@ from epochkv_operator.kube.resources import CHILDREN as KINDS
 from epochkv_operator.kube.resources import ENGINES, PODS, PRIMARY
 from hack.waiting import eventually
 from tests.cluster.fault_proxy import NO_ANSWER, SHOW, WATCH, Fault, FaultProxy, is_write
-from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, becomes, condition, leading_operator
 from tests.cluster.operator_harness import ENGINES as ENGINES_PATH
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 1}}  # the next life waits for as long
@@ -39,8 +39,7 @@ def settled(space: Namespace, epoch: int) -> bool:
 def test_work_is_done_once_a_storm_is_over(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
     """Every write is carried out and answered with 500 for a while: when a pool and its engine are new, and again for an epoch."""
     fault = Fault(500, carried_out=True)
-    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
 
         def storm(method: str, path: str) -> Fault | None:
             return fault if is_write(method, path) else None
@@ -64,16 +63,12 @@ def test_work_is_done_once_a_storm_is_over(namespace: Namespace, proxy: FaultPro
 
 def test_one_object_that_cannot_be_written_holds_up_nothing_else(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
     """As a webhook for one kind would: all other objects are made, and the first status says what is missing."""
-    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, kubeconfig=proxy.kubeconfig):
         proxy.decide = lambda method, path: Fault(NO_ANSWER) if is_write(method, path) and "/serviceaccounts/" in path else None
         namespace.create_pool("policy", **POOL)
         namespace.create_engine("rollout", **ENGINE)
         eventually(lambda: namespace.names("deployments") == {"rollout"}, "the Deployment")
-        ready = eventually(
-            lambda: next((c for c in [condition(namespace.engine_status("rollout"), "Ready")] if c.get("reason") == "ApplyFailed"), None),
-            "a condition that says so",
-        )
+        ready = becomes(namespace.engine_status, "rollout", "Ready", reason="ApplyFailed")
         assert "ServiceAccount rollout" in ready["message"]
         assert namespace.names("serviceaccounts") == set()
         proxy.decide = lambda method, path: None
@@ -86,8 +81,7 @@ def test_each_kind_is_read_once_at_start_and_not_again(namespace: Namespace, pro
     namespace.create_engine("rollout", **ENGINE)
     own = [resource.path(namespace.name) for resource in PRIMARY]
     paths = [*own, *(resource.path(namespace.name) for resource in (*KINDS, PODS))]
-    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig, resync_seconds=2) as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, kubeconfig=proxy.kubeconfig, resync_seconds=2) as operator:
         eventually(lambda: min(proxy.requests[SHOW, path] for path in own) >= 4, "three rounds", 60)
         assert condition(namespace.engine_status("rollout"), "PoolBound")["status"] == "True"
         assert {path: proxy.requests["GET", path] for path in paths} == dict.fromkeys(paths, 1)
@@ -117,8 +111,7 @@ def test_what_a_watch_does_not_show_is_found_by_a_list(namespace: Namespace, pro
     """kopf's watch hangs, and never says a word: of engines that come, and of engines that go."""
     proxy.decide = lambda method, path: Fault(0) if method == WATCH and path == ENGINES.path(namespace.name) else None
     namespace.create_pool("policy", **POOL)
-    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig, resync_seconds=2) as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, kubeconfig=proxy.kubeconfig, resync_seconds=2) as operator:
         eventually(lambda: bool(proxy.faults), "a watch that hangs")
         namespace.create_engine("rollout", **ENGINE)
         eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "engine found", 60)
@@ -132,8 +125,7 @@ def test_what_a_watch_does_not_show_is_found_by_a_list(namespace: Namespace, pro
 def test_a_watch_whose_version_has_expired_begins_anew(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
     """The API server says so by an HTTP status, not in the stream. What came and went in the gap is found; nothing ends."""
     path = ENGINES.path(namespace.name)
-    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
         namespace.create_pool("policy", **POOL)
         namespace.create_engine("gone", **ENGINE)
         eventually(lambda: namespace.get(CHILDREN["deployments"], "gone"), "an engine", 60)

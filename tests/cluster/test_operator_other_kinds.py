@@ -13,7 +13,7 @@ import pytest
 from hack.cluster.controlplane import ControlPlane
 from hack.other_crds import read_crd
 from hack.waiting import eventually
-from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, condition, leading_operator
 
 LWS_CRD, MONITOR_CRD = "leaderworkersets.leaderworkerset.x-k8s.io", "podmonitors.monitoring.coreos.com"
 SETS = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/{}/leaderworkersets"
@@ -69,8 +69,7 @@ def groups(space: Namespace) -> dict[str, Any]:
 def test_leaderworkersets_and_monitors_follow_their_kinds(
     plane: ControlPlane, namespace: Namespace, tmp_path: Path, install: Install
 ) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path, monitor_label="release=prom") as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, monitor_label="release=prom"):
         namespace.create_pool("policy", local={"capacity": "64Mi"}, distributed={"mooncake": {"store": {"segmentSize": "64Mi"}}})
         namespace.create_engine("big", **SPANNING)
         said = eventually(lambda: ready(namespace, "big", "KindNotServed"), "a condition that names the kind")

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
-from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, becomes, condition, leading_operator
 
 L1_AND_L2 = {"local": {"capacity": "64Mi"}, "distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "256Mi"}}}}
 ENGINE = {"poolRef": {"name": "policy"}, "model": {"name": "tiny"}, "replicas": 2}
@@ -69,9 +68,8 @@ def test_a_pool_and_an_engine_become_objects_and_then_ready(namespace: Namespace
     assert namespace.kubectl("get", "kvp", "policy", "-o", "jsonpath={.status.targetEpoch}/{.status.epoch}") == "0/0"
 
 
-def test_a_steady_and_a_restarted_operator_write_nothing(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as first:
-        first.wait_ready()
+def test_a_steady_and_a_restarted_operator_write_nothing(namespace: Namespace, tmp_path: Path) -> None:
+    with leading_operator(namespace, tmp_path) as first:
         namespace.create_pool("policy", **L1_AND_L2)
         namespace.create_engine("rollout", **ENGINE)
         eventually(lambda: up(namespace), "pool and engine up")
@@ -84,8 +82,7 @@ def test_a_steady_and_a_restarted_operator_write_nothing(plane: ControlPlane, na
         assert first.metric("epochkv_operator_api_writes_total") == writes
         assert first.metric("epochkv_operator_api_requests_total") > requests  # its Lease: the operator was not asleep
         assert first.terminate() == 0
-    with OperatorProcess(plane, namespace.name, tmp_path, hub_port=first.hub_port) as second:
-        second.wait_ready()
+    with leading_operator(namespace, tmp_path, hub_port=first.hub_port) as second:
         eventually(lambda: second.metric("epochkv_operator_reconciles_total") >= 2, "both objects reconciled")
         time.sleep(2)
         assert namespace.versions() == before, second.tail()
@@ -160,23 +157,16 @@ def test_an_engine_whose_pool_vanishes_serves_without_cache(namespace: Namespace
     eventually(lambda: "kv-transfer-config" in arguments(), "engine with connector")
     namespace.delete(POOLS, "policy")
     eventually(lambda: arguments() and "kv-transfer-config" not in arguments(), "engine without connector")
-    bound = eventually(
-        lambda: next((c for c in [condition(namespace.engine_status("rollout"), "PoolBound")] if c.get("status") == "False"), None),
-        "PoolBound False",
-    )
-    assert bound["reason"] == "PoolNotFound"
+    assert becomes(namespace.engine_status, "rollout", "PoolBound", status="False")["reason"] == "PoolNotFound"
     eventually(lambda: not namespace.names("statefulsets"), "the pool's objects are collected", 120)
 
 
 def test_an_engine_that_comes_shortly_before_its_pool_starts_its_pods_once(namespace: Namespace, operator: OperatorProcess) -> None:
     namespace.create_engine("rollout", **ENGINE)
-    waits = eventually(
-        lambda: next((c for c in [condition(namespace.engine_status("rollout"), "Ready")] if c.get("status") == "False"), None),
-        "a condition",
-    )
+    waits = becomes(namespace.engine_status, "rollout", "Ready", status="False")
     assert (waits["reason"], namespace.get(CHILDREN["deployments"], "rollout")) == ("WaitingForPool", None)
     namespace.create_pool("policy", **L1_AND_L2)
-    eventually(lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "True", "bound")
+    becomes(namespace.engine_status, "rollout", "PoolBound", status="True")
     deployment = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made with its pool")
     assert "kv-transfer-config" in json.dumps(deployment)
     assert deployment["metadata"]["generation"] == 1, "it was made without the pool before"
@@ -187,7 +177,7 @@ def test_an_engine_that_waited_long_enough_starts_without_its_pool(namespace: Na
     alone = eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made alone")
     assert "kv-transfer-config" not in json.dumps(alone)
     namespace.create_pool("policy", **L1_AND_L2)
-    eventually(lambda: condition(namespace.engine_status("rollout"), "PoolBound").get("status") == "True", "bound")
+    becomes(namespace.engine_status, "rollout", "PoolBound", status="True")
     eventually(lambda: "kv-transfer-config" in json.dumps(namespace.get(CHILDREN["deployments"], "rollout")), "made anew with its pool")
 
 

@@ -13,7 +13,7 @@ from hack.chaos.epochs import EpochWatch
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine, Service, client_keys
-from tests.cluster.operator_harness import CHILDREN, LEASES, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, LEASES, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, leading_operator
 
 #: L1 only: nothing to run. Short leases, so that a takeover does not take a minute.
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
@@ -41,9 +41,8 @@ def holder(space: Namespace) -> str:
     return (lease or {}).get("spec", {}).get("holderIdentity") or ""
 
 
-def test_a_raised_epoch_is_published_when_both_engines_have_adopted_it(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
-    with OperatorProcess(plane, namespace.name, tmp_path) as operator:
-        operator.wait_ready()
+def test_a_raised_epoch_is_published_when_both_engines_have_adopted_it(namespace: Namespace, tmp_path: Path) -> None:
+    with leading_operator(namespace, tmp_path) as operator:
         namespace.create_pool("policy", **{**POOL, "reset": {"leaseSeconds": 60}})
         with engines(f"tcp://127.0.0.1:{operator.hub_port}", namespace) as (first, second):
             eventually(lambda: (namespace.status("policy").get("engines") or {}).get("summary") == "2/2", "2/2")

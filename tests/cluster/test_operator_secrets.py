@@ -16,7 +16,7 @@ from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fault_proxy import Fault, FaultProxy
 from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, POOLS, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, POOLS, TAKEOVER_SECONDS, Namespace, OperatorProcess, condition, leading_operator
 from tests.support.fence import LeaseWatch
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
@@ -97,10 +97,9 @@ def test_an_engine_that_keeps_the_old_key_is_named_and_can_be_cut_off(namespace:
         eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "reported")
 
 
-def test_a_new_hub_key_goes_into_the_secret_in_place(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+def test_a_new_hub_key_goes_into_the_secret_in_place(namespace: Namespace, tmp_path: Path) -> None:
     """The pool's own keys stay; only engines that were given the older hub's key have to start again."""
-    with OperatorProcess(plane, namespace.name, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS) as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS) as operator:
         namespace.create_pool("policy", **POOL)
         before = eventually(lambda: secret(namespace), "the pool's Secret")
         uid = namespace.get(CHILDREN["secrets"], "policy-fence")["metadata"]["uid"]  # type: ignore[index]
@@ -118,8 +117,7 @@ def test_the_hub_knows_the_new_key_before_anybody_can_have_it(
     namespace: Namespace, proxy: FaultProxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The write to the Secret lands and its answer never comes: whoever reads the Secret now must be let in."""
-    with OperatorProcess(namespace.plane, namespace.name, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
         namespace.create_pool("policy", **POOL)
         before = keys_now(namespace)
         proxy.decide = lambda method, path: Fault(0, carried_out=True) if method == "PUT" and "/secrets/policy-fence" in path else None
@@ -241,10 +239,9 @@ def test_a_secret_without_its_owner_or_with_a_foreign_field_stays_the_pools(name
     eventually(lambda: secret(namespace) == {**before, "theirs": "x"}, "put right")
 
 
-def test_what_was_changed_or_deleted_while_no_operator_ran_is_new(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+def test_what_was_changed_or_deleted_while_no_operator_ran_is_new(namespace: Namespace, tmp_path: Path) -> None:
     """And it is said. The hub's key pair is as it was: its secret part counts. No key is in the log, at debug level neither."""
-    with OperatorProcess(plane, namespace.name, tmp_path, log_level="debug") as operator:
-        operator.wait_ready()
+    with leading_operator(namespace, tmp_path, log_level="debug") as operator:
         namespace.create_pool("policy", **POOL)
         namespace.create_engine("rollout", **ENGINE)
         namespace.create_pool("other", **POOL)

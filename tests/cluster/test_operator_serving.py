@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import FenceEngine, client_keys
-from tests.cluster.operator_harness import CHILDREN, LEASES, POOLS, Namespace, OperatorProcess, condition
+from tests.cluster.operator_harness import CHILDREN, LEASES, POOLS, Namespace, OperatorProcess, condition, leading_operator
 from tests.cluster.test_operator_engines import PODS, pods_of
 from tests.cluster.test_operator_lost_rights import bind, grant
 
@@ -169,10 +168,9 @@ def serving(space: Namespace, port: int, **serve: Any) -> Iterator[Fleet]:
 
 
 @pytest.mark.timeout(240)
-def test_a_push_a_restart_with_base_weights_and_dead_operators(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+def test_a_push_a_restart_with_base_weights_and_dead_operators(namespace: Namespace, tmp_path: Path) -> None:
     space = namespace
-    with OperatorProcess(plane, space.name, tmp_path) as operator:
-        operator.wait_ready()
+    with leading_operator(space, tmp_path) as operator:
         with serving(space, operator.hub_port, weights="Converged") as fleet:
             first, second = fleet.names
             both = set(fleet.names)
@@ -232,12 +230,11 @@ def test_a_push_a_restart_with_base_weights_and_dead_operators(plane: ControlPla
             eventually(at_rest, f"nothing is written; log:\n{operator.tail()}", 60)
 
 
-def test_a_missing_right_is_told(plane: ControlPlane, namespace: Namespace, tmp_path: Path) -> None:
+def test_a_missing_right_is_told(namespace: Namespace, tmp_path: Path) -> None:
     space = namespace
     grant(space, but=lambda right: right.optional)
     config = bind(space, "operator-without-gates")
-    with OperatorProcess(plane, space.name, tmp_path, kubeconfig=config, resync_seconds=3) as operator:
-        operator.wait_ready()
+    with leading_operator(space, tmp_path, kubeconfig=config, resync_seconds=3) as operator:
         with serving(space, operator.hub_port, weights="Converged"):
             eventually(lambda: told(space) == ("False", "Forbidden"), f"told; log:\n{operator.tail()}", 60)
             message = condition(space.status("policy"), "ServingGate")["message"]
