@@ -11,7 +11,7 @@ import pytest
 from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 
-from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig
+from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_worker import RankAdapters
 
@@ -262,12 +262,9 @@ def test_ranks_that_hold_different_tensors_share_nothing_with_ranks_that_hold_th
 @pytest.mark.unclean
 def test_an_error_of_ours_does_not_keep_vllm_from_loading(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make()
-
-    def broken(**_: Any) -> None:
-        raise MemoryError("no room")
-
-    monkeypatch.setattr(rig.side.weights.adapters, "ask", broken)
+    broken = FailsOnce(rig.side.weights.adapters, "ask", monkeypatch)
     load(rig, adapter(), "one")
+    assert broken.raised
     assert rig.executor.adapters[0].loads == [PATH]
     assert rig.connector._guard.errors == {"weights": 1}
     assert rig.serve(prompt(1, LENGTH)) in rig.finished

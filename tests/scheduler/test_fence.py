@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 from epochkv_connector.connector import EpochKVConnector
 from epochkv_connector.engine import blocks
 from epochkv_connector.engine.interface import UnsupportedEngine
-from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, begin_load, every_layout, filled, found, push_out
+from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig, begin_load, every_layout, filled, found, push_out, release
 from tests.support.scheduler import BLOCK, SharedStore, global_root, prompt, write_credentials
 
 
@@ -103,17 +103,24 @@ def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(rig: An
     assert rig.cached[after] == 8 * BLOCK
 
 
+@pytest.mark.unclean
 @every_layout
-def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig) -> None:
+@pytest.mark.parametrize("adopts", [False, True], ids=["lease", "adoption-that-fails"])
+def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, adopts: bool) -> None:
+    """And so does an adoption, though an error of ours keeps its bookkeeping from being done."""
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
-    (worker,) = rig.workers
-    rig.lease_until = 0.0
-    worker.hold_loads = False
-    worker.work()
+    if adopts:
+        FailsOnce(rig.tiers, "adopt", monkeypatch)
+        rig.adopt(1, weights="w1")
+    else:
+        rig.lease_until = 0.0
+    release(rig)
     rig.run()
-    assert worker.invalidated == [request.request_id]
+    assert rig.workers[0].invalidated == [request.request_id]
     assert rig.cached[request.request_id] == 0
+    assert not any(rig.stale_tokens.values())
+    assert rig.connector._guard.errors == ({"adopt": 1} if adopts else {})
 
 
 def test_running_requests_are_current_again_when_the_lease_returns(make_rig: MakeRig, store: SharedStore) -> None:
@@ -203,26 +210,3 @@ def test_an_exception_of_ours_never_reaches_vllm(
     assert sum(rig.connector._guard.errors.values()) >= 1
     assert not any(rig.foreign_tokens.values())
     assert not any(rig.stale_tokens.values())
-
-
-@pytest.mark.unclean
-@every_layout
-def test_bookkeeping_that_fails_during_an_adoption_still_invalidates_what_is_under_way(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig, tokens = filled(make_rig)
-    request = begin_load(rig, tokens)
-    (worker,) = rig.workers
-
-    def broken(snapshot: Any) -> None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(rig.tiers, "adopt", broken)
-    rig.adopt(1, weights="w1")
-    worker.hold_loads = False
-    worker.work()
-    rig.run()
-    assert worker.invalidated == [request.request_id]
-    assert rig.cached[request.request_id] == 0
-    assert not any(rig.stale_tokens.values())
-    assert rig.connector._guard.errors == {"adopt": 1}

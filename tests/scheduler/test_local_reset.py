@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.scheduler.role import FenceHooks
-from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, begin_load, every_layout, filled, found
+from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, begin_load, every_layout, filled, found, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 
@@ -76,9 +76,7 @@ def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: i
     other = rig.add(prompt(3, BLOCK), max_tokens=8)
     rig.steps(2)
     assert not set(read) & set(rig.scheduler.kv_cache_manager.get_block_ids(other.request_id)[0])
-    for worker in rig.workers:
-        worker.hold_saves = False
-        worker.work()
+    release(rig)
     rig.run()
     assert found(rig, tokens) == 8 * BLOCK
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
@@ -124,11 +122,9 @@ def test_a_reset_while_a_request_holds_blocks_leaves_old_kv_unreachable_all_the_
 def test_a_local_reset_invalidates_a_load_under_way(make_rig: MakeRig) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
-    (worker,) = rig.workers
     rig.scheduler.reset_connector_cache()
     rig.weights = "w1"
-    worker.hold_loads = False
-    worker.work()
+    release(rig)
     rig.run()
     assert rig.cached[request.request_id] == 0
 

@@ -8,7 +8,7 @@ import pytest
 from vllm.config import VllmConfig
 
 from epochkv_connector.naming.pins import is_private
-from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, found, push_out
+from tests.scheduler.rigs import TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
 from tests.scheduler.test_fenced import FencedRig, MooncakeStore, Offloading, Stock
 from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt
 from tests.support.scheduler_worker import FakeExecutor
@@ -167,12 +167,9 @@ def test_ranks_that_hold_something_else_at_each_step_are_not_asked(make_own: Cal
 
 @pytest.mark.unclean
 def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: Callable[..., Any], monkeypatch: Patch) -> None:
-    def broken(*args: Any) -> None:
-        raise RuntimeError("broken")
-
     rig = make_own("elastic ranks", epoch=0)
     found(rig)
-    monkeypatch.setattr(rig.side.weights, "hold", broken)
+    FailsOnce(rig.side.weights, "hold", monkeypatch)
     rig.weights = "w1"
     assert [found(rig), found(rig)] == [0, 0]
     assert rig.connector.scheduler.gauges()["bypass"] == 1.0

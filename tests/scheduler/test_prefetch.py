@@ -74,26 +74,22 @@ def test_a_request_whose_turn_comes_meanwhile_waits_for_what_is_on_its_way(busy:
     assert len(rig.store.fetched) == WHOLE // BLOCK
 
 
-def test_what_arrives_under_old_names_is_not_found(busy: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("ended", ["names", "request"])
+def test_a_prefetch_is_cancelled_with_its_names_and_with_its_request(busy: Callable[..., Any], ended: str) -> None:
+    """What arrives under old names all the same is not found."""
     rig = busy()
     worker, waiting, job = under_way(rig)
-    rig.adopt(1, "w1")
-    rig.step()
-    assert worker.cancelled == {job.job_id}
-    worker.cancelled.clear()  # too late for this rank
-    release(rig)
-    rig.run()
-    assert rig.cached[waiting.request_id] == 0
-
-
-def test_a_prefetch_is_cancelled_with_its_request(busy: Callable[..., Any]) -> None:
-    rig = busy()
-    worker, waiting, job = under_way(rig)
-    rig.scheduler.finish_requests(waiting.request_id, RequestStatus.FINISHED_ABORTED)
+    if ended == "names":
+        rig.adopt(1, "w1")
+    else:
+        rig.scheduler.finish_requests(waiting.request_id, RequestStatus.FINISHED_ABORTED)
     rig.steps(2)
     assert worker.cancelled == {job.job_id}
+    if ended == "names":
+        worker.cancelled.clear()  # too late for this rank
     release(rig)
     rig.run()
+    assert rig.cached.get(waiting.request_id, 0) == 0
     assert stats(rig)["load_pauses"] == 0
 
 

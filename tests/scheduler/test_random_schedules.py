@@ -89,6 +89,11 @@ class Chaos:
                 skip_reading_prefix_cache=True if self.source.random() < 0.1 else None,
             )
 
+    def _go_on(self) -> None:
+        for _ in range(self.source.randrange(8)):
+            self._add()
+            self._step()
+
     def _adopt(self) -> None:
         self.epoch += 1
         self.rig.adopt(self.epoch, weights=f"w{self.epoch}")
@@ -108,9 +113,7 @@ class Chaos:
         """While the lease is lost the pool moves on and weights change; the next grant carries a higher epoch."""
         self.rig.lease_until = 0.0
         self.rig.weights += "'"
-        for _ in range(self.source.randrange(8)):
-            self._add()
-            self._step()
+        self._go_on()
         self._adopt()
         self.rig.lease_until = float("inf")
 
@@ -124,17 +127,13 @@ class Chaos:
         """Somebody resets this engine and pushes weights; the pool follows later."""
         self.rig.scheduler.reset_prefix_cache(reset_connector=True)
         self.rig.weights += "'"
-        for _ in range(self.source.randrange(8)):
-            self._add()
-            self._step()
+        self._go_on()
         self._adopt()
 
     def _pause(self) -> None:
         """`keep`: everybody keeps his blocks, and the pool moves on meanwhile, or not."""
         self.rig.scheduler.set_pause_state(self.source.choice([PauseState.PAUSED_ALL, PauseState.PAUSED_NEW]))
-        for _ in range(self.source.randrange(8)):
-            self._add()
-            self._step()
+        self._go_on()
         if self.source.random() < 0.5:
             self._adopt()
         self.rig.scheduler.set_pause_state(PauseState.UNPAUSED)

@@ -261,14 +261,24 @@ def test_nothing_is_kept_of_what_is_gone() -> None:
 
 
 # ---------------------------------------------------------------------- an engine that idles
-def test_an_idle_engine_tells_of_an_epoch(listened: Listened) -> None:
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "an epoch": lambda rig: rig.adopt(1),
+    "new weights": lambda rig: setattr(rig, "weights", "w1"),
+    "a reset": lambda rig: rig.scheduler.reset_prefix_cache(reset_connector=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_idle_engine_tells_of_other_names(listened: Listened, change: str) -> None:
     rig, router = listened(epoch=0)
     rig.serve(TOKENS)
     router.listen()
+    assert router.where
     assert not rig.scheduler.has_requests()
-    rig.adopt(1)
+    CHANGES[change](rig)
+    look(rig)
     assert rig.scheduler.has_requests(), "vLLM publishes from inside a step"
-    assert rig.run() == 1
+    assert 1 <= rig.run() <= 2
     assert kinds(router.listen()) == ["AllBlocksCleared"]
     assert router.where == set()
 
@@ -286,19 +296,6 @@ def test_an_idle_engine_tells_of_a_lost_lease_and_of_its_return(listened: Listen
     assert rig.run() == 1
     router.listen()
     assert router.blocks("CPU") == before == findable(rig)
-
-
-def test_an_idle_engine_tells_of_new_weights_and_of_a_reset(listened: Listened) -> None:
-    rig, router = listened(epoch=0)
-    for change in (lambda: setattr(rig, "weights", "w1"), lambda: rig.scheduler.reset_prefix_cache(reset_connector=True)):
-        rig.serve(TOKENS)
-        router.listen()
-        assert router.where
-        change()
-        look(rig)
-        assert 1 <= rig.run() <= 2
-        assert kinds(router.listen()) == ["AllBlocksCleared"]
-        assert router.where == set()
 
 
 @pytest.mark.parametrize("kv_events", [True, False])

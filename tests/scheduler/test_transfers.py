@@ -250,8 +250,7 @@ def test_a_change_during_the_transfer_leaves_its_blocks_unnamed(make_rig: MakeRi
     producer, consumer, request = begin(make_rig)
     do, num_stale = CHANGES[change]
     do(consumer)
-    consumer.hold_reads = False
-    consumer.run()
+    end(producer, consumer)
     consumer.lease_until = float("inf")
     assert consumer.stale_tokens.pop(request.request_id) == num_stale
     assert consumer.store.objects == {}
@@ -266,8 +265,7 @@ def test_what_is_read_after_the_producer_gave_the_blocks_away_has_no_name(make_r
     push_out(producer)
     now = consumer.pins.maker.clock()
     consumer.pins.maker.clock = lambda: now + 30
-    consumer.hold_reads = False
-    consumer.run()
+    end(producer, consumer)
     assert consumer.foreign_tokens.pop(request.request_id) > 0
     assert consumer.store.objects == {}
     assert found(consumer) == 0
@@ -302,9 +300,7 @@ def test_a_request_that_ends_during_its_transfer_saves_nothing(make_rig: MakeRig
 def test_an_error_of_ours_when_the_transfer_ends_costs_a_recompute(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer, request = begin(make_rig)
     broken = FailsOnce(consumer.side.requests, "report", monkeypatch)
-    consumer.hold_reads = False
-    consumer.run()
-    producer.run()
+    end(producer, consumer)
     assert broken.raised
     assert consumer.workers[0].invalidated == [request.request_id]
     assert consumer.cached[request.request_id] == 0

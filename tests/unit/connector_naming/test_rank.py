@@ -193,36 +193,23 @@ def test_a_model_without_load_weights_can_be_asked() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- comparisons behind steps
-def test_a_comparison_of_a_step_sees_what_was_written_during_it(worker: Worker) -> None:
+@pytest.mark.parametrize(
+    ("during", "behind", "holds"),
+    [
+        (lambda worker: worker.model.first.add_(1), lambda worker, look: worker.model.first.sub_(1), False),
+        (lambda worker: None, lambda worker, look: worker.model.load_weights([]), False),
+        # The device was waited for before it began, so the step was over.
+        (lambda worker: None, lambda worker, look: end_device_work(worker) and worker.model.load_weights([]), True),
+        (lambda worker: None, lambda worker, look: look.holds() and worker.model.load_weights([]), True),
+    ],
+    ids=["written", "loaded", "announced", "looked-at"],
+)
+def test_what_was_there_when_the_step_was_over_counts(worker: Worker, during: Any, behind: Any, holds: bool) -> None:
     digest_weights(worker, 1)
-    worker.model.first += 1
+    during(worker)
     look = worker.held.compare(1)
-    worker.model.first -= 1
-    assert not look.holds()  # what was there when the step was over counts
-
-
-def test_a_load_between_the_step_and_the_copy_fails_it(worker: Worker) -> None:
-    digest_weights(worker, 1)
-    look = worker.held.compare(1)
-    worker.model.load_weights([])
-    assert not look.holds()
-
-
-def test_a_load_that_was_announced_after_the_step_does_not(worker: Worker) -> None:
-    """The device was waited for before it began, so the step was over."""
-    digest_weights(worker, 1)
-    look = worker.held.compare(1)
-    assert end_device_work(worker)
-    worker.model.load_weights([("first", torch.zeros(40, 30))])
-    assert look.holds()
-
-
-def test_what_a_comparison_has_found_stays(worker: Worker) -> None:
-    digest_weights(worker, 1)
-    look = worker.held.compare(1)
-    assert look.holds()
-    worker.model.load_weights([])
-    assert look.holds()
+    assert behind(worker, look) is not False
+    assert look.holds() is holds
 
 
 @pytest.mark.parametrize("swap", ["data", "parameter"])

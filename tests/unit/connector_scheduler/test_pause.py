@@ -125,22 +125,18 @@ def test_a_late_success_of_an_older_load_ends_the_pause(world: World) -> None:
     assert hit(world, 99) == 40
 
 
-def test_a_trial_that_was_invalidated_is_no_trial(world: World) -> None:
+@pytest.mark.parametrize("heard_of", [True, False])
+def test_a_trial_that_was_invalidated_or_is_never_heard_of_is_no_trial(world: World, heard_of: bool) -> None:
     fail_until_paused(world)
     world.clock.now += FIRST_PAUSE_SECONDS + 0.01
     begin(world, 50)
-    world.tiers.reset()
-    world.work("drop")
-    world.tiers.finish("r50")
+    if heard_of:
+        world.tiers.reset()
+        world.work("drop")
+        world.tiers.finish("r50")
+    else:
+        world.clock.now += 2 * L2.job_deadline_seconds + 0.01
     assert world.tiers.stats()["load_pauses"] == 1
-    assert hit(world, 99) == 40
-
-
-def test_a_trial_that_is_never_heard_of_blocks_nobody_for_ever(world: World) -> None:
-    fail_until_paused(world)
-    world.clock.now += FIRST_PAUSE_SECONDS + 0.01
-    begin(world, 50)
-    world.clock.now += 2 * L2.job_deadline_seconds + 0.01
     assert hit(world, 99) == 40
 
 
