@@ -127,17 +127,6 @@ def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: Hu
         assert world.thread.call(lambda: hub.snapshot(SECOND_POOL)).engines == []
 
 
-def test_a_pool_of_many_instances_is_limited(world: FenceWorld, hub: HubServer) -> None:
-    """A client of the pool itself may make instances up; each counts as an engine, and costs no more than lease and margin."""
-    with flooding("messages", hub.endpoint, 150, world.client_keys) as counts:
-        eventually(lambda: len(world.thread.call(lambda: hub.snapshot(POOL)).engines) >= 300)
-        world.request(hub, 1)
-        asked = time.monotonic()
-        eventually(lambda: world.published() == 1, seconds=60)
-    assert counts["sent"] >= 300
-    assert world.authority.published[0][0] >= asked
-
-
 def test_costly_messages_over_many_connections(world: FenceWorld, hub: HubServer) -> None:
     """A `Bump` of a pool with so many instances takes milliseconds of the hub's only thread: a few hundred a second would take all."""
     keys = world.second_pool(hub, lease_seconds=60.0)

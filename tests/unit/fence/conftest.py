@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fence import FenceWorld
-from tests.support.hub import HubWorld, hub_world
+from tests.support.hub import Agents, HubProcess, HubWorld, hub_world
 from tests.unit.fence.helpers import Driver, leading
 
 
@@ -29,3 +29,10 @@ def fence(request: pytest.FixtureRequest) -> Iterator[FenceWorld]:
 def hub() -> Driver:
     """A hub that leads from now on."""
     return leading()
+
+
+@pytest.fixture
+def agents(hub: HubProcess) -> Iterator[Agents]:
+    """Of the hub process that the test's module has as `hub`."""
+    with Agents(hub.folder) as made:
+        yield made

@@ -53,6 +53,11 @@ class Driver:
     def lead(self, target: int = 0, published: int = 0, granting: bool = False, term: Term = TERM, **more: Any) -> None:
         self.step(ev.Acquired(term, PoolRecord(target, published, granting, **more)))
 
+    def wait(self, seconds: float) -> list[ev.Action]:
+        """Time passes, and it is told."""
+        self.now += seconds
+        return self.step(ev.Tick())
+
     def ask(self, epoch: int) -> None:
         self.step(ev.Asked(epoch))
 
@@ -123,3 +128,13 @@ def led(epoch: int = 0, **keys: Any) -> Driver:
     alive(hub, epoch)
     hub.round()
     return hub
+
+
+def publishes_at(hub: Driver, moment: float, epoch: int = 1) -> None:
+    """This epoch, and nothing before."""
+    hub.now = moment - 0.01
+    hub.round()
+    assert hub.published == []
+    hub.now = moment
+    hub.round()
+    assert hub.published == [epoch]

@@ -28,12 +28,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
         yield made
 
 
-@pytest.fixture
-def agents(hub: HubProcess) -> Iterator[Agents]:
-    with Agents(hub.folder) as made:
-        yield made
-
-
 # --------------------------------------------------------------------------------------------------------------- asking
 def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
     agent, engine = agents.start("rollout-a")

@@ -162,13 +162,6 @@ def test_a_pool_without_engines_proves_nothing(world: HubWorld) -> None:
     assert str(error) == "not all engines of pool policy hold the same weights after 0.5 s: no engine is there"
     assert pool.status().labels == {}
 
-    def join(standing: WeightsStanding) -> None:
-        if not world.agents.all:
-            world.agents.start("late", engine=engine_with(NEW))
-
-    report = pool.wait_weights(timeout_s=30, progress=join)
-    assert groups(report) == [(NEW.hex(), "", ("late",))]
-
 
 def engine(name: str, weights: bytes, since_s: float) -> Engine:
     return Engine(name, name, name, "", 0, 0, "sharing", 0, 9.0, 0.0, "fp", weights.hex(), "", since_s)

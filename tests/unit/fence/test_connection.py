@@ -84,15 +84,11 @@ def test_unreadable_files_are_named(folder: Path) -> None:
         Connection.load(None, {"EPOCHKV_CONFIG": str(folder / "absent.json")})
     with pytest.raises(ConfigurationError, match="is no path"):
         Connection.load("a\0b", {})
-    (folder / "connection.json").write_text("[1]")
-    with pytest.raises(ConfigurationError, match=r"connection\.json is not a JSON object"):
-        Connection.load(folder, {})
-    (folder / "connection.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(ConfigurationError, match=r"connection\.json is not a JSON object"):
-        Connection.load(folder, {})
-    (folder / "connection.json").write_bytes(b" " * ((1 << 20) + 1))
-    with pytest.raises(ConfigurationError, match="larger than"):
-        Connection.load(folder, {})
+    no_object = r"connection\.json is not a JSON object"
+    for content, said in ((b"[1]", no_object), (b"\xff\xfe{", no_object), (b" " * ((1 << 20) + 1), "larger than")):
+        (folder / "connection.json").write_bytes(content)
+        with pytest.raises(ConfigurationError, match=said):
+            Connection.load(folder, {})
 
 
 def test_what_is_no_file_neither_hangs_nor_fills_the_memory(tmp_path: Path) -> None:
@@ -102,40 +98,32 @@ def test_what_is_no_file_neither_hangs_nor_fills_the_memory(tmp_path: Path) -> N
             Connection.load(path, {})
 
 
-@pytest.mark.parametrize("name", ["hub.pub", "client.pub", "client.key", "root.secret"])
-def test_a_missing_or_broken_key_file_is_named_and_never_shown(folder: Path, name: str) -> None:
+FILES = {HUB_PUBLIC_ENV: "hub.pub", CLIENT_PUBLIC_ENV: "client.pub", CLIENT_SECRET_ENV: "client.key", ROOT_SECRET_ENV: "root.secret"}
+
+
+@pytest.mark.parametrize("variable", FILES)
+@pytest.mark.parametrize("by", ["file", "variable"])
+def test_a_missing_or_broken_key_is_named_and_never_shown(folder: Path, by: str, variable: str) -> None:
+    environ = {name: (folder / file).read_text() for name, file in FILES.items()} if by == "variable" else {}
+    file, broken = folder / FILES[variable], "c0ffee" * 7
+
     def read() -> None:
-        connection = Connection.load(folder, {})
+        connection = Connection.load(folder if by == "file" else CONTENT, environ)
         connection.client_keys()
         connection.root_secret()
 
     read()
-    broken = "c0ffee" * 7
-    (folder / name).write_text(broken)
-    with pytest.raises(ConfigurationError, match=name.replace(".", r"\.")) as caught:
+    file.write_text(broken)
+    environ |= {variable: broken} if environ else {}
+    named = file.name.replace(".", r"\.") if by == "file" else variable
+    with pytest.raises(ConfigurationError, match=named) as caught:
         read()
     assert broken not in str(caught.value)
-    (folder / name).unlink()
-    with pytest.raises(ConfigurationError, match=name.replace(".", r"\.")):
-        read()
-
-
-@pytest.mark.parametrize("name", [HUB_PUBLIC_ENV, CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV, ROOT_SECRET_ENV])
-def test_a_missing_or_broken_variable_is_named(folder: Path, name: str) -> None:
-    files = {HUB_PUBLIC_ENV: "hub.pub", CLIENT_PUBLIC_ENV: "client.pub", CLIENT_SECRET_ENV: "client.key", ROOT_SECRET_ENV: "root.secret"}
-    environ = {variable: (folder / file).read_text() for variable, file in files.items()}
-
-    def read() -> None:
-        connection = Connection.load(CONTENT, environ)
-        connection.client_keys()
-        connection.root_secret()
-
-    read()
-    environ[name] = "no key"
-    with pytest.raises(ConfigurationError, match=name):
-        read()
-    del environ[name]
-    with pytest.raises(ConfigurationError, match=f"{name} is not set and the configuration has no hub.credentials_dir"):
+    file.unlink()
+    environ.pop(variable, None)
+    with pytest.raises(
+        ConfigurationError, match=named if by == "file" else f"{named} is not set and the configuration has no hub.credentials_dir"
+    ):
         read()
 
 

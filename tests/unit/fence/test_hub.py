@@ -20,7 +20,7 @@ from epochkv_fence.protocol.messages import (
     encode,
 )
 from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, Term, margin_seconds
-from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, instance, led
+from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, instance, led, publishes_at
 
 
 @pytest.mark.parametrize(("lease", "margin"), [(4.0, 1.0), (10.0, 1.0), (30.0, 3.0), (300.0, 30.0)])
@@ -93,8 +93,7 @@ def test_the_note_is_durable_before_a_round_collects() -> None:
     assert hub.writes == [ev.NoteGranting()]
     assert hub.round() == []
     hub.step(ev.Done(ev.NoteGranting(), ok=False))
-    hub.now += 1.0
-    hub.step(ev.Tick())
+    hub.wait(1.0)
     assert hub.writes == [ev.NoteGranting()] * 2
     hub.step(ev.Done(ev.NoteGranting(), ok=True))
     assert len(hub.round()) == 1
@@ -132,14 +131,12 @@ def test_steady_state_asks_for_nothing(hub: Driver) -> None:
     hub.round()
     sent = len(hub.sent)
     for _ in range(3):
-        hub.now += 10.0
-        hub.step(ev.Tick())
+        hub.wait(10.0)
         assert hub.hub.round_at(hub.now) == float("inf")
         assert hub.hub.tick_at() > hub.now
     assert hub.writes == []
     assert len(hub.sent) == sent
-    hub.now += 1000.0
-    hub.step(ev.Tick())
+    hub.wait(1000.0)
     assert hub.hub.tick_at() == float("inf")  # nobody is left
 
 
@@ -149,13 +146,9 @@ def test_a_silent_engine_delays_by_lease_and_margin_after_its_last_older_grant()
     granted = hub.now
     hub.ask(1)
     hub.beat(1, epoch=1)
-    hub.now = granted + HOLD - 0.01
     hub.round()
-    assert hub.published == []
     assert hub.hub.round_at(hub.now) == pytest.approx(granted + HOLD)
-    hub.now = granted + HOLD
-    hub.round()
-    assert hub.published == [1]
+    publishes_at(hub, granted + HOLD)
 
 
 def test_grants_of_the_target_never_delay() -> None:
@@ -175,12 +168,7 @@ def test_a_new_leader_waits_for_the_grants_of_others() -> None:
     hub.lead(target=1, published=0, granting=True)
     began = hub.now
     hub.beat(1, epoch=1)
-    hub.now = began + HOLD - 0.01
-    hub.round()
-    assert hub.published == []
-    hub.now = began + HOLD
-    hub.round()
-    assert hub.published == [1]
+    publishes_at(hub, began + HOLD)
 
 
 def test_a_late_heartbeat_never_lowers_what_was_heard() -> None:
@@ -202,12 +190,7 @@ def test_a_longer_lease_holds_for_the_grants_made_under_it() -> None:
     granted = hub.now
     hub.step(ev.Configured(PoolConfig("uid", "ns/pool", (), lease_seconds=30.0)))
     hub.ask(1)
-    hub.now = granted + 329.0
-    hub.round()
-    assert hub.published == []
-    hub.now = granted + 330.0
-    hub.round()
-    assert hub.published == [1]
+    publishes_at(hub, granted + 330.0)
 
 
 def test_a_publish_that_fails_is_tried_again_after_the_target_is_recorded_again() -> None:
@@ -219,8 +202,7 @@ def test_a_publish_that_fails_is_tried_again_after_the_target_is_recorded_again(
     hub.beat(2, epoch=1)
     hub.round()
     hub.step(ev.Done(ev.Publish(1), ok=False))
-    hub.now += 1.0
-    hub.step(ev.Tick())
+    hub.wait(1.0)
     assert hub.kinds() == [("RecordTarget", 1), ("Publish", 1), ("RecordTarget", 1)]
     hub.step(ev.Done(ev.RecordTarget(1), ok=True))
     hub.round()
@@ -276,13 +258,11 @@ def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
     hub.beat(1, epoch=1)
     hub.now += 0.24
     assert hub.hub.tick_at() == pytest.approx(hub.now + 0.01, abs=1e-6)
-    hub.now += 0.01
-    hub.step(ev.Tick())
+    hub.wait(0.01)
     assert hub.nudged() == [instance(1), instance(2), instance(2)]
     hub.beat(2, epoch=1)
     hub.round()
-    hub.now += 1.0
-    hub.step(ev.Tick())
+    hub.wait(1.0)
     assert len(hub.nudged()) == 3
 
 
@@ -349,8 +329,7 @@ def test_dead_instances_are_forgotten_after_lease_and_margin_of_silence() -> Non
     hub = led()
     hub.now += HOLD - 1
     hub.beat(2, epoch=0)
-    hub.now += 2
-    hub.step(ev.Tick())
+    hub.wait(2)
     assert [view.instance for view in hub.hub.snapshot(hub.now).engines] == [instance(2)]
     assert instance(1) not in {grant.instance for grant in hub.round()}
 
@@ -459,11 +438,7 @@ def test_after_a_record_that_fell_older_grants_are_waited_for() -> None:
     assert hub.published == []
     hub.now = found + HOLD - 0.1
     hub.beat(1, epoch=9)
-    hub.round()
-    assert hub.published == []
-    hub.now = found + HOLD
-    hub.round()
-    assert hub.published == [9]
+    publishes_at(hub, found + HOLD, 9)
 
 
 def test_an_epoch_heard_before_leadership_is_compared_when_it_leads() -> None:

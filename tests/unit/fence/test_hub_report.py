@@ -107,6 +107,8 @@ def test_metrics_are_prometheus_text() -> None:
     for line in (
         f"epochkv_pool_target_epoch{{{labels}}} 7",
         f"epochkv_pool_published_epoch{{{labels}}} 6",
+        f"epochkv_hub_leading{{{labels}}} 1",
+        f"epochkv_pool_weights_diverged_engines{{{labels}}} 0",
         f"epochkv_pool_last_reset_seconds{{{labels}}} 0.25",
         f"epochkv_pool_reset_overdue_seconds{{{labels}}} 66.5",
         f'epochkv_pool_engines{{{labels},state="sharing"}} 1',

@@ -25,11 +25,17 @@ def published(**keys: object) -> Driver:
     return hub
 
 
+def live_on(hub: Driver, seconds: float) -> None:
+    """So much later, both engines are there."""
+    hub.now += seconds
+    alive(hub)
+    hub.step(ev.Tick())
+
+
 def asked(hub: Driver) -> Reclaim:
     """The next request to an engine, when it is due."""
     before = len(hub.of(Reclaim))
-    alive(hub)
-    hub.step(ev.Tick())
+    live_on(hub, 0.0)
     (request,) = hub.of(Reclaim)[before:]
     return request
 
@@ -54,18 +60,14 @@ def test_repeated_until_nothing_is_left_and_once_more_for_what_lands_later() -> 
     answer(hub, asked(hub), 0)
     snapshot = hub.hub.snapshot(hub.now)
     assert (snapshot.reclaimed, snapshot.reclaimed_keys, snapshot.reclaimed_bytes) == (1, 14, 1400)
-    hub.now += 10.0
-    alive(hub)
-    hub.step(ev.Tick())
+    live_on(hub, 10.0)
     assert len(hub.of(Reclaim)) == 4
 
 
 def test_a_pause_lies_between_two_requests() -> None:
     hub = published(reclaim_seconds=7.0)
     answer(hub, asked(hub), 3)
-    hub.now += 6.9
-    alive(hub)
-    hub.step(ev.Tick())
+    live_on(hub, 6.9)
     assert len(hub.of(Reclaim)) == 1
     hub.now += 0.2
     asked(hub)
@@ -99,41 +101,34 @@ def test_an_engine_behind_the_published_epoch_is_not_asked() -> None:
 
 def left(hub: Driver) -> None:
     """All engines fall silent, for longer than a lease."""
-    hub.now += 60.0
-    hub.step(ev.Tick())
+    hub.wait(60.0)
 
 
 def test_without_engines_the_store_is_swept_until_it_is_empty_and_once_more() -> None:
     hub = published(store_admin=True)
     left(hub)
     assert hub.stores == []
-    hub.now += HOLD
-    hub.step(ev.Tick())
+    hub.wait(HOLD)
     assert hub.stores == [ev.RemoveAll(1, sweep=True)]
-    hub.now += 60.0
-    hub.step(ev.Tick())
+    hub.wait(60.0)
     assert hub.stores == [ev.RemoveAll(1, sweep=True)]  # until it answers
     hub.step(ev.Done(ev.RemoveAll(1, sweep=True), ok=True, removed=(40, 4000)))
     assert hub.hub.snapshot(hub.now).reclaimed == 0
     for keys in (0, 0):
-        hub.now += 10.0
-        hub.step(ev.Tick())
+        hub.wait(10.0)
         hub.step(ev.Done(ev.RemoveAll(1, sweep=True), ok=True, removed=(keys, None)))
     snapshot = hub.hub.snapshot(hub.now)
     assert (snapshot.reclaimed, snapshot.reclaimed_keys, snapshot.reclaimed_bytes) == (1, 40, 4000)
-    hub.now += 60.0
-    hub.step(ev.Tick())
+    hub.wait(60.0)
     assert hub.stores == [ev.RemoveAll(1, sweep=True)] * 3
 
 
 def test_a_sweep_that_fails_is_asked_for_again() -> None:
     hub = published(store_admin=True)
     left(hub)
-    hub.now += HOLD
-    hub.step(ev.Tick())
+    hub.wait(HOLD)
     hub.step(ev.Done(ev.RemoveAll(1, sweep=True), ok=False))
-    hub.now += 10.0
-    hub.step(ev.Tick())
+    hub.wait(10.0)
     assert hub.stores == [ev.RemoveAll(1, sweep=True)] * 2
 
 
@@ -141,8 +136,7 @@ def test_a_sweep_that_fails_is_asked_for_again() -> None:
 def test_a_store_that_is_not_the_pools_alone_or_is_to_keep_its_keys_is_not_swept(keys: dict[str, object]) -> None:
     hub = published(**keys)
     left(hub)
-    hub.now += 10 * HOLD
-    hub.step(ev.Tick())
+    hub.wait(10 * HOLD)
     assert hub.stores == []
 
 
@@ -157,17 +151,13 @@ def test_while_an_engine_is_there_the_store_is_not_swept() -> None:
 
 def test_retain_asks_nobody_until_the_policy_is_changed() -> None:
     hub = published(reclaim="Retain")
-    hub.now += 10.0
-    alive(hub)
-    hub.step(ev.Tick())
+    live_on(hub, 10.0)
     assert hub.of(Reclaim) == []
     hub.step(ev.Configured(config(reclaim="Delete")))
     request = asked(hub)
     hub.step(ev.Configured(config(reclaim="Retain")))
     answer(hub, request, 4)
-    hub.now += 60.0
-    alive(hub)
-    hub.step(ev.Tick())
+    live_on(hub, 60.0)
     assert len(hub.of(Reclaim)) == 1
 
 

@@ -1,7 +1,6 @@
 """Agents and hubs over real sockets on loopback, with an authority in memory."""
 
 import logging
-import time
 from collections import Counter
 
 import pytest
@@ -24,16 +23,6 @@ def serving(fence: FenceWorld, num_agents: int = 2) -> tuple[HubServer, Agents]:
     return hub, agents
 
 
-def test_a_reset_does_not_wait_for_an_engine_that_was_stopped(fence: FenceWorld) -> None:
-    hub, agents = serving(fence)
-    began = time.monotonic()
-    assert agents[0][0].stop()
-    eventually(lambda: len(fence.thread.call(lambda: hub.snapshot(POOL)).engines) == 1, "the hub forgets the engine")
-    fence.request(hub, 1)
-    eventually(lambda: fence.published() == 1, "published")
-    assert time.monotonic() < began + fence.config.lease_seconds, "its lease of 30 s is not waited for"
-
-
 def test_an_engine_inside_schedule_does_not_say_that_it_leaves(fence: FenceWorld) -> None:
     hub, agents = serving(fence)
     agent, engine = agents[0]
@@ -44,15 +33,6 @@ def test_an_engine_inside_schedule_does_not_say_that_it_leaves(fence: FenceWorld
     agents[1][0].poke()
     eventually(lambda: hub.counters["received"] > received, "what others say later is heard")
     assert len(fence.thread.call(lambda: hub.snapshot(POOL)).engines) == 2, "a request may still be admitted with what it found"
-
-
-def test_an_engine_without_a_hub_stops_as_quickly(fence: FenceWorld) -> None:
-    hub, agents = serving(fence)
-    fence.thread.run(hub.stop())
-    eventually(lambda: agents[0][0]._links.current is not None and not agents[0][0]._links.connected)
-    began = time.monotonic()
-    assert agents[0][0].stop(5.0)
-    assert time.monotonic() - began < 5.0
 
 
 def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fence: FenceWorld) -> None:

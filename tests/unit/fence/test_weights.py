@@ -96,8 +96,7 @@ def test_an_engine_that_is_gone_or_does_not_know_differs_from_nobody(how: str, h
     if how == "leaves":
         hub.hear(Leave(instance(3)))
     elif how == "dies":
-        hub.now += 2 * HOLD
-        hub.step(ev.Tick())
+        hub.wait(2 * HOLD)
         for number in (1, 2):
             hub.beat(number, weights=A)
     else:
