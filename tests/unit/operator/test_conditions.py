@@ -752,14 +752,6 @@ def test_pool_status_in_full() -> None:
         "configMap": "policy-connection",
         "secret": "policy-fence",
     }
-    done = replace(hub, published=8, laggards=[], reset_completed=NOW + timedelta(milliseconds=57), reset_milliseconds=57)
-    after = pool_status(POLICY, Observed(pool_children(), PODS, done), CONTEXT, status, NOW)
-    assert after["reset"] == {
-        "epoch": 8,
-        "startTime": "2026-03-01T12:00:00.123Z",
-        "completionTime": "2026-03-01T12:00:00.180Z",
-        "durationMilliseconds": 57,
-    }
 
 
 def test_a_hub_that_knows_less_takes_nothing_away() -> None:

@@ -134,20 +134,28 @@ def test_a_pool_that_is_being_deleted_counts_as_gone() -> None:
     assert plan_engine(engine(), going, Observed(), CONTEXT) == plan_engine(engine(), None, Observed(), CONTEXT)
 
 
-def test_two_owners_that_want_one_name() -> None:
-    """An engine named like a pool's master must not take its Deployment over."""
-    plan = plan_engine(engine(name="policy-master"), pool(), Observed(settle_pool()), CONTEXT)
+FOREIGN = {"kind": "Service", "metadata": {"name": "rollout", "namespace": "rl"}}
+
+
+@pytest.mark.parametrize(
+    ("plan_of", "says"),
+    [
+        # An engine named like a pool's master must not take its Deployment over.
+        (
+            lambda: plan_engine(engine(name="policy-master"), pool(), Observed(settle_pool()), CONTEXT),
+            "Deployment rl/policy-master belongs to KVCachePool policy: rename one of the two",
+        ),
+        (lambda: plan_pool(pool(uid=ANOTHER), Observed(settle_pool()), CONTEXT), "belongs to a deleted KVCachePool of the same name"),
+        (lambda: plan_engine(engine(), pool(), Observed([FOREIGN]), CONTEXT), "is not controlled by this operator"),
+    ],
+    ids=["two-owners", "namesake", "nobodys"],
+)
+def test_what_is_somebody_elses_is_not_taken_over(plan_of: Callable[[], Plan], says: str) -> None:
+    plan = plan_of()
     assert (plan.apply, plan.delete) == ((), ())
     assert plan.problem is not None
     assert plan.problem.reason == "NameConflict"
-    assert plan.problem.message == "Deployment rl/policy-master belongs to KVCachePool policy: rename one of the two"
-
-
-def test_a_recreated_pool_waits_for_its_namesakes_objects() -> None:
-    plan = plan_pool(pool(uid=ANOTHER), Observed(settle_pool()), CONTEXT)
-    assert plan.apply == ()
-    assert plan.problem is not None
-    assert "belongs to a deleted KVCachePool of the same name" in plan.problem.message
+    assert says in plan.problem.message
 
 
 @pytest.mark.parametrize(
@@ -164,14 +172,6 @@ def test_what_a_deleted_namesake_left_behind_is_taken_over(plan_of: Callable[[Ob
     for obj in left:
         obj["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "somebody"
     assert plan_of(Observed(left)).apply == ()
-
-
-def test_an_object_that_is_nobodys_is_not_taken_over() -> None:
-    foreign = {"kind": "Service", "metadata": {"name": "rollout", "namespace": "rl"}}
-    plan = plan_engine(engine(), pool(), Observed([foreign]), CONTEXT)
-    assert plan.apply == ()
-    assert plan.problem is not None
-    assert "is not controlled by this operator" in plan.problem.message
 
 
 def test_an_invalid_template_changes_nothing() -> None:
