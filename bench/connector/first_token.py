@@ -24,9 +24,9 @@ from bench.connector.engines import (
     raw_client,
     timed_answer,
 )
-from bench.connector.misses import Misses, OtherHit, medians, pairs, ratio
+from bench.connector.misses import Misses, OtherHit, added, medians, pairs, ratio
 from bench.connector.store import timed
-from bench.report import Figure, Progress, Row, percentile, repeated
+from bench.report import Figure, Progress, Row, percentile
 from hack.standalone.engine import Engine
 
 PROMPT_TOKENS = 4096
@@ -77,8 +77,8 @@ def own_tiers(arguments: argparse.Namespace, progress: Progress) -> Row:
         for tier, aim in (("L1", 0.25), ("L2 of another engine", 0.5))
         for figure in ratio(f"warm {tier} / cold", pairs(samples[tier], samples["cold"]), aim)
     ]
-    added = [None if l1 is None or gpu is None else l1 - gpu for l1, gpu in zip(samples["L1"], samples["the GPU"], strict=True)]
-    figures += ratio("added by L1 to a hit in the GPU's cache / plain copy of its bytes", pairs(added, copies), 1.2)
+    by_l1 = added(samples["L1"], samples["the GPU"])
+    figures += ratio("added by L1 to a hit in the GPU's cache / plain copy of its bytes", pairs(by_l1, copies), 1.2)
     figures += [*medians({**samples, "plain copy": copies}, "s"), *misses.figures()]
     return Row(f"time to first token, {PROMPT_TOKENS} tokens", figures, {"seconds": samples, "copies": copies})
 
@@ -115,7 +115,6 @@ def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
     one of them misses counts as a miss, and gives no ratio.
     """
     samples: dict[str, list[float | None]] = {f"{name}, from {tier}": [] for name in ("ours", "stock") for tier in ("L2", "GPU")}
-    added: dict[str, list[float | None]] = {"ours": [], "stock": []}
     fetched: list[float | None] = []
     misses = Misses()
     with (
@@ -139,11 +138,8 @@ def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
         before = _parts(group.engines["ours"])
         for index, name in in_turns(group.engines, arguments.repeats * NUM_ROTATING, progress):
             engine, tokens = group.engines[name], prompts[index % NUM_ROTATING]
-            cold = misses.attempt(name, lambda ask=(engine, tokens): _from_store(*ask))
-            warm = misses.attempt(name, lambda ask=(engine, tokens): timed_answer(*ask, CACHED_TOKENS))
-            samples[f"{name}, from L2"].append(cold)
-            samples[f"{name}, from GPU"].append(warm)
-            added[name].append(None if cold is None or warm is None else cold - warm)
+            samples[f"{name}, from L2"].append(misses.attempt(name, lambda ask=(engine, tokens): _from_store(*ask)))
+            samples[f"{name}, from GPU"].append(misses.attempt(name, lambda ask=(engine, tokens): timed_answer(*ask, CACHED_TOKENS)))
             if name == "ours":
                 fetched.append(misses.attempt("Mooncake's own client", fetch))
         group.engines["ours"].report_metrics(prompt("last", BLOCK_TOKENS))
@@ -151,18 +147,18 @@ def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
     turns = max(1, len([seconds for seconds in samples["ours, from L2"] if seconds is not None]))
     taken = {what: (after[what] - before[what]) / turns for what in PARTS}
     parts = [Figure(f"ours, {what}", taken[what], None, unit) for what, unit in PARTS.items()]
-    rest = [seconds - taken["seconds in them"] for seconds in added["ours"] if seconds is not None]
-    if rest:
-        parts.append(repeated("ours, the rest of what is added: lookup, steps, answers, copies that no call overlapped", rest, None, "s"))
+    by_l2 = {name: added(samples[f"{name}, from L2"], samples[f"{name}, from GPU"]) for name in group.engines}
+    rest = added(by_l2["ours"], [taken["seconds in them"]] * len(by_l2["ours"]))
+    parts += medians({"ours, the rest of what is added: lookup, steps, answers, copies that no call overlapped": rest}, "s")
     figures = [
-        *ratio("added over a hit in the GPU's cache, ours / vLLM's MooncakeStoreConnector", pairs(added["ours"], added["stock"]), 0.7),
+        *ratio("added over a hit in the GPU's cache, ours / vLLM's MooncakeStoreConnector", pairs(by_l2["ours"], by_l2["stock"]), 0.7),
         *ratio("time to first token, ours / theirs", pairs(samples["ours, from L2"], samples["stock, from L2"]), None),
-        *medians({f"added, {name}": values for name, values in added.items()}, "s"),
+        *medians({f"added, {name}": values for name, values in by_l2.items()}, "s"),
         *medians({"Mooncake's own client, the same bytes in one call": fetched}, "s"),
-        *ratio("added, ours / that", pairs(added["ours"], fetched), None),
+        *ratio("added, ours / that", pairs(by_l2["ours"], fetched), None),
         *(medians(samples, "s") + parts + misses.figures()),
     ]
-    return Row(f"L2, {PROMPT_TOKENS} tokens, same store and prompts", figures, {"seconds": samples, "added": added})
+    return Row(f"L2, {PROMPT_TOKENS} tokens, same store and prompts", figures, {"seconds": samples, "added": by_l2})
 
 
 PARTS = {"calls that fetch": "", "seconds in them": "s", "seconds of copies to the GPU": "s"}

@@ -65,6 +65,11 @@ def pairs(first: Sequence[float | None], second: Sequence[float | None]) -> list
     return [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
 
 
+def added(first: Sequence[float | None], second: Sequence[float | None]) -> list[float | None]:
+    """By how much the first side is more, turn by turn; None where one of them missed."""
+    return [None if a is None or b is None else a - b for a, b in zip(first, second, strict=True)]
+
+
 def ratio(name: str, turns: Sequence[tuple[float, float]], aim: float | None, *, at_least: bool = False) -> list[Figure]:
     """Median of the first side over the second; no figure if there was no turn without a miss."""
     values = [a / b for a, b in turns]

@@ -68,7 +68,7 @@ def test_vllms_own_reset_does_not_wait_for_saves(make_rig: MakeRig, num_ranks: i
     rig.steps(2)
     assert finished.request_id in rig.finished
     assert running.status is RequestStatus.RUNNING
-    read = rig.tiers.state.jobs.being_read()
+    read = list(rig.tiers.state.jobs.gpu_blocks())
     assert len(read) == rig.tiers.state.jobs.num_gpu_blocks > 0
     for _ in range(2):
         assert rig.scheduler.reset_prefix_cache(reset_running_requests=True)

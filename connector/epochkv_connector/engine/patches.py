@@ -213,11 +213,6 @@ def _carrying_group(carry: Callable[[Any, Callable[[Any], Any]], Any], group_of:
     return _Instead(group, "cpu_all_reduce_", functools.partial(_reduce, carry, group.cpu_all_reduce_))
 
 
-def around_reset(kv_cache_manager: Any, reset: Callable[[Callable[[], bool]], bool]) -> None:
-    """Let `reset` clear vLLM's own prefix cache each time that vLLM does; vLLM tells connectors afterwards, if at all."""
-    around(kv_cache_manager, "reset_prefix_cache", reset)
-
-
 def around_events(block_pool: Any, of_request: Callable[[Any, list[Any]], list[Any]], taken: Callable[[list[Any]], list[Any]]) -> None:
     """Replace KV events: those that are queued as blocks of a request get names, and those that are taken to be published."""
 

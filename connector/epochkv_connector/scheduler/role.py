@@ -364,7 +364,7 @@ class SchedulerRole:
         state, block_pool = self.state, manager.block_pool
         state.manager, state.pool, state.hash_block_size = manager, block_pool, blocks.hash_block_size_of(block_pool)
         self.hashing.hash_block_size = state.hash_block_size
-        patches.around_reset(manager, self.steps.reset)
+        patches.around(manager, "reset_prefix_cache", self.steps.reset)  # vLLM tells connectors afterwards, if at all
         if self.tiers is not None:
             self.tiers.bind_block_pool(blocks.BlockPoolAdapter(block_pool), state.hash_block_size)
         state.outgoing.bind(block_pool, self.tiers)

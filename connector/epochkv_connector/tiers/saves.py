@@ -243,12 +243,12 @@ class SaveJobs:
         """Give the GPU blocks back that ranks may still read for open saves, and return them; `hold` them before a step may use them."""
         if self.pool is None:
             return ()
-        blocks = self._state.jobs.being_read()
+        blocks = tuple(self._state.jobs.gpu_blocks())
         self.pool.free(blocks)
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        if blocks and self.pool is not None:
+        if self.pool is not None:
             self.pool.touch(blocks)
 
     def apply(self, outcome: Outcome) -> None:

@@ -72,7 +72,6 @@ class _Open(msgspec.Struct):
     job: SaveJob | LoadJob
     opened_at: float
     gpu_blocks: tuple[int, ...] = ()  # referenced for a save
-    num_read: int = 0  # GPU blocks that a save may still read, referenced or not
     scale: Sequence[int] = ()  # saves: hash blocks per block, by group
     acked: dict[Phase, set[int]] = msgspec.field(default_factory=dict)
     done: set[Phase] = msgspec.field(default_factory=set)
@@ -107,6 +106,7 @@ class Jobs:
         return len(self._jobs)
 
     def gpu_blocks(self) -> Iterator[int]:
+        """Those that saves have referenced and ranks may still read, once for each save."""
         for entry in self._jobs.values():
             if Phase.COPIED not in entry.done:
                 yield from entry.gpu_blocks
@@ -157,14 +157,8 @@ class Jobs:
             gpu_blocks: blocks the caller has referenced for it, in chain order.
             scale: hash blocks per block, by group.
         """
-        entry = _Open(job, now, tuple(gpu_blocks), scale=scale)
-        entry.num_read = len(entry.gpu_blocks)
-        self._jobs[job.job_id] = entry
-        self.num_gpu_blocks += entry.num_read
-
-    def being_read(self) -> list[int]:
-        """GPU blocks that saves have referenced, once for each of them; ranks may still read them."""
-        return [block for entry in self._jobs.values() if Phase.COPIED not in entry.done for block in reversed(entry.gpu_blocks)]
+        entry = self._jobs[job.job_id] = _Open(job, now, tuple(gpu_blocks), scale=scale)
+        self.num_gpu_blocks += len(entry.gpu_blocks)
 
     def abandon_all(self) -> None:
         """The root changed: results of jobs under way must not be indexed."""
@@ -221,7 +215,7 @@ class Jobs:
             inside = [m for m in inside if start <= m.block * scale[m.group] and (m.block + 1) * scale[m.group] <= end]
         if phase is Phase.STORED:
             return Stored(job, tuple(move for move in inside if move.put), entry.abandoned)
-        self.num_gpu_blocks -= entry.num_read
+        self.num_gpu_blocks -= len(entry.gpu_blocks)
         return Copied(job, entry.gpu_blocks, tuple(move for move in inside if move.copy), complete, entry.abandoned)
 
     def _loaded(self, entry: _Open, job: LoadJob) -> Loaded:

@@ -53,7 +53,7 @@ from epochkv_fence.protocol.pool import EngineView, called, is_called
 from epochkv_operator.api.base import ANY, CONVERGED, ENGINE_LABEL, GATE, Serve, has_gate
 from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Json, Serving, Turn, timestamp
 from epochkv_operator.planning.names import controller_of
-from epochkv_operator.planning.workload import ended, is_ready
+from epochkv_operator.planning.workload import condition_of, ended, is_ready
 
 JOINED_ANNOTATION: Final = "epochkv.io/joined"
 """Of a pod that joined by its label: the engine's container."""
@@ -188,9 +188,9 @@ def lives_of(pods: Iterable[Json], before: Mapping[str, Life], clock: float) -> 
         name, uid = _life(pod), pod["metadata"]["uid"]
         known = before.get(uid, Life(name))
         if known.name not in (name, ""):
-            known = Life(name, over=clock, gate=_condition(pod, GATE))
+            known = Life(name, over=clock, gate=condition_of(pod, GATE))
         since = clock if known.ready is None else known.ready
-        found[uid] = replace(known, name=name, ready=since if _condition(pod, "ContainersReady").get("status") == "True" else None)
+        found[uid] = replace(known, name=name, ready=since if condition_of(pod, "ContainersReady").get("status") == "True" else None)
     return found
 
 
@@ -386,7 +386,7 @@ def _pod(
     lives: Mapping[str, Life],
     clock: float,
 ) -> _Pod:
-    engine, gate = (pod["metadata"].get("labels") or {}).get(ENGINE_LABEL), _condition(pod, GATE)
+    engine, gate = (pod["metadata"].get("labels") or {}).get(ENGINE_LABEL), condition_of(pod, GATE)
     life = lives.get(pod["metadata"]["uid"], Life(""))
     latest = [view for view in views.get(_place(pod), ()) if life.over is None or clock - view.silent_seconds >= life.over]
     known = frozenset(filter(None, str(gate.get("message", "")).partition(INSTANCES)[2].split(", ")))
@@ -425,11 +425,6 @@ def _by_pod(pods: Sequence[Json], home: str, engines: Iterable[EngineView]) -> d
     for (place, *_), view in latest.items():
         found[leaders.get(place, place)].append(view)
     return {**found}
-
-
-def _condition(pod: Json, kind: str) -> Json:
-    conditions: list[Json] = (pod.get("status") or {}).get("conditions") or []
-    return next((condition for condition in conditions if condition["type"] == kind), {})
 
 
 def _life(pod: Json) -> str:

@@ -54,8 +54,13 @@ def ended(pod: Json) -> bool:
     return (pod.get("status") or {}).get("phase") in _ENDED
 
 
+def condition_of(pod: Json, kind: str) -> Json:
+    """Empty: it has none of this kind."""
+    return next((item for item in (pod.get("status") or {}).get("conditions") or [] if item.get("type") == kind), {})
+
+
 def is_ready(pod: Json) -> bool:
-    return any(item.get("type") == "Ready" and item.get("status") == "True" for item in (pod.get("status") or {}).get("conditions") or [])
+    return condition_of(pod, "Ready").get("status") == "True"
 
 
 def select(pods: Iterable[Json], labels: dict[str, str], namespace: str) -> list[Json]:
