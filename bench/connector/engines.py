@@ -35,9 +35,7 @@ GPU_BLOCKS = 150
 """One prompt of 4096 tokens and little more."""
 
 CONCURRENCY = 4
-SEGMENT_BYTES = 6 << 30
-"""What all turns of `load` put, so that nothing is evicted which is to be found."""
-TOUCHED_BYTES = 2 << 30
+STORE_BYTES = 3 << 30
 TOUCHED_AT_ONCE = 16
 PATIENT = {"MC_TCP_STATUS_TIMEOUT_SEC": "30", "MC_TCP_PROGRESS_TIMEOUT_SEC": "30"}
 """Only for who touches the store's memory before the measurement; engines run with the limits that ship."""
@@ -76,19 +74,24 @@ class Fleet:
 
 @contextmanager
 def fleet(
-    kinds: Mapping[str, str], l1_blocks: int = 0, args: Sequence[str] = ARGS, make: Callable[[Path, int], Path] = make_large
+    kinds: Mapping[str, str],
+    l1_blocks: int = 0,
+    args: Sequence[str] = ARGS,
+    make: Callable[[Path, int], Path] = make_large,
+    store_bytes: int = STORE_BYTES,
 ) -> Iterator[Fleet]:
     """Start engines: name -> "ours", "stock" (vLLM's MooncakeStoreConnector) or "none"; returns when all are healthy.
 
     Args:
         l1_blocks: L1 of each engine of ours.
         make: writes the model into a folder.
+        store_bytes: more than all turns put, so that nothing is evicted which is to be found.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epochkv-bench-")))
         model = make(folder / "model", 1)
-        mooncake = stack.enter_context(Mooncake(folder, segment_bytes=SEGMENT_BYTES))
-        touch_memory(mooncake, TOUCHED_BYTES)
+        mooncake = stack.enter_context(Mooncake(folder, segment_bytes=store_bytes))
+        touch_memory(mooncake, store_bytes * 4 // 5)  # above that, Mooncake evicts
         pool = stack.enter_context(Pool(folder))
         stock, environ = stock_connector(folder, mooncake)
         ours = pool.connector(local_bytes=l1_bytes(l1_blocks), master_address=mooncake.address) if l1_blocks else None

@@ -173,6 +173,7 @@ def _parts(engine: Engine) -> dict[str, float]:
 
 LOAD_TOKENS = 2048
 LOAD_REQUESTS = 16
+LOAD_STORE_BYTES = 6 << 30
 
 
 def under_load(arguments: argparse.Namespace, progress: Progress) -> Row:
@@ -184,7 +185,7 @@ def under_load(arguments: argparse.Namespace, progress: Progress) -> Row:
     hits: dict[str, list[float]] = {"ours": [], "stock": []}
     rounds: dict[str, list[tuple[float, float] | None]] = {"ours": [], "stock": []}
     misses = Misses()
-    with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=half * blocks) as group:
+    with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=half * blocks, store_bytes=LOAD_STORE_BYTES) as group:
         warm_up(group, misses)
         stored = [[prompt(f"stored {turn} {index}", LOAD_TOKENS) for index in range(half)] for turn in range(2)]
         for name, engine in group.engines.items():
