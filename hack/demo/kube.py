@@ -10,6 +10,7 @@ import json
 import ssl
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -69,9 +70,19 @@ class Kube:
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = JSON_BODY, seconds: float = 30.0
     ) -> tuple[int, bytes]:
-        """Status and body of one request to the API server. Raises OSError when there is no answer."""
-        with self._open(method, path, body, headers, seconds) as response:
-            return response.status_code, response.read()
+        """Status and body of one request to the API server. Raises OSError when there is no answer.
+
+        A GET that loses its connection is asked again for `seconds`: on a busy machine the API server may lose its etcd for a while.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                with self._open(method, path, body, headers, seconds) as response:
+                    return response.status_code, response.read()
+            except OSError:
+                if method != "GET" or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
 
     def get(self, path: str) -> Json:
         """One object; raises DemoError with the server's words."""

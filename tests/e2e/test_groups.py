@@ -104,7 +104,7 @@ def stored_tokens(engine: PodEngine, prompt: list[int]) -> int:
 
 @contextmanager
 def forwarded_hub(kube: Kube) -> Iterator[int]:
-    """The hub's Service on a local port, the way a trainer outside the cluster reaches it."""
+    """The hub's Service on a local port, the way a trainer outside the cluster reaches it. It ends when the hub's pod is started again."""
     command = kube.command("-n", SYSTEM, "port-forward", "service/epochkv-hub", ":7700")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
@@ -133,19 +133,18 @@ def connection_folder(kube: Kube, folder: Path, port: int) -> Path:
 
 
 def test_a_group_serves_and_restarts_as_one(setup: Setup, kube: Kube, group: None, tmp_path: Path) -> None:
-    with forwarded_hub(kube) as port, Pool.connect(connection_folder(kube, tmp_path, port)) as pool:
-
-        def instances() -> dict[str, Any]:
+    def instances() -> dict[str, Any]:
+        with forwarded_hub(kube) as port, Pool.connect(connection_folder(kube, tmp_path, port)) as pool:
             return {engine.name: engine.instance for engine in pool.engines() if engine.engine == NAME}
 
-        names = {f"{NAME}-nodes-0", f"{NAME}-nodes-0-1/1"}
-        before, seen = serves(setup, kube, 9101), instances()
-        assert seen.keys() == names
+    names = {f"{NAME}-nodes-0", f"{NAME}-nodes-0-1/1"}
+    before, seen = serves(setup, kube, 9101), instances()
+    assert seen.keys() == names
 
-        # All of the second pod but its first process, which sees it, and ends.
-        kube.kubectl("-n", NAMESPACE, "exec", f"{NAME}-nodes-0-1", "--", "sh", "-c", "kill -9 -1")
-        eventually(lambda: not before.items() & pods(kube).items(), lambda: f"{before} were not replaced\n{setup.diagnosis()}", 300)
-        after = serves(setup, kube, 9102)
-        assert after.keys() == before.keys()
-        eventually(lambda: instances().keys() == names, lambda: f"the hub lists {instances()}", 60)
-        assert not seen.items() & instances().items()
+    # All of the second pod but its first process, which sees it, and ends.
+    kube.kubectl("-n", NAMESPACE, "exec", f"{NAME}-nodes-0-1", "--", "sh", "-c", "kill -9 -1")
+    eventually(lambda: not before.items() & pods(kube).items(), lambda: f"{before} were not replaced\n{setup.diagnosis()}", 300)
+    after = serves(setup, kube, 9102)
+    assert after.keys() == before.keys()
+    eventually(lambda: instances().keys() == names, lambda: f"the hub lists {instances()}", 60)
+    assert not seen.items() & instances().items()
