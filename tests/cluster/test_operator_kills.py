@@ -146,6 +146,8 @@ SIDE_BY_SIDE = 4
 QUIET_SECONDS = 2.0
 POLL_SECONDS = 0.4
 PATIENCE_SECONDS = 90.0
+SETTLE_SECONDS = 1.0
+"""Until the next operator has looked: what the last one has left may be right, and be changed."""
 HUB = "tcp://epochkv-hub.example:7700"
 """What objects name, so that those of all journeys are equal; engines of the tests dial loopback."""
 _numbers = itertools.count()
@@ -204,8 +206,14 @@ class Journey:
             self.space.delete(LEASES, "epochkv-operator")
             self.proxy.decide = lambda method, path: None
             self.operator.start().wait_ready()
-        poll(lambda: equal(self.space, wanted), PATIENCE_SECONDS, POLL_SECONDS)
-        wrong = [*differences(snapshot(self.space), wanted), *self.epochs.problems]
+            time.sleep(SETTLE_SECONDS)
+        wrong: list[str] = []
+
+        def ended() -> bool:
+            wrong[:] = [*differences(snapshot(self.space), wanted), *self.epochs.problems]
+            return bool(self.epochs.problems) or not wrong
+
+        poll(ended, PATIENCE_SECONDS, POLL_SECONDS)
         about = f"{flow.name}, killed after write {last} ({fatal.writes[-1:]})"
         return [f"{about}: {each}" for each in wrong] + ([self.operator.tail(), self.epochs.agents()] if wrong else [])
 

@@ -179,11 +179,14 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         data = {"root.secret": base64.b64encode(MARK.encode()).decode()}
         team.patch(secrets, "policy-fence", {"data": data})
         until(lambda: team.get(secrets, "policy-fence")["data"] != data and team.events("SecretRestored"), "restored")  # type: ignore[index]
-        team.request("DELETE", f"{POOLS.format(TEAM)}/policy", {"propagationPolicy": "Orphan"})
-        until(lambda: team.pool("policy") is None, "orphaned")
-        orphan = team.get(secrets, "policy-fence")["data"]["client.key"]  # type: ignore[index]
+        orphan = team.get(secrets, "policy-fence")
+        assert orphan is not None
+        team.delete(POOLS, "policy")
+        until(lambda: team.get(secrets, "policy-fence") is None, "gone with its pool")
+        team.create(secrets, {"metadata": {"name": "policy-fence", "labels": orphan["metadata"]["labels"]}, "data": orphan["data"]})
         team.create_pool("policy", local={"capacity": "64Mi"})
-        until(lambda: (s := team.get(secrets, "policy-fence")) and s["data"]["client.key"] != orphan, "the orphan replaced")
+        key = orphan["data"]["client.key"]
+        until(lambda: (s := team.get(secrets, "policy-fence")) and s["data"]["client.key"] != key, "the orphan replaced")
 
         left = {"epochkv.io/pool": "gone", "epochkv.io/shared": "true", "app.kubernetes.io/managed-by": "epochkv-operator"}
         name = f"gone-{hashlib.sha256(json.dumps('elsewhere/gone').encode()).hexdigest()[:10]}-connection"
