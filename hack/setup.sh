@@ -139,13 +139,14 @@ for stage in "$@"; do
       call_it_vllm .build/venv-engine ;;
     nixl) beside nixl 200 ;;
     dynamo) beside dynamo 230 ;;
+    lmcache) beside lmcache 40 ;;
     sbom)
       pinned sbom .build/sbom/tool
       for image in operator store connector; do pinned "$image" ".build/sbom/env-$image"; done ;;
     system)
       apt containerd runc iptables containernetworking-plugins mmdebstrap buildah iproute2 conntrack procps ca-certificates openssl ;;
     *)
-      [ -f "hack/requirements/trainers/$stage.txt" ] || die "unknown stage '$stage'; there are: dev, engine, nixl, dynamo, sbom, system, and trainers: $(cd hack/requirements/trainers && echo *.txt)"
+      [ -f "hack/requirements/trainers/$stage.txt" ] || die "unknown stage '$stage'; there are: dev, engine, nixl, dynamo, lmcache, sbom, system, and trainers: $(cd hack/requirements/trainers && echo *.txt)"
       trainer_environment "$stage" 120 ;;
   esac
 done

@@ -42,6 +42,9 @@ ROWS: dict[str, Entry] = {
     "hang": Entry("a store node that hangs: memory and other requests held up, by size of calls", 150, late("store", "hang")),
     "ttft": Entry("time to first token, 4k tokens: cold, warm L1, warm L2 from another engine", 180, late("first_token", "own_tiers")),
     "stock": Entry("what L2 adds to a hit in the GPU's cache / vLLM's MooncakeStoreConnector", 180, late("first_token", "against_stock")),
+    "lmcache": Entry(
+        "what a hit in host memory adds to one in the GPU's cache / LMCache's server", 180, late("first_token", "against_lmcache")
+    ),
     "load": Entry("time to first token of 16 requests at once, half of them in L2 / the same", 240, late("first_token", "under_load")),
     "chat": Entry("throughput on chats of the trace / vLLM's MooncakeStoreConnector", 300, late("chat", "against_stock")),
     "models": Entry(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,9 +23,11 @@ from bench.connector.store import Raw, Region
 from bench.model import make_large
 from bench.report import Progress
 from hack.demo.stock import stock_connector
+from hack.loopback import free_ports
 from hack.standalone.engine import Engine, EngineError
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
+from hack.standalone.process import Process
 from hack.waiting import eventually
 
 BLOCK_TOKENS = 32
@@ -47,6 +51,8 @@ ARGS = (
     "--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(GPU_BLOCKS), "--max-model-len", str(MAX_TOKENS),
     "--max-num-batched-tokens", "2048", "--max-num-seqs", str(CONCURRENCY),
 )  # fmt: skip
+ROOT = Path(__file__).parents[2]
+LMCACHE = ROOT / ".build/lmcache"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -80,7 +86,7 @@ def fleet(
     make: Callable[[Path, int], Path] = make_large,
     store_bytes: int = STORE_BYTES,
 ) -> Iterator[Fleet]:
-    """Start engines: name -> "ours", "stock" (vLLM's MooncakeStoreConnector) or "none"; returns when all are healthy.
+    """Start engines: name -> "ours", "stock" (vLLM's MooncakeStoreConnector), "lmcache" or "none"; returns when all are healthy.
 
     Args:
         l1_blocks: L1 of each engine of ours.
@@ -95,16 +101,36 @@ def fleet(
         pool = stack.enter_context(Pool(folder))
         stock, environ = stock_connector(folder, mooncake)
         ours = pool.connector(local_bytes=l1_bytes(l1_blocks), master_address=mooncake.address) if l1_blocks else None
+        sides: dict[str, tuple[Any, Mapping[str, str]]] = {"ours": (ours, {}), "stock": (stock, environ), "none": (None, {})}
+        if "lmcache" in kinds.values():
+            sides["lmcache"] = stack.enter_context(lmcache(folder, l1_bytes(l1_blocks)))
         engines: dict[str, Engine] = {}
         for name, kind in kinds.items():
-            connector = {"ours": ours, "stock": stock, "none": None}[kind]
-            engine = Engine(name, model, folder, connector, args=args, environ=environ if kind == "stock" else {})
+            connector, environ = sides[kind]
+            engine = Engine(name, model, folder, connector, args=args, environ=environ)
             stack.callback(engine.end)
             engines[name] = engine
         for engine in engines.values():
             engine.wait_ready(START_SECONDS)
         pool.wait_engines(sum(kind == "ours" for kind in kinds.values()))
         yield Fleet(engines, mooncake, folder)
+
+
+@contextmanager
+def lmcache(folder: Path, num_bytes: int) -> Iterator[tuple[dict[str, Any], Mapping[str, str]]]:
+    """LMCache's server with that much memory, shared with engines, touched when it starts; its connector and the engine's variables."""
+    subprocess.run([str(ROOT / "hack/setup.sh"), "lmcache"], check=True)
+    port, http_port = free_ports(2)
+    beside = {"PYTHONPATH": os.pathsep.join([str(LMCACHE), os.environ.get("PYTHONPATH", "")]), "LMCACHE_TRACK_USAGE": "false"}
+    command = [
+        sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port),
+        "--l1-size-gb", str(num_bytes / (1 << 30)), "--no-l1-use-lazy", "--eviction-policy", "LRU", "--chunk-size", str(BLOCK_TOKENS),
+        "--supported-transfer-mode", "engine_driven", "--shm-name", folder.name,
+    ]  # fmt: skip
+    with Process("lmcache", command, folder / "lmcache.log", beside) as server:
+        server.wait_until(lambda: "LMCache cache server is running" in server.log.read_text(), START_SECONDS, "running")
+        where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+        yield {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": where}, beside
 
 
 def touch_memory(mooncake: Mooncake, num_bytes: int) -> None:

@@ -161,6 +161,38 @@ def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
     return Row(f"L2, {PROMPT_TOKENS} tokens, same store and prompts", figures, {"seconds": samples, "added": by_l2})
 
 
+def against_lmcache(arguments: argparse.Namespace, progress: Progress) -> Row:
+    """Hits from host memory: L1 of an engine of ours, and memory that LMCache's server shares with its engine, in turns.
+
+    The prompts have one token more than whole blocks, so that both find all of their blocks.
+    """
+    tokens_of, blocks = PROMPT_TOKENS + 1, (arguments.repeats + 2) * PROMPT_BLOCKS
+    samples: dict[str, list[float | None]] = {f"{name}, from {tier}": [] for name in ("ours", "LMCache") for tier in ("host", "GPU")}
+    misses = Misses()
+    with fleet({"ours": "ours", "LMCache": "lmcache"}, l1_blocks=blocks) as group:
+        warm_up(group, misses)
+
+        def from_host(engine: Engine, tokens: list[int]) -> float:
+            timed_answer(engine, tokens, 0)
+            time.sleep(SETTLE_SECONDS)
+            empty_gpu(engine)
+            return timed_answer(engine, tokens, PROMPT_TOKENS)
+
+        for index, name in in_turns(group.engines, arguments.repeats, progress):
+            engine, tokens = group.engines[name], prompt(f"prompt {index}", tokens_of)
+            samples[f"{name}, from host"].append(misses.attempt(name, lambda ask=(engine, tokens): from_host(*ask)))
+            again = misses.attempt(name, lambda ask=(engine, tokens): timed_answer(*ask, PROMPT_TOKENS))
+            samples[f"{name}, from GPU"].append(again)
+    by_host = {name: added(samples[f"{name}, from host"], samples[f"{name}, from GPU"]) for name in group.engines}
+    figures = [
+        *ratio("added over a hit in the GPU's cache, ours / LMCache", pairs(by_host["ours"], by_host["LMCache"]), None),
+        *ratio("time to first token, ours / LMCache", pairs(samples["ours, from host"], samples["LMCache, from host"]), None),
+        *medians({f"added, {name}": values for name, values in by_host.items()}, "s"),
+        *(medians(samples, "s") + misses.figures()),
+    ]
+    return Row(f"host memory, {tokens_of} tokens, ours and LMCache 0.5.6", figures, {"seconds": samples, "added": by_host})
+
+
 PARTS = {"calls that fetch": "", "seconds in them": "s", "seconds of copies to the GPU": "s"}
 
 
