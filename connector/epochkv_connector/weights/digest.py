@@ -287,6 +287,12 @@ LEFT_OUT = {
 }
 """Names, or ends of names behind an underscore, of tensors that are not weights, and why."""
 
+SCRATCH = (
+    "buffer", "buffers", "scratch", "deepstack_input_embeds", "per_layer_embeddings", "per_layer_inputs", "positions", "hidden_states",
+    "kv_cache_k", "kv_cache_v",
+)  # fmt: skip
+"""The same of plain attributes that forward passes write to: rows for the tokens of a step, indices, KV."""
+
 MIN_BITS_PER_WEIGHT = 1
 """Of any quantisation: a linear layer with less than this to be seen hides its weights."""
 
@@ -318,7 +324,7 @@ def homes(worker: Any) -> Iterator[Home]:
             num_bytes = 0
             for home in _own(module):
                 num_bytes += home.tensor.numel() * home.tensor.element_size()
-                if not _is_left_out(home.name):
+                if not _has_end(home.name.partition(".")[0], LEFT_OUT):
                     yield Home(name + home.name, home.tensor, home.steps)
             _check_visible(name, module, num_bytes)
 
@@ -362,6 +368,8 @@ def _own(module: torch.nn.Module) -> Iterator[Home]:
     for prefix, holder in (("", module), ("quant_method.", module.__dict__.get("quant_method") or module._modules.get("quant_method"))):
         kept = getattr(holder, "__dict__", {})
         for attribute, value in kept.items():
+            if _has_end(attribute, SCRATCH):
+                continue
             step = (kept, attribute, value)
             if isinstance(value, torch.Tensor):
                 yield Home(prefix + attribute, value, (step,))
@@ -371,9 +379,8 @@ def _own(module: torch.nn.Module) -> Iterator[Home]:
                         yield Home(f"{prefix}{attribute}.{index}", one, (step, (value, index, one)))
 
 
-def _is_left_out(attribute: str) -> bool:
-    name = attribute.partition(".")[0]
-    return any(name == ending or name.endswith(f"_{ending}") for ending in LEFT_OUT)
+def _has_end(name: str, endings: Iterable[str]) -> bool:
+    return any(name == ending or name.endswith(f"_{ending}") for ending in endings)
 
 
 def _check_visible(name: str, module: torch.nn.Module, num_bytes: int) -> None:

@@ -4,11 +4,14 @@ Layouts that hide weights are made by vLLM's own kernels: packed away by oneDNN,
 digest, although no tensor of the model may show it any more.
 """
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from torch import nn
 
 from epochkv_connector.engine import patches
@@ -91,6 +94,22 @@ def test_what_is_left_out_changes_nothing(ending: str, prefix: str) -> None:
     model.layers[0].register_buffer(prefix + ending, torch.zeros(5))
     setattr(model.layers[1], f"{prefix}{ending}", [torch.zeros(5)])
     assert value(worker) == before
+
+
+def test_what_vllms_models_make_for_the_tokens_of_a_step_is_left_out() -> None:
+    """DeepSeek's top-k indices, Qwen3-VL's and Gemma's embeddings, ...: passes write there, and the weights are the same."""
+    made = r"self\.(\w+) = \[?\s*torch\.(?:empty|zeros)\([\s(]*(?:vllm_config\.scheduler_config\.max_num_batched_tokens|max_num_tokens),"
+    sources = Path(vllm.__file__).parent.glob("model*/**/*.py")
+    scratch = sorted({name for source in sources for name in re.findall(made, source.read_text())})
+    assert {"deepstack_input_embeds", "per_layer_embeddings", "topk_indices_buffer"} <= set(scratch)
+    model = Model()
+    before = value(Worker(model))
+    for name in scratch:
+        setattr(model.layers[0], name, torch.zeros(5))
+        setattr(model.layers[1], name, [torch.zeros(5)])
+    assert value(Worker(model)) == before
+    model.layers[0].register_parameter("some_buffer", nn.Parameter(torch.zeros(5)))
+    assert value(Worker(model)) != before
 
 
 @pytest.mark.parametrize("name", ["cos_sin_cache_scale", "xkv_cache", "kv_cache_scale", "workspaces", "my_expert_maps"])
