@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import LoRAConfig
+from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.v1.attention.backends import cpu_attn
 
 from epochkv_connector.engine import blocks, describe, limits
@@ -36,6 +36,7 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
     spec = cache.kv_cache_groups[0].kv_cache_spec
     changes = [
         (config.model_config, "quantization", "fp8"),
+        (config.model_config, "quantization_config", {"linear": {"activation": "mxfp8"}}),
         (config.model_config, "max_model_len", 2048),
         (config.cache_config, "cache_dtype", "fp8"),
         (config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
@@ -72,6 +73,22 @@ def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_r
     assert fingerprint_of(rig) in seen
     object.__setattr__(rig.vllm_config, "attention_config", None)  # versions may have none
     assert fingerprint_of(rig) not in seen
+
+
+def test_the_fingerprint_names_how_media_are_read(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    plain, *others = (
+        changed(rig, rig.vllm_config.model_config, "multimodal_config", MultiModalConfig(**given))
+        for given in (
+            {},
+            {"mm_processor_kwargs": {"max_pixels": 3136}},
+            {"media_io_kwargs": {"video": {"num_frames": 8}}},
+            {"video_pruning_rate": 0.5},
+            {"mm_processor_cache_gb": 1},
+        )
+    )
+    assert len({plain, *others}) == 4
+    assert others[-1] == plain, "how much is kept decides nothing"
 
 
 def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

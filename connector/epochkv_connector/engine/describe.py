@@ -177,6 +177,12 @@ _LORA_CAPACITIES = frozenset(
 )
 """Fields of `LoRAConfig` that do not change how an adapter is applied. Every other field counts, including later ones."""
 
+_MEDIA_CAPACITIES = frozenset(
+    ("limit_per_prompt", "mm_ipc_gpu_memory_gb", "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb",
+     "mm_tensor_ipc", "skip_mm_profiling")
+)  # fmt: skip
+"""The same of `MultiModalConfig`. Hashes of media tell what a request asks for, and not how its engine reads them."""
+
 _VOLATILE_HF_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "_attn_implementation_autoset")
 
 
@@ -197,7 +203,8 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "hf_config": _model_digest(model),
         "max_model_len": _plain(getattr(model, "max_model_len", None)),  # picks LongRoPE factors and Llama 4's temperature
         "dtype": str(model.dtype),
-        "quantization": _plain(getattr(model, "quantization", None)),
+        "quantization": [_plain(getattr(model, name, None)) for name in ("quantization", "quantization_config")],
+        "media": _options(getattr(model, "multimodal_config", None), _MEDIA_CAPACITIES),
         "cache_dtype": str(cache.cache_dtype),
         "skip_layers": sorted(str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
         "layout": _plain(getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)),
