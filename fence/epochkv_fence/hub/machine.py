@@ -597,8 +597,8 @@ def emptied(hub: HubState, call: ev.RemoveAll, keys: int, num_bytes: int | None,
 
 
 STATUS_PAGE: Final = 64
-STATUS_PAGE_BYTES: Final = 40_000
-"""At most so many bytes of names, notes and labels go into one page, so that it always fits into a message."""
+STATUS_PAGE_BYTES: Final = 60_000
+"""At most so many bytes of engines and labels go into one page, so that it always fits into a message."""
 
 
 def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
@@ -699,15 +699,13 @@ def status(hub: HubState, question: Status, now: float) -> Status:
     alive = sorted((one for one in hub.instances.known.values() if one.alive(hub.config, now)), key=attrgetter("instance"))
     start = 0 if question.after is None else bisect_right(alive, question.after, key=attrgetter("instance"))
     engines: list[EngineStatus] = []
-    room = STATUS_PAGE_BYTES - sum(len(label.encode()) for label in labels.values())
+    room = STATUS_PAGE_BYTES - len(msgspec.msgpack.encode(labels))
     for record in alive[start : start + STATUS_PAGE]:
-        beat = record.newest
-        told = beat.engine, beat.pod, beat.fingerprint, beat.weights_note, beat.tiers_off, beat.tiers_note
-        texts = *told, *beat.versions, *beat.versions.values()
-        room -= sum(len(text.encode()) for text in texts)
+        shown = _engine_status(record, now)
+        room -= len(msgspec.msgpack.encode(shown))
         if room < 0:
             break
-        engines.append(_engine_status(record, now))
+        engines.append(shown)
     return Status(
         question.request,
         hub.record.target,

@@ -106,7 +106,7 @@ def test_a_flood_of_questions_costs_few_reads_and_little_memory(hub: Driver) -> 
     assert hub.of(Status)[-1].request == 999
 
 
-@pytest.mark.parametrize(("width", "note"), [(60, ""), (253, "weights_note"), (253, "tiers_note")])
+@pytest.mark.parametrize(("width", "note"), [(60, ""), (253, "weights_note"), (253, "tiers_note"), (63, "namespace")])
 def test_pages_fit_into_messages_whatever_names_engines_have(width: int, note: str, hub: Driver) -> None:
     wide = "\U0001f600" * width  # four bytes each
     for number in range(100):
