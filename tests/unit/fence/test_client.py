@@ -3,6 +3,7 @@ what it reads of stamps."""
 
 import asyncio
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from epochkv_fence.client import (
 )
 from epochkv_fence.connection import CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV, HUB_PUBLIC_ENV, Connection
 from epochkv_fence.net.keys import ClientKeys, generate_keypair
+from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.messages import (
     Bump,
     BumpStatus,
@@ -44,7 +46,7 @@ from epochkv_fence.protocol.messages import (
 from hack.waiting import eventually
 from tests.security.wire import FakeHub
 from tests.support.cli import inside
-from tests.support.fence import NEW, OTHER, POOL, FenceWorld
+from tests.support.fence import NEW, OTHER, POOL, FenceWorld, MemoryAuthority
 from tests.support.hub import HubProcess, HubWorld, Switch, hub_world, together, using
 
 
@@ -226,6 +228,25 @@ def test_a_key_that_is_refused_and_a_hub_that_is_another(world: HubWorld, tmp_pa
         with pytest.raises(KeyRefused, match=r"hub\.pub is not the key of that hub, what listens there is no hub, or it hangs$"):
             Pool.connect(take(hub=other.folder), timeout_s=60)
         eventually(lambda: len(client_threads()) == before, "their threads end")
+
+
+def test_a_client_whose_folder_is_gone_joins_a_hub_again_that_refused_it_while_it_started(tmp_path: Path) -> None:
+    with hub_world(tmp_path / "state") as world, Pool.connect(shutil.copytree(world.folder, tmp_path / "copy"), 20) as pool:
+        shutil.rmtree(tmp_path / "copy")
+        assert world.hub is not None
+        pair = world.hub.server._router._keys
+        world.stop_hub()
+
+        async def start() -> HubServer:
+            hub = HubServer(world.options.listen, pair, MemoryAuthority())
+            await hub.start()
+            return hub
+
+        knows_no_pool = world.thread.run(start())
+        eventually(lambda: knows_no_pool.counters["connections_refused"] > 0)
+        world.thread.run(knows_no_pool.stop())
+        world.start_hub()
+        assert pool.status(timeout_s=20).target == 0
 
 
 def test_without_a_hub_a_reset_raises_whatever_on_failure_says_and_works_when_it_is_back(tmp_path: Path) -> None:
