@@ -58,7 +58,7 @@ def check_weights(
     """Names of engines (None: all) and digests, as sets. Raises `ArgumentError`: an argument cannot be meant."""
     check_timeout(timeout_s)
     if label is not None:
-        fits = 0 < len(label) <= MAX_LABEL and not CONTROL.search(label) and label.isprintable()
+        fits = isinstance(label, str) and 0 < len(label) <= MAX_LABEL and not CONTROL.search(label) and label.isprintable()
         _need(fits, "label", label, f"give one printable line of 1 to {MAX_LABEL} characters, such as step-42")
     _need(not isinstance(engines, str), "engines", engines, "give names of engines, or None for all")
     names = None if engines is None else frozenset(engines)

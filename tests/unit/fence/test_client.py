@@ -315,6 +315,7 @@ WEIGHTS = ("wait_weights", "weight_update")
         (WEIGHTS, {"engines": []}, "engines is []; give names"),
         (("wait_weights",), {"other_than": ["0A" * 16]}, f"other_than is ['{'0A' * 16}']; give digests of 32 hex digits"),
         (WEIGHTS, {"label": "x" * 254}, "label is "),
+        (WEIGHTS, {"label": 42}, "label is 42; give one printable line"),
         (WEIGHTS, {"label": "step-\udcff"}, "label is 'step-\\udcff'; give one printable line"),
         (WEIGHTS, {"label": "step-42\n"}, "label is 'step-42\\n'; give one printable line of 1 to 253 characters, such as step-42"),
         (("status", *WEIGHTS), {"timeout_s": "5"}, "timeout_s is '5'; give seconds"),
