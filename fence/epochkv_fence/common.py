@@ -56,6 +56,11 @@ class LoopThread:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is on that thread."""
+        return self._thread is threading.current_thread()
+
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for its end here. Cancelling the wait cancels the work."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
@@ -82,7 +87,7 @@ class LoopThread:
         """End the loop and its thread. Whatever still runs there is cancelled."""
         with contextlib.suppress(RuntimeError):  # already closed
             self.loop.call_soon_threadsafe(self.loop.stop)
-        if self._thread is not threading.current_thread():
+        if not self.is_here:
             self._thread.join(self._stop_seconds)
 
     def _serve(self) -> None:

@@ -48,7 +48,11 @@ class Background:
 
         Raises:
             PoolClosed: it was stopped, or this is a fork of the process that made it.
+            RuntimeError: it was called there, and would wait for itself.
         """
+        if self._thread.is_here:
+            work.close()
+            raise RuntimeError("a progress callback runs on the thread that serves the pool, so it cannot ask the pool anything")
         if os.getpid() != self._pid:
             work.close()
             raise PoolClosed(f"this pool was connected by process {self._pid}, which forked this one; connect again here")

@@ -351,6 +351,20 @@ def test_a_progress_callback_that_raises_changes_nothing(
     assert sum("the progress callback failed" in record.message for record in caplog.records) == 1
 
 
+def test_a_progress_callback_that_asks_the_pool_is_told_so_and_holds_nothing_up(world: HubWorld) -> None:
+    engines, pool = holding(world), world.connect()
+    told: list[str] = []
+
+    def asks(standing: WeightsStanding) -> None:
+        push(engines, NEW)
+        with pytest.raises(RuntimeError, match="cannot ask the pool") as caught:
+            pool.status()
+        told.append(str(caught.value))
+
+    assert pool.wait_weights(timeout_s=5, other_than=[OLD.hex()], progress=asks).ids == {NEW.hex()}
+    assert told
+
+
 # -------------------------------------------------------------------------------------------------------------- asyncio
 async def test_asyncio_does_all_of_it(world: HubWorld) -> None:
     engines = holding(world)
