@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import logging
@@ -312,7 +313,8 @@ class AsyncPool(Face):
     async def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""
         if self._background.usable:
-            await asyncio.wrap_future(self._background.submit(self._session.close()))
+            with contextlib.suppress(PoolClosed):  # by another task meanwhile
+                await self._do(self._session.close())
         await asyncio.to_thread(self._background.stop)
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:

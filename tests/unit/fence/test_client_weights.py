@@ -403,6 +403,12 @@ async def test_asyncio_a_wait_that_is_cancelled_ends(world: HubWorld) -> None:
         assert (await pool.wait_weights(timeout_s=20)).ids == {OLD.hex()}
 
 
+async def test_asyncio_tasks_that_close_a_pool_together_all_return(world: HubWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, pauses = await AsyncPool.connect(world.folder), [0.0, 30.0]
+    monkeypatch.setattr(pool._session, "close", lambda: asyncio.sleep(pauses.pop(0)))
+    await asyncio.wait_for(asyncio.gather(pool.close(), pool.close()), 20)
+
+
 async def test_asyncio_a_pool_that_is_closed_ends_what_waits(world: HubWorld) -> None:
     holding(world)
 
