@@ -7,15 +7,20 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, TypeVar
 
 from epochkv_fence.client.results import PoolError
+from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.protocol.messages import STAMP_KEY
 
+T = TypeVar("T")
 Prompt = str | Sequence[int]
+AT_ONCE: Final = 8
 WARM_SECONDS: Final = 120.0
 POLL_SECONDS: Final = 0.1
 ASKED: Final = {STAMP_KEY: {"stamp": True, "stored": True, "save": "Prompts"}}
@@ -66,12 +71,26 @@ def warm(
     deadline = time.monotonic() + timeout_s
     one = _Server(engine.rstrip("/"), deadline, model) if isinstance(engine, str) else _InProcess(engine)
     done: list[tuple[int, int, str]] = []
-    with ThreadPoolExecutor(one.at_once) as pool:
-        for found in pool.map(lambda prompt: _warm(one, prompt, deadline), prompts):
-            done.append(found)
-            progress(len(done))
+    if isinstance(one, _Server):
+        each = _together([partial(_warm, one, prompt, deadline) for prompt in prompts])
+    else:  # vLLM's `LLM` answers one at a time
+        each = (_warm(one, prompt, deadline) for prompt in prompts)
+    for found in each:
+        done.append(found)
+        progress(len(done))
     weights = {made for _, _, made in done}
     return Warmed(len(done), sum(each[0] for each in done), sum(each[1] for each in done), weights.pop() if len(weights) == 1 else "")
+
+
+def _together(works: Sequence[Callable[[], T]]) -> Iterator[T]:
+    """What they return, in order, a few at a time. When one raises, or the caller is interrupted, nobody waits for the others."""
+    running: deque[Future[T]] = deque()
+    for work in works:
+        running.append(on_daemon_thread(work, "epochkv-warm"))
+        if len(running) == AT_ONCE:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
 
 
 def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float) -> tuple[int, int, str]:
@@ -95,9 +114,7 @@ def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float) -> tupl
 
 
 class _InProcess:
-    """vLLM's `LLM`, which answers one at a time."""
-
-    name, at_once = "the engine", 1
+    name = "the engine"
 
     def __init__(self, llm: Any) -> None:
         self._llm, self._params = llm, llm.get_default_sampling_params()
@@ -111,8 +128,6 @@ class _InProcess:
 
 
 class _Server:
-    at_once = 8
-
     def __init__(self, url: str, deadline: float, model: str | None) -> None:
         self.name, self._deadline = url, deadline
         self._model = model or str(self._ask("/v1/models")["data"][0]["id"])

@@ -3,6 +3,7 @@
 import http.server
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,20 @@ def test_an_engine_that_never_gets_there(engine: tuple[type[Engine], str], attri
     setattr(engine[0], attribute, value)
     with pytest.raises(WarmFailed, match=says):
         warm(["a"], engine[1], timeout_s=0.5)
+
+
+def test_who_is_interrupted_does_not_wait_for_answers_under_way(engine: tuple[type[Engine], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, over = engine[0].do_POST, threading.Event()
+    monkeypatch.setattr(engine[0], "do_POST", lambda self: answer(self) if engine[0].asked.get('"a"', 0) < 3 else over.wait(30))
+
+    def interrupt(number: int) -> None:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        warm(["a", *"bcdefghij"], engine[1], progress=interrupt, timeout_s=20.0)
+    assert time.monotonic() < began + 10
+    over.set()
 
 
 def test_nobody_is_there() -> None:
