@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from epochkv_fence.protocol.messages import STAMP_KEY, UNKNOWN_WEIGHTS
+from epochkv_fence.protocol.pool import is_called
 
 ASK: Final[dict[str, Any]] = {STAMP_KEY: {"stamp": True}}
 """`kv_transfer_params` of a request that asks for a stamp."""
@@ -61,10 +62,7 @@ class Stamp:
 
     def is_of(self, weights: str) -> bool:
         """Whether these weights made every token: their label, or the first digits of their digest, 8 at least."""
-        return bool(self.made) and all(
-            one.weights != UNKNOWN_WEIGHTS and (one.label == weights or (len(weights) >= 8 and one.weights.startswith(weights)))
-            for one in self.made
-        )
+        return bool(self.made) and all(one.weights != UNKNOWN_WEIGHTS and is_called(one.weights, one.label, weights) for one in self.made)
 
 
 def stamps(response: Any) -> list[Stamp | None]:

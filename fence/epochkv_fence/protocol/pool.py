@@ -276,7 +276,7 @@ def called(weights: str, label: str) -> str:
 
 def is_called(weights: str, label: str, name: str) -> bool:
     """Whether these weights (32 hex digits, and their label) are meant by `name`: the label, or the first 8 or more of the digits."""
-    return name == label or (len(name) >= 8 and weights.startswith(name))
+    return name == label != "" or (len(name) >= 8 and weights.startswith(name))
 
 
 class Authority(Protocol):
