@@ -229,7 +229,7 @@ class Pool(Face):
 
         Raises:
             HubUnreachable: no hub answered; on entry the block does not run.
-            WeightsDiverged: on exit, as in `wait_weights`; also when a push changed nothing.
+            WeightsDiverged: on exit, as in `wait_weights`; also when a push changed nothing of an engine whose weights were known on entry.
         """
         check_timeout(timeout_s)
         update = self._background.run(pushes.begin_update(self._session, label, engines, timeout_s), timeout_s)

@@ -306,8 +306,8 @@ class ZapHandler:
 # ----------------------------------------------------------------------------------------------------------------------
 # The hub's socket: a ROUTER with CURVE, limits on what clients may send, turns between pools, and counters of what was not taken.
 #
-# Peers are named by the socket, never by themselves. With names of their own choice and handover, a client of one pool could
-# take over the connection of another pool's engine. There are no ZMTP heartbeats: see `dealer`.
+# Without handover, a client that names its connection itself cannot take over that of another pool's engine. There are no ZMTP
+# heartbeats: see `dealer`.
 
 
 ZAP_DOMAIN: Final = "epochkv"
