@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -43,9 +43,10 @@ class Mailbox:
     """Events for the state machine and messages for the hub. Any thread may leave one, and wakes the thread that polls `fd`."""
 
     def __init__(self) -> None:
-        self.fd, self._write = os.pipe()
-        os.set_blocking(self.fd, False)
-        os.set_blocking(self._write, False)
+        self._read, self._write = socket.socketpair()  # they close with this object: who ends may be called late
+        for end in (self._read, self._write):
+            end.setblocking(False)
+        self.fd = self._read.fileno()
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._messages: list[Message] = []
@@ -64,13 +65,13 @@ class Mailbox:
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # full (it will wake anyhow)
-            os.write(self._write, b"x")
+            self._write.send(b"x")
 
     def take(self, woken: bool) -> tuple[list[Event], list[Message]]:
         """Everything that waits; `woken`: `fd` has input."""
         if woken:
             with contextlib.suppress(OSError):
-                while os.read(self.fd, 4096):
+                while self._read.recv(4096):
                     pass
         with self._lock:
             events, self._events = self._events, []

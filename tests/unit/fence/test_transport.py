@@ -1,6 +1,8 @@
 """Agents and hubs over real sockets on loopback, with an authority in memory."""
 
+import gc
 import logging
+import os
 from collections import Counter
 
 import pytest
@@ -47,6 +49,23 @@ def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fenc
     assert agent.view.lease_until == before
     fence.thread.call(fence.authority.gate.set)
     eventually(lambda: agent.view.lease_until > before)
+
+
+def test_an_agent_that_has_ended_leaves_no_file_open(fence: FenceWorld) -> None:
+    def num_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def join_and_leave() -> None:
+        agent, _ = fence.agent(hub.endpoint)
+        eventually(lambda: agent.view.epoch == 0)
+        assert fence.agents.pop().stop()
+
+    hub = fence.hub()
+    join_and_leave()
+    before = num_files()
+    join_and_leave()
+    eventually(lambda: num_files() <= before, "the hub closes its end, too")
 
 
 def test_an_engine_that_is_not_ready_is_not_heard_of(fence: FenceWorld) -> None:
