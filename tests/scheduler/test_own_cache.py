@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
 
+from epochkv_connector.engine import limits
 from epochkv_connector.naming.pins import is_private
 from tests.scheduler.rigs import TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
 from tests.scheduler.test_fenced import FencedRig, MooncakeStore, Offloading, Stock
@@ -39,6 +41,17 @@ REASONS: dict[str, tuple[Callable[[VllmConfig, Patch], object], str]] = {
 FENCED: dict[str, tuple[Callable[[VllmConfig, Patch], object], str]] = {**REASONS, "wide": (wide, "EPOCHKV_FENCE")}
 """Under the fence alone, ranks of a wide model compare nothing."""
 every_reason = pytest.mark.parametrize("reason", list(REASONS))
+
+
+def test_an_encoder_whose_scales_follow_what_it_sees_is_one_of_them_until_they_are_given() -> None:
+    media = SimpleNamespace(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=None)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1), model_config=SimpleNamespace(multimodal_config=media))
+    own = limits.why_own(config, None)
+    assert own is not None
+    assert "mm_encoder_fp8_scale_path" in own.why
+    assert not own.asks, "its buffers change with each picture"
+    media.mm_encoder_fp8_scale_path = "scales.json"
+    assert limits.why_own(config, None) is None
 
 
 @pytest.fixture

@@ -182,16 +182,26 @@ def why_own(vllm_config: Any, executor: Any | None, *, fenced: bool = False) -> 
     """Whether this engine cannot know the weights that its KV depends on; None: it can."""
     parallel = vllm_config.parallel_config
     offload = getattr(getattr(vllm_config, "offload_config", None), "prefetch", None)
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    own_scales = getattr(media, "mm_encoder_attn_dtype", None) == "fp8" and getattr(media, "mm_encoder_fp8_scale_path", None) is None
     kinds = [kind.__name__ for kind in type(executor).__mro__] if executor is not None else []
-    if bool(getattr(parallel, "enable_eplb", False)):
-        why = "expert rebalancing (enable_eplb) moves experts between ranks while they serve, and no digest of a rank lasts; turn it off"
-        return Own(why, asks=False)
-    if int(getattr(offload, "offload_group_size", 0) or 0) > 0:
-        why = "the prefetch offloader (offload_group_size) swaps weights in and out of the device; use cpu_offload_gb, or no offloading"
-        return Own(why, asks=False)
-    if "RayDistributedExecutor" in kinds:
-        why = "vLLM's old Ray executor makes calls to workers beside running steps; set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use 'mp'"
-        return Own(why, asks=False)
+    for holds, why in (
+        (
+            bool(getattr(parallel, "enable_eplb", False)),
+            "expert rebalancing (enable_eplb) moves experts between ranks while they serve, and no digest of a rank lasts; turn it off",
+        ),
+        (
+            int(getattr(offload, "offload_group_size", 0) or 0) > 0,
+            "the prefetch offloader (offload_group_size) swaps weights in and out of the device; use cpu_offload_gb, or no offloading",
+        ),
+        (own_scales, "the encoder makes its fp8 scales of what it sees (mm_encoder_attn_dtype); give them by mm_encoder_fp8_scale_path"),
+        (
+            "RayDistributedExecutor" in kinds,
+            "vLLM's old Ray executor makes calls to workers beside running steps; set VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1, or use 'mp'",
+        ),
+    ):
+        if holds:
+            return Own(why, asks=False)
     if is_wide(vllm_config) and bool(getattr(parallel, "enable_elastic_ep", False)):
         return Own("elastic expert parallelism (enable_elastic_ep) changes which ranks hold the experts; turn it off", asks=True)
     if is_wide(vllm_config) and fenced:
