@@ -341,7 +341,8 @@ def run(command: Sequence[str], environ: Mapping[str, str], *, to_stderr: bool =
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, number)
 
-    before = {number: signal.signal(number, forward) for number in FORWARDED}
+    # Those that are ignored, as under nohup, stay so: here, and in the command.
+    before = {number: signal.signal(number, forward) for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
     try:
         try:
             child = subprocess.Popen(

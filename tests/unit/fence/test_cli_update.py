@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from epochkv_fence.cli.asking import environment
+from epochkv_fence.cli.asking import environment, run
 from epochkv_fence.client import Pool
 from hack.waiting import eventually
 from tests.support.fence import NEW, OLD, Running, engine_with, push
@@ -125,6 +125,14 @@ def test_signals_reach_the_whole_process_group_of_the_command(hub: HubProcess, t
     assert child.returncode == 128 + 15
     eventually(lambda: not alive(shell) and not alive(sleeper), "shell and grandchild are gone")
     assert errors == "epochkv: the command ended with status 143; `epochkv weights` shows which engines hold what\n"
+
+
+def test_a_signal_that_is_ignored_stays_so_as_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run(["sh", "-c", "kill -HUP $PPID; kill -HUP $$; exit 7"], os.environ) == 7
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def alive(pid: int) -> bool:
