@@ -38,6 +38,7 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
         (config.model_config, "quantization", "fp8"),
         (config.model_config, "quantization_config", {"linear": {"activation": "mxfp8"}}),
         (config.model_config, "max_model_len", 2048),
+        (config.model_config, "model_class_overrides", {"Qwen3ForCausalLM": "mine:Model"}),
         (config.cache_config, "cache_dtype", "fp8"),
         (config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
         (config.cache_config, "kv_cache_dtype_skip_layers", ["1"]),

@@ -199,7 +199,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     speculative = getattr(vllm_config, "speculative_config", None)
     return {
         "vllm": vllm.__version__,
-        "remote_code": _remote_code(model),
+        "remote_code": [_remote_code(model), _plain(getattr(model, "model_class_overrides", None))],
         "hf_config": _model_digest(model),
         "max_model_len": _plain(getattr(model, "max_model_len", None)),  # picks LongRoPE factors and Llama 4's temperature
         "dtype": str(model.dtype),
