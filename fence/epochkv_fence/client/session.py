@@ -165,8 +165,8 @@ class Session:
             first = page = await self.page(conversation, None, until)
             while page.engines:
                 found.update({engine.instance: engine for engine in page.engines})
-                if len(found) >= page.total:
-                    break
+                if page is first and len(found) >= page.total:
+                    break  # later pages may count fewer than were found, while some of those found have left
                 page = await self.page(conversation, page.engines[-1].instance, until)
         return first, list(found.values())
 

@@ -478,6 +478,19 @@ def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() 
         assert counters["unexpected"] >= 2
 
 
+def test_engines_of_later_pages_are_found_though_those_of_earlier_pages_leave() -> None:
+    pages = {None: (b"ab", 5), b"b" * 16: (b"cd", 3), b"d" * 16: (b"e", 3), b"e" * 16: (b"", 3)}
+
+    def answer(message: Question, say: Report) -> None:
+        assert isinstance(message, Status)
+        here, total = pages[message.after]
+        engines = [EngineStatus(bytes([one]) * 16, 0, engine=chr(one)) for one in here]
+        say(encode(Status(message.request, total=total, engines=engines, lease_seconds=30.0, pool="u", after=message.after)))
+
+    with false_hub(answer) as way, Pool.connect(way, 20) as pool:
+        assert [engine.name for engine in pool.engines()] == ["a", "b", "c", "d", "e"]
+
+
 def test_a_hub_that_falls_silent_after_the_first_answer() -> None:
     asked: list[Bump] = []
 
