@@ -80,7 +80,7 @@ class Elections:
     async def watch(self) -> None:
         """Never returns."""
         timeout, connector = aiohttp.ClientTimeout(total=ANSWER_SECONDS), aiohttp.TCPConnector(limit=AT_ONCE, force_close=True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
             while True:
                 pools = {pool["metadata"]["uid"]: pool for pool in self._store.every(POOLS.kind) if _elects(pool)}
                 none_leads = await asyncio.gather(*(self._none_leads(session, pool) for pool in pools.values()))
@@ -104,6 +104,6 @@ async def _serves(session: aiohttp.ClientSession, url: str) -> bool | None:
             if (answer.content_length or MAX_ANSWER_BYTES) >= MAX_ANSWER_BYTES:
                 return None  # no master's
             said = await answer.json(content_type=None)
-    except (aiohttp.ClientError, OSError, ValueError):  # a time-out is an OSError
+    except (aiohttp.ClientError, OSError, ValueError, RecursionError):  # a time-out is an OSError
         return None
     return said.get("service_ready") if isinstance(said, dict) else None

@@ -1,7 +1,9 @@
 """Which admin ports belong to a pool: those of its own live masters, and of nobody else. What is made of their answers."""
 
 import asyncio
+import gzip
 import itertools
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -70,14 +72,16 @@ _numbers = itertools.count(1)
 
 
 @asynccontextmanager
-async def answering(address: str, answer: Json | None) -> AsyncIterator[None]:
-    """A master's admin port; `answer` None: nobody listens there."""
+async def answering(address: str, answer: Json | bytes | None) -> AsyncIterator[None]:
+    """A master's admin port; `answer` None: nobody listens there, bytes: as they are, which may be packed."""
     if answer is None:
         yield
         return
     app = web.Application()
 
     async def health(_: web.Request) -> web.Response:
+        if isinstance(answer, bytes):
+            return web.Response(body=answer, headers={"Content-Encoding": "identity" if answer[:1] == b"[" else "gzip"})
         return web.json_response(answer)
 
     app.router.add_get("/health", health)
@@ -101,11 +105,13 @@ SERVES, STANDS_BY = {"status": "ok", "service_ready": True}, {"status": "ok", "s
         ([STANDS_BY, None], False),  # who cannot be asked from here may lead
         ([{"status": "ok"}], False),  # of another version
         ([{**STANDS_BY, "padding": "x" * 70_000}], False),
+        ([b"[" * 60_000], False),
+        ([gzip.compress(json.dumps(STANDS_BY).encode())], False),  # it may be a thousand times as long
         ([], False),
     ],
-    ids=["one-leads", "none-leads", "not-heard", "does-not-say", "no-master", "no-pod"],
+    ids=["one-leads", "none-leads", "not-heard", "does-not-say", "no-master", "deep", "packed", "no-pod"],
 )
-def test_whether_a_master_leads(answers: list[Json | None], leaderless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_master_leads(answers: list[Json | bytes | None], leaderless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masters, "PERIOD_SECONDS", 0.02)
     changed: list[Key] = []
     store, network = Store(indexed), f"127.12.{os.getpid() % 250 + 1}"
@@ -123,6 +129,7 @@ def test_whether_a_master_leads(answers: list[Json | None], leaderless: bool, mo
             watching = asyncio.create_task(elections.watch())
             await asyncio.sleep(0.5)
             found = elections.leaderless("uid-policy")
+            assert not watching.done(), "the operator would end with it"
             watching.cancel()
             return found
 
