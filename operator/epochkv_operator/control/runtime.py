@@ -308,7 +308,7 @@ class Operator:
 
         def lists() -> str | None:
             age = self._watches.oldest_list_seconds() if self._watches is not None else 0.0
-            return f"a kind was last listed {age:.0f} s ago" if age > 3 * self.settings.resync_seconds + 60 else None
+            return f"the list of a kind was last tried {age:.0f} s ago" if age > 3 * self.settings.resync_seconds + 60 else None
 
         def leading() -> str | None:
             return None if self._leader is not None and self._leader.listening else "standing by: the hub is not bound here"

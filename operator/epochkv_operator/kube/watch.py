@@ -65,7 +65,7 @@ class Watches:
     _misses: Counter[Place] = field(default_factory=Counter)
     _served: frozenset[str] = frozenset()
     _refused: dict[Place, str] = field(default_factory=dict)
-    listed_at: dict[Resource, float] = field(default_factory=dict)
+    _tried_at: dict[Resource, float] = field(default_factory=dict)
 
     async def begin(self) -> None:
         """Take in what there is of everything but our own kinds. Tries until the API server serves all kinds: CRDs may arrive after us."""
@@ -111,8 +111,9 @@ class Watches:
         return "; ".join(why for (_, scope), why in sorted(self._refused.items(), key=str) if scope in (None, namespace))
 
     def oldest_list_seconds(self) -> float:
-        """Age of the least recently completed comparison; 0 before the first round is through."""
-        return time.monotonic() - min(self.listed_at.values()) if len(self.listed_at) == len(COMPARED) else 0.0
+        """Age of the least recent try to compare; 0 before the first round is through. One that was refused counts: a new process would be
+        refused, too, and would begin no hub."""
+        return time.monotonic() - min(self._tried_at.values()) if len(self._tried_at) == len(COMPARED) else 0.0
 
     # ---- list and watch ----
 
@@ -255,7 +256,6 @@ class Watches:
             self._vanished(resource, obj)
 
     def _listed(self, resource: Resource) -> None:
-        self.listed_at[resource] = time.monotonic()
         metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()
         metrics.MISSED.labels(kind=resource.kind)  # there from the first list, at 0: an alert on its increase sees the first one
 
@@ -274,6 +274,8 @@ class Watches:
         except ApiError as error:
             self._complain(resource, error)
             return False
+        finally:
+            self._tried_at[resource] = time.monotonic()
         if self._problem.pop(resource, None):
             log.info("listing works again", kind=resource.kind)
         return True

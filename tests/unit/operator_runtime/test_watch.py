@@ -36,6 +36,10 @@ class Server:
             raise answer
         yield answer if isinstance(answer, tuple) else ([], answer)
 
+    async def shown(self, resource: Resource, scope: str | None, selector: str) -> tuple[dict[str, int], int]:
+        [(_, version)] = [page async for page in self.pages(resource, scope, selector)]
+        return {}, version
+
     async def watch(self, resource: Resource, scope: str | None, version: str, selector: str) -> AsyncIterator[Json]:
         self.watched_from.append(version)
         while self.watches:
@@ -126,6 +130,20 @@ def test_a_kind_of_kubernetes_itself_is_waited_for() -> None:
     followed = Followed(Server(all=[DENIED, GONE, Unavailable(0, "Timeout", "", "GET"), ([thing("x", 3)], 7)]), kind=SERVICES)
     followed.begin()
     assert followed.seen == [(None, 3)]
+
+
+def test_a_refused_list_is_no_reason_to_end_the_process() -> None:
+    """A namespace that was served is gone, and the rights with it: the next process would wait for them, and the others have no hub."""
+    watches = Followed(Server(a=[7], b=[DENIED]), "a", "b").watches
+
+    async def compare() -> None:
+        watches._tried_at = dict.fromkeys(watch.COMPARED, -1e6)
+        tasks = asyncio.gather(watches.compare())
+        await asyncio.sleep(0.2)
+        assert 0 < watches.oldest_list_seconds() < 1
+        tasks.cancel()
+
+    asyncio.run(compare())
 
 
 def test_a_watch_goes_on_where_it_was_cut_and_begins_anew_when_its_version_has_expired() -> None:
