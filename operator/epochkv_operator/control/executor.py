@@ -125,7 +125,8 @@ class Executor:
 
     async def _send(self, resource: Resource, desired: Json, live: Json | None) -> Json:
         """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its name,
-        an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there."""
+        an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there. So it is with
+        `rollingUpdate`, which the API server has added to a Deployment by itself, once the type is `Recreate`."""
         namespace = desired["metadata"]["namespace"]
         try:
             return await self._client.apply(resource, namespace, desired)
@@ -133,8 +134,10 @@ class Executor:
             if live is None or "spec" not in desired:
                 raise
             with contextlib.suppress(Invalid):  # the first refusal says more
-                path, spec = resource.path(namespace, desired["metadata"]["name"]), {"spec": desired["spec"]}
-                await self._client.request("PATCH", path, query={"fieldManager": MANAGED_BY}, body=spec, content_type=MERGE_PATCH)
+                path, spec = resource.path(namespace, desired["metadata"]["name"]), desired["spec"]
+                if "strategy" in spec:
+                    spec = {**spec, "strategy": {"rollingUpdate": None, **spec["strategy"]}}
+                await self._client.request("PATCH", path, query={"fieldManager": MANAGED_BY}, body={"spec": spec}, content_type=MERGE_PATCH)
                 return await self._client.apply(resource, namespace, desired)
             raise
 

@@ -24,7 +24,7 @@ from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.leader import WriteThroughCache
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.runtime import Probes
-from epochkv_operator.kube.client import Json, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.client import Invalid, Json, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.resources import POOLS, Resource
 from epochkv_operator.kube.store import Store, indexed
 from epochkv_operator.metrics import HUB_FAULTS, REGISTRY, HubCounts
@@ -33,7 +33,7 @@ from epochkv_operator.planning.plan import plan_pool
 from epochkv_operator.settings import Settings
 from hack.loopback import free_ports, has_ipv6
 from hack.observe.catalog import catalog
-from tests.support.planning import CONTEXT, pool
+from tests.support.planning import CONTEXT, one, pool
 
 
 @pytest.fixture
@@ -225,6 +225,41 @@ def test_owner_references_are_given_back_for_an_owner_that_stays(owner: Json | N
     done = executor.bring_about("pool", Observed([orphan]), lambda seen: plan_pool(wanted, seen, CONTEXT))
     assert asyncio.run(done) == (None, None)
     assert client.applied == applied
+
+
+class Deployments(Client):
+    """Applies as the API server does: what nobody takes away stays, its own defaults, too."""
+
+    def __init__(self, live: Json) -> None:
+        super().__init__(LIVES)
+        self.strategy = live["spec"]["strategy"] | {"rollingUpdate": {"maxSurge": "25%", "maxUnavailable": "25%"}}
+
+    def written(self, body: Json) -> Json:
+        strategy = {name: value for name, value in (self.strategy | body["spec"]["strategy"]).items() if value is not None}
+        if strategy["type"] == "Recreate" and "rollingUpdate" in strategy:
+            raise Invalid(422, "Invalid", "spec.strategy.rollingUpdate: Forbidden", "PATCH")
+        self.strategy = strategy
+        return {}
+
+    async def request(self, verb: str, path: str, *, body: Any = None, **_: Any) -> Json:
+        return self.written(body)
+
+    async def apply(self, resource: Resource, namespace: str, body: Json) -> Json:
+        if resource.kind == "Deployment":
+            self.written(body)
+        return await super().apply(resource, namespace, body)
+
+
+def test_masters_that_elect_nobody_any_more_are_replaced_at_once() -> None:
+    elected = plan_pool(pool("ha"), Observed(), CONTEXT).apply
+    live = [{**obj, "metadata": {**obj["metadata"], "uid": obj["kind"], "resourceVersion": "8"}} for obj in elected]
+    client, store = Deployments(one(live, "Deployment")), Store(indexed)
+    for obj in live:
+        store.upsert(obj["kind"], obj)
+    executor = Executor(client, store)
+    done = executor.bring_about("pool", Observed(live), lambda seen: plan_pool(pool("l1-l2"), seen, CONTEXT))
+    assert asyncio.run(done) == (None, None)
+    assert client.strategy == {"type": "Recreate"}
 
 
 # -------------------------------------------------------------------- what is said of a status beside its conditions
