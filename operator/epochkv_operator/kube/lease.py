@@ -129,7 +129,7 @@ class LeaseHolder:
         if self._seen[0] != version:
             self._seen = (version, now_monotonic)
         expired = now_monotonic - self._seen[1] >= (spec.get("leaseDurationSeconds") or self.duration_seconds)
-        if spec.get("holderIdentity") and not expired:
+        if spec.get("holderIdentity") not in (None, "", self.identity) and not expired:  # ours: by a write that had no answer
             return None
         taken = {
             "holderIdentity": self.identity,

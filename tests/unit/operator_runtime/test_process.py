@@ -19,12 +19,14 @@ from prometheus_client import generate_latest
 from epochkv_fence import common
 from epochkv_fence.common import LoopThread
 from epochkv_fence.net import gate, server
+from epochkv_fence.protocol.pool import Term
 from epochkv_operator.control.driver import kopf_settings
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.leader import WriteThroughCache
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.runtime import Probes
 from epochkv_operator.kube.client import Invalid, Json, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import POOLS, Resource
 from epochkv_operator.kube.store import Store, indexed
 from epochkv_operator.metrics import HUB_FAULTS, REGISTRY, HubCounts
@@ -81,6 +83,26 @@ def test_without_leadership_nothing_is_written() -> None:
     for verb in ("POST", "PUT", "PATCH", "DELETE"):
         with pytest.raises(Unavailable, match="last renewed"):
             asyncio.run(client.request(verb, "/api/v1/namespaces/a/pods"))
+
+
+async def test_a_lease_that_was_taken_by_a_write_without_an_answer_is_ours_at_once() -> None:
+    lease: Json = {"metadata": {"resourceVersion": "1"}, "spec": {}}
+    lost = [Unavailable(0, "Timeout", "no answer within 10 s", "PUT")]
+
+    class Answers(KubeClient):
+        async def get(self, *_: Any) -> Json:
+            return lease
+
+        async def replace(self, resource: Resource, namespace: str, body: Json, deadline_seconds: float | None = None) -> Json:
+            lease.update(body, metadata={"resourceVersion": f"{int(lease['metadata']['resourceVersion']) + 1}"})
+            if lost:
+                raise lost.pop()
+            return lease
+
+    holder = LeaseHolder(Answers.__new__(Answers), "a", "lease", "me", duration_seconds=3600)
+    holder.renew_seconds = 0.01
+    async with asyncio.timeout(60):
+        assert await holder.acquire() == Term("me", 2)
 
 
 # -------------------------------------------------------------------------------------------------------------- kopf
