@@ -242,6 +242,8 @@ class Operator:
                 hub.seen(obj)
                 delay = OPEN_SECONDS if hub(HubService.resetting, obj["metadata"]["uid"]) else 0.0
             engines = ENGINES_SECONDS if before is not None and only_epochs_differ(before, obj) else delay
+        elif before is not None and before["metadata"].get("labels") != obj["metadata"].get("labels"):
+            self._enqueue(resource, before)  # whose it was by them
         self._enqueue(resource, obj, delay, engines)
 
     def _enqueue(self, resource: Resource, obj: Json, delay_seconds: float = 0.0, engines_seconds: float = 0.0) -> None:

@@ -24,11 +24,12 @@ from epochkv_operator.control.driver import kopf_settings
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.leader import WriteThroughCache
 from epochkv_operator.control.reporter import Reporter
-from epochkv_operator.control.runtime import Probes
+from epochkv_operator.control.runtime import Operator, Probes
+from epochkv_operator.control.worker import WorkQueue
 from epochkv_operator.kube.client import Invalid, Json, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.lease import LeaseHolder
-from epochkv_operator.kube.resources import POOLS, Resource
-from epochkv_operator.kube.store import Store, indexed
+from epochkv_operator.kube.resources import DEPLOYMENTS, POOLS, Resource
+from epochkv_operator.kube.store import Store, engine_key, indexed
 from epochkv_operator.metrics import HUB_FAULTS, REGISTRY, HubCounts
 from epochkv_operator.planning.context import Observed
 from epochkv_operator.planning.plan import plan_pool
@@ -113,6 +114,15 @@ def test_kopf_tries_again_for_as_long_as_it_is_refused() -> None:
     assert len(seconds) == 2000, "an hour of them is not enough"
     assert all(0 < value <= 2 for value in seconds)
     assert list(islice(backoffs, 3)) == [0.2, 0.5, 1.0], "each request begins with the short ones"
+
+
+def test_an_engine_whose_deployment_loses_its_label_is_looked_at() -> None:
+    operator = Operator(Settings("epochkv-system"))
+    for version, labels in enumerate(({"epochkv.io/pool": "policy", "epochkv.io/engine": "rollout"}, {"epochkv.io/pool": "policy"}), 1):
+        metadata = {"uid": "u", "name": "rollout", "namespace": "a", "resourceVersion": str(version), "labels": labels}
+        operator.queue = WorkQueue()
+        operator.observed(DEPLOYMENTS, "MODIFIED", {"metadata": metadata})
+    assert engine_key("a", "rollout") in {asyncio.run(operator.queue.get()) for _ in range(len(operator.queue))}
 
 
 # --------------------------------------------------------------------------------------------------------- listeners
