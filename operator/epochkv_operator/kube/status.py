@@ -122,20 +122,20 @@ class EventRecorder:
     _queue: asyncio.Queue[tuple[str, Json]] = field(default_factory=lambda: asyncio.Queue(MAX_PENDING))
 
     def emit(self, about: Json, *, warning: bool, reason: str, action: str, note: str) -> None:
-        """Say what changed about an object. `reason` is CamelCase, `note` at most 1 kB."""
+        """Say what changed about an object. `reason` is CamelCase. The API server takes 1 kB of `note`, and names like those of pods."""
         metadata = about["metadata"]
         namespace = metadata.get("namespace", "default")
         about_object = {"apiVersion": about["apiVersion"], "kind": about["kind"], "namespace": namespace}
         body: Json = {
             "apiVersion": EVENTS.api_version,
             "kind": EVENTS.kind,
-            "metadata": {"name": f"{metadata['name']}.{time.time_ns() // 1000:x}", "namespace": namespace},
+            "metadata": {"name": f"{metadata['name'][:230].rstrip('.-')}.{time.time_ns() // 1000:x}", "namespace": namespace},
             "eventTime": micro_time(),
             "reportingController": f"epochkv.io/{MANAGED_BY}",
             "reportingInstance": self._instance[:128],
             "action": action,
             "reason": reason,
-            "note": note[:1024],
+            "note": note.encode(errors="replace")[:1024].decode(errors="ignore"),
             "type": "Warning" if warning else "Normal",
             "regarding": {**about_object, "name": metadata["name"], "uid": metadata["uid"]},
         }

@@ -29,6 +29,7 @@ from epochkv_operator.control.worker import WorkQueue
 from epochkv_operator.kube.client import Invalid, Json, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import DEPLOYMENTS, POOLS, Resource
+from epochkv_operator.kube.status import EventRecorder
 from epochkv_operator.kube.store import Store, engine_key, indexed
 from epochkv_operator.metrics import HUB_FAULTS, REGISTRY, HubCounts
 from epochkv_operator.planning.context import Observed
@@ -334,3 +335,24 @@ def test_a_label_that_weights_had_not_is_an_event() -> None:
     moved = "bbbbbbbb (step-1): until now step-1 was the label of weights aaaaaaaa"
     assert labelled(B, a="step-1", b="step-1") == [("WeightsRelabelled", moved)]
     assert labelled(B, a="step-1", b="step-1") == []
+
+
+def test_an_event_of_a_long_name_and_in_any_script_is_taken() -> None:
+    """As the API server judges: the name is one of DNS, of at most 253 characters, and the note has at most 1,024 bytes."""
+    posted: list[Json] = []
+
+    class Server(KubeClient):
+        async def create(self, resource: Resource, namespace: str, body: Json) -> Json:
+            posted.append(body)
+            raise asyncio.CancelledError
+
+    events = EventRecorder(Server.__new__(Server), "operator")
+    about = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "a", "name": f"{'x' * 229}.{'y' * 23}", "uid": "u"}}
+    events.emit(about, warning=True, reason="NotJoined", action="Join", note="重み" * 400)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(events.run())
+    [event] = posted
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", event["metadata"]["name"])
+    assert len(event["metadata"]["name"]) <= 253
+    assert len(event["note"].encode()) <= 1024
+    assert event["note"] in "重み" * 400
