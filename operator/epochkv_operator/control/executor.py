@@ -112,9 +112,6 @@ class Executor:
 
     async def _apply(self, about: str, desired: Json, reason: str) -> None:
         live = self._store.get(*identity(desired))
-        if live is not None and live.get("x-scaled-by-others") and "spec" in desired:
-            # Somebody owns `spec.replicas` through the scale subresource. Only then is dropping it safe: nobody resets it to 1.
-            desired = {**desired, "spec": {key: value for key, value in desired["spec"].items() if key != "replicas"}}
         answer = await self._send(BY_KIND[desired["kind"]], desired, live)
         self._store.upsert(desired["kind"], answer)
         if live is not None and answer["metadata"]["resourceVersion"] == live["metadata"]["resourceVersion"]:

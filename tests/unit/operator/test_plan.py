@@ -97,6 +97,16 @@ def test_what_others_add_is_left_alone() -> None:
     assert plan_pool(pool(), Observed(live), CONTEXT) == Plan()
 
 
+def test_a_count_that_an_autoscaler_owns_is_left_alone() -> None:
+    live = settle_pool()
+    one(live, "StatefulSet", "policy-store")["spec"]["replicas"] = 5
+    one(live, "StatefulSet", "policy-store")["x-scaled-by-others"] = True
+    assert plan_pool(pool(), Observed(live), CONTEXT) == Plan()
+    changed = copy.deepcopy(POOL_SPECS["l1-l2"])
+    changed["distributed"]["mooncake"]["store"]["segmentSize"] = "512Mi"
+    assert "replicas" not in one(list(plan_pool(pool(changed), Observed(live), CONTEXT).apply), "StatefulSet")["spec"]
+
+
 def test_what_the_spec_no_longer_wants_is_deleted() -> None:
     live = settle_pool()
     plan = plan_pool(pool({"local": {"capacity": "1Gi"}}), Observed(live), CONTEXT)
