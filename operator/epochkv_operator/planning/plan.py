@@ -28,7 +28,7 @@ _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
 ABSENT: Final = "it does not exist"
 BY_OTHERS: Final = "was changed by somebody else"
 _SHOWN: Final = 3
-_QUANTITIES: Final = ("limits", "requests", "sizeLimit")
+_QUANTITIES: Final = ("limits", "requests", "sizeLimit", "divisor")
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,6 @@ def _same_quantity(desired: Any, live: Any, path: str) -> bool:
     if not any(part in _QUANTITIES for part in path.split(".")):
         return False
     try:
-        return quantity.parse(desired) == quantity.parse(live)
-    except (ValueError, TypeError):
+        return quantity.parse(str(desired)) == quantity.parse(str(live))  # a template may have 0.5
+    except ValueError:
         return False

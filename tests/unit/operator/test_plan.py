@@ -107,6 +107,16 @@ def test_a_count_that_an_autoscaler_owns_is_left_alone() -> None:
     assert "replicas" not in one(list(plan_pool(pool(changed), Observed(live), CONTEXT).apply), "StatefulSet")["spec"]
 
 
+def test_numbers_of_a_template_are_those_that_the_api_server_writes_as_text() -> None:
+    size: Json = {"resourceFieldRef": {"resource": "limits.memory", "divisor": 1}}
+    sidecar = {"name": "sidecar", "env": [{"name": "SIZE", "valueFrom": size}], "resources": {"requests": {"cpu": 0.5}}}
+    wanted = engine({**ENGINE_SPECS["minimal"], "template": {"spec": {"containers": [sidecar]}}})
+    live = served(plan_engine(wanted, pool(), Observed(), CONTEXT).apply)
+    made = containers(one(live, "Deployment"))[1]
+    made["resources"]["requests"]["cpu"], made["env"][0]["valueFrom"]["resourceFieldRef"]["divisor"] = "500m", "1"
+    assert plan_engine(wanted, pool(), Observed(live), CONTEXT) == Plan()
+
+
 def test_what_the_spec_no_longer_wants_is_deleted() -> None:
     live = settle_pool()
     plan = plan_pool(pool({"local": {"capacity": "1Gi"}}), Observed(live), CONTEXT)
