@@ -13,7 +13,8 @@ app.kubernetes.io/component: operator
 app.kubernetes.io/part-of: epochkv
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- /* Flux adds the digest of an OCI chart to its version, behind a plus, which no label may have. */}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{/* A digest wins over the tag: it names one image for ever. */}}

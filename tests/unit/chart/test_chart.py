@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,16 @@ def test_the_operator_runs_under_restricted_pod_security(render: Render) -> None
     # A standby must become Ready too, or a rollout with two replicas would never end.
     assert container["readinessProbe"]["httpGet"] == {"path": "/livez", "port": "probes"}
     assert all("hostPath" not in volume for volume in pod["volumes"])
+
+
+def test_a_version_with_a_digest_makes_no_label_that_is_refused(helm: str, tmp_path: Path) -> None:
+    """Flux installs charts from an OCIRepository as such a version."""
+    subprocess.run([helm, "package", CHART, "--version", "0.1.0+3f2a9c1e4b5d", "--destination", tmp_path], check=True, timeout=60)
+    [packed] = tmp_path.iterdir()
+    told = subprocess.run([helm, "template", "demo", packed], capture_output=True, text=True, check=True, timeout=60).stdout
+    labels = {value for obj in yaml.safe_load_all(told) if obj for value in obj["metadata"].get("labels", {}).values()}
+    assert "epochkv-0.1.0_3f2a9c1e4b5d" in labels
+    assert all(re.fullmatch(r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?", value) for value in labels), labels
 
 
 def test_cluster_wide_rights_are_exactly_those_the_operator_uses(render: Render) -> None:
