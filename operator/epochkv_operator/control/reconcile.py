@@ -390,9 +390,13 @@ class PodReconciler:
         if pool is None:
             return
         lease = float(pool["spec"]["reset"]["leaseSeconds"])
-        view = self.hub(HubService.snapshot, pool["metadata"]["uid"]).view
-        if ready_seconds < lease or view is None or not view.complete:
-            self.wake(key, max(lease - ready_seconds, 1.0))
+        if ready_seconds < lease:
+            self.wake(key, lease - ready_seconds)
+            return
+        snapshot = self.hub(HubService.snapshot, pool["metadata"]["uid"])
+        view = snapshot.view
+        if view is None or not view.complete:
+            self.wake(key, snapshot.incomplete_seconds or lease)  # not sooner: the hub looks at all engines for each pod that asks
         elif any(engine.pod == key.name and engine.namespace in ("", key.namespace) for engine in view.engines):
             self._told[key] = pod["metadata"]["uid"]
         else:
