@@ -8,6 +8,7 @@ Source: k8s.io/apimachinery/pkg/api/resource/quantity.go.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from decimal import ROUND_CEILING, Decimal
 
 _PATTERN = re.compile(r"^(?P<number>[+-]?(?:\d+\.?\d*|\.\d+))(?P<suffix>[KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+|)$", re.ASCII)
@@ -26,12 +27,11 @@ def parse(value: int | str) -> Decimal:
     """The number that a quantity stands for. Raises `ValueError`: not a quantity; the text says what one looks like."""
     if isinstance(value, int):
         return Decimal(value)
-    match = _PATTERN.match(value)
-    if match is None:
-        raise ValueError(f"{value!r} must be a Kubernetes quantity such as 64Gi, 500M or 2")
-    suffix = match["suffix"]
-    factor = _FACTORS[suffix] if suffix in _FACTORS else Decimal(f"1e{suffix[1:]}")
-    return Decimal(match["number"]) * factor
+    if (match := _PATTERN.match(value)) is not None:
+        suffix = match["suffix"]
+        with suppress(ArithmeticError):  # beyond all that a Decimal holds, such as 1e9999999
+            return Decimal(match["number"]) * (_FACTORS[suffix] if suffix in _FACTORS else Decimal(f"1e{suffix[1:]}"))
+    raise ValueError(f"{value!r} must be a Kubernetes quantity such as 64Gi, 500M or 2")
 
 
 def to_bytes(value: int | str) -> int:

@@ -112,7 +112,7 @@ def capacity(text: str) -> int:
     """Bytes of a size such as `64Gi` that an L1 can have; 0: no L1."""
     try:
         size = quantity.parse(text)
-    except (ValueError, ArithmeticError):
+    except ValueError:
         size = Decimal(-1)
     if size != 0 and not MIN_BYTES <= size <= MAX_BYTES:
         raise ConfigurationError(

@@ -319,7 +319,7 @@ def check_plugins(environ: Mapping[str, str], there: Callable[[str], Collection[
         if value == "1" and "epochkv" not in there("vllm.general_plugins"):
             wrong(f"{name} is 1, and the connector is not installed here", "pip install '.[connector]'   # in a clone")
     if size := environ.get(CAPACITY_ENV, "").strip():
-        with contextlib.suppress(ValueError, ArithmeticError):
+        with contextlib.suppress(ValueError):
             size = "" if quantity.parse(size) >= 0 else size
         if size:
             wrong(f"{CAPACITY_ENV} is {size!r}; it must be a size such as 64Gi", f"export {CAPACITY_ENV}=64Gi")
