@@ -263,13 +263,14 @@ def value_paths(values: Any, known: set[str], path: str = "") -> Iterator[str]:
             yield from value_paths(child, known, here)
 
 
-def test_every_value_has_a_description_and_every_description_a_value() -> None:
+def test_every_value_has_a_description_and_every_description_a_value(render: Render) -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     described = dict(schema_paths(schema))
     assert [path for path, child in described.items() if not child.get("description", "").endswith(".")] == []
     values = set(value_paths(yaml.safe_load((CHART / "values.yaml").read_text()), set(described)))
-    # `global` is what Helm hands down from a parent chart.
-    assert values == set(described) - {"global"}
+    # What a parent chart gives: `global` is handed down by Helm, and `enabled` is how most write `condition: epochkv.enabled`.
+    assert values == set(described) - {"global", "enabled"}
+    assert render("--set", "enabled=true,global.registry=example").error == ""
 
 
 def test_nothing_unknown_is_accepted_at_any_depth() -> None:
