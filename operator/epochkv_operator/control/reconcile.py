@@ -245,9 +245,13 @@ class PoolReconciler(_Reconciler):
             return keys, None, None
         except SecretConflict as error:
             return None, Problem("SecretConflict", str(error)), None
-        except (Forbidden, Invalid) as error:
-            known = self.secrets.of(uid)  # rights that are being changed do not make known keys wrong
-            return known.keys, None if known.keys else Problem("SecretRefused", str(known.refusal)), error
+        except ApiError as error:
+            known = self.secrets.of(uid)
+            if known.keys is not None and error.status:  # rights that are being changed, or a KMS that is away, do not make them wrong
+                return known.keys, None, error
+            if not isinstance(error, Forbidden | Invalid):
+                raise
+            return None, Problem("SecretRefused", str(known.refusal)), error
         finally:
             if not decided:  # engines wait for this, or for the news that there is something to wait for
                 for engine in engines_of(self.store, key.namespace, key.name):

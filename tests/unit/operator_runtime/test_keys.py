@@ -1,12 +1,14 @@
 """What a pool's Secret holds, and when it is as some operator wrote it: whole, or with what operators make of it, or not at all."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_fence.net.keys import generate_keypair
+from epochkv_operator.control.reconcile import PoolReconciler
 from epochkv_operator.keys import (
     CHECK,
     FIELDS,
@@ -17,6 +19,7 @@ from epochkv_operator.keys import (
     PUBLIC,
     ROOT,
     FenceKeys,
+    FenceSecrets,
     content,
     decoded,
     encoded,
@@ -24,6 +27,8 @@ from epochkv_operator.keys import (
     made,
     whole,
 )
+from epochkv_operator.kube.client import ApiError, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.store import Store, indexed, pool_key
 
 POOL, HUB_PUBLIC = "uid-1", generate_keypair().public
 OTHER = generate_keypair()
@@ -78,6 +83,31 @@ def test_only_the_end_of_an_older_key_and_a_rotation_follow() -> None:
     assert not follows(KEYS, replace(ROTATED, root_secret="ab" * 32), None)
     assert not follows(KEYS, replace(ROTATED, previous=OTHER.public), None)
     assert not follows(KEYS, replace(KEYS, hub_public=OTHER.public), None)
+
+
+async def test_a_secret_that_cannot_be_read_holds_up_nothing_else_of_its_pool() -> None:
+    """While the KMS that decrypts Secrets is away, the API server answers 500 for them, and serves everything else: gates have to open."""
+
+    class Server(KubeClient):
+        def __init__(self) -> None:
+            self.refusal: ApiError = NotFound(404, "NotFound", "", "GET")
+
+        async def get(self, *_: Any) -> Any:
+            raise self.refusal
+
+        async def create(self, *_: Any) -> Any:
+            return {}
+
+    server, pool = Server(), {"metadata": {"namespace": "rl", "name": "policy", "uid": POOL}, "spec": {}}
+    reconciler = PoolReconciler.__new__(PoolReconciler)
+    reconciler.secrets, reconciler.store = FenceSecrets(server, HUB_PUBLIC), Store(indexed)
+    keys, *_ = await reconciler._keys(pool_key("rl", "policy"), pool)
+    assert keys is not None
+    server.refusal = Unavailable(500, "InternalError", "rpc error: KMS", "GET")
+    assert await reconciler._keys(pool_key("rl", "policy"), pool) == (keys, None, server.refusal)
+    reconciler.secrets = FenceSecrets(server, HUB_PUBLIC)
+    with pytest.raises(Unavailable):
+        await reconciler._keys(pool_key("rl", "policy"), pool)
 
 
 def test_engines_restart_for_another_hub_or_root_and_not_for_a_rotation() -> None:
