@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
@@ -69,9 +70,8 @@ class Copies:
         """Bring the copies to what the pool allows. Returns the error to try again on."""
         allowed = pool.spec.allowed_namespaces
         wanted, problem, again = await self._wanted(key, pool, allowed)
-        for namespace in self.places(key):
-            if namespace not in wanted and again is None:
-                await self._withdraw(key, namespace)
+        if again is None:
+            again = await self._withdraw_from(key, [namespace for namespace in self.places(key) if namespace not in wanted])
         done: list[str] = []
         for namespace in sorted(wanted):
             try:
@@ -89,8 +89,8 @@ class Copies:
 
     async def withdraw(self, key: Key) -> None:
         """The pool is gone. Raises `ApiError`: another try may solve it."""
-        for namespace in self.places(key):
-            await self._withdraw(key, namespace)
+        if (failed := await self._withdraw_from(key, self.places(key))) is not None:
+            raise failed
         for known in (self._told, self._looked, self._matched):
             known.pop(key, None)
 
@@ -162,6 +162,16 @@ class Copies:
         if resource is CONFIGMAPS:
             self._store.upsert(resource.kind, answer)
         return None
+
+    async def _withdraw_from(self, key: Key, namespaces: Iterable[str]) -> ApiError | None:
+        """One that refuses holds up no other. Returns the error to try again on."""
+        failed = None
+        for namespace in namespaces:
+            try:
+                await self._withdraw(key, namespace)
+            except ApiError as error:
+                failed = failed or error
+        return failed
 
     async def _withdraw(self, key: Key, namespace: str) -> None:
         """First nobody joins any more, then the keys go."""

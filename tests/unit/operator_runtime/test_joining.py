@@ -12,7 +12,7 @@ from epochkv_operator.control import joining
 from epochkv_operator.control.joining import Copies
 from epochkv_operator.control.reconcile import PodReconciler
 from epochkv_operator.keys import made
-from epochkv_operator.kube.client import Conflict, KubeClient, NotFound
+from epochkv_operator.kube.client import Conflict, Forbidden, KubeClient, NotFound
 from epochkv_operator.kube.resources import Resource
 from epochkv_operator.kube.store import Key, Store, indexed, pool_key
 from epochkv_operator.settings import Settings
@@ -108,6 +108,23 @@ def test_a_namespace_that_is_not_there_is_asked_for_once_in_a_while(monkeypatch:
     rig.server.namespaces.add("nowhere")
     assert "POST ConfigMap nowhere" in rig.keep("nowhere", "team")
     assert rig.problem() is None
+
+
+def test_a_namespace_that_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy of one namespace forbids to delete there."""
+    rig = Rig("guarded", "left", "team")
+    rig.keep("guarded", "left")
+    refusal, delete = Forbidden(403, "Forbidden", "denied", "DELETE"), rig.server.delete
+
+    async def guarded(resource: Resource, namespace: str, name: str, uid: str) -> None:
+        if namespace == "guarded":
+            raise refusal
+        await delete(resource, namespace, name, uid)
+
+    monkeypatch.setattr(rig.server, "delete", guarded)
+    kept = rig.copies.keep(KEY, pool({"local": {"capacity": "1Gi"}, "allowedNamespaces": {"names": ["team"]}}), KEYS, CONTEXT)
+    assert asyncio.run(kept) is refusal
+    assert {namespace for _, namespace, _ in rig.server.objects} == {"guarded", "team"}
 
 
 def test_a_list_that_nobody_has_looked_at_has_no_result() -> None:
