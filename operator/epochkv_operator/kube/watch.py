@@ -93,7 +93,7 @@ class Watches:
                 self._due = time.monotonic() + self._period_seconds  # now, so that a `soon` during the LIST is kept
                 for resource in COMPARED:
                     if not await self._try(resource, self._compare):
-                        self._due = min(self._due, time.monotonic() + RETRY_SECONDS)
+                        self._due = min(self._due, time.monotonic() + (ABSENT_SECONDS if self._refused else RETRY_SECONDS))
 
     def soon(self) -> None:
         """kopf has listed again: look for what vanished of its kinds."""
@@ -220,10 +220,16 @@ class Watches:
         self._listed(resource)
 
     async def _compare(self, resource: Resource) -> None:
-        for scope in self._scopes:
-            shown, version = await self._shown(resource, scope)
-            await self._brought(resource, shown, PATIENCE_SECONDS)
-            await self._take_in(resource, scope, shown, version)
+        failed = None
+        for scope in self._scopes:  # one that is refused keeps no other from being compared
+            try:
+                shown, version = await self._shown(resource, scope)
+                await self._brought(resource, shown, PATIENCE_SECONDS)
+                await self._take_in(resource, scope, shown, version)
+            except ApiError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
         self._listed(resource)
 
     async def _shown(self, resource: Resource, scope: str | None) -> tuple[dict[str, int], int]:

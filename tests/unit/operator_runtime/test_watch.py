@@ -132,18 +132,20 @@ def test_a_kind_of_kubernetes_itself_is_waited_for() -> None:
     assert followed.seen == [(None, 3)]
 
 
-def test_a_refused_list_is_no_reason_to_end_the_process() -> None:
-    """A namespace that was served is gone, and the rights with it: the next process would wait for them, and the others have no hub."""
-    watches = Followed(Server(a=[7], b=[DENIED]), "a", "b").watches
+def test_a_namespace_that_is_refused_is_no_reason_to_end_the_process_nor_to_compare_no_other() -> None:
+    """It may be gone, and the rights with it: the next process would wait for them, and the other namespaces have no hub."""
+    followed = Followed(Server(a=[DENIED], b=[7]), "a", "b")
+    followed.store.upsert("Service", {"metadata": {**thing("x", 3)["metadata"], "namespace": "b"}})
+    watches = followed.watches
 
     async def compare() -> None:
-        watches._tried_at = dict.fromkeys(watch.COMPARED, -1e6)
-        tasks = asyncio.gather(watches.compare())
-        await asyncio.sleep(0.2)
-        assert 0 < watches.oldest_list_seconds() < 1
-        tasks.cancel()
+        for resource in watch.COMPARED:
+            assert not await watches._try(resource, watches._compare)
 
+    watches._tried_at = dict.fromkeys(watch.COMPARED, -1e6)
     asyncio.run(compare())
+    assert watches.oldest_list_seconds() < 600
+    assert followed.vanished == ["x"]
 
 
 def test_a_watch_goes_on_where_it_was_cut_and_begins_anew_when_its_version_has_expired() -> None:
