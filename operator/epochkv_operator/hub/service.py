@@ -156,6 +156,8 @@ OPEN_SECONDS = 0.25
 #: Everything else about engines (requests on an old epoch, joins, losses) is written at most this often.
 QUIET_SECONDS = 1.0
 WATCHDOG_SECONDS = 1.0
+#: For so long, what was seen of a pool does for those who ask for one engine or pod of it: each look is at all engines.
+LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ class _Served:
     history: PoolHistory
     old_key_used_at: float
     reported_at: float = 0.0
+    looked: PoolSnapshot | None = None
+    looked_at: float = 0.0
 
 
 class HubFailed(Exception):
@@ -298,12 +302,15 @@ class HubService:
         return pool_uid in self._served and not self._server.snapshot(pool_uid).converged
 
     def snapshot(self, pool_uid: str, newest: Json | None = None) -> HubSnapshot:
-        """What reconcilers ask for, by one call: they ask for each engine. `newest`: the pool, if its status is to be doubted, too."""
-        served = self._served.get(pool_uid)
+        """What reconcilers ask for, by one call. `newest`: of the pool itself: its status may be doubted, and its gates compare times, so
+        nothing older than the call will do."""
+        served, now = self._served.get(pool_uid), time.monotonic()
         if served is None:
             return HubSnapshot()
-        snapshot, now = self._server.snapshot(pool_uid), time.monotonic()
-        served.history.take(snapshot, time.time(), now)
+        if newest is not None or served.looked is None or now >= served.looked_at + LOOK_SECONDS:
+            served.looked, served.looked_at = self._server.snapshot(pool_uid), now
+            served.history.take(served.looked, time.time(), now)
+        snapshot = served.looked
         led_since = served.history.led_since
         incomplete = led_since + served.config.lease_seconds - now if led_since is not None else 0.0
         keys = replace(served.keys, old_users=old_key_users(snapshot) if served.keys.accepted > 1 else ())
@@ -347,6 +354,7 @@ class HubService:
         if served is None:
             return
         snapshot, key, now = self._server.snapshot(uid), served.key, time.monotonic()
+        served.looked = None
         served.history.take(snapshot, time.time(), now)
         moved, published = served.history.news(snapshot)
         if published and snapshot.reset_seconds is not None:

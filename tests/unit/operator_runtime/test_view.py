@@ -1,14 +1,18 @@
 """From snapshots to what status shows: counts belong to a reset, old keys to engines, silence to nobody."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, WeightsView
-from epochkv_operator.hub.service import PoolHistory, export, old_key_users, view_of
+from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot, WeightsView
+from epochkv_operator.hub import service as hub_service
+from epochkv_operator.hub.service import HubService, PoolHistory, _Served, export, old_key_users, view_of
+from epochkv_operator.kube.store import pool_key
 from epochkv_operator.metrics import REGISTRY, forget_pool
+from epochkv_operator.planning.context import KeysView
 
 A, B = b"a" * 16, b"b" * 16
 EMPTY = PoolSnapshot("u", True, 0, 0, 0, [], 0, None, None, None, 0)
@@ -147,3 +151,22 @@ def test_old_keys_are_named_while_there_are_two_and_their_users_live() -> None:
     engines = [engine("new"), engine("old", key_index=1), engine("dead", key_index=1, alive=False)]
     snapshot = replace(EMPTY, engines=engines)
     assert old_key_users(snapshot) == ("old",)
+
+
+def test_engines_of_a_pool_share_a_look_until_there_is_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look is at all of them, on the thread that grants: a thousand looks at a thousand took nine seconds."""
+    service, looks = HubService.__new__(HubService), list[str]()
+    config = PoolConfig("u", "rl/policy", ("key",))
+    service._served = {"u": _Served(pool_key("rl", "policy"), config, KeysView(0), PoolHistory(), 0.0)}
+    service._server = SimpleNamespace(snapshot=lambda uid: looks.append(uid) or replace(EMPTY, leading=False))  # type: ignore[assignment]
+    service._wake = lambda *_: None
+    monkeypatch.setattr(hub_service, "LOOK_SECONDS", 1e9)
+    for _ in range(1000):
+        service.snapshot("u")
+    assert len(looks) == 1
+    service.snapshot("u", {})
+    service.snapshot("u", {})
+    assert len(looks) == 3, "gates go by it"
+    service._changed("u")
+    service.snapshot("u")
+    assert len(looks) == 5
