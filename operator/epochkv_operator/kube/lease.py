@@ -102,13 +102,13 @@ class LeaseHolder:
 
     async def release(self) -> None:
         """Give the Lease back so that a standby takes over at once. Best effort: a failure only makes the standby wait."""
-        if self.term is None:
+        term, self.term = self.term, None
+        if term is None:
             return
-        self.term = None
         try:
-            await self._put({"holderIdentity": "", "leaseDurationSeconds": 1}, 2.0)
+            await self._put_ours({"holderIdentity": "", "leaseDurationSeconds": 1}, 2.0, term)
             log.info("lease released", lease=self.place)
-        except ApiError as error:
+        except (ApiError, LeaseLost) as error:
             log.warning("lease not released, a standby waits until it expires", lease=self.place, error=str(error))
 
     async def read_term(self, deadline_seconds: float) -> Term:
@@ -145,17 +145,23 @@ class LeaseHolder:
 
     async def _renew(self, deadline_seconds: float) -> None:
         started = time.monotonic()
+        assert self.term is not None
         try:
-            await self._put({}, deadline_seconds)
-        except Conflict:
-            self._lease = await self._client.get(LEASES, self.namespace, self.name, deadline_seconds)
-            if term_of(self._lease) != self.term:
-                raise LeaseLost(f"Lease {self.place} is held by {term_of(self._lease).holder!r} now") from None
-            await self._put({}, deadline_seconds)
+            await self._put_ours({}, deadline_seconds, self.term)
         except NotFound:
             raise LeaseLost(f"Lease {self.place} was deleted") from None
         metrics.LEASE_RENEWAL_SECONDS.observe(started - self.renewed_at)
         self.renewed_at = started
+
+    async def _put_ours(self, spec: Json, deadline_seconds: float, term: Term) -> None:
+        """Also over a write of ours that had no answer, or was cut. Raises `LeaseLost`: it is somebody else's by now."""
+        try:
+            await self._put(spec, deadline_seconds)
+        except Conflict:
+            self._lease = await self._client.get(LEASES, self.namespace, self.name, deadline_seconds)
+            if term_of(self._lease) != term:
+                raise LeaseLost(f"Lease {self.place} is held by {term_of(self._lease).holder!r} now") from None
+            await self._put(spec, deadline_seconds)
 
     async def _put(self, spec: Json, deadline_seconds: float) -> None:
         body = {**self._lease, "spec": {**self._lease.get("spec", {}), **spec, "renewTime": micro_time()}}

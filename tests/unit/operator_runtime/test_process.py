@@ -26,7 +26,7 @@ from epochkv_operator.control.leader import WriteThroughCache
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.runtime import Operator, Probes
 from epochkv_operator.control.worker import WorkQueue
-from epochkv_operator.kube.client import Invalid, Json, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.client import Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import DEPLOYMENTS, POOLS, Resource
 from epochkv_operator.kube.status import EventRecorder
@@ -87,24 +87,38 @@ def test_without_leadership_nothing_is_written() -> None:
             asyncio.run(client.request(verb, "/api/v1/namespaces/a/pods"))
 
 
-async def test_a_lease_that_was_taken_by_a_write_without_an_answer_is_ours_at_once() -> None:
-    lease: Json = {"metadata": {"resourceVersion": "1"}, "spec": {}}
-    lost = [Unavailable(0, "Timeout", "no answer within 10 s", "PUT")]
+class OneLease(KubeClient):
+    """An API server with one Lease. The answers to writes are lost while `silent`; the writes are done."""
 
-    class Answers(KubeClient):
-        async def get(self, *_: Any) -> Json:
-            return lease
+    def __init__(self) -> None:
+        self.lease: Json = {"metadata": {"resourceVersion": "1"}, "spec": {}}
+        self.silent = 0
 
-        async def replace(self, resource: Resource, namespace: str, body: Json, deadline_seconds: float | None = None) -> Json:
-            lease.update(body, metadata={"resourceVersion": f"{int(lease['metadata']['resourceVersion']) + 1}"})
-            if lost:
-                raise lost.pop()
-            return lease
+    async def get(self, *_: Any) -> Json:
+        return self.lease
 
-    holder = LeaseHolder(Answers.__new__(Answers), "a", "lease", "me", duration_seconds=3600)
-    holder.renew_seconds = 0.01
+    async def replace(self, resource: Resource, namespace: str, body: Json, deadline_seconds: float | None = None) -> Json:
+        version = self.lease["metadata"]["resourceVersion"]
+        if body["metadata"]["resourceVersion"] != version:
+            raise Conflict(409, "Conflict", "", "PUT")
+        self.lease = {**body, "metadata": {"resourceVersion": f"{int(version) + 1}"}}
+        self.silent -= 1
+        if self.silent >= 0:
+            raise Unavailable(0, "Timeout", "no answer within 10 s", "PUT")
+        return self.lease
+
+
+async def test_a_lease_is_ours_and_is_given_back_over_writes_without_an_answer() -> None:
+    server = OneLease()
+    holder = LeaseHolder(server, "a", "lease", "me", duration_seconds=3600)
+    holder.renew_seconds, server.silent = 0.01, 1
     async with asyncio.timeout(60):
         assert await holder.acquire() == Term("me", 2)
+        server.silent = 1
+        with pytest.raises(Unavailable):
+            await holder._renew(1.0)  # its process is told to end meanwhile
+        await holder.release()
+    assert server.lease["spec"]["holderIdentity"] == ""
 
 
 # -------------------------------------------------------------------------------------------------------------- kopf
