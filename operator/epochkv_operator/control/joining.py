@@ -32,6 +32,7 @@ from epochkv_operator.planning.context import Context, Problem, Shared, listed
 from epochkv_operator.planning.names import copy_name, digest
 from epochkv_operator.planning.plan import difference
 from epochkv_operator.planning.pool import shared_connection
+from epochkv_operator.planning.serving import JOINED
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -39,9 +40,8 @@ CHECK_SECONDS: Final = 60.0
 """After which the Secret of a copy is read again, or a namespace that is not there: no watch shows either."""
 LIST_SECONDS: Final = 10.0
 """For how long a list of namespaces counts."""
-JOINED: Final = "epochkv.io/joined"
 REJECTED: Final = "epochkv.io/rejected"
-"""Annotations that the admission policy leaves on a pod."""
+"""Annotation that the admission policy leaves on a pod that cannot join: why."""
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from epochkv_operator import metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.joining import JOINED, Copies, explain, ready_since, silent
+from epochkv_operator.control.joining import Copies, explain, ready_since, silent
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, unready
 from epochkv_operator.hub.masters import Elections
@@ -33,7 +33,7 @@ from epochkv_operator.kube.store import BY_HOME, Key, Store, engine_key, engines
 from epochkv_operator.planning.context import Context, HubView, KeysView, Observed, Problem, Serving, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
-from epochkv_operator.planning.serving import ANYTHING, Life, lives_of, serve_of, serving
+from epochkv_operator.planning.serving import ANYTHING, JOINED, Life, lives_of, serve_of, serving
 from epochkv_operator.planning.status import engine_status, pool_status
 from epochkv_operator.settings import Settings
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from epochkv_operator.api.base import ENGINE_LABEL, GATED, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, POOL_NAMESPACE, has_gate
-from epochkv_operator.kube.resources import ENGINES, POOLS
+from epochkv_operator.kube.resources import ENGINES, PODS, POOLS
 
 Json = dict[str, Any]
-POD = "Pod"
 TOMBSTONE_SECONDS = 600.0
 
 
@@ -34,7 +33,7 @@ def slim(kind: str, obj: Json) -> Json:
         entry.get("subresource") == "scale" and "f:replicas" in (entry.get("fieldsV1") or {}).get("f:spec", {}) for entry in fields
     )
     slimmed = {**obj, "metadata": metadata}
-    if kind == POD:
+    if kind == PODS.kind:
         spec = slimmed.pop("spec", None) or {}
         pool = (metadata.get("labels") or {}).get(POOL_LABEL)
         secrets = [str((volume.get("secret") or {}).get("secretName")) for volume in spec.get("volumes") or ()]
@@ -248,8 +247,8 @@ def affected(store: Store, kind: str, obj: Json) -> Iterator[Key]:
     labels = metadata.get("labels") or {}
     if labels.get(ENGINE_LABEL):
         yield engine_key(namespace, labels[ENGINE_LABEL])
-    joins = kind == POD and labels.get(MANAGED_BY_LABEL) != MANAGED_BY
+    joins = kind == PODS.kind and labels.get(MANAGED_BY_LABEL) != MANAGED_BY
     if joins:
-        yield Key(POD, namespace, name)
+        yield Key(PODS.kind, namespace, name)
     if (meant := home(obj)) is not None and (has_gate(obj) or not (joins or labels.get(ENGINE_LABEL))):
         yield meant

@@ -55,7 +55,7 @@ from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Json, Servi
 from epochkv_operator.planning.names import controller_of
 from epochkv_operator.planning.workload import condition_of, ended, is_ready
 
-JOINED_ANNOTATION: Final = "epochkv.io/joined"
+JOINED: Final = "epochkv.io/joined"
 """Of a pod that joined by its label: the engine's container."""
 WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/worker-index"
 ANYTHING: Final = Serve()
@@ -429,7 +429,7 @@ def _by_pod(pods: Sequence[Json], home: str, engines: Iterable[EngineView]) -> d
 
 def _life(pod: Json) -> str:
     containers: list[Any] = (pod.get("status") or {}).get("containerStatuses") or []
-    name = (pod["metadata"].get("annotations") or {}).get(JOINED_ANNOTATION, "engine")
+    name = (pod["metadata"].get("annotations") or {}).get(JOINED, "engine")
     found = next((one for one in containers if one.get("name") == name), containers[0] if len(containers) == 1 else None)
     return str((((found or {}).get("state") or {}).get("running") or {}).get("startedAt") or "")
 
