@@ -1,12 +1,15 @@
 """What `epochkv doctor` says of objects of a cluster. Pure: objects as the API server gives them, and its time."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from epochkv_fence.cli.doctor import Level
+from epochkv_fence.cli.doctor import ClusterScope, Finding, Level
+from epochkv_operator import doctor
 from epochkv_operator.doctor import Operator, judge_lease, judge_object, judge_rights
+from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.resources import rights
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
@@ -121,3 +124,23 @@ def test_what_is_well_new_or_going() -> None:
     assert (going.level, "still there" in going.text) == (Level.WARNING, True)
     (crash,) = judge_object(obj("InferenceEngine", condition("Available", "False", "CrashLooping")), NOW)
     assert crash.fix == "kubectl -n rl logs -l epochkv.io/engine=policy --previous --tail=50"
+
+
+async def test_pools_that_were_asked_in_time_count_where_a_hub_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pools(KubeClient):
+        async def list(self, *_: Any) -> tuple[list[Json], int]:
+            return [obj(name=f"p{number}") for number in range(100)], 1
+
+    asked = []
+
+    async def hub(_client: object, _scope: object, pool: Json) -> list[Finding]:
+        asked.append(pool)
+        if len(asked) > 3:
+            await asyncio.sleep(3600)
+        return [Finding("hub", Level.WRONG, "it hangs", about=pool["metadata"]["name"])]
+
+    monkeypatch.setattr(doctor, "_hub", hub)
+    monkeypatch.setattr(doctor, "HUBS_SECONDS", 0.2)
+    found = await doctor._hubs(Pools.__new__(Pools), ClusterScope())
+    assert [one.about for one in found] == ["p0", "p1", "p2", ""]
+    assert (found[-1].level, found[-1].text) == (Level.UNKNOWN, "97 of 100 pools were not asked within 0.2 s")
