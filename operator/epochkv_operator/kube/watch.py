@@ -11,6 +11,7 @@ A cluster may begin or cease to serve a kind of another project at any time, or 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -118,14 +119,21 @@ class Watches:
     # ---- list and watch ----
 
     async def _begin(self, resource: Resource, scope: str | None) -> None:
-        if resource in PRIMARY:
-            await self._until_done(resource, lambda kind: self._shown(kind, scope))
-            return
-        while True:
-            version = self._versions[resource, scope] = await self._list(resource, scope)
-            if version is not None or resource in OPTIONAL:
+        for tries in itertools.count(1):
+            if resource in PRIMARY:
+                done = await self._try(resource, lambda kind: self._shown(kind, scope))
+            else:
+                version = self._versions[resource, scope] = await self._list(resource, scope)
+                done = version is not None or resource in OPTIONAL
+            if done or (tries >= MISSES and self._lost(scope)):
                 return
             await asyncio.sleep(RETRY_SECONDS)
+
+    def _lost(self, scope: str | None) -> bool:
+        """One of several namespaces, in which we may list nothing that we serve: it may be gone, and the rights with it. The others do not
+        wait for it."""
+        closed = {place for place in self._scopes if all((kind, place) in self._refused for kind in PRIMARY)}
+        return scope in closed and len(closed) < len(self._scopes)
 
     async def _follow(self, resource: Resource, scope: str | None) -> None:
         version = self._versions[resource, scope]
@@ -197,7 +205,7 @@ class Watches:
 
     def _settle(self, resource: Resource, why: str) -> None:
         """Work out whether the kind is served, and say so when it is news."""
-        everywhere = all((resource, scope) in self._found for scope in self._scopes)
+        everywhere = all((resource, scope) in self._found or self._lost(scope) for scope in self._scopes)
         served = self._served | {resource.kind} if everywhere else self._served - {resource.kind}
         if self._problem.get(resource) != why:
             self._problem[resource] = why
@@ -210,10 +218,10 @@ class Watches:
 
     async def _first(self, resource: Resource) -> None:
         """Kopf has just begun to watch. What is deleted meanwhile it will not bring, so the list is repeated."""
-        for scope in self._scopes:
+        for scope in itertools.filterfalse(self._lost, self._scopes):
             since = time.monotonic()
             while True:
-                shown, version = await self._client.shown(resource, scope)
+                shown, version = await self._shown(resource, scope)
                 if await self._brought(resource, shown, RETRY_SECONDS) or time.monotonic() - since > START_PATIENCE_SECONDS:
                     break
             await self._take_in(resource, scope, shown, version)

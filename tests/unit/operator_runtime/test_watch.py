@@ -148,6 +148,21 @@ def test_a_namespace_that_is_refused_is_no_reason_to_end_the_process_nor_to_comp
     assert followed.vanished == ["x"]
 
 
+def test_the_other_namespaces_have_a_hub_where_one_is_refused_from_the_start() -> None:
+    """A new process after a namespace was deleted. Where all are refused, it waits: an API server that starts does that."""
+
+    async def begin(**lists: list[Any]) -> Followed:
+        followed = Followed(Server(**lists), *lists)
+        async with asyncio.timeout(1 if "b" not in lists else 20):
+            await followed.watches.begin()
+            await followed.watches.complete()
+        return followed
+
+    assert asyncio.run(begin(a=[7], b=[DENIED])).watches.refused("b")
+    with pytest.raises(TimeoutError):
+        asyncio.run(begin(a=[DENIED]))
+
+
 def test_a_watch_goes_on_where_it_was_cut_and_begins_anew_when_its_version_has_expired() -> None:
     server = Server(all=[([thing("x", 3)], 7), ([thing("y", 19)], 20)])
     cut = Unavailable(0, "Unreachable", "cut", "WATCH")
