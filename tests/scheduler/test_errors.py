@@ -80,6 +80,21 @@ def test_saves_that_were_never_sent_give_their_blocks_back(
     check_unharmed(rig)
 
 
+def test_saves_of_several_ranks_do_not_keep_an_engine_awake_after_an_error(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait for word that all of them have copied a save, and the engine steps until they were told."""
+    rig = make_rig(store=SharedStore(), num_ranks=2, epoch=0)
+    for worker in rig.workers:
+        worker.hold_saves = True
+    rig.add(TOKENS, max_tokens=4)
+    rig.step()
+    failure = FailsOnce(rig.tiers, "end_step", monkeypatch)
+    rig.step()
+    assert failure.raised
+    release(rig)
+    rig.run()
+    check_unharmed(rig)
+
+
 @pytest.mark.parametrize("unsent", [True, False])
 def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, unsent: bool) -> None:
     rig, tokens = filled(make_rig)

@@ -237,10 +237,12 @@ class Steps:
     def emergency(self) -> StepMetadata:
         """The tiers have failed: answer what vLLM waits for and no rank was told of, and use the tiers no more."""
         self._state.broken = True
+        metadata = StepMetadata(newest_epoch=self._state.applied.epoch)
         if self._tiers is not None:
             self._tiers.saves.drop_unsent()
+            _, metadata.agreed, metadata.refused = self._tiers.saves.end_step()  # ranks, and an engine that would idle, wait for these
         self._requests.fail_unsent()
-        return self._with_names(StepMetadata(newest_epoch=self._state.applied.epoch))
+        return self._with_names(metadata)
 
     def save_last_blocks(self, request: Any) -> None:
         """Save what is complete only now that the request has ended; its blocks are its own until we return."""
