@@ -257,6 +257,7 @@ class SaveJobs:
             case Copied():
                 self._copied(outcome)
             case Stored():
+                self.planner.over(outcome.job.moves)
                 self._state.counts["blocks_stored"] += len(outcome.stored)
                 if not outcome.abandoned:
                     self._state.known.add(block_keys(outcome.stored))
@@ -266,8 +267,9 @@ class SaveJobs:
     def _copied(self, done: Copied) -> None:
         if done.gpu_blocks and self.pool is not None:
             self.pool.free(tuple(reversed(done.gpu_blocks)))
-        self.planner.over(done.job.moves)
-        if done.job.namespace is not None and self._state.jobs.num_ranks > 1:
+        if done.job.namespace is None:  # others wait for the put
+            self.planner.over(done.job.moves)
+        elif self._state.jobs.num_ranks > 1:
             (self._agreed if done.complete else self._refused).append(done.job.job_id)
         self._state.counts["blocks_saved"] += len(done.saved)
         if not done.abandoned:

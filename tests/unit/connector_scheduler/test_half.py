@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS
 from epochkv_connector.tiers.layout import ScheduledRequestView
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS
@@ -229,11 +230,16 @@ def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_i
 
 
 # -- saves -----------------------------------------------------------------------------------------------------------
-def test_what_another_request_is_saving_is_not_saved_again() -> None:
-    world = World(L1)
+@pytest.mark.parametrize("cfg", [L1, L2, BOTH], ids=["L1", "L2", "both"])
+def test_what_another_request_is_saving_is_not_saved_again(cfg: ConnectorConfig) -> None:
+    """Copied is not saved: puts wait in a queue that drops the oldest, and requests with one prompt would fill it."""
+    world = World(cfg)
     blocks = world.begin_save("a", PROMPT, SNAP)
-    world.collect("twin", blocks, 40)
-    assert world.step().saves == ()
+    for twin in range(2):
+        world.collect(f"twin {twin}", blocks, 40)
+        assert world.step().saves == ()
+        if twin == 0:
+            world.tiers.on_acks(world.workers[0].work())
 
 
 def test_what_l1_holds_and_l2_lacks_is_put_without_copying() -> None:
