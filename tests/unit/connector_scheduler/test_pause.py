@@ -217,6 +217,22 @@ def test_prefetches_that_fail_pause_nothing() -> None:
     assert not world.tiers.hits.pause.paused
 
 
+def test_a_prefetch_that_is_never_heard_of_holds_up_its_request_and_others_for_a_time() -> None:
+    """A rank's acknowledgements can be lost to an error of ours."""
+    world = world_with(400)
+    for number in (1, 2):
+        world.stored(prompt(number))
+        world.begin(f"r{number}", prompt(number))
+        world.step()
+        world.workers[0].work()  # and nobody hears of it
+        assert world.answer(f"r{number}", prompt(number)) is None
+        world.clock.now += 2 * BOTH.job_deadline_seconds
+        world.step()
+        assert world.answer(f"r{number}", prompt(number)) == 40
+        world.tiers.finish(f"r{number}")
+    assert world.tiers.leak_report()["prefetches"] == 0
+
+
 def test_nothing_is_kept_of_requests_while_l2_is_paused() -> None:
     world = world_with(400)
     hits = world.tiers.hits
