@@ -54,6 +54,20 @@ def test_what_nobody_understands_changes_nothing(make_rig: MakeRig, asked: Any) 
     assert saved(make_rig(epoch=0), {"epochkv": {"save": asked}}) == 7 * BLOCK
 
 
+def test_who_waits_is_not_looked_at_in_each_step_after_new_names(make_rig: MakeRig) -> None:
+    """Thousands wait where a trainer pushes weights."""
+    rig = make_rig(epoch=0, max_num_seqs=1)
+    for seed in range(4):
+        rig.add(prompt(seed, PROMPT), max_tokens=2 * BLOCK)
+    rig.step()
+    rig.adopt(1, weights="w1")
+    rig.steps(2)
+    assert len(rig.scheduler.waiting) == 3
+    assert len(rig.side.steps.candidates.boundaries) == 1
+    rig.run()
+    assert rig.tiers.stats()["blocks_saved"] == 4 + 3 * 5, "of the first, what it had computed; of the others, answers too"
+
+
 @on_layouts(("full", STATE), ("48", "full"))
 def test_layers_with_states_and_windows_end_with_the_prompt_too(make_rig: MakeRig) -> None:
     rig = make_rig(epoch=0, extra={"save": "Prompts"})

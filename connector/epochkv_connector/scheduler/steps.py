@@ -88,7 +88,8 @@ class SaveCandidates:
         if snapshot is not self._under:
             self._under = snapshot
             for living in self._requests:
-                boundaries.start(living.request_id)  # what may be saved is another matter now
+                if blocks.holds_blocks(living.vllm):  # the others begin when they are scheduled
+                    boundaries.start(living.request_id)  # what may be saved is another matter now
         resumed = list(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         for new in scheduler_output.scheduled_new_reqs:
             boundaries.start(new.req_id)
