@@ -476,7 +476,7 @@ class Staging:
         return self.region.object_view(slot, self.groups[group].payload_bytes)
 
     def batch(self, pairs: Sequence[Pair]) -> list[tuple[int, list[int], list[int]]]:
-        """(group, GPU blocks, slots) for each group. Raises IndexError for what does not exist."""
+        """(group, GPU blocks, slots) for each group that has layers here. Raises IndexError for what does not exist."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for pair in pairs:
             if pair.group not in self.groups:
@@ -487,7 +487,7 @@ class Staging:
             blocks, slots = found.setdefault(pair.group, ([], []))
             blocks.append(pair.gpu_block)
             slots.append(pair.slot)
-        return [(group, *ids) for group, ids in found.items()]
+        return [(group, *ids) for group, ids in found.items() if self.groups[group].parts]
 
 
 class StagingStream:
@@ -506,13 +506,13 @@ class StagingStream:
 
     def gather(self, pairs: Sequence[Pair], after: torch.cuda.Event | None = None) -> None:
         """GPU blocks -> slots, after the compute stream has reached `after`."""
-        if pairs:
-            self._copies.gather(self._staging.batch(pairs), after)
+        if batch := self._staging.batch(pairs):
+            self._copies.gather(batch, after)
 
     def scatter(self, pairs: Sequence[Pair], after: torch.cuda.Event | None = None) -> None:
         """Slots -> GPU blocks, after the compute stream has reached `after` (older kernels may still read the blocks)."""
-        if pairs:
-            self._copies.scatter(self._staging.batch(pairs), after)
+        if batch := self._staging.batch(pairs):
+            self._copies.scatter(batch, after)
 
 
 def compute_event(device: torch.device) -> torch.cuda.Event | None:

@@ -108,6 +108,20 @@ def test_a_driver_without_batches_copies_row_by_row_from_then_on(code: int) -> N
     assert target[:16].tolist() == list(range(16))
 
 
+@pytest.mark.parametrize("empty", [{1}, {0, 1}])
+def test_blocks_whose_layers_are_on_other_pipeline_stages_cost_no_call(empty: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {group: GroupSpec([] if group in empty else ["a"]) for group in range(3)}
+    stage = Staging({"a": torch.zeros(4, 40, dtype=torch.uint8)}, groups, 4, 4)
+    calls: list[int] = []
+    work: Any = SimpleNamespace(behind=lambda after: None, wait=lambda: None, handle=77)
+    copies = staging.CudaCopies(stage.groups, stage.region, work, lambda to, *_: calls.append(to.numel()))
+    stream = staging.StagingStream(stage)
+    monkeypatch.setattr(stream, "_copies", copies)
+    for copy in (stream.gather, stream.scatter):
+        copy([Pair(group, 1, 2) for group in (0, 1)])
+    assert calls == [1, 1] if 0 not in empty else not calls
+
+
 # -- a submit that fails half-way --------------------------------------------------------------------------------------
 
 
