@@ -325,6 +325,7 @@ class HitPlanner:
                 self.plans.refresh(plan, self._step, now)
                 return plan.num_tokens
             self.plans.pop(req.request_id)
+            self._count["plans_expired"] += plan.num_held > 0
             self.release(plan)
         max_tokens = self._max_tokens(req)
         if max_tokens <= num_local_tokens:
@@ -540,6 +541,7 @@ class LoadJobs:
         if plan is not None:
             if plan.root == snap.root and num_tokens <= plan.num_tokens:
                 draft = self._bind(plan, num_tokens, group_block_ids)
+            self._state.counts["plans_aborted"] += draft is None and plan.num_held > 0
             self._planner.release(plan)  # what the draft did not take
         if draft is None:
             self._state.counts["loads_failed_before_send"] += 1

@@ -291,6 +291,9 @@ class Schedule:
         assert sum(self.world.pool.refs.values()) == 0, "GPU blocks leaked"
         self.world.assert_idle()
         assert not any(self.world.requests.leak_report().values())
+        counts = self.world.tiers.stats()
+        ends = ("committed", "aborted", "expired", "over_cap", "dropped")
+        assert counts["plans_opened"] == sum(counts[f"plans_{end}"] for end in ends), "a plan has no end, or two"
 
 
 MODES = {"L1": (True, False), "L2": (False, True), "L1+L2": (True, True)}
