@@ -194,6 +194,23 @@ def test_a_lost_acknowledgement_of_a_load_costs_hits_and_no_request(make_rig: Ma
     assert request.request_id in rig.finished
 
 
+def test_a_lost_acknowledgement_of_a_save_holds_nobody_up_beyond_its_deadline(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks stay taken, as the rank may still read them. But others are preempted again, and the engine comes to rest."""
+    rig = make_rig(epoch=0, num_blocks=12)
+    rig.workers[0].hold_saves = True
+    rig.add(prompt(1, 4 * BLOCK))
+    rig.steps(2)
+    rig.workers[0].saves.clear()
+    rig.workers[0].hold_saves = False
+    requests = [rig.add(prompt(seed, 2 * BLOCK), max_tokens=4 * BLOCK) for seed in (2, 3)]
+    rig.steps(10 * BLOCK)
+    assert {request.request_id for request in requests}.isdisjoint(rig.finished), "both wait for the blocks of the save"
+    monkeypatch.setattr(rig.tiers.state, "clock", lambda: 1e9)
+    rig.run()
+    assert {request.request_id for request in requests} <= rig.finished
+    assert rig.tiers.stats()["jobs_overdue"] == 1
+
+
 def test_loads_that_failed_while_our_code_failed_are_over(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens, max_tokens=2)

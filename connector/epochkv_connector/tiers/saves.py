@@ -276,13 +276,13 @@ class SaveJobs:
             self._state.insert(done.saved)
 
     def is_pending(self) -> bool:
-        """Whether a save may still read GPU blocks, or ranks wait to hear that one may be stored, or may not."""
-        return self._state.jobs.num_gpu_blocks > 0 or bool(self._agreed or self._refused)
+        """Whether a save may still read GPU blocks and is not overdue, or ranks wait to hear that one may be stored, or may not."""
+        return bool(self._agreed or self._refused) or any(True for _ in self._state.jobs.gpu_blocks(self._state.clock()))
 
     def would_free_gpu_blocks(self) -> bool:
-        """Whether the end of a save would free a GPU block: one that nobody but the save holds."""
+        """Whether the end of a save that is not overdue would free a GPU block: one that nobody but the save holds."""
         pool = self.pool
-        return pool is not None and any(pool.num_references(block) <= 1 for block in self._state.jobs.gpu_blocks())
+        return pool is not None and any(pool.num_references(block) <= 1 for block in self._state.jobs.gpu_blocks(self._state.clock()))
 
     def leak_report(self) -> dict[str, int]:
         return {"unsent_saves": len(self._jobs), "unsent_agreements": len(self._agreed) + len(self._refused), **self.planner.leak_report()}

@@ -83,6 +83,10 @@ class _Open(msgspec.Struct):
     held: list[int] | None = None  # slots to be released, in this order; None: nobody has asked yet
     abandoned: bool = False
 
+    def is_overdue(self, now: float) -> bool:
+        """A rank should have acknowledged it as dropped by now (it hangs, or its word was lost to an error)."""
+        return now - self.opened_at > 2 * self.job.deadline_seconds
+
 
 class Jobs:
     """Open jobs by id. `acknowledge` turns acknowledgements into outcomes; applying them is the caller's.
@@ -105,10 +109,10 @@ class Jobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def gpu_blocks(self) -> Iterator[int]:
-        """Those that saves have referenced and ranks may still read, once for each save."""
+    def gpu_blocks(self, now: float = 0.0) -> Iterator[int]:
+        """Those that saves have referenced and ranks may still read, once for each save. `now`: but those of overdue ones."""
         for entry in self._jobs.values():
-            if Phase.COPIED not in entry.done:
+            if Phase.COPIED not in entry.done and not entry.is_overdue(now):
                 yield from entry.gpu_blocks
 
     @property
@@ -135,8 +139,7 @@ class Jobs:
         return sum(entry.reads and (Phase.LOADED not in entry.done or bool(entry.busy)) for entry in list(self._jobs.values()))
 
     def num_overdue(self, now: float) -> int:
-        """Jobs that a rank should have acknowledged as dropped by now (a rank that hangs, or lost metadata)."""
-        return sum(1 for entry in list(self._jobs.values()) if now - entry.opened_at > 2 * entry.job.deadline_seconds)
+        return sum(entry.is_overdue(now) for entry in list(self._jobs.values()))
 
     def open_load(self, job: LoadJob, now: float, abandoned: bool = False, *, reads: bool) -> None:
         """A load goes out.
