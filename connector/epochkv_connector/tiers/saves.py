@@ -277,7 +277,9 @@ class SaveJobs:
 
     def is_pending(self) -> bool:
         """Whether a save may still read GPU blocks and is not overdue, or ranks wait to hear that one may be stored, or may not."""
-        return bool(self._agreed or self._refused) or any(True for _ in self._state.jobs.gpu_blocks(self._state.clock()))
+        jobs = self._state.jobs
+        reading = jobs.num_gpu_blocks > 0 and any(True for _ in jobs.gpu_blocks(self._state.clock()))
+        return reading or bool(self._agreed or self._refused)
 
     def would_free_gpu_blocks(self) -> bool:
         """Whether the end of a save that is not overdue would free a GPU block: one that nobody but the save holds."""
