@@ -556,7 +556,7 @@ class WeightsLabel(StatusModel):
 class ServedWeights(StatusModel):
     """Weights whose pods serve, where `serve.weights` is `Converged`."""
 
-    namespace: Annotated[str, Field(max_length=63)]
+    namespace: Annotated[str, Field(max_length=253)]
     """Of the engines that they are the weights of."""
     fingerprint: Annotated[str, Field(max_length=253)]
     """Of the same engines: of model, layout and all else that decides the bytes of KV."""
