@@ -182,7 +182,7 @@ GAUGES: tuple[Family, ...] = (
     _family("waiting_after_reset", "0 or 1", "1: only this engine was reset; it shares nothing until the next epoch."),
     _family("root_distrusted", "0 or 1", "1: somebody else overwrote vLLM's hash root; bypass until restart.", "root_overwritten"),
     _family("hub_unusable", "0 or 1", "1: the configured hub cannot be used (address, keys); the log says why."),
-    _family("plans_open", "plans", "Hits reserved and not yet accepted."),
+    _family("plans_open", "plans", "Lookups answered and not yet accepted: hits reserved, misses remembered."),
     _family("jobs_open", "jobs", "Transfers that some rank has not acknowledged."),
     _family("jobs_overdue", "jobs", "Of these, those beyond twice their deadline."),
     _family("reads_open", "jobs", "Loads that may still receive bytes from L2."),
