@@ -412,9 +412,10 @@ class Fleet:
     """Two engines of a pool, and indexes that follow both."""
 
     def __init__(self, listened: Listened, store: SharedStore) -> None:
-        self.engines = {name: listened(store=store) for name in ("a", "b")}
-        for rig, _ in self.engines.values():
-            rig.pins.root._global = OwnRoot(rig.pins.root.snapshot.root)
+        self.engines = {}
+        for name in ("a", "b"):
+            rig, _ = self.engines[name] = listened(store=store)
+            rig.pins.root._global = OwnRoot(rig.pins.root.snapshot.root)  # before another one binds vLLM's: threads of this one look, too
         self.llmd, self.aibrix = LlmdIndex(BLOCK), AibrixIndex(BLOCK)
         self._read = dict.fromkeys(self.engines, 0)
 
