@@ -222,10 +222,7 @@ def test_network_policies_close_mooncake() -> None:
         labels = workload["spec"]["template"]["metadata"]["labels"]
         assert selector.items() <= labels.items()
         assert labels["epochkv.io/pool"] == "policy"
-
-
-def test_an_engine_has_no_network_policy_where_its_pool_wants_none() -> None:
-    assert "NetworkPolicy" not in {obj["kind"] for obj in desired_engine(engine(), pool("rdma"), CONTEXT)}
+    assert "NetworkPolicy" not in {obj["kind"] for obj in desired_engine(engine(), pool("rdma"), CONTEXT)}, "the pool wants none"
 
 
 # --------------------------------------------------------------------------------------------------- pods of engines
@@ -284,9 +281,9 @@ def test_a_rollout_waits_for_the_startup_probe_that_counts(probe: Json | None, s
 @pytest.mark.parametrize(
     ("args", "tls"),
     [
-        (["--ssl-certfile", "/tls/tls.crt", "--ssl-keyfile", "/tls/tls.key"], True),
-        (["--ssl_certfile=/tls/tls.crt"], True),
-        (["--ssl-ca-certs=/tls/ca.crt"], False),
+        (["--ssl-certfile", "/tls.crt", "--ssl-keyfile", "/tls.key"], True),
+        (["--ssl_certfile=/c"], True),
+        (["--ssl-ca-certs=/c"], False),
     ],
 )
 def test_probes_and_prometheus_speak_https_to_an_engine_with_a_certificate(args: list[str], tls: bool) -> None:
@@ -559,7 +556,6 @@ def test_store_and_master_templates_are_guarded_too() -> None:
 
 # ----------------------------------------------------------------- samples of trainers mount what the operator makes
 SAMPLES = Path(__file__).parents[3] / "config/samples"
-NAMES = ("trainer.yaml", "trainer-job.yaml", "kuberay/raycluster.yaml")
 
 
 def pods(sample: Json) -> list[Json]:
@@ -570,15 +566,11 @@ def pods(sample: Json) -> list[Json]:
     return [sample if sample["kind"] == "Pod" else spec["template"]]
 
 
-@pytest.fixture(scope="module")
-def sample_pool() -> Any:
+@pytest.mark.parametrize("name", ["trainer.yaml", "trainer-job.yaml", "kuberay/raycluster.yaml"])
+def test_mounts_are_what_the_operator_makes(name: str) -> None:
     manifest = yaml.safe_load((SAMPLES / "pool.yaml").read_text())
     manifest["metadata"] |= {"namespace": "default", "uid": "u-1", "generation": 1}
-    return parse_pool(manifest)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_mounts_are_what_the_operator_makes(name: str, sample_pool: Any) -> None:
+    sample_pool = parse_pool(manifest)
     connection = one(desired_pool(sample_pool, CONTEXT), "ConfigMap")
     document = json.loads(connection["data"]["connection.json"])
     found = pods(yaml.safe_load((SAMPLES / name).read_text()))

@@ -16,6 +16,7 @@ from tests.support.planning import CONTEXT, ENGINE_SPECS, POOL_SPECS, containers
 
 Json = dict[str, Any]
 ANOTHER = "99999999-0000-4000-8000-000000000009"
+STORE = "spec.template.spec.containers[store]."
 
 
 def served(objects: tuple[Json, ...] | list[Json]) -> list[Json]:
@@ -61,13 +62,8 @@ def test_a_changed_spec_touches_only_what_it_changes() -> None:
     ("kind", "name", "damage", "where"),
     [
         ("Deployment", "policy-master", lambda obj: obj["spec"].update(replicas=5), "spec.replicas"),
-        (
-            "Deployment",
-            "policy-master",
-            lambda obj: containers(obj)[0].update(image="evil:1"),
-            "spec.template.spec.containers[master].image",
-        ),
-        ("StatefulSet", "policy-store", lambda obj: containers(obj)[0]["env"].pop(3), "spec.template.spec.containers[store].env["),
+        ("Deployment", "policy-master", lambda obj: containers(obj)[0].update(image="x"), "spec.template.spec.containers[master].image"),
+        ("StatefulSet", "policy-store", lambda obj: containers(obj)[0]["env"].pop(3), STORE + "env["),
         ("ConfigMap", "policy-connection", lambda obj: obj["data"].clear(), "data.connection.json"),
         ("NetworkPolicy", "policy-master", lambda obj: obj["spec"]["ingress"].append({}), "spec.ingress"),
         ("Service", "policy-master", lambda obj: obj["metadata"]["labels"].pop("epochkv.io/pool"), "metadata.labels.epochkv.io/pool"),
@@ -75,7 +71,7 @@ def test_a_changed_spec_touches_only_what_it_changes() -> None:
             "StatefulSet",
             "policy-store",
             lambda obj: containers(obj)[0]["resources"]["limits"].update(memory="1Gi"),
-            "spec.template.spec.containers[store].resources.limits.memory",
+            STORE + "resources.limits.memory",
         ),
     ],
 )
@@ -143,15 +139,11 @@ def test_only_own_objects_are_deleted() -> None:
         assert plan_pool(pool("l1"), Observed([*connection, candidate]), CONTEXT) == Plan()
 
 
-def test_a_deleted_owner_needs_nothing() -> None:
+def test_a_deleted_owner_needs_nothing_and_a_pool_that_is_being_deleted_counts_as_gone() -> None:
     gone = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
     assert plan_pool(pool("l1-l2", **gone), Observed(), CONTEXT) == Plan()
     assert plan_engine(engine(**gone), pool(), Observed(), CONTEXT) == Plan()
-
-
-def test_a_pool_that_is_being_deleted_counts_as_gone() -> None:
-    going = pool("l1-l2", deletionTimestamp="2026-01-01T00:00:00Z")
-    assert plan_engine(engine(), going, Observed(), CONTEXT) == plan_engine(engine(), None, Observed(), CONTEXT)
+    assert plan_engine(engine(), pool(**gone), Observed(), CONTEXT) == plan_engine(engine(), None, Observed(), CONTEXT)
 
 
 FOREIGN = {"kind": "Service", "metadata": {"name": "rollout", "namespace": "rl"}}

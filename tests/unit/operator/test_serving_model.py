@@ -27,10 +27,6 @@ SCHEDULES, STEPS = 300, 40
 GATE = "epochkv.io/weights"
 
 
-def moment(seconds: float) -> str:
-    return (NOW + timedelta(seconds=int(seconds))).isoformat()
-
-
 @dataclass
 class Pod:
     """A pod with one engine. `changes`: of what it holds, says or is, since its gate changed."""
@@ -53,6 +49,9 @@ class Pod:
     @property
     def open(self) -> bool:
         return self.gate.get("status") == "True"
+
+    def moment(self) -> str:
+        return (NOW + timedelta(seconds=int(self.up or self.started))).isoformat()
 
 
 class World:
@@ -178,11 +177,7 @@ class World:
                 "status": {
                     "conditions": [
                         {"type": "Ready", "status": str(pod.ready)},
-                        {
-                            "type": "ContainersReady",
-                            "status": str(pod.up is not None),
-                            "lastTransitionTime": moment(pod.up or pod.started),
-                        },
+                        {"type": "ContainersReady", "status": str(pod.up is not None), "lastTransitionTime": pod.moment()},
                         *([pod.gate] if pod.gate else []),
                     ],
                     "containerStatuses": [{"name": "engine", "state": {"running": {"startedAt": f"life {pod.life}"}}}],
