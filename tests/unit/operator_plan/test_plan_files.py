@@ -20,12 +20,8 @@ Json = dict[str, Any]
 
 
 def pool(name: str = "policy", **spec: Any) -> Json:
-    return {
-        "apiVersion": "epochkv.io/v1alpha1",
-        "kind": "KVCachePool",
-        "metadata": {"name": name},
-        "spec": {"local": {"capacity": "1Gi"}, **spec},
-    }
+    full = {"local": {"capacity": "1Gi"}, **spec}
+    return {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": {"name": name}, "spec": full}
 
 
 def engine(name: str = "rollout", **spec: Any) -> Json:
@@ -156,9 +152,7 @@ def test_memory_that_is_only_requested_is_shown_beside_other_limits(tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [2**70, -(2**70)])
-def test_numbers_beyond_64_bits_are_refused_by_the_rule_of_their_field(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
-) -> None:
+def test_numbers_beyond_64_bits_are_refused_as_their_field_says(tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int) -> None:
     status, _, errors = inside(capsys, "plan", "-f", str(write(tmp_path / "f.yaml", pool(local={"capacity": number}))))
     assert status == 1
     assert "KVCachePool default/policy: spec.local.capacity: " in errors
@@ -190,9 +184,7 @@ def test_files_alone_are_refused_for_what_the_api_server_refuses(case: Case, tmp
         (("-f", "no-such-file.yaml"), "no-such-file.yaml: No such file"),
     ],
 )
-def test_mistakes_end_with_1_because_2_says_that_pods_are_replaced(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
-) -> None:
+def test_mistakes_end_with_1_as_2_says_that_pods_go(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str) -> None:
     status, output, errors = inside(capsys, "plan", *arguments)
     assert (status, output) == (1, "")
     assert says in errors

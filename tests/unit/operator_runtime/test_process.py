@@ -181,9 +181,8 @@ except ValueError:
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_a_traceback_shows_no_local_variable(log_format: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("{format}", log_format)], capture_output=True, text=True, timeout=60, check=True
-    )
+    command = [sys.executable, "-c", SCRIPT.replace("{format}", log_format)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "operator ends" in done.stdout
     assert "in work" in done.stdout
     assert "ValueError: broken" in done.stdout
@@ -328,18 +327,15 @@ class ApiServer:
 
 
 def test_a_label_that_weights_had_not_is_an_event() -> None:
-    server = ApiServer(
-        {"apiVersion": POOLS.api_version, "kind": POOLS.kind, "metadata": {"namespace": "rl", "name": "policy", "uid": "u-1"}}
-    )
+    metadata = {"namespace": "rl", "name": "policy", "uid": "u-1"}
+    server = ApiServer({"apiVersion": POOLS.api_version, "kind": POOLS.kind, "metadata": metadata})
     reporter = Reporter(server, server)  # type: ignore[arg-type]
 
     def labelled(held: str, **labels: str) -> list[tuple[str, str]]:
         """The hub has written these, and the operator reports who holds what."""
         server.notes.clear()
-        server.obj["status"] = {
-            **server.obj.get("status", {}),
-            "weightsLabels": [{"id": {"a": A, "b": B}[name], "label": label} for name, label in labels.items()],
-        }
+        given = [{"id": {"a": A, "b": B}[name], "label": label} for name, label in labels.items()]
+        server.obj["status"] = {**server.obj.get("status", {}), "weightsLabels": given}
         asyncio.run(reporter.report(server.obj, lambda obj: {**obj["status"], "weights": [{"id": held, "engines": 1}]}))
         return list(server.notes)
 

@@ -167,14 +167,8 @@ def test_a_watch_goes_on_where_it_was_cut_and_begins_anew_when_its_version_has_e
     server = Server(all=[([thing("x", 3)], 7), ([thing("y", 19)], 20)])
     cut = Unavailable(0, "Unreachable", "cut", "WATCH")
     bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "12"}}}
-    server.watches = [
-        {"type": "ADDED", "object": thing("z", 8)},
-        cut,
-        {"type": "MODIFIED", "object": thing("z", 9)},
-        bookmark,
-        cut,
-        EXPIRED,
-    ]
+    added, modified = ({"type": kind, "object": thing("z", version)} for kind, version in (("ADDED", 8), ("MODIFIED", 9)))
+    server.watches = [added, cut, modified, bookmark, cut, EXPIRED]
     followed = Followed(server, kind=SERVICES)
     followed.begin()
     followed.follow(lambda: len(server.watched_from) > 3)
