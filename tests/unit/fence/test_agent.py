@@ -52,6 +52,7 @@ def test_nothing_is_sent_or_taken_before_the_engine_can_adopt() -> None:
     assert agent.step(Poked(), 5.0) == []
     assert agent.step(grant(0, 1), 5.0) == []
     assert agent.refused == {"not_started": 1}
+    assert agent.step(Left(), 5.0) == [], "nobody has to be told"
 
 
 def test_a_lease_counts_from_sending() -> None:
@@ -80,10 +81,6 @@ def test_an_instance_that_has_left_has_no_lease_and_takes_nothing() -> None:
         assert agent.step(late, 104.0) == []
     assert agent.view.lease_until == NO_LEASE
     assert agent.deadline() == float("inf")
-
-
-def test_an_instance_that_never_started_has_nobody_to_tell_that_it_leaves() -> None:
-    assert Agent(INSTANCE).step(Left(), 100.0) == []
 
 
 def test_an_adoption_that_fails_changes_nothing_and_is_tried_again() -> None:
@@ -202,16 +199,12 @@ def test_a_proposal_is_repeated_until_its_epoch_is_reached() -> None:
     assert agent.step(Settled(), 110.0) == [Beat(3, 5)]
 
 
-def test_of_two_resets_the_higher_epoch_is_proposed() -> None:
+def test_of_two_resets_the_higher_epoch_is_proposed_and_none_that_was_left_meanwhile() -> None:
     agent = at_epoch(4)
-    agent.step(Proposed(6), 101.0)
-    assert agent.step(Proposed(5), 102.0) == [Send(Propose(INSTANCE, 6))]
-
-
-def test_a_reset_of_an_epoch_that_was_left_meanwhile_proposes_nothing() -> None:
-    agent = at_epoch(5)
-    assert agent.step(Proposed(5), 101.0) == []
-    assert agent.step(Tick(), 110.0) == [Beat(2, 5)]
+    assert agent.step(Proposed(4), 101.0) == []
+    assert agent.step(Tick(), 110.0) == [Beat(2, 4)]
+    agent.step(Proposed(6), 111.0)
+    assert agent.step(Proposed(5), 112.0) == [Send(Propose(INSTANCE, 6))]
 
 
 def test_beyond_the_last_epoch_nothing_is_proposed() -> None:

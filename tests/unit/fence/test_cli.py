@@ -49,25 +49,7 @@ def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
     assert (waited.returncode, json.loads(waited.stdout)["published"]) == (0, True)
 
 
-def test_what_is_not_published_in_time_is_status_3_with_names(hub: HubProcess, agents: Agents) -> None:
-    agent, engine = agents.start("stuck")
-    eventually(lambda: agent.view.epoch is not None)
-    engine.is_busy = True
-    late = epochkv("reset", "--timeout", "0.8", config=hub.folder)
-    assert late.returncode == 3
-    assert "not acknowledged by: stuck" in late.stdout
-    crash = epochkv("reset", "--timeout", "0.8", "--on-failure", "crash", config=hub.folder)
-    assert crash.returncode == 3
-    assert crash.stdout == ""
-    assert crash.stderr.startswith("epochkv: epoch ")
-    nobody = epochkv("wait", "9000000", "--timeout", "0.5", config=hub.folder)
-    assert nobody.returncode == 3
-    assert "nobody has asked for it" in nobody.stderr
-    assert "is recorded" not in nobody.stderr
-    engine.is_busy = False
-
-
-def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
+def test_what_is_not_published_in_time_is_status_3_and_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "patient", "--lease-seconds", "60") as patient:
         with Agents(patient.folder) as slow:
             agent, engine = slow.start("slow")
@@ -76,6 +58,10 @@ def test_waiting_says_whom_for_and_may_be_interrupted(tmp_path: Path) -> None:
             done = epochkv("reset", "--timeout", "8", config=patient.folder)
             assert done.returncode == 3
             assert "epochkv: epoch 1: waiting for slow" in done.stderr
+            assert "not acknowledged by: slow" in done.stdout
+            nobody = epochkv("wait", "9000000", "--timeout", "0.5", config=patient.folder)
+            assert (nobody.returncode, nobody.stdout, "nobody has asked for it" in nobody.stderr) == (3, "", True)
+            assert "is recorded" not in nobody.stderr
             for arguments in (("reset", "--epoch", "1", "--on-failure", "crash"), ("wait", "1")):
                 known = epochkv(*arguments, "--timeout", "0.8", "-o", "json", config=patient.folder)
                 found = json.loads(known.stdout)
@@ -142,9 +128,7 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--lease-seconds", "0"), "--lease-seconds"),
     ],
 )
-def test_wrong_usage_is_status_2_and_named(
-    hub: HubProcess, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], named: str
-) -> None:
+def test_wrong_usage_is_status_2(hub: HubProcess, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], named: str) -> None:
     config = () if arguments[0] in ("hub", "frobnicate") or "--config" in arguments else ("--config", str(hub.folder))
     status, _, errors = inside(capsys, arguments[0], *config, *arguments[1:])
     assert status == 2, errors
@@ -202,9 +186,7 @@ def test_what_is_no_command_is_status_127_as_in_a_shell(world: HubWorld, tmp_pat
     assert world.snapshot().target == 0
 
 
-def test_a_key_of_another_pool_is_a_mistake_of_the_configuration(
-    world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_of_another_pool_is_a_wrong_configuration(world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shutil.copytree(world.folder, tmp_path / "other")
     path = folder / "connection.json"
     content = json.loads(path.read_text())
@@ -265,7 +247,6 @@ def test_an_added_command_is_listed_explained_and_run_and_replaces_none_of_ours(
 
 
 # ---------------------------------------------------------------------------------------------------- what it prints
-# ------------------------------------------------------------------------------------------------------------------ status
 def status(**changes: object) -> PoolStatus:
     return replace(PoolStatus("policy", "u-1", 3, 3, "Trainer", 30.0, ()), **changes)  # type: ignore[arg-type]
 

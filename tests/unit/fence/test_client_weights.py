@@ -197,10 +197,8 @@ def test_engines_of_two_fingerprints_need_not_be_equal(world: HubWorld) -> None:
     wide = [start_as(world, "wide", "fp-2", OTHER)]
     eventually(lambda: len(pool.engines()) == 3)
     report = pool.wait_weights(timeout_s=20)
-    assert [(group.fingerprint, group.id, group.engines) for group in report.groups] == [
-        ("fp", OLD.hex(), EVERYBODY[:2]),
-        ("fp-2", OTHER.hex(), ("wide",)),
-    ]
+    assert [group.fingerprint for group in report.groups] == ["fp", "fp-2"]
+    assert groups(report) == [(OLD.hex(), "", EVERYBODY[:2]), (OTHER.hex(), "", ("wide",))]
     assert report.equal
     error = missed(pool, lambda: push(engines, NEW))
     assert error.engines == ("wide",), "its weights are the same everywhere, and they are the old ones"
@@ -335,9 +333,7 @@ def test_an_exception_inside_goes_on_as_it_is(world: HubWorld, kind: type[BaseEx
 
 
 @pytest.mark.parametrize("kind", [BrokenPipeError, SystemExit])
-def test_a_progress_callback_that_raises_changes_nothing(
-    world: HubWorld, kind: type[BaseException], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_progress_callback_may_raise(world: HubWorld, kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
     engines, pool = holding(world), world.connect()
     told: list[WeightsStanding] = []
 

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 from epochkv_fence.cli.doctor import CannotLook, Finding, Level, check_plugins, guarded, judge_pool
-from epochkv_fence.client import Engine, Pool, PoolStatus
+from epochkv_fence.client import Engine, PoolStatus
 from epochkv_fence.net.agent import EngineIdentity
 from epochkv_fence.net.keys import generate_keypair
 from hack.loopback import free_port
 from hack.waiting import eventually
 from tests.support.cli import inside
-from tests.support.fence import FakeEngine
 from tests.support.hub import HubWorld, epochkv, hub_world
 
 RUNS = {"epochkv": importlib.metadata.version("epochkv"), "vllm": "0.32.0", "mooncake": "0.3.13.post1"}
@@ -47,21 +46,11 @@ def finding(findings: list[dict[str, str]], check: str) -> dict[str, str]:
     return found
 
 
-def join(world: HubWorld, name: str, engine: FakeEngine | None = None, versions: dict[str, str] | None = None) -> FakeEngine:
-    _, made = world.agents.start(engine=engine, identity=EngineIdentity(name, "", 0, "fp", RUNS if versions is None else versions))
-    return made
-
-
-def known(world: HubWorld, number: int) -> Pool:
-    pool = world.connect()
-    eventually(lambda: [one.state for one in pool.engines()] == ["sharing"] * number, "all are in use")
-    return pool
-
-
 def test_a_pool_that_is_well(world: HubWorld, doctor: Doctor) -> None:
     for name in ("e0", "e1"):
-        join(world, name)
-    known(world, 2)
+        world.agents.start(identity=EngineIdentity(name, "", 0, "fp", RUNS))
+    pool = world.connect()
+    eventually(lambda: [one.state for one in pool.engines()] == ["sharing"] * 2, "all are in use")
     status, findings = doctor(world.folder)
     assert (status, levels(findings)) == (0, {"connection": "ok", "hub": "ok", "engines": "ok"})
     assert "2 engines connected" in finding(findings, "engines")["text"]
@@ -201,12 +190,7 @@ def test_one_check_that_hangs_or_breaks_costs_no_other() -> None:
         ({"EPOCHKV_ATTACH": "1"}, ["epochkv"], "", ""),
         ({"EPOCHKV_ATTACH": "1"}, ["other"], "the connector is not installed here", "pip install"),
         ({"EPOCHKV_ATTACH": "yes"}, ["epochkv"], "EPOCHKV_ATTACH is 'yes'; it must be 1", "export EPOCHKV_ATTACH=1"),
-        (
-            {"EPOCHKV_ATTACH": "1", "VLLM_PLUGINS": "a,b"},
-            ["epochkv"],
-            "VLLM_PLUGINS is 'a,b', so vLLM does not",
-            "VLLM_PLUGINS=a,b,epochkv",
-        ),
+        ({"EPOCHKV_ATTACH": "1", "VLLM_PLUGINS": "a,b"}, ["epochkv"], "VLLM_PLUGINS is 'a,b', so vLLM does", "VLLM_PLUGINS=a,b,epochkv"),
         ({"VLLM_PLUGINS": ""}, ["epochkv"], "engines share nothing", "export VLLM_PLUGINS=epochkv"),
         ({"EPOCHKV_LOCAL_CAPACITY": "abc"}, ["epochkv"], "EPOCHKV_LOCAL_CAPACITY is 'abc'; it must be a size", "=64Gi"),
         ({"VERL_USE_EXTERNAL_PLUGINS": "x, EpochKV"}, [], "", ""),

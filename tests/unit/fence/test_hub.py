@@ -385,10 +385,6 @@ def test_the_snapshot_names_laggards_and_carried_requests() -> None:
 
 
 # -------------------------------------- who asked for an epoch, what trainers are told of it, and a record that fell
-def epochs(hub: Driver) -> dict[int, int]:
-    return {grant.instance[0]: grant.epoch for grant in hub.round()}
-
-
 def test_no_epoch_is_left_after_the_last(hub: Driver) -> None:
     hub.ask(MAX_EPOCH)
     assert hub.hub.target == MAX_EPOCH
@@ -426,7 +422,7 @@ def test_an_epoch_above_the_record_is_recorded_again(hub: Driver) -> None:
     hub.beat(1, epoch=9)
     assert hub.writes == [ev.RecordTarget(9, Source.ENGINE)]
     hub.beat(2, epoch=0)
-    assert epochs(hub) == {1: 9, 2: 9}
+    assert {grant.instance[0]: grant.epoch for grant in hub.round()} == {1: 9, 2: 9}
 
 
 def test_after_a_record_that_fell_older_grants_are_waited_for() -> None:

@@ -71,11 +71,7 @@ def of(tag: str, **fields: object) -> bytes:
         ([b"\x02", encode(Nudge(INSTANCE))[1][:-1]], Refusal.MALFORMED, "version 2"),
         ([b"\x02", msgspec.msgpack.encode({"type": "Nudge", "instance": b"short"})], Refusal.MALFORMED, "tag 'Nudge'"),
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, stats={f"s{n}": 0.0 for n in range(65)})], Refusal.MALFORMED, "stats"),
-        (
-            [b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, instance_age_seconds=float("nan"))],
-            Refusal.MALFORMED,
-            "instance_age_seconds",
-        ),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, instance_age_seconds=float("nan"))], Refusal.MALFORMED, "age_seconds"),
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, weights=b"short")], Refusal.MALFORMED, "weights"),
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, weights_note="n" * 1025)], Refusal.MALFORMED, "weights_note"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="")], Refusal.MALFORMED, "label"),

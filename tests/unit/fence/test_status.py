@@ -175,13 +175,7 @@ def test_the_snapshot_shows_what_engines_said(hub: Driver) -> None:
     (view,) = hub.hub.snapshot(hub.now).engines
     assert view.key_index == 0
     tiers = {"tiers_off": "SavesOnly", "tiers_note": "loads are off"}
-    changes: list[dict[str, Any]] = [
-        {"weights_note": "asleep"},
-        {"weights": W},
-        {"isolated": True},
-        tiers,
-        {**tiers, "tiers_note": "an error"},
-    ]
+    changes: list[Any] = [{"weights_note": "asleep"}, {"weights": W}, {"isolated": True}, tiers, {**tiers, "tiers_note": "an error"}]
     for seq, change in enumerate(changes, start=2):
         assert ev.Changed() in hub.step(ev.Heard(b"p", Heartbeat(instance(1), seq, 0, **change)))
     assert [view.tiers_note for view in hub.hub.snapshot(hub.now).limited] == ["an error"]
