@@ -10,6 +10,7 @@ from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 from tests.support.scheduler_config import STATE
 
 MakeRig = Callable[..., Any]
+Patch = pytest.MonkeyPatch
 LENGTH = 8 * BLOCK + 3
 TOKENS = prompt(1, LENGTH)
 WHOLE = 8 * BLOCK

@@ -1,5 +1,6 @@
 """Errors of our own code: each costs a miss or a recompute, and never an old answer, a lost block or a request that waits for ever."""
 
+import operator
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def check_unharmed(rig: Any) -> None:
     assert sum(rig.connector._guard.errors.values()) > 0, "nothing was counted"
 
 
-@pytest.mark.parametrize("failing", ["forget_request", "begin"])
+@pytest.mark.parametrize("failing", ["forget_request", "begin", "answer"])
 def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     """vLLM looks into its own cache before it asks us; an error in our answer must not let it keep what it found."""
     rig = make_rig(store=SharedStore(), epoch=0)
@@ -64,15 +65,11 @@ def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(rig: Any, mon
     check_unharmed(rig)
 
 
-@pytest.mark.parametrize(("owner", "failing"), [("tiers", "end_step"), ("tiers.hits", "end_step"), ("tiers.saves.planner", "draft")])
-def test_saves_that_were_never_sent_give_their_blocks_back(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, owner: str, failing: str
-) -> None:
+@pytest.mark.parametrize("owner", ["tiers.end_step", "tiers.hits.end_step", "tiers.saves.planner.draft", "tiers.saves.collect"])
+def test_saves_that_were_never_sent_give_their_blocks_back(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
     rig = make_rig(store=SharedStore(), epoch=0)
-    target = rig
-    for name in owner.split("."):
-        target = getattr(target, name)
-    failure = FailsOnce(target, failing, monkeypatch, after=failing == "draft")
+    owner, _, failing = owner.rpartition(".")
+    failure = FailsOnce(operator.attrgetter(owner)(rig), failing, monkeypatch, after=failing == "draft")
     requests = [rig.add(prompt(seed, LENGTH), max_tokens=3) for seed in (1, 2)]
     rig.run()
     assert failure.raised
@@ -95,12 +92,12 @@ def test_saves_of_several_ranks_do_not_keep_an_engine_awake_after_an_error(make_
     check_unharmed(rig)
 
 
-@pytest.mark.parametrize("unsent", [True, False])
-def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, unsent: bool) -> None:
+@pytest.mark.parametrize("how", ["unsent", "sent", "not begun"])
+def test_a_hit_that_no_rank_is_told_of_is_a_failed_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     rig, tokens = filled(make_rig)
-    if unsent:
+    if how == "unsent":
         monkeypatch.setattr(rig.tiers.loads, "_bind", lambda *_: None)
-    failure = FailsOnce(rig.tiers, "end_step", monkeypatch)
+    failure = FailsOnce(rig.tiers.loads, "commit", monkeypatch) if how == "not begun" else FailsOnce(rig.tiers, "end_step", monkeypatch)
     request = rig.serve(tokens)
     assert failure.raised
     assert rig.cached[request] == 0
