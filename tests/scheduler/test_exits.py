@@ -22,7 +22,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from epochkv_connector.tiers.hits import PLAN_TTL_STEPS
-from tests.scheduler.rigs import MakeRig, begin_load, filled, release
+from tests.scheduler.rigs import MakeRig, Patch, begin_load, filled, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 EXITS = {
@@ -125,25 +125,25 @@ def end(rig: Any, request: Any) -> Callable[[], None]:
 
 
 # -- after our answer ------------------------------------------------------------------------------------------------
-def no_blocks(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+def no_blocks(make_rig: MakeRig, monkeypatch: Patch) -> Held:
     rig, runner, tokens = blocked_by_a_runner(make_rig)
     return Held(rig, rig.add(tokens), end(rig, runner))
 
 
-def asked_again_later(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+def asked_again_later(make_rig: MakeRig, monkeypatch: Patch) -> Held:
     store = SharedStore()
     rig, tokens = filled(make_rig, store=store, l1_bytes=None, extra={"lookup_wait_ms": 0.1, "lookup_deadline_ms": 60_000.0})
     store.answer_exists = False
     return Held(rig, rig.add(tokens), store.answer_pending)
 
 
-def encoder_pending(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+def encoder_pending(make_rig: MakeRig, monkeypatch: Patch) -> Held:
     rig, tokens = filled(make_rig)
     monkeypatch.setattr(rig.scheduler, "_ec_transfer_pending", lambda request, num_computed: True)
     return Held(rig, rig.add(tokens), lambda: monkeypatch.setattr(rig.scheduler, "_ec_transfer_pending", lambda *_: False))
 
 
-def encoder_pending_after_the_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+def encoder_pending_after_the_load(make_rig: MakeRig, monkeypatch: Patch) -> Held:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
     release(rig)
@@ -153,7 +153,7 @@ def encoder_pending_after_the_load(make_rig: MakeRig, monkeypatch: pytest.Monkey
     return Held(rig, request, lambda: monkeypatch.setattr(rig.scheduler, "_ec_transfer_pending", lambda *_: False))
 
 
-def load_begun(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> Held:
+def load_begun(make_rig: MakeRig, monkeypatch: Patch) -> Held:
     rig, tokens = filled(make_rig)
     rig.workers[0].hold_loads = True
     return Held(rig, rig.add(tokens), lambda: release(rig))
@@ -170,9 +170,7 @@ AFTER = {
 
 @pytest.mark.parametrize("cancelled", [False, True], ids=["lifted", "cancelled"])
 @pytest.mark.parametrize("scenario", AFTER, ids=lambda scenario: scenario.__name__)
-def test_dropped_after_our_answer(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, scenario: Callable[..., Held], cancelled: bool
-) -> None:
+def test_dropped_after_our_answer(make_rig: MakeRig, monkeypatch: Patch, scenario: Callable[..., Held], cancelled: bool) -> None:
     """Asked again, nothing is pinned or looked up twice; cancelled, all is given back at once; let go, the hit is used."""
     held = scenario(make_rig, monkeypatch)
     rig = held.rig
@@ -285,7 +283,7 @@ def test_a_blocked_request_is_not_asked_and_gives_back_what_was_begun_for_it(mak
 
 # -- shrunk ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("replay", "loaded"), [(200, 0), (BLOCK // 2, 8 * BLOCK)])
-def test_a_hit_that_vllm_replays(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, replay: int, loaded: int) -> None:
+def test_a_hit_that_vllm_replays(make_rig: MakeRig, monkeypatch: Patch, replay: int, loaded: int) -> None:
     """Bounded replay recomputes the end of a hit, and drops a hit that is no longer than what it would recompute."""
     rig, tokens = filled(make_rig)
     monkeypatch.setattr(rig.scheduler, "prefix_replay_tokens", replay)
@@ -295,7 +293,7 @@ def test_a_hit_that_vllm_replays(make_rig: MakeRig, monkeypatch: pytest.MonkeyPa
     assert rig.cached[request] == max(0, loaded - replay)
 
 
-def test_a_partial_tail_of_the_local_hit_is_dropped_for_a_longer_one_of_ours(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_tail_of_the_local_hit_is_dropped_for_a_longer_one_of_ours(make_rig: MakeRig, monkeypatch: Patch) -> None:
     rig, tokens = filled(make_rig)
     rig.serve(tokens[: 2 * BLOCK])  # two blocks are on the GPU again
     find = rig.scheduler._get_local_prefix_cache_hit

@@ -68,9 +68,7 @@ def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig,
 
 
 @pytest.mark.parametrize("broken", ["secret", "key", "absent"])
-def test_a_broken_hub_configuration_is_bypass_said_once(
-    make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str
-) -> None:
+def test_a_broken_hub_configuration_is_said_once(make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture, broken: str) -> None:
     credentials = write_credentials(tmp_path / "broken")
     if broken == "secret":
         (credentials / "root.secret").write_text("not hex")

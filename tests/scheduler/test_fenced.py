@@ -19,13 +19,14 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from epochkv_connector.engine import patches
 from epochkv_connector.engine.fenced import fence
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, FailsOnce, MakeRig, Patch, found, push_out
 from tests.scheduler.test_transfers import HAND_OVER
 from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, Rig
 from tests.support.scheduler_config import write_credentials
 from tests.support.scheduler_worker import Content
 
 POOL = "6f1c2d3e-0000-4000-8000-000000000001"
+Given = dict[str, Any] | None
 
 
 class Stock:
@@ -37,12 +38,12 @@ class Stock:
         hold_lookups: where the store is asked, its answer is not there yet.
     """
 
-    transfer: ClassVar[dict[str, Any] | None] = None
+    transfer: ClassVar[Given] = None
 
     def __init__(self) -> None:
         self.hold_loads = self.hold_lookups = False
 
-    def before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def before(self, monkeypatch: Patch) -> None:
         """Before the scheduler half is made."""
 
     def work(self, rig: FencedRig, metadata: Any) -> KVConnectorOutput | None:
@@ -62,18 +63,15 @@ class FencedRig(Rig):
         self,
         tmp: Path,
         *,
-        monkeypatch: pytest.MonkeyPatch,
+        monkeypatch: Patch,
         stock: Stock,
         fenced: bool = True,
         change_config: Callable[[VllmConfig], object] = lambda config: None,
         **options: Any,
     ) -> None:
         self.stock = stock
-        connection = {
-            "pool": {"name": "policy", "uid": POOL},
-            "hub": {"endpoint": "tcp://127.0.0.1:9", "credentials_dir": str(write_credentials(tmp / "fence"))},
-        }
-        monkeypatch.setenv("EPOCHKV_CONFIG", json.dumps(connection))
+        hub = {"endpoint": "tcp://127.0.0.1:9", "credentials_dir": str(write_credentials(tmp / "fence"))}
+        monkeypatch.setenv("EPOCHKV_CONFIG", json.dumps({"pool": {"name": "policy", "uid": POOL}, "hub": hub}))
         monkeypatch.setenv("EPOCHKV_FENCE", "1" if fenced else "0")
         monkeypatch.setattr(Scheduler, "__init__", getattr(Scheduler.__init__, "__wrapped__", Scheduler.__init__))
         patches.after_scheduler(fence)
@@ -111,10 +109,7 @@ class MooncakeStore(Stock):
         open: what is asked, by request.
     """
 
-    transfer: ClassVar[dict[str, Any] | None] = {
-        "kv_connector": "MooncakeStoreConnector",
-        "kv_connector_extra_config": {"lookup_async": True},
-    }
+    transfer: ClassVar[Given] = {"kv_connector": "MooncakeStoreConnector", "kv_connector_extra_config": {"lookup_async": True}}
 
     def __init__(self, objects: dict[str, Content]) -> None:
         super().__init__()
@@ -123,7 +118,7 @@ class MooncakeStore(Stock):
         self.open: dict[str, list[bytes]] = {}
         self._loads: list[Any] = []
 
-    def before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def before(self, monkeypatch: Patch) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import scheduler
 
         monkeypatch.setattr(scheduler, "LookupKeyClient", lambda _config: self)
@@ -179,10 +174,7 @@ def copy(source: dict[int, Content], source_ids: Iterable[int], to: dict[int, Co
 
 
 class Offloading(Stock):
-    transfer: ClassVar[dict[str, Any] | None] = {
-        "kv_connector": "OffloadingConnector",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
-    }
+    transfer: ClassVar[Given] = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,17 +198,14 @@ class Offloading(Stock):
 
 
 class SimpleCPUOffload(Stock):
-    transfer: ClassVar[dict[str, Any] | None] = {
-        "kv_connector": "SimpleCPUOffloadConnector",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
-    }
+    transfer: ClassVar[Given] = {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
 
     def __init__(self) -> None:
         super().__init__()
         self.host: dict[int, Content] = {}
         self._loads: list[Any] = []
 
-    def before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def before(self, monkeypatch: Patch) -> None:
         from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
         def with_blocks(gpu_config: Any, *sizes: Any) -> Any:  # vLLM divides bytes of tensors, which there are none of here
@@ -250,7 +239,7 @@ class Nixl(Stock):
         reading: request -> NIXL's order, until the read ends.
     """
 
-    transfer: ClassVar[dict[str, Any] | None] = {"kv_connector": "NixlConnector"}
+    transfer: ClassVar[Given] = {"kv_connector": "NixlConnector"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,12 +262,8 @@ class Nixl(Stock):
         return KVConnectorOutput(finished_recving=finished, finished_sending=sent)
 
 
-STOCKS: dict[str, Callable[[], Stock]] = {
-    "none": Stock,
-    "mooncake": lambda: MooncakeStore({}),
-    "offloading": Offloading,
-    "simple": SimpleCPUOffload,
-}
+MakeStock = Callable[[], Stock]
+STOCKS: dict[str, MakeStock] = {"none": Stock, "mooncake": lambda: MooncakeStore({}), "offloading": Offloading, "simple": SimpleCPUOffload}
 TIERED = {name: make for name, make in STOCKS.items() if name != "none"}
 every_stock = pytest.mark.parametrize("make_stock", STOCKS.values(), ids=STOCKS.keys())
 every_tier = pytest.mark.parametrize("make_stock", TIERED.values(), ids=TIERED.keys())
@@ -318,7 +303,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
 
 @every_tier
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_tier_finds_its_names_and_none_of_before_a_change(make_rig: MakeRig, make_stock: Callable[[], Stock], change: str) -> None:
+def test_a_tier_finds_its_names_and_none_of_before_a_change(make_rig: MakeRig, make_stock: MakeStock, change: str) -> None:
     rig = pushed_out(make_rig, make_stock())
     assert found(rig) == WHOLE
     push_out(rig)
@@ -348,7 +333,7 @@ def test_an_engine_that_is_late(make_rig: MakeRig, with_fence: bool) -> None:
 
 # ---------------------------------------------------------------------------------------------- who was there before
 @every_stock
-def test_a_request_that_runs_ends_on_what_it_had(make_rig: MakeRig, make_stock: Callable[[], Stock]) -> None:
+def test_a_request_that_runs_ends_on_what_it_had(make_rig: MakeRig, make_stock: MakeStock) -> None:
     rig = fenced(make_rig, make_stock(), max_batched_tokens=CHUNK)
     request = rig.add(TOKENS)
     rig.step()
@@ -362,7 +347,7 @@ def test_a_request_that_runs_ends_on_what_it_had(make_rig: MakeRig, make_stock: 
 
 @every_stock
 @pytest.mark.parametrize("back", [False, True])
-def test_a_request_that_runs_over_a_push_names_nothing_more(make_rig: MakeRig, make_stock: Callable[[], Stock], back: bool) -> None:
+def test_a_request_that_runs_over_a_push_names_nothing_more(make_rig: MakeRig, make_stock: MakeStock, back: bool) -> None:
     """Weights return. KV that was computed with others meanwhile must not be found under the names that return, too."""
     rig = fenced(make_rig, make_stock(), num_blocks=12, max_batched_tokens=CHUNK)
     rig.add(TOKENS)
@@ -376,7 +361,7 @@ def test_a_request_that_runs_over_a_push_names_nothing_more(make_rig: MakeRig, m
 
 
 @every_stock
-def test_a_request_that_waits_finds_nothing_old(make_rig: MakeRig, make_stock: Callable[[], Stock]) -> None:
+def test_a_request_that_waits_finds_nothing_old(make_rig: MakeRig, make_stock: MakeStock) -> None:
     rig = fenced(make_rig, make_stock())
     rig.serve(TOKENS)
     request = rig.add(TOKENS)
@@ -401,7 +386,7 @@ def test_an_answer_of_the_store_to_older_names_is_dropped(make_rig: MakeRig) -> 
 
 
 @every_tier
-def test_a_load_that_is_under_way_ends_and_is_nobody_elses(make_rig: MakeRig, make_stock: Callable[[], Stock]) -> None:
+def test_a_load_that_is_under_way_ends_and_is_nobody_elses(make_rig: MakeRig, make_stock: MakeStock) -> None:
     rig = pushed_out(make_rig, make_stock())
     request = begin_load(rig)
     rig.adopt(1)
@@ -414,7 +399,7 @@ def test_a_load_that_is_under_way_ends_and_is_nobody_elses(make_rig: MakeRig, ma
 
 @every_tier
 @pytest.mark.parametrize("back", [False, True])
-def test_a_load_over_a_push_is_nobody_elses(make_rig: MakeRig, make_stock: Callable[[], Stock], back: bool) -> None:
+def test_a_load_over_a_push_is_nobody_elses(make_rig: MakeRig, make_stock: MakeStock, back: bool) -> None:
     rig = pushed_out(make_rig, make_stock())
     request = begin_load(rig)
     rig.weights = "w1"
@@ -428,7 +413,7 @@ def test_a_load_over_a_push_is_nobody_elses(make_rig: MakeRig, make_stock: Calla
 
 
 @every_tier
-def test_a_preempted_request_is_named_anew(make_rig: MakeRig, make_stock: Callable[[], Stock]) -> None:
+def test_a_preempted_request_is_named_anew(make_rig: MakeRig, make_stock: MakeStock) -> None:
     """vLLM's reset of running requests takes their blocks, and they look again."""
     rig = fenced(make_rig, make_stock(), num_blocks=12, max_batched_tokens=CHUNK)
     request = rig.add(TOKENS)
@@ -469,9 +454,7 @@ def test_a_reset_of_one_engine_empties_no_store(make_rig: MakeRig, with_fence: b
 @pytest.mark.unclean
 @every_stock
 @pytest.mark.parametrize("method", ["pin", "repin"])
-def test_a_request_that_cannot_be_named_is_served_alone(
-    make_rig: MakeRig, make_stock: Callable[[], Stock], method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_cannot_be_named_is_served_alone(make_rig: MakeRig, make_stock: MakeStock, method: str, monkeypatch: Patch) -> None:
     rig = fenced(make_rig, make_stock())
     rig.serve(TOKENS)
     rig.adopt(1)
@@ -484,7 +467,7 @@ def test_a_request_that_cannot_be_named_is_served_alone(
 
 
 @pytest.mark.unclean
-def test_a_connector_that_cannot_follow_ends_the_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connector_that_cannot_follow_ends_the_names(make_rig: MakeRig, monkeypatch: Patch) -> None:
     rig = fenced(make_rig, Offloading(), max_batched_tokens=CHUNK)
     rig.add(TOKENS)
     rig.step()

@@ -177,12 +177,6 @@ def test_a_save_outlives_its_request_and_a_namesake_gets_nothing_of_it(make_rig:
 
 # ---------------------------------------------------------------------------------------------- allocation in two phases
 SLOT_BYTES = 2304
-HYBRIDS = {
-    "sliding window + full": ("48", "full"),
-    "three groups": ("full", "32", "80"),
-    "state + full": ("state", "full"),
-    "full + chunk": ("full", "chunk48"),
-}
 
 
 def stored(make_rig: MakeRig, groups: tuple[str, ...], prompts: list[list[int]]) -> SharedStore:
@@ -216,7 +210,7 @@ def watched(rig: Any) -> list[Any]:
     return jobs
 
 
-@pytest.mark.parametrize("groups", HYBRIDS.values(), ids=HYBRIDS)
+@pytest.mark.parametrize("groups", [("48", "full"), ("full", "32", "80"), ("state", "full"), ("full", "chunk48")], ids="+".join)
 def test_slots_of_a_hit_stay_while_its_other_groups_get_theirs(make_rig: MakeRig, groups: tuple[str, ...]) -> None:
     """L1 is full, its oldest blocks are one group's part of the hit, and the other groups' parts come from L2 and need slots."""
     tokens = prompt(1, LENGTH)
@@ -246,12 +240,7 @@ def test_slots_of_a_hit_stay_while_its_other_groups_get_theirs(make_rig: MakeRig
 
 
 @pytest.mark.parametrize(
-    ("groups", "num_blocks", "filler"),
-    [
-        pytest.param(("112", "full"), 19, 4, id="sliding window + full"),
-        pytest.param(("full", "112"), 19, 4, id="full + sliding window"),
-        pytest.param(("full", "96", "80"), 24, 3, id="three groups"),
-    ],
+    ("groups", "num_blocks", "filler"), [(("112", "full"), 19, 4), (("full", "112"), 19, 4), (("full", "96", "80"), 24, 3)]
 )
 def test_gpu_blocks_of_a_local_hit_stay_while_other_groups_load(
     make_rig: MakeRig, groups: tuple[str, ...], num_blocks: int, filler: int

@@ -68,9 +68,7 @@ def make_own(make_rig: MakeRig, monkeypatch: Patch) -> Callable[..., Any]:
 
 @every_reason
 @pytest.mark.parametrize("hub", ["a grant", "no grant"])
-def test_its_gpu_cache_and_l1_work_and_nothing_leaves_it(
-    make_own: Callable[..., Any], caplog: pytest.LogCaptureFixture, reason: str, hub: str
-) -> None:
+def test_its_gpu_cache_and_l1_work_and_nothing_leaves(make_own: MakeRig, caplog: pytest.LogCaptureFixture, reason: str, hub: str) -> None:
     store = SharedStore()
     logging.getLogger("vllm").propagate = True
     with caplog.at_level(logging.WARNING, logger="vllm.epochkv"):
@@ -115,7 +113,7 @@ EVENTS: dict[str, Callable[[Any], object]] = {
 
 @every_reason
 @pytest.mark.parametrize("event", list(EVENTS))
-def test_whatever_may_make_it_stale_hides_all_of_it(make_own: Callable[..., Any], monkeypatch: Patch, reason: str, event: str) -> None:
+def test_whatever_may_make_it_stale_hides_all_of_it(make_own: MakeRig, monkeypatch: Patch, reason: str, event: str) -> None:
     proposed: list[int] = []
     monkeypatch.setattr("epochkv_connector.scheduler.role.HubLink.propose", lambda self, epoch: proposed.append(epoch))
     rig = make_own(reason, num_blocks=64, epoch=0)
@@ -133,7 +131,7 @@ def test_whatever_may_make_it_stale_hides_all_of_it(make_own: Callable[..., Any]
     assert not rig.connector.scheduler.hooks.isolated()
 
 
-def test_a_call_hides_it_before_the_call_is_made(make_own: Callable[..., Any]) -> None:
+def test_a_call_hides_it_before_the_call_is_made(make_own: MakeRig) -> None:
     rig = make_own("elastic ranks", epoch=0)
     found(rig)
     seen: list[int] = []
@@ -149,7 +147,7 @@ def test_a_call_hides_it_before_the_call_is_made(make_own: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("when", ["idle", "during a step"])
-def test_a_sample_that_differs_hides_it_where_samples_last(make_own: Callable[..., Any], when: str) -> None:
+def test_a_sample_that_differs_hides_it_where_samples_last(make_own: MakeRig, when: str) -> None:
     rig = make_own("elastic ranks", epoch=0)
     found(rig)
     assert found(rig) == WHOLE
@@ -168,7 +166,7 @@ def test_a_sample_that_differs_hides_it_where_samples_last(make_own: Callable[..
 
 
 @pytest.mark.parametrize("reason", [reason for reason in REASONS if reason != "elastic ranks"])
-def test_ranks_that_hold_something_else_at_each_step_are_not_asked(make_own: Callable[..., Any], reason: str) -> None:
+def test_ranks_that_hold_something_else_at_each_step_are_not_asked(make_own: MakeRig, reason: str) -> None:
     rig = make_own(reason, epoch=0)
     for tokens in (TOKENS, prompt(2, 3 * BLOCK), TOKENS):
         found(rig, tokens)
@@ -179,7 +177,7 @@ def test_ranks_that_hold_something_else_at_each_step_are_not_asked(make_own: Cal
 
 
 @pytest.mark.unclean
-def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: Callable[..., Any], monkeypatch: Patch) -> None:
+def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: MakeRig, monkeypatch: Patch) -> None:
     rig = make_own("elastic ranks", epoch=0)
     found(rig)
     FailsOnce(rig.side.weights, "hold", monkeypatch)
@@ -190,7 +188,7 @@ def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: Callabl
 
 @pytest.mark.parametrize("reason", list(FENCED))
 @pytest.mark.parametrize("stock", [Stock, Offloading], ids=["no connector", "offloading"])
-def test_the_fence_alone_keeps_such_engines_hits_too(make_own: Callable[..., Any], reason: str, stock: Callable[[], Stock]) -> None:
+def test_the_fence_alone_keeps_such_engines_hits_too(make_own: MakeRig, reason: str, stock: Callable[[], Stock]) -> None:
     rig = make_own(reason, kind=FencedRig, stock=stock(), num_blocks=64)
     assert [found(rig), found(rig)] == [0, WHOLE]
     for name in EVENTS.keys() - {"a wake-up"}:
@@ -199,7 +197,7 @@ def test_the_fence_alone_keeps_such_engines_hits_too(make_own: Callable[..., Any
 
 
 @pytest.mark.parametrize("reason", ["elastic ranks", "wide"])
-def test_other_engines_do_not_find_what_such_an_engine_puts_into_a_store_that_they_share(make_own: Callable[..., Any], reason: str) -> None:
+def test_other_engines_do_not_find_what_such_an_engine_puts_into_a_store_that_they_share(make_own: MakeRig, reason: str) -> None:
     objects: dict[str, Any] = {}
     a, b = (make_own(reason, kind=FencedRig, stock=MooncakeStore(objects), epoch=0) for _ in range(2))
     assert found(a) == 0

@@ -83,11 +83,8 @@ class Chaos:
 
     def _add(self) -> None:
         if len(self.rig.scheduler.requests) < 10:
-            self.rig.add(
-                self.tokens(),
-                max_tokens=self.source.choice([1, 4, BLOCK, 2 * BLOCK]),
-                skip_reading_prefix_cache=True if self.source.random() < 0.1 else None,
-            )
+            tokens, most = self.tokens(), self.source.choice([1, 4, BLOCK, 2 * BLOCK])
+            self.rig.add(tokens, max_tokens=most, skip_reading_prefix_cache=True if self.source.random() < 0.1 else None)
 
     def _go_on(self) -> None:
         for _ in range(self.source.randrange(8)):

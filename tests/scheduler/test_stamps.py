@@ -199,10 +199,8 @@ def test_an_adapter_that_is_replaced_is_another_one(make_rig: MakeRig) -> None:
     after = rig.side.weights.adapters.held[1]
     assert before != after
     made = rig.handed[request.request_id][KEY]["tokens"]
-    assert [(one["from_token"], one["weights"], one["adapter"]) for one in made] == [
-        (0, digest("w0"), before[:16].hex()),
-        (2, digest("w0"), after[:16].hex()),
-    ]
+    assert [(one["from_token"], one["weights"]) for one in made] == [(0, digest("w0")), (2, digest("w0"))]
+    assert [one["adapter"] for one in made] == [before[:16].hex(), after[:16].hex()]
 
 
 def test_answers_of_an_engine_under_the_fence_say_it_too(make_rig: MakeRig) -> None:

@@ -254,9 +254,7 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
 
 @pytest.mark.unclean
 @pytest.mark.parametrize("place", list(PLACES))
-def test_an_error_of_ours_during_a_change_never_reaches_vllm_and_leaves_nothing_named(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_an_error_of_ours_during_a_change_leaves_nothing_named(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
     rig.serve(prompt(3, LENGTH))
@@ -284,9 +282,7 @@ def test_an_error_of_ours_during_a_change_never_reaches_vllm_and_leaves_nothing_
 
 @pytest.mark.unclean
 @pytest.mark.parametrize("place", ["late", "end", "propose", "suspect"])
-def test_an_error_of_ours_behind_a_step_never_reaches_vllm_and_leaves_nothing_named(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_an_error_of_ours_behind_a_step_leaves_nothing_named(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
     rig.serve(prompt(3, LENGTH))

@@ -62,9 +62,7 @@ def test_a_vllm_without_the_names_that_a_connector_needs_stays_as_it_is(tmp_path
 
 
 @pytest.mark.parametrize("error", [AttributeError("enum has no StrEnum"), ModuleNotFoundError("msgspec"), SystemExit("no")])
-def test_no_error_of_ours_keeps_a_pod_from_starting(
-    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_error_of_ours_ends_a_pod(error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise error
 

@@ -91,18 +91,8 @@ def test_whatever_is_reported_the_set_of_series_stays_closed() -> None:
     page = Page(engines=2)
     known = page.series()
     for number in range(50):
-        page.metrics.observe(
-            {
-                "counters": {
-                    f"made_up_{number}": 1.0,
-                    f"worker_load_failed_{number}": 1.0,
-                    f"store_code_-{number}": 1.0,
-                    f"error_place{number}": 1.0,
-                },
-                "gauges": {f"gauge_{number}": 1.0},
-            },
-            1,
-        )
+        counters = {f"{name}{number}": 1.0 for name in ("made_up_", "worker_load_failed_", "store_code_-", "error_place")}
+        page.metrics.observe({"counters": counters, "gauges": {f"gauge_{number}": 1.0}}, 1)
     assert page.series() == known
     reported = {"engine": "1"}
     assert page.registry.get_sample_value("vllm:epochkv_load_failures_total", {**reported, "reason": "other"}) == 50.0

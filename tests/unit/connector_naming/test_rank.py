@@ -82,9 +82,7 @@ def broken(error: Exception) -> Callable[[], Any]:
         (lambda worker: setattr(worker.model, "first", nn.Parameter(torch.empty(3, device="meta"))), "first is on meta"),
     ],
 )
-def test_what_cannot_be_read_is_unknown_with_a_note_and_nothing_is_raised(
-    worker: Worker, change: Callable[[Worker], None], says: str
-) -> None:
+def test_what_cannot_be_read_is_unknown_with_a_note_and_raises_nothing(worker: Worker, change: Callable[[Worker], None], says: str) -> None:
     digest_weights(worker, 1)
     change(worker)
     answer = digest_weights(worker, 2)

@@ -221,31 +221,18 @@ HASH_BLOCK = 4
 
 SLOT_BYTES = 512
 
+
+def sliding(block_size: int, window: int) -> GroupLayout:
+    return GroupLayout(GroupKind.SLIDING, block_size, window_tokens=window)
+
+
 FULL = CacheLayout((GroupLayout(GroupKind.FULL, 4),), 4)
-SLIDING_FIRST = CacheLayout((GroupLayout(GroupKind.SLIDING, 4, window_tokens=6), GroupLayout(GroupKind.FULL, 4)), 4)
-THREE_GROUPS = CacheLayout(
-    (
-        GroupLayout(GroupKind.SLIDING, 4, window_tokens=9),
-        GroupLayout(GroupKind.FULL, 8),
-        GroupLayout(GroupKind.SLIDING, 8, window_tokens=10),
-    ),
-    8,
-)
+SLIDING_FIRST = CacheLayout((sliding(4, 6), GroupLayout(GroupKind.FULL, 4)), 4)
+THREE_GROUPS = CacheLayout((sliding(4, 9), GroupLayout(GroupKind.FULL, 8), sliding(8, 10)), 8)
 STATES = CacheLayout((GroupLayout(GroupKind.FULL, 4), GroupLayout(GroupKind.STATE, 8), GroupLayout(GroupKind.STATE, 4)), 8)
-MIXED = CacheLayout(
-    (
-        GroupLayout(GroupKind.STATE, 8),
-        GroupLayout(GroupKind.PRIVATE, 4),
-        GroupLayout(GroupKind.SLIDING, 4, window_tokens=9),
-        GroupLayout(GroupKind.FULL, 8),
-    ),
-    8,
-)
+MIXED = CacheLayout((GroupLayout(GroupKind.STATE, 8), GroupLayout(GroupKind.PRIVATE, 4), sliding(4, 9), GroupLayout(GroupKind.FULL, 8)), 8)
 CHUNKS = CacheLayout((GroupLayout(GroupKind.CHUNKED, 4, window_tokens=16), GroupLayout(GroupKind.FULL, 4)), 4)
-LAYOUTS = {
-    **{"full": FULL, "sliding first": SLIDING_FIRST, "three groups": THREE_GROUPS},
-    **{"states": STATES, "states, windows, private": MIXED, "chunks": CHUNKS},
-}
+LAYOUTS = {"full": FULL, "sliding first": SLIDING_FIRST, "three": THREE_GROUPS, "states": STATES, "mixed": MIXED, "chunks": CHUNKS}
 
 
 def snap_of(epoch: int, *, shared: bool = True) -> Snapshot:

@@ -9,11 +9,7 @@ from typing import Any
 from epochkv_connector.engine.answers import _make_output, _stream
 from epochkv_fence.protocol.messages import STAMP_KEY as KEY
 
-STAMP: dict[str, Any] = {
-    "tokens": [{"from_token": 0, "weights": "aa"}, {"from_token": 5, "weights": "bb"}],
-    "epoch": 1,
-    "cached_tokens": {},
-}
+STAMP: Any = {"tokens": [{"from_token": 0, "weights": "aa"}, {"from_token": 5, "weights": "bb"}], "epoch": 1, "cached_tokens": {}}
 
 
 def state(num_tokens: int) -> Any:

@@ -16,22 +16,7 @@ from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS
 from epochkv_connector.tiers.saves import SavePlanner
 from epochkv_connector.tiers.state import TierState
 from epochkv_connector.wire import SaveJob
-from tests.unit.connector_scheduler.rig import (
-    BOTH,
-    FULL,
-    L1,
-    L2,
-    PROMPT,
-    SLIDING_FIRST,
-    SNAP,
-    Pool,
-    World,
-    chain,
-    config,
-    planned,
-    snap_of,
-    view,
-)
+from tests.unit.connector_scheduler.rig import BOTH, FULL, L1, L2, PROMPT, SLIDING_FIRST, SNAP, World, chain, config, planned, snap_of, view
 
 
 # -- the answer ------------------------------------------------------------------------------------------------------
@@ -122,19 +107,14 @@ def test_a_promise_that_cannot_be_kept_fails_before_it_is_sent(num: int, snap, b
     world.assert_idle()
 
 
-def test_a_hit_without_a_plan_fails_before_it_is_sent() -> None:
-    world = World(L1)
-    assert world.take(8) is False
-    world.step()
-    assert world.named == ["b"]
-
-
-def test_a_shrunk_window_is_refused() -> None:
-    world = planned(layout=SLIDING_FIRST, l1_tokens=24)  # the plan for 40 tokens holds blocks 8 and 9; 24 end with blocks 4 and 5
-    assert world.take(24) is False
-    world.step()
-    world.tiers.finish("b")
-    world.assert_idle()
+def test_a_shrunk_window_is_refused_and_so_is_a_hit_without_a_plan() -> None:
+    shrunk = planned(layout=SLIDING_FIRST, l1_tokens=24)  # the plan for 40 tokens holds blocks 8 and 9; 24 end with blocks 4 and 5
+    for world, num in ((shrunk, 24), (World(L1), 8)):
+        assert world.take(num) is False
+        world.step()
+        assert world.named == ["b"]
+        world.tiers.finish("b")
+        world.assert_idle()
 
 
 def test_a_block_that_vllm_would_cache_unfilled_fails_before_it_is_sent() -> None:
@@ -332,7 +312,7 @@ def test_as_many_are_asked_for_as_there_are_slots_and_the_oldest_first() -> None
     planner = SavePlanner(state)
 
     def draft(name: str) -> SaveJob | None:
-        pool: Any = Pool()
+        pool: Any = World(L1).pool
         return planner.draft(ScheduledRequestView(name, 4, [name.encode()], [[1]]), None, pool)
 
     def end(job: SaveJob | None) -> None:

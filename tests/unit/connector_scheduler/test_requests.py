@@ -102,9 +102,7 @@ def test_a_request_that_ends_keeps_what_vllm_waits_for() -> None:
         (lambda requests: requests.finish("r"), LoadState.NONE),
     ],
 )
-def test_the_load_of_another_connector_may_be_under_way_until_somebody_says_more(
-    end: Callable[[Requests], object], after: LoadState
-) -> None:
+def test_the_load_of_another_connector_is_open_until_somebody_says_more(end: Callable[[Requests], object], after: LoadState) -> None:
     requests = Requests(Counter())
     record = requests.see(SimpleNamespace(request_id="r"))
     requests.on(record, LoadEvent.PASS)

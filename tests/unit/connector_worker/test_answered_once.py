@@ -87,9 +87,7 @@ def test_a_stream_that_cannot_be_opened_is_an_error_at_registration(monkeypatch:
 
 
 @pytest.mark.parametrize("direction", ["load", "save"])
-def test_a_shutdown_in_mid_copy_answers_what_is_copied_behind_the_copy_and_the_rest_at_once(
-    monkeypatch: pytest.MonkeyPatch, direction: str
-) -> None:
+def test_a_shutdown_answers_what_is_copied_behind_the_copy_and_the_rest_at_once(monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
     store = ObedientStore()
     rig = Rig(store)
     rig.step(saves=[save(1, [move(3, 0, 30)])])

@@ -63,7 +63,10 @@ def test_every_block_arrives_and_no_slot_is_used_before_its_copy_is_over(store: 
     assert rig.worker.stats()["held_slots"] == 0
 
 
-def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots(store: ObedientStore) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots_and_never_comes_if_the_load_fails(
+    store: ObedientStore, fails: bool
+) -> None:
     rig = filled(store)
     store.policy = lambda kind, transfers: None
     rig.step(loads=[long_load()])
@@ -74,8 +77,15 @@ def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots(store: Obedie
         rig.collect(0.001)
     assert store.open == [first], "its buffers are still the store's"
     store.policy = lambda kind, transfers: StoreOutcome.OK
+    if fails:
+        rig.step(invalidated=["r1"])
+        assert rig.until_acked(1, Phase.LOADED).busy_slots == (0, 1, 2)
     store.release(first)
-    assert not rig.until_acked(1, Phase.LOADED).failed
+    assert rig.until_acked(1, Phase.LOADED).failed is fails
+    if fails:
+        rig.until_acked(1, Phase.RELEASED)
+        assert len(store.seen) == 1
+        assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
 
 
 def test_what_has_arrived_is_copied_while_the_rest_is_fetched(store: ObedientStore) -> None:
@@ -100,9 +110,7 @@ def test_what_has_arrived_is_copied_while_the_rest_is_fetched(store: ObedientSto
 
 
 @pytest.mark.parametrize("end", ["fetch", "invalidation", "sleep"])
-def test_a_load_that_fails_while_a_part_of_it_is_copied_ends_with_that_copy(
-    store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_a_load_that_fails_while_a_part_is_copied_ends_with_it(store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     rig = filled(store)
     store.policy = lambda kind, transfers: None
     copies = HeldCopies(monkeypatch, "scatter")
@@ -157,22 +165,6 @@ def test_a_cancelled_prefetch_ends_with_the_call_under_way(store: ObedientStore)
     assert not [name for name in rig.worker.stats() if name.startswith("load_failed")], "nobody lacks it"
 
 
-def test_a_load_that_fails_while_it_waits_for_its_slots_fetches_nothing_more(store: ObedientStore) -> None:
-    rig = filled(store)
-    store.policy = lambda kind, transfers: None
-    rig.step(loads=[long_load()])
-    (first,) = store.open
-    store.answer(first, StoreOutcome.OK)
-    rig.until(lambda: rig.block(6) == content(3), "the first piece is copied")
-    rig.step(invalidated=["r1"])
-    ack = rig.until_acked(1, Phase.LOADED)
-    assert (ack.failed, ack.busy_slots) == (True, (0, 1, 2))
-    store.release(first)
-    rig.until_acked(1, Phase.RELEASED)
-    assert len(store.seen) == 1
-    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
-
-
 @pytest.mark.parametrize("outcome", [StoreOutcome.ABSENT, StoreOutcome.FOREIGN, StoreOutcome.CLOSED])
 def test_a_block_that_is_missing_in_a_later_piece_fails_the_load_and_blames_no_slot(store: ObedientStore, outcome: StoreOutcome) -> None:
     rig = filled(store)
@@ -185,9 +177,7 @@ def test_a_block_that_is_missing_in_a_later_piece_fails_the_load_and_blames_no_s
 
 
 @pytest.mark.parametrize("end", ["invalidation", "deadline", "shutdown"])
-def test_what_comes_while_a_piece_is_copied_ends_the_load_behind_that_copy(
-    store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_what_comes_while_a_piece_is_copied_ends_the_load_with_it(store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     rig = filled(store)
     copies = HeldCopies(monkeypatch, "scatter")
     rig.step(loads=[long_load(deadline=0.2 if end == "deadline" else 20.0)])

@@ -13,12 +13,7 @@ from hack import release
 from hack.cluster import binaries
 
 ROOT = Path(__file__).resolve().parents[3]
-DIGESTS = {
-    "operator": "sha256:" + "a" * 64,
-    "store": "sha256:" + "b" * 64,
-    "engine": "sha256:" + "c" * 64,
-    "connector": "sha256:" + "d" * 64,
-}
+DIGESTS = {name: f"sha256:{digit * 64}" for name, digit in zip(("operator", "store", "engine", "connector"), "abcd", strict=True)}
 DOCKERFILES = {"operator": "Dockerfile", "store": "docker/store.Dockerfile", "engine": "docker/engine.Dockerfile"}
 
 
