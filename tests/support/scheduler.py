@@ -22,15 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.support.scheduler_config import (
-    BLOCK,
-    EngineOptions,
-    kv_cache_config,
-    rank_layout,
-    vllm_config,
-    write_credentials,
-    write_model_dir,
-)
+from tests.support.scheduler_config import BLOCK, EngineOptions, kv_cache_config, rank_layout, vllm_config, write_credentials
 from tests.support.scheduler_oracle import Oracle
 from tests.support.scheduler_worker import EngineCore, FakeExecutor, FakeWorker, SharedStore
 
@@ -268,4 +260,4 @@ class OwnRoot:
         return self._root is root
 
 
-__all__ = ["BLOCK", "OwnRoot", "RequestStatus", "Rig", "SharedStore", "global_root", "prompt", "write_credentials", "write_model_dir"]
+__all__ = ["BLOCK", "OwnRoot", "RequestStatus", "Rig", "SharedStore", "global_root", "prompt", "write_credentials"]

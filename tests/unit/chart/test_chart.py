@@ -72,11 +72,8 @@ def test_the_operator_runs_under_restricted_pod_security(render: Render) -> None
     for spec in (operator, tested["spec"]):
         assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     (container,) = pod["containers"]
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+    restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["securityContext"] == {**restricted, "readOnlyRootFilesystem": True}
     assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"hub": 7700, "probes": 8080, "metrics": 9090}
     assert container["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "probes"}
     # A standby must become Ready too, or a rollout with two replicas would never end.
@@ -130,12 +127,8 @@ def test_watch_namespaces_give_roles_there_and_no_cluster_role(render: Render) -
     assert rendered.all("ClusterRole") == []
     assert rendered.all("ClusterRoleBinding") == []
     for namespace in ("training", "epochkv-system"):
-        (role,) = [
-            role
-            for role in rendered.all("Role")
-            if role["metadata"]["namespace"] == namespace and role["metadata"]["name"] == "epochkv-operator"
-        ]
-        assert granted(role) == SERVED
+        roles = {(role["metadata"]["namespace"], role["metadata"]["name"]): role for role in rendered.all("Role")}
+        assert granted(roles[namespace, "epochkv-operator"]) == SERVED
     arguments = rendered.one("Deployment", "epochkv-operator")["spec"]["template"]["spec"]["containers"][0]["args"]
     assert "--watch-namespace=training" in arguments
     assert "--watch-namespace=epochkv-system" in arguments

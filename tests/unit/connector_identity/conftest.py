@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.scheduler import write_model_dir
+from tests.support.scheduler_config import write_model_dir
 
 
 @pytest.fixture(scope="session")

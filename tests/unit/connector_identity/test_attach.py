@@ -27,13 +27,8 @@ DOCUMENT = {
 }
 TEXT = json.dumps(DOCUMENT)
 HUB, CLIENT = generate_keypair(), generate_keypair()
-KEYS = {
-    "EPOCHKV_HUB_PUBLIC_KEY": HUB.public,
-    "EPOCHKV_CLIENT_PUBLIC_KEY": CLIENT.public,
-    "EPOCHKV_CLIENT_SECRET_KEY": CLIENT.secret,
-    "EPOCHKV_ROOT_SECRET": "5a" * 32,
-}
-ON = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": TEXT, **KEYS}
+KEYS = {"EPOCHKV_HUB_PUBLIC_KEY": HUB.public, "EPOCHKV_CLIENT_PUBLIC_KEY": CLIENT.public, "EPOCHKV_CLIENT_SECRET_KEY": CLIENT.secret}
+ON = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": TEXT, "EPOCHKV_ROOT_SECRET": "5a" * 32, **KEYS}
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from epochkv_connector.engine import describe, fenced, plugin
 from epochkv_connector.engine.interface import UnsupportedEngine, running
 from epochkv_connector.engine.limits import MULTI
 from epochkv_fence.connection import ConfigurationError
-from tests.support.scheduler import write_model_dir
+from tests.support.scheduler_config import write_model_dir
 
 POOL = {"name": "p", "uid": "u"}
 OURS = "EpochKVConnector"

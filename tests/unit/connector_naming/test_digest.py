@@ -3,7 +3,7 @@ which is run on the host's tensors here."""
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 from epochkv_connector.weights import digest as naming
 from epochkv_connector.weights.digest import MIN_PER_TENSOR, RUN, OnDevice, OnHost, Sample, digest
 
-Tensors = Sequence[tuple[str, torch.Tensor]]
 Way = str
 SIDE = 96
 

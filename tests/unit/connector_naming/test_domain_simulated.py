@@ -342,12 +342,8 @@ def stuck(value: Any) -> Any:
 TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
     "all ranks know what they hold": know_always,
     "a step is compared": lambda patch: patch.setattr(Comparison, "as_expected", stuck(True), raising=False),
-    "the order of ranks counts": lambda patch: patch.setattr(
-        watch, "domain_digest", lambda own, rest: domain.domain_digest(sorted(own), rest)
-    ),
-    "what a rank has beside experts counts": lambda patch: patch.setattr(
-        watch, "domain_digest", lambda own, rest: domain.domain_digest(own, b"")
-    ),
+    "the order of ranks counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(sorted(own), rest)),
+    "what is beside experts counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(own, b"")),
     "after idling a pass is waited for": never_idle,
     "a worker is suspect before the write": lambda patch: patch.setattr(Rank, "end_device_work", lambda self: None),
     "a put waits for later passes": lambda patch: patch.setattr(domain, "SETTLED", 0),
@@ -441,7 +437,6 @@ def test_no_token_is_said_to_be_made_with_other_weights_than_the_ranks_held(monk
 
 # ---------------------------------------------------------------------------- what ranks carry, and when a pass is settled
 ROWS = 4
-PLAIN = (ROWS,)
 NO_CHANGES = bytes(4)
 
 

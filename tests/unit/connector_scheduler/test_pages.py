@@ -1,29 +1,17 @@
 """The pages for auditors name tests and code that exist, and leave out no section of what they list."""
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.unit.fence.test_rules_table import names
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "docs/reference/connector-rules.md"
 DEFECTS = ROOT / "docs/reference/peers-defects.md"
 TEST = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 SYMBOL = re.compile(r"`([a-z_.]+):([\w.]+)`")
-
-
-@cache
-def names(path: Path) -> frozenset[str]:
-    """Everything a module defines: functions, classes, and `Class.member`."""
-    found = set()
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
-    return frozenset(found)
 
 
 def rows(page: Path) -> list[str]:

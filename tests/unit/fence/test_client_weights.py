@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.client import (
-    AsyncPool,
-    Engine,
-    HubUnreachable,
-    Pool,
-    PoolClosed,
-    UnknownWeights,
-    WeightsDiverged,
-    WeightsReport,
-    WeightsStanding,
-)
+from epochkv_fence.client import AsyncPool, Engine, HubUnreachable, Pool, PoolClosed, WeightsDiverged, WeightsReport, WeightsStanding
 from epochkv_fence.client.results import outliers, report
 from epochkv_fence.net.agent import EngineIdentity
 from epochkv_fence.protocol.messages import ASLEEP
@@ -140,7 +130,7 @@ def test_a_push_that_changes_nothing_is_told_so(world: HubWorld) -> None:
 def test_an_engine_of_unknown_weights_is_named_with_its_note(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
     push(engines[2:], "asleep")
-    eventually(lambda: pool.weights().unknown == (UnknownWeights("engine-2", "asleep"),))
+    eventually(lambda: [(one.name, one.note) for one in pool.weights().unknown] == [("engine-2", "asleep")])
     assert not pool.weights().equal
     error = diverged(lambda: pool.wait_weights(timeout_s=0.5))
     assert error.engines == ("engine-2",)

@@ -3,22 +3,9 @@
 import pytest
 
 from epochkv_fence.hub.record import MAX_INSTANCES, NUDGE_SECONDS, NUDGES_PER_SECOND
+from epochkv_fence.protocol import messages
 from epochkv_fence.protocol import pool as ev
-from epochkv_fence.protocol.messages import (
-    MAX_EPOCH,
-    Bump,
-    BumpStatus,
-    Error,
-    Grant,
-    Heartbeat,
-    Leave,
-    Propose,
-    Refusal,
-    Source,
-    Status,
-    decode,
-    encode,
-)
+from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, Error, Grant, Heartbeat, Leave, Propose, Refusal, Source, Status
 from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, Term, margin_seconds
 from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, instance, led, publishes_at
 
@@ -455,7 +442,7 @@ def test_a_sum_that_no_message_can_carry_is_cut(hub: Driver) -> None:
         hub.beat(number, old_epoch_requests=2**63 - 1)
     hub.hear(Bump(1, 1))
     answer = hub.of(BumpStatus)[-1]
-    assert decode(encode(answer)) == answer
+    assert messages.decode(messages.encode(answer)) == answer
     assert answer.old_epoch_requests == hub.hub.snapshot(hub.now).old_epoch_requests == 2**63 - 1
 
 

@@ -1,21 +1,11 @@
 """The wire: what goes in comes out, and everything else is named in an error."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from epochkv_fence.protocol.messages import (
-    MAX_KEPT,
-    MAX_MESSAGE_BYTES,
-    TAGS,
-    Heartbeat,
-    Message,
-    Nudge,
-    Reclaim,
-    Refusal,
-    WireError,
-    decode,
-    encode,
-)
+from epochkv_fence.protocol.messages import MAX_KEPT, MAX_MESSAGE_BYTES, TAGS, Heartbeat, Nudge, Reclaim, Refusal, WireError, decode, encode
 from tests.security.fuzz import CORPUS
 
 INSTANCE = bytes(range(16))
@@ -23,7 +13,7 @@ WEIGHTS = bytes(range(16, 32))
 
 
 @pytest.mark.parametrize("message", CORPUS, ids=lambda message: type(message).__name__)
-def test_round_trip(message: Message) -> None:
+def test_round_trip(message: Any) -> None:
     assert decode(encode(message)) == message
 
 
