@@ -1,4 +1,4 @@
-"""Keep how long every test took in `.build/durations.json`: its set-up, itself, and what it tears down. Run coroutines.
+"""Keep how long every test took in `.build/durations.json`: its set-up, itself, and what it tears down. Run coroutines. End in order.
 
 The set-up of a fixture that tests share counts for the first of them.
 """
@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import inspect
 import json
+import signal
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DURATIONS = ROOT / ".build/durations.json"
 """Test -> `[seconds, when it ended]`, of its last run in this checkout."""
 _seconds: dict[str, float] = defaultdict(float)
+
+
+def pytest_configure() -> None:
+    """SIGTERM is as Ctrl-C: what tests have started ends with them."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
