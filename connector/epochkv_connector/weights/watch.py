@@ -47,6 +47,11 @@ RETRY_SECONDS = 1.0
 """Pause between two digests while ranks cannot say what they hold; at least ten times as long as the last one took."""
 SHARE = 4
 """Digests may take one part in this many of the time: a push in hundreds of calls, with steps between them, costs no more."""
+UNDONE = 8
+UNDONE_SECONDS = 30.0
+SOON_STEPS = 8
+"""So many digests in a row, over so long, that steps undid without a call, each within so many steps: no push is like that, so passes
+write to what counts as weights."""
 OWN_BYTES = 32
 REMEMBERED = 64
 """Questions whose answer is remembered, for ranks that report late."""
@@ -184,6 +189,8 @@ class Watch:
         self._started = False  # a transfer that may write after its calls have returned
         self._stepped = False  # since the device was last waited for
         self._sampled = False  # ranks hold samples
+        self._steps = 0  # since the last digest
+        self._undone: list[float] = []  # when digests in a row were
         self._writes = ranks.num_writes
         self._scheduled_at = self._looked_at = self._digested_at = clock()
         self._found: dict[int, bytes] = {}
@@ -244,6 +251,7 @@ class Watch:
         """Workers are about to be called with something that is not known to be harmless: weights are suspected before it begins."""
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         self.suspect(f"{name} was called on the workers")
+        self._undone.clear()
         self.calling_since = self._clock()
         self._end_device_work()
         if "weight_update" in name or name == "reload_weights":
@@ -286,8 +294,18 @@ class Watch:
         self._names.end(value)
         if number == self.number or value == self.value:
             self._encoded = MIXED
+            if self._note_undone() and self._why_own is None:
+                self._keep_to_itself("steps write to tensors that count as weights, so no digest lasts; report the model", asks=False)
+                return
             self.suspect("they changed during a step")
             self._set(None, "they changed during a step")
+
+    def _note_undone(self) -> bool:
+        """The newest digest does not hold any more. Whether that is the model's own doing (`UNDONE`)."""
+        if self._steps > SOON_STEPS:
+            self._undone.clear()
+        self._undone = [*self._undone[: UNDONE - 1], self._clock()]
+        return len(self._undone) == UNDONE and self._undone[-1] >= self._undone[0] + UNDONE_SECONDS
 
     def mixed(self, number: int) -> None:
         """A step was not begun with what question `number` had seen on all ranks of the domain. Its blocks have not left this engine."""
@@ -353,6 +371,7 @@ class Watch:
         idle = now - self._scheduled_at > IDLE_SECONDS
         if self._ranks.num_writes != self._writes:
             self._writes = self._ranks.num_writes
+            self._undone.clear()
             self.suspect("load_weights was called")
         if self._ranks.asleep:
             self._set(None, ASLEEP)
@@ -374,6 +393,7 @@ class Watch:
             self._encoded = MIXED
         self._scheduled_at = self._clock()
         self._stepped = True
+        self._steps += 1
 
     def _unseen(self) -> None:
         self.counters["unseen"] += 1
@@ -398,7 +418,7 @@ class Watch:
             return
         self.number = self._asked = self._asked + 1
         self.counters["digests"] += 1
-        self._sampled = True
+        self._sampled, self._steps = True, 0
         began = self._clock()
         answers, note = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
         value = fold(answer["weights"] for answer in answers) if answers else None
@@ -439,7 +459,7 @@ class Watch:
         answers, note = answers_of(ask, number, self._num_ranks, "columns", tuple)
         self._hear_of_writes([answer["silent"] for answer in sorted(said, key=lambda answer: int(answer["rank"]))])
         if alone := next((answer["alone"] for answer in said if answer["alone"]), ""):
-            self._leave_domain(alone)
+            self._keep_to_itself(alone, asks=True)
         elif answers:
             self.number, self._confirmed, self._patience = number, True, 0.0
             columns = list(zip(*(answer["columns"] for answer in answers), strict=True))  # of the workers of each data-parallel rank
@@ -460,12 +480,12 @@ class Watch:
             self.overwritten = self._last
             self._names.end(self._last, at_once=False)
 
-    def _leave_domain(self, why: str) -> None:
+    def _keep_to_itself(self, why: str, *, asks: bool) -> None:
         logger.warning("EpochKV: this engine keeps its cache to itself: %s", why)
         if self._peers is not None:
             self._peers.stop()
-        self._peers = None
-        self.keep_own(why, asks=True)
+        self._peers, self.number = None, 0
+        self.keep_own(why, asks=asks)
         self._names.keep_own(why)
         self.suspect("the engine keeps a cache of its own")
         self._digest()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_connector.weights import watch
 from epochkv_connector.weights.watch import ENCODING, IDLE_SECONDS, QUIET_SECONDS, RETRY_SECONDS, SHARE, STARTED, WRITING, Watch, fold
 
 
@@ -64,6 +65,9 @@ class World:
 
     def end(self, weights: bytes) -> None:
         self.log.append(("end", weights))
+
+    def keep_own(self, why: str) -> None:
+        self.log.append("own")
 
     def tell(self) -> None:
         self.told.append(self.watch.told)
@@ -357,6 +361,23 @@ def test_while_they_are_in_use_nothing_is_named_and_nothing_is_read_again() -> N
     world.encoder_free = True
     assert world.step(0.01) == ["clear", ("hold", digest_of_one("b"))]
     assert world.step(0.01) == []
+
+
+@pytest.mark.parametrize("model", ["its passes", "a push past vLLM", "writes between many steps", "pushes"])
+def test_a_model_whose_passes_undo_each_digest_keeps_its_cache_to_itself(world: World, model: str) -> None:
+    for number in range(3 * watch.UNDONE):
+        if model == "pushes":
+            world.push(f"pushed {number}")
+            world.watch.called(idle=False)
+        for _ in range(watch.SOON_STEPS + 1 if model == "writes between many steps" else 2):
+            world.step(0.1 if model == "a push past vLLM" else watch.UNDONE_SECONDS / watch.UNDONE)
+        world.ranks = [f"written {number}"]
+        world.watch.late(world.watch.number)
+    own = model == "its passes"
+    assert ("no digest lasts" in world.watch.told[1], world.watch.known is None) == (own, True)
+    assert ("ask" in world.step()) == (not own)
+    assert world.watch.value is not None
+    assert (world.watch.known is None) == own
 
 
 @pytest.mark.parametrize("between", ["waits", "unknown", "transfer", "asleep", "writing", "late"])
