@@ -4,6 +4,7 @@
 #   hack/setup.sh dev        .build/venv         operator, fence, tools (no torch)
 #   hack/setup.sh engine     .build/venv-engine  dev + vLLM on CPU + the connector (about 6 GB)
 #   hack/setup.sh dynamo     .build/dynamo       the indexer of a router, for tests of KV events
+#   hack/setup.sh lmcache    .build/lmcache      LMCache's server and connector, for one row of the benchmarks
 #   hack/setup.sh system     Debian packages of the local cluster (needs root)
 #   hack/setup.sh verl       .build/venv-verl    a trainer of hack/requirements/trainers, beside the vLLM on CPU that it takes
 #   hack/setup.sh sbom       .build/sbom         what writes SBOMs, and environments with what the images install

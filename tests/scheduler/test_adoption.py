@@ -6,7 +6,20 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from epochkv_connector.naming.pins import PinnedHasher, plain_hasher
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, begin_load, every_layout, filled, found, num_saved, push_out, release
+from tests.scheduler.rigs import (
+    LENGTH,
+    TOKENS,
+    WHOLE,
+    MakeRig,
+    begin_load,
+    every_layout,
+    filled,
+    found,
+    num_saved,
+    preempt_last,
+    push_out,
+    release,
+)
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 
@@ -42,7 +55,7 @@ def test_a_request_that_skips_the_prefix_cache_is_repinned_at_once(rig: Any, pre
     skipping = rig.add(TOKENS, max_tokens=4, skip_reading_prefix_cache=True)
     if preempted:
         rig.step()
-        rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+        preempt_last(rig)
         assert skipping.status is RequestStatus.PREEMPTED
     rig.adopt(1, weights="w1")
     output = rig.step()
@@ -89,7 +102,7 @@ def test_a_preempted_request_is_repinned_and_recomputes(rig: Any) -> None:
     preempted = rig.add(prompt(1, LENGTH), max_tokens=6)
     rig.step()
     rig.step()
-    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+    preempt_last(rig)
     assert preempted.status is RequestStatus.PREEMPTED
     hashes = preempted.block_hashes
     assert rig.block_pool.get_cached_block(hashes[0], [0]) is not None  # its own old KV is still findable by the old name

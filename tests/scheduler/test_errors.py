@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.wire import Phase
-from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig, begin_load, filled, found, release
+from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig, begin_load, filled, found, preempt_last, release
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 pytestmark = pytest.mark.unclean  # `check_unharmed` instead
@@ -185,7 +185,7 @@ def test_a_lost_acknowledgement_of_a_load_costs_hits_and_no_request(make_rig: Ma
     while not rig.scheduler.running:
         rig.step()
     assert rig.tiers.loads.is_open(request.request_id)
-    rig.scheduler._preempt_request(rig.scheduler.running.pop(), 0.0)
+    preempt_last(rig)
     assert rig.block_pool.reset_prefix_cache()  # L1 still has them
     rig.run()
     assert request.request_id in rig.finished

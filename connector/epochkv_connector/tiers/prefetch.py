@@ -35,7 +35,6 @@ class Prefetches:
         self._index = state.index
         self._answered: deque[str] = deque()  # requests whose query is answered; threads of the store append to it
         self._under_way: dict[int, str | None] = {}  # job -> request; None: cancelled
-        self._lost_at = 0.0  # when nobody waits for it any more
         self._cancelled: list[int] = []
         self._slots: dict[str, int] = {}  # how many were prefetched, by request, until it takes its hit
         self._num_slots = 0
@@ -65,10 +64,11 @@ class Prefetches:
 
     def end_step(self) -> tuple[tuple[LoadJob, ...], tuple[int, ...]]:
         """The prefetch that begins with the next step, if any, and the job ids of those that are cancelled."""
-        if self._under_way and self._state.clock() >= self._lost_at:  # a rank's acknowledgement was lost to an error
-            for request_id in filter(None, list(self._under_way.values())):
-                self.release(request_id)
-            self._under_way.clear()
+        for job_id, request_id in list(self._under_way.items()):
+            if self._state.jobs.is_overdue(job_id, self._state.clock()):
+                if request_id is not None:
+                    self.release(request_id)
+                del self._under_way[job_id]
         cancelled, self._cancelled = tuple(self._cancelled), []
         if self._pause.paused:
             self._answered.clear()
@@ -93,7 +93,7 @@ class Prefetches:
         request_id, deadline = query.request.request_id, self._state.config.job_deadline_seconds
         job = LoadJob(next(self._state.ids), request_id, query.namespace, moves, deadline, prefetch=True)
         self._state.jobs.open_load(job, self._state.clock(), reads=True)
-        self._under_way[job.job_id], self._lost_at = request_id, self._state.clock() + 2 * deadline
+        self._under_way[job.job_id] = request_id
         self._slots[request_id] = self._slots.get(request_id, 0) + len(slots)
         self._num_slots += len(slots)
         self._state.counts["blocks_prefetched"] += len(slots)

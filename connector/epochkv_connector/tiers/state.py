@@ -138,6 +138,9 @@ class Jobs:
         """Loads that fetch from L2 and that some rank has not reported, or whose slots it may still write to. Any thread."""
         return sum(entry.reads and (Phase.LOADED not in entry.done or bool(entry.busy)) for entry in list(self._jobs.values()))
 
+    def is_overdue(self, job_id: int, now: float) -> bool:
+        return self._jobs[job_id].is_overdue(now)
+
     def num_overdue(self, now: float) -> int:
         return sum(entry.is_overdue(now) for entry in list(self._jobs.values()))
 

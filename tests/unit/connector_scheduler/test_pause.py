@@ -226,7 +226,7 @@ def test_a_prefetch_that_is_never_heard_of_holds_up_its_request_and_others_for_a
         world.step()
         world.workers[0].work()  # and nobody hears of it
         assert world.answer(f"r{number}", prompt(number)) is None
-        world.clock.now += 2 * BOTH.job_deadline_seconds
+        world.clock.now += 2 * BOTH.job_deadline_seconds + 0.1
         world.step()
         assert world.answer(f"r{number}", prompt(number)) == 40
         world.tiers.finish(f"r{number}")

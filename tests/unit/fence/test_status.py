@@ -9,7 +9,19 @@ import pytest
 from epochkv_fence.client import Engine
 from epochkv_fence.hub.record import MAX_QUESTIONS
 from epochkv_fence.protocol import pool as ev
-from epochkv_fence.protocol.messages import Bump, BumpStatus, EngineStatus, Error, Heartbeat, Label, Refusal, Source, Status, encode
+from epochkv_fence.protocol.messages import (
+    MAX_LABELS,
+    Bump,
+    BumpStatus,
+    EngineStatus,
+    Error,
+    Heartbeat,
+    Label,
+    Refusal,
+    Source,
+    Status,
+    encode,
+)
 from epochkv_fence.protocol.pool import PoolRecord, Term
 from tests.unit.fence.helpers import LEASE, Driver, instance, waited
 
@@ -104,7 +116,7 @@ def test_pages_fit_into_messages_whatever_names_engines_have(width: int, note: s
         hub.hear(Label(number, instance(number), "\U0001f600" * 253))
     found = pages(hub)
     assert len(found) >= 2
-    assert [len(page.labels) for page in found[:2]] == [16, 0]
+    assert [len(page.labels) for page in found[:2]] == [MAX_LABELS, 0]
     for page in found:
         encode(page)
     assert [engine.instance for page in found for engine in page.engines] == [instance(number) for number in range(100)]
