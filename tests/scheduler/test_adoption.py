@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from epochkv_connector.naming.pins import PinnedHasher, plain_hasher
+from epochkv_connector.naming.root import PinnedHasher, plain_hasher
 from tests.scheduler.rigs import (
     LENGTH,
     TOKENS,
@@ -295,7 +295,7 @@ def test_kv_of_another_engine_without_a_tag_is_private_under_a_private_root_too(
 # ---------------------------------------------------------------------------------------------- sessions, hashes
 def test_rehashing_is_spread_over_steps(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a budget that one request exceeds, each step re-hashes one and the others wait their turn."""
-    monkeypatch.setattr("epochkv_connector.naming.pins.REHASH_BUDGET_SECONDS", 1e-9)
+    monkeypatch.setattr("epochkv_connector.naming.root.REHASH_BUDGET_SECONDS", 1e-9)
     rig = make_rig(num_blocks=128, epoch=0)
     waiting = [rig.add(prompt(seed, LENGTH)) for seed in range(5)]
     rig.adopt(1, weights="w1")

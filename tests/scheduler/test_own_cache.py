@@ -9,7 +9,7 @@ import pytest
 from vllm.config import VllmConfig
 
 from epochkv_connector.engine import limits
-from epochkv_connector.naming.pins import is_private
+from epochkv_connector.naming.root import is_private
 from tests.scheduler.rigs import TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
 from tests.scheduler.test_fenced import FencedRig, MooncakeStore, Offloading, Stock
 from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_connector.tiers.prefetch import Prefetches
+from epochkv_connector.tiers.lookup import Prefetches
 from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, every_layout, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 

@@ -29,7 +29,7 @@ from epochkv_connector.engine import limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 from epochkv_connector.engine.limits import MULTI
 from epochkv_connector.guard import Guard
-from epochkv_connector.naming.pins import brings_kv
+from epochkv_connector.naming.root import brings_kv
 from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.stats import Reporter
 from epochkv_fence.connection import CONFIG_ENV, FENCE_ENV, ConfigurationError
@@ -79,7 +79,7 @@ def _rename_in_mooncake(connector: Any, request: Any, num_kept: int) -> None:
 
 
 def _keeps_no_names(connector: Any, request: Any, num_kept: int) -> None:
-    """It brings blocks of one request from another engine (P/D), whose tag says whether they may have our names (`naming.pins`). Or it
+    """It brings blocks of one request from another engine (P/D), whose tag says whether they may have our names (`naming.root`). Or it
     looks up by a request's hashes of that moment, and stores under vLLM's name of the block."""
 
 

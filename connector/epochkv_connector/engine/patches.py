@@ -22,7 +22,7 @@ from typing import Any
 
 from epochkv_connector.engine.blocks import CLIENT_MARK
 from epochkv_connector.engine.interface import kv_cache_utils
-from epochkv_connector.naming.pins import PIN_ATTRIBUTE
+from epochkv_connector.naming.root import PIN_ATTRIBUTE
 
 PREFIX = "EpochKV"
 

@@ -1,11 +1,16 @@
-"""Which root names blocks now, and why: the epoch, the lease, the weights and the resets of this engine.
+"""Which root names blocks now, and why; and the pin of each request: the root that its blocks are named with.
 
-Two threads meet here. The agent's thread adopts epochs. The scheduler's thread reads the root, hashes with it and stores the pin
-(`pins`). Both hold `RootState.lock` meanwhile. Without it 5 of 57 names were wrong under fast adoption, with it 0 of 824
-(docs/design/fence.md, section 3).
+The epoch, the lease, the weights and the resets of this engine decide the root. Two threads meet here. The agent's thread adopts
+epochs. The scheduler's thread reads the root, hashes with it and stores the pin. Both hold `RootState.lock` meanwhile. Without it
+5 of 57 names were wrong under fast adoption, with it 0 of 824 (docs/design/fence.md, section 3).
 
 `RootState._decide` lists every fact that decides. It is evaluated afresh, never patched. Each way into bypass has a name (`Reason`)
 and one line in the log, with what ends it.
+
+A pin is made under one `RootState.snapshot`, and is current as long as that holds. Requests that hold blocks go on over a change of
+weights. Weights return (A, B, A); epochs never do. A request that went on naming under its root would put KV of B under a name of A.
+This engine, and after a save every other one, would find it (4 of 36 answers wrong without this). So such a request is *detached*:
+its further blocks get random names.
 """
 
 from __future__ import annotations
@@ -16,14 +21,15 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.naming.identity import ROOT_BYTES, Snapshot, namespace, shared_root
+from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, embeddings_root, namespace, shared_root
+from epochkv_connector.weights.adapters import Adapters
 
 if TYPE_CHECKING:
-    from epochkv_connector.engine.blocks import GlobalRoot
+    from epochkv_connector.engine.blocks import BlockHashing, GlobalRoot
 
 logger = logging.getLogger("vllm.epochkv.fence")
 
@@ -317,3 +323,359 @@ class RootState:
                 self._swap(state)
             self._log.tell(self._reason, self.epoch)
             return True
+
+
+PIN_ATTRIBUTE = "epochkv_pin"
+
+Hasher = Callable[[Any], list[bytes]]
+
+
+def plain_hasher(request: Any) -> Hasher | None:
+    """vLLM's own hasher of this request, beneath one of ours (which names it `inner`); None: prefix hashing is off for it."""
+    hasher = getattr(request, "_block_hasher", None)
+    return getattr(hasher, "inner", hasher)
+
+
+def is_session(request: Any) -> bool:
+    """Whether it takes more inputs (streaming input)."""
+    return bool(getattr(request, "resumable", False))
+
+
+@dataclass(slots=True, eq=False)
+class PinnedHasher:
+    """vLLM's request hasher with the pin as explicit first parent.
+
+    One object for all requests, reading the pin from the request: a closure per request would make a reference cycle.
+    A prompt below the hash block size gets its first hash during decode, long after admission. With vLLM's global, KV of the old
+    epoch would get a name of the new one (128 stale tokens). With the pin, none does.
+
+    vLLM calls a hasher for every token, and later blocks continue from the hash before them. So it stands before vLLM's own
+    only while the first hash is awaited, and then takes itself away. A session's first hash can come twice: vLLM cuts tokens off its
+    end, and their hashes with them.
+    """
+
+    inner: Hasher
+    hashing: BlockHashing
+
+    def __call__(self, request: Any) -> list[bytes]:
+        pin: Pin | None = getattr(request, PIN_ATTRIBUTE, None)
+        session = is_session(request)
+        if session:
+            self._cut_off(request)
+        if request.block_hashes or pin is None:
+            return self.inner(request)
+        hashes = self.hashing.chain(request, pin.root, self.inner)
+        if hashes and not session:
+            request._block_hasher = self.inner
+        return hashes
+
+    def _cut_off(self, request: Any) -> None:
+        """A session's next input replaces the last token that it sampled. vLLM 0.30 keeps the hash of a block that the token
+        completed, so other tokens would get its name. Later versions cut it off themselves."""
+        size = self.hashing.hash_block_size
+        if size > 0 and not request.num_output_tokens:
+            del request.block_hashes[request.num_computed_tokens // size :]
+
+
+@dataclass(slots=True, eq=False)
+class DetachedHasher:
+    """Names blocks of one request at random, as many as its own hasher would."""
+
+    inner: Hasher
+    random: Callable[[int], bytes]
+
+    def __call__(self, request: Any) -> list[bytes]:
+        return [self.random(len(name)) for name in self.inner(request)]
+
+
+def detach(request: Any, num_named: int, random: Callable[[int], bytes] = os.urandom) -> None:
+    """Give every block of the request but its first `num_named` (hash blocks) a random name, now and later."""
+    hashes = request.block_hashes
+    if len(hashes) > num_named:  # a new list, never in place: the old one may sit in metadata already sent
+        request.block_hashes = [*hashes[:num_named], *(random(len(name)) for name in hashes[num_named:])]
+    plain = plain_hasher(request)
+    if plain is not None:
+        request._block_hasher = DetachedHasher(plain, random)
+
+
+def is_detached(request: Any) -> bool:
+    """Whether the request's further blocks get random names. Once it holds no block it is named anew, also where its first name is
+    right again: others of its names may not be."""
+    return isinstance(getattr(request, "_block_hasher", None), DetachedHasher)
+
+
+REHASH_BUDGET_SECONDS = 0.005
+"""Re-hashing allowed per scheduler step; 100,000 tokens of 16-token blocks take about 11 ms."""
+
+TAG_KEY = "epochkv_tag"
+
+
+class Repin(enum.Enum):
+    """What became of a request that was brought to what holds now."""
+
+    CURRENT = enum.auto()  # nothing to do
+    DONE = enum.auto()  # re-pinned and re-hashed: drop the local hit, ask again
+    DEFERRED = enum.auto()  # the step's budget is spent: ask again
+    CARRIED = enum.auto()  # a session that keeps its root to its end: no external hit
+
+
+class PinMaker:
+    """Makes pins of what holds now, and the tag that vouches for a name towards other engines. The caller of `make` holds the lock."""
+
+    def __init__(self, root: RootState, adapters: Adapters) -> None:
+        self._root = root
+        self._adapters = adapters
+        self.clock: Callable[[], float] = time.time  # as another machine can tell it, too
+
+    def make(self, request: Any, *, session: bool) -> Pin:
+        """For what holds now; it is not stored yet."""
+        snapshot, adapter = self._root.snapshot, getattr(request, "lora_request", None)
+        if not snapshot.in_use or not self._may_share(request):
+            pin = self.make_alone(adapter)
+        elif adapter is None:
+            pin = Pin(snapshot.root, snapshot.generation)
+        else:
+            pin = self._make_for_adapter(adapter, snapshot)
+        embeddings = getattr(request, "prompt_embeds", None)
+        if embeddings is not None and not pin.alone:
+            is_token = bytes(map(bool, request.prompt_is_token_ids or ()))
+            pin.root = embeddings_root(pin.root, str(embeddings.dtype), request.prompt_token_ids is not None, is_token)
+        pin.session = session
+        return pin
+
+    def make_alone(self, adapter: Any | None) -> Pin:
+        pin = Pin(os.urandom(ROOT_BYTES), self._root.snapshot.generation, saveable=False, alone=True)
+        if adapter is not None:
+            pin.adapter, pin.version = adapter.lora_int_id, self._adapters.of(adapter).version
+        return pin
+
+    def _make_for_adapter(self, adapter: Any, snapshot: Snapshot) -> Pin:
+        """By the tensors that the ranks hold of it; while nobody knows them, or their names are ended here, by itself."""
+        known = self._adapters.of(adapter)
+        if known.value is None or self._root.has_ended(known.value):
+            return self.make_alone(adapter)
+        root = adapter_root(snapshot.root, known.value, self._root.member.adapters_applied)
+        return Pin(root, snapshot.generation, adapter=adapter.lora_int_id, version=known.version)
+
+    def _may_share(self, request: Any) -> bool:
+        """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""
+        if not brings_kv(request) or self.vouches(request):
+            return True
+        self._root.counters["foreign_kv_requests"] += 1
+        return False
+
+    def vouches(self, request: Any) -> bool:
+        """Whether KV that another engine brings for this request may have our names: that engine has shown our tag, a short time ago."""
+        shown, own = _params_of(request).get(TAG_KEY), self._names(getattr(request, "lora_request", None))
+        if own is None or not isinstance(shown, Mapping):  # without a tag nothing is vouched for, also where we have none ourselves
+            return False
+        made, seconds = shown.get("made"), shown.get("seconds")
+        if not isinstance(made, (int, float)) or not isinstance(seconds, (int, float)):
+            return False
+        return {**own, "made": made, "seconds": seconds} == shown and abs(self.clock() - made) <= seconds
+
+    def tag(self, adapter: Any | None) -> dict[str, Any] | None:
+        """`(pool, epoch, fingerprint, weights)` of what holds now, and the adapter, for `kv_transfer_params`; with the time, and for how
+        many seconds the blocks are surely kept. None unless the root is shared."""
+        names = self._names(adapter)
+        return None if names is None else {**names, "made": self.clock(), "seconds": self._root.member.handoff_seconds}
+
+    def _names(self, adapter: Any | None) -> dict[str, Any] | None:
+        snapshot, member = self._root.snapshot, self._root.member
+        if not snapshot.shared or snapshot.weights is None:
+            return None
+        weights = snapshot.weights.hex()
+        tag = {"pool": member.pool_uid, "epoch": snapshot.epoch, "fingerprint": member.fingerprint, "weights": weights}
+        if adapter is None:
+            return tag
+        value = self._adapters.of(adapter).value
+        return None if value is None else {**tag, "adapter": value.hex(), "applied": member.adapters_applied}
+
+
+class Pins:
+    """One per EngineCore. Methods are for the scheduler thread unless their docstring says otherwise.
+
+    Attributes:
+        on_rename: told of each request that gets other names, and how many of its hash blocks keep theirs. The lock is held.
+    """
+
+    def __init__(self, root: RootState, hashing: BlockHashing, adapters: Adapters) -> None:
+        self.root = root
+        self.maker = PinMaker(root, adapters)
+        self.counters = root.counters
+        self.on_rename: Callable[[Any, int], object] = lambda request, num_kept: None
+        self._lock = root.lock
+        self._hashing = hashing
+        self._adapters = adapters
+        self._inside_schedule = False
+        self._reporting = False
+        self._rehash_seconds = 0.0
+        self._admitted: Counter[tuple[int, bool]] = Counter()  # (generation, is a session) -> requests
+        self._hasher: PinnedHasher | None = None
+
+    @staticmethod
+    def pin_of(request: Any) -> Pin | None:
+        """The request's pin, or None when it was never pinned."""
+        return getattr(request, PIN_ATTRIBUTE, None)
+
+    def is_current(self, pin: Pin) -> bool:
+        """Whether the pin was made under what holds now, and its adapter's id still stands for what it did."""
+        return pin.generation == self.root.snapshot.generation and (not pin.adapter or self._adapters.version(pin.adapter) == pin.version)
+
+    def may_save(self, pin: Pin) -> bool:
+        """Whether what this pin names may be offered to a tier."""
+        return pin.saveable and self.is_current(pin)
+
+    # ------------------------------------------------------------------ the scheduler's step
+
+    def enter_schedule(self) -> None:
+        """The first question of a `schedule()`: acknowledgements wait until `leave_schedule`."""
+        self._inside_schedule = True
+
+    def leave_schedule(self) -> None:
+        """The step's metadata is built; the re-hash budget is full again."""
+        self._inside_schedule = False
+        self._rehash_seconds = 0.0
+
+    def enter_report(self) -> None:
+        """Load results are being recorded: an acknowledgement must not fall between the check and the record."""
+        self._reporting = True
+
+    def leave_report(self) -> None:
+        self._reporting = False
+
+    def busy(self) -> bool:
+        """The scheduler is between its first lookup of a step and the end of it, or records results. Agent thread."""
+        return self._inside_schedule or self._reporting
+
+    # ------------------------------------------------------------------ making pins
+
+    def pin(self, request: Any) -> None:
+        """Pin a new request to what holds now, and re-hash it if its hashes were made with anything else."""
+        with self._lock:
+            self.root.refresh()
+            self._name(request, self.maker.make(request, session=is_session(request)))
+
+    def repin(self, request: Any, *, must: bool) -> Repin:
+        """Bring a request that holds no blocks to what holds now. `must`: the scheduler goes on with this request in the same step
+        whatever is answered (`skip_reading_prefix_cache`), so nothing may be deferred."""
+        with self._lock:
+            self.root.refresh()
+            pin = self.pin_of(request)
+            if pin is not None:
+                # In bypass no step is compared with what was known of the weights, so a preempted request's own blocks may be of others.
+                unwatched = not self.root.snapshot.in_use and pin.alone and pin.admitted
+                if self.is_current(pin) and not unwatched:
+                    return Repin.CURRENT
+                if pin.session and pin.admitted and not is_detached(request):
+                    return Repin.CARRIED
+                if self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
+                    self.counters["rehash_deferred"] += 1
+                    return Repin.DEFERRED
+                self.release(request)
+            self._name(request, self.maker.make(request, session=pin.session if pin else is_session(request)))
+            self.counters["repinned_requests"] += 1
+            return Repin.DONE
+
+    def isolate(self, request: Any) -> None:
+        """Give the request a random root: the answer to an error of ours, after which nothing may be shared with it."""
+        with self._lock:
+            self.release(request)
+            self._name(request, self.maker.make_alone(getattr(request, "lora_request", None)))
+
+    def detach(self, request: Any, num_named: int) -> None:
+        """The request holds blocks, of which `num_named` (in hash blocks) have names, and goes on with other weights."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is not None:
+                pin.saveable = False
+            detach(request, num_named)
+            self.on_rename(request, num_named)
+
+    def _name(self, request: Any, pin: Pin) -> None:
+        """Store the pin, and hash the request's blocks again unless the pin names them already. If the first block comes later, our
+        hasher gives it the pin as its parent. vLLM's own hasher names all later blocks."""
+        detached, inner = is_detached(request), plain_hasher(request)
+        setattr(request, PIN_ATTRIBUTE, pin)
+        if inner is None:  # prefix hashing is off for this request
+            return
+        if request.block_hashes and (detached or request.block_hashes[0] != self._hashing.first(request, pin.root)):
+            started = time.perf_counter()
+            # A new list, never in place: the old list object may sit in metadata already sent.
+            request.block_hashes = self._hashing.chain(request, pin.root, inner)
+            self._rehash_seconds += time.perf_counter() - started
+            self.counters["rehashed_requests"] += 1
+        if self._hasher is None or self._hasher.inner is not inner:
+            self._hasher = PinnedHasher(inner, self._hashing)
+        request._block_hasher = self._hasher if is_session(request) or not request.block_hashes else inner
+        self.on_rename(request, 0)
+
+    # ------------------------------------------------------------------ requests on an old epoch
+
+    def old_epoch_requests(self, *, sessions: bool = False) -> int:
+        """Requests, or streaming-input sessions, that were admitted under a root that is no longer current. Any thread."""
+        with self._lock:
+            current = self.root.snapshot.generation
+            return sum(num for (generation, session), num in self._admitted.items() if generation != current and session is sessions)
+
+    def admit(self, request: Any) -> None:
+        """The request's hit was answered and accepted, or its tokens are being computed."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is None or pin.admitted:
+                return
+            pin.admitted, pin.loading = True, False
+            self._admitted[pin.generation, pin.session] += 1
+            if self.is_current(pin):
+                self.root.note_use()
+
+    def begin_load(self, request: Any) -> None:
+        """A load of ours was committed for the request; it does not run on: an adoption invalidates it."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is not None:
+                pin.loading = True
+                if self.is_current(pin):
+                    self.root.note_use()
+
+    def end_load(self, request: Any, succeeded: bool) -> None:
+        """The load's result was recorded by vLLM: on success the request now holds KV under its pin."""
+        pin = self.pin_of(request)
+        if pin is None or not pin.loading:
+            return
+        pin.loading = False
+        if succeeded:
+            self.admit(request)
+
+    def release(self, request: Any) -> None:
+        """The request has finished, or holds nothing under its pin any more."""
+        with self._lock:
+            pin = self.pin_of(request)
+            if pin is None or not pin.admitted:
+                return
+            pin.admitted = False
+            admitted = (pin.generation, pin.session)
+            self._admitted[admitted] -= 1
+            if not self._admitted[admitted]:
+                del self._admitted[admitted]
+
+
+def is_private(pins: Pins, request: Any) -> bool:
+    """Whether nobody else will ask for blocks that this request names now."""
+    pin = pins.pin_of(request)
+    return pins.root.names_alone or pin is None or pin.alone or is_detached(request) or not pins.is_current(pin)
+
+
+def awaits_transfer(request: Any) -> bool:
+    """Whether another engine keeps this request's KV until it is fetched (P/D): no tier of ours answers for it."""
+    return bool(_params_of(request).get("do_remote_prefill"))
+
+
+def _params_of(request: Any) -> Mapping[str, Any]:
+    return getattr(request, "kv_transfer_params", None) or {}
+
+
+def brings_kv(request: Any) -> bool:
+    """Whether the request's `kv_transfer_params` name KV that another engine brings in (P/D)."""
+    named = (str(key).startswith("remote_") and value is not None for key, value in _params_of(request).items())
+    return awaits_transfer(request) or any(named)

@@ -21,7 +21,7 @@ from typing import Any
 from epochkv_connector.engine import blocks, patches
 from epochkv_connector.engine.events import HostEvents, Outgoing
 from epochkv_connector.naming.identity import Snapshot
-from epochkv_connector.naming.pins import Pins, Repin, awaits_transfer, is_private
+from epochkv_connector.naming.root import Pins, Repin, awaits_transfer, is_private
 from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.tiers.layout import RequestView
 from epochkv_connector.tiers.manager import TierManager

@@ -29,8 +29,7 @@ from epochkv_connector.engine import blocks, describe, limits, patches
 from epochkv_connector.engine.interface import running
 from epochkv_connector.guard import Guard
 from epochkv_connector.naming.identity import fingerprint, object_key, older_pattern, other_weights_pattern, pool_prefix
-from epochkv_connector.naming.pins import TAG_KEY, Pins
-from epochkv_connector.naming.root import PoolMembership, RootState
+from epochkv_connector.naming.root import TAG_KEY, Pins, PoolMembership, RootState
 from epochkv_connector.scheduler.requests import Admission, SharedState
 from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps, max_saved

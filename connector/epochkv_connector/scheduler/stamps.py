@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from epochkv_connector.engine import patches
 from epochkv_connector.guard import Guard
-from epochkv_connector.naming.pins import is_session
-from epochkv_connector.naming.root import RootState
+from epochkv_connector.naming.root import RootState, is_session
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire import WorkerReport

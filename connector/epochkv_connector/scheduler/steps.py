@@ -25,8 +25,7 @@ from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request, 
 from epochkv_connector.scheduler.stamps import asked_of
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.tiers.layout import ScheduledRequestView
-from epochkv_connector.tiers.manager import TierManager
-from epochkv_connector.tiers.saves import SavePlanner
+from epochkv_connector.tiers.manager import SavePlanner, TierManager
 from epochkv_connector.wire import StepMetadata, WorkerReport
 
 if TYPE_CHECKING:

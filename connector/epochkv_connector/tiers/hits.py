@@ -29,8 +29,7 @@ import msgspec
 
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.tiers.layout import GroupKind, RequestView, align_down, cdiv, longest_hit, needed_range, tokens_by_tier
-from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS, LoadPause, Lookups, Query
-from epochkv_connector.tiers.prefetch import Prefetches
+from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS, LoadPause, Lookups, Prefetches, Query
 from epochkv_connector.tiers.state import HostIndex, Key, Loaded, TierState
 from epochkv_connector.wire import BlockMove, LoadJob, Tier
 

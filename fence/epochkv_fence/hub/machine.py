@@ -19,7 +19,9 @@ from epochkv_fence.hub.reclaim import Reclaimer, Reported, Wiper
 from epochkv_fence.hub.record import (
     MAX_INSTANCES,
     NEVER,
+    RULES,
     Ask,
+    HubRules,
     InstanceRecord,
     Instances,
     Labels,
@@ -29,7 +31,6 @@ from epochkv_fence.hub.record import (
     Rounds,
     Waiters,
 )
-from epochkv_fence.hub.rules import RULES, HubRules
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import (
     Bump,

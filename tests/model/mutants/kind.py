@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from epochkv_fence.hub.machine import Hub, HubState
-from epochkv_fence.hub.rules import RULES
+from epochkv_fence.hub.record import RULES
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.pool import PoolConfig
 from tests.model.parts import Rules

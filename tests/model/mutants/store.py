@@ -10,8 +10,7 @@ import msgspec
 
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.hub.reclaim import Reclaimer, Reported, Wiper
-from epochkv_fence.hub.record import NEVER, InstanceRecord, Leadership
-from epochkv_fence.hub.rules import RULES
+from epochkv_fence.hub.record import NEVER, RULES, InstanceRecord, Leadership
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import PoolConfig

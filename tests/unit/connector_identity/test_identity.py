@@ -9,7 +9,7 @@ import pytest
 
 from epochkv_connector.naming import identity
 from epochkv_connector.naming import identity as keys
-from epochkv_connector.naming.pins import detach
+from epochkv_connector.naming.root import detach
 from tests.support.store import parse_key
 
 SECRET = bytes(range(32))

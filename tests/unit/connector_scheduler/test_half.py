@@ -13,7 +13,7 @@ from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS
 from epochkv_connector.tiers.layout import ScheduledRequestView
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS
-from epochkv_connector.tiers.saves import SavePlanner
+from epochkv_connector.tiers.manager import SavePlanner
 from epochkv_connector.tiers.state import TierState
 from epochkv_connector.wire import SaveJob
 from tests.unit.connector_scheduler.rig import BOTH, FULL, L1, L2, PROMPT, SLIDING_FIRST, SNAP, World, chain, config, planned, snap_of, view

@@ -6,8 +6,7 @@ import logging
 
 import pytest
 
-from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES
-from epochkv_connector.tiers.prefetch import MOST_BLOCKS
+from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES, MOST_BLOCKS
 from epochkv_connector.wire import JobAck, LoadJob, Phase
 from tests.unit.connector_scheduler.rig import BOTH, PROMPT, SNAP, World, chain, config
 
