@@ -65,9 +65,9 @@ def chain(text: str, num_blocks: int) -> list[bytes]:
 def acknowledge(tiers: TierManager, jobs: StepMetadata) -> None:
     """One rank that does everything at once."""
     for save in jobs.saves:
-        tiers.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
+        tiers.on_acks([JobAck(save.job_id, 0, Phase.COPIED)])
     for load in jobs.loads:
-        tiers.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves))])
+        tiers.on_acks([JobAck(load.job_id, 0, Phase.LOADED)])
 
 
 def filled_books(prompts: Sequence[Sequence[bytes]], names: Names) -> TierManager:

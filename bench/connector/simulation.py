@@ -118,14 +118,14 @@ class Engine:
     def _work(self, jobs: StepMetadata) -> None:
         for load in jobs.loads:
             filled = tuple(move.slot for move in load.moves if move.source is Tier.STORE)
-            self._tiers.on_acks([JobAck(load.job_id, 0, Phase.LOADED, 0, len(load.moves), filled_slots=filled)])
+            self._tiers.on_acks([JobAck(load.job_id, 0, Phase.LOADED, filled_slots=filled)])
         for save in jobs.saves:
-            self._tiers.on_acks([JobAck(save.job_id, 0, Phase.COPIED, save.start_block, save.num_blocks)])
+            self._tiers.on_acks([JobAck(save.job_id, 0, Phase.COPIED)])
             if save.namespace is not None and self._store is not None:
                 for move in save.moves:
                     if move.put:
                         self._store.keys.update(keys_of(save.namespace, move.group, move.block_hash))
-                self._tiers.on_acks([JobAck(save.job_id, 0, Phase.STORED, save.start_block, save.num_blocks)])
+                self._tiers.on_acks([JobAck(save.job_id, 0, Phase.STORED)])
 
 
 def hit_rate(trace: Trace, num_engines: int, num_slots: int, shared: bool) -> float:

@@ -59,7 +59,7 @@ def step(rig: Rig) -> tuple[float, int]:
     metadata: Any = output.kv_connector_metadata
     saves = () if metadata is None else metadata.saves
     if metadata is not None:
-        acks = [JobAck(job.job_id, 0, Phase.COPIED, job.start_block, job.num_blocks) for job in saves]
+        acks = [JobAck(job.job_id, 0, Phase.COPIED) for job in saves]
         result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=WorkerReport(acks=acks))
     began = time.thread_time()
     rig.scheduler.update_from_output(output, result)

@@ -74,6 +74,11 @@ class LoadJob:
     deadline_seconds: float  # from receipt, on the worker's monotonic clock; afterwards the load is failed
     prefetch: bool = False
 
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """What every rank acknowledges."""
+        return (Phase.LOADED,)
+
 
 class SaveJob(msgspec.Struct, frozen=True):
     """Copy one contiguous range of blocks of a request to host slots, then (if `namespace`) put them to L2.
@@ -85,8 +90,7 @@ class SaveJob(msgspec.Struct, frozen=True):
     job_id: int
     request_id: str
     namespace: str | None
-    start_block: int  # in units of the hash block size
-    num_blocks: int
+    num_blocks: int  # that it covers, in units of the hash block size
     moves: tuple[BlockMove, ...]
     deadline_seconds: float
 
@@ -101,10 +105,7 @@ class JobAck:
     """One rank's acknowledgement of one phase of one job.
 
     Attributes:
-        start_block, num_blocks: saves: the range `[start_block, start_block + num_blocks)` that this rank managed, in
-            the units of `SaveJob` (the job's whole range when nothing went wrong); aggregated over ranks by
-            intersection.
-        failed: at least one block is missing.
+        failed: at least one block is missing. A save that failed on one rank is saved nowhere.
         filled_slots: loads: slots that now hold verified L2 bytes and may be indexed in L1; unknown in a failed load where a slot stands
             for several blocks.
         busy_slots: slots that this rank may still write or read after this acknowledgement (a deadline passed while
@@ -114,8 +115,6 @@ class JobAck:
     job_id: int
     rank: int
     phase: Phase
-    start_block: int = 0
-    num_blocks: int = 0
     failed: bool = False
     filled_slots: tuple[int, ...] = ()
     busy_slots: tuple[int, ...] = ()

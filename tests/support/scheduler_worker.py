@@ -265,7 +265,7 @@ class FakeWorker:
         refused = self.rig.executor.refused[self.rank]
         for save in metadata.saves:
             if refused or self._is_bad(save):
-                self.acks += [JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True) for phase in save.phases]
+                self.acks += [JobAck(save.job_id, self.rank, phase, failed=True) for phase in save.phases]
             else:
                 self.saves.append(save)
         self.work()
@@ -282,12 +282,12 @@ class FakeWorker:
         for job_id in metadata.refused:
             save = self.copied.pop(job_id, None)
             if save is not None:
-                self.acks.append(JobAck(job_id, self.rank, Phase.STORED, save.start_block, 0, failed=True))
+                self.acks.append(JobAck(job_id, self.rank, Phase.STORED, failed=True))
 
     def fail_saves(self) -> None:
         """Those that are held fail."""
         saves, self.saves = self.saves, []
-        self.acks += [JobAck(save.job_id, self.rank, phase, save.start_block, 0, failed=True) for save in saves for phase in save.phases]
+        self.acks += [JobAck(save.job_id, self.rank, phase, failed=True) for save in saves for phase in save.phases]
 
     def work(self) -> None:
         if not self.hold_saves:
@@ -306,7 +306,7 @@ class FakeWorker:
         for move in job.moves:
             if move.copy:
                 self.slots[move.slot] = self.rig.gpu[move.gpu_block]
-        self.acks.append(JobAck(job.job_id, self.rank, Phase.COPIED, job.start_block, job.num_blocks))
+        self.acks.append(JobAck(job.job_id, self.rank, Phase.COPIED))
         if job.namespace is None:
             return
         if len(self.rig.executor.ranks) > 1:
@@ -321,7 +321,7 @@ class FakeWorker:
         for move in job.moves:
             if move.put:
                 store.objects.setdefault(self._key(job.namespace, move.group, move.block_hash), self.slots[move.slot])
-        self.acks.append(JobAck(job.job_id, self.rank, Phase.STORED, job.start_block, job.num_blocks))
+        self.acks.append(JobAck(job.job_id, self.rank, Phase.STORED))
 
     def _load(self, job: LoadJob) -> None:
         num_failed = 0
@@ -346,9 +346,7 @@ class FakeWorker:
         if not job.prefetch:
             self.finished.add(job.request_id)
             self.failed.update([job.request_id] if num_failed else [])
-        self.acks.append(
-            JobAck(job.job_id, self.rank, Phase.LOADED, 0, len(job.moves) - num_failed, failed=num_failed > 0, filled_slots=tuple(filled))
-        )
+        self.acks.append(JobAck(job.job_id, self.rank, Phase.LOADED, failed=num_failed > 0, filled_slots=tuple(filled)))
 
     def results(self) -> tuple[set[str], set[str]]:
         out = self.finished, self.failed

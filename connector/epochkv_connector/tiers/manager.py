@@ -125,7 +125,7 @@ class SavePlanner:
         if not moves:
             return None
         job_id, deadline = next(self._state.ids), self._state.config.job_deadline_seconds
-        return SaveJob(job_id, view.request_id, namespace, start // size, (token - start) // size, tuple(moves), deadline)
+        return SaveJob(job_id, view.request_id, namespace, (token - start) // size, tuple(moves), deadline)
 
     def _num_needed(self, wanted: Sequence[Wanted]) -> int:
         """Slots that become unavailable if all of these are taken."""
@@ -230,7 +230,7 @@ class SaveJobs:
     def _open(self, job: SaveJob, pool: BlockPoolAdapter) -> None:
         gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
         pool.touch(gpu_blocks)
-        self._state.jobs.open_save(job, gpu_blocks, self._state.scales, self._state.clock())
+        self._state.jobs.open_save(job, gpu_blocks, self._state.clock())
         self._jobs.append(job)
         self._state.counts["saves_emitted"] += 1
 
@@ -246,7 +246,7 @@ class SaveJobs:
         for job in jobs:
             for rank in range(self._state.jobs.num_ranks):
                 for phase in job.phases:
-                    for outcome in self._state.jobs.acknowledge(JobAck(job.job_id, rank, phase, job.start_block, 0, failed=True)):
+                    for outcome in self._state.jobs.acknowledge(JobAck(job.job_id, rank, phase, failed=True)):
                         self.apply(outcome)
 
     def let_go(self) -> Sequence[int]:
@@ -280,7 +280,7 @@ class SaveJobs:
         if done.job.namespace is None:  # others wait for the put
             self.planner.over(done.job.moves)
         elif self._state.jobs.num_ranks > 1:
-            (self._agreed if done.complete else self._refused).append(done.job.job_id)
+            (self._refused if done.failed else self._agreed).append(done.job.job_id)
         self._state.counts["blocks_saved"] += len(done.saved)
         if not done.abandoned:
             self._state.insert(done.saved)

@@ -2,8 +2,7 @@
 
 vLLM merges the ranks of one step only, so ranks are counted down here, across steps, by job id (`Jobs`). A job never ends by
 itself: workers acknowledge it as dropped after its deadline, and until a rank says so nothing it might still touch is
-reused. Saves are aggregated over ranks by intersection: a block is saved if every rank saved it. After a load that failed on one
-rank, the request is recomputed (`worker.jobs`).
+reused. A save counts if every rank managed it. After a load that failed on one rank, the request is recomputed (`worker.jobs`).
 
 What L1 holds and what L2 is known to hold change together, in `TierState`, or not at all.
 """
@@ -30,8 +29,8 @@ class Copied(msgspec.Struct, frozen=True):
 
     job: SaveJob
     gpu_blocks: tuple[int, ...]  # to be given back, in chain order
-    saved: tuple[BlockMove, ...]  # copies that every rank managed
-    complete: bool  # every rank managed everything
+    saved: tuple[BlockMove, ...]  # its copies, if every rank managed them
+    failed: bool  # on some rank
     abandoned: bool
 
 
@@ -39,7 +38,7 @@ class Stored(msgspec.Struct, frozen=True):
     """Every rank's puts of a save have ended."""
 
     job: SaveJob
-    stored: tuple[BlockMove, ...]  # blocks that every rank put (or found there)
+    stored: tuple[BlockMove, ...]  # its puts, if every rank put them (or found them there)
     abandoned: bool
 
 
@@ -72,12 +71,10 @@ class _Open(msgspec.Struct):
     job: SaveJob | LoadJob
     opened_at: float
     gpu_blocks: tuple[int, ...] = ()  # referenced for a save
-    scale: Sequence[int] = ()  # saves: hash blocks per block, by group
     acked: dict[Phase, set[int]] = msgspec.field(default_factory=dict)
     done: set[Phase] = msgspec.field(default_factory=set)
-    ranges: dict[Phase, tuple[int, int]] = msgspec.field(default_factory=dict)  # intersection so far, hash blocks
     filled: set[int] | None = None  # intersection over ranks of filled slots
-    failed: bool = False
+    failed: set[Phase] = msgspec.field(default_factory=set)  # on some rank
     busy: dict[int, set[int]] = msgspec.field(default_factory=dict)  # rank -> slots
     reads: bool = False  # loads: some block comes from L2
     held: list[int] | None = None  # slots to be released, in this order; None: nobody has asked yet
@@ -156,14 +153,9 @@ class Jobs:
         if not job.prefetch:
             self._loading[job.request_id] = job.job_id
 
-    def open_save(self, job: SaveJob, gpu_blocks: Iterable[int], scale: Sequence[int], now: float) -> None:
-        """A save goes out.
-
-        Args:
-            gpu_blocks: blocks the caller has referenced for it, in chain order.
-            scale: hash blocks per block, by group.
-        """
-        entry = self._jobs[job.job_id] = _Open(job, now, tuple(gpu_blocks), scale=scale)
+    def open_save(self, job: SaveJob, gpu_blocks: Iterable[int], now: float) -> None:
+        """A save goes out. The caller has referenced `gpu_blocks` for it, in chain order."""
+        entry = self._jobs[job.job_id] = _Open(job, now, tuple(gpu_blocks))
         self.num_gpu_blocks += len(entry.gpu_blocks)
 
     def abandon_all(self) -> None:
@@ -181,9 +173,8 @@ class Jobs:
             if entry.busy.pop(ack.rank, None) is None:
                 self.ignored_acks += 1
             return self._settle(entry)
-        expected = (Phase.LOADED,) if isinstance(entry.job, LoadJob) else (Phase.COPIED, Phase.STORED)
         ranks = entry.acked.setdefault(ack.phase, set())
-        if ack.phase not in expected or ack.rank in ranks:
+        if ack.phase not in entry.job.phases or ack.rank in ranks:
             self.ignored_acks += 1
             return []
         ranks.add(ack.rank)
@@ -197,16 +188,14 @@ class Jobs:
     def _merge(self, entry: _Open, ack: JobAck) -> None:
         if ack.busy_slots:
             entry.busy.setdefault(ack.rank, set()).update(ack.busy_slots)
+        if ack.failed:
+            entry.failed.add(ack.phase)
         if isinstance(entry.job, SaveJob):
-            job = entry.job
-            start, end = entry.ranges.get(ack.phase, (job.start_block, job.start_block + job.num_blocks))
-            entry.ranges[ack.phase] = (max(start, ack.start_block), min(end, ack.start_block + ack.num_blocks))
             return
         vague = ack.failed and len({move.slot for move in entry.job.moves}) < len(entry.job.moves)
         unsure = set(ack.busy_slots) if ack.failed else set()  # all calls of a load that succeeded have returned
         filled = set() if vague else set(ack.filled_slots) - unsure
         entry.filled = filled if entry.filled is None else entry.filled & filled
-        entry.failed = entry.failed or ack.failed
 
     def _complete(self, entry: _Open, phase: Phase) -> Outcome:
         job = entry.job
@@ -214,28 +203,26 @@ class Jobs:
             if not job.prefetch:
                 del self._loading[job.request_id]
             return self._loaded(entry, job)
-        (start, end), scale = entry.ranges[phase], entry.scale
-        complete = end - start == job.num_blocks
-        inside: Sequence[BlockMove] = job.moves
-        if not complete:
-            inside = [m for m in inside if start <= m.block * scale[m.group] and (m.block + 1) * scale[m.group] <= end]
+        failed = phase in entry.failed
+        moves = () if failed else job.moves
         if phase is Phase.STORED:
-            return Stored(job, tuple(move for move in inside if move.put), entry.abandoned)
+            return Stored(job, tuple(move for move in moves if move.put), entry.abandoned)
         self.num_gpu_blocks -= len(entry.gpu_blocks)
-        return Copied(job, entry.gpu_blocks, tuple(move for move in inside if move.copy), complete, entry.abandoned)
+        return Copied(job, entry.gpu_blocks, tuple(move for move in moves if move.copy), failed, entry.abandoned)
 
     def _loaded(self, entry: _Open, job: LoadJob) -> Loaded:
         filled = entry.filled or set()
         arrived = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot in filled) if entry.reads else ()
         doubted: tuple[BlockMove, ...] = ()
-        if entry.failed:  # blame the fetched blocks that are not filled, else everything
+        failed = Phase.LOADED in entry.failed
+        if failed:  # blame the fetched blocks that are not filled, else everything
             doubted = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot not in filled) or job.moves
-        return Loaded(job, arrived, entry.failed, doubted, entry.abandoned)
+        return Loaded(job, arrived, failed, doubted, entry.abandoned)
 
     def _settle(self, entry: _Open) -> list[Outcome]:
         """Release the slots that nobody touches any more; close the job when none is left."""
         job = entry.job
-        if not entry.done.issuperset((Phase.LOADED,) if isinstance(job, LoadJob) else job.phases):
+        if not entry.done.issuperset(job.phases):
             return []
         if entry.held is None:
             entry.held = list(dict.fromkeys(map(_SLOT, reversed(job.moves))))  # a load may use a slot for several of its blocks

@@ -123,13 +123,11 @@ class SaveTask:
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 
     def ack(self, rank: int, phase: Phase, failed: bool) -> JobAck:
-        """The COPIED or STORED acknowledgement: the whole range or nothing of it."""
+        """The COPIED or STORED acknowledgement."""
         return JobAck(
             job_id=self.job.job_id,
             rank=rank,
             phase=phase,
-            start_block=self.job.start_block,
-            num_blocks=0 if failed else self.job.num_blocks,
             failed=failed,
             busy_slots=self.busy if phase is Phase.STORED and is_open(self.ticket) else (),
         )

@@ -29,7 +29,7 @@ from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.weights.rank import Comparison, HeldAdapters
-from epochkv_connector.wire import JobAck, LoadJob, Phase, RankLayout, SaveJob, StepMetadata, Tier, WorkerReport
+from epochkv_connector.wire import JobAck, LoadJob, Phase, RankLayout, StepMetadata, Tier, WorkerReport
 from epochkv_connector.worker.jobs import (
     LoadTask,
     LoadTasks,
@@ -293,7 +293,7 @@ class _Pending:
 
     def __init__(self) -> None:
         self.loads: dict[int, LoadJob] = {}
-        self.saves: dict[int, tuple[SaveJob, set[Phase]]] = {}
+        self.saves: dict[int, set[Phase]] = {}
         self._reports: set[str] = set()
 
     def take_on(self, step: StepMetadata) -> None:
@@ -304,7 +304,7 @@ class _Pending:
             if not load.prefetch:
                 self._reports.add(load.request_id)
         for save in step.saves:
-            self.saves[save.job_id] = (save, set(save.phases))
+            self.saves[save.job_id] = set(save.phases)
 
     def take(self, report: Report) -> Report:
         """The part of a report that is pending; it is pending no more."""
@@ -317,7 +317,7 @@ class _Pending:
             return True
         if ack.phase is Phase.LOADED:
             return self.loads.pop(ack.job_id, None) is not None
-        _, phases = self.saves.get(ack.job_id, (None, set()))
+        phases = self.saves.get(ack.job_id, set())
         if ack.phase not in phases:
             return False
         phases.discard(ack.phase)
@@ -336,9 +336,9 @@ class _Pending:
             if job_id not in spared:
                 fetched = tuple(move.slot for move in load.moves if move.source is Tier.STORE)
                 acks.append(JobAck(job_id, rank, Phase.LOADED, failed=True, busy_slots=fetched if job_id in lost else ()))
-        for job_id, (save, phases) in self.saves.items():
+        for job_id, phases in self.saves.items():
             if job_id not in spared:
-                acks += [JobAck(job_id, rank, phase, save.start_block, 0, failed=True) for phase in sorted(phases)]
+                acks += [JobAck(job_id, rank, phase, failed=True) for phase in sorted(phases)]
         failed = self._reports - {load.request_id for job_id, load in self.loads.items() if job_id in spared}
         return Report(failed, failed, acks)
 

@@ -150,26 +150,19 @@ class Worker:
             for move in job.moves:
                 if move.source is Tier.STORE:
                     self._fetch(job, move)
-        return [JobAck(job_id, self.rank, Phase.RELEASED, 0, 0)]
-
-    def _range(self, job: SaveJob, how: str) -> tuple[int, int]:
-        if how == "partial":
-            return job.start_block, job.num_blocks // 2
-        return job.start_block, 0 if how in ("drop", "late") else job.num_blocks
+        return [JobAck(job_id, self.rank, Phase.RELEASED)]
 
     def _copy(self, job: SaveJob, how: str) -> list[JobAck]:
         how = "drop" if how == "late" else how  # a device copy is waited for
-        start, num = self._range(job, how)
         if how != "drop":
             for move in job.moves:
                 if move.copy:
                     self.slots[move.slot] = self.gpu[move.gpu_block]
         if job.namespace is not None:
             self.todo.append(("put", job))
-        return [JobAck(job.job_id, self.rank, Phase.COPIED, start, num, failed=how != "ok")]
+        return [JobAck(job.job_id, self.rank, Phase.COPIED, failed=how != "ok")]
 
     def _put(self, job: SaveJob, how: str) -> list[JobAck]:
-        start, num = self._range(job, how)
         assert job.namespace is not None
         if how == "ok":
             for move in job.moves:
@@ -180,7 +173,7 @@ class Worker:
         if how == "late":
             self.late[job.job_id] = job
             busy = tuple(move.slot for move in job.moves)
-        return [JobAck(job.job_id, self.rank, Phase.STORED, start, num, failed=how != "ok", busy_slots=busy)]
+        return [JobAck(job.job_id, self.rank, Phase.STORED, failed=how != "ok", busy_slots=busy)]
 
     def _fetch(self, job: LoadJob, move: BlockMove) -> bool:
         """Bring one block into its slot; False if L2 does not hold it."""
@@ -194,10 +187,10 @@ class Worker:
             self.late[job.job_id] = job
             every = tuple(dict.fromkeys(move.slot for move in job.moves))
             self._report(job, failed=True)
-            return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True, (), every)]
+            return [JobAck(job.job_id, self.rank, Phase.LOADED, True, (), every)]
         if how == "drop" or job.job_id in self.cancelled:
             self._report(job, failed=True)
-            return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, 0, True)]
+            return [JobAck(job.job_id, self.rank, Phase.LOADED, True)]
         filled, num_missing = [], 0
         for move in job.moves:  # in order: a slot may stand for several blocks
             lost = how == "partial" and move is job.moves[-1]
@@ -210,7 +203,7 @@ class Worker:
             if not job.prefetch:
                 self.gpu[move.gpu_block] = self.slots[move.slot]
         self._report(job, failed=num_missing > 0)
-        return [JobAck(job.job_id, self.rank, Phase.LOADED, 0, len(job.moves) - num_missing, num_missing > 0, tuple(filled))]
+        return [JobAck(job.job_id, self.rank, Phase.LOADED, num_missing > 0, tuple(filled))]
 
     def _report(self, job: LoadJob, *, failed: bool) -> None:
         if not job.prefetch:

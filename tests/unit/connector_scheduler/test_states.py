@@ -44,7 +44,6 @@ def test_an_offer_alone_is_a_reason_to_save() -> None:
     world.collect("a", not_held(world, blocks), 16, states)
     (job,) = world.step().saves
     assert moves((job,)) == {(1, 1)}
-    assert (job.start_block, job.start_block + job.num_blocks) == (2, 4), "ranks acknowledge by ranges: the state's must be in"
     world.work()
     assert world.answer("b") == 16
 
