@@ -152,17 +152,10 @@ def engine(model: Path, folder: Path, connector: bool) -> Iterator[Any]:
     """A vLLM engine in this process, with L1 and a private root, or without a connector."""
     from vllm import LLM
 
-    transfer = {
-        "kv_connector": "EpochKVConnector",
-        "kv_connector_module_path": "epochkv_connector.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "pool": {"name": "bench", "namespace": "default", "uid": "bench"},
-            "local": {"capacity_bytes": 256 << 20},
-        },
-    }
-    options: dict[str, Any] = {"kv_transfer_config": transfer} if connector else {}
+    from epochkv_fence.launch import transfer_config
+
+    transfer = {"pool": {"name": "bench", "namespace": "default", "uid": "bench"}, "local": {"capacity_bytes": 256 << 20}}
+    options: dict[str, Any] = {"kv_transfer_config": transfer_config(transfer)} if connector else {}
     llm = LLM(
         model=str(model),
         skip_tokenizer_init=True,

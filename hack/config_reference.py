@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from msgspec import inspect
 
-from epochkv_connector.config import EXTRA, PAGE, ConnectorConfig
+from epochkv_connector.config import PAGE, ConnectorConfig
+from epochkv_fence.launch import EXTRA
 
 _COMMAND: Final = "python -m hack.config_reference"
 _HEADER: Final = (

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from epochkv_fence.connection import CONFIG_ENV, ConfigurationError, HubRef, PoolRef, check_endpoint, check_pool, read_document
+from epochkv_fence.launch import EXTRA
 
 MAX_SHOWN = 80
 MAX_TEXT = 200
@@ -61,9 +62,6 @@ def explain(error: msgspec.ValidationError, document: Any) -> tuple[str, str]:
     return path[0], f"{key} is {shown(value)}, but there is no such key: take it out, or correct its name"
 
 
-NAME: Final = "EpochKVConnector"
-"""What `kv_connector` is in vLLM's configuration."""
-EXTRA: Final = "kv_connector_extra_config"
 PAGE: Final = "docs/reference/connector-config.md"
 MIN_BYTES: Final = 512
 """Of L1: a block of any model takes at least this (`worker.layout.slot_stride`)."""
@@ -252,20 +250,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if config.hub is not None:
             check_endpoint(config.hub.endpoint, f"{where('hub')}: hub.endpoint")
         return config
-
-
-MODULE: Final = "epochkv_connector.connector"
-
-
-def transfer_config(extra: Mapping[str, Any], role: str = "kv_both") -> dict[str, Any]:
-    """What vLLM's `--kv-transfer-config` takes, around the connector's own configuration."""
-    return {
-        "kv_connector": NAME,
-        "kv_connector_module_path": MODULE,
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        EXTRA: dict(extra),
-    }
 
 
 ROOT = Path("/")

@@ -7,21 +7,11 @@ import urllib.request
 from pathlib import Path
 from typing import Self
 
+from epochkv_fence import launch
 from hack.loopback import free_port, free_ports, port_open
 from hack.standalone.process import Process
 
-# Bounds every RPC and lifts the TCP queue limits; the operator sets the same block on engines and stores.
-CLIENT_ENVIRONMENT = {
-    "MC_RPC_TIMEOUT_MS": "1000",
-    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-    "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
-    "MC_YLT_LOG_LEVEL": "warn",
-}
+CLIENT_ENVIRONMENT = {name: value for name, value in launch.CLIENT_ENVIRONMENT.items() if "RPC_PORT" not in name}
 
 
 class Mooncake:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from epochkv_fence import launch
 from epochkv_fence.mooncake_admin import StoreAdmin
 from epochkv_fence.protocol.pool import PoolSnapshot
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
@@ -31,13 +32,7 @@ def transfer_config(
         config["local"] = {"capacity_bytes": local_bytes}
     if master_address is not None:
         config["distributed"] = {"master_address": master_address}
-    return {
-        "kv_connector": "EpochKVConnector",
-        "kv_connector_module_path": "epochkv_connector.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {**config, **extra},
-    }
+    return launch.transfer_config({**config, **extra})
 
 
 def read_connection(credentials: Path) -> dict[str, Any]:

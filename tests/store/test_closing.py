@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from epochkv_connector.store.client import StoreClient, StoreUnavailable
-from epochkv_connector.store.connection import ENVIRONMENT, StoreOutcome, StoreState
+from epochkv_connector.store.connection import StoreOutcome, StoreState
+from epochkv_fence.launch import CLIENT_ENVIRONMENT
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
 from tests.store.conftest import ConnectTo, why_not
@@ -50,7 +51,7 @@ def test_a_store_that_waits_for_its_master_ends_when_it_is_told(stores: Mooncake
 
 
 def test_a_stall_of_a_store_of_3_seconds_fails_nothing(stores: Mooncake, connect: ConnectTo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", ENVIRONMENT["MC_TCP_STATUS_TIMEOUT_SEC"])
+    monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", CLIENT_ENVIRONMENT["MC_TCP_STATUS_TIMEOUT_SEC"])
     stores.client_ttl_seconds = 30
     stores.start_master()
     store = stores.start_store(SEGMENT_BYTES)

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from epochkv_connector.config import NAME, ConnectorConfig
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.engine import limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 from epochkv_connector.engine.limits import MULTI
@@ -33,6 +33,7 @@ from epochkv_connector.naming.root import brings_kv
 from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.stats import Reporter
 from epochkv_fence.connection import CONFIG_ENV, FENCE_ENV, ConfigurationError
+from epochkv_fence.launch import NAME
 
 logger = logging.getLogger("vllm.epochkv")
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from epochkv_connector.config import NAME, ConnectorConfig, check_fits
+from epochkv_connector.config import ConnectorConfig, check_fits
 from epochkv_connector.engine import blocks, describe
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
+from epochkv_fence.launch import NAME
 from epochkv_fence.protocol.messages import TIER_REASONS, TierReason
 
 MULTI = "MultiConnector"

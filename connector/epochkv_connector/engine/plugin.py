@@ -23,13 +23,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from epochkv_connector.config import MAX_BYTES, MIN_BYTES, MODULE, NAME, ConnectorConfig, shown, shown_size, transfer_config
+from epochkv_connector.config import MAX_BYTES, MIN_BYTES, ConnectorConfig, shown, shown_size
 from epochkv_connector.engine import answers, describe, fenced, limits, patches
 from epochkv_connector.engine.injected import is_injected, leave
 from epochkv_connector.engine.interface import UnsupportedEngine
 from epochkv_connector.engine.patches import share_log_handlers
 from epochkv_fence import quantity
 from epochkv_fence.connection import ATTACH_ENV, CAPACITY_ENV, CONFIG_ENV, ConfigurationError, read_client_keys, read_root_secret
+from epochkv_fence.launch import MODULE, NAME, transfer_config
 
 logger = logging.getLogger(__name__)
 

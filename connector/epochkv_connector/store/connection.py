@@ -40,6 +40,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_fence.common import is_name
+from epochkv_fence.launch import CLIENT_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 
@@ -105,24 +106,6 @@ class StoreOutcome(enum.StrEnum):
     DOWN = "down"  # not connected, or the breaker is open
     CLOSED = "closed"  # the client is closing
     ERROR = "error"  # anything else; logged once per code
-
-
-ENVIRONMENT = {
-    "MC_RPC_TIMEOUT_MS": "1000",  # a hung master costs 1 s, not 30
-    "MC_RPC_CONNECT_TIMEOUT_MS": "500",  # a master behind a dead address costs 4 s, not 120
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # setup holds the GIL while it tries
-    # A hung segment owner. Shorter takes a machine that stands still for a store that is gone (measured: 18 of 28 gets failed in a stall of
-    # 2.5 s with a limit of 2 s, none with 5 s); longer keeps the buffers of a call to a hung store for minutes.
-    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",  # a peer that stalls in mid-payload
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",  # after an overflow, every transfer to that peer fails
-    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-    "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
-    "MC_MIN_RPC_PORT": "15000",  # pins both listeners of a client, so that a NetworkPolicy can name them
-    "MC_MAX_RPC_PORT": "15127",
-    "MC_YLT_LOG_LEVEL": "warn",
-}
-"""Variable -> value, measured as a whole block on the pinned Mooncake version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +188,7 @@ def prepare_environment(settings: StoreSettings) -> None:
     given = {"MC_STORE_CLUSTER_ID": settings.cluster_id, "MC_GID_INDEX": settings.gid_index}
     ours = {name: str(value) for name, value in given.items() if value is not None}
     # Below level 1, every setup writes a page of INFO lines to stderr.
-    for name, value in {**ENVIRONMENT, **ours, "GLOG_minloglevel": "1"}.items():
+    for name, value in {**CLIENT_ENVIRONMENT, **ours, "GLOG_minloglevel": "1"}.items():
         os.environ.setdefault(name, value)
 
 
@@ -302,7 +285,7 @@ def why_setup_failed(settings: StoreSettings, hostname: str, local_address: str)
 
 def _port(variable: str) -> int:
     given = os.environ.get(variable, "")
-    return int(given if given.isdecimal() else ENVIRONMENT[variable])
+    return int(given if given.isdecimal() else CLIENT_ENVIRONMENT[variable])
 
 
 def _is_free(port: int) -> bool:

@@ -14,10 +14,11 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from epochkv_connector.config import EXTRA, ConnectorConfig, explain, shown, transfer_config
+from epochkv_connector.config import ConnectorConfig, explain, shown
 from epochkv_fence.client.probe import NoHub, is_inside, probe_hub, probe_master
 from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.connection import CONFIG_ENV, ConfigurationError, Connection, read_document
+from epochkv_fence.launch import EXTRA, transfer_config
 
 logger = logging.getLogger(__name__)
 

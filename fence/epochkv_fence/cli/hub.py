@@ -17,6 +17,7 @@ import typer
 
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import say_error
+from epochkv_fence.launch import transfer_config
 from epochkv_fence.protocol.pool import ReclaimPolicy
 from epochkv_fence.standalone.credentials import CLIENT_FOLDER, retire_previous, rotate_keys
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
@@ -152,29 +153,18 @@ def _end_anyway() -> None:
 def introduction(made: StandaloneHub) -> str:
     """How to join, for the person who started the hub in a terminal."""
     folder = made.connection_file.parent
+    transfer = json.dumps(transfer_config({"local": {"capacity_bytes": 8 << 30}}))
     return "\n".join(
         [
             f"Engines and trainers of pool {made.options.pool} join with",
             f"  export EPOCHKV_CONFIG={made.connection_file}",
-            "  vllm serve MODEL --shutdown-timeout 20 --kv-transfer-config '" + transfer_config() + "'",
+            f"  vllm serve MODEL --shutdown-timeout 20 --kv-transfer-config '{transfer}'",
             f"On other machines copy {folder} (it holds keys: keep it private). Then",
             "  epochkv status",
             "  epochkv weights      # which engines hold which weights",
             "  epochkv reset        # forget everything",
         ]
     )
-
-
-def transfer_config() -> str:
-    """What `vllm serve` needs; pool and hub come from EPOCHKV_CONFIG."""
-    config = {
-        "kv_connector": "EpochKVConnector",
-        "kv_connector_module_path": "epochkv_connector.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"local": {"capacity_bytes": 8 << 30}},
-    }
-    return json.dumps(config)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

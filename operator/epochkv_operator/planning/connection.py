@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Final
 
-from epochkv_fence import quantity
+from epochkv_fence import launch, quantity
+from epochkv_fence.launch import CLIENT_ENVIRONMENT, TRANSFER_PORTS
 from epochkv_operator.api.base import ENGINE_LABEL, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool, Mooncake, Transport
@@ -21,28 +21,12 @@ from epochkv_operator.planning.names import (
     MASTER_RPC_PORT,
     SCRAPE_LABEL,
     STORE_HEALTH_PORT,
-    TRANSFER_PORTS,
     component_name,
     component_selector,
     engine_object,
     engine_selector,
     pool_object,
 )
-
-# Each of these was measured: without them a dead pod costs two minutes and an overflow poisons a client for good.
-_CLIENT_ENV: Final = {
-    "MC_RPC_TIMEOUT_MS": "1000",
-    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "5",  # half of the default deadline of a load
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
-    "MC_TCP_ADMISSION_TIMEOUT_MS": "30000",
-    "MC_MIN_RPC_PORT": str(TRANSFER_PORTS[0]),
-    "MC_MAX_RPC_PORT": str(TRANSFER_PORTS[1]),
-    "MC_YLT_LOG_LEVEL": "warn",
-}
 
 
 def etcd_endpoints(mooncake: Mooncake) -> str | None:
@@ -81,7 +65,7 @@ def cluster_of(pool: KVCachePool) -> str | None:
 def store_environment(pool: KVCachePool) -> dict[str, str]:
     """Variables for the Mooncake clients in stores. Engines set theirs, the same ones, by themselves and by `connection`."""
     used, cluster = transport(pool), cluster_of(pool)
-    environment = dict(_CLIENT_ENV) if cluster is None else {**_CLIENT_ENV, "MC_STORE_CLUSTER_ID": cluster}
+    environment = dict(CLIENT_ENVIRONMENT) if cluster is None else {**CLIENT_ENVIRONMENT, "MC_STORE_CLUSTER_ID": cluster}
     if used is not None and used.gid_index is not None:
         environment["MC_GID_INDEX"] = str(used.gid_index)
     return environment
@@ -124,17 +108,7 @@ def connection(pool: KVCachePool, context: Context, save: int | str | None = Non
 
 def transfer_config(config: Json) -> str:
     """The value of vLLM's `--kv-transfer-config` around a connector configuration."""
-    return json.dumps(
-        {
-            "kv_connector": "EpochKVConnector",
-            "kv_connector_module_path": "epochkv_connector.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": config,
-        },
-        sort_keys=True,
-        separators=(",", ":"),
-    )
+    return json.dumps(launch.transfer_config(config), sort_keys=True, separators=(",", ":"))
 
 
 SSD_PORTS = (10000, 65535)

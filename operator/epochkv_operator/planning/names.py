@@ -22,7 +22,6 @@ MASTER_RPC_PORT = 50051
 MASTER_ADMIN_PORT = 9003
 STORE_REST_PORT = 8088
 STORE_HEALTH_PORT = 9300
-TRANSFER_PORTS = (15000, 15127)  # two for each rank, and two for each engine core
 CREDENTIALS_DIR = "/etc/epochkv/fence"
 CHILD_KINDS: Final = {
     "ConfigMap": "v1",

@@ -11,8 +11,8 @@ import pytest
 import typing_extensions
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from epochkv_connector.config import NAME
 from epochkv_connector.engine import limits
+from epochkv_fence.launch import NAME
 
 
 def skyrl(model: Path, transfer: dict[str, Any]) -> Any:
