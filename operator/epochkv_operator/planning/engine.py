@@ -239,7 +239,7 @@ def _finished(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     labels = {POOL_LABEL: "", **engine_labels(engine)}  # of all pods, so that one watch shows them
     template: Json = {"metadata": {"labels": labels}, "spec": _pod_spec(engine, pool, context, container)}
     if pool is not None:
-        config = wiring.connection(pool, context)
+        config = wiring.connection(pool, context, engine.spec.save)
         template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: digest([config, context.credentials_revision])}
     return finish_pod(template, engine.spec.template, "engine", "spec.template")
 

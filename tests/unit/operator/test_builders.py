@@ -130,6 +130,16 @@ def test_a_new_connection_rolls_the_engines(change: Any) -> None:
     assert template(*change())["metadata"]["annotations"] != template(pool(), CONTEXT)["metadata"]["annotations"]
 
 
+@pytest.mark.parametrize("own", [{}, {"save": "Prompts"}])
+def test_what_a_pool_saves_rolls_only_engines_that_follow_it(own: Json) -> None:
+    def template(saves: Json) -> Json:
+        wanted = pool({**POOL_SPECS["l1"], **saves})
+        result: Json = one(desired_engine(engine({**ENGINE_SPECS["minimal"], **own}), wanted, CONTEXT), "Deployment")["spec"]["template"]
+        return result
+
+    assert (template({}) == template({"save": "All"})) == bool(own)
+
+
 @pytest.mark.parametrize(
     ("resources", "expected"),
     [
