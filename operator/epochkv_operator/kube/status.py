@@ -74,7 +74,7 @@ class StatusWriter:
             ObjectGone, ApiError (`Unavailable` at the deadline); anything `decide` raises.
         """
         deadline = time.monotonic() + (deadline_seconds or DEADLINE_SECONDS)
-        obj = self._store.by_uid(ref.resource.kind, ref.uid) or await self.read(ref)
+        obj = self._store.by_uid(ref.resource.kind, ref.uid) or await self.read(ref, deadline_seconds)
         attempt = 0
         while True:
             fields = depends_on if attempt and obj.get("status") else None
