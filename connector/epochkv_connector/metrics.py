@@ -27,8 +27,8 @@ _JOB = (
 _LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _FAILURES))
 _PUT = tuple(dict.fromkeys((*_JOB, "stale", *_FAILURES)))
 _PLACES = (
-    "acknowledgement", "acks", "adopt", "allocate", "build_connector_meta", "domain", "emergency", "end", "events", "finish_step",
-    "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "hold", "isolate",
+    "acknowledgement", "acks", "adopt", "allocate", "build_connector_meta", "domain", "emergency", "events", "finish_step",
+    "get_num_new_matched_tokens", "has_pending_block_frees", "has_pending_push_work", "hit_sources", "isolate",
     "late", "layouts", "let_go", "link.stop", "lookup", "on_new_request", "record_loads", "register_kv_caches", "renamed",
     "request_finished", "reset", "reset_cache", "results", "schedule", "stamps", "start_step", "stats", "take", "tiers",
     "tiers.close", "update_connector_output", "update_state_after_alloc", "weights", "worker.shutdown",

@@ -1,6 +1,6 @@
 """Who may share which KV, and what it is called: fingerprint, roots, the snapshot that every operation reads once, and keys in L2.
 
-Every name of a tier is made here, of a root and a block hash (`pins`, `engine.blocks`). Pure: no clock, no I/O, no vLLM, no torch.
+Every name of a tier is made here, of a root and a block hash (`root`, `engine.blocks`). Pure: no clock, no I/O, no vLLM, no torch.
 Source: `fence.md` sections 1 to 3. Names are made of lengths and bytes, never of joined strings: no two different inputs give one name.
 
 An object in L2 is one block of one group of one KV shard: `<pool8>/<fingerprint16>/e<epoch>/w<weights16>/g<group>/r<shard>/<block hash>`.

@@ -29,7 +29,7 @@ from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter
 from epochkv_connector.weights.adapters import Adapters
 
 if TYPE_CHECKING:
-    from epochkv_connector.engine.blocks import BlockHashing, GlobalRoot
+    from epochkv_connector.engine.blocks import BlockHashing, GlobalRoot, Hasher
 
 logger = logging.getLogger("vllm.epochkv.fence")
 
@@ -109,7 +109,7 @@ class RootState:
     """One per EngineCore. Methods are for the scheduler thread unless their docstring says otherwise.
 
     Attributes:
-        lock: guards everything here and in `pins.Pins`.
+        lock: guards everything here and in `Pins`.
         snapshot: what `refresh` found last. Any thread.
         epoch: the highest one granted in this engine instance; -1 before the first.
         weights: digest of what the ranks hold; None: unknown. Any thread.
@@ -327,8 +327,6 @@ class RootState:
 
 PIN_ATTRIBUTE = "epochkv_pin"
 
-Hasher = Callable[[Any], list[bytes]]
-
 
 def plain_hasher(request: Any) -> Hasher | None:
     """vLLM's own hasher of this request, beneath one of ours (which names it `inner`); None: prefix hashing is off for it."""
@@ -382,20 +380,19 @@ class DetachedHasher:
     """Names blocks of one request at random, as many as its own hasher would."""
 
     inner: Hasher
-    random: Callable[[int], bytes]
 
     def __call__(self, request: Any) -> list[bytes]:
-        return [self.random(len(name)) for name in self.inner(request)]
+        return [os.urandom(len(name)) for name in self.inner(request)]
 
 
-def detach(request: Any, num_named: int, random: Callable[[int], bytes] = os.urandom) -> None:
+def detach(request: Any, num_named: int) -> None:
     """Give every block of the request but its first `num_named` (hash blocks) a random name, now and later."""
     hashes = request.block_hashes
     if len(hashes) > num_named:  # a new list, never in place: the old one may sit in metadata already sent
-        request.block_hashes = [*hashes[:num_named], *(random(len(name)) for name in hashes[num_named:])]
+        request.block_hashes = [*hashes[:num_named], *(os.urandom(len(name)) for name in hashes[num_named:])]
     plain = plain_hasher(request)
     if plain is not None:
-        request._block_hasher = DetachedHasher(plain, random)
+        request._block_hasher = DetachedHasher(plain)
 
 
 def is_detached(request: Any) -> bool:

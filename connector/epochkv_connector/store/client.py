@@ -30,6 +30,7 @@ import xxhash
 from epochkv_connector.naming.identity import CODEC_VERSION, key_digest
 from epochkv_connector.store.connection import Counters, Notices, StoreConnection, StoreOutcome, StoreSettings, StoreState, outcome_of
 from epochkv_connector.worker.layout import HEADER_BYTES as END_BYTES
+from epochkv_connector.worker.layout import LAYOUT_DIGEST_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -290,8 +291,7 @@ def first_chunk(transfers: Sequence[Transfer], max_keys: int, max_bytes: int) ->
 # zero 48 | xxh3-64 of the 120 bytes before`.
 
 
-LAYOUT_BYTES = 16
-NO_LAYOUT = bytes(LAYOUT_BYTES)
+NO_LAYOUT = bytes(LAYOUT_DIGEST_BYTES)
 """Layout digest of a client that has no KV tensors."""
 
 _HEADER_MAGIC = b"EPOCHKV<"

@@ -67,7 +67,7 @@ class Span:
 
 @dataclass(slots=True)
 class PromptBlocks:
-    """See the module's docstring.
+    """What the tiers hold of a prompt.
 
     Attributes:
         hashes: the prompt's, in units of the hash block size.
@@ -291,7 +291,7 @@ class HitPlanner:
                 self.prefetches.watch(req.request_id, query)
 
     def _missing(self, query: Query) -> list[tuple[int, int, bytes]]:
-        """See `prefetch.Missing`. What L1 holds of the hit is its newest then, so that no prefetch evicts it."""
+        """See `lookup.Missing`. What L1 holds of the hit is its newest then, so that no prefetch evicts it."""
         found = self.find(query.request)
         assert query.found is not None
         found.remote = query.found

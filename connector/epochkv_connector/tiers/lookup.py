@@ -14,7 +14,7 @@ answered, and that vLLM has not asked about by the end of a step, waits behind o
 blocks: what it brings is in L1 when vLLM asks. Until then vLLM is told to ask again.
 
     prefetches under way <= 1, so one of the store client's threads is left to loads
-    slots prefetched for requests that have not taken their hit <= num_slots / SHARE
+    slots prefetched for requests that have not taken their hit <= num_slots / PREFETCH_SHARE
 
 Blocks that have arrived are ordinary ones of L1, and go when others need their slots. A prefetch is cancelled with its request, and
 when names change; what it still brings then is not indexed.
@@ -249,8 +249,8 @@ class LoadPause:
         self.num_pauses += 1
 
 
-SHARE = 4
-MOST_BLOCKS = 1024
+PREFETCH_SHARE = 4
+MOST_PREFETCHED = 1024
 """Of one prefetch: making it is work of one step."""
 
 NO_GPU_BLOCK = -1
@@ -260,6 +260,8 @@ Missing = Callable[[Query], Sequence[tuple[int, int, bytes]]]
 
 
 class Prefetches:
+    """One prefetch at a time, for requests whose query is answered."""
+
     def __init__(self, state: TierState, lookups: Lookups, pause: LoadPause, missing: Missing) -> None:
         self._state, self._lookups, self._pause, self._missing = state, lookups, pause, missing
         self._index = state.index
@@ -304,7 +306,7 @@ class Prefetches:
             self._answered.clear()
         while self._answered and not self._under_way:
             query = self._lookups.unasked(self._answered[0])
-            room = min(self._index.num_slots // SHARE - self._num_slots, self._index.num_available, MOST_BLOCKS)
+            room = min(self._index.num_slots // PREFETCH_SHARE - self._num_slots, self._index.num_available, MOST_PREFETCHED)
             if query is not None and room <= 0:
                 break
             self._answered.popleft()

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from epochkv_connector.weights.watch import SHOWN_DIGITS, Ranks, Wanted, answers_of, fold
+from epochkv_connector.weights.watch import Ranks, Wanted, answers_of, fold
+from epochkv_fence.protocol.pool import SHOWN_DIGITS
 
 logger = logging.getLogger("vllm.epochkv.adapters")
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from epochkv_connector.weights.domain import TOLD_BYTES, Peers, domain_digest
 from epochkv_fence.protocol.messages import ASLEEP
+from epochkv_fence.protocol.pool import SHOWN_DIGITS
 
 logger = logging.getLogger("vllm.epochkv.weights")
 
@@ -55,7 +56,6 @@ write to what counts as weights."""
 OWN_BYTES = 32
 REMEMBERED = 64
 """Questions whose answer is remembered, for ranks that report late."""
-SHOWN_DIGITS = 8
 STARTED = "a weight update was started and is not finished"
 WRITING = "they are being written"
 ENCODING = "outputs of the encoder that was there before are in use still"

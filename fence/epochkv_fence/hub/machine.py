@@ -2,7 +2,7 @@
 
 No I/O, no clock: `step(event, now)` returns what the driver has to do. The driver (`net.server`) runs the leadership reads
 that serve all pools; the model tests run two of these against one authority under a virtual clock.
-`HubState` is what a hub knows, and `rules` has the rules of the design page "fence", section 4.
+`HubState` is what a hub knows, and `record` has the rules of the design page "fence", section 4.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from epochkv_fence.hub.record import (
 )
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import (
+    MAX_NAME,
     Bump,
     BumpStatus,
     EngineStatus,
@@ -234,7 +235,7 @@ class Hub:
         for name, (peer, seq) in current.beats.items():
             instance = hub.instances.known.get(name)
             if instance is not None:
-                instance.grant(now, now + hub.rules.fence_timeout_seconds(hub.config))
+                instance.grant(now + hub.rules.fence_timeout_seconds(hub.config))
                 weights = instance.newest.weights
                 label = hub.labels.known.get(weights, "") if weights is not None else ""
                 grant = Grant(name, seq, hub.record.target, hub.config.lease_seconds, weights if label else None, label)
@@ -715,7 +716,7 @@ def status(hub: HubState, question: Status, now: float) -> Status:
         engines=engines,
         lease_seconds=hub.config.lease_seconds,
         origin=hub.record.origin if hub.record.origin is not None else Source.SPEC,
-        pool=hub.config.uid[:253],
+        pool=hub.config.uid[:MAX_NAME],
         after=question.after,
         labels=labels,
         settling_seconds=max(0.0, hub.lead.settled_at - now),

@@ -38,7 +38,6 @@ class InstanceRecord:
         epoch: highest epoch heard; a late heartbeat never lowers it.
         weights_at: when it first reported the weights of its newest heartbeat, to whatever hub.
         heard_at: when it was last heard from.
-        granted_at: when it was last granted anything.
         live_until: when every grant of the present target is dead by its clock.
         below_until: when every grant below the present target is dead by its clock.
     """
@@ -51,7 +50,6 @@ class InstanceRecord:
     epoch: int | None = None
     weights_at: float = NEVER
     heard_at: float = NEVER
-    granted_at: float = NEVER
     live_until: float = NEVER
     below_until: float = NEVER
 
@@ -67,9 +65,8 @@ class InstanceRecord:
             self.epoch = beat.epoch
         return before != self._shown()
 
-    def grant(self, now: float, until: float) -> None:
-        """The hub grants it the present target now; the grant is dead after `until`."""
-        self.granted_at = now
+    def grant(self, until: float) -> None:
+        """The hub grants it the present target; the grant is dead after `until`."""
         self.live_until = max(self.live_until, until)
 
     def keys_changed(self, before: Sequence[str], now: Sequence[str]) -> None:
@@ -91,7 +88,7 @@ class InstanceRecord:
 
     def dead_at(self, hold: float) -> float:
         """When the hub may forget it: it was silent for a lease and margin (`hold`), and all its grants are dead."""
-        return max(self.heard_at + hold, self.granted_at + hold, self.live_until, self.below_until)
+        return max(self.heard_at + hold, self.live_until, self.below_until)
 
     def view(self, target: int, config: PoolConfig, now: float) -> EngineView:
         """This engine instance as status shows it; `majority` is left for who knows the others."""

@@ -21,6 +21,7 @@ from epochkv_fence.protocol import agent as ag
 from epochkv_fence.protocol.agent import BEATS_PER_LEASE, Event, RemoveOld
 from epochkv_fence.protocol.messages import (
     CONTROL,
+    MAX_NAME,
     MAX_STAT_NAME,
     MAX_STATS,
     MAX_TEXT,
@@ -212,24 +213,24 @@ class GuardedEngine:
             epoch=epoch,
             old_epoch_requests=max(0, self._ask("old_epoch_requests", self._hooks.old_epoch_requests, 0)),
             instance_age_seconds=now - self._born,
-            engine=self._identity.engine[:253],
-            pod=self._identity.pod[:253],
-            namespace=self._identity.namespace[:253],
+            engine=self._identity.engine[:MAX_NAME],
+            pod=self._identity.pod[:MAX_NAME],
+            namespace=self._identity.namespace[:MAX_NAME],
             rank=self._identity.rank,
-            fingerprint=self._identity.fingerprint[:253],
+            fingerprint=self._identity.fingerprint[:MAX_NAME],
             stats={name[:MAX_STAT_NAME]: value for name, value in list(stats.items())[:MAX_STATS]},
             isolated=bool(self._ask("isolated", self._hooks.isolated, False)),
             weights=weights,
             weights_note=note,
             pushed=self._pushed,
             weights_age_seconds=now - self._reported_since,
-            tiers_off=_line(tiers_off)[:253],
+            tiers_off=_line(tiers_off)[:MAX_NAME],
             tiers_note=_line(tiers_note),
             versions={
                 _line(name)[:MAX_VERSION_TEXT]: _line(version)[:MAX_VERSION_TEXT]
                 for name, version in list(self._identity.versions.items())[:MAX_VERSIONS]
             },
-            pool=self._identity.pool[:253],
+            pool=self._identity.pool[:MAX_NAME],
             removes=self._identity.removes,
         )
 
@@ -547,7 +548,7 @@ class AgentThread:
             except WireError as error:
                 self.counters["wire_errors"] += 1
                 self._say(f"wire {error.code.value}", "said", logging.WARNING, "dropped a message from the hub: %s", error.text)
-                self._send(Error(error.code, error.text[:1024]))
+                self._send(Error(error.code, error.text[:MAX_TEXT]))
                 continue
             if isinstance(message, Grant) and message.weights is not None:
                 self._engine.labelled(message.weights, message.label)

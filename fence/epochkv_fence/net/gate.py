@@ -18,7 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from epochkv_fence.common import Seldom
 from epochkv_fence.net.keys import KeyPair
-from epochkv_fence.protocol.messages import MAX_MESSAGE_BYTES, Error, Message, Refusal, WireError, decode, encode
+from epochkv_fence.protocol.messages import MAX_MESSAGE_BYTES, MAX_TEXT, Error, Message, Refusal, WireError, decode, encode
 
 PEER_RATE: Final = 200.0
 """Messages a second of one connection: an agent needs a few while a reset is open, a trainer a page of status each 5 ms."""
@@ -536,7 +536,7 @@ class Router:
         except WireError as error:
             self._counters[f"refused_{error.code.value}"] += 1
             peer.bucket.penalise(GARBAGE_TOKENS)
-            self._refuse(name, peer, error.code, error.text[:1024], now)
+            self._refuse(name, peer, error.code, error.text[:MAX_TEXT], now)
             return
         cost = client.pool.cost(message)
         if cost and not client.pool.costs.take(cost, now):

@@ -23,6 +23,7 @@ MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
 MAX_STATS: Final = 64
 MAX_STAT_NAME: Final = 64
 MAX_TEXT: Final = 1024
+MAX_NAME: Final = 253
 MAX_VERSIONS: Final = 8
 MAX_VERSION_TEXT: Final = 64
 TierReason = Literal["TiersBroken", "LayoutUnsupported", "TiersOff", "SavesOnly", "OwnCache", "L1Only"]
@@ -52,9 +53,9 @@ Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Weights = Annotated[bytes, msgspec.Meta(min_length=WEIGHTS_BYTES, max_length=WEIGHTS_BYTES)]
 """Digest of the weights that the ranks of an engine hold. People are shown its first 8 hex digits."""
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0.0, le=86_400.0)]
-Name = Annotated[str, msgspec.Meta(max_length=253)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 StatName = Annotated[str, msgspec.Meta(max_length=MAX_STAT_NAME)]
-LabelText = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
+LabelText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 VersionText = Annotated[str, msgspec.Meta(max_length=MAX_VERSION_TEXT)]
 Versions = Annotated[dict[VersionText, VersionText], msgspec.Meta(max_length=MAX_VERSIONS)]
@@ -385,7 +386,7 @@ def decode(frames: Sequence[bytes]) -> Message:
             text = f"unknown tag {tag} in version {PROTOCOL_VERSION}; known tags: {', '.join(TAGS)}"
             raise WireError(Refusal.TAG, text) from error
         text = f"malformed message, tag {tag}, version {PROTOCOL_VERSION}: {error}"
-        raise WireError(Refusal.MALFORMED, text[:1024]) from error
+        raise WireError(Refusal.MALFORMED, text[:MAX_TEXT]) from error
 
 
 def _tag_of(payload: bytes) -> str:

@@ -17,12 +17,12 @@ from epochkv_fence.connection import ConfigurationError, check_endpoint
 from epochkv_fence.metrics import MetricsServer, exposition
 from epochkv_fence.mooncake_admin import MooncakeAdmin, StoreAdmin, check_admin_url
 from epochkv_fence.net.server import HubServer
+from epochkv_fence.protocol.messages import MAX_NAME
 from epochkv_fence.protocol.pool import PoolConfig, PoolSnapshot, ReclaimPolicy
 from epochkv_fence.standalone.authority import SqliteAuthority
 from epochkv_fence.standalone.credentials import Keys, KeyWatch, ensure_keys, write_client
 from epochkv_fence.standalone.report import compare
 
-MAX_NAME: Final = 253
 NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 """A DNS-1123 subdomain, as the name of a KVCachePool: a pool keeps its name when it moves to Kubernetes, or from there."""
 

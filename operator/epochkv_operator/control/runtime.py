@@ -221,10 +221,6 @@ class Operator:
             if self.store.remove(resource.kind, obj):
                 self._enqueue(resource, obj)
             return
-        if resource is POOLS and (hub := self._hub) is not None:
-            # The fast path: an epoch that was asked for does not wait in the queue. Nor does it wait for the store, which may know
-            # this state from the answer to a write.
-            hub.seen(obj)
         self._take(resource, obj)
 
     @property
@@ -233,14 +229,17 @@ class Operator:
 
     def _take(self, resource: Resource, obj: Json) -> None:
         """A state of an object, from a watch, a listing or an answer: if it is newer, remember it and look at what it affects."""
+        hub = self._hub if resource is POOLS else None
+        if hub is not None:
+            # The fast path: an epoch that was asked for does not wait in the queue. Nor does it wait for the store, which may know
+            # this state from the answer to a write.
+            hub.seen(obj)
         before = self.store.by_uid(resource.kind, obj["metadata"]["uid"])
         if not self.store.upsert(resource.kind, obj):
             return
         delay, engines = 0.0, 0.0
         if resource is POOLS:
-            if (hub := self._hub) is not None:
-                hub.seen(obj)
-                delay = OPEN_SECONDS if hub(HubService.resetting, obj["metadata"]["uid"]) else 0.0
+            delay = OPEN_SECONDS if hub is not None and hub(HubService.resetting, obj["metadata"]["uid"]) else 0.0
             engines = ENGINES_SECONDS if before is not None and only_epochs_differ(before, obj) else delay
         elif before is not None and before["metadata"].get("labels") != obj["metadata"].get("labels"):
             self._enqueue(resource, before)  # whose it was by them

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES, MOST_BLOCKS
+from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES, MOST_PREFETCHED
 from epochkv_connector.wire import JobAck, LoadJob, Phase
 from tests.unit.connector_scheduler.rig import BOTH, PROMPT, SNAP, World, chain, config
 
@@ -183,11 +183,11 @@ def test_requests_of_one_prompt_fetch_it_once_and_one_at_a_time() -> None:
 
 
 def test_a_long_prompt_comes_in_parts() -> None:
-    world = world_with(8 * MOST_BLOCKS)
-    tokens = list(range(4 * (MOST_BLOCKS + 10) + 1))
+    world = world_with(8 * MOST_PREFETCHED)
+    tokens = list(range(4 * (MOST_PREFETCHED + 10) + 1))
     world.stored(tokens)
     world.begin("b", tokens)
-    assert len(world.step().loads[0].moves) == MOST_BLOCKS
+    assert len(world.step().loads[0].moves) == MOST_PREFETCHED
     world.work()
     assert len(world.step().loads[0].moves) == 10
 
