@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from epochkv_fence.client.arguments import check_timeout
 from epochkv_fence.client.results import PoolError
 from epochkv_fence.common import on_daemon_thread
 from epochkv_fence.protocol.messages import STAMP_KEY
@@ -67,7 +69,9 @@ def warm(
 
     Raises:
         WarmFailed: one is not in L2 in time, the engine has no L2 or no connector of ours, or it cannot be reached.
+        ArgumentError (a ValueError): so many seconds cannot be waited for.
     """
+    check_timeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     one = _Server(engine.rstrip("/"), deadline, model) if isinstance(engine, str) else _InProcess(engine)
     done: list[tuple[int, int, str]] = []
@@ -138,13 +142,13 @@ class _Server:
         return int(answer["usage"]["prompt_tokens"]), answer.get("kv_transfer_params")
 
     def _ask(self, path: str, body: Any = None) -> Any:
-        key = os.environ.get("VLLM_API_KEY", "")
+        key = os.environ.get("VLLM_API_KEY", "").strip()  # one that ends in a newline would be told in the error
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode(), headers)
         try:
+            request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode(), headers)
             with urllib.request.urlopen(request, timeout=max(0.1, self._deadline - time.monotonic())) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise WarmFailed(f"{self.name}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise WarmFailed(f"{self.name}{path}: {error}") from None

@@ -2,6 +2,8 @@
 
 import http.server
 import json
+import math
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from epochkv_fence.cli.warm import prompts_of
-from epochkv_fence.client import ConfigurationError, Warmed, WarmFailed, warm
+from epochkv_fence.client import ArgumentError, ConfigurationError, Warmed, WarmFailed, warm
 
 MADE = [{"from_token": 0, "weights": "ab" * 16}]
 
@@ -59,7 +61,8 @@ def engine() -> Iterator[tuple[type[Engine], str]]:
         server.shutdown()
 
 
-def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str]) -> None:
+def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "from a file\n")
     done: list[int] = []
     assert warm(["a", [1, 2, 3]], engine[1], progress=done.append) == Warmed(2, 256, 260, "ab" * 16)
     assert engine[0].asked == {'"a"': 3, "[1, 2, 3]": 3}
@@ -113,15 +116,29 @@ def test_who_is_interrupted_does_not_wait_for_answers_under_way(engine: tuple[ty
     over.set()
 
 
-def test_nobody_is_there() -> None:
-    with pytest.raises(WarmFailed, match=r"http://127\.0\.0\.1:9/v1/models"):
-        warm(["a"], "http://127.0.0.1:9", timeout_s=2.0)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://a b:1", "engine", ""])
+def test_nobody_is_there(url: str) -> None:
+    with pytest.raises(WarmFailed, match=f"{url}/v1/models"):
+        warm(["a"], url, timeout_s=2.0)
+
+
+def test_what_answers_is_no_http_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        threading.Thread(target=lambda: hub.accept()[0].sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\n"), daemon=True).start()
+        with pytest.raises(WarmFailed, match="/v1/models: "):
+            warm(["a"], f"http://127.0.0.1:{hub.getsockname()[1]}", timeout_s=5.0)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, 0, -1])
+def test_a_time_that_cannot_be_meant(engine: tuple[type[Engine], str], seconds: float) -> None:
+    with pytest.raises(ArgumentError, match="timeout_s is"):
+        warm(["a"], engine[1], timeout_s=seconds)
 
 
 def test_a_file_of_prompts(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('"one"\n\n[1, 2]\n{"prompt": "three", "id": 3}\n')
-    assert prompts_of(file) == ["one", [1, 2], "three"]
+    file.write_text('"one\u2028\x85"\r\n\n[1, 2]\n{"prompt": "three", "id": 3}\n', encoding="utf-8")
+    assert prompts_of(file) == ["one\u2028\x85", [1, 2], "three"]
 
 
 @pytest.mark.parametrize(
