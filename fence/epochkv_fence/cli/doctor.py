@@ -12,6 +12,7 @@ import enum
 import importlib.metadata
 import logging
 import os
+import shlex
 import stat
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -216,7 +217,7 @@ def check_connection(config: str | None) -> list[Finding]:
         # A link is of a volume that Kubernetes mounts: its mode is the pod's affair.
         if path.exists() and path.stat().st_mode & OTHERS and not path.is_symlink():
             text = f"{path} can be read by others (mode {stat.S_IMODE(path.stat().st_mode):04o}), who can then speak for the pool"
-            found.append(Finding("connection", Level.WARNING, text, f"chmod go-rwx {path}"))
+            found.append(Finding("connection", Level.WARNING, text, f"chmod go-rwx {shlex.quote(str(path))}"))
     return found or [Finding("connection", Level.OK, f"pool {connection.pool.name} ({connection.pool.uid})")]
 
 
@@ -224,7 +225,7 @@ async def _hub(connection: Connection, config: str | None) -> list[Finding]:
     answer = await probe_hub(connection)
     if isinstance(answer, HubAnswer):
         well = Finding("hub", Level.OK, f"{answer.endpoint} answers in {1000 * answer.round_trip_seconds:.1f} ms")
-        return [well, *judge_pool(answer.status, f" --config {config}" if config else "")]
+        return [well, *judge_pool(answer.status, f" --config {shlex.quote(config)}" if config else "")]
     return [Finding("hub", Level.WRONG, answer.text, fix_of_hub(answer))]
 
 

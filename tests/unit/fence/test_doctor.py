@@ -95,10 +95,10 @@ def test_a_connection_file_that_cannot_be_used_or_is_open_to_others(world: HubWo
     (trainers / "root.secret").unlink()
     found = finding(doctor(trainers)[1], "connection")
     assert (found["level"], "root.secret" in found["text"]) == ("warning", True)
-    exposed = shutil.copytree(world.folder, tmp_path / "exposed")
+    exposed = shutil.copytree(world.folder, tmp_path / "open to others")
     (exposed / "client.key").chmod(0o644)
     found = finding(doctor(exposed)[1], "connection")
-    assert (found["level"], found["fix"]) == ("warning", f"chmod go-rwx {exposed / 'client.key'}")
+    assert (found["level"], found["fix"]) == ("warning", f"chmod go-rwx '{exposed / 'client.key'}'")
 
 
 def test_the_store_of_a_pool(world: HubWorld, doctor: Doctor) -> None:
