@@ -110,7 +110,9 @@ def interruptible(consequence: str) -> Iterator[None]:
 
 def reset(
     config: Config = None,
-    epoch: Annotated[int | None, typer.Option(min=0, help="Ask for this epoch. Default: one above the pool's target.")] = None,
+    epoch: Annotated[
+        int | None, typer.Option(min=0, max=MAX_EPOCH, help="Ask for this epoch. Default: one above the pool's target.")
+    ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until it is published.")] = True,
     timeout: Timeout = RESET_SECONDS,
     on_failure: OnFailure = "bypass",

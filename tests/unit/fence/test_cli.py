@@ -113,6 +113,7 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
     ("arguments", "named"),
     [
         (("reset", "--epoch", "-1"), "--epoch"),
+        (("reset", "--epoch", "9007199254740992"), "'--epoch': Input should be less than or equal to 9007199254740991"),
         (("reset", "--timeout", "0"), "--timeout is 0"),
         (("reset", "--on-failure", "pray"), "use 'bypass' or 'crash'"),
         (("reset", "-o", "yaml"), "--output"),
@@ -261,6 +262,9 @@ def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[s
     assert re.search(r"^weights +0a0a0a0a 2 engines; 3f3f3f3f \(step-42\) 1 engine; unknown 1 engine *$", text, re.M)
     assert re.search(r"^engines +4: 3 in use, 0 isolated, 1 of unknown weights, 0 behind *$", text, re.M)
     assert "hub  " not in text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", None)  # as Python has it where the caller closed it
+        show_status(status(), Output.TABLE)
     alone = replace(ENGINE, state="isolated")
     show_status(status(engines=(alone,), settling_seconds=12.3), Output.TABLE)
     text = capsys.readouterr().out
