@@ -1,6 +1,6 @@
 {{- define "epochkv.selector" -}}
 app.kubernetes.io/name: epochkv
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: operator
 {{- end }}
 
@@ -70,7 +70,7 @@ epochkv-test-{{ printf "%s/%s" .Release.Namespace .Release.Name | sha256sum | tr
 
 {{- define "epochkv.testSelector" -}}
 app.kubernetes.io/name: epochkv
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: test
 {{- end }}
 
