@@ -204,6 +204,9 @@ def test_service_monitor_only_on_request(render: Render) -> None:
         (("--set", "operator.extraVolumes[0].emptyDir.medium=Memory"), "extraVolumes"),
         (("--set", "topologySpreadConstraints[0].maxSkew=1"), "topologySpreadConstraints"),
         (("--set", "podDisruptionBudget.maxUnavailable=200%"), "maxUnavailable"),
+        (("--set", "operator.workers=null"), "missing property 'workers'"),
+        (("--set", "podSecurity=null"), "missing property 'podSecurity'"),
+        (("--set", "monitoring.serviceMonitor=null"), "missing property 'serviceMonitor'"),
     ],
 )
 def test_wrong_values_are_refused_by_name(render: Render, arguments: tuple[str, ...], named_in_error: str) -> None:
