@@ -90,8 +90,8 @@ def _rows(schema: Json, path: str) -> Iterator[str]:
 
 def _type(schema: Json) -> str:
     if schema.get("x-kubernetes-int-or-string"):
-        percent = any("percentage" in entry["message"] for entry in schema.get("x-kubernetes-validations", ()))
-        return "number or percentage" if percent else "quantity"
+        said = " ".join(entry["message"] for entry in schema.get("x-kubernetes-validations", ()))
+        return "number or percentage" if "percentage" in said else "quantity" if "quantity" in said else "number or string"
     if "enum" in schema:
         return " \\| ".join(f"`{value}`" for value in schema["enum"])
     kind = schema.get("type", "object")
