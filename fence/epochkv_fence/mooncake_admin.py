@@ -109,7 +109,7 @@ def check_admin_url(url: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise ValueError(f"the store's admin address is {url!r}; it must look like http://host:9003")
+        raise ValueError(f"--store-admin is {url!r}; it must look like http://host:9003")
     return url.rstrip("/")
 
 

@@ -74,11 +74,11 @@ def split_listen(listen: str) -> tuple[str, int]:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`; `ConfigurationError` for anything else."""
+    """Host and port of `HOST:PORT`, as --metrics has it; `ConfigurationError` for anything else."""
     host, _, port = address.rpartition(":")
     valid = bool(host) and host.isprintable() and " " not in host and (":" not in host or host.startswith("["))
     if not valid or not port.isascii() or not port.isdecimal() or not 0 <= int(port) < 65536:
-        raise ConfigurationError(f"{address!r} is no address; it must look like 0.0.0.0:9090, or [::]:9090")
+        raise ConfigurationError(f"--metrics is {address!r}; it must look like 0.0.0.0:9090, or [::]:9090")
     return host, int(port)
 
 
