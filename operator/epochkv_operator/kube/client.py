@@ -17,6 +17,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from urllib.request import getproxies_environment
 
 import aiohttp
+import yaml
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 from multidict import CIMultiDict
@@ -195,7 +196,11 @@ class KubeClient:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
             kubernetes_config.load_incluster_config(client_configuration=configuration)
             return cls(configuration, deadline_seconds)
-        loader = await kubernetes_config.load_kube_config(_kubeconfig(), client_configuration=configuration)
+        paths = _kubeconfig()
+        try:
+            loader = await kubernetes_config.load_kube_config(paths, client_configuration=configuration)
+        except (TypeError, yaml.YAMLError) as error:
+            raise kubernetes_config.ConfigException(f"{paths} is no kubeconfig: {error}") from error
         user = loader._user.value if loader._user else {}
         if plugin := user.get("exec"):
             if not (configuration.api_key or configuration.cert_file):

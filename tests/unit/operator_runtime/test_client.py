@@ -121,6 +121,13 @@ def test_a_proxy_that_we_cannot_use_is_named(write: Callable[..., None]) -> None
         asyncio.run(answered(by_client))
 
 
+@pytest.mark.parametrize("text", ["", "no mapping", "a: ["])
+def test_a_file_that_is_no_kubeconfig_is_named(write: Callable[..., None], text: str, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(text)
+    with pytest.raises(ConfigException, match="config is no kubeconfig: "):
+        asyncio.run(KubeClient.connect())
+
+
 @both
 async def test_the_user_that_it_acts_as(ask: Asking, write: Callable[..., None]) -> None:
     acts = {"as": "robot", "as-uid": "7", "as-groups": ["dev", "ops"], "as-user-extra": {"acme.com/team": ["a", "b"]}}
