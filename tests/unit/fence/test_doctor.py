@@ -118,11 +118,6 @@ def test_the_store_of_a_pool(world: HubWorld, doctor: Doctor) -> None:
     assert "is no host:port" in master("nowhere")[1]["text"]
 
 
-def test_options_that_contradict_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text, errors = inside(capsys, "doctor", "-c", "x", "-n", "rl")
-    assert (status, text, "--config looks at one pool" in errors) == (2, "", True)
-
-
 # --------------------------------------------------------------------------------------------------- what the hub says of a pool
 def engine(name: str = "e0", **fields: Any) -> Engine:
     known: dict[str, Any] = {
