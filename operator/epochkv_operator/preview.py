@@ -275,7 +275,16 @@ def _run(kubectl: Sequence[str], *arguments: str, manifest: Json | None = None, 
 
 
 class _Loader(yaml.SafeLoader):
-    """Dates are text, as they are for kubectl."""
+    """Dates are text, and a key that is there twice is a mistake, as they are for kubectl."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in seen - {"<<"}:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is there twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return node
 
 
 _Loader.yaml_implicit_resolvers = {
