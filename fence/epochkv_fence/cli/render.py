@@ -36,7 +36,7 @@ class Output(enum.StrEnum):
 
 def console() -> Console:
     """A file or a pipe has no width: tables get a readable one there."""
-    return Console() if sys.stdout and sys.stdout.isatty() else Console(width=WIDTH)
+    return Console(width=None if sys.stdout and sys.stdout.isatty() else WIDTH, emoji=False)
 
 
 def say_error(text: str) -> None:

@@ -297,16 +297,16 @@ def test_engines_that_lack_tiers_are_named_with_what_to_change(capsys: pytest.Ca
 
 
 def test_weights_of_two_fingerprints_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    narrow, wide = WeightsGroup("0a" * 16, "", ("a", "b"), 192.0, "1111111122"), WeightsGroup("3f" * 16, "step-42", ("c",), 4.0, "2222")
+    narrow, wide = WeightsGroup("0a" * 16, "", ("a", "b"), 192.0, "1111111122"), WeightsGroup("3f" * 16, "run:100:b", ("c",), 4.0, "2222")
     report = WeightsReport((narrow, wide), (UnknownWeights("d", ""),))
     show_weights(report, Output.TABLE)
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["WEIGHTS", "LABEL", "ENGINES", "SINCE", "FINGERPRINT", "NAMES"],
         ["0a0a0a0a", "-", "2", "3m12s", "11111111", "a,", "b"],
-        ["3f3f3f3f", "step-42", "1", "4s", "2222", "c"],
+        ["3f3f3f3f", "run:100:b", "1", "4s", "2222", "c"],
         ["unknown", "-", "1", "-", "-", "d"],
     ]
-    assert shown_weights(report) == "all 2 engines hold 0a0a0a0a\nthe only engine holds 3f3f3f3f (step-42)"
+    assert shown_weights(report) == "all 2 engines hold 0a0a0a0a\nthe only engine holds 3f3f3f3f (run:100:b)"
     assert (report.equal, replace(report, unknown=()).equal) == (False, True)
     show_weights(WeightsReport((wide,)), Output.TABLE)
     assert "FINGERPRINT" not in capsys.readouterr().out
