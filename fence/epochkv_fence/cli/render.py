@@ -105,7 +105,11 @@ def _show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(column.removesuffix(">"), justify="right" if right else "left", no_wrap=column != columns[-1])
     for row in rows:
         table.add_row(*row)
-    console().print(table, highlight=False, markup=False)
+    # A terminal that is too narrow breaks lines itself. Otherwise columns are cut or left out, the last one first.
+    wide = Console(width=max(WIDTH, console().width), emoji=False)
+    with wide.capture() as shown:
+        wide.print(table, highlight=False, markup=False)
+    print("\n".join(line.rstrip() for line in shown.get().splitlines()))
 
 
 def _row(engine: Engine) -> tuple[str, ...]:

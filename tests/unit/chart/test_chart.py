@@ -194,7 +194,6 @@ def test_service_monitor_only_on_request(render: Render) -> None:
         (("--set", "replicas=-1"), "replicas"),
         (("--set", "watchNamespaces={Not_A_Name}"), "watchNamespaces"),
         (("--set", "hub.endpoint=epochkv-hub:7700"), "endpoint"),
-        (("--set", "operator.leaseDurationSeconds=1"), "leaseDurationSeconds"),
         (("--set", "networkPolicy.hubFrom[0].podselector.a=b"), "podselector"),
         (("--set", "image.digest=sha256:1234"), "digest"),
         (("--set", "operator.extraVolumes[0].emptyDir.medium=Memory"), "extraVolumes"),
@@ -202,7 +201,6 @@ def test_service_monitor_only_on_request(render: Render) -> None:
         (("--set", "podDisruptionBudget.maxUnavailable=200%"), "maxUnavailable"),
         (("--set", "operator.workers=null"), "missing property 'workers'"),
         (("--set", "podSecurity=null"), "missing property 'podSecurity'"),
-        (("--set", "monitoring.serviceMonitor=null"), "missing property 'serviceMonitor'"),
     ],
 )
 def test_wrong_values_are_refused_by_name(render: Render, arguments: tuple[str, ...], named_in_error: str) -> None:

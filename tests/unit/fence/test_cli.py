@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from epochkv_fence.cli.render import Output, show_engines, show_status, show_weights, shown_weights
 from epochkv_fence.client import Engine, Pool, PoolStatus, UnknownWeights, WeightsGroup, WeightsReport
@@ -275,7 +276,7 @@ def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[s
     assert re.search(r"^hub +became leader just now; the list of engines is complete in 12 s *$", text, re.M)
 
 
-def test_engines_that_lack_tiers_are_named_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_that_lack_tiers_are_named_with_what_to_change(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     limited = replace(ENGINE, name="b", tiers_off="SavesOnly", tiers_note="loads are off: because")
     show_status(status(engines=(ENGINE, limited)), Output.TABLE)
     assert re.search(r"^tiers +b: loads are off: because *$", capsys.readouterr().out, re.M)
@@ -283,7 +284,8 @@ def test_engines_that_lack_tiers_are_named_with_what_to_change(capsys: pytest.Ca
     assert "tiers" not in capsys.readouterr().out
 
     def note(engine: Engine) -> str:
-        show_engines(status(engines=(engine,)), Output.TABLE)
+        monkeypatch.setattr("epochkv_fence.cli.render.console", lambda: Console(width=80))  # a terminal
+        show_engines(status(engines=(replace(engine, name="rollout-68774b944-hndq9"),)), Output.TABLE)
         rows = capsys.readouterr().out.splitlines()[1:]
         return " ".join(row[rows[0].index("e1e1e1e1") + 8 :].strip() for row in rows).strip()
 
