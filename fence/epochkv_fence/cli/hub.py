@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -157,7 +158,7 @@ def introduction(made: StandaloneHub) -> str:
     return "\n".join(
         [
             f"Engines and trainers of pool {made.options.pool} join with",
-            f"  export EPOCHKV_CONFIG={made.connection_file}",
+            f"  export EPOCHKV_CONFIG={shlex.quote(str(made.connection_file))}",
             f"  vllm serve MODEL --shutdown-timeout 20 --kv-transfer-config '{transfer}'",
             f"On other machines copy {folder} (it holds keys: keep it private). Then",
             "  epochkv status",

@@ -29,7 +29,7 @@ from tests.support.hub import Agents, HubProcess, epochkv, using
 
 # ------------------------------------------------------------------------------------------------------------------ hub
 def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> None:
-    with HubProcess(tmp_path / "state") as hub:
+    with HubProcess(tmp_path / "a state") as hub:
         names = sorted(path.name for path in hub.folder.iterdir())
         assert names == ["client.key", "client.pub", "connection.json", "hub.pub", "root.secret"]
         for path in (*hub.folder.iterdir(), hub.state / "keys.json", hub.state / "state.db"):
@@ -38,7 +38,7 @@ def test_a_hub_writes_what_clients_need_for_this_user_alone(tmp_path: Path) -> N
         content = json.loads((hub.folder / "connection.json").read_text())
         assert content["hub"] == {"endpoint": f"tcp://127.0.0.1:{hub.port}", "credentials_dir": "."}
         assert (sorted(content), content["pool"]["name"]) == (["hub", "pool"], "policy")
-        assert f"export EPOCHKV_CONFIG={hub.folder / 'connection.json'}" in hub.text()
+        assert f"export EPOCHKV_CONFIG='{hub.folder / 'connection.json'}'\n" in hub.text()
         copy = tmp_path / "elsewhere"
         subprocess.run(["cp", "-r", str(hub.folder), str(copy)], check=True)
         assert epochkv("reset", config=copy).returncode == 0
