@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from epochkv_operator.preview import _Loader
 from hack.cluster import binaries
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,7 +61,7 @@ def render(helm: str) -> Callable[..., Rendered]:
     def run(*arguments: str) -> Rendered:
         command = [helm, "template", "demo", str(CHART), "--namespace", "epochkv-system", *arguments]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        objects = tuple(obj for obj in yaml.safe_load_all(result.stdout) if obj) if result.returncode == 0 else ()
+        objects = tuple(obj for obj in yaml.load_all(result.stdout, _Loader) if obj) if result.returncode == 0 else ()
         return Rendered(result.returncode, objects, result.stderr)
 
     return run

@@ -233,7 +233,7 @@ PLACEMENT: dict[str, Any] = {
     "tolerations": [{"key": "control", "operator": "Exists", "effect": "NoSchedule"}],
     "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "preference": {"matchFields": []}}]}},
     "podAnnotations": {"team": "ml"},
-    "podLabels": {"cost": "42"},
+    "podLabels": {"cost": "42", "app.kubernetes.io/part-of": "control"},
     "topologySpreadConstraints": [
         {"maxSkew": 2, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"},
         {"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": {"matchLabels": {"a": "b"}}},
