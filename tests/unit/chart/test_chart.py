@@ -177,13 +177,13 @@ def test_boards_only_on_request_as_the_sidecar_of_grafana_finds_them(render: Ren
     assert fleet["metadata"]["namespace"] == "epochkv-system"
     assert fleet["metadata"]["labels"]["board"] == "yes"
     assert "grafana_dashboard" not in fleet["metadata"]["labels"]
-    assert render("--set", "dashboards.enable=true").status != 0
 
 
 def test_service_monitor_only_on_request(render: Render) -> None:
     assert render().all("ServiceMonitor") == []
-    monitor = render("--set", "monitoring.serviceMonitor.enabled=true").one("ServiceMonitor", "epochkv-operator")
-    assert monitor["spec"]["endpoints"][0]["port"] == "metrics"
+    rendered = render("--set", "monitoring.serviceMonitor.enabled=true", "--set", r"monitoring.serviceMonitor.labels.helm\.sh/chart=mine")
+    monitor = rendered.one("ServiceMonitor", "epochkv-operator")
+    assert (monitor["metadata"]["labels"]["helm.sh/chart"], monitor["spec"]["endpoints"][0]["port"]) == ("mine", "metrics")
     assert monitor["spec"]["endpoints"][0]["honorLabels"] is True, "the boards find a pool by its own namespace"
 
 
@@ -195,7 +195,6 @@ def test_service_monitor_only_on_request(render: Render) -> None:
         (("--set", "watchNamespaces={Not_A_Name}"), "watchNamespaces"),
         (("--set", "hub.endpoint=epochkv-hub:7700"), "endpoint"),
         (("--set", "networkPolicy.hubFrom[0].podselector.a=b"), "podselector"),
-        (("--set", "image.digest=sha256:1234"), "digest"),
         (("--set", "operator.extraVolumes[0].emptyDir.medium=Memory"), "extraVolumes"),
         (("--set", "topologySpreadConstraints[0].maxSkew=1"), "topologySpreadConstraints"),
         (("--set", "podDisruptionBudget.maxUnavailable=200%"), "maxUnavailable"),
