@@ -20,7 +20,8 @@ from tests.scheduler.rigs import (
     push_out,
     release,
 )
-from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
+from tests.support.scheduler import BLOCK, RequestStatus, Rig, SharedStore, global_root, prompt
+from tests.support.scheduler_config import STATE
 
 
 @every_layout
@@ -46,6 +47,25 @@ def test_a_request_that_was_never_scheduled_is_named_anew(rig: Any, how: str) ->
         rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     rig.run()
     assert found(rig) == 8 * BLOCK  # and reuse works in the new epoch
+
+
+class FineRig(Rig):
+    """A block has two hashes, as with vLLM's `prefix_match_unit`, and vLLM's own hits may end inside of a block."""
+
+    hash_size = BLOCK // 2
+
+
+def test_a_request_whose_old_hit_is_a_part_of_a_block_is_named_anew(make_rig: MakeRig) -> None:
+    """vLLM tells connectors of whole blocks alone, and here of none."""
+    rig = make_rig(FineRig, epoch=0, groups=("full", STATE), num_blocks=128)
+    tokens = prompt(1, BLOCK // 2 + 3)
+    rig.serve(tokens)
+    request = rig.add(tokens)
+    if rig.scheduler.kv_cache_manager.get_computed_blocks(request)[1] != BLOCK // 2:
+        pytest.skip("this vLLM finds whole blocks alone")
+    rig.adopt(1, weights="w1")
+    rig.run()
+    assert rig.cached[request.request_id] == 0
 
 
 @every_layout

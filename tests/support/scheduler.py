@@ -38,6 +38,8 @@ class Rig:
         watch: its look at the weights.
     """
 
+    hash_size = BLOCK  # tokens of a block hash
+
     def __init__(
         self,
         tmp: Path,
@@ -71,7 +73,7 @@ class Rig:
         self.block_pool = self.scheduler.kv_cache_manager.block_pool
         self.free_at_start = self.block_pool.get_num_free_blocks()
         init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.hasher = get_request_block_hasher(self.hash_size, sha256)
         self.oracle = oracle(self)
         self.gpu, self.stale_tokens, self.foreign_tokens = self.oracle.gpu, self.oracle.stale_tokens, self.oracle.foreign_tokens
         self.workers = [FakeWorker(self, rank) for rank in range(self.options.num_ranks)]
@@ -90,7 +92,7 @@ class Rig:
             kv_cache_config=self.kv_cache_config,
             log_stats=True,
             block_size=BLOCK,
-            hash_block_size=BLOCK,
+            hash_block_size=self.hash_size,
             structured_output_manager=StructuredOutputManager(self.vllm_config),
         )
 

@@ -186,6 +186,12 @@ def hash_block_size_of(block_pool: Any) -> int:
     return int(block_pool.hash_block_size)
 
 
+def has_finer_hashes(manager: Any) -> bool:
+    """Whether blocks of a group have several hashes, so that vLLM's own hits may end inside of one: it tells connectors of whole blocks."""
+    size = hash_block_size_of(manager.block_pool)
+    return any(int(one.block_size) > size for one in manager.coordinator.single_type_managers)
+
+
 def num_confirmed_tokens(request: Any, num_scheduled: int, num_drafts: int) -> int:
     """Length of the prefix whose KV is in the request's blocks after this step and cannot be taken back.
 

@@ -333,7 +333,7 @@ class Admission:
         record, outcome, snapshot = self.name(request, must=must)
         if must or outcome is Repin.CARRIED:
             return 0, False
-        stale_hit = outcome is Repin.DONE and num_local > 0
+        stale_hit = outcome is Repin.DONE and (num_local > 0 or blocks.has_finer_hashes(self._state.manager))
         if stale_hit or outcome is Repin.DEFERRED or self._steps_aside_once(record):
             return None, False
         tiers = self._usable(request, snapshot)
