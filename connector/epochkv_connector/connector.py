@@ -99,10 +99,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See `Admission.answer`."""
+        before = request.block_hashes
 
         def miss() -> tuple[int | None, bool]:
             # vLLM looked into its own cache before it asked: under names that may be old. It drops that hit on None only.
-            renamed = self._isolate(request)
+            renamed = self._isolate(request) or request.block_hashes is not before
             return (None if renamed and not request.skip_reading_prefix_cache else 0), False
 
         return self._guard.run("get_num_new_matched_tokens", lambda: self.scheduler.admission.answer(request, num_computed_tokens), miss)

@@ -39,6 +39,20 @@ def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monk
     assert found(rig) == 8 * BLOCK
 
 
+def test_a_local_hit_found_under_the_old_root_is_dropped_in_bypass_too(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request has a name of its own by the time of the error, and not yet when vLLM looked for it."""
+    rig = make_rig(store=SharedStore(), epoch=0)
+    rig.serve(TOKENS)
+    request = rig.add(TOKENS)
+    rig.executor.collective_rpc("start_weight_update")
+    rig.write_past("w1")
+    failure = FailsOnce(rig.tiers.hits, "forget_request", monkeypatch)
+    rig.run()
+    assert failure.raised
+    assert rig.cached[request.request_id] == 0
+    check_unharmed(rig)
+
+
 def test_a_load_overtaken_while_our_code_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
