@@ -387,7 +387,9 @@ class Watch:
         elif self._waiting is not None:
             self._name(self._waiting, "the encoder's older outputs were dropped")
         if idle:
-            self._confirmed, self._patience = False, 0.0
+            self._confirmed = False
+            if not self.awaits or now > self._scheduled_at + PATIENCE_SECONDS:  # else the same requests wait, and passes take long
+                self._patience = 0.0
         self._follow_domain()
         if self.value is None:
             self._encoded = MIXED

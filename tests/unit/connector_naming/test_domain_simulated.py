@@ -319,6 +319,21 @@ def test_a_call_that_leaves_the_weights_as_they_are_costs_no_name(monkeypatch: p
         assert (asker.watch.value, world.epoch, asker.watch.counters["mixed"]) == (name, 0, 0)
 
 
+def test_requests_wait_no_longer_for_a_pass_that_tells_where_passes_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ThreadPoolExecutor(RANKS) as pool:
+        world = World(0, pool)
+        live_by(world, monkeypatch)
+        asker, other = world.ranks
+        monkeypatch.setattr(other.held.domain, "_claim", lambda: UNKNOWN + bytes(4))
+        for token in range(2):  # each of them, and not the first one alone
+            began, asker.queue = world.now, [token]
+            while asker.queue:
+                assert world.now < began + watch.PATIENCE_SECONDS + 1.0
+                world.step()
+                world.now += 2 * watch.IDLE_SECONDS
+            world.now += 100.0
+
+
 def know_always(patch: Patch) -> None:
     patch.setattr(rank, "UNKNOWN", b"\xff" * TOLD_BYTES)
     patch.setattr(Held, "claim", lambda held: (held.value or b"\x01" * 32)[:TOLD_BYTES] + held.silent.to_bytes(4, "little"))
