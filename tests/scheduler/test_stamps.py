@@ -272,14 +272,16 @@ def test_nobody_knows_what_a_step_was_made_with_where_changes_are_not_followed_a
     assert steps.told() == [(0, shown(W1)), (1, UNKNOWN)]
 
 
-def test_a_request_that_resumes_as_a_new_one_keeps_its_epoch_and_what_was_cached() -> None:
+@pytest.mark.parametrize(("epoch", "said"), [(0, 0), (-1, None)], ids=["in an epoch", "without a hub"])
+def test_a_request_that_resumes_as_a_new_one_keeps_its_epoch_and_what_was_cached(epoch: int, said: int | None) -> None:
     steps = Steps(prefill_stats=None)
+    steps.root.snapshot.epoch = epoch
     steps.step(new=64)
-    steps.root.snapshot.epoch = 1
+    steps.root.snapshot.epoch += 1
     steps.step(new=65)
     stamp = steps.stamps.finish(steps.request)
     assert stamp is not None
-    assert (stamp["epoch"], stamp["cached_tokens"]["gpu"]) == (0, 64)
+    assert (stamp["epoch"], stamp["cached_tokens"]["gpu"]) == (said, 64)
 
 
 def test_a_session_has_no_stamp() -> None:

@@ -179,7 +179,7 @@ class Stamps:
         held = Held(self._watch().known, self._adapters.held) if not self._root.lost else Held()  # nobody follows changes any more
         self._steps.append((scheduler_output, held))
         for new in scheduler_output.scheduled_new_reqs:  # on GPUs also those that resume
-            if (stamp := self._open.get(new.req_id)) is not None and stamp.epoch < 0:
+            if (stamp := self._open.get(new.req_id)) is not None and not stamp.cached:
                 stamp.epoch, stamp.cached = self._root.snapshot.epoch, cached_tokens(stamp, new)
                 self._due.add(new.req_id)
 
