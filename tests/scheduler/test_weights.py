@@ -12,7 +12,7 @@ import pytest
 from epochkv_connector.engine import blocks
 from epochkv_connector.wire import StepMetadata
 from epochkv_connector.worker.role import WorkerRole
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_load, every_layout, found
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_load, every_layout, found, preempt_last
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -46,6 +46,26 @@ def test_a_push_while_a_session_waits_for_its_next_turn(make_rig: MakeRig, store
     assert found(rig, [*said, 5]) == 0
     rig.weights = "w0"
     assert found(rig, [*said, 6]) == WHOLE
+
+
+def test_a_session_that_is_preempted_before_the_push_names_nothing_after_the_old_weights(make_rig: MakeRig) -> None:
+    """It holds no block then, so it is named anew, and need not go on without names."""
+    rig = make_rig(epoch=0)
+    session = rig.request(TOKENS, max_tokens=4 * BLOCK)
+    session.resumable = True
+    rig.scheduler.add_request(session)
+    rig.steps(3)
+    preempt_last(rig)
+    rig.weights = "w1"
+    rig.steps(3 * BLOCK)
+    said = list(session.all_token_ids)
+    rig.scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.weights = "w0"
+    rig.serve(prompt(3, LENGTH))
+    assert found(rig, said) == WHOLE
+    rig.weights = "w1"
+    rig.serve(prompt(3, LENGTH))
+    assert found(rig, said) == len(said) // BLOCK * BLOCK
 
 
 # ---------------------------------------------------------------------------------------------- H2: a change behind a step

@@ -413,7 +413,7 @@ class Repin(enum.Enum):
     CURRENT = enum.auto()  # nothing to do
     DONE = enum.auto()  # re-pinned and re-hashed: drop the local hit, ask again
     DEFERRED = enum.auto()  # the step's budget is spent: ask again
-    CARRIED = enum.auto()  # a session that keeps its root to its end: no external hit
+    CARRIED = enum.auto()  # it holds blocks, and keeps its names: no external hit
 
 
 class PinMaker:
@@ -564,8 +564,6 @@ class Pins:
                 unwatched = not self.root.snapshot.in_use and pin.alone and pin.admitted
                 if self.is_current(pin) and not unwatched:
                     return Repin.CURRENT
-                if pin.session and pin.admitted and not is_detached(request):
-                    return Repin.CARRIED
                 if self._rehash_seconds >= REHASH_BUDGET_SECONDS and not must:
                     self.counters["rehash_deferred"] += 1
                     return Repin.DEFERRED
