@@ -465,9 +465,11 @@ def see_domain(worker: Any, number: int) -> Answer:
     """What all ranks began the newest pass with: `columns`, or None and a `note`. From then on steps of this number expect that.
 
     `silent`: how often the weights of each had changed that no call announced, also of one that does not know what it holds now.
+    `knows`: whether this worker does.
     """
-    answer: Answer = {"number": number, "columns": None, "silent": (), "note": "", "alone": "", "rank": getattr(worker, "rank", 0)}
     held = _of(worker)
+    answer: Answer = {"number": number, "columns": None, "silent": (), "note": "", "alone": "", "rank": getattr(worker, "rank", 0)}
+    answer["knows"] = held.value is not None
     domain = held.domain
     if domain is None or domain.alone:
         answer["alone"] = domain.alone if domain is not None else "this worker has not joined the other data-parallel ranks"
@@ -477,7 +479,7 @@ def see_domain(worker: Any, number: int) -> Answer:
         answer["note"] = NO_PASS
     elif silent := [str(rank) for rank, column in enumerate(domain.columns) if column.startswith(UNKNOWN)]:
         answer["note"] = f"data-parallel rank {', '.join(silent)} does not know what it holds"
-    elif held.value is None:
+    elif not answer["knows"]:
         answer["note"] = "the weights have changed"
     else:
         held.number, held.expected, held.confirmed = number, domain.columns, (held.value, domain.columns)

@@ -460,6 +460,8 @@ class Watch:
 
         answers, note = answers_of(ask, number, self._num_ranks, "columns", tuple)
         self._hear_of_writes([answer["silent"] for answer in sorted(said, key=lambda answer: int(answer["rank"]))])
+        if not all(answer["knows"] for answer in said):  # nobody compares for an engine that names nothing
+            self.suspect("they changed without a call")
         if alone := next((answer["alone"] for answer in said if answer["alone"]), ""):
             self._keep_to_itself(alone, asks=True)
         elif answers:

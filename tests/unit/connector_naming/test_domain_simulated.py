@@ -319,6 +319,26 @@ def test_a_call_that_leaves_the_weights_as_they_are_costs_no_name(monkeypatch: p
         assert (asker.watch.value, world.epoch, asker.watch.counters["mixed"]) == (name, 0, 0)
 
 
+def test_a_rank_that_is_written_past_vllm_while_it_names_nothing_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no rank of the domain had a name until somebody calls."""
+    with ThreadPoolExecutor(RANKS) as pool:
+        world = World(0, pool)
+        live_by(world, monkeypatch)
+        world.random.random = lambda: 1.0  # type: ignore[method-assign]
+        asker, other = world.ranks
+        for one in world.ranks:
+            one.watch.before_schedule()
+        while asker.watch.value is None:
+            asker.queue.append(0)
+            world.step()
+        assert other.watch.value is None
+        other.write(1)
+        for _ in range(100):
+            asker.queue.append(0)
+            world.step()
+        assert None not in [one.watch.value for one in world.ranks]
+
+
 def test_requests_wait_no_longer_for_a_pass_that_tells_where_passes_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(RANKS) as pool:
         world = World(0, pool)
