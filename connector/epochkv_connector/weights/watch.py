@@ -483,6 +483,8 @@ class Watch:
         if self._last:
             self.overwritten = self._last
             self._names.end(self._last, at_once=False)
+            if self.value is not None:  # else a rank that has been written back too would change nothing, and nobody ask for an epoch
+                self._set(None, CHANGED)
 
     def _keep_to_itself(self, why: str, *, asks: bool) -> None:
         logger.warning("EpochKV: this engine keeps its cache to itself: %s", why)

@@ -339,6 +339,35 @@ def test_a_rank_that_is_written_past_vllm_while_it_names_nothing_looks_again(mon
         assert None not in [one.watch.value for one in world.ranks]
 
 
+def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of the step that it was written in are wrong, and the same ones hold again."""
+    with ThreadPoolExecutor(RANKS) as pool:
+        world = World(0, pool)
+        live_by(world, monkeypatch)
+        asker, other = world.ranks
+        draw: Any = world.random
+        draw.random, draw.choice, draw.randrange = lambda: 1.0, lambda ranks: other, lambda end: 1
+        for one in world.ranks:
+            one.watch.before_schedule()
+        for token in range(4):
+            asker.queue = [token]
+            while asker.queue:
+                draw.random = lambda: 0.0 if token == 3 and not asker.watch.awaits else 1.0  # noqa: B023
+                world.step()
+        name = asker.watch.value
+        draw.random = lambda: 1.0
+        world.step()
+        assert other.held.silent == 1
+        other.write(0)
+        for _ in range(100):
+            world.step()
+        asker.queue = [0]
+        while asker.queue:
+            world.step()
+        assert asker.watch.value == name
+        assert (world.epoch, name) not in asker.ended, "nobody has asked for the epoch that this rank waits for"
+
+
 def test_requests_wait_no_longer_for_a_pass_that_tells_where_passes_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(RANKS) as pool:
         world = World(0, pool)
