@@ -142,6 +142,9 @@ class Domain:
 
     def _decide(self) -> None:
         """Rank 0, before it enters an all-reduce: whoever ends that one can read what is written here."""
+        if self.calls > 2:  # the store failed us in the second one, and the others have taken what they found behind it
+            self._read()
+            return
         missing = [str(rank) for rank, key in enumerate(self._ready) if not self._store.check([key])]
         if missing and self.calls == 1:
             return  # another rank may still start
@@ -153,6 +156,9 @@ class Domain:
         """Any other rank, behind an all-reduce."""
         if tensor.is_cuda:
             torch.cuda.current_stream().synchronize()
+        self._read()
+
+    def _read(self) -> None:
         if self._store.check([self._verdict]):
             self._take(self._store.get(self._verdict).decode())
         elif self.calls > 1:

@@ -587,6 +587,29 @@ def test_where_a_rank_lacks_us_nobody_carries_more_and_all_others_name_it(withou
         assert f"rank {', '.join(map(str, without))} runs without EpochKV" in one.alone
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_a_store_that_fails_rank_0_once_leaves_all_ranks_in_step(written: bool) -> None:
+    class Failing(HashStore):
+        def set(self, key: str, value: bytes) -> None:
+            if key.endswith("from") and self not in failed:
+                failed.append(self)
+                if written:
+                    super().set(key, value)
+                raise RuntimeError("the store does not answer")
+            super().set(key, value)
+
+    failed: list[HashStore] = []
+    group = Group(3, late=(0, 1, 2))
+    group._store = Failing()
+    for number in range(3):
+        group.join(number)
+    group.domains[0].calls = group.domains[1].calls = group.domains[2].calls = 1  # the first one told that all are there
+    for _ in range(4):
+        group.step()
+    assert len(failed) == 1
+    assert all(bool(domain.alone) is not written for domain in group.domains.values())
+
+
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (1, 4, 2)])
 def test_an_all_reduce_of_an_unknown_shape_stays_as_it_is(shape: tuple[int, ...]) -> None:
     group = Group(2)
