@@ -72,9 +72,10 @@ class Kube:
     ) -> tuple[int, bytes]:
         """Status and body of one request to the API server. Raises OSError when there is no answer.
 
-        A GET that loses its connection is asked again for `seconds`: on a busy machine the API server may lose its etcd for a while.
+        A GET without an answer is asked again for three times `seconds`: a busy machine may stand still for half a minute, and the API
+        server may lose its etcd.
         """
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 3 * seconds
         while True:
             try:
                 with self._open(method, path, body, headers, seconds) as response:
