@@ -244,6 +244,8 @@ def run_all(layers: Sequence[Layer], extra: Sequence[str], durations: Durations)
         results[layer.name] = run_layer(layer, extra, output)
         if results[layer.name].status == 0:
             durations.record(layer.name, time.monotonic() - begun)
+        if output is not screen:
+            say(screen, f"\n==> {layer.name}, beside the others: {results[layer.name].summary}")
 
     with ThreadPoolExecutor(1) as executor, tempfile.TemporaryFile() as aside:
         running = [executor.submit(run, layer, aside) for layer in beside]
