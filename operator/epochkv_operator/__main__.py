@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Option
@@ -66,7 +66,7 @@ def run(
     workers: Annotated[int, Option(min=1, max=64, help="Objects reconciled at the same time.")] = Settings.workers,
     resync_seconds: Annotated[float, Option(min=1, help="Period of the LISTs that find what the watches lost.")] = Settings.resync_seconds,
     log_format: Annotated[LogFormat, Option(help="json for clusters, console for people.")] = LogFormat.JSON,
-    log_level: Annotated[str, Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Option(help="What is too quiet is left out.")] = "info",
 ) -> None:
     """Run until SIGTERM. Exits 0 on SIGTERM or SIGINT, 1 when leadership is lost or a part fails: let Kubernetes restart it."""
     from epochkv_operator import logs

@@ -51,6 +51,8 @@ class HubOptions:
                 f"--pool is {self.pool!r}; give a name as Kubernetes has them: at most {MAX_NAME} characters, lower-case letters, digits, "
                 "- and ., each part between dots beginning and ending with a letter or digit, such as policy"
             )
+        if self.state == Path():
+            raise ConfigurationError("--state is empty, or the current directory; name a directory of its own: keys are written to it")
         split_listen(self.listen)
         if self.advertise:
             check_endpoint(self.advertise, "--advertise")

@@ -124,6 +124,7 @@ def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
         (("status", "--config", ""), "give the path of the pool's connection.json"),
         (("frobnicate",), "frobnicate"),
         (("doctor", "--config", "x", "-n", "rl"), "--config looks at one pool"),
+        (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", ""), "--state is empty"),
         (("hub", "--pool", "p", "--listen", "7700", "--state", "/nowhere/x"), "--listen is '7700'"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--reclaim", "RemoveAll"), "needs --store-admin"),
         (("hub", "--pool", "p", "--listen", "tcp://*:0", "--state", "/nowhere/x", "--store-admin", "h"), "--store-admin is 'h'"),
