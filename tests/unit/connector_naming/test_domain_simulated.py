@@ -265,122 +265,125 @@ class World:
                     self.now += draw.choice((0.3, 0.7, 5.0))
 
 
-def live_by(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks tell the time by the clock of this world."""
-    for module in (rank, domain):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=world.clock, sleep=None))
+MakeWorld = Callable[..., World]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], int]]:
-    """Run so many schedules; how many blocks were stored."""
+def make_world(monkeypatch: Patch) -> Iterator[MakeWorld]:
+    """Worlds by seed and kind of ranks, which tell the time by their world's clock."""
     with ThreadPoolExecutor(RANKS) as pool:
 
-        def schedules(number: int) -> int:
-            stored = 0
-            for seed in range(number):
-                world = World(seed, pool)
-                live_by(world, monkeypatch)
-                world.run()
-                stored += len(world.store)
-            return stored
+        def make(seed: int, kind: type[Rank] = Rank) -> World:
+            world = World(seed, pool, kind)
+            for module in (rank, domain):
+                monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=world.clock, sleep=None))
+            return world
 
-        yield schedules
+        yield make
     for number in range(RANKS):
         rank._ranks.pop(f"rank{number}", None)
+
+
+@pytest.fixture
+def quiet(make_world: MakeWorld) -> World:
+    """Its ranks have begun, and nothing happens by chance."""
+    world = make_world(0)
+    world.random.random = lambda: 1.0  # type: ignore[method-assign]
+    for one in world.ranks:
+        one.watch.before_schedule()
+    return world
+
+
+@pytest.fixture
+def run(make_world: MakeWorld) -> Callable[[int], int]:
+    """Run so many schedules; how many blocks were stored."""
+
+    def schedules(number: int) -> int:
+        stored = 0
+        for seed in range(number):
+            world = make_world(seed)
+            world.run()
+            stored += len(world.store)
+        return stored
+
+    return schedules
 
 
 def test_no_block_is_found_or_stored_that_its_name_does_not_describe(run: Callable[[int], int]) -> None:
     assert run(SCHEDULES) > 5 * SCHEDULES, "blocks are stored"
 
 
-def test_a_call_that_leaves_the_weights_as_they_are_costs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadPoolExecutor(RANKS) as pool:
-        world = World(0, pool)
-        live_by(world, monkeypatch)
-        world.random.random = lambda: 1.0  # type: ignore[method-assign]
-        asker, other = world.ranks
-        for one in world.ranks:
-            one.watch.before_schedule()
+def test_a_call_that_leaves_the_weights_as_they_are_costs_no_name(quiet: World) -> None:
+    world = quiet
+    asker, other = world.ranks
 
-        def ask() -> None:
-            asker.queue.append(len(asker.cache))
-            while asker.queue:
-                world.step()
-
-        ask()
-        ask()
-        name = asker.watch.value
-        assert name is not None
-        for called in (asker, other):
-            called.push(0)
-            ask()
-            ask()
-        assert (asker.watch.value, world.epoch, asker.watch.counters["mixed"]) == (name, 0, 0)
-
-
-def test_a_rank_that_is_written_past_vllm_while_it_names_nothing_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else no rank of the domain had a name until somebody calls."""
-    with ThreadPoolExecutor(RANKS) as pool:
-        world = World(0, pool)
-        live_by(world, monkeypatch)
-        world.random.random = lambda: 1.0  # type: ignore[method-assign]
-        asker, other = world.ranks
-        for one in world.ranks:
-            one.watch.before_schedule()
-        while asker.watch.value is None:
-            asker.queue.append(0)
-            world.step()
-        assert other.watch.value is None
-        other.write(1)
-        for _ in range(100):
-            asker.queue.append(0)
-            world.step()
-        assert None not in [one.watch.value for one in world.ranks]
-
-
-def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of the step that it was written in are wrong, and the same ones hold again."""
-    with ThreadPoolExecutor(RANKS) as pool:
-        world = World(0, pool)
-        live_by(world, monkeypatch)
-        asker, other = world.ranks
-        draw: Any = world.random
-        draw.random, draw.choice, draw.randrange = lambda: 1.0, lambda ranks: other, lambda end: 1
-        for one in world.ranks:
-            one.watch.before_schedule()
-        for token in range(4):
-            asker.queue = [token]
-            while asker.queue:
-                draw.random = lambda: 0.0 if token == 3 and not asker.watch.awaits else 1.0  # noqa: B023
-                world.step()
-        name = asker.watch.value
-        draw.random = lambda: 1.0
-        world.step()
-        assert other.held.silent == 1
-        other.write(0)
-        for _ in range(100):
-            world.step()
-        asker.queue = [0]
+    def ask() -> None:
+        asker.queue.append(len(asker.cache))
         while asker.queue:
             world.step()
-        assert asker.watch.value == name
-        assert (world.epoch, name) not in asker.ended, "nobody has asked for the epoch that this rank waits for"
+
+    ask()
+    ask()
+    name = asker.watch.value
+    assert name is not None
+    for called in (asker, other):
+        called.push(0)
+        ask()
+        ask()
+    assert (asker.watch.value, world.epoch, asker.watch.counters["mixed"]) == (name, 0, 0)
 
 
-def test_requests_wait_no_longer_for_a_pass_that_tells_where_passes_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ThreadPoolExecutor(RANKS) as pool:
-        world = World(0, pool)
-        live_by(world, monkeypatch)
-        asker, other = world.ranks
-        monkeypatch.setattr(other.held.domain, "_claim", lambda: UNKNOWN + bytes(4))
-        for token in range(2):  # each of them, and not the first one alone
-            began, asker.queue = world.now, [token]
-            while asker.queue:
-                assert world.now < began + watch.PATIENCE_SECONDS + 1.0
-                world.step()
-                world.now += 2 * watch.IDLE_SECONDS
-            world.now += 100.0
+def test_a_rank_that_is_written_past_vllm_while_it_names_nothing_looks_again(quiet: World) -> None:
+    """Else no rank of the domain had a name until somebody calls."""
+    world = quiet
+    asker, other = world.ranks
+    while asker.watch.value is None:
+        asker.queue.append(0)
+        world.step()
+    assert other.watch.value is None
+    other.write(1)
+    for _ in range(100):
+        asker.queue.append(0)
+        world.step()
+    assert None not in [one.watch.value for one in world.ranks]
+
+
+def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(quiet: World) -> None:
+    """Names of the step that it was written in are wrong, and the same ones hold again."""
+    world = quiet
+    asker, other = world.ranks
+    draw: Any = world.random
+    draw.random, draw.choice, draw.randrange = lambda: 1.0, lambda ranks: other, lambda end: 1
+    for token in range(4):
+        asker.queue = [token]
+        while asker.queue:
+            draw.random = lambda: 0.0 if token == 3 and not asker.watch.awaits else 1.0  # noqa: B023
+            world.step()
+    name = asker.watch.value
+    draw.random = lambda: 1.0
+    world.step()
+    assert other.held.silent == 1
+    other.write(0)
+    for _ in range(100):
+        world.step()
+    asker.queue = [0]
+    while asker.queue:
+        world.step()
+    assert asker.watch.value == name
+    assert (world.epoch, name) not in asker.ended, "nobody has asked for the epoch that this rank waits for"
+
+
+def test_requests_wait_no_longer_for_a_pass_that_tells_where_passes_take_long(make_world: MakeWorld, monkeypatch: Patch) -> None:
+    world = make_world(0)
+    asker, other = world.ranks
+    monkeypatch.setattr(other.held.domain, "_claim", lambda: UNKNOWN + bytes(4))
+    for token in range(2):  # each of them, and not the first one alone
+        began, asker.queue = world.now, [token]
+        while asker.queue:
+            assert world.now < began + watch.PATIENCE_SECONDS + 1.0
+            world.step()
+            world.now += 2 * watch.IDLE_SECONDS
+        world.now += 100.0
 
 
 def know_always(patch: Patch) -> None:
@@ -484,14 +487,12 @@ class Stamped(Rank):
         self.answer = None
 
 
-def test_no_token_is_said_to_be_made_with_other_weights_than_the_ranks_held(monkeypatch: Patch) -> None:
+def test_no_token_is_said_to_be_made_with_other_weights_than_the_ranks_held(make_world: MakeWorld) -> None:
     ranks: list[Any] = []
-    with ThreadPoolExecutor(RANKS) as pool:
-        for seed in range(SCHEDULES):
-            world = World(seed, pool, Stamped)
-            live_by(world, monkeypatch)
-            world.run()
-            ranks += world.ranks
+    for seed in range(SCHEDULES):
+        world = make_world(seed, Stamped)
+        world.run()
+        ranks += world.ranks
     for one in ranks:
         if one.answer is not None:
             one.end_answer()
@@ -511,12 +512,12 @@ def told(rank: int, weights: int = 1) -> Column:
 class Group:
     """An all-reduce of `size` ranks, which all have to bring tensors of one shape. `without`: ranks that have no `Domain`."""
 
-    def __init__(self, size: int, without: tuple[int, ...] = (), late: tuple[int, ...] = ()) -> None:
+    def __init__(self, size: int, without: tuple[int, ...] = (), late: tuple[int, ...] = (), store: Any = None) -> None:
         self.size = size
         self.claims = [told(rank) for rank in range(size)]
         self.rows: list[int] = []
         self.domains: dict[int, Domain] = {}
-        self._store, self._late = HashStore(), late
+        self._store, self._late = store or HashStore(), late
         self._brought: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._all = threading.Barrier(size)
@@ -587,27 +588,25 @@ def test_where_a_rank_lacks_us_nobody_carries_more_and_all_others_name_it(withou
         assert f"rank {', '.join(map(str, without))} runs without EpochKV" in one.alone
 
 
-@pytest.mark.parametrize("written", [False, True])
-def test_a_store_that_fails_rank_0_once_leaves_all_ranks_in_step(written: bool) -> None:
+@pytest.mark.parametrize("written", [(False,), (True,), (False, False), (False, True)])
+def test_a_store_that_fails_rank_0_leaves_all_ranks_in_step(written: tuple[bool, ...]) -> None:
+    """So often; whether it has written all the same."""
+    fails = list(written)
+
     class Failing(HashStore):
         def set(self, key: str, value: bytes) -> None:
-            if key.endswith("from") and self not in failed:
-                failed.append(self)
-                if written:
-                    super().set(key, value)
+            fails_now = fails if key.endswith("from") else []
+            if not fails_now or fails_now[0]:
+                super().set(key, value)
+            if fails_now:
+                fails_now.pop(0)
                 raise RuntimeError("the store does not answer")
-            super().set(key, value)
 
-    failed: list[HashStore] = []
-    group = Group(3, late=(0, 1, 2))
-    group._store = Failing()
-    for number in range(3):
-        group.join(number)
-    group.domains[0].calls = group.domains[1].calls = group.domains[2].calls = 1  # the first one told that all are there
-    for _ in range(4):
+    group = Group(3, store=Failing())
+    for _ in range(5):
         group.step()
-    assert len(failed) == 1
-    assert all(bool(domain.alone) is not written for domain in group.domains.values())
+    assert fails == []
+    assert all(bool(one.alone) is (written == (False, False)) for one in group.domains.values())
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (1, 4, 2)])
