@@ -42,6 +42,7 @@ ROLLING = {"type": "Progressing", "status": "True", "reason": "ReplicaSetUpdated
 READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 RUNNING = {"containerStatuses": [{"name": "engine", "ready": False, "state": {"running": {}}}]}
 ONE = {"replicas": 1}
+NO_CLAIM = '0/1 nodes are available: persistentvolumeclaim "models" not found.'
 CRASHED = waiting("engine", "CrashLoopBackOff", lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=4)
 L1 = pool("l1")
 ETCD = {"backend": "Etcd", "etcd": {"endpoints": ["etcd-0:2379", "etcd-1:2379"]}}
@@ -84,7 +85,12 @@ def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Js
         (ONE, [master_pod(**runs_again(2, 900.0))], "Starting", "last exit 1 (Error); its log ended: ValueError: no such model, and it"),
         (ONE, [master_pod(**runs_again(1, 30.0))], "Starting", "was restarted 1 time, last exit 1"),
         (ONE, [master_pod(**unscheduled("Insufficient memory"))], "Unschedulable", "fits on no node: Insufficient memory"),
-        (ONE, [master_pod(**unscheduled('persistentvolumeclaim "m" not found'))], "Unschedulable", "for a claim that is missing"),
+        (
+            ONE,
+            [master_pod(**unscheduled(NO_CLAIM))],
+            "Unschedulable",
+            "waits for a claim that is missing or has no volume (kubectl -n rl get pvc): 0/1",
+        ),
         (counts(0, 0, 0, DENIED), [], "PodSecurityDenied", "violates PodSecurity"),
         (counts(0, 0, 0, QUOTA), [], "CreateFailed", "exceeded quota"),
         (counts(0, 1, 0, OVERDUE), [], "RolloutStuck", "no progress"),
@@ -179,9 +185,19 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (HubView(7, 7, origin="Spec"), "True", "Published", "no engine uses an epoch below 7"),
         # A trainer or an engine asked for more than the spec, or was first with the same.
         (HubView(9, 9), "True", "EpochAhead", "7 resets nothing: somebody else raised the pool to epoch 9. Set 10 or higher"),
-        (HubView(9, 9, origin="Trainer"), "True", "EpochAhead", "no engine uses an epoch below 9; spec.resetEpoch 7 resets nothing: a"),
+        (
+            HubView(9, 9, origin="Trainer"),
+            "True",
+            "EpochAhead",
+            "no engine uses an epoch below 9; spec.resetEpoch 7 resets nothing: a trainer raised",
+        ),
         (HubView(7, 7, origin="Trainer"), "True", "EpochAhead", "7 resets nothing: a trainer raised the pool to epoch 7. Set 8"),
-        (HubView(7, 7, origin="Engine"), "True", "EpochAhead", "an engine whose own caches were reset raised the pool to epoch 7."),
+        (
+            HubView(7, 7, origin="Engine"),
+            "True",
+            "EpochAhead",
+            "an engine whose own caches were reset raised the pool to epoch 7. Set 8 or higher",
+        ),
     ],
 )
 def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
@@ -276,8 +292,11 @@ def test_pool_not_found(going: bool) -> None:
 def test_drained() -> None:
     running = [rank("p0", old_epoch_requests=2), rank("p1"), rank("p2", old_epoch_requests=1)]
     for engines, expected, says in (
-        (running, ("False", "OldEpochRequests"), "3 requests were admitted under an older epoch and run on, seeing only what they held"),
-        (running, ("False", "OldEpochRequests"), "already: p0 (2), p2 (1); abort"),
+        (
+            running,
+            ("False", "OldEpochRequests"),
+            "3 requests were admitted under an older epoch and run on, seeing only what they held already: p0 (2), p2 (1); abort",
+        ),
         (running[1:2], ("True", "Drained"), "no request runs that was admitted before epoch 7"),
         ([], ("True", "Drained"), "epoch 7"),
     ):
@@ -535,9 +554,19 @@ TAKING = held("p2", None, weights_note="they are being written", stats={"weights
         (EQUAL, "True", "Converged", "all engines hold 3f2a9c1e"),
         # Two kinds of engines: their digests are never equal, and need not be.
         (view([held("p0"), held("p1", B, fingerprint="tp4")]), "True", "Converged", "all engines hold 3f2a9c1e, 77aa00ff"),
-        (LATE, "False", "Updating", "for less than 60 s, engines have held different weights, and none was taking new ones: p1 holds"),
-        (replace(LATE, overdue=True), "False", "Diverged", "not all engines hold the weights that most hold: p1 holds 77aa00ff instead"),
-        (replace(LATE, overdue=True), "False", "Diverged", "of 3f2a9c1e (step-42); push again to those with older weights: p1; all serve"),
+        (
+            LATE,
+            "False",
+            "Updating",
+            "for less than 60 s, engines have held different weights, and none was taking new ones: p1 holds 77aa00ff instead",
+        ),
+        (
+            replace(LATE, overdue=True),
+            "False",
+            "Diverged",
+            "not all engines hold the weights that most hold: p1 holds 77aa00ff instead of 3f2a9c1e (step-42); push again to"
+            " those with older weights: p1; all serve",
+        ),
         (
             view([held("p0", None, weights_note="rank 1: no answer"), held("p1", None), held("dead", None, alive=False)]),
             "Unknown",
