@@ -106,7 +106,8 @@ def _show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     # A terminal that is too narrow breaks lines itself. Otherwise columns are cut or left out, the last one first.
-    wide = Console(width=max(WIDTH, console().width), emoji=False)
+    wide = console()
+    wide.width = max(WIDTH, wide.width)
     with wide.capture() as shown:
         wide.print(table, highlight=False, markup=False)
     print("\n".join(line.rstrip() for line in shown.get().splitlines()))

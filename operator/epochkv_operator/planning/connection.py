@@ -9,7 +9,6 @@ import json
 import re
 
 from epochkv_fence import launch, quantity
-from epochkv_fence.launch import CLIENT_ENVIRONMENT, TRANSFER_PORTS
 from epochkv_operator.api.base import ENGINE_LABEL, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool, Mooncake, Transport
@@ -65,7 +64,7 @@ def cluster_of(pool: KVCachePool) -> str | None:
 def store_environment(pool: KVCachePool) -> dict[str, str]:
     """Variables for the Mooncake clients in stores. Engines set theirs, the same ones, by themselves and by `connection`."""
     used, cluster = transport(pool), cluster_of(pool)
-    environment = dict(CLIENT_ENVIRONMENT) if cluster is None else {**CLIENT_ENVIRONMENT, "MC_STORE_CLUSTER_ID": cluster}
+    environment = dict(launch.CLIENT_ENVIRONMENT) if cluster is None else {**launch.CLIENT_ENVIRONMENT, "MC_STORE_CLUSTER_ID": cluster}
     if used is not None and used.gid_index is not None:
         environment["MC_GID_INDEX"] = str(used.gid_index)
     return environment
@@ -132,7 +131,10 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
             {"from": [operator, *scrapers], "ports": [_tcp(MASTER_ADMIN_PORT)]},
         ],
         "store": [
-            {"from": members, "ports": [_tcp(*(SSD_PORTS if pool.mooncake is not None and pool.mooncake.store.ssd else TRANSFER_PORTS))]},
+            {
+                "from": members,
+                "ports": [_tcp(*(SSD_PORTS if pool.mooncake is not None and pool.mooncake.store.ssd else launch.TRANSFER_PORTS))],
+            },
             {"from": scrapers, "ports": [_tcp(STORE_HEALTH_PORT)]},
         ],
     }
@@ -154,7 +156,7 @@ def _engine_ingress(pool: KVCachePool) -> list[Json]:
 
     Its other ports stay open: to clients, and to trainers that push weights over ports of their own choice.
     """
-    first, last = TRANSFER_PORTS
+    first, last = launch.TRANSFER_PORTS
     return [
         {"ports": [_tcp(1, first - 1), _tcp(last + 1, 65535), {"protocol": "UDP", "port": 1, "endPort": 65535}]},
         {"from": _members(pool), "ports": [_tcp(first, last)]},
