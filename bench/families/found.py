@@ -24,10 +24,9 @@ from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.waiting import eventually
 from tests.engine import family_child, family_models
-from tests.engine.conftest import PATIENT
+from tests.engine.conftest import PATIENT, nursery
 from tests.engine.families import FAMILIES, Family
 from tests.engine.open_engine import OpenEngine, Request
-from tests.engine.server_nursery import ServerNursery
 
 TURN_TOKENS, ANSWER_TOKENS = 200, 24
 LOOK_SECONDS, EQUAL_LOOKS = 0.5, 5
@@ -43,7 +42,7 @@ class Lab:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
-        self.servers = stack.enter_context(ServerNursery(folder))
+        self.servers = nursery()
         self.mooncake = stack.enter_context(Mooncake(folder / "mooncake"))
         stock, environ = stock_connector(folder, self.mooncake)
         self.kinds: dict[str, tuple[Any, Mapping[str, str]]] = {"ours": (None, {}), "vllm": (stock, environ), "gpu": (None, {})}

@@ -31,9 +31,10 @@ from hack.loopback import free_port
 from hack.waiting import eventually, poll
 from tests.cluster.fault_proxy import NO_ANSWER, Fault, FaultProxy, is_write
 from tests.cluster.operator_harness import ENGINES, LEASES, POOLS, Namespace, OperatorProcess
-from tests.cluster.operator_nursery import popen
+from tests.support.nursery import Nursery
 
 Json = dict[str, Any]
+IMPORTED = "epochkv_operator.__main__", "epochkv_operator.control.runtime", "epochkv_operator.logs"
 L2: Json = {"mooncake": {"store": {"replicas": 1, "segmentSize": "64Mi"}}}
 RESET: Json = {"leaseSeconds": 1, "reclaimPolicy": "Retain"}
 """Sweeps of the store take their time, and write nothing but a status."""
@@ -169,6 +170,7 @@ class Journey:
         space = Namespace.create_in(plane, f"operator-kills-{next(_numbers)}")
         port = free_port()
         with FaultProxy(plane, folder) as proxy, EpochWatch(space, f"tcp://127.0.0.1:{port}", engines=1) as epochs:
+            popen = Nursery(*IMPORTED).popen
             operator = OperatorProcess(plane, space.name, folder, hub_port=port, hub_endpoint=HUB, kubeconfig=proxy.kubeconfig, popen=popen)
             with operator:
                 yield cls(space, proxy, operator.wait_ready(), epochs)

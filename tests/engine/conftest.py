@@ -17,11 +17,11 @@ import pytest
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from hack import models
 from hack.engine_api import Answer
-from hack.standalone.engine import Engine
-from hack.standalone.mooncake import Mooncake
+from hack.standalone.engine import CPU_ENVIRONMENT, Engine
+from hack.standalone.mooncake import CLIENT_ENVIRONMENT, Mooncake
 from hack.standalone.pool import Pool
 from hack.waiting import eventually
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 PROMPT_TOKENS = 1000
 CACHED = 896  # whole blocks of 128 tokens of such a prompt
@@ -160,14 +160,16 @@ def prompts() -> Prompts:
     return Prompts(20)
 
 
-@pytest.fixture(scope="session")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerNursery]:
-    with ServerNursery(tmp_path_factory.mktemp("servers")) as servers:
-        yield servers
+def nursery() -> Nursery:
+    """Of engines."""
+    return Nursery("tests.engine.preloaded", environ={**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT})
+
+
+servers = pytest.fixture(nursery, scope="session")
 
 
 @pytest.fixture(scope="session")
-def reference(weights: Weights, servers: ServerNursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+def reference(weights: Weights, servers: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     folder = tmp_path_factory.mktemp("reference")
     with Engine("reference", weights.base, folder, prefix_caching=False, popen=servers.popen) as engine:
         yield Reference(engine, weights)
@@ -187,7 +189,7 @@ def mooncake(folder: Path) -> Iterator[Mooncake]:
 class Pair:
     """Engines A and B of a pool, and the weights that both have between tests."""
 
-    def __init__(self, folder: Path, pool: Pool, mooncake: Mooncake, weights: Weights, servers: ServerNursery) -> None:
+    def __init__(self, folder: Path, pool: Pool, mooncake: Mooncake, weights: Weights, servers: Nursery) -> None:
         self.folder, self.pool, self.mooncake, self.weights, self.servers = folder, pool, mooncake, weights, servers
         self.model = weights.base
         self._names = iter(("A", "B", *(f"B{number}" for number in range(2, 10))))
@@ -246,7 +248,7 @@ class Pair:
 
 
 @pytest.fixture(scope="session")
-def pair(weights: Weights, servers: ServerNursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(weights: Weights, servers: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Two engines for all tests of `test_sharing` and `test_weights`, which leave them in use of the pool's epoch.
 
     The fence's leases are short, so that losing one takes seconds.

@@ -35,7 +35,7 @@ from tests.engine.conftest import (
     eventually,
     settled_keys,
 )
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 from tests.support.store import BlockKey, parse_key
 
 WRITER = ("--worker-extension-cls", "hack.soak.weights_writer.Writer")
@@ -206,7 +206,7 @@ class Lab:
     """
 
     def __init__(
-        self, folder: Path, pool: Pool, mooncake: Mooncake, servers: ServerNursery, weights: Weights, prompts: Prompts, reference: Reference
+        self, folder: Path, pool: Pool, mooncake: Mooncake, servers: Nursery, weights: Weights, prompts: Prompts, reference: Reference
     ) -> None:
         self.folder, self.pool, self.mooncake = folder, pool, mooncake
         self.weights, self.prompts, self.reference = weights, prompts, reference

@@ -16,7 +16,7 @@ from hack.standalone.engine import CPU_ENVIRONMENT
 from hack.standalone.mooncake import CLIENT_ENVIRONMENT, Mooncake
 from hack.standalone.process import Process
 from tests.engine.conftest import PATIENT_ENVIRON, settled_keys
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 ANSWER_SECONDS = 120.0
 BLOCK = 32
@@ -67,7 +67,7 @@ class OpenEngine:
 
     def __init__(
         self,
-        servers: ServerNursery,
+        servers: Nursery,
         directory: Path,
         name: str,
         model: Path,

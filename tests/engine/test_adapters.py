@@ -15,7 +15,7 @@ from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from tests.engine.conftest import CACHED, L1_BYTES, PATIENT, PATIENT_ENVIRON, Prompts, Weights, check, settled_keys
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 ONE, TWO = 10, 11
 """Seeds: two versions of an adapter."""
@@ -58,7 +58,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(folder: Path, mooncake: Mooncake, weights: Weights, servers: ServerNursery) -> Iterator[Lab]:
+def lab(folder: Path, mooncake: Mooncake, weights: Weights, servers: Nursery) -> Iterator[Lab]:
     environ = {**PATIENT_ENVIRON, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with Pool(folder, lease_seconds=60.0) as pool:
         connector = pool.connector(L1_BYTES, mooncake.address, **PATIENT)

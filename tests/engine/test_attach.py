@@ -16,13 +16,13 @@ from hack.standalone.engine import CPU_ENVIRONMENT
 from hack.standalone.pool import Pool
 from hack.standalone.process import Process
 from tests.engine.conftest import CACHED, Prompts, Reference, Weights
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.timeout(900)  # the first test starts two engines
 
 
 def test_an_engine_joins_by_the_environment_alone(
-    weights: Weights, tmp_path: Path, prompts: Prompts, reference: Reference, servers: ServerNursery
+    weights: Weights, tmp_path: Path, prompts: Prompts, reference: Reference, servers: Nursery
 ) -> None:
     prompt, other, job = prompts(), prompts(), tmp_path / "job.json"
     job.write_text(json.dumps([str(weights.base), prompt, other]))

@@ -15,7 +15,7 @@ from hack.standalone.pool import Pool
 from hack.standalone.process import Process
 from hack.waiting import eventually
 from tests.engine.conftest import L1_BYTES, Prompts, Weights
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 from tests.support.planning import CONTEXT, engine, one
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def group(pool: Pool, weights: Weights, servers: ServerNursery, folder: Path) -> Iterator[Engine]:
+def group(pool: Pool, weights: Weights, servers: Nursery, folder: Path) -> Iterator[Engine]:
     """The first pod, which answers for both."""
     connector = pool.connector(L1_BYTES)
     follower = [*rendered("worker", weights.base), "--kv-transfer-config", json.dumps(connector)]

@@ -25,7 +25,7 @@ from tests.engine import family_child, family_models
 from tests.engine.conftest import PATIENT, settled_keys
 from tests.engine.families import FAMILIES, IMAGE_TOKEN, Crowd, Family
 from tests.engine.open_engine import BLOCK, OpenEngine, Output, Request
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 L1_BYTES = 64 << 20
 CHUNK = 256
@@ -48,7 +48,7 @@ VISIBLE = 0.02
 class Lab:
     """What the families share: processes, and prompts that nobody else has."""
 
-    def __init__(self, directory: Path, servers: ServerNursery, pool: Pool, mooncake: Mooncake) -> None:
+    def __init__(self, directory: Path, servers: Nursery, pool: Pool, mooncake: Mooncake) -> None:
         self.directory, self.servers, self.pool, self.mooncake = directory, servers, pool, mooncake
         self._ending: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(3)
@@ -94,7 +94,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(servers: ServerNursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(servers: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     directory = tmp_path_factory.mktemp("families")
     with Mooncake(directory / "mooncake") as mooncake, Pool(directory / "pool") as pool:
         lab = Lab(directory, servers, pool, mooncake)

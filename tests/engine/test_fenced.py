@@ -10,11 +10,11 @@ from hack.demo.journey import make_prompts
 from hack.demo.progress import Progress
 from hack.durations import Durations
 from tests.engine.conftest import Reference, Weights
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 
 def test_one_engine_is_late_and_finds_nothing_old_under_vllms_own_connector(
-    tmp_path: Path, weights: Weights, reference: Reference, servers: ServerNursery
+    tmp_path: Path, weights: Weights, reference: Reference, servers: Nursery
 ) -> None:
     """The weights of A change, and A resets; B is late. Names keep them apart, the store stays as it is, and then they share again."""
     prompt, second = make_prompts(11, 2)

@@ -16,16 +16,14 @@ from epochkv_fence.protocol.messages import UNKNOWN_WEIGHTS as UNKNOWN
 from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check, eventually, settled_keys
 from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Stream, Streams, Traffic, derive, flip, open_pool, rpc
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 NUM_RUNNING = 8
 """`--max-num-seqs` of these engines; more requests than that wait."""
 
 
 @pytest.fixture(scope="module")
-def lab(
-    folder: Path, mooncake: Mooncake, servers: ServerNursery, weights: Weights, prompts: Prompts, reference: Reference
-) -> Iterator[Lab]:
+def lab(folder: Path, mooncake: Mooncake, servers: Nursery, weights: Weights, prompts: Prompts, reference: Reference) -> Iterator[Lab]:
     with open_pool(folder) as pool:
         lab = Lab(folder, pool, mooncake, servers, weights, prompts, reference)
         try:

@@ -10,7 +10,7 @@ import pytest
 from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import Prompts, Reference, Weights
 from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Streams, derive, open_pool
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 pytestmark = pytest.mark.slow
 NUM_RANKS = 2
@@ -23,9 +23,7 @@ HEAD_DIM = 32
 
 
 @pytest.fixture(scope="module")
-def lab(
-    folder: Path, mooncake: Mooncake, servers: ServerNursery, weights: Weights, prompts: Prompts, reference: Reference
-) -> Iterator[Lab]:
+def lab(folder: Path, mooncake: Mooncake, servers: Nursery, weights: Weights, prompts: Prompts, reference: Reference) -> Iterator[Lab]:
     with open_pool(folder) as pool:
         pool.configure(reclaim="Retain")  # or a new epoch removes what `whole` is to look at
         lab = Lab(folder, pool, mooncake, servers, weights, prompts, reference)

@@ -7,16 +7,14 @@ import pytest
 from hack.soak.run import soak, work_out_answers
 from hack.soak.states import States
 from tests.engine.conftest import Reference, Weights
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 MINUTES, SEED = 1.0, 20
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_minute_of_random_faults_leave_nothing_wrong(
-    weights: Weights, reference: Reference, servers: ServerNursery, tmp_path: Path
-) -> None:
+def test_a_minute_of_random_faults_leave_nothing_wrong(weights: Weights, reference: Reference, servers: Nursery, tmp_path: Path) -> None:
     states = States.make(tmp_path, [weights.base, weights.new, weights.third])
     prompts = work_out_answers(tmp_path, states, SEED, print, reference.lend())
     verdict = soak(tmp_path, states, prompts, MINUTES, SEED, print, popen=servers.popen)

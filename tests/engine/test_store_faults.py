@@ -25,7 +25,7 @@ from hack.standalone.process import Process
 from hack.standalone.relay import Relay
 from hack.waiting import eventually
 from tests.engine.conftest import BLOCKS, CACHED, L1_BYTES, OBJECT_BYTES, Prompts, Reference, Weights
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 from tests.support.store import RawClient
 
 LOAD_DEADLINE_SECONDS = 5.0
@@ -56,7 +56,7 @@ def series_of(name: str) -> tuple[str, dict[str, str]]:
 class FaultyPair:
     """A and B, their store, the relay between B and the master, and a client of the store that belongs to nobody's pool."""
 
-    def __init__(self, folder: Path, weights: Weights, prompts: Prompts, reference: Reference, servers: ServerNursery) -> None:
+    def __init__(self, folder: Path, weights: Weights, prompts: Prompts, reference: Reference, servers: Nursery) -> None:
         self.weights, self.prompts, self.reference, self._servers = weights, prompts, reference, servers
         self._raw: RawClient | None = None
         with ExitStack() as stack:
@@ -189,7 +189,7 @@ HUNG_LOADS = ("load_failed_store_transfer", "load_failed_store_timeout", "load_f
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path, weights: Weights, prompts: Prompts, reference: Reference, servers: ServerNursery) -> Iterator[FaultyPair]:
+def pair(folder: Path, weights: Weights, prompts: Prompts, reference: Reference, servers: Nursery) -> Iterator[FaultyPair]:
     pair = FaultyPair(folder, weights, prompts, reference, servers)
     try:
         pair.begin()

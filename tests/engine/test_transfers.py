@@ -18,7 +18,7 @@ from hack.standalone.pool import Pool
 from hack.waiting import eventually
 from tests.engine import conftest
 from tests.engine.conftest import Prompts, Reference, Weights, check, settled_keys
-from tests.engine.server_nursery import ServerNursery
+from tests.support.nursery import Nursery
 
 pytest.importorskip("nixl", reason="make test-transfers installs NIXL, whose threads keep a core of each engine busy")
 
@@ -52,7 +52,7 @@ class Duo:
         num_foreign: requests of D whose KV P has brought without a good tag.
     """
 
-    def __init__(self, folder: Path, pool: Pool, mooncake: Mooncake, weights: conftest.Weights, servers: ServerNursery) -> None:
+    def __init__(self, folder: Path, pool: Pool, mooncake: Mooncake, weights: conftest.Weights, servers: Nursery) -> None:
         self.pool, self.mooncake, self.model, self.num_foreign = pool, mooncake, weights.base, 0
 
         def start(name: str, role: str, ours: Mapping[str, Any]) -> Engine:
@@ -116,7 +116,7 @@ class Duo:
 
 
 @pytest.fixture(scope="module")
-def duo(folder: Path, mooncake: Mooncake, weights: Weights, servers: ServerNursery) -> Iterator[Duo]:
+def duo(folder: Path, mooncake: Mooncake, weights: Weights, servers: Nursery) -> Iterator[Duo]:
     """Both engines; after the tests neither holds a block, and nothing has failed."""
     with Pool(folder, lease_seconds=300.0) as pool:  # more than a loaded machine stands still
         duo = Duo(folder, pool, mooncake, weights, servers)

@@ -14,7 +14,7 @@ from tests.model.world import simulate
 
 FIXED_SCHEDULES = 2_000
 NEW_SCHEDULES = 2_000
-MANY_SCHEDULES = 20_000
+MANY_SCHEDULES = 6_000
 FOCUS_SCHEDULES = 30
 FAULTS = ("lost", "duplicated", "timeouts", "freezes", "engine restarts", "hub restarts", "takeovers")
 RARER = (

@@ -167,7 +167,7 @@ def frames(rng: Random) -> list[bytes]:
 
 
 # ----------------------------------------------------------------------------------------------------------- targets
-Target = Callable[[Random], None]
+Target = Callable[[Random], object]
 BATCH = 200
 MACHINE_MESSAGES = 30
 
@@ -317,15 +317,11 @@ def targets() -> Iterator[dict[str, tuple[Target, int]]]:
         hub_path, agent_path = HubPath(world), AgentPath(world)
         stack.callback(agent_path.close)
         yield {
-            "decoder": (lambda rng: void(decoder(rng)), 4_000),
+            "decoder": (decoder, 4_000),
             "machines": (machines, 60),
             "hub": (hub_path, 2 * BATCH),
             "agent": (agent_path, 2 * BATCH),
         }
-
-
-def void(_: object) -> None:
-    """Take a result away."""
 
 
 @contextlib.contextmanager

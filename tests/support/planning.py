@@ -101,20 +101,17 @@ ENGINE_SPECS: dict[str, Json] = {
 }
 
 
-def pool(
-    spec: Json | str = "l1-l2", name: str = "policy", uid: str = "11111111-0000-4000-8000-000000000001", **metadata: Any
-) -> KVCachePool:
-    chosen = POOL_SPECS[spec] if isinstance(spec, str) else spec
-    meta = {"name": name, "namespace": "rl", "uid": uid, "generation": 1, **metadata}
-    return parse_pool({"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": meta, "spec": chosen})
+def pool(spec: Json | str = "l1-l2", name: str = "policy", **metadata: Any) -> KVCachePool:
+    return parse_pool(_object("KVCachePool", "1", POOL_SPECS[spec] if isinstance(spec, str) else spec, name, metadata))
 
 
-def engine(
-    spec: Json | str = "minimal", name: str = "rollout", uid: str = "22222222-0000-4000-8000-000000000002", **metadata: Any
-) -> InferenceEngine:
-    chosen = ENGINE_SPECS[spec] if isinstance(spec, str) else spec
-    meta = {"name": name, "namespace": "rl", "uid": uid, "generation": 1, **metadata}
-    return parse_engine({"apiVersion": "epochkv.io/v1alpha1", "kind": "InferenceEngine", "metadata": meta, "spec": chosen})
+def engine(spec: Json | str = "minimal", name: str = "rollout", **metadata: Any) -> InferenceEngine:
+    return parse_engine(_object("InferenceEngine", "2", ENGINE_SPECS[spec] if isinstance(spec, str) else spec, name, metadata))
+
+
+def _object(kind: str, digit: str, spec: Json, name: str, metadata: Json) -> Json:
+    meta = {"name": name, "namespace": "rl", "uid": f"{digit * 8}-0000-4000-8000-{digit:0>12}", "generation": 1, **metadata}
+    return {"apiVersion": "epochkv.io/v1alpha1", "kind": kind, "metadata": meta, "spec": spec}
 
 
 def one(objects: list[Json], kind: str, name: str | None = None) -> Json:
