@@ -8,7 +8,6 @@ import os
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,11 +23,6 @@ ADMIN_PORT = 9003
 CLIENT_TTL_SECONDS = 600
 """A master forgets a store, with every key in it, that it has not heard from for so long. Longer than any test stops one: a
 master that is continued looks at its clock before it reads the pings that wait in its sockets."""
-
-
-def pool_spec(policy: str) -> dict[str, Any]:
-    reset = {"leaseSeconds": 2, "reclaimPolicy": policy}
-    return {"distributed": {"mooncake": {"store": {"segmentSize": "64Mi"}}}, "reset": reset}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +72,8 @@ def _alone(namespace: Namespace) -> Iterator[None]:
 def served(operator: OperatorProcess, space: Namespace, store: Mooncake, policy: str, keys: int = 5) -> None:
     """A pool whose store holds `keys` keys, with the operator leading it."""
     operator.wait_ready()
-    space.create_pool("policy", **pool_spec(policy))
+    reset = {"leaseSeconds": 2, "reclaimPolicy": policy}
+    space.create_pool("policy", distributed={"mooncake": {"store": {"segmentSize": "64Mi"}}}, reset=reset)
     announce(space, store)
     put(store, keys)
     assert len(store.keys()) == keys

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_fence.protocol.messages import UNKNOWN_WEIGHTS as UNKNOWN
 from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import Prompts, Reference, Weights
 from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Streams, derive, open_pool
@@ -55,18 +56,12 @@ def whole(lab: Lab) -> int:
     return len(shards)
 
 
-def forget(lab: Lab) -> None:
-    """Have B fill its GPU blocks with other prompts."""
-    for _ in range(NUM_FILLING):
-        lab.b.complete(lab.prompts(), 1)
-
-
 def test_one_rank_is_written_to_past_vllm_in_the_middle_of_requests(lab: Lab, weights: Weights, skewed: Path, prompts: Prompts) -> None:
     """That rank alone sees it. What the other one has of the blocks must not reach the store: the honest engine would add the rest."""
     lab.have(weights.base)
     orders = Orders(lab.folder / "orders", lab.a, rank=1)
     lab.share(weights.base)
-    epoch, late = lab.pool.snapshot().target, lab.late(lab.a)
+    epoch, late, base = lab.pool.snapshot().target, lab.late(lab.a), lab.digest(lab.a)
     asked: list[list[int]] = []
     with lab.written(lab.a):
         for times in (1, 2):
@@ -77,6 +72,13 @@ def test_one_rank_is_written_to_past_vllm_in_the_middle_of_requests(lab: Lab, we
                 if times == 2:
                     orders(FLIPPED, -1.0)
                     streams.move_on(BLOCK_TOKENS + 10)
+                streams.wait()
+            for stream in streams.all:
+                assert stream.stamp is not None
+                first, between, new, *others = [one.weights[:8] for one in stream.stamp.made]
+                assert (first, between, new in (base, UNKNOWN), others) == (base, UNKNOWN, False, [UNKNOWN, base][: 2 * times - 2])
+                until = stream.stamp.made[1].from_token
+                assert lab.reference.answer(stream.prompt, weights.base, until) == tuple(stream.tokens[:until]), "wrong tokens"
             asked += streams.prefixes()
             assert whole(lab) > 0
             lab.all_right(streams.prefixes(), (lab.b, weights.base))
@@ -87,7 +89,8 @@ def test_one_rank_is_written_to_past_vllm_in_the_middle_of_requests(lab: Lab, we
                 lab.apart(lab.a, skewed, lab.b, weights.base)
                 orders(FLIPPED, -1.0)
                 lab.share(weights.base)
-    forget(lab)
+    for _ in range(NUM_FILLING):  # B forgets
+        lab.b.complete(lab.prompts(), 1)
     assert sum(lab.right(lab.b, prompt, weights.base) for prompt in asked) > 0, "nothing was read from the store"
     lab.all_right(asked, (lab.a, weights.base))
     lab.share(weights.base)
