@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from epochkv_fence.protocol.messages import CONTROL, MAX_EPOCH, MAX_NAME
+from epochkv_fence.protocol.messages import MAX_EPOCH, MAX_NAME
 
 MAX_JUMP: Final = 1_000_000
 """How far above the target an epoch may be asked for without force: ten years of a reset every five minutes."""
@@ -57,7 +57,7 @@ def check_weights(
     """Names of engines (None: all) and digests, as sets. Raises `ArgumentError`: an argument cannot be meant."""
     check_timeout(timeout_s)
     if label is not None:
-        fits = isinstance(label, str) and 0 < len(label) <= MAX_NAME and not CONTROL.search(label) and label.isprintable()
+        fits = isinstance(label, str) and 0 < len(label) <= MAX_NAME and label.isprintable()
         _need(fits, "label", label, f"give one printable line of 1 to {MAX_NAME} characters, such as step-42")
     _need(not isinstance(engines, str), "engines", engines, "give names of engines, or None for all")
     names = None if engines is None else frozenset(engines)

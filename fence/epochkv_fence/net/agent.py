@@ -20,7 +20,6 @@ from epochkv_fence.net.keys import ClientKeys, KeyReader
 from epochkv_fence.protocol import agent as ag
 from epochkv_fence.protocol.agent import BEATS_PER_LEASE, Event, RemoveOld
 from epochkv_fence.protocol.messages import (
-    CONTROL,
     MAX_NAME,
     MAX_STAT_NAME,
     MAX_STATS,
@@ -37,6 +36,7 @@ from epochkv_fence.protocol.messages import (
     WireError,
     decode,
     encode,
+    one_line,
 )
 
 
@@ -213,21 +213,21 @@ class GuardedEngine:
             epoch=epoch,
             old_epoch_requests=max(0, self._ask("old_epoch_requests", self._hooks.old_epoch_requests, 0)),
             instance_age_seconds=now - self._born,
-            engine=self._identity.engine[:MAX_NAME],
-            pod=self._identity.pod[:MAX_NAME],
-            namespace=self._identity.namespace[:MAX_NAME],
+            engine=_line(self._identity.engine),
+            pod=_line(self._identity.pod),
+            namespace=_line(self._identity.namespace),
             rank=self._identity.rank,
-            fingerprint=self._identity.fingerprint[:MAX_NAME],
+            fingerprint=_line(self._identity.fingerprint),
             stats={name[:MAX_STAT_NAME]: value for name, value in list(stats.items())[:MAX_STATS]},
             isolated=bool(self._ask("isolated", self._hooks.isolated, False)),
             weights=weights,
             weights_note=note,
             pushed=self._pushed,
             weights_age_seconds=now - self._reported_since,
-            tiers_off=_line(tiers_off)[:MAX_NAME],
-            tiers_note=_line(tiers_note),
+            tiers_off=_line(tiers_off),
+            tiers_note=_line(tiers_note, MAX_TEXT),
             versions={
-                _line(name)[:MAX_VERSION_TEXT]: _line(version)[:MAX_VERSION_TEXT]
+                _line(name, MAX_VERSION_TEXT): _line(version, MAX_VERSION_TEXT)
                 for name, version in list(self._identity.versions.items())[:MAX_VERSIONS]
             },
             pool=self._identity.pool[:MAX_NAME],
@@ -238,7 +238,7 @@ class GuardedEngine:
         unknown: tuple[bytes | None, str] = None, "the engine cannot say what it holds"
         weights, note = self._ask("weights", self._hooks.weights, unknown)
         if weights is None:
-            return None, _line(note)
+            return None, _line(note, MAX_TEXT)
         return (weights, "") if len(weights) == WEIGHTS_BYTES else (None, f"a digest of {len(weights)} bytes, not {WEIGHTS_BYTES}")
 
     # ------------------------------------------------------------------ old keys
@@ -262,8 +262,8 @@ class GuardedEngine:
             self._removing = False
 
 
-def _line(text: str) -> str:
-    return CONTROL.sub(" ", text)[:MAX_TEXT]
+def _line(text: str, length: int = MAX_NAME) -> str:
+    return one_line(text)[:length]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ message or raises `WireError`, whose text names the tag and the version; the rec
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -40,8 +39,6 @@ ASLEEP: Final = "the engine sleeps"
 """Why an engine that has unmapped memory does not know its weights."""
 MAX_KEPT: Final = 1_024
 """Different weights in one `Reclaim`."""
-CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Newlines and control characters: a label is shown in one line of logs, tables and conditions."""
 
 Instance = Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 """128 random bits drawn when an EngineCore process starts."""
@@ -97,6 +94,18 @@ class WireError(ValueError):
 SharingState = Literal["sharing", "isolated", "own", "unknown", "asleep", "behind"]
 
 
+def one_line(text: str) -> str:
+    """The text with a blank in the place of each character that a terminal or a log would act on."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def _check_lines(message: msgspec.Struct, *names: str) -> None:
+    """What people are shown in logs, tables and conditions."""
+    for name in names:
+        if not (text := getattr(message, name)).isprintable():
+            raise ValueError(f"{name} is {text[:64]!a}; give one line of printable characters")
+
+
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine says of itself. Heartbeats carry it, and status and the hub's view show it.
 
@@ -124,6 +133,11 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     tiers_off: Name = ""
     tiers_note: Text = ""
     versions: Versions = {}
+
+    def __post_init__(self) -> None:
+        _check_lines(self, "engine", "pod", "namespace", "fingerprint", "weights_note", "tiers_off", "tiers_note")
+        if not "".join((*self.versions, *self.versions.values())).isprintable():
+            raise ValueError("versions are not printable")
 
     def report(self) -> dict[str, Any]:
         """The fields of the report alone, to be shown elsewhere."""
@@ -281,8 +295,7 @@ class Label(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     label: LabelText
 
     def __post_init__(self) -> None:
-        if CONTROL.search(self.label):
-            raise ValueError(f"label is {self.label[:64]!a}; give one line without control characters, such as step-42")
+        _check_lines(self, "label")
 
 
 class Labelled(msgspec.Struct, frozen=True, tag=True, tag_field="type"):

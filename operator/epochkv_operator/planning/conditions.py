@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from epochkv_fence.protocol.messages import CONTROL, TIER_REASONS
+from epochkv_fence.protocol.messages import TIER_REASONS
 from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
@@ -219,7 +219,7 @@ def _tiers_usable(engines: Iterable[EngineView] | None) -> Condition:
         return Condition(kind, "True", "Usable", "no engine that reports lacks a tier")
     by_note: dict[str, list[str]] = {}
     for engine in sorted(limited, key=lambda engine: engine.display_name):
-        by_note.setdefault(_line(engine.tiers_note) or "it does not say why", []).append(engine.display_name)
+        by_note.setdefault(engine.tiers_note or "it does not say why", []).append(engine.display_name)
     said = {engine.tiers_off for engine in limited}
     worst = next((reason for reason in TIER_REASONS if reason in said), "TiersOff")
     text = "; ".join(f"{listed(names)}: {note}" for note, names in list(by_note.items())[:_MAX_OUTLIERS])
@@ -343,7 +343,7 @@ def _weights_converged(hub: HubView | None) -> Condition:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
     taking = [engine.display_name for engine in hub.engines if engine.updating]
     unknown = [
-        f"{engine.display_name} ({_line(engine.weights_note) or 'it has not said yet'})"
+        f"{engine.display_name} ({engine.weights_note or 'it has not said yet'})"
         for engine in hub.engines
         if engine.alive and not engine.updating and engine.weights is None and engine.tiers_off != "OwnCache"
     ]
@@ -403,11 +403,6 @@ def _unsaid(unsaid: Mapping[str, Sequence[str]], then: str, apart: str) -> Condi
     if "NotReporting" in said:
         return Condition(kind, "False", "NotReporting", f"for longer than a lease, no engine has reported of {said['NotReporting']}")
     return Condition(kind, "False", "WeightsUnknown", f"for longer than a lease, the weights are not known of {said['WeightsUnknown']}")
-
-
-def _line(note: str) -> str:
-    """What an engine says, for a message of one line."""
-    return CONTROL.sub(" ", note)
 
 
 def _outliers(hub: HubView) -> str:

@@ -129,14 +129,14 @@ def test_a_push_that_changes_nothing_is_told_so(world: HubWorld) -> None:
 
 def test_an_engine_of_unknown_weights_is_named_with_its_note(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
-    push(engines[2:], "asleep")
-    eventually(lambda: [(one.name, one.note) for one in pool.weights().unknown] == [("engine-2", "asleep")])
+    push(engines[2:], "\nasleep")  # a heartbeat carries lines
+    eventually(lambda: [(one.name, one.note) for one in pool.weights().unknown] == [("engine-2", " asleep")])
     assert not pool.weights().equal
     error = diverged(lambda: pool.wait_weights(timeout_s=0.5))
     assert error.engines == ("engine-2",)
-    assert str(error).endswith("engine-2 does not. Now 0a0a0a0a: engine-0, engine-1; unknown: engine-2 (asleep)")
+    assert str(error).endswith("engine-2 does not. Now 0a0a0a0a: engine-0, engine-1; unknown: engine-2 ( asleep)")
     (sleeper,) = [engine for engine in pool.engines() if not engine.weights]
-    assert (sleeper.name, sleeper.state, sleeper.weights_note) == ("engine-2", "unknown", "asleep")
+    assert (sleeper.name, sleeper.state, sleeper.weights_note) == ("engine-2", "unknown", " asleep")
     push(engines[2:], ASLEEP)
     eventually(lambda: [engine.state for engine in pool.engines()] == ["sharing", "sharing", "asleep"])
     push(engines, "asleep")

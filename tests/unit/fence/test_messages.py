@@ -66,6 +66,8 @@ def of(tag: str, **fields: object) -> bytes:
         ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, weights_note="n" * 1025)], Refusal.MALFORMED, "weights_note"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="")], Refusal.MALFORMED, "label"),
         ([b"\x02", of("Label", request=1, weights=WEIGHTS, label="v\n")], Refusal.MALFORMED, r"label is 'v\n'; give one line"),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, pod="\x1b")], Refusal.MALFORMED, r"pod is '\x1b'; give one line"),
+        ([b"\x02", of("Heartbeat", instance=INSTANCE, seq=0, versions={"vllm": "1\n"})], Refusal.MALFORMED, "not printable"),
         ([b"\x02", of("Reclaim", instance=INSTANCE, below=1, keep=[WEIGHTS] * (MAX_KEPT + 1))], Refusal.MALFORMED, "keep"),
         ([b"\x02", of("Status", request=1, labels={f"{n:032x}": "v" for n in range(17)})], Refusal.MALFORMED, "labels"),
         ([b"\x02", of("Propose", instance=INSTANCE, epoch=2**53)], Refusal.MALFORMED, "epoch"),

@@ -497,7 +497,7 @@ def of_pool(hub: HubView | None, kind: str = "TiersUsable") -> tuple[str, str, s
         ([lacks("p0"), lacks("p1", "TiersOff", "why", alive=False)], "Usable", ""),
         ([lacks("p1", "LayoutUnsupported", MAMBA), lacks("p0", "LayoutUnsupported", MAMBA)], "LayoutUnsupported", f"p0, p1: {MAMBA}"),
         ([lacks("p0", "SavesOnly", FAIL), lacks("p1", "TiersOff", "why")], "TiersOff", f"p0: {FAIL}; p1: why"),
-        ([lacks("p0", "TiersOff", "why"), lacks("p1", "TiersBroken", "an\nerror")], "TiersBroken", "p0: why; p1: an error"),
+        ([lacks("p0", "TiersOff", "why"), lacks("p1", "TiersBroken", "an error")], "TiersBroken", "p0: why; p1: an error"),
         ([lacks("p0", "L1Only", "L2 is off"), lacks("p0", "L1Only", "L2 is off", rank=1)], "L1Only", "p0, p0/1: L2 is off"),
         ([lacks("p0", "SomethingNewer", "why")], "TiersOff", "p0: why"),
         ([lacks("p0", "TiersOff")], "TiersOff", "p0: it does not say why"),
