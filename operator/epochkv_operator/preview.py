@@ -342,7 +342,7 @@ def _documents(paths: Sequence[str], problems: list[str]) -> Iterator[tuple[str,
         except (OSError, UnicodeDecodeError) as error:
             problems.append(f"{path}: {error.strerror if isinstance(error, OSError) else error}")
             continue
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             mark = getattr(error, "problem_mark", None)
             where = f", line {mark.line + 1}" if mark is not None else ""
             problems.append(f"{path}{where}: not YAML: {getattr(error, 'problem', None) or error}")

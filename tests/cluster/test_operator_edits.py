@@ -97,11 +97,10 @@ def test_every_other_field_is_put_back(namespace: Namespace, operator: OperatorP
             eventually(lambda: namespace.status("policy") == before, f"{fields} put back")
         edit(namespace, ENGINES, "rollout", epoch=50, readyReplicas=7, conditions=None)
 
-        def engine_restored() -> bool:
-            now = namespace.engine_status("rollout")
+        def restored(now: dict[str, Any]) -> bool:
             return "epoch" not in now and now["readyReplicas"] == 0 and bool(condition(now, "EpochCurrent"))
 
-        eventually(engine_restored, "the engine's put back")
+        eventually(lambda: restored(namespace.engine_status("rollout")), "the engine's put back")
         new = [event for event in events(namespace) if event["metadata"]["name"] not in other]
         assert [event for event in new if event["regarding"]["kind"] == "KVCachePool"] == []
 

@@ -95,8 +95,7 @@ EDGES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 4, 5, 2**31, 2**53, MAX_EPOCH, MAX_EPOCH + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
     0.0, -0.0, 1e-300, 0.1, 30.0, 1e9, 1e15, 1.7e308, float("inf"), float("-inf"), float("nan"),
     "", "Spec", "size", "step-42", "61" * 16, "\0", "é" * 100, "x" * 253, "x" * 254, "x" * 2000, b"", *INSTANCES, *WEIGHTS,
-    b"z" * 15,
-    b"z" * 17, [], {}, [INSTANCES[0]], [WEIGHTS[0]] * MAX_KEPT, [WEIGHTS[0]] * (MAX_KEPT + 1), {"a": 1.0},
+    b"z" * 15, b"z" * 17, [], {}, [INSTANCES[0]], [WEIGHTS[0]] * MAX_KEPT, [WEIGHTS[0]] * (MAX_KEPT + 1), {"a": 1.0},
     {"x" * 65: 1.0}, {"61" * 16: "x"},
 ]  # fmt: skip
 

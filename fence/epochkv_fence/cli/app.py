@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import io
 import logging
 import sys
 from typing import Annotated, Any, Final
@@ -133,6 +134,9 @@ app.add_typer(hub.keys, name="keys", help=hub.KEYS_HELP)
 
 def run() -> None:
     logging.getLogger("epochkv_fence").addHandler(logging.NullHandler())  # errors are told once, by the commands
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a label may have letters that the terminal has not
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="epochkv")
     except ArgumentError as error:

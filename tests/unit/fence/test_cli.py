@@ -236,12 +236,13 @@ def greeting(tmp_path: Path) -> Path:
 
 def test_an_added_command_is_listed_explained_and_run_and_replaces_none_of_ours(greeting: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return epochkv(*arguments, PYTHONPATH=os.pathsep.join([str(greeting), os.environ.get("PYTHONPATH", "")]))
+        path = os.pathsep.join([str(greeting), os.environ.get("PYTHONPATH", "")])
+        return epochkv(*arguments, PYTHONPATH=path, PYTHONIOENCODING="ascii")
 
     listed = run("--help").stdout
     assert ("Greet somebody." in listed, "broken" in listed) == (True, False)
     assert "Greet somebody." in run("greet", "--help").stdout
-    assert run("greet", "you").stdout == "hello you\n"
+    assert run("greet", "zoë").stdout == "hello zo\\xeb\n"
     assert run("greet", "two").returncode == 2
     missing = run("greet", "nobody")
     assert (missing.returncode, missing.stdout) == (1, "")

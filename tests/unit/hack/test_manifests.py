@@ -6,7 +6,6 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = sorted([*(ROOT / "config").glob("*/*.yaml")])
 
 
 def objects(path: Path) -> list[dict[str, Any]]:
@@ -14,7 +13,7 @@ def objects(path: Path) -> list[dict[str, Any]]:
 
 
 def test_no_manifest_sets_the_epoch() -> None:
-    pools = [obj for path in FILES for obj in objects(path) if obj["kind"] == "KVCachePool"]
+    pools = [obj for path in (ROOT / "config").glob("*/*.yaml") for obj in objects(path) if obj["kind"] == "KVCachePool"]
     assert len(pools) == 2
     assert all("resetEpoch" not in pool["spec"] for pool in pools)
 

@@ -107,6 +107,8 @@ def test_no_yaml_names_the_line(tmp_path: Path) -> None:
     assert refused(file).startswith(f"{file}, line 2: not YAML: ")
     file.write_text("a: &a {x: 1, <<: {x: 3}}\nb: {<<: *a, x: 2}\nc: {y: 1,\n  y: 2}\n")  # kubectl refuses it, too
     assert refused(file).startswith(f"{file}, line 4: not YAML: the key y is there twice")
+    file.write_text("[" * 100_000)
+    assert refused(file).startswith(f"{file}: not YAML: ")
     (tmp_path / "empty").mkdir()
     assert "the folder has no .yaml, .yml, .json files" in refused(tmp_path / "empty")
 
