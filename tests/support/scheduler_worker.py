@@ -147,7 +147,7 @@ class FakeExecutor:
         held = self.ranks[index]
         self.asked[index] = (number, held)
         value = hashlib.sha256(held.encode()).digest()
-        return self.answers({"number": number, "weights": value, "note": "", "rank": index})
+        return self.answers({"number": number, "weights": value, "note": "", "rank": index, "naps": 0})
 
     def _of_ours(self, method: Any, args: tuple[Any, ...]) -> list[Any] | None:
         if method is rank_calls.digest_weights:
@@ -156,7 +156,7 @@ class FakeExecutor:
             return [self.asked[index] == (args[0], held) for index, held in enumerate(self.ranks)]
         if method is rank_calls.layout:
             return list(self.layouts)
-        return [0] * len(self.ranks) if method is rank_calls.settle_for_sleep else None
+        return [0] * len(self.ranks) if method in (rank_calls.settle_for_sleep, rank_calls.is_asleep) else None
 
     @staticmethod
     def _is_about_adapters(method: Any, args: tuple[Any, ...]) -> bool:

@@ -348,7 +348,7 @@ class SchedulerRole:
         )
         weights.adapters = adapters
         asks = self._own is None or self._own.asks
-        adapters.join(weights, lambda: asks and watch.value is not None and not ranks.asleep)
+        adapters.join(weights, lambda: asks and watch.value is not None)
         patches.hide_adapters_from_hashes()
         if self._own is not None:
             watch.keep_own(self._own.why, asks=self._own.asks)

@@ -86,6 +86,12 @@ class WeightChanges:
         self._core.model_executor.reset_encoder_cache()
         return True
 
+    def lost_blocks(self) -> None:
+        """vLLM's own sleep has cleared its cache before. Other calls have not, and where requests hold blocks it cannot be cleared."""
+        if self._scheduler is not None and not self._scheduler.reset_prefix_cache() and self._pins.root.reset():
+            self._state.apply()
+            self.ask_for_next_epoch()
+
     def break_off(self) -> None:
         """A change of weights could not be followed: this engine names nothing that anybody finds, until it restarts."""
         self._state.broken = True

@@ -18,11 +18,8 @@ from epochkv_connector.wire import RankLayout
 logger = logging.getLogger("vllm.epochkv.weights")
 
 UNMAPPING = ("sleep", "discard")
-"""Calls that take the memory of KV from under copies. From 0.33 on vLLM also tells connectors (`unregister_kv_caches`), on the rank, when
-another rank may have gone on already; here all ranks have ended their copies before one begins.
-"""
-MEMORY = frozenset(("weights", "kv_cache"))
-"""vLLM's tags of what it unmaps."""
+"""Before one rank unmaps the memory of KV, all have ended their copies: one that cannot must not be alone. A rank that is told in another
+way ends its own (`rank.Held.unmap`)."""
 MIN_RING_SECONDS = 0.05
 """A busy engine takes its inputs between steps, and looks with its next step anyway."""
 
@@ -32,21 +29,12 @@ def _nobody(*_: Any, **__: Any) -> list[Any]:
 
 
 class EngineRanks:
-    """The ranks behind an executor of vLLM (`watch.Ranks`); None: a scheduler without an engine, which can ask nobody.
-
-    Attributes:
-        unmapped: memory of theirs that a call has unmapped, from before it begins (vLLM's own word comes after it) until one has mapped it.
-    """
+    """The ranks behind an executor of vLLM (`watch.Ranks`); None: a scheduler without an engine, which can ask nobody."""
 
     def __init__(self, executor: Any | None, engine_id: str) -> None:
         self._executor = executor
         self._rpc = _nobody if executor is None else executor.collective_rpc  # as it was before `join` put the watch in front of it
         self._held = rank.held_by(engine_id)
-        self.unmapped: frozenset[str] = frozenset()
-
-    @property
-    def asleep(self) -> bool:
-        return bool(self.unmapped)
 
     @property
     def num_writes(self) -> int:
@@ -63,6 +51,9 @@ class EngineRanks:
     def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
         return list(self._rpc(rank.digest_adapters, args=(number, wanted, afresh)))
 
+    def are_asleep(self) -> bool:
+        return any(self._rpc(rank.is_asleep))
+
     def are_unchanged(self, number: int) -> bool:
         return all(self._rpc(rank.is_unchanged, args=(number,)))
 
@@ -75,6 +66,12 @@ class EngineRanks:
 
     def end_device_work(self) -> None:
         self._rpc(rank.end_device_work)
+
+    def end_copies(self) -> None:
+        """Before sleep. Raises RuntimeError, and lets all copy again: some have not ended."""
+        if late := sum(self._rpc(rank.settle_for_sleep)):
+            self._rpc(rank.woken)
+            rank.check_settled(late)
 
 
 def join(
@@ -101,23 +98,14 @@ def join(
             return _calling_adapters(adapters, call, method, args, kwargs, guarded)
         guarded(adapters.suspect_all)
         guarded(lambda: watch.calling(method))
-        before, failed = ranks.unmapped, True
-        tags = _tags(args, kwargs) if method in (*UNMAPPING, "wake_up") else frozenset()
+        failed = True
         try:
             if method in UNMAPPING:
-                ranks.unmapped = before | tags
-                if "kv_cache" in tags:
-                    rank.check_settled(sum(call(rank.settle_for_sleep)))
+                ranks.end_copies()
             answer = call(method, *args, **kwargs)
             failed = False
-            if method == "wake_up":
-                ranks.unmapped = before - tags
             return answer
         finally:
-            if failed:
-                ranks.unmapped = before
-            if "kv_cache" in tags - ranks.unmapped:
-                guarded(lambda: call(rank.woken))
             guarded(lambda: watch.called(idle=not scheduler.has_requests(), failed=failed))
             alarm.set()
 
@@ -147,12 +135,6 @@ def join(
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first argument that a call of the executor's has for the workers."""
     return next(iter(kwargs.get("args") or (args[1] if len(args) > 1 else ())), None)
-
-
-def _tags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
-    """The memory that a call is about: all where it does not say."""
-    tags = (kwargs.get("kwargs") or {}).get("tags") or _first(args, kwargs)
-    return frozenset(tags) if tags and isinstance(tags, list | tuple) else MEMORY
 
 
 def _calling_adapters(

@@ -38,9 +38,16 @@ from epochkv_connector.weights.digest import (
 from epochkv_connector.weights.domain import TOLD_BYTES, UNKNOWN, Column, Domain
 from epochkv_connector.weights.watch import IDLE_SECONDS, NO_PASS, Wanted
 from epochkv_connector.wire import RankLayout
+from epochkv_fence.protocol.messages import ASLEEP
+
+MEMORY = frozenset(("weights", "kv_cache"))
+"""vLLM's tags of what it unmaps."""
 
 KNOWN = "_epochkv_digest"
 """Attribute of a `LoRAModel`: the digest of its tensors."""
+
+_NOTICED = "_epochkv_held"
+"""Attribute of a worker whose sleep is noticed."""
 
 LOAD_SECONDS = 0.5
 """Loading goes on for so long before one step; what is left is loaded before the next ones."""
@@ -262,6 +269,8 @@ class Held:
         layout: how this rank's KV tensors and host slots lie.
         adapters: what it said of its adapters.
         runners: what copies for it, for as long as that lives.
+        unmapped: memory of this worker that a call has unmapped, from before it begins until one has mapped it.
+        naps: how often that was the memory of KV, whose contents are gone.
     """
 
     number: int = -1
@@ -283,6 +292,47 @@ class Held:
     layout: RankLayout = field(default_factory=RankLayout)
     adapters: HeldAdapters = field(default_factory=HeldAdapters)
     runners: weakref.WeakSet[Copies] = field(default_factory=weakref.WeakSet)
+    unmapped: frozenset[str] = frozenset()
+    naps: int = 0
+
+    def sleep(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, whoever calls it."""
+        return self._unmapping(MEMORY, call, *args, **kwargs)
+
+    def discard(self, call: Callable[..., Any], tags: Iterable[str]) -> Any:
+        """vLLM's, whoever calls it."""
+        return self._unmapping(frozenset(tags), call, tags)
+
+    def wake_up(self, call: Callable[..., Any], tags: Iterable[str] | None = None) -> Any:
+        """vLLM's, whoever calls it."""
+        return self._mapping(MEMORY if tags is None else frozenset(tags), call, tags)
+
+    def _unmapping(self, tags: frozenset[str], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Copies end before. If the call fails in the middle, too, nothing looks at the memory and nothing is copied before one maps it:
+        vLLM may have unmapped it first.
+
+        Raises:
+            RuntimeError: copies still run.
+        """
+        if "kv_cache" in tags and (late := self.settle_for_sleep()):
+            self._copy_if_mapped()
+            check_settled(late)
+        self.forget()
+        self.unmapped |= tags
+        self.naps += "kv_cache" in tags
+        return self._mapping(frozenset(), call, *args, **kwargs)
+
+    def _mapping(self, tags: frozenset[str], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.writes += 1
+        done = call(*args, **kwargs)
+        self.writes += 1
+        self.unmapped -= tags
+        self._copy_if_mapped()
+        return done
+
+    def _copy_if_mapped(self) -> None:
+        if "kv_cache" not in self.unmapped:
+            self.woken()
 
     def settle_for_sleep(self) -> int:
         """End the copies: sleep unmaps the memory under them. None begins before `woken`. How many still run after the deadline."""
@@ -388,7 +438,17 @@ def _held(worker: Any) -> Held:
     held = _of(worker)
     for _, model in models(worker):
         _notice_writes(model, held)
+    _notice_sleep(getattr(worker, "worker", None) or worker, held)
     return held
+
+
+def _notice_sleep(worker: Any, held: Held) -> None:
+    """Calls of any name may lead to these methods of vLLM's worker."""
+    if getattr(worker, _NOTICED, None) is not held:
+        setattr(worker, _NOTICED, held)
+        for name, instead in (("sleep", held.sleep), ("discard", held.discard), ("wake_up", held.wake_up)):
+            if hasattr(worker, name):  # `discard` is younger than the others
+                patches.around(worker, name, instead)
 
 
 def _notice_writes(model: Any, held: Held) -> None:
@@ -412,11 +472,17 @@ def _notice_writes(model: Any, held: Held) -> None:
 
 
 def digest_weights(worker: Any, number: int) -> Answer:
-    """Digest everything this rank holds, and draw a new sample. In a domain, `rest` is a digest of what is of no routed expert."""
-    answer: Answer = {"number": number, "weights": None, "note": "", "rank": getattr(worker, "rank", 0)}
+    """Digest everything this rank holds, and draw a new sample. In a domain, `rest` is a digest of what is of no routed expert.
+
+    No bytes: memory is unmapped, and was not looked at. `naps`: see `Held`.
+    """
+    answer: Answer = {"number": number, "weights": None, "note": "", "rank": getattr(worker, "rank", 0), "naps": 0}
     held: Held | None = None
     try:
         held = _held(worker)
+        answer["naps"] = held.naps
+        if held.unmapped:
+            return {**answer, "weights": b"", "note": ASLEEP}
         held.forget()
         writes = held.writes
         held.digested_at = held.domain.passes if held.domain is not None else 0
@@ -491,6 +557,8 @@ def digest_adapters(worker: Any, number: int, wanted: Wanted, afresh: bool) -> A
     """See `HeldAdapters.digest`; its result is `adapters`, and None with a `note` where this rank has none at all."""
     answer: Answer = {"number": number, "adapters": None, "note": "", "rank": getattr(worker, "rank", 0)}
     try:
+        if _of(worker).unmapped:
+            raise Unreadable(ASLEEP)
         answer["adapters"] = _of(worker).adapters.digest(worker, number, wanted, afresh)
     except Exception as error:
         answer["note"] = why_unreadable(error)
@@ -515,6 +583,11 @@ def is_unchanged(worker: Any, number: int) -> bool:
         return held.is_unchanged(number) and held.places is not None and held.places.lie == Places(worker).lie
     except Exception:
         return False
+
+
+def is_asleep(worker: Any) -> bool:
+    """Whether memory of this worker is unmapped, or may be."""
+    return bool(_of(worker).unmapped)
 
 
 def end_device_work(worker: Any) -> bool:

@@ -100,13 +100,12 @@ def answers_of(
 class Ranks(Protocol):
     """The worker ranks of this engine."""
 
-    @property
-    def asleep(self) -> bool:
-        """Memory of weights or KV is unmapped, or may be."""
+    def are_asleep(self) -> bool:
+        """`rank.is_asleep` on any rank. May raise."""
 
     @property
     def num_writes(self) -> int:
-        """Another number: `load_weights` of a model in this process was called."""
+        """Another number: in this process, weights were loaded, or memory of the worker was unmapped or mapped."""
 
     def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
         """`rank.digest_weights` on every rank. May raise."""
@@ -142,6 +141,9 @@ class WeightNames(Protocol):
 
     def clear_encoder(self) -> bool:
         """Forget outputs of an encoder that were made with other weights; False: some are in use still."""
+
+    def lost_blocks(self) -> None:
+        """Memory of KV was unmapped: what blocks were computed with is no more what they hold."""
 
 
 class Watch:
@@ -190,6 +192,7 @@ class Watch:
         self._stepped = False  # since the device was last waited for
         self._sampled = False  # ranks hold samples
         self._steps = 0  # since the last digest
+        self._naps = 0  # of the ranks: how often they have unmapped memory of KV
         self._undone: list[float] = []  # when digests in a row were
         self._writes = ranks.num_writes
         self._scheduled_at = self._looked_at = self._digested_at = clock()
@@ -269,9 +272,12 @@ class Watch:
             self.suspect("a call on the workers has failed")
         elif self._why_own is not None:  # no sample may tell of what was written after a step that ran beside the call
             self.suspect("a call on the workers has ended")
-        if self._ranks.asleep:
+        if self._asks and self._are_asleep():
             self._set(None, ASLEEP)
-        elif idle and self.pending and self._clock() >= max(self._digest_at, self._digested_at + PAUSE_SECONDS):
+            return
+        if self.asleep:
+            self._set(None, WRITING)
+        if idle and self.pending and self._clock() >= max(self._digest_at, self._digested_at + PAUSE_SECONDS):
             if long:
                 self.told = (None, WRITING)  # as heartbeats may have said
             self._digest()
@@ -333,7 +339,12 @@ class Watch:
     @property
     def pending(self) -> bool:
         """The engine should look as soon as it is quiet."""
-        return bool(self._suspicion) and not self._ranks.asleep
+        return bool(self._suspicion) and not self.asleep
+
+    @property
+    def asleep(self) -> bool:
+        """Memory was unmapped when a rank was last asked. The call that maps it is the next reason to look."""
+        return self.told == (None, ASLEEP)
 
     def quiet_at(self) -> float:
         """When an idle engine should look; by the clock."""
@@ -372,11 +383,8 @@ class Watch:
         if self._ranks.num_writes != self._writes:
             self._writes = self._ranks.num_writes
             self._undone.clear()
-            self.suspect("load_weights was called")
-        if self._ranks.asleep:
-            self._set(None, ASLEEP)
-            self.suspect("the engine has slept")
-        elif self._suspicion:
+            self.suspect("load_weights was called, or memory was unmapped or mapped")
+        if self._suspicion or self.asleep:
             if now >= self._digest_at:
                 self._digest()
             elif self.value is not None:
@@ -401,6 +409,13 @@ class Watch:
         self.counters["unseen"] += 1
         self.suspect("they changed while the engine was idle")
 
+    def _are_asleep(self) -> bool:
+        try:
+            return self._ranks.are_asleep()
+        except Exception as error:
+            logger.warning("EpochKV: the ranks did not say whether they sleep: %r", error)
+            return False
+
     def _as_asked(self) -> bool:
         try:
             return not self._asks or (self.value is None and self._waiting is None) or self._ranks.are_unchanged(self.number)
@@ -423,6 +438,12 @@ class Watch:
         self._sampled, self._steps = True, 0
         began = self._clock()
         answers, note = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
+        if (naps := sum(answer["naps"] for answer in answers)) > self._naps:
+            self._naps = naps
+            self._names.lost_blocks()
+        if not all(answer["weights"] for answer in answers):
+            self._set(None, ASLEEP)
+            return
         value = fold(answer["weights"] for answer in answers) if answers else None
         if value is not None and self._why_own is not None:
             value = os.urandom(OWN_BYTES)

@@ -58,7 +58,7 @@ class Rank:
         self.cache: dict[tuple[int, bytes, int], Block] = {}
         self.queue: list[int] = []
         self.saves: list[tuple[Comparison, tuple[int, bytes, int], Block]] = []
-        self.asleep, self.num_writes = False, 0
+        self.num_writes = 0
         self.watch = Watch(self, self, 1, world.clock, peers=SimpleNamespace(say=lambda *told: None))  # type: ignore[arg-type]
 
     # as `watch.Ranks`
@@ -77,7 +77,7 @@ class Rank:
 
         held.sample = SimpleNamespace(compare=compare)  # type: ignore[assignment]
         held.places = SimpleNamespace(stay=lambda: True)  # type: ignore[assignment]
-        return [{"number": number, "weights": held.value, "rest": held.value, "note": "", "rank": 0}]
+        return [{"number": number, "weights": held.value, "rest": held.value, "note": "", "rank": 0, "naps": 0}]
 
     def are_unchanged(self, number: int) -> bool:
         return self.held.is_unchanged(number)

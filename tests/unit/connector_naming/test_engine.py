@@ -11,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequestType
 
 from epochkv_connector.weights import rank, watch
 from epochkv_connector.weights.adapters import Adapters
-from epochkv_connector.weights.executor import MEMORY, EngineRanks, join
+from epochkv_connector.weights.executor import EngineRanks, join
 from epochkv_connector.weights.watch import QUIET_SECONDS, Watch
 from epochkv_fence.protocol.messages import ASLEEP
 
@@ -35,7 +35,9 @@ class Executor:
         if name == self.fails:
             raise RuntimeError(f"{name} has failed")
         if method is rank.digest_weights:
-            return [{"number": args[0], "weights": self.held, "note": "", "rank": 0}]
+            return [{"number": args[0], "weights": b"" if self.is_sleeping else self.held, "note": "", "rank": 0, "naps": 0}]
+        if method is rank.is_asleep:
+            return [False, self.is_sleeping]
         if method is rank.settle_for_sleep:
             return [0, self.late_copies]
         return [True, True]
@@ -115,7 +117,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Joined]:
     monkeypatch.setattr(watch, "PAUSE_SECONDS", 1e6)
     made = Joined()
     yield made
-    made.ranks.unmapped = MEMORY  # else its alarm rings on
+    made.watch._suspicion = ""  # else its alarm rings on
 
 
 def test_a_call_that_fails_still_raises_and_is_looked_at(joined: Joined) -> None:
@@ -131,7 +133,7 @@ def test_a_call_that_fails_still_raises_and_is_looked_at(joined: Joined) -> None
 @pytest.mark.parametrize("method", ["sleep", "discard"])
 def test_copies_end_before_memory_is_unmapped(joined: Joined, method: str) -> None:
     joined.executor.collective_rpc(method)
-    assert joined.executor.calls == ["end_device_work", "settle_for_sleep", method]
+    assert joined.executor.calls == ["end_device_work", "settle_for_sleep", method, "is_asleep"]
 
 
 def test_sleep_is_refused_while_copies_still_run(joined: Joined) -> None:
@@ -140,19 +142,17 @@ def test_sleep_is_refused_while_copies_still_run(joined: Joined) -> None:
         joined.executor.sleep(1)
     assert "sleep" not in joined.executor.calls
     assert joined.watch.pending
-    assert joined.executor.calls[-1] == "woken", "ranks that have ended theirs copy again"
+    assert joined.executor.calls[-2] == "woken", "ranks that have ended theirs copy again"
 
 
-def test_nobody_looks_from_sleep_to_the_last_wake_up(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM says that it sleeps when the call has returned, which is too late for who looks when it returns."""
+def test_an_engine_that_sleeps_says_so_until_its_ranks_are_awake(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PAUSE_SECONDS", 0.0)
-    joined.executor.sleep(1)
-    joined.executor.collective_rpc("wake_up", kwargs={"tags": ["weights"]})
-    joined.executor.collective_rpc("update_weights")
-    assert joined.watch.told == (None, ASLEEP)
-    assert not {"digest_weights", "woken"} & set(joined.executor.calls)
-    joined.executor.collective_rpc("wake_up", args=(["kv_cache"],))
-    assert joined.executor.calls[-3:] == ["wake_up", "woken", "digest_weights"]
+    joined.executor.is_sleeping = True
+    for method in ("nap", "update_weights"):
+        joined.executor.collective_rpc(method)
+        assert (joined.watch.told, joined.watch.pending) == ((None, ASLEEP), False)
+    joined.executor.is_sleeping = False
+    joined.executor.collective_rpc("end_the_nap")
     assert joined.watch.value is not None
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.rank import digest_weights, end_device_work, held_by, is_unchanged
 from epochkv_connector.wire import RankLayout
+from epochkv_fence.protocol.messages import ASLEEP
 
 ids = count()
 
@@ -64,6 +65,35 @@ def test_it_is_as_asked_until_something_is_written_and_only_for_the_last_questio
     assert not is_unchanged(worker, 1)
     digest_weights(worker, 2)
     assert is_unchanged(worker, 2)
+
+
+def test_who_sleeps_is_not_looked_at_whatever_the_call_was_called(worker: Worker) -> None:
+    """A method of a worker's own leads to vLLM's, fails after it, and `wake_up` comes in parts."""
+
+    def sleep(level: int = 1) -> None:
+        worker.model.first = nn.Parameter(torch.empty(3, device="meta"))
+        if level == 2:
+            raise AssertionError("Memory usage increased after sleeping")
+
+    kept, woken, settled = worker.model.first, list[str](), [1, 0, 0]
+    worker.sleep, worker.wake_up, worker.discard = sleep, lambda tags: None, lambda tags: None  # type: ignore[attr-defined]
+    copies = SimpleNamespace(settle_for_sleep=lambda seconds: settled.pop(0), woken=lambda: woken.append("copies"))
+    worker.held.runners = [copies]  # type: ignore[assignment]
+    digest_weights(worker, 1)
+    with pytest.raises(RuntimeError, match="1 copies of KV blocks still run"):
+        worker.discard(("kv_cache",))  # type: ignore[attr-defined]
+    worker.sleep()  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="Memory usage"):
+        worker.sleep(level=2)  # type: ignore[attr-defined]
+    for number, tags in enumerate((["weights"], ["kv_cache"]), 2):
+        answer = digest_weights(worker, number)
+        assert (answer["weights"], answer["note"], answer["naps"]) == (b"", ASLEEP, 2)
+        assert rank.digest_adapters(worker, number, [], afresh=True)["note"].endswith(ASLEEP)
+        worker.wake_up(tags)  # type: ignore[attr-defined]
+    worker.model.first = kept
+    assert woken == ["copies"] * 2
+    assert not is_unchanged(worker, 1)
+    assert digest_weights(worker, 4)["weights"]
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be told

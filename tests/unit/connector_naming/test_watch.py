@@ -33,13 +33,16 @@ class World:
         self.log: list[Any] = []
         self.now = 1000.0
         self.seconds = 0.0
-        self.asleep = False
+        self.asleep, self.naps = False, 0
         self.writes = 0
         self.asked: list[str] = []
         self.answers: Callable[[list[dict[str, Any]]], Sequence[dict[str, Any]]] = lambda answers: answers
         self.encoder_free = True
         # It never asks for adapters.
         self.watch = Watch(self, self, len(self.ranks), lambda: self.now, has_encoder=has_encoder)  # type: ignore[arg-type]
+
+    def are_asleep(self) -> bool:
+        return self.asleep
 
     @property
     def num_writes(self) -> int:
@@ -50,7 +53,10 @@ class World:
         self.now += self.seconds
         self.asked = list(self.ranks)
         return self.answers(
-            [{"rank": index, "number": number, "weights": digest_of(held), "note": ""} for index, held in enumerate(self.ranks)]
+            [
+                {"rank": index, "number": number, "weights": b"" if self.asleep else digest_of(held), "note": "", "naps": self.naps}
+                for index, held in enumerate(self.ranks)
+            ]
         )
 
     def are_unchanged(self, number: int) -> bool:
@@ -71,6 +77,9 @@ class World:
 
     def tell(self) -> None:
         self.told.append(self.watch.told)
+
+    def lost_blocks(self) -> None:
+        self.log.append("lost")
 
     def clear_encoder(self) -> bool:
         self.log.append("clear")
