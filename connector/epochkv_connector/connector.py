@@ -60,6 +60,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._reporter = Reporter(self._guard.errors)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
+        self._ends_no_step = False
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerRole(
                 *(self._epochkv_config, self._vllm_config, self._kv_cache_config), *(self._guard, self._reporter, self._find_local_worker)
@@ -168,6 +169,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         Other tensors than before, as after a sleep: it is laid out anew, and what it held is a miss.
         """
         rank, before = describe.worker_rank(self._vllm_config), self._worker
+        self._ends_no_step = describe.ends_no_step(self._vllm_config)
         if before is not None:
             self._guard.run("worker.shutdown", before.retire, lambda: None)
         held = held_by(self._engine_id)
@@ -234,6 +236,8 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         worker = self._worker
         if worker is None:
             return KVConnectorTransferResults()
+        if self._ends_no_step:
+            self.wait_for_save()
         finished, failed = self._guard.run("results", worker.results, lambda: (set(), set()))
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 

@@ -7,13 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.gpu import kv_connector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from epochkv_connector.connector import EpochKVConnector
+from epochkv_connector.engine import describe
 from epochkv_connector.engine.interface import KVConnectorRole
 from epochkv_connector.wire import StepMetadata
 from epochkv_connector.worker.jobs import Report
-from epochkv_connector.worker.role import IDLE_WAIT_SECONDS
+from epochkv_connector.worker.role import IDLE_WAIT_SECONDS, WorkerRole
 from tests.scheduler.rigs import TOKENS, WHOLE, MakeRig, every_layout, found, push_out
 from tests.support.scheduler import BLOCK
 
@@ -60,6 +63,28 @@ def test_a_step_with_tokens_is_never_waited_in(make_rig: MakeRig, monkeypatch: p
         active.post_forward(set())
     active.no_forward(output)
     assert waited == [0, 0, IDLE_WAIT_SECONDS]
+
+
+@pytest.mark.parametrize(("rank", "ends"), [(0, ["stage"]), (1, ["stage"]), (2, []), (3, [])])
+def test_with_drafts_every_pipeline_stage_ends_its_steps(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, rank: int, ends: list[str]
+) -> None:
+    """The first runner tells the last stage alone, behind the drafts: the others have compared their weights by then."""
+    rig = make_rig(l1_bytes=None)
+    rig.vllm_config.parallel_config.pipeline_parallel_size = rig.vllm_config.parallel_config.tensor_parallel_size = 2
+    rig.vllm_config.parallel_config.world_size = 4
+    monkeypatch.setattr(rig.vllm_config, "speculative_config", SimpleNamespace())
+    monkeypatch.setattr(describe, "worker_rank", lambda config: rank)
+    connector: Any = EpochKVConnector(rig.vllm_config, KVConnectorRole.WORKER, rig.kv_cache_config)
+    connector.register_kv_caches({})
+    ended: list[str] = []
+    monkeypatch.setattr(WorkerRole, "finish", lambda role, metadata: ended.append("stage"))
+    monkeypatch.setattr(kv_connector_model_runner_mixin, "get_kv_transfer_group", lambda: connector)
+    monkeypatch.setattr(kv_connector_model_runner_mixin, "get_forward_context", lambda: SimpleNamespace(attn_metadata={}))
+    output: Any = SimpleNamespace(kv_connector_metadata=StepMetadata(), has_sync_kv_loads=False, finished_req_ids=set())
+    with KVConnectorModelRunnerMixin._get_kv_connector_output(output, defer_finalize=True):
+        assert ended == []
+    assert ended == ends
 
 
 def pre_forward(active: Any, output: Any, attention: Any) -> None:

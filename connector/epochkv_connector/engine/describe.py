@@ -122,6 +122,12 @@ def worker_rank(vllm_config: Any) -> int:
     return int(group.rank_in_group) % num_worker_ranks(vllm_config)
 
 
+def ends_no_step(vllm_config: Any) -> bool:
+    """vLLM's first model runner ends a step behind the drafts that the last pipeline stage makes. The others are never told."""
+    size, stages = num_worker_ranks(vllm_config), int(vllm_config.parallel_config.pipeline_parallel_size)
+    return getattr(vllm_config, "speculative_config", None) is not None and worker_rank(vllm_config) < size - size // stages
+
+
 def _group_layout(vllm_config: Any, group: Any, dcp: int) -> GroupLayout:
     spec = group.kv_cache_spec
     inner = spec.first_spec if type(spec).__name__ == "UniformTypeKVCacheSpecs" else spec

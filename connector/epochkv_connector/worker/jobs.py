@@ -585,7 +585,7 @@ class SaveTasks:
         """Those that may still read GPU blocks."""
         return self._rank.tasks(SaveTask, Stage.QUEUED, Stage.COPYING)
 
-    def submit(self, as_named: Callable[[], bool] = lambda: True, settled: Settled = lambda: True) -> None:
+    def submit(self, as_named: Callable[[], bool], settled: Settled) -> None:
         """The forward pass was issued: begin behind it. Model-runner thread.
 
         Args:
@@ -603,7 +603,7 @@ class SaveTasks:
 
     def wait_copied(self, timeout: float) -> bool:
         """Wait until no save reads GPU blocks; False after `timeout` seconds. Model-runner thread."""
-        self.submit()
+        self.drop_unsubmitted("unfinished", "its step has not ended")
         with self._rank.changed:
             return self._rank.changed.wait_for(lambda: not self.holding(), timeout)
 
@@ -612,10 +612,11 @@ class SaveTasks:
         for save in self._rank.tasks(SaveTask, Stage.QUEUED):
             self.fail_copy(save, reason, f"save job {save.job.job_id}: {detail}")
 
-    def drop_unsubmitted(self, reason: str) -> None:
+    def drop_unsubmitted(self, reason: str, detail: str) -> None:
+        """End the saves of a step that did not end: nobody has compared what its blocks were computed with."""
         saves, self._unsubmitted = self._unsubmitted, []
         for save in saves:
-            self.fail_copy(save, reason, "the engine shuts down")
+            self.fail_copy(save, reason, detail)
 
     def expire(self, now: float) -> None:
         """Fail copies that have not begun in time; puts have deadlines of their own in the store client."""

@@ -99,7 +99,7 @@ class JobRunner:
         rank.stopped = True
         deadline = time.monotonic() + timeout
         self._loads.fail_open("shutdown", "the engine shuts down")
-        self._saves.drop_unsubmitted("shutdown")
+        self._saves.drop_unsubmitted("shutdown", "the engine shuts down")
         for save in rank.tasks(SaveTask, Stage.COPIED):
             self._saves.refuse(save.job.job_id, "shutdown", "the engine shuts down")
         return rank.close(deadline)
@@ -117,7 +117,7 @@ class JobRunner:
 
     def start_step(self, step: StepMetadata) -> None:
         """Take the jobs of a step: loads begin at once, saves with `finish_step`. Never raises."""
-        self._saves.submit()  # of a step that had no finish_step: its forward is over by now
+        self._saves.drop_unsubmitted("unfinished", "its step has not ended")
         self._rank.tell_epoch(step.newest_epoch)
         for job_id in step.agreed:
             self._saves.agree(job_id)
