@@ -9,7 +9,7 @@ from epochkv_connector.scheduler.role import StoreKeys
 from epochkv_connector.store.connection import StoreOutcome
 from hack.standalone.mooncake import Mooncake
 from tests.store.conftest import ConnectTo
-from tests.support.store import END_BYTES, NAMESPACE, Memory, get, put
+from tests.support.store import END_BYTES, NAMESPACE, Memory, RawClient, get, put
 
 
 def unique_key(name: str = "block") -> str:
@@ -32,17 +32,21 @@ def test_another_client_reads_exactly_what_was_put(shared: Mooncake, connect: Co
     assert reader.stats()["get_bytes"] == 9 * (payload_bytes + 2 * END_BYTES)
 
 
-def test_first_writer_wins_and_the_second_is_told_ok(shared: Mooncake, connect: ConnectTo) -> None:
-    memory = Memory(1, 1000)
-    client = connect(shared.address, memory)
-    key = unique_key()
+def test_first_writer_wins_and_the_second_is_told_ok_unless_the_first_left_a_defect(shared: Mooncake, connect: ConnectTo) -> None:
+    memory = Memory(2, 1000)
+    client, raw = connect(shared.address, memory), RawClient(shared.address, 1 << 20)
+    keys = [unique_key(), unique_key()]
+    raw.put(keys[1], secrets.token_bytes(memory.object_bytes))
+    raw.close()
+    assert get(client, memory, keys[1:]) == [StoreOutcome.FOREIGN], "and it is leased"
     first = memory.fill(0, seed=1)
-    assert put(client, memory, [key]) == [StoreOutcome.OK]
+    assert put(client, memory, keys[:1]) == [StoreOutcome.OK]
     memory.fill(0, seed=2)
-    assert put(client, memory, [key]) == [StoreOutcome.OK]
+    second = memory.fill(1, seed=3)
+    assert put(client, memory, keys) == [StoreOutcome.OK] * 2
     memory.clear()
-    assert get(client, memory, [key]) == [StoreOutcome.OK]
-    assert bytes(memory.payload(0)) == first
+    assert get(client, memory, keys) == [StoreOutcome.OK] * 2
+    assert [bytes(memory.payload(slot)) for slot in range(2)] == [first, second]
 
 
 def test_existence_is_answered_in_order_and_long_questions_are_split(shared: Mooncake, connect: ConnectTo) -> None:
@@ -134,6 +138,7 @@ def test_an_object_of_another_layout_is_a_miss_that_is_counted_and_said_once(
     said = [record.getMessage() for record in caplog.records if "laid out otherwise" in record.getMessage()]
     assert len(said) == 1
     assert keys[0] in said[0]
+    assert put(reader, memory, keys) == [StoreOutcome.OK] * 3, "which replaces nothing"
     memory.clear()
     assert get(writer, memory, keys) == [StoreOutcome.OK] * 3
     assert [bytes(memory.payload(slot)) for slot in range(3)] == values

@@ -426,6 +426,7 @@ class StoreClient:
         self._watching = False  # whether `_watch_gets` will run
         self._questions: collections.deque[_Question] = collections.deque()
         self._full_until = 0.0  # put thread only
+        self._defective: set[str] = set()  # keys whose objects are not what was put there
         self._call_sizes = {
             kind: CallSize(settings.min_call_keys, settings.max_call_keys, settings.fast_call_seconds) for kind in ("get", "put")
         }
@@ -514,7 +515,8 @@ class StoreClient:
         return ticket
 
     def put(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
-        """Seal objects (header and trailer are written into `view`) and store them. Existing keys are OK and keep their bytes."""
+        """Seal objects (header and trailer are written into `view`) and store them. Existing keys are OK and keep their bytes,
+        unless a get of this client with `verify: full` has found them defective: nothing else would ever replace those."""
         return self._move(self._puts, "put", list(transfers), timeout, self._call_put, lambda _, code: self._known(code))
 
     def remove_matching(self, pattern: str, timeout: float = 10.0) -> int:
@@ -639,9 +641,11 @@ class StoreClient:
             return StoreOutcome.FULL
         for transfer in chunk:
             seal(transfer.view, key_digest(transfer.key), self._layout, checksum=self.settings.verify_payload)
-        codes = self._connection.call("put", methodcaller("put", *_columns(chunk)))
-        if not isinstance(codes, StoreOutcome) and StoreOutcome.FULL in map(outcome_of, codes):
-            self._full_until = time.monotonic() + _FULL_SECONDS
+        codes = self._connection.call("put", methodcaller("put", *_columns(chunk), self._defective))
+        if not isinstance(codes, StoreOutcome):
+            self._defective.difference_update(transfer.key for transfer, code in zip(chunk, codes, strict=True) if code == 0)
+            if StoreOutcome.FULL in map(outcome_of, codes):
+                self._full_until = time.monotonic() + _FULL_SECONDS
         return codes
 
     def _judge(self, transfer: Transfer, code: int) -> StoreOutcome:
@@ -657,6 +661,10 @@ class StoreClient:
             self._notices.say(f"defect {defect}", _OTHER_LAYOUT, transfer.key)
         else:
             self._notices.say(f"defect {defect}", "object %s is not what was put there (%s): treated as a miss", transfer.key, defect)
+            if len(self._defective) >= 1000:  # most are of names that nobody uses any more
+                self._defective.clear()
+            if checksum:  # who checks less might take parts of the old and the new bytes for the object
+                self._defective.add(transfer.key)
         return StoreOutcome.FOREIGN
 
     def _known(self, code: int) -> StoreOutcome:

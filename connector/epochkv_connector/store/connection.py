@@ -31,7 +31,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
@@ -325,9 +325,14 @@ class MooncakeClient:
                 self._client.close()
                 raise SetupFailed(f"Mooncake register_buffer of {num_bytes} bytes returned {code}")
 
-    def put(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        """0 or a negative code per key; an existing key is 0 and keeps its bytes."""
-        return _complete(self._client.batch_put_from(keys, addresses, sizes), len(keys))
+    def put(self, keys: list[str], addresses: list[int], sizes: list[int], defective: Container[str] = ()) -> list[int]:
+        """0 or a negative code per key; an existing key is 0 and keeps its bytes, unless it is `defective`: those go, leased or not."""
+        codes = _complete(self._client.batch_put_from(keys, addresses, sizes), len(keys))
+        if bad := [index for index, key in enumerate(keys) if key in defective]:
+            columns = [[column[index] for index in bad] for column in (keys, addresses, sizes)]
+            for index, code in zip(bad, _complete(self._client.batch_upsert_from(*columns), len(bad)), strict=True):
+                codes[index] = code
+        return codes
 
     def get(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
         """Bytes read, or a negative code, per key."""

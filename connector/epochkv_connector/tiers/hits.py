@@ -30,7 +30,7 @@ import msgspec
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.tiers.layout import GroupKind, RequestView, align_down, cdiv, longest_hit, needed_range, tokens_by_tier
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS, LoadPause, Lookups, Prefetches, Query
-from epochkv_connector.tiers.state import HostIndex, Key, Loaded, TierState
+from epochkv_connector.tiers.state import HostIndex, Key, Loaded, TierState, block_keys
 from epochkv_connector.wire import BlockMove, LoadJob, Tier
 
 ABSENT: Final = -1
@@ -294,7 +294,7 @@ class HitPlanner:
         """See `lookup.Missing`. What L1 holds of the hit is its newest then, so that no prefetch evicts it."""
         found = self.find(query.request)
         assert query.found is not None
-        found.remote = query.found
+        found.remote = self._state.doubts.without(query.found)
         total = longest_hit(self._layout, 0, self._max_tokens(query.request), found.present, found.first_absent)
         spans = [found.locate(group, needed_range(spec, 0, total)) for group, spec in self._layout.restored]
         held = [slot for span in spans for slot in span.held()]
@@ -338,7 +338,7 @@ class HitPlanner:
         if query is not None and query.found is not None:
             self._state.known.add(query.found)
             self._state.known.discard(key for key in query.blocks if key not in query.found)
-            found.remote = query.found
+            found.remote = self._state.doubts.without(query.found)
             plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
         self._fill(plan, whole, found)
@@ -645,3 +645,5 @@ class LoadJobs:
         if fetched:
             arrived = len(done.filled) == fetched
             self._planner.pause.end(done.job.request_id, None if done.abandoned else arrived)
+            if not (arrived or done.abandoned):
+                self._state.doubts.add(block_keys(done.doubted))

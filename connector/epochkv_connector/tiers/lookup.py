@@ -7,7 +7,7 @@ the answer is what L1 has. Errors are "not there".
 The master may answer every existence query while no byte arrives (a hung or unreachable store node, foreign objects, a
 client that cannot read). Only the end of a load shows that, and a path that fails for ever would cost every hit a failed load. So
 after a few failures in a row L2 is not asked for a while, then one load goes ahead as a trial, and the pause doubles until one
-succeeds. Saves go on.
+succeeds. Saves go on. A block that fails again and again counts as absent instead (`tiers.state.Doubts`).
 
 Blocks of a request that waits for its turn come from L2 into L1, so that the wire works meanwhile. A request whose query is
 answered, and that vLLM has not asked about by the end of a step, waits behind others. A *prefetch* is a load job without GPU
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from epochkv_connector.tiers.layout import KeysOf, RequestView
-from epochkv_connector.tiers.state import Key, Loaded, TierState
+from epochkv_connector.tiers.state import Key, Loaded, TierState, block_keys
 from epochkv_connector.wire import BlockMove, LoadJob, Tier
 
 if TYPE_CHECKING:
@@ -337,6 +337,7 @@ class Prefetches:
         if request_id is None:
             return
         if done.failed:
+            self._state.doubts.add(block_keys(done.doubted))
             self.release(request_id)
             self._lookups.give_up(request_id)
         else:

@@ -440,6 +440,36 @@ class RecentBlocks:
 
 KNOWN_IN_STORE_CAPACITY = 100_000
 
+DOUBT_SECONDS = 30.0
+
+
+class Doubts:
+    """Blocks that failed to come from L2 again and again: they count as absent for a while after each failure but the first.
+
+    One bad object at the head of many prompts would fail the loads of all of them, and so pause L2 for everybody. The first failure may
+    be a passing one, or a defect that the next put mends (`store.client`).
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._until: dict[Key, float] = {}  # of those that failed and have not come since
+
+    def without(self, found: frozenset[Key]) -> frozenset[Key]:
+        """Those that do not count as absent."""
+        now = self._clock()
+        return frozenset(key for key in found if self._until.get(key, now) <= now) if self._until else found
+
+    def add(self, keys: Iterable[Key]) -> None:
+        now = self._clock()
+        for key in keys:
+            self._until[key] = now + DOUBT_SECONDS if key in self._until else now
+        while len(self._until) > KNOWN_IN_STORE_CAPACITY:
+            del self._until[next(iter(self._until))]
+
+    def discard(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._until.pop(key, None)
+
 
 class Listener(Protocol):
     """Told which blocks L1 holds (`engine.events.HostEvents`)."""
@@ -455,6 +485,7 @@ class TierState:
     Attributes:
         is_usable: blocks of this layout can be saved and loaded, and there are slots for them.
         known: what L2 is known to hold.
+        doubts: what of it fails to load.
         listener: told which blocks L1 holds; None: nobody listens.
         hash_block_size, scales: tokens of a hash block, and hash blocks per block of each group; known before the first request.
     """
@@ -470,6 +501,7 @@ class TierState:
         self.counts: Counter[str] = Counter()
         self.index = HostIndex(num_slots, max(1, len(layout.groups)), config.local is not None, self._left)
         self.known = RecentBlocks(KNOWN_IN_STORE_CAPACITY)
+        self.doubts = Doubts(clock)
         self.jobs = Jobs(num_ranks)
         self.listener: Listener | None = None
         self.hash_block_size = 0
@@ -483,7 +515,9 @@ class TierState:
     def loaded(self, done: Loaded) -> None:
         """Verified L2 bytes in a slot are good on every rank, even when the copy to the GPU came too late."""
         self.insert(done.filled)
-        self.known.add(block_keys(done.filled))
+        came = block_keys(done.filled)
+        self.known.add(came)
+        self.doubts.discard(came)
         filled = {move.slot for move in done.filled}
         for move in done.doubted:
             if move.source is Tier.HOST:
@@ -520,6 +554,7 @@ class TierState:
     def _forget_names(self) -> None:
         self.jobs.abandon_all()
         self.known.clear()
+        self.doubts = Doubts(self.clock)
 
 
 def block_keys(moves: Iterable[BlockMove]) -> list[Key]:

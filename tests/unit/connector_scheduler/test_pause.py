@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES, MOST_PREFETCHED
+from epochkv_connector.tiers.state import DOUBT_SECONDS
 from epochkv_connector.wire import JobAck, LoadJob, Phase
 from tests.unit.connector_scheduler.rig import BOTH, PROMPT, SNAP, World, chain, config
 
@@ -26,16 +27,16 @@ def hit(world: World, number: int) -> int:
     return tokens
 
 
-def begin(world: World, number: int) -> LoadJob:
-    """A request accepts its hit of 40 tokens."""
+def begin(world: World, number: int, tokens: int = 40) -> LoadJob:
+    """A request accepts its hit of so many tokens."""
     world.stored(prompt(number))
-    assert world.load(f"r{number}", prompt(number), SNAP) == (40, True)
+    assert world.load(f"r{number}", prompt(number), SNAP) == (tokens, True)
     (job,) = world.step().loads
     return job
 
 
-def load(world: World, number: int, how: str = "ok") -> None:
-    begin(world, number)
+def load(world: World, number: int, how: str = "ok", tokens: int = 40) -> None:
+    begin(world, number, tokens)
     world.work(how)
     world.tiers.finish(f"r{number}")
 
@@ -71,6 +72,22 @@ def test_a_success_in_between_starts_the_count_anew(world: World) -> None:
         load(world, number, "ok" if number % MAX_FAILURES == MAX_FAILURES - 1 else "drop")
     assert not world.tiers.stats()["loads_paused"]
     assert hit(world, 99) == 40
+
+
+def test_a_block_that_fails_again_counts_as_absent_for_a_while_and_pauses_nothing(world: World) -> None:
+    """One bad object, the last of a prompt that everybody sends."""
+    load(world, 1, "partial")
+    for _ in range(MAX_FAILURES):
+        load(world, 1, "partial")
+        load(world, 1, tokens=36)
+        world.clock.now += DOUBT_SECONDS
+    load(world, 1)
+    load(world, 1, "partial")
+    assert hit(world, 1) == 40, "a failure after a success is the first"
+    load(world, 1, "partial")
+    world.tiers.reset()
+    assert hit(world, 1) == 40
+    assert world.tiers.stats()["load_pauses"] == 0
 
 
 def test_after_the_pause_one_load_is_tried_and_its_success_opens_the_path(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +226,7 @@ def test_prefetches_that_fail_pause_nothing() -> None:
     world.stored(PROMPT)
     for number in range(4):
         world.begin(f"s{number}")
-        world.step()
+        assert bool(world.step().loads) == (number < 2), "blocks that failed twice are not tried again soon"
         world.work("drop")
         assert world.answer(f"s{number}") == 0, "and no second wait"
         world.tiers.finish(f"s{number}")
