@@ -30,6 +30,10 @@ ENCODER_TOKENS = 64
 
 
 def content(picture: str) -> str:
+    return blocks.CONTENT_MARK + digest(picture)
+
+
+def digest(picture: str) -> str:
     return hashlib.sha256(picture.encode()).hexdigest()
 
 
@@ -37,7 +41,7 @@ def serve(rig: Any, picture: str, before: int, salt: str | None = None) -> int:
     """Run the text with the picture of this name behind so many blocks and a token; blocks that were found."""
     plain = rig.request(TOKENS)
     position = PlaceholderRange(offset=before * BLOCK + 1, length=PATCHES)
-    feature = MultiModalFeatureSpec(None, "image", picture.removeprefix(blocks.CLIENT_MARK), position, picture)
+    feature = MultiModalFeatureSpec(None, "image", picture.rpartition(": ")[2], position, picture)
     request = Request(
         plain.request_id, TOKENS, plain.sampling_params, None, mm_features=[feature], cache_salt=salt, block_hasher=rig.hasher
     )
@@ -76,7 +80,7 @@ def test_pictures_tell_prompts_apart(make_rig: MakeRig, tier: str, groups: tuple
     assert serve(rig, content("two"), before) == WHOLE
 
 
-@pytest.mark.parametrize("picture", ["holiday.png", blocks.CLIENT_MARK + content("holiday")], ids=["name", "digest"])
+@pytest.mark.parametrize("picture", [digest("holiday"), blocks.CLIENT_MARK + digest("holiday")], ids=["unmarked", "marked"])
 @pytest.mark.parametrize("tier", ["l1", "l2"])
 def test_blocks_behind_an_id_of_a_client_reach_no_tier(make_rig: MakeRig, tier: str, picture: str) -> None:
     """The client may use it again for other bytes. What stands before it is shared, and so is all of it under a salt."""
@@ -114,6 +118,8 @@ def test_vllms_front_end_tells_the_core_which_ids_are_a_clients(monkeypatch: pyt
     position = PlaceholderRange(offset=3, length=1)
     features = [MultiModalFeatureSpec(None, "audio", name, position, given) for name, given in zip(plain, (clients, digest), strict=True)]
     assert [blocks.first_client_media(Request("r", [1], None, PoolingParams(), mm_features=[one])) for one in features] == [3, None]
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    assert blocks.first_client_media(Request("r", [1], None, PoolingParams(), mm_features=features[1:])) == 3
 
 
 # ---------------------------------------------------------------------------------------------- embeddings, and all fields

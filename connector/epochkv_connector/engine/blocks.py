@@ -9,7 +9,6 @@ from 0.32 on `CacheHitSource`.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,15 +76,18 @@ class BlockHashing:
             request.block_hashes = held
 
 
-CLIENT_MARK = "id of a client: "
-"""Before ids of media that `patches.mark_media_ids` has seen a client give."""
-_DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
+CLIENT_MARK, CONTENT_MARK = "id of a client: ", "digest of content: "
+"""Before ids of media that `patches.mark_media_ids` has seen a client give, or vLLM make."""
 
 
 def first_client_media(request: Any) -> int | None:
-    """Position of the first picture, video or sound whose id is a client's. None: all ids are vLLM's digests of what they stand for."""
-    ids = ((one.mm_position.offset, one.mm_hash or one.identifier) for one in request.mm_features)
-    return min((offset for offset, name in ids if not _DIGEST.fullmatch(name)), default=None)
+    """Position of the first picture, video or sound whose id may be a client's. None: all ids are vLLM's digests of what they stand for.
+
+    Only a front end in which ids are marked can tell. vLLM's Rust front end marks none, and takes a mark from a client as it is.
+    """
+    told = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "0"
+    ids = ((one.mm_position.offset, one.mm_hash or "") for one in request.mm_features)
+    return min((offset for offset, name in ids if not (told and name.startswith(CONTENT_MARK))), default=None)
 
 
 def hash_seed_is_random(algorithm: str) -> bool:

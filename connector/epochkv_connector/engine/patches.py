@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from epochkv_connector.engine.blocks import CLIENT_MARK
+from epochkv_connector.engine.blocks import CLIENT_MARK, CONTENT_MARK
 from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.naming.root import PIN_ATTRIBUTE
 
@@ -160,14 +160,16 @@ def mark_media_ids() -> None:
     def hashes(function: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
         given = (inputs.mm_uuid_items or {}).items()
         marked = {modality: [one if one is None else CLIENT_MARK + one for one in ids] for modality, ids in given}
-        return function(dataclasses.replace(inputs, mm_uuid_items=marked), *args, **kwargs)
+        found = function(dataclasses.replace(inputs, mm_uuid_items=marked), *args, **kwargs)
+        return {modality: [one if one.startswith(CLIENT_MARK) else CONTENT_MARK + one for one in ids] for modality, ids in found.items()}
 
     def digest(function: Callable[..., Any], *args: Any, **parts: Any) -> Any:
         plain = {name: part.removeprefix(CLIENT_MARK) if isinstance(part, str) else part for name, part in parts.items()}
         return ("" if all(plain[name] is parts[name] for name in parts) else CLIENT_MARK) + function(*args, **plain)
 
     def identifier(function: Callable[..., Any], processor: Any, mm_hash: str, *args: Any, **kwargs: Any) -> Any:
-        return function(processor, mm_hash.removeprefix(CLIENT_MARK), *args, **kwargs)
+        mark = CLIENT_MARK if mm_hash.startswith(CLIENT_MARK) else CONTENT_MARK
+        return function(processor, mm_hash.removeprefix(mark), *args, **kwargs)
 
     wrap(ProcessorInputs, "get_mm_hashes", hashes)
     wrap(MultiModalHasher, "hash_kwargs", digest)
