@@ -55,6 +55,8 @@ class Copies:
     _looked: dict[Key, dict[str, tuple[float, Problem | None]]] = field(default_factory=dict)
     """When a namespace was looked at, and what was wrong there that trying again does not mend."""
     _matched: dict[Key, tuple[float, str, set[str]]] = field(default_factory=dict)
+    _known: dict[Key, set[str]] = field(default_factory=dict)
+    """Namespaces that the pool allows, and others while something of ours may be there."""
 
     def told(self, key: Key, pool: KVCachePool) -> Shared | None:
         """What became of the pool's list when it was last looked at; None: nobody has looked at this one."""
@@ -66,12 +68,19 @@ class Copies:
         found = self._store.found(CONFIGMAPS.kind, "", BY_HOME, f"{key.namespace}/{key.name}")
         return [obj["metadata"]["namespace"] for obj in found]
 
-    async def keep(self, key: Key, pool: KVCachePool, keys: FenceKeys, context: Context) -> ApiError | None:
-        """Bring the copies to what the pool allows. Returns the error to try again on."""
+    def left(self, key: Key, pod: Json) -> bool:
+        """Whether the pool allows the pod's namespace no more. A copy that is lost does not say so, nor a list of namespaces that fails."""
+        return key in self._known and pod["metadata"]["namespace"] not in self._known[key]
+
+    async def keep(self, key: Key, pool: KVCachePool, keys: FenceKeys | None, context: Context) -> ApiError | None:
+        """Bring the copies to what the pool allows; without keys none is made. Returns the error to try again on."""
         allowed = pool.spec.allowed_namespaces
         wanted, problem, again = await self._wanted(key, pool, allowed)
         if again is None:
-            again = await self._withdraw_from(key, [namespace for namespace in self.places(key) if namespace not in wanted])
+            self._known[key] = {*wanted, *self.places(key), *self._known.get(key, ())}
+            again = await self._withdraw_from(key, self._known[key] - wanted)
+        if keys is None:
+            return again
         done: list[str] = []
         for namespace in sorted(wanted):
             try:
@@ -89,9 +98,9 @@ class Copies:
 
     async def withdraw(self, key: Key) -> None:
         """The pool is gone. Raises `ApiError`: another try may solve it."""
-        if (failed := await self._withdraw_from(key, self.places(key))) is not None:
+        if (failed := await self._withdraw_from(key, {*self.places(key), *self._known.get(key, ())})) is not None:
             raise failed
-        for known in (self._told, self._looked, self._matched):
+        for known in (self._told, self._looked, self._matched, self._known):
             known.pop(key, None)
 
     async def _wanted(
@@ -174,24 +183,24 @@ class Copies:
         return failed
 
     async def _withdraw(self, key: Key, namespace: str) -> None:
-        """First nobody joins any more, then the keys go."""
+        """First nobody joins any more, then the keys go: also where somebody has deleted the ConfigMap before them."""
         name, secret = (copy_name(key.namespace, key.name, component) for component in ("connection", "fence"))
-        config = self._store.get(CONFIGMAPS.kind, namespace, name)
-        if config is None or home(config) != key:
-            return
         self._looked.get(key, {}).pop(namespace, None)
-        try:
-            if SHARED_LABEL in config["metadata"]["labels"]:
-                await self._client.replace(CONFIGMAPS, namespace, _closed(config))
-            with contextlib.suppress(NotFound):
-                keys = await self._client.get(SECRETS, namespace, secret)
-                if home(keys) == key:
-                    await self._client.delete(SECRETS, namespace, secret, keys["metadata"]["uid"])
-                    metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
-            await self._client.delete(CONFIGMAPS, namespace, name, config["metadata"]["uid"])
-        except NotFound:
-            return
-        metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="delete").inc()
+        config = self._store.get(CONFIGMAPS.kind, namespace, name)
+        ours = config if config is not None and home(config) == key else None
+        with contextlib.suppress(NotFound):
+            if ours is not None and SHARED_LABEL in ours["metadata"]["labels"]:
+                await self._client.replace(CONFIGMAPS, namespace, _closed(ours))
+        with contextlib.suppress(NotFound):
+            keys = await self._client.get(SECRETS, namespace, secret)
+            if home(keys) == key:
+                await self._client.delete(SECRETS, namespace, secret, keys["metadata"]["uid"])
+                metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
+        with contextlib.suppress(NotFound):
+            if ours is not None:
+                await self._client.delete(CONFIGMAPS, namespace, name, ours["metadata"]["uid"])
+                metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="delete").inc()
+        self._known.get(key, set()).discard(namespace)
         log.info("pool no longer shared", pool=f"{key.namespace}/{key.name}", namespace=namespace)
 
 

@@ -139,14 +139,12 @@ class PoolReconciler(_Reconciler):
         if found is not None:
             late = await self._turn(key, pool.metadata.uid, found)
             again = again or late
-        allowed = self.copies.places(key)
-        late = await self._open(key, [pod for pod in self._guests(key) if pod["metadata"]["namespace"] not in allowed])
+        late = await self.copies.keep(key, pool, keys, context)
         again = again or late
-        if keys is not None:
-            late = await self.copies.keep(key, pool, keys, context)
-            again = again or late
-            if self.copies.told(key, pool) != shared:
-                self.wake(key, 0.0)  # the condition says so
+        if self.copies.told(key, pool) != shared:
+            self.wake(key, 0.0)  # the condition says so
+        late = await self._open(key, [pod for pod in self._guests(key) if self.copies.left(key, pod)])
+        again = again or late
         if not snapshot.known and keys is not None:
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
         if snapshot.incomplete_seconds > 0:
@@ -159,8 +157,7 @@ class PoolReconciler(_Reconciler):
     def _gates(self, key: Key, pool: KVCachePool, seen: Observed, status: Json) -> Serving | None:
         """What the gates of the pool's pods should be, those of other namespaces, too."""
         uid, namespace = pool.metadata.uid, pool.metadata.namespace
-        allowed = self.copies.places(key)
-        pods = [*seen.pods, *(pod for pod in self._guests(key) if pod["metadata"]["namespace"] in allowed)]
+        pods = [*seen.pods, *(pod for pod in self._guests(key) if not self.copies.left(key, pod))]
         own = {engine["metadata"]["name"]: engine["spec"].get("serve") for engine in engines_of(self.store, namespace, pool.metadata.name)}
         overrides = {name: serve_of(serve) for name, serve in own.items() if serve}
         if seen.hub is not None:

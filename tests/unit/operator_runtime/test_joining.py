@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 
 from epochkv_operator.control import joining
 from epochkv_operator.control.joining import Copies
-from epochkv_operator.control.reconcile import PodReconciler
-from epochkv_operator.keys import made
+from epochkv_operator.control.reconcile import PodReconciler, PoolReconciler
+from epochkv_operator.hub.service import HubSnapshot
+from epochkv_operator.keys import FenceSecrets, made
 from epochkv_operator.kube.client import Conflict, Forbidden, KubeClient, NotFound
-from epochkv_operator.kube.resources import Resource
+from epochkv_operator.kube.resources import ObjectRef, Resource
 from epochkv_operator.kube.store import Key, Store, indexed, pool_key
 from epochkv_operator.settings import Settings
 from tests.support.planning import CONTEXT, pool
@@ -92,6 +94,9 @@ def test_the_secret_is_there_before_pods_join_and_until_none_does() -> None:
     assert rig.keep("team", capacity="2Gi") == ["GET Secret team", "GET ConfigMap team", "PUT ConfigMap team"]
     (config,) = (obj for (kind, *_), obj in rig.server.objects.items() if kind == "ConfigMap")
     assert config["data"]["local"] == str(2**31)
+    rig.store.remove("ConfigMap", rig.server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
+    assert rig.keep() == ["GET Secret team", "DELETE Secret team"], "somebody has deleted the ConfigMap"
+    rig.keep("team")
     assert rig.keep() == ["PUT ConfigMap team", "GET Secret team", "DELETE Secret team", "DELETE ConfigMap team"]
     assert rig.server.objects == {}
 
@@ -125,6 +130,58 @@ def test_a_namespace_that_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPa
     kept = rig.copies.keep(KEY, pool({"local": {"capacity": "1Gi"}, "allowedNamespaces": {"names": ["team"]}}), KEYS, CONTEXT)
     assert asyncio.run(kept) is refusal
     assert {namespace for _, namespace, _ in rig.server.objects} == {"guarded", "team"}
+
+
+class Gates(ApiServer):
+    opened: list[str]
+
+    async def patch_condition(self, ref: ObjectRef, condition: Json) -> Json:
+        assert (condition["status"], condition["reason"]) == ("True", "NotGated")
+        self.opened.append(ref.name)
+        return gated(ref.name, ref.namespace, condition, version="9")
+
+
+def gated(name: str, namespace: str, gate: Json, version: str = "1") -> Json:
+    kind, made = "epochkv.io/weights", pod(name, 0.0)
+    told = {"spec": {"readinessGates": [{"conditionType": kind}]}, "status": {"conditions": [{"type": kind, **gate}]}}
+    return {**made, **told, "metadata": {**made["metadata"], "namespace": namespace, "resourceVersion": version}}
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["keys", "no keys"])
+def test_gates_open_where_the_pool_lets_nobody_join_any_more(taken: bool) -> None:
+    """A copy that is lost does not say that."""
+    server, store, settings = Gates("rl", "team"), Store(indexed), Settings(namespace="epochkv-system")
+    if taken:
+        server.objects["Secret", "rl", "policy-fence"] = {"metadata": {}}
+    for name in ("team", "other"):
+        store.upsert("Pod", gated(f"of-{name}", name, {"status": "False", "lastTransitionTime": "2026-01-01T00:00:00+00:00"}))
+
+    async def nothing(*_: object) -> tuple[None, None]:
+        return None, None
+
+    async def report(obj: Json, compute: Callable[[Json], Json]) -> None:
+        compute(obj)
+
+    around: tuple[Any, ...] = (SimpleNamespace(bring_about=nothing), SimpleNamespace(report=report), FenceSecrets(server, "h" * 40))
+    asked: tuple[Any, ...] = (lambda *_, **__: HubSnapshot(), server, lambda *_: None, frozenset, lambda _: "")
+    leads: Any = SimpleNamespace(leaderless=lambda _: False)
+    pools = PoolReconciler(settings, store, *around, *asked, leads, Copies(server, store, settings))
+
+    def opened(version: int, *allowed: str) -> list[str]:
+        server.opened = []
+        spec = {"local": {"capacity": "1Gi"}, "allowedNamespaces": {"names": list(allowed)}, "serve": {"weights": "Converged"}}
+        metadata = {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": str(version), "generation": 1}
+        store.upsert("KVCachePool", {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": metadata, "spec": spec})
+        asyncio.run(pools.reconcile(KEY))
+        return sorted(server.opened)
+
+    assert opened(1, "team") == ["of-other"]
+    lost = store.every("ConfigMap")
+    assert bool(lost) is not taken
+    for config in lost:
+        store.remove("ConfigMap", server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
+    assert opened(2, "team") == []
+    assert opened(3, "elsewhere") == ["of-team"]
 
 
 def test_a_list_that_nobody_has_looked_at_has_no_result() -> None:
