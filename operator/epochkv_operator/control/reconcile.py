@@ -107,6 +107,8 @@ class _Reconciler(ABC):
 class PoolReconciler(_Reconciler):
     elections: Elections
     copies: Copies
+    strays: dict[Key, list[Json]]
+    """By the pool that they meant: pods that are gone, or have lost its label."""
     _away: dict[str, float] = field(default_factory=dict)
     """By uid of a pool that no hub leads: since when (monotonic)."""
     _forbidden: dict[str, str] = field(default_factory=dict)
@@ -189,10 +191,10 @@ class PoolReconciler(_Reconciler):
         return None if refused else failed
 
     async def _write(self, turns: Sequence[Turn]) -> list[ApiError]:
-        """Some at a time, until one fails."""
+        """Some at a time, until one of a pod that is still there fails."""
         errors: list[ApiError] = []
         for start in range(0, len(turns), GATES_AT_ONCE):
-            if errors:
+            if any(not isinstance(error, Conflict | NotFound) for error in errors):
                 break
             answers = await asyncio.gather(*map(self._write_gate, turns[start : start + GATES_AT_ONCE]))
             errors += [answer for answer in answers if answer is not None]
@@ -203,7 +205,8 @@ class PoolReconciler(_Reconciler):
             answer = await self.client.patch_condition(ref_of(turn.pod), turn.condition)
         except ApiError as error:
             return error
-        self.store.upsert(PODS.kind, answer)
+        if home(answer) is not None:  # else nobody would tell us when it goes
+            self.store.upsert(PODS.kind, answer)
         metrics.API_WRITES.labels(kind=PODS.kind, operation="gate").inc()
         about = f"{turn.pod['metadata']['namespace']}/{turn.pod['metadata']['name']}"
         log.info("gate written", pod=about, status=turn.condition["status"], reason=turn.condition["reason"])
@@ -226,8 +229,9 @@ class PoolReconciler(_Reconciler):
         return self.store.found(PODS.kind, "", BY_HOME, f"{key.namespace}/{key.name}")
 
     async def _open(self, key: Key, pods: Sequence[Json]) -> ApiError | None:
-        """Nobody else opens the gates of pods whose pool is gone, or lets them join no more. Returns the error to try again on."""
-        found = serving(pods, key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now(), time.monotonic())
+        """Open the gates of pods whose pool is gone or lets them join no more, and of strays: nobody else does. Returns the error to try
+        again on."""
+        found = serving([*pods, *self.strays.pop(key, ())], key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now(), time.monotonic())
         errors = await self._write(found.turns) if found is not None else []
         return next((error for error in errors if not isinstance(error, Forbidden | NotFound)), None)
 

@@ -12,10 +12,11 @@ import pytest
 from epochkv_operator.control import joining
 from epochkv_operator.control.joining import Copies
 from epochkv_operator.control.reconcile import PodReconciler, PoolReconciler
+from epochkv_operator.control.runtime import Operator
 from epochkv_operator.hub.service import HubSnapshot
 from epochkv_operator.keys import FenceSecrets, made
 from epochkv_operator.kube.client import Conflict, Forbidden, KubeClient, NotFound
-from epochkv_operator.kube.resources import ObjectRef, Resource
+from epochkv_operator.kube.resources import PODS, ObjectRef, Resource
 from epochkv_operator.kube.store import Key, Store, indexed, pool_key
 from epochkv_operator.settings import Settings
 from tests.support.planning import CONTEXT, pool
@@ -137,6 +138,8 @@ class Gates(ApiServer):
 
     async def patch_condition(self, ref: ObjectRef, condition: Json) -> Json:
         assert (condition["status"], condition["reason"]) == ("True", "NotGated")
+        if ref.name.startswith("stray") and ref.name != "stray-8":
+            raise NotFound(404, "NotFound", "", "PATCH")
         self.opened.append(ref.name)
         return gated(ref.name, ref.namespace, condition, version="9")
 
@@ -150,11 +153,14 @@ def gated(name: str, namespace: str, gate: Json, version: str = "1") -> Json:
 @pytest.mark.parametrize("taken", [False, True], ids=["keys", "no keys"])
 def test_gates_open_where_the_pool_lets_nobody_join_any_more(taken: bool) -> None:
     """A copy that is lost does not say that."""
-    server, store, settings = Gates("rl", "team"), Store(indexed), Settings(namespace="epochkv-system")
+    server, settings = Gates("rl", "team"), Settings(namespace="epochkv-system")
+    operator = Operator(settings)
+    store, operator.queue = operator.store, SimpleNamespace(add_after=lambda *_: None)  # type: ignore[assignment]
     if taken:
         server.objects["Secret", "rl", "policy-fence"] = {"metadata": {}}
+    closed = {"status": "False", "lastTransitionTime": "2026-01-01T00:00:00+00:00"}
     for name in ("team", "other"):
-        store.upsert("Pod", gated(f"of-{name}", name, {"status": "False", "lastTransitionTime": "2026-01-01T00:00:00+00:00"}))
+        operator.observed(PODS, "ADDED", gated(f"of-{name}", name, closed))
 
     async def nothing(*_: object) -> tuple[None, None]:
         return None, None
@@ -165,7 +171,7 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(taken: bool) -> Non
     around: tuple[Any, ...] = (SimpleNamespace(bring_about=nothing), SimpleNamespace(report=report), FenceSecrets(server, "h" * 40))
     asked: tuple[Any, ...] = (lambda *_, **__: HubSnapshot(), server, lambda *_: None, frozenset, lambda _: "")
     leads: Any = SimpleNamespace(leaderless=lambda _: False)
-    pools = PoolReconciler(settings, store, *around, *asked, leads, Copies(server, store, settings))
+    pools = PoolReconciler(settings, store, *around, *asked, leads, Copies(server, store, settings), operator.strays)
 
     def opened(version: int, *allowed: str) -> list[str]:
         server.opened = []
@@ -181,7 +187,12 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(taken: bool) -> Non
     for config in lost:
         store.remove("ConfigMap", server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
     assert opened(2, "team") == []
-    assert opened(3, "elsewhere") == ["of-team"]
+    for number in range(9):
+        stray = gated(f"stray-{number}", "team", closed)
+        operator.observed(PODS, "ADDED", stray)
+        operator.observed(PODS, "DELETED", {**stray, "metadata": {**stray["metadata"], "resourceVersion": "2"}})
+    assert opened(3, "team") == ["stray-8"], "the others are gone"
+    assert opened(4, "elsewhere") == ["of-team"]
 
 
 def test_a_list_that_nobody_has_looked_at_has_no_result() -> None:
