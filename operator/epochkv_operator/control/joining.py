@@ -33,6 +33,7 @@ from epochkv_operator.planning.names import copy_name, digest
 from epochkv_operator.planning.plan import difference
 from epochkv_operator.planning.pool import shared_connection
 from epochkv_operator.planning.serving import JOINED
+from epochkv_operator.planning.workload import pod_trouble
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -40,6 +41,10 @@ CHECK_SECONDS: Final = 60.0
 """After which the Secret of a copy is read again, or a namespace that is not there: no watch shows either."""
 LIST_SECONDS: Final = 10.0
 """For how long a list of namespaces counts."""
+START_SECONDS: Final = 120.0
+"""After which a pod that joined and is pending may wait for something of ours."""
+CONNECTOR: Final = "epochkv-connector"
+"""The init container of pods that joined."""
 REJECTED: Final = "epochkv.io/rejected"
 """Annotation that the admission policy leaves on a pod that cannot join: why."""
 
@@ -237,6 +242,18 @@ def explain(pod: Json, store: Store) -> str:
         f"{without}: it was made before the pool was there, or the cluster has no policy that lets pods join"
         f" (chart value join.enabled, Kubernetes 1.36 or later). {again}; without the policy, docs/join.md says what to write by hand"
     )
+
+
+def held_up(pod: Json, of: Key, pool: Json | None, refusal: str | None) -> str:
+    """What of ours a pod waits for that joined; empty: nothing. `refusal`: why its pool has no keys. Guests start without a pool."""
+    if of.namespace == pod["metadata"]["namespace"]:
+        if pool is None:
+            return f"it waits for volumes of KVCachePool {of.name}, which is gone: make it again, or delete the pod: the next runs without"
+        if refusal is not None:
+            return f"it waits for volumes of KVCachePool {of.name}, which has no keys: {refusal}"
+    ours = [one for one in (pod.get("status") or {}).get("initContainerStatuses") or () if one["name"] == CONNECTOR]
+    trouble = pod_trouble({**pod, "status": {"initContainerStatuses": ours}})
+    return trouble[1] if trouble is not None else ""
 
 
 def ready_since(pod: Json) -> datetime | None:

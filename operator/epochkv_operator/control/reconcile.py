@@ -20,7 +20,7 @@ from epochkv_operator import metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.joining import Copies, explain, ready_since, silent
+from epochkv_operator.control.joining import START_SECONDS, Copies, explain, held_up, ready_since, silent
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, unready
 from epochkv_operator.hub.masters import Elections
@@ -367,33 +367,45 @@ class EngineReconciler(_Reconciler):
 
 @dataclass(eq=False)
 class PodReconciler:
-    """Says on pods with a pool's label why they did not join it, or that none of their engines did; once."""
+    """Says on pods with a pool's label why they did not join it, do not start, or that none of their engines reports; once."""
 
     store: Store
     reporter: Reporter
+    secrets: FenceSecrets
     hub: HubProxy
     wake: Callable[[Key, float], None]
-    _told: dict[Key, str] = field(default_factory=dict)
-    """By name: the uid of the pod that there is no more to say of."""
+    _told: dict[Key, tuple[str, str]] = field(default_factory=dict)
+    """By name: the uid of the pod, and what was said of it. Nothing more is, unless it has not started."""
 
     async def reconcile(self, key: Key) -> None:
         pod = self.store.get(key.kind, key.namespace, key.name)
         if pod is None:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
-        if self._told.get(key) == pod["metadata"]["uid"]:
+        (uid, said), meant = self._told.get(key, ("", "")), home(pod)
+        if meant is None or (uid == pod["metadata"]["uid"] and said != "NotStarting"):
             return
+        pool = self.store.get(POOLS.kind, meant.namespace, meant.name)
         if why := explain(pod, self.store):
             self._tell(pod, "NotJoined", why)
-        elif JOINED in (pod["metadata"].get("annotations") or {}) and (ready := ready_since(pod)) is not None:
-            self._ask(key, pod, (now() - ready).total_seconds())
-
-    def _ask(self, key: Key, pod: Json, ready_seconds: float) -> None:
-        """Whether the hub has heard of an engine of this pod, when it has had the time to."""
-        meant = home(pod)
-        pool = self.store.get(POOLS.kind, meant.namespace, meant.name) if meant is not None else None
-        if pool is None:
+        elif JOINED not in (pod["metadata"].get("annotations") or {}):
             return
+        elif (ready := ready_since(pod)) is not None and pool is not None:
+            self._ask(key, pod, pool, (now() - ready).total_seconds())
+        elif pod["status"].get("phase") == "Pending" and uid != pod["metadata"]["uid"]:
+            self._wait(key, pod, meant, pool)
+
+    def _wait(self, key: Key, pod: Json, meant: Key, pool: Json | None) -> None:
+        """Whether the pod waits for something of ours, when it has had the time to start."""
+        age = (now() - datetime.fromisoformat(pod["metadata"]["creationTimestamp"])).total_seconds()
+        refusal = self.secrets.of(pool["metadata"]["uid"]).refusal if pool is not None else None
+        if age >= START_SECONDS and (why := held_up(pod, meant, pool, refusal)):
+            self._tell(pod, "NotStarting", why)
+        else:
+            self.wake(key, max(START_SECONDS - age, START_SECONDS / 4))
+
+    def _ask(self, key: Key, pod: Json, pool: Json, ready_seconds: float) -> None:
+        """Whether the hub has heard of an engine of this pod, when it has had the time to."""
         lease = float(pool["spec"]["reset"]["leaseSeconds"])
         if ready_seconds < lease:
             self.wake(key, lease - ready_seconds)
@@ -403,12 +415,12 @@ class PodReconciler:
         if view is None or not view.complete:
             self.wake(key, snapshot.incomplete_seconds or lease)  # not sooner: the hub looks at all engines for each pod that asks
         elif any(engine.pod == key.name and engine.namespace in ("", key.namespace) for engine in view.engines):
-            self._told[key] = pod["metadata"]["uid"]
+            self._told[key] = pod["metadata"]["uid"], ""
         else:
             self._tell(pod, "NotReporting", silent(pod, lease), warning=False)
 
     def _tell(self, pod: Json, reason: str, note: str, *, warning: bool = True) -> None:
-        self._told[key_of(pod["kind"], pod)] = pod["metadata"]["uid"]
+        self._told[key_of(pod["kind"], pod)] = pod["metadata"]["uid"], reason
         self.reporter.tell(pod, reason=reason, action="Join", note=note, warning=warning)
 
 

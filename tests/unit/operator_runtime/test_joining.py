@@ -1,11 +1,14 @@
 """Copies of a pool for namespaces that it allows, by the requests that they cost; and what is said of pods with a pool's label."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -63,6 +66,12 @@ class ApiServer(KubeClient):
     async def delete(self, resource: Resource, namespace: str, name: str, uid: str) -> None:
         self.asked.append(f"DELETE {resource.kind} {namespace}")
         assert self.objects.pop((resource.kind, namespace, name))["metadata"]["uid"] == uid
+
+    async def patch_condition(self, ref: ObjectRef, condition: Json) -> Json:
+        if ref.name.startswith("gone"):
+            raise NotFound(404, "NotFound", "", "PATCH")
+        self.asked.append(f"{condition['reason']} {ref.name}")
+        return gated(ref.name, ref.namespace, condition, version="9")
 
 
 class Rig:
@@ -133,17 +142,6 @@ def test_a_namespace_that_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPa
     assert {namespace for _, namespace, _ in rig.server.objects} == {"guarded", "team"}
 
 
-class Gates(ApiServer):
-    opened: list[str]
-
-    async def patch_condition(self, ref: ObjectRef, condition: Json) -> Json:
-        assert (condition["status"], condition["reason"]) == ("True", "NotGated")
-        if ref.name.startswith("stray") and ref.name != "stray-8":
-            raise NotFound(404, "NotFound", "", "PATCH")
-        self.opened.append(ref.name)
-        return gated(ref.name, ref.namespace, condition, version="9")
-
-
 def gated(name: str, namespace: str, gate: Json, version: str = "1") -> Json:
     kind, made = "epochkv.io/weights", pod(name, 0.0)
     told = {"spec": {"readinessGates": [{"conditionType": kind}]}, "status": {"conditions": [{"type": kind, **gate}]}}
@@ -153,46 +151,38 @@ def gated(name: str, namespace: str, gate: Json, version: str = "1") -> Json:
 @pytest.mark.parametrize("taken", [False, True], ids=["keys", "no keys"])
 def test_gates_open_where_the_pool_lets_nobody_join_any_more(taken: bool) -> None:
     """A copy that is lost does not say that."""
-    server, settings = Gates("rl", "team"), Settings(namespace="epochkv-system")
+    server, settings = ApiServer("rl", "team"), Settings(namespace="epochkv-system")
     operator = Operator(settings)
-    store, operator.queue = operator.store, SimpleNamespace(add_after=lambda *_: None)  # type: ignore[assignment]
+    store, operator.queue = operator.store, Mock()
     if taken:
         server.objects["Secret", "rl", "policy-fence"] = {"metadata": {}}
     closed = {"status": "False", "lastTransitionTime": "2026-01-01T00:00:00+00:00"}
     for name in ("team", "other"):
         operator.observed(PODS, "ADDED", gated(f"of-{name}", name, closed))
-
-    async def nothing(*_: object) -> tuple[None, None]:
-        return None, None
-
-    async def report(obj: Json, compute: Callable[[Json], Json]) -> None:
-        compute(obj)
-
-    around: tuple[Any, ...] = (SimpleNamespace(bring_about=nothing), SimpleNamespace(report=report), FenceSecrets(server, "h" * 40))
-    asked: tuple[Any, ...] = (lambda *_, **__: HubSnapshot(), server, lambda *_: None, frozenset, lambda _: "")
-    leads: Any = SimpleNamespace(leaderless=lambda _: False)
-    pools = PoolReconciler(settings, store, *around, *asked, leads, Copies(server, store, settings), operator.strays)
+    executor, reporter = Mock(bring_about=AsyncMock(return_value=(None, None))), Mock(report=AsyncMock(side_effect=lambda obj, do: do(obj)))
+    hub, leads = Mock(return_value=HubSnapshot()), Mock(leaderless=Mock(return_value=False))
+    given = (settings, store, executor, reporter, FenceSecrets(server, "h" * 40), hub, server, Mock(), frozenset, Mock(return_value=""))
+    pools = PoolReconciler(*given, leads, Copies(server, store, settings), operator.strays)
 
     def opened(version: int, *allowed: str) -> list[str]:
-        server.opened = []
+        server.asked.clear()
         spec = {"local": {"capacity": "1Gi"}, "allowedNamespaces": {"names": list(allowed)}, "serve": {"weights": "Converged"}}
         metadata = {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": str(version), "generation": 1}
         store.upsert("KVCachePool", {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": metadata, "spec": spec})
         asyncio.run(pools.reconcile(KEY))
-        return sorted(server.opened)
+        return [one for one in server.asked if "of-" in one]
 
-    assert opened(1, "team") == ["of-other"]
+    assert opened(1, "team") == ["NotGated of-other"]
     lost = store.every("ConfigMap")
     assert bool(lost) is not taken
     for config in lost:
         store.remove("ConfigMap", server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
     assert opened(2, "team") == []
-    for number in range(9):
-        stray = gated(f"stray-{number}", "team", closed)
-        operator.observed(PODS, "ADDED", stray)
-        operator.observed(PODS, "DELETED", {**stray, "metadata": {**stray["metadata"], "resourceVersion": "2"}})
-    assert opened(3, "team") == ["stray-8"], "the others are gone"
-    assert opened(4, "elsewhere") == ["of-team"]
+    for name in (*(f"gone-{number}" for number in range(8)), "of-nobody"):
+        operator.observed(PODS, "ADDED", gated(name, "team", closed))
+        operator.observed(PODS, "DELETED", gated(name, "team", closed, "2"))
+    assert opened(3, "team") == ["NotGated of-nobody"], "it has lost its label"
+    assert opened(4, "elsewhere") == ["NotGated of-team"]
 
 
 def test_a_list_that_nobody_has_looked_at_has_no_result() -> None:
@@ -214,37 +204,51 @@ def pod(name: str, ready_seconds: float, **notes: str) -> Json:
     }
 
 
+def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitializing") -> Json:
+    """It joined this pool, and waits for this reason."""
+    made, init = pod("one", 0.0), {"name": "epochkv-connector", "image": "epochkv/connector:1"}
+    made["metadata"]["creationTimestamp"] = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
+    made["metadata"]["labels"], made["metadata"]["annotations"]["epochkv.io/pool-namespace"] = {"epochkv.io/pool": name}, namespace
+    return {**made, "status": {"phase": "Pending", "initContainerStatuses": [{**init, "state": {"waiting": {"reason": waiting}}}]}}
+
+
+SILENT = "NotReporting: .*kubectl logs one -c vllm"
+
+
 @pytest.mark.parametrize(
-    ("ready_seconds", "heard", "complete", "said", "woken"),
+    ("made", "heard", "complete", "said"),
     [
-        (45.0, [], True, ["NotReporting"], 0),
-        (45.0, [("one", "team")], True, [], 0),
-        (45.0, [("one", "other"), ("two", "team")], True, ["NotReporting"], 0),
-        (45.0, [], False, [], 2),
-        (5.0, [], True, [], 2),
+        (partial(pod, "one", 45.0), [], True, SILENT),
+        (partial(pod, "one", 45.0), [("one", "team")], True, None),
+        (partial(pod, "one", 45.0), [("one", "other"), ("two", "team")], True, SILENT),
+        (partial(pod, "one", 45.0), [], False, ""),
+        (partial(pod, "one", 5.0), [], True, ""),
+        (partial(pending, 130.0, "gone", "team"), [], True, "NotStarting: .* KVCachePool gone, which is gone"),
+        (partial(pending, 130.0, "refused", "team"), [], True, "NotStarting: .* KVCachePool refused, which has no keys: quota"),
+        (partial(pending, 130.0, "gone", "rl", "ImagePullBackOff"), [], True, "NotStarting: pod one cannot pull epochkv/connector:1"),
+        (partial(pending, 130.0, "gone", "rl"), [], True, ""),
+        (partial(pending, 110.0, "gone", "team"), [], True, ""),
     ],
-    ids=["silent", "reports", "others report", "new hub", "just ready"],
+    ids=["silent", "reports", "others report", "new hub", "just ready", "pool gone", "no keys", "no image", "guest", "just made"],
 )
-def test_a_pod_that_joined_and_never_reports_is_named_once(
-    ready_seconds: float, heard: list[tuple[str, str]], complete: bool, said: list[str], woken: int
+def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
+    made: Callable[[], Json], heard: list[tuple[str, str]], complete: bool, said: str | None
 ) -> None:
-    store, told, woke = Store(indexed), [], list[float]()
-    owner = {"metadata": {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": "1"}, "spec": {"reset": {"leaseSeconds": 30}}}
-    store.upsert("KVCachePool", owner)
-    store.upsert("Pod", pod("one", ready_seconds))
-    engines = [SimpleNamespace(pod=name, namespace=namespace) for name, namespace in heard]
-    view = SimpleNamespace(engines=engines, complete=complete)
-
-    class Reporter:
-        def tell(self, obj: Json, *, reason: str, action: str, note: str, warning: bool) -> None:
-            assert "kubectl logs one -c vllm" in note
-            assert not warning, "a pod of a larger engine has none of its own"
-            told.append(reason)
-
-    asked = SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0)
-    pods = PodReconciler(store, Reporter(), lambda *_: asked, lambda _, delay: woke.append(delay))  # type: ignore[arg-type]
+    """`said`: None where there is nothing to say, and empty as long as nobody can tell."""
+    store, reporter, wake = Store(indexed), Mock(), Mock()
+    for place in (("rl", "policy"), ("team", "refused")):
+        metadata = {"namespace": place[0], "name": place[1], "uid": place[1], "resourceVersion": "1"}
+        store.upsert("KVCachePool", {"metadata": metadata, "spec": {"reset": {"leaseSeconds": 30}}})
+    view = SimpleNamespace(engines=[SimpleNamespace(pod=name, namespace=namespace) for name, namespace in heard], complete=complete)
+    hub = Mock(return_value=SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0))
+    store.upsert("Pod", made())
+    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake)
     for _ in range(2):
         asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
-    assert told == said
-    assert len(woke) == woken
+    told = [call.kwargs for call in reporter.tell.mock_calls]
+    assert len(told) == bool(said)
+    assert all(re.match(said or "", f"{about['reason']}: {about['note']}") for about in told)
+    assert not any(about["warning"] for about in told if said == SILENT), "a pod of a larger engine has none of its own"
+    woke = [call.args[1] for call in wake.mock_calls]
+    assert len(woke) == (2 if said == "" else 0)
     assert all(15 < delay <= 30 for delay in woke), "a thousand pods that ask each second leave the hub no time"
