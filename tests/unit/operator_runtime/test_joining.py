@@ -123,6 +123,8 @@ def test_a_namespace_that_is_not_there_is_asked_for_once_in_a_while(monkeypatch:
     rig.server.namespaces.add("nowhere")
     assert "POST ConfigMap nowhere" in rig.keep("nowhere", "team")
     assert rig.problem() is None
+    other = pool({"allowedNamespaces": {"names": ["other"]}, "local": {"capacity": "1Gi"}})
+    assert rig.copies.told(KEY, other) is None, "nobody has looked at this list"
 
 
 def test_a_namespace_that_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,21 +144,28 @@ def test_a_namespace_that_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPa
     assert {namespace for _, namespace, _ in rig.server.objects} == {"guarded", "team"}
 
 
+def ago(seconds: float) -> str:
+    return (datetime.now(UTC) - timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def pod(name: str, ready_seconds: float, namespace: str = "team", version: str = "1") -> Json:
+    metadata: Json = {"name": name, "namespace": namespace, "uid": f"uid-{name}", "resourceVersion": version}
+    metadata |= {"labels": {"epochkv.io/pool": "policy"}, "annotations": {"epochkv.io/joined": "vllm", "epochkv.io/pool-namespace": "rl"}}
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": ago(ready_seconds)}
+    return {"kind": "Pod", "metadata": metadata, "status": {"phase": "Running", "conditions": [ready]}}
+
+
 def gated(name: str, namespace: str, gate: Json, version: str = "1") -> Json:
-    kind, made = "epochkv.io/weights", pod(name, 0.0)
-    told = {"spec": {"readinessGates": [{"conditionType": kind}]}, "status": {"conditions": [{"type": kind, **gate}]}}
-    return {**made, **told, "metadata": {**made["metadata"], "namespace": namespace, "resourceVersion": version}}
+    spec, status = {"readinessGates": [{"conditionType": gate["type"]}]}, {"conditions": [gate]}
+    return {**pod(name, 0.0, namespace, version), "spec": spec, "status": status}
 
 
-@pytest.mark.parametrize("taken", [False, True], ids=["keys", "no keys"])
-def test_gates_open_where_the_pool_lets_nobody_join_any_more(taken: bool) -> None:
-    """A copy that is lost does not say that."""
+def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
+    """That it has no keys does not say so, nor that a copy is lost."""
     server, settings = ApiServer("rl", "team"), Settings(namespace="epochkv-system")
     operator = Operator(settings)
     store, operator.queue = operator.store, Mock()
-    if taken:
-        server.objects["Secret", "rl", "policy-fence"] = {"metadata": {}}
-    closed = {"status": "False", "lastTransitionTime": "2026-01-01T00:00:00+00:00"}
+    closed = {"type": "epochkv.io/weights", "status": "False", "lastTransitionTime": ago(60.0)}
     for name in ("team", "other"):
         operator.observed(PODS, "ADDED", gated(f"of-{name}", name, closed))
     executor, reporter = Mock(bring_about=AsyncMock(return_value=(None, None))), Mock(report=AsyncMock(side_effect=lambda obj, do: do(obj)))
@@ -172,44 +181,27 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(taken: bool) -> Non
         asyncio.run(pools.reconcile(KEY))
         return [one for one in server.asked if "of-" in one]
 
+    server.objects["Secret", "rl", "policy-fence"] = {"metadata": {}}
     assert opened(1, "team") == ["NotGated of-other"]
-    lost = store.every("ConfigMap")
-    assert bool(lost) is not taken
-    for config in lost:
-        store.remove("ConfigMap", server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
+    server.objects.clear()
     assert opened(2, "team") == []
+    (config,) = store.every("ConfigMap")
+    store.remove("ConfigMap", server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
+    assert opened(3, "team") == []
     for name in (*(f"gone-{number}" for number in range(8)), "of-nobody"):
         operator.observed(PODS, "ADDED", gated(name, "team", closed))
         operator.observed(PODS, "DELETED", gated(name, "team", closed, "2"))
-    assert opened(3, "team") == ["NotGated of-nobody"], "it has lost its label"
-    assert opened(4, "elsewhere") == ["NotGated of-team"]
-
-
-def test_a_list_that_nobody_has_looked_at_has_no_result() -> None:
-    rig = Rig("team")
-    rig.keep("team")
-    assert rig.copies.told(KEY, rig.pool) is not None
-    assert rig.copies.told(KEY, pool({"allowedNamespaces": {"names": ["other"]}, "local": {"capacity": "1Gi"}})) is None
-
-
-def pod(name: str, ready_seconds: float, **notes: str) -> Json:
-    since = (datetime.now(UTC) - timedelta(seconds=ready_seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {
-        "kind": "Pod",
-        "metadata": {
-            **{"name": name, "namespace": "team", "uid": f"uid-{name}", "resourceVersion": "1", "labels": {"epochkv.io/pool": "policy"}},
-            "annotations": {"epochkv.io/joined": "vllm", "epochkv.io/pool-namespace": "rl", **notes},
-        },
-        "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": since}]},
-    }
+    assert opened(4, "team") == ["NotGated of-nobody"], "it has lost its label"
+    assert opened(5, "elsewhere") == ["NotGated of-team"]
 
 
 def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitializing") -> Json:
     """It joined this pool, and waits for this reason."""
-    made, init = pod("one", 0.0), {"name": "epochkv-connector", "image": "epochkv/connector:1"}
-    made["metadata"]["creationTimestamp"] = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
-    made["metadata"]["labels"], made["metadata"]["annotations"]["epochkv.io/pool-namespace"] = {"epochkv.io/pool": name}, namespace
-    return {**made, "status": {"phase": "Pending", "initContainerStatuses": [{**init, "state": {"waiting": {"reason": waiting}}}]}}
+    made = pod("one", 0.0)
+    made["metadata"] |= {"creationTimestamp": ago(seconds), "labels": {"epochkv.io/pool": name}}
+    made["metadata"]["annotations"]["epochkv.io/pool-namespace"] = namespace
+    init = {"name": "epochkv-connector", "image": "epochkv/connector:1", "state": {"waiting": {"reason": waiting}}}
+    return {**made, "status": {"phase": "Pending", "initContainerStatuses": [init]}}
 
 
 SILENT = "NotReporting: .*kubectl logs one -c vllm"
@@ -246,9 +238,8 @@ def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
     for _ in range(2):
         asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
     told = [call.kwargs for call in reporter.tell.mock_calls]
-    assert len(told) == bool(said)
-    assert all(re.match(said or "", f"{about['reason']}: {about['note']}") for about in told)
-    assert not any(about["warning"] for about in told if said == SILENT), "a pod of a larger engine has none of its own"
+    assert [bool(re.match(said or "-", f"{about['reason']}: {about['note']}")) for about in told] == [True] * bool(said)
+    assert all(about["warning"] is not (said == SILENT) for about in told), "a pod of a larger engine has no engine of its own"
     woke = [call.args[1] for call in wake.mock_calls]
     assert len(woke) == (2 if said == "" else 0)
     assert all(15 < delay <= 30 for delay in woke), "a thousand pods that ask each second leave the hub no time"
