@@ -85,9 +85,6 @@ class Rig:
         names = {"allowedNamespaces": {"names": list(allowed)}} if allowed else {}
         self.pool = pool({"local": {"capacity": capacity}, **names})
         assert asyncio.run(self.copies.keep(KEY, self.pool, KEYS, CONTEXT)) is None
-        for (kind, *_), obj in self.server.objects.items():
-            if kind == "ConfigMap":
-                self.store.upsert(kind, obj)
         return list(self.server.asked)
 
     def problem(self) -> tuple[str, str] | None:
@@ -104,6 +101,7 @@ def test_the_secret_is_there_before_pods_join_and_until_none_does() -> None:
     assert rig.keep("team", capacity="2Gi") == ["GET Secret team", "GET ConfigMap team", "PUT ConfigMap team"]
     (config,) = (obj for (kind, *_), obj in rig.server.objects.items() if kind == "ConfigMap")
     assert config["data"]["local"] == str(2**31)
+    assert "app.kubernetes.io/instance" not in config["metadata"]["labels"], "Argo CD would prune it"
     rig.store.remove("ConfigMap", rig.server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
     assert rig.keep() == ["GET Secret team", "DELETE Secret team"], "somebody has deleted the ConfigMap"
     rig.keep("team")
