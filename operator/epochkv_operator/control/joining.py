@@ -33,6 +33,7 @@ from epochkv_operator.planning.names import copy_name, digest
 from epochkv_operator.planning.plan import difference
 from epochkv_operator.planning.pool import shared_connection
 from epochkv_operator.planning.serving import JOINED
+from epochkv_operator.planning.workload import pod_trouble
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -40,6 +41,10 @@ CHECK_SECONDS: Final = 60.0
 """After which the Secret of a copy is read again, or a namespace that is not there: no watch shows either."""
 LIST_SECONDS: Final = 10.0
 """For how long a list of namespaces counts."""
+START_SECONDS: Final = 120.0
+"""After which a pod that joined and is pending may wait for something of ours."""
+CONNECTOR: Final = "epochkv-connector"
+"""The init container of pods that joined."""
 REJECTED: Final = "epochkv.io/rejected"
 """Annotation that the admission policy leaves on a pod that cannot join: why."""
 
@@ -55,6 +60,8 @@ class Copies:
     _looked: dict[Key, dict[str, tuple[float, Problem | None]]] = field(default_factory=dict)
     """When a namespace was looked at, and what was wrong there that trying again does not mend."""
     _matched: dict[Key, tuple[float, str, set[str]]] = field(default_factory=dict)
+    _known: dict[Key, set[str]] = field(default_factory=dict)
+    """Namespaces that the pool allows, and others while something of ours may be there."""
 
     def told(self, key: Key, pool: KVCachePool) -> Shared | None:
         """What became of the pool's list when it was last looked at; None: nobody has looked at this one."""
@@ -66,12 +73,19 @@ class Copies:
         found = self._store.found(CONFIGMAPS.kind, "", BY_HOME, f"{key.namespace}/{key.name}")
         return [obj["metadata"]["namespace"] for obj in found]
 
-    async def keep(self, key: Key, pool: KVCachePool, keys: FenceKeys, context: Context) -> ApiError | None:
-        """Bring the copies to what the pool allows. Returns the error to try again on."""
+    def left(self, key: Key, pod: Json) -> bool:
+        """Whether the pool allows the pod's namespace no more. A copy that is lost does not say so, nor a list of namespaces that fails."""
+        return key in self._known and pod["metadata"]["namespace"] not in self._known[key]
+
+    async def keep(self, key: Key, pool: KVCachePool, keys: FenceKeys | None, context: Context) -> ApiError | None:
+        """Bring the copies to what the pool allows; without keys none is made. Returns the error to try again on."""
         allowed = pool.spec.allowed_namespaces
         wanted, problem, again = await self._wanted(key, pool, allowed)
         if again is None:
-            again = await self._withdraw_from(key, [namespace for namespace in self.places(key) if namespace not in wanted])
+            self._known[key] = {*wanted, *self.places(key), *self._known.get(key, ())}
+            again = await self._withdraw_from(key, self._known[key] - wanted)
+        if keys is None:
+            return again
         done: list[str] = []
         for namespace in sorted(wanted):
             try:
@@ -89,9 +103,9 @@ class Copies:
 
     async def withdraw(self, key: Key) -> None:
         """The pool is gone. Raises `ApiError`: another try may solve it."""
-        if (failed := await self._withdraw_from(key, self.places(key))) is not None:
+        if (failed := await self._withdraw_from(key, {*self.places(key), *self._known.get(key, ())})) is not None:
             raise failed
-        for known in (self._told, self._looked, self._matched):
+        for known in (self._told, self._looked, self._matched, self._known):
             known.pop(key, None)
 
     async def _wanted(
@@ -174,24 +188,24 @@ class Copies:
         return failed
 
     async def _withdraw(self, key: Key, namespace: str) -> None:
-        """First nobody joins any more, then the keys go."""
+        """First nobody joins any more, then the keys go: also where somebody has deleted the ConfigMap before them."""
         name, secret = (copy_name(key.namespace, key.name, component) for component in ("connection", "fence"))
-        config = self._store.get(CONFIGMAPS.kind, namespace, name)
-        if config is None or home(config) != key:
-            return
         self._looked.get(key, {}).pop(namespace, None)
-        try:
-            if SHARED_LABEL in config["metadata"]["labels"]:
-                await self._client.replace(CONFIGMAPS, namespace, _closed(config))
-            with contextlib.suppress(NotFound):
-                keys = await self._client.get(SECRETS, namespace, secret)
-                if home(keys) == key:
-                    await self._client.delete(SECRETS, namespace, secret, keys["metadata"]["uid"])
-                    metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
-            await self._client.delete(CONFIGMAPS, namespace, name, config["metadata"]["uid"])
-        except NotFound:
-            return
-        metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="delete").inc()
+        config = self._store.get(CONFIGMAPS.kind, namespace, name)
+        ours = config if config is not None and home(config) == key else None
+        with contextlib.suppress(NotFound):
+            if ours is not None and SHARED_LABEL in ours["metadata"]["labels"]:
+                await self._client.replace(CONFIGMAPS, namespace, _closed(ours))
+        with contextlib.suppress(NotFound):
+            keys = await self._client.get(SECRETS, namespace, secret)
+            if home(keys) == key:
+                await self._client.delete(SECRETS, namespace, secret, keys["metadata"]["uid"])
+                metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
+        with contextlib.suppress(NotFound):
+            if ours is not None:
+                await self._client.delete(CONFIGMAPS, namespace, name, ours["metadata"]["uid"])
+                metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="delete").inc()
+        self._known.get(key, set()).discard(namespace)
         log.info("pool no longer shared", pool=f"{key.namespace}/{key.name}", namespace=namespace)
 
 
@@ -228,6 +242,18 @@ def explain(pod: Json, store: Store) -> str:
         f"{without}: it was made before the pool was there, or the cluster has no policy that lets pods join"
         f" (chart value join.enabled, Kubernetes 1.36 or later). {again}; without the policy, docs/join.md says what to write by hand"
     )
+
+
+def held_up(pod: Json, of: Key, pool: Json | None, refusal: str | None) -> str:
+    """What of ours a pod waits for that joined; empty: nothing. `refusal`: why its pool has no keys. Guests start without a pool."""
+    if of.namespace == pod["metadata"]["namespace"]:
+        if pool is None:
+            return f"it waits for volumes of KVCachePool {of.name}, which is gone: make it again, or delete the pod: the next runs without"
+        if refusal is not None:
+            return f"it waits for volumes of KVCachePool {of.name}, which has no keys: {refusal}"
+    ours = [one for one in (pod.get("status") or {}).get("initContainerStatuses") or () if one["name"] == CONNECTOR]
+    trouble = pod_trouble({**pod, "status": {"initContainerStatuses": ours}})
+    return trouble[1] if trouble is not None else ""
 
 
 def ready_since(pod: Json) -> datetime | None:

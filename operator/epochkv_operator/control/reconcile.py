@@ -20,7 +20,7 @@ from epochkv_operator import metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.joining import Copies, explain, ready_since, silent
+from epochkv_operator.control.joining import START_SECONDS, Copies, explain, held_up, ready_since, silent
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, unready
 from epochkv_operator.hub.masters import Elections
@@ -107,6 +107,8 @@ class _Reconciler(ABC):
 class PoolReconciler(_Reconciler):
     elections: Elections
     copies: Copies
+    strays: dict[Key, list[Json]]
+    """By the pool that they meant: pods that are gone, or have lost its label."""
     _away: dict[str, float] = field(default_factory=dict)
     """By uid of a pool that no hub leads: since when (monotonic)."""
     _forbidden: dict[str, str] = field(default_factory=dict)
@@ -139,14 +141,12 @@ class PoolReconciler(_Reconciler):
         if found is not None:
             late = await self._turn(key, pool.metadata.uid, found)
             again = again or late
-        allowed = self.copies.places(key)
-        late = await self._open(key, [pod for pod in self._guests(key) if pod["metadata"]["namespace"] not in allowed])
+        late = await self.copies.keep(key, pool, keys, context)
         again = again or late
-        if keys is not None:
-            late = await self.copies.keep(key, pool, keys, context)
-            again = again or late
-            if self.copies.told(key, pool) != shared:
-                self.wake(key, 0.0)  # the condition says so
+        if self.copies.told(key, pool) != shared:
+            self.wake(key, 0.0)  # the condition says so
+        late = await self._open(key, [pod for pod in self._guests(key) if self.copies.left(key, pod)])
+        again = again or late
         if not snapshot.known and keys is not None:
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
         if snapshot.incomplete_seconds > 0:
@@ -159,8 +159,7 @@ class PoolReconciler(_Reconciler):
     def _gates(self, key: Key, pool: KVCachePool, seen: Observed, status: Json) -> Serving | None:
         """What the gates of the pool's pods should be, those of other namespaces, too."""
         uid, namespace = pool.metadata.uid, pool.metadata.namespace
-        allowed = self.copies.places(key)
-        pods = [*seen.pods, *(pod for pod in self._guests(key) if pod["metadata"]["namespace"] in allowed)]
+        pods = [*seen.pods, *(pod for pod in self._guests(key) if not self.copies.left(key, pod))]
         own = {engine["metadata"]["name"]: engine["spec"].get("serve") for engine in engines_of(self.store, namespace, pool.metadata.name)}
         overrides = {name: serve_of(serve) for name, serve in own.items() if serve}
         if seen.hub is not None:
@@ -192,10 +191,10 @@ class PoolReconciler(_Reconciler):
         return None if refused else failed
 
     async def _write(self, turns: Sequence[Turn]) -> list[ApiError]:
-        """Some at a time, until one fails."""
+        """Some at a time, until one of a pod that is still there fails."""
         errors: list[ApiError] = []
         for start in range(0, len(turns), GATES_AT_ONCE):
-            if errors:
+            if any(not isinstance(error, Conflict | NotFound) for error in errors):
                 break
             answers = await asyncio.gather(*map(self._write_gate, turns[start : start + GATES_AT_ONCE]))
             errors += [answer for answer in answers if answer is not None]
@@ -206,7 +205,8 @@ class PoolReconciler(_Reconciler):
             answer = await self.client.patch_condition(ref_of(turn.pod), turn.condition)
         except ApiError as error:
             return error
-        self.store.upsert(PODS.kind, answer)
+        if home(answer) is not None:  # else nobody would tell us when it goes
+            self.store.upsert(PODS.kind, answer)
         metrics.API_WRITES.labels(kind=PODS.kind, operation="gate").inc()
         about = f"{turn.pod['metadata']['namespace']}/{turn.pod['metadata']['name']}"
         log.info("gate written", pod=about, status=turn.condition["status"], reason=turn.condition["reason"])
@@ -229,8 +229,9 @@ class PoolReconciler(_Reconciler):
         return self.store.found(PODS.kind, "", BY_HOME, f"{key.namespace}/{key.name}")
 
     async def _open(self, key: Key, pods: Sequence[Json]) -> ApiError | None:
-        """Nobody else opens the gates of pods whose pool is gone, or lets them join no more. Returns the error to try again on."""
-        found = serving(pods, key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now(), time.monotonic())
+        """Open the gates of pods whose pool is gone or lets them join no more, and of strays: nobody else does. Returns the error to try
+        again on."""
+        found = serving([*pods, *self.strays.pop(key, ())], key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now(), time.monotonic())
         errors = await self._write(found.turns) if found is not None else []
         return next((error for error in errors if not isinstance(error, Forbidden | NotFound)), None)
 
@@ -366,33 +367,45 @@ class EngineReconciler(_Reconciler):
 
 @dataclass(eq=False)
 class PodReconciler:
-    """Says on pods with a pool's label why they did not join it, or that none of their engines did; once."""
+    """Says on pods with a pool's label why they did not join it, do not start, or that none of their engines reports; once."""
 
     store: Store
     reporter: Reporter
+    secrets: FenceSecrets
     hub: HubProxy
     wake: Callable[[Key, float], None]
-    _told: dict[Key, str] = field(default_factory=dict)
-    """By name: the uid of the pod that there is no more to say of."""
+    _told: dict[Key, tuple[str, str]] = field(default_factory=dict)
+    """By name: the uid of the pod, and what was said of it. Nothing more is, unless it has not started."""
 
     async def reconcile(self, key: Key) -> None:
         pod = self.store.get(key.kind, key.namespace, key.name)
         if pod is None:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
-        if self._told.get(key) == pod["metadata"]["uid"]:
+        (uid, said), meant = self._told.get(key, ("", "")), home(pod)
+        if meant is None or (uid == pod["metadata"]["uid"] and said != "NotStarting"):
             return
+        pool = self.store.get(POOLS.kind, meant.namespace, meant.name)
         if why := explain(pod, self.store):
             self._tell(pod, "NotJoined", why)
-        elif JOINED in (pod["metadata"].get("annotations") or {}) and (ready := ready_since(pod)) is not None:
-            self._ask(key, pod, (now() - ready).total_seconds())
-
-    def _ask(self, key: Key, pod: Json, ready_seconds: float) -> None:
-        """Whether the hub has heard of an engine of this pod, when it has had the time to."""
-        meant = home(pod)
-        pool = self.store.get(POOLS.kind, meant.namespace, meant.name) if meant is not None else None
-        if pool is None:
+        elif JOINED not in (pod["metadata"].get("annotations") or {}):
             return
+        elif (ready := ready_since(pod)) is not None and pool is not None:
+            self._ask(key, pod, pool, (now() - ready).total_seconds())
+        elif pod["status"].get("phase") == "Pending" and uid != pod["metadata"]["uid"]:
+            self._wait(key, pod, meant, pool)
+
+    def _wait(self, key: Key, pod: Json, meant: Key, pool: Json | None) -> None:
+        """Whether the pod waits for something of ours, when it has had the time to start."""
+        age = (now() - datetime.fromisoformat(pod["metadata"]["creationTimestamp"])).total_seconds()
+        refusal = self.secrets.of(pool["metadata"]["uid"]).refusal if pool is not None else None
+        if age >= START_SECONDS and (why := held_up(pod, meant, pool, refusal)):
+            self._tell(pod, "NotStarting", why)
+        else:
+            self.wake(key, max(START_SECONDS - age, START_SECONDS / 4))
+
+    def _ask(self, key: Key, pod: Json, pool: Json, ready_seconds: float) -> None:
+        """Whether the hub has heard of an engine of this pod, when it has had the time to."""
         lease = float(pool["spec"]["reset"]["leaseSeconds"])
         if ready_seconds < lease:
             self.wake(key, lease - ready_seconds)
@@ -402,12 +415,12 @@ class PodReconciler:
         if view is None or not view.complete:
             self.wake(key, snapshot.incomplete_seconds or lease)  # not sooner: the hub looks at all engines for each pod that asks
         elif any(engine.pod == key.name and engine.namespace in ("", key.namespace) for engine in view.engines):
-            self._told[key] = pod["metadata"]["uid"]
+            self._told[key] = pod["metadata"]["uid"], ""
         else:
             self._tell(pod, "NotReporting", silent(pod, lease), warning=False)
 
     def _tell(self, pod: Json, reason: str, note: str, *, warning: bool = True) -> None:
-        self._told[key_of(pod["kind"], pod)] = pod["metadata"]["uid"]
+        self._told[key_of(pod["kind"], pod)] = pod["metadata"]["uid"], reason
         self.reporter.tell(pod, reason=reason, action="Join", note=note, warning=warning)
 
 

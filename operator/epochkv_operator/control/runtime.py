@@ -12,6 +12,7 @@ import contextlib
 import gc
 import itertools
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.lease import LeaseLost, new_identity
 from epochkv_operator.kube.resources import ENGINES, PODS, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import EventRecorder, ObjectGone, StatusWriter
-from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, indexed, key_of, only_epochs_differ
+from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, home, indexed, key_of, only_epochs_differ
 from epochkv_operator.kube.watch import Watches
 from epochkv_operator.metrics import REGISTRY
 from epochkv_operator.settings import Settings
@@ -105,6 +106,7 @@ class Operator:
         self.identity = new_identity()
         self.store = Store(indexed)
         self.queue: WorkQueue[Key] = WorkQueue()
+        self.strays: dict[Key, list[Json]] = defaultdict(list)
         self.probes = Probes()
         self._stop = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], str] = {}
@@ -148,7 +150,7 @@ class Operator:
         self._start("lease", leader.hold())
         self._start("lag", watch_lag("main"))
         scopes, period = self.settings.scopes, self.settings.resync_seconds
-        watches = self._watches = Watches(client, self.store, self.observed, self._enqueue, self._look_at_all, scopes, period)
+        watches = self._watches = Watches(client, self.store, self.observed, self._gone, self._look_at_all, scopes, period)
         events = EventRecorder(client, self.identity)
         self._start("events", events.run())
         reporter = Reporter(StatusWriter(client, self.store, self._take), events)
@@ -194,8 +196,8 @@ class Operator:
         secrets = FenceSecrets(client, keys.public)
         given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served, watches.refused)
         elections = Elections(self.store, self.queue.add)
-        pools = PoolReconciler(*given, elections, Copies(client, self.store, self.settings))
-        engines, pods = EngineReconciler(*given), PodReconciler(self.store, reporter, hub, self.queue.add_after)
+        pools = PoolReconciler(*given, elections, Copies(client, self.store, self.settings), self.strays)
+        engines, pods = EngineReconciler(*given), PodReconciler(self.store, reporter, secrets, hub, self.queue.add_after)
         # Pools often: a deleted Secret has no watch that would tell. Engines rarely: whatever they are made from is watched.
         period = 2 * self.settings.resync_seconds
         recheck = {POOLS.kind: min(60.0, period), ENGINES.kind: period}
@@ -219,9 +221,15 @@ class Operator:
         obj.setdefault("apiVersion", resource.api_version)
         if event_type == "DELETED":
             if self.store.remove(resource.kind, obj):
-                self._enqueue(resource, obj)
+                self._gone(resource, obj)
             return
         self._take(resource, obj)
+
+    def _gone(self, resource: Resource, obj: Json) -> None:
+        """It was deleted; or it is a pod that has lost the label by which we watch it, and whose gate we have to leave open."""
+        if has_gate(obj) and (meant := home(obj)) is not None:
+            self.strays[meant].append(obj)
+        self._enqueue(resource, obj)
 
     @property
     def _hub(self) -> HubProxy | None:

@@ -94,6 +94,7 @@ def shared_connection(pool: KVCachePool, namespace: str, keys: str, context: Con
     """
     home, labels = pool.metadata, pool_labels(pool.metadata.name, "connection")
     name = copy_name(home.namespace, home.name, "connection")
+    del labels["app.kubernetes.io/instance"]  # Argo CD knows by it what is its own, and prunes of that what no object owns
     metadata = {"name": name, "namespace": namespace, "labels": {SHARED_LABEL: "true", **labels}}
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": _connection_files(pool, context)}
     return stamped(body, context, {POOL_NAMESPACE: home.namespace, KEYS_ANNOTATION: keys})

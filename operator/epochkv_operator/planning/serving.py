@@ -2,7 +2,8 @@
 
 For a pod p with the gate, an engine instance r of it, and a kind k (a namespace and a fingerprint: guests do not decide for others):
 
-    live(p)    of each engine and rank, the live instance that started last, if it was heard from since the container's life before was over
+    live(p)    of each engine and rank, the live instance that started last, if it was heard from since the life before was over: the
+               container's, or that of a pod of the same name
     W(k)       the weights that serve. Named: those that have the label or begin with the digits. `Converged`:
                  - engines vote that were pushed to, or hold what served before. So while one does, W moves only by a push
                  - where there are none: if another kind of the namespace has a W that came by a push, engines that hold it, or weights
@@ -86,7 +87,7 @@ class Life:
     Attributes:
         name: empty: it does not run, or nobody says.
         ready: since when the containers of the pod are; None: they are not.
-        over: when the life before was seen to be over.
+        over: when the life before, or a pod of the same name, was seen to be over.
         gate: what it was then.
     """
 
@@ -182,11 +183,12 @@ def serving(
 
 
 def lives_of(pods: Iterable[Json], before: Mapping[str, Life], clock: float) -> dict[str, Life]:
-    """The lives of containers by the uid of their pods, to be remembered until the next look."""
+    """The lives of containers by the uid of their pods, to be remembered until the next look. A pod that has no gate yet may have the name
+    of one that is gone, and whose engines live on for a lease."""
     found: dict[str, Life] = {}
     for pod in filter(_counts, pods):
         name, uid = _life(pod), pod["metadata"]["uid"]
-        known = before.get(uid, Life(name))
+        known = before.get(uid, Life(name, over=None if condition_of(pod, GATE) else clock))
         if known.name not in (name, ""):
             known = Life(name, over=clock, gate=condition_of(pod, GATE))
         since = clock if known.ready is None else known.ready

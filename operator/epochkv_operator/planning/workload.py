@@ -184,7 +184,7 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
 def _trouble(workload: Json, pods: Sequence[Json]) -> tuple[str, str] | None:
     """The first thing found that will not mend itself soon, most telling first."""
     for pod in sorted(pods, key=lambda pod: str(pod["metadata"]["name"])):
-        found = _pod_trouble(pod)
+        found = pod_trouble(pod)
         if found is not None:
             return found
     for condition in (workload.get("status") or {}).get("conditions") or []:
@@ -220,7 +220,7 @@ def _starting(workload: Json, pods: Sequence[Json]) -> str:
     return ""
 
 
-def _pod_trouble(pod: Json) -> tuple[str, str] | None:
+def pod_trouble(pod: Json) -> tuple[str, str] | None:
     """Why a pod will not run soon, as a stable reason and a sentence; None: nothing says that it will not."""
     name, status = pod["metadata"]["name"], pod.get("status") or {}
     if pod["metadata"].get("deletionTimestamp") is not None:

@@ -318,7 +318,12 @@ def test_placement_reaches_the_operators_pods(render: Render, tmp_path: Path) ->
     assert rendered.one("PodDisruptionBudget", "epochkv-operator")["spec"]["maxUnavailable"] == "50%"
 
 
-def test_a_digest_wins_over_the_tag(render: Render) -> None:
+def test_images_lie_beside_the_operators_and_a_digest_wins_over_the_tag(render: Render) -> None:
+    served = "--api-versions=admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"
+    rendered = render(served, "--set", "image.repository=mirror.example/epochkv-operator,image.tag=dev")
+    (container,) = rendered.one("Deployment", "epochkv-operator")["spec"]["template"]["spec"]["containers"]
+    assert {f"--{name}-image=mirror.example/epochkv-{name}:dev" for name in ("store", "engine")} <= set(container["args"])
+    assert "'mirror.example/epochkv-connector:dev'" in str(rendered.all("MutatingAdmissionPolicy")[0]["spec"]["mutations"])
     rendered = render(
         *("--set", f"image.repository=mirror.example/operator,image.tag=dev,image.digest={DIGEST}"),
         *("--set", f"defaults.storeImage=mirror.example/store@{DIGEST},defaults.engineImage=mirror.example/engine:1@{DIGEST}"),

@@ -100,16 +100,17 @@ def turns(found: Serving) -> dict[str, tuple[str, str]]:
 
 
 def test_when_the_life_of_a_container_before_was_over() -> None:
-    """An engine may be heard of before its container is seen to run."""
+    """An engine may be heard of before its container is seen to run, and one of a pod that had the name before a new one."""
     waits, first, second, gone, bare = gated("a"), gated("a"), gated("a", ran=20.0), gated("a"), gated("a")
     del bare["status"]["containerStatuses"]
     waits["status"]["containerStatuses"][0]["state"] = {"waiting": {}}
     gone["status"] = {"phase": "Failed"}
     known: dict[str, Life] = {}
-    for seconds, pod, over in ((0, bare, None), (1, first, None), (5, waits, 5), (6, second, 5), (9, second, 5), (10, first, 10)):
+    for seconds, pod, over in ((0, bare, 0), (1, first, 0), (5, waits, 5), (6, second, 5), (9, second, 5), (10, first, 10)):
         known = lives_of([pod], known, seconds)
         assert known["uid-a"].over == over
     assert lives_of([gone], known, 11) == {}
+    assert lives_of([gated("a", "True")], {}, 12)["uid-a"].over is None, "a new operator takes out nobody who serves"
 
 
 def test_since_when_containers_are_ready() -> None:

@@ -1,6 +1,6 @@
-"""The rule of `spec.serve` in random schedules: pushes, restarts, new pods, rollouts to another fingerprint, silence, new hubs, operators
-that die between two writes, clocks that differ, a kubelet that comes late. What has to hold is said here in terms of the schedule, not of
-the rule.
+"""The rule of `spec.serve` in random schedules: pushes, restarts, new pods and namesakes, rollouts to another fingerprint, silence, new
+hubs, operators that die between two writes, clocks that differ, a kubelet that comes late. What has to hold is said here in terms of the
+schedule, not of the rule.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Pod:
     silent: float | None = None
     up: float | None = None
     gate: Json = field(default_factory=dict)
+    uid: int = 0
     ready: bool = False
     changes: int = 1
     told: tuple[bool, ...] = ()
@@ -77,6 +78,11 @@ class World:
         pod.life, pod.started, pod.holds, pod.since = self.lives, self.now, BASE, self.now
         pod.pushed, pod.silent, pod.up, pod.ready = False, None, None, False
         pod.changes += 1
+
+    def replace(self, pod: Pod) -> None:
+        """It is made anew under its name, as pods of a StatefulSet are."""
+        self.restart(pod)
+        pod.uid, pod.gate = self.lives, {}
 
     def start_ends(self, pod: Pod) -> None:
         if pod.up is None and self.now > pod.started + 3:
@@ -169,7 +175,7 @@ class World:
                 "kind": "Pod",
                 "metadata": {
                     "name": pod.name,
-                    "uid": pod.name,
+                    "uid": f"{pod.name}/{pod.uid}",
                     "namespace": "rl",
                     "ownerReferences": [{"uid": pod.group, "controller": True}],
                 },
@@ -215,6 +221,7 @@ class World:
             if pod.gate.get("status", "False") != turn.condition["status"]:
                 assert pod.changes, f"{pod.name} flaps: {pod.gate} -> {turn.condition}"
                 pod.changes = 0
+            assert turn.condition["reason"] != "Holds" or pod.up is not None, f"{pod.name} has not started"
             pod.gate = turn.condition
         self.half_stays(before)
         return len(written)
@@ -252,7 +259,7 @@ def run(seed: int, serve: Serve) -> World:
     world = World(seed, serve)
     steps: list[tuple[Callable[[Pod], object], int]] = [
         (world.restart, 2), (world.start_ends, 8), (world.push, 8), (world.mute, 1), (world.new_hub, 1), (world.outage, 1),
-        (world.set_clock, 1), (world.scale_up, 1), (world.roll, 1), (world.kubelet, 12),
+        (world.set_clock, 1), (world.scale_up, 1), (world.roll, 1), (world.replace, 1), (world.kubelet, 12),
         (world.wait, 8), (world.operate, 12), (lambda _: world.operate(dies=True), 2),
     ]  # fmt: skip
     actions, odds = zip(*steps, strict=True)

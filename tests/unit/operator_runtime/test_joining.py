@@ -1,19 +1,25 @@
 """Copies of a pool for namespaces that it allows, by the requests that they cost; and what is said of pods with a pool's label."""
 
 import asyncio
+import re
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from epochkv_operator.control import joining
 from epochkv_operator.control.joining import Copies
-from epochkv_operator.control.reconcile import PodReconciler
-from epochkv_operator.keys import made
+from epochkv_operator.control.reconcile import PodReconciler, PoolReconciler
+from epochkv_operator.control.runtime import Operator
+from epochkv_operator.hub.service import HubSnapshot
+from epochkv_operator.keys import FenceSecrets, made
 from epochkv_operator.kube.client import Conflict, Forbidden, KubeClient, NotFound
-from epochkv_operator.kube.resources import Resource
+from epochkv_operator.kube.resources import PODS, ObjectRef, Resource
 from epochkv_operator.kube.store import Key, Store, indexed, pool_key
 from epochkv_operator.settings import Settings
 from tests.support.planning import CONTEXT, pool
@@ -61,6 +67,12 @@ class ApiServer(KubeClient):
         self.asked.append(f"DELETE {resource.kind} {namespace}")
         assert self.objects.pop((resource.kind, namespace, name))["metadata"]["uid"] == uid
 
+    async def patch_condition(self, ref: ObjectRef, condition: Json) -> Json:
+        if ref.name.startswith("gone"):
+            raise NotFound(404, "NotFound", "", "PATCH")
+        self.asked.append(f"{condition['reason']} {ref.name}")
+        return gated(ref.name, ref.namespace, condition, version="9")
+
 
 class Rig:
     def __init__(self, *namespaces: str) -> None:
@@ -73,9 +85,6 @@ class Rig:
         names = {"allowedNamespaces": {"names": list(allowed)}} if allowed else {}
         self.pool = pool({"local": {"capacity": capacity}, **names})
         assert asyncio.run(self.copies.keep(KEY, self.pool, KEYS, CONTEXT)) is None
-        for (kind, *_), obj in self.server.objects.items():
-            if kind == "ConfigMap":
-                self.store.upsert(kind, obj)
         return list(self.server.asked)
 
     def problem(self) -> tuple[str, str] | None:
@@ -92,6 +101,10 @@ def test_the_secret_is_there_before_pods_join_and_until_none_does() -> None:
     assert rig.keep("team", capacity="2Gi") == ["GET Secret team", "GET ConfigMap team", "PUT ConfigMap team"]
     (config,) = (obj for (kind, *_), obj in rig.server.objects.items() if kind == "ConfigMap")
     assert config["data"]["local"] == str(2**31)
+    assert "app.kubernetes.io/instance" not in config["metadata"]["labels"], "Argo CD would prune it"
+    rig.store.remove("ConfigMap", rig.server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
+    assert rig.keep() == ["GET Secret team", "DELETE Secret team"], "somebody has deleted the ConfigMap"
+    rig.keep("team")
     assert rig.keep() == ["PUT ConfigMap team", "GET Secret team", "DELETE Secret team", "DELETE ConfigMap team"]
     assert rig.server.objects == {}
 
@@ -108,6 +121,8 @@ def test_a_namespace_that_is_not_there_is_asked_for_once_in_a_while(monkeypatch:
     rig.server.namespaces.add("nowhere")
     assert "POST ConfigMap nowhere" in rig.keep("nowhere", "team")
     assert rig.problem() is None
+    other = pool({"allowedNamespaces": {"names": ["other"]}, "local": {"capacity": "1Gi"}})
+    assert rig.copies.told(KEY, other) is None, "nobody has looked at this list"
 
 
 def test_a_namespace_that_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,56 +142,102 @@ def test_a_namespace_that_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPa
     assert {namespace for _, namespace, _ in rig.server.objects} == {"guarded", "team"}
 
 
-def test_a_list_that_nobody_has_looked_at_has_no_result() -> None:
-    rig = Rig("team")
-    rig.keep("team")
-    assert rig.copies.told(KEY, rig.pool) is not None
-    assert rig.copies.told(KEY, pool({"allowedNamespaces": {"names": ["other"]}, "local": {"capacity": "1Gi"}})) is None
+def ago(seconds: float) -> str:
+    return (datetime.now(UTC) - timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def pod(name: str, ready_seconds: float, **notes: str) -> Json:
-    since = (datetime.now(UTC) - timedelta(seconds=ready_seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {
-        "kind": "Pod",
-        "metadata": {
-            **{"name": name, "namespace": "team", "uid": f"uid-{name}", "resourceVersion": "1", "labels": {"epochkv.io/pool": "policy"}},
-            "annotations": {"epochkv.io/joined": "vllm", "epochkv.io/pool-namespace": "rl", **notes},
-        },
-        "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": since}]},
-    }
+def pod(name: str, ready_seconds: float, namespace: str = "team", version: str = "1") -> Json:
+    metadata: Json = {"name": name, "namespace": namespace, "uid": f"uid-{name}", "resourceVersion": version}
+    metadata |= {"labels": {"epochkv.io/pool": "policy"}, "annotations": {"epochkv.io/joined": "vllm", "epochkv.io/pool-namespace": "rl"}}
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": ago(ready_seconds)}
+    return {"kind": "Pod", "metadata": metadata, "status": {"phase": "Running", "conditions": [ready]}}
+
+
+def gated(name: str, namespace: str, gate: Json, version: str = "1") -> Json:
+    spec, status = {"readinessGates": [{"conditionType": gate["type"]}]}, {"conditions": [gate]}
+    return {**pod(name, 0.0, namespace, version), "spec": spec, "status": status}
+
+
+def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
+    """That it has no keys does not say so, nor that a copy is lost."""
+    server, settings = ApiServer("rl", "team"), Settings(namespace="epochkv-system")
+    operator = Operator(settings)
+    store, operator.queue = operator.store, Mock()
+    closed = {"type": "epochkv.io/weights", "status": "False", "lastTransitionTime": ago(60.0)}
+    for name in ("team", "other"):
+        operator.observed(PODS, "ADDED", gated(f"of-{name}", name, closed))
+    executor, reporter = Mock(bring_about=AsyncMock(return_value=(None, None))), Mock(report=AsyncMock(side_effect=lambda obj, do: do(obj)))
+    hub, leads = Mock(return_value=HubSnapshot()), Mock(leaderless=Mock(return_value=False))
+    given = (settings, store, executor, reporter, FenceSecrets(server, "h" * 40), hub, server, Mock(), frozenset, Mock(return_value=""))
+    pools = PoolReconciler(*given, leads, Copies(server, store, settings), operator.strays)
+
+    def opened(version: int, *allowed: str) -> list[str]:
+        server.asked.clear()
+        spec = {"local": {"capacity": "1Gi"}, "allowedNamespaces": {"names": list(allowed)}, "serve": {"weights": "Converged"}}
+        metadata = {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": str(version), "generation": 1}
+        store.upsert("KVCachePool", {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": metadata, "spec": spec})
+        asyncio.run(pools.reconcile(KEY))
+        return [one for one in server.asked if "of-" in one]
+
+    server.objects["Secret", "rl", "policy-fence"] = {"metadata": {}}
+    assert opened(1, "team") == ["NotGated of-other"]
+    server.objects.clear()
+    assert opened(2, "team") == []
+    (config,) = store.every("ConfigMap")
+    store.remove("ConfigMap", server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
+    assert opened(3, "team") == []
+    for name in (*(f"gone-{number}" for number in range(8)), "of-nobody"):
+        operator.observed(PODS, "ADDED", gated(name, "team", closed))
+        operator.observed(PODS, "DELETED", gated(name, "team", closed, "2"))
+    assert opened(4, "team") == ["NotGated of-nobody"], "it has lost its label"
+    assert opened(5, "elsewhere") == ["NotGated of-team"]
+
+
+def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitializing") -> Json:
+    """It joined this pool, and waits for this reason."""
+    made = pod("one", 0.0)
+    made["metadata"] |= {"creationTimestamp": ago(seconds), "labels": {"epochkv.io/pool": name}}
+    made["metadata"]["annotations"]["epochkv.io/pool-namespace"] = namespace
+    init = {"name": "epochkv-connector", "image": "epochkv/connector:1", "state": {"waiting": {"reason": waiting}}}
+    return {**made, "status": {"phase": "Pending", "initContainerStatuses": [init]}}
+
+
+SILENT = "NotReporting: .*kubectl logs one -c vllm"
 
 
 @pytest.mark.parametrize(
-    ("ready_seconds", "heard", "complete", "said", "woken"),
+    ("made", "heard", "complete", "said"),
     [
-        (45.0, [], True, ["NotReporting"], 0),
-        (45.0, [("one", "team")], True, [], 0),
-        (45.0, [("one", "other"), ("two", "team")], True, ["NotReporting"], 0),
-        (45.0, [], False, [], 2),
-        (5.0, [], True, [], 2),
+        (partial(pod, "one", 45.0), [], True, SILENT),
+        (partial(pod, "one", 45.0), [("one", "team")], True, None),
+        (partial(pod, "one", 45.0), [("one", "other"), ("two", "team")], True, SILENT),
+        (partial(pod, "one", 45.0), [], False, ""),
+        (partial(pod, "one", 5.0), [], True, ""),
+        (partial(pending, 130.0, "gone", "team"), [], True, "NotStarting: .* KVCachePool gone, which is gone"),
+        (partial(pending, 130.0, "refused", "team"), [], True, "NotStarting: .* KVCachePool refused, which has no keys: quota"),
+        (partial(pending, 130.0, "gone", "rl", "ImagePullBackOff"), [], True, "NotStarting: pod one cannot pull epochkv/connector:1"),
+        (partial(pending, 130.0, "gone", "rl"), [], True, ""),
+        (partial(pending, 110.0, "gone", "team"), [], True, ""),
     ],
-    ids=["silent", "reports", "others report", "new hub", "just ready"],
+    ids=["silent", "reports", "others report", "new hub", "just ready", "pool gone", "no keys", "no image", "guest", "just made"],
 )
-def test_a_pod_that_joined_and_never_reports_is_named_once(
-    ready_seconds: float, heard: list[tuple[str, str]], complete: bool, said: list[str], woken: int
+def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
+    made: Callable[[], Json], heard: list[tuple[str, str]], complete: bool, said: str | None
 ) -> None:
-    store, told, woke = Store(indexed), [], list[float]()
-    owner = {"metadata": {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": "1"}, "spec": {"reset": {"leaseSeconds": 30}}}
-    store.upsert("KVCachePool", owner)
-    store.upsert("Pod", pod("one", ready_seconds))
-    engines = [SimpleNamespace(pod=name, namespace=namespace) for name, namespace in heard]
-    view = SimpleNamespace(engines=engines, complete=complete)
-
-    class Reporter:
-        def tell(self, obj: Json, *, reason: str, action: str, note: str, warning: bool) -> None:
-            assert "kubectl logs one -c vllm" in note
-            assert not warning, "a pod of a larger engine has none of its own"
-            told.append(reason)
-
-    asked = SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0)
-    pods = PodReconciler(store, Reporter(), lambda *_: asked, lambda _, delay: woke.append(delay))  # type: ignore[arg-type]
+    """`said`: None where there is nothing to say, and empty as long as nobody can tell."""
+    store, reporter, wake = Store(indexed), Mock(), Mock()
+    for place in (("rl", "policy"), ("team", "refused")):
+        metadata = {"namespace": place[0], "name": place[1], "uid": place[1], "resourceVersion": "1"}
+        store.upsert("KVCachePool", {"metadata": metadata, "spec": {"reset": {"leaseSeconds": 30}}})
+    view = SimpleNamespace(engines=[SimpleNamespace(pod=name, namespace=namespace) for name, namespace in heard], complete=complete)
+    hub = Mock(return_value=SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0))
+    store.upsert("Pod", made())
+    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake)
     for _ in range(2):
         asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
-    assert told == said
-    assert len(woke) == woken
+    told = [call.kwargs for call in reporter.tell.mock_calls]
+    assert [bool(re.match(said or "-", f"{about['reason']}: {about['note']}")) for about in told] == [True] * bool(said)
+    assert all(about["warning"] is not (said == SILENT) for about in told), "a pod of a larger engine has no engine of its own"
+    woke = [call.args[1] for call in wake.mock_calls]
+    assert len(woke) == (2 if said == "" else 0)
     assert all(15 < delay <= 30 for delay in woke), "a thousand pods that ask each second leave the hub no time"
