@@ -180,10 +180,12 @@ class Peers:
 
     Attributes:
         foretold: what the domain holds, 32 bytes; None: some rank does not know. Any thread.
+        changes: how often that has changed.
     """
 
     def __init__(self, size: int, rank: int, store: Store, changed: Callable[[], None]) -> None:
         self.foretold: bytes | None = None
+        self.changes = 0
         self._keys = [f"epochkv/holds/{number}" for number in range(size)]
         self._rank, self._store, self._changed = rank, store, changed
         self._holds = UNKNOWN, b""  # both at once, or `foretold` were of weights that nobody had
@@ -219,4 +221,5 @@ class Peers:
             foretold = None if UNKNOWN in known else domain_digest(known, rest)
             if foretold != self.foretold:
                 self.foretold = foretold
+                self.changes += 1
                 self._changed()

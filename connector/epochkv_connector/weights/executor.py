@@ -61,8 +61,8 @@ class EngineRanks:
         """`rank.join_domain` on every rank: why one cannot; empty: all have."""
         return next(filter(None, self._rpc(rank.join_domain)), "")
 
-    def see_domain(self, number: int) -> Sequence[dict[str, Any]]:
-        return list(self._rpc(rank.see_domain, args=(number,)))
+    def see_domain(self, number: int, anew: bool) -> Sequence[dict[str, Any]]:
+        return list(self._rpc(rank.see_domain, args=(number, anew)))
 
     def end_device_work(self) -> None:
         self._rpc(rank.end_device_work)

@@ -527,11 +527,11 @@ def join_domain(worker: Any) -> str:
         return f"the data-parallel ranks cannot tell each other what they hold: {error!r}"
 
 
-def see_domain(worker: Any, number: int) -> Answer:
+def see_domain(worker: Any, number: int, anew: bool) -> Answer:
     """What all ranks began the newest pass with: `columns`, or None and a `note`. From then on steps of this number expect that.
 
     `silent`: how often the weights of each had changed that no call announced, also of one that does not know what it holds now.
-    `knows`: whether this worker does.
+    `knows`: whether this worker does. `anew`: only a later pass tells, from now on.
     """
     held = _of(worker)
     answer: Answer = {"number": number, "columns": None, "silent": (), "note": "", "alone": "", "rank": getattr(worker, "rank", 0)}
@@ -540,6 +540,8 @@ def see_domain(worker: Any, number: int) -> Answer:
     if domain is None or domain.alone:
         answer["alone"] = domain.alone if domain is not None else "this worker has not joined the other data-parallel ranks"
         return answer
+    if anew:
+        held.digested_at = domain.passes
     answer["silent"] = tuple(int.from_bytes(column[TOLD_BYTES:], "little") for column in domain.columns)
     if domain.passes <= held.digested_at or time.monotonic() - max(domain.at, held.stepped_at) > IDLE_SECONDS:
         answer["note"] = NO_PASS

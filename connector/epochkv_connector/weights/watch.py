@@ -116,7 +116,7 @@ class Ranks(Protocol):
     def are_unchanged(self, number: int) -> bool:
         """`rank.is_unchanged` on every rank. May raise."""
 
-    def see_domain(self, number: int) -> Sequence[dict[str, Any]]:
+    def see_domain(self, number: int, anew: bool) -> Sequence[dict[str, Any]]:
         """`rank.see_domain` on every rank. May raise."""
 
     def end_device_work(self) -> None:
@@ -205,6 +205,7 @@ class Watch:
         self._own: bytes | None = None  # what the ranks of this engine hold; `_rest`: beside routed experts
         self._rest = b""
         self._confirmed = False  # nothing has happened since `value` was seen
+        self._heard = 0  # changes of what other ranks say
         self._patience = 0.0  # until then nobody is let in; 0.0: nobody waits
         self._silent: list[tuple[int, ...]] = []  # changes without a call, by rank, and what was named before
         self._last = b""
@@ -470,13 +471,19 @@ class Watch:
         """Ask with what all ranks began their newest pass, unless nothing can have changed. Requests are kept out until a pass tells,
         for `PATIENCE_SECONDS` at most: meanwhile there is nothing to schedule, and vLLM makes passes of its own accord."""
         self.awaits = False
-        if self._peers is None or self._confirmed or self._suspicion or self._own is None:
+        if self._peers is None:
             return
+        # The hub hears of it as soon as this engine, so nobody may find what the domain held before.
+        heard, self._heard = self._heard, self._peers.changes
+        anew = heard != self._heard and self._peers.foretold not in (None, self.value)
+        if (self._confirmed and not anew) or self._suspicion or self._own is None:
+            return
+        self._confirmed = False
         number = self._asked = self._asked + 1
         said: list[dict[str, Any]] = []
 
         def ask() -> list[dict[str, Any]]:
-            said.extend(self._ranks.see_domain(number))
+            said.extend(self._ranks.see_domain(number, anew))
             return said
 
         answers, note = answers_of(ask, number, self._num_ranks, "columns", tuple)
