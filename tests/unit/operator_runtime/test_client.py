@@ -39,13 +39,15 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 
 @asynccontextmanager
-async def serving(context: ssl.SSLContext | None = None) -> AsyncIterator[tuple[int, list[web.BaseRequest]]]:
-    """Port of an HTTP server (or proxy: it is sent whole addresses), and the requests that it had."""
+async def serving(
+    context: ssl.SSLContext | None = None, status: int = 200, text: str = '{"gitVersion": "v1"}', headers: dict[str, str] | None = None
+) -> AsyncIterator[tuple[int, list[web.BaseRequest]]]:
+    """Port of an HTTP server (or proxy: it is sent whole addresses) that always answers so, and the requests that it had."""
     asked: list[web.BaseRequest] = []
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         asked.append(request)
-        return web.json_response({"gitVersion": "v1"})
+        return web.Response(status=status, text=text, headers=headers, content_type="application/json")
 
     runner = web.ServerRunner(web.Server(answer))
     await runner.setup()
@@ -173,12 +175,22 @@ def test_a_plugin_that_fails_is_named(write: Callable[..., None]) -> None:
 
 
 @both
-async def test_the_name_in_the_certificate(ask: Asking, write: Callable[..., None], tmp_path: Path) -> None:
+async def test_the_certificate_and_the_name_in_it(
+    ask: Asking, write: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an Authority Key Identifier, which Python 3.13 wants by default. Those of EKS and of old CAs have none either."""
     pki, context = Pki(tmp_path), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     pki.ensure_ca()
-    pki.ensure("server", "server", hosts=["DNS:api.example"])
+    pki.ensure("server", "server", hosts=["DNS:api.example\nauthorityKeyIdentifier=none"])
     context.load_cert_chain(pki.crt("server"), pki.key("server"))
+    make = ssl.create_default_context
 
+    def strict(**given: Any) -> ssl.SSLContext:
+        made = make(**given)
+        made.verify_flags |= ssl.VERIFY_X509_STRICT
+        return made
+
+    monkeypatch.setattr(ssl, "create_default_context", strict)
     async with serving(context) as (port, _):
         write(f"https://127.0.0.1:{port}", certificate_authority=str(pki.ca), tls_server_name="api.example")
         assert await answered(ask) == {"gitVersion": "v1"}
@@ -187,26 +199,14 @@ async def test_the_name_in_the_certificate(ask: Asking, write: Callable[..., Non
 # ----------------------------------------------------------------------------------------------------------- answers
 async def ask(status: int, body: str, headers: dict[str, str]) -> object:
     """What `request` makes of one answer of a real server."""
-
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(status=status, text=body, headers=headers)
-
-    app = web.Application()
-    app.router.add_get("/api", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    configuration = kubernetes_client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
-    configuration.client_session_kwargs = {"trust_env": False}
-    client = KubeClient(configuration, deadline_seconds=5)
-    try:
-        return await client.request("GET", "/api")
-    except ApiError as error:
-        return error
-    finally:
-        await client.close()
-        await runner.cleanup()
+    async with serving(None, status, body, headers) as (port, _):
+        client = KubeClient(kubernetes_client.Configuration(host=f"http://127.0.0.1:{port}"), deadline_seconds=5)
+        try:
+            return await client.request("GET", "/api")
+        except ApiError as error:
+            return error
+        finally:
+            await client.close()
 
 
 def test_a_field_that_the_schema_lacks_is_no_outage() -> None:
