@@ -179,6 +179,17 @@ def test_boards_only_on_request_as_the_sidecar_of_grafana_finds_them(render: Ren
     assert "grafana_dashboard" not in fleet["metadata"]["labels"]
 
 
+def test_the_policy_for_pods_that_join_is_there_on_request_or_where_its_kind_is_served(render: Render) -> None:
+    served = "--api-versions=admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"
+
+    def policies(*known: str) -> list[int]:
+        values = ("auto", "true", "false", "auto,watchNamespaces={a}", "true,watchNamespaces={a}")
+        return [len(render("--set", f"join.enabled={value}", *known).all("MutatingAdmissionPolicy")) for value in values]
+
+    assert policies() == [0, 2, 0, 0, 2]
+    assert policies(served) == [2, 2, 0, 0, 2]
+
+
 def test_service_monitor_only_on_request(render: Render) -> None:
     assert render().all("ServiceMonitor") == []
     rendered = render("--set", "monitoring.serviceMonitor.enabled=true", "--set", r"monitoring.serviceMonitor.labels.helm\.sh/chart=mine")
