@@ -162,7 +162,7 @@ class Operator:
             if begun:
                 self._start("watches", watches.run())
                 started = asyncio.Event()
-                kopf_task = self._start("kopf", driver.drive(self._kopf_saw, watches.soon, client, self.settings, started))
+                kopf_task = self._start("kopf", driver.drive(self.observed, watches.soon, client, self.settings, started))
                 await self._unless_stopped(started.wait(), *self._tasks)
                 self._catch_signals()  # kopf has put its own handlers in their place
                 await self._unless_stopped(self._prepare(client, leader, watches, events, reporter), *self._tasks)
@@ -207,14 +207,8 @@ class Operator:
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())
 
-    def _kopf_saw(self, resource: Resource, event_type: str | None, obj: Json) -> None:
-        """`driver.Sink`: an object that kopf has listed or watched."""
-        if event_type is None and self._watches is not None:
-            self._watches.soon()
-        self.observed(resource, event_type, obj)
-
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
-        """`watch.Seen`: an object seen by a watch or a list."""
+        """`watch.Seen` and `driver.Sink`: an object seen by a watch or a list."""
         obj.setdefault("kind", resource.kind)
         obj.setdefault("apiVersion", resource.api_version)
         if event_type == "DELETED":

@@ -1,19 +1,25 @@
 """Kinds that are listed and watched, through an API server that fails in every way that counts."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
+from kubernetes.aio import client as kubernetes_client
 
+from epochkv_operator.control import driver
 from epochkv_operator.kube import watch
-from epochkv_operator.kube.client import ApiError, Forbidden, NotFound, Unavailable
-from epochkv_operator.kube.resources import POD_MONITORS, SERVICES, Resource
+from epochkv_operator.kube.client import ApiError, Forbidden, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.resources import POD_MONITORS, POOLS, SERVICES, Resource
 from epochkv_operator.kube.store import Store, indexed
+from epochkv_operator.settings import Settings
 
 Json = dict[str, Any]
 GONE, DENIED = NotFound(404, "NotFound", "no such kind", "GET"), Forbidden(403, "Forbidden", "may not list", "GET")
 EXPIRED = {"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}
+BROKEN = {"type": "ERROR", "object": {"code": 500, "reason": "InternalError", "message": "cannot decode"}}
 
 
 def thing(uid: str, version: int) -> Json:
@@ -175,3 +181,40 @@ def test_a_watch_goes_on_where_it_was_cut_and_begins_anew_when_its_version_has_e
     assert server.watched_from[:4] == ["7", "8", "12", "20"]
     assert followed.seen == [(None, 3), ("ADDED", 8), ("MODIFIED", 9), (None, 19)]
     assert sorted(followed.vanished) == ["x", "z"], "what went in the gap"
+
+
+@pytest.mark.parametrize(("trouble", "gaps"), [(404, [1]), (410, [1, 1]), (EXPIRED, [1, 2]), (BROKEN, [1, 2])])
+async def test_kopf_goes_on_whatever_a_watch_is_told(trouble: int | Json, gaps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a list nor a watch that begins anew shows what went meanwhile. So each counts as a gap, also when nothing is left."""
+    monkeypatch.setattr(driver, "RETRY_SECONDS", 0.01)
+    kinds = [{"name": name, "kind": name, "singularName": "", "namespaced": True} for name in ("namespaces", POOLS.plural)]
+    group = {"name": POOLS.group, "versions": [{"version": POOLS.version}], "preferredVersion": {"version": POOLS.version}}
+    discovery = {"versions": ["v1"], "groups": [group], "resources": [{**kind, "verbs": ["list", "watch"]} for kind in kinds]}
+    script: list[Any] = [trouble, {"type": "ADDED", "object": thing("x", 9)}]
+    lists, told, seen = 0, list[int](), list[Any]()
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        nonlocal lists
+        if request.path != POOLS.path(None):
+            return web.json_response(discovery)
+        if "watch" not in request.query:
+            lists += 1
+            return web.json_response({"metadata": {"resourceVersion": "7"}, "items": []})
+        event = script.pop(0) if script else await asyncio.sleep(60, 503)
+        return web.Response(status=event) if isinstance(event, int) else web.Response(text=json.dumps(event) + "\n")
+
+    runner = web.ServerRunner(web.Server(answer), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = KubeClient(kubernetes_client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
+    work = driver.drive(lambda *event: seen.append(event[1]), lambda: told.append(lists), client, Settings("a"), asyncio.Event())
+    kopf = asyncio.create_task(work)
+    async with asyncio.timeout(20):
+        while not seen:
+            assert not kopf.done()
+            await asyncio.sleep(0.01)
+    kopf.cancel()
+    await asyncio.wait([kopf])
+    await client.close()
+    await runner.cleanup()
+    assert (seen, [gap for gap in told if gap]) == (["ADDED"], gaps)
