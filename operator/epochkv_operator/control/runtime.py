@@ -128,19 +128,21 @@ class Operator:
         log.info("operator starts", identity=self.identity, namespace=self.settings.namespace, watches=watches)
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
-        client = await KubeClient.connect()
         leader = self._leader = Leader(self.settings, self.identity, self.store, self._take, self._wake, self.queue.hurry)
-        client.may_not_write = leader.not_leading
+        client: KubeClient | None = None
         try:
             if not await self._unless_stopped(leader.acquire()):
                 return 0
+            client = await KubeClient.connect()  # only now: the API server's CA may change while this process stands by
+            client.may_not_write = leader.not_leading
             return await self._lead(client, leader)
         finally:
             await leader.close()
             metrics.LEADER.set(0)
             await end(self._tasks, 2.0)  # kopf: it writes nothing, so the Lease need not wait for it
             await self.probes.close()
-            await client.close()
+            if client is not None:
+                await client.close()
 
     async def _lead(self, client: KubeClient, leader: Leader) -> int:
         """From the Lease on: returns the exit status."""
