@@ -19,6 +19,7 @@ import kopf
 import structlog
 
 from epochkv_operator.api.base import GROUP
+from epochkv_operator.kube import watch
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.resources import PRIMARY, Resource
 from epochkv_operator.settings import Settings
@@ -29,7 +30,6 @@ Sink = Callable[[Resource, str | None, dict[str, Any]], None]
 of an initial (or repeated) listing, else ADDED, MODIFIED or DELETED."""
 Gap = Callable[[], None]
 """Told when kopf has listed, or a watch had to begin anew: neither shows what was deleted meanwhile. Must return at once."""
-RETRY_SECONDS = 2.0
 _ABSENT, _GONE = 404, 410
 _EXPIRED = b'{"type": "ERROR", "object": {"code": 410}}\n'
 
@@ -116,10 +116,10 @@ def _begin_anew(gap: Gap) -> aiohttp.ClientMiddlewareType:
     """Nothing ends kopf. Where a watch's version has expired, it watches from any, which begins with all objects that there are."""
 
     async def sent(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        response, watch = await send(request), "watch" in request.url.query
+        response, watches = await send(request), "watch" in request.url.query
         if response.status == _GONE:
             response.close()
-            if not watch:
+            if not watches:
                 raise aiohttp.ClientPayloadError("the list expired between two pages")  # which has kopf list from the first page
             log.info("watch restarted", path=request.url.path, reason="its version has expired")
             gap()
@@ -128,7 +128,7 @@ def _begin_anew(gap: Gap) -> aiohttp.ClientMiddlewareType:
         if response.status in (_ABSENT, _GONE) and f"/apis/{GROUP}/" in request.url.path:
             response.close()
             raise aiohttp.ClientConnectionError("not served now")  # which has kopf send it again
-        if watch:
+        if watches:
             response.content = cast(Any, _Expiring(response.content))
         elif response.ok:
             gap()
@@ -154,7 +154,7 @@ class _Expiring:
             for line in lines:
                 if b'"ERROR"' in line[:20] and (error := json.loads(line)["object"]).get("code") != _GONE:
                     log.info("watch restarted", reason=error)
-                    await asyncio.sleep(RETRY_SECONDS)
+                    await asyncio.sleep(watch.RETRY_SECONDS)
                     yield _EXPIRED
                 else:
                     yield line + b"\n"
