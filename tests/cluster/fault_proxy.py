@@ -20,7 +20,7 @@ from aiohttp import web
 from hack.cluster.controlplane import ControlPlane
 
 _REASONS = {
-    **{403: "Forbidden", 409: "Conflict", 410: "Expired", 422: "Invalid", 429: "TooManyRequests"},
+    **{403: "Forbidden", 404: "NotFound", 409: "Conflict", 410: "Expired", 422: "Invalid", 429: "TooManyRequests"},
     **{500: "InternalError", 503: "ServiceUnavailable"},
 }
 NO_ANSWER, CUT, LATE = 0, -1, -2

@@ -123,7 +123,7 @@ def test_what_a_watch_does_not_show_is_found_by_a_list(namespace: Namespace, pro
 
 
 def test_a_watch_whose_version_has_expired_begins_anew(namespace: Namespace, proxy: FaultProxy, tmp_path: Path) -> None:
-    """The API server says so by an HTTP status, not in the stream. What came and went in the gap is found; nothing ends."""
+    """The API server says so by an HTTP status, not in the stream, and 404 before. What came and went in the gap is found; nothing ends."""
     path = ENGINES.path(namespace.name)
     with leading_operator(namespace, tmp_path, kubeconfig=proxy.kubeconfig) as operator:
         namespace.create_pool("policy", **POOL)
@@ -135,7 +135,7 @@ def test_a_watch_whose_version_has_expired_begins_anew(namespace: Namespace, pro
             nonlocal gap
             if (method, asked) != (WATCH, path) or (Fault(410) in {fault for _, _, fault in proxy.faults}):
                 return None
-            return Fault(503) if gap else Fault(410)
+            return Fault(404) if gap else Fault(410)
 
         proxy.decide = decide
         assert proxy.cut_watches(expired=False) > 0

@@ -2,21 +2,24 @@
 
 kopf's own reconciliation is not used: create, update and delete handlers, timers, daemons, indices, finalizers, patches.
 It writes to the objects that it watches and keeps state in annotations, and one 4xx ends a timer for good (measured).
-A version that has expired may be told in the stream, which kopf expects, or by an HTTP status, which ends kopf. So kopf is given a
-session that never shows it such a status.
+kopf ends when an answer is 404, as those of a starting API server may be, or when a watch is told of an error. All that it expects is a
+version that has expired, and that only in the stream. So kopf is given a session that shows it nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
 
 import aiohttp
 import kopf
 import structlog
 
+from epochkv_operator.api.base import GROUP
+from epochkv_operator.kube import watch
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.resources import PRIMARY, Resource
 from epochkv_operator.settings import Settings
@@ -26,8 +29,9 @@ Sink = Callable[[Resource, str | None, dict[str, Any]], None]
 """Takes what the watches see: kind, type of the event, object. Must return at once and must not raise. The type is None for objects
 of an initial (or repeated) listing, else ADDED, MODIFIED or DELETED."""
 Gap = Callable[[], None]
-"""Told when a watch had to begin anew: what was deleted meanwhile, no watch shows. Must return at once."""
-_GONE = 410
+"""Told when kopf has listed, or a watch had to begin anew: neither shows what was deleted meanwhile. Must return at once."""
+_ABSENT, _GONE = 404, 410
+_EXPIRED = b'{"type": "ERROR", "object": {"code": 410}}\n'
 
 
 class _Backoffs:
@@ -109,18 +113,48 @@ def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> N
 
 
 def _begin_anew(gap: Gap) -> aiohttp.ClientMiddlewareType:
-    """Where the API server has forgotten the version to go on from: watch from any, which begins with all objects that there are."""
+    """Nothing ends kopf. Where a watch's version has expired, it watches from any, which begins with all objects that there are."""
 
     async def sent(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        response = await send(request)
-        if response.status != _GONE:
-            return response
-        response.close()
-        if "watch" not in request.url.query:
-            raise aiohttp.ClientPayloadError("the list expired between two pages")  # which has kopf list from the first page
-        log.info("watch restarted", path=request.url.path, reason="its version has expired")
-        gap()
-        request.url = request.url.without_query_params("resourceVersion")
-        return await send(request)
+        response, watches = await send(request), "watch" in request.url.query
+        if response.status == _GONE:
+            response.close()
+            if not watches:
+                raise aiohttp.ClientPayloadError("the list expired between two pages")  # which has kopf list from the first page
+            log.info("watch restarted", path=request.url.path, reason="its version has expired")
+            gap()
+            request.url = request.url.without_query_params("resourceVersion")
+            response = await send(request)
+        if response.status in (_ABSENT, _GONE) and f"/apis/{GROUP}/" in request.url.path:
+            response.close()
+            raise aiohttp.ClientConnectionError("not served now")  # which has kopf send it again
+        if watches:
+            response.content = cast(Any, _Expiring(response.content))
+        elif response.ok:
+            gap()
+        return response
 
     return sent
+
+
+class _Expiring:
+    """What a watch brings. Each error becomes that of an expired version, which has kopf list anew."""
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+        """Lines. The type stands first in each."""
+        rest = b""
+        async for chunk in self._content.iter_chunked(size):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if b'"ERROR"' in line[:20] and (error := json.loads(line)["object"]).get("code") != _GONE:
+                    log.info("watch restarted", reason=error)
+                    await asyncio.sleep(watch.RETRY_SECONDS)
+                    yield _EXPIRED
+                else:
+                    yield line + b"\n"

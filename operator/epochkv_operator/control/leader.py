@@ -19,7 +19,7 @@ from epochkv_fence.net.keys import KeyPair
 from epochkv_operator import metrics
 from epochkv_operator.hub.masters import master_urls
 from epochkv_operator.hub.service import HubFailed, HubService
-from epochkv_operator.kube.client import Json, KubeClient
+from epochkv_operator.kube.client import Json, KubeClient, Unavailable
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import Resource
 from epochkv_operator.kube.status import StatusWriter
@@ -171,10 +171,16 @@ class Leader:
 
     async def _acquire(self) -> None:
         settings = self._settings
-        self._client = await KubeClient.connect()
-        self._lease = LeaseHolder(self._client, settings.namespace, settings.lease_name, self._identity, settings.lease_duration_seconds)
-        self._lease.recovered = lambda: self._on_main(self._answers)
-        await self._lease.acquire()
+        place = (settings.namespace, settings.lease_name, self._identity, settings.lease_duration_seconds)
+        while True:
+            self._client = await KubeClient.connect()
+            self._lease = LeaseHolder(self._client, *place)
+            self._lease.recovered = lambda: self._on_main(self._answers)
+            try:
+                await self._lease.acquire()
+                return
+            except Unavailable:  # the API server's CA may be another by now, and a connection has the one that it began with
+                await self._client.close()
 
     async def _hold(self) -> None:
         assert self._lease is not None

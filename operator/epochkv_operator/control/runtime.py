@@ -130,19 +130,21 @@ class Operator:
         log.info("operator starts", identity=self.identity, namespace=self.settings.namespace, watches=watches)
         self._add_probes()
         await self.probes.serve(self.settings.probe_bind, self.settings.metrics_bind)
-        client = await KubeClient.connect()
         leader = self._leader = Leader(self.settings, self.identity, self.store, self._take, self._wake, self.queue.hurry)
-        client.may_not_write = leader.not_leading
+        client: KubeClient | None = None
         try:
             if not await self._unless_stopped(leader.acquire()):
                 return 0
+            client = await KubeClient.connect()  # only now: the API server's CA may change while this process stands by
+            client.may_not_write = leader.not_leading
             return await self._lead(client, leader)
         finally:
             await leader.close()
             metrics.LEADER.set(0)
             await end(self._tasks, 2.0)  # kopf: it writes nothing, so the Lease need not wait for it
             await self.probes.close()
-            await client.close()
+            if client is not None:
+                await client.close()
 
     async def _lead(self, client: KubeClient, leader: Leader) -> int:
         """From the Lease on: returns the exit status."""
@@ -164,7 +166,7 @@ class Operator:
             if begun:
                 self._start("watches", watches.run())
                 started = asyncio.Event()
-                kopf_task = self._start("kopf", driver.drive(self._kopf_saw, watches.soon, client, self.settings, started))
+                kopf_task = self._start("kopf", driver.drive(self.observed, watches.soon, client, self.settings, started))
                 await self._unless_stopped(started.wait(), *self._tasks)
                 self._catch_signals()  # kopf has put its own handlers in their place
                 await self._unless_stopped(self._prepare(client, leader, watches, events, reporter), *self._tasks)
@@ -209,14 +211,8 @@ class Operator:
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())
 
-    def _kopf_saw(self, resource: Resource, event_type: str | None, obj: Json) -> None:
-        """`driver.Sink`: an object that kopf has listed or watched."""
-        if event_type is None and self._watches is not None:
-            self._watches.soon()
-        self.observed(resource, event_type, obj)
-
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
-        """`watch.Seen`: an object seen by a watch or a list."""
+        """`watch.Seen` and `driver.Sink`: an object seen by a watch or a list."""
         obj.setdefault("kind", resource.kind)
         obj.setdefault("apiVersion", resource.api_version)
         if event_type == "DELETED":

@@ -182,6 +182,7 @@ class KubeClient:
         """The API server's clock when it answered last, to the second."""
         configuration.client_session_kwargs = {"trust_env": False, "trace_configs": [_asked_again(self._check_leading)]}
         configuration.connection_pool_maxsize = 0  # each watch holds a connection: there is no most
+        configuration.disable_strict_ssl_verification = True  # as kubectl: Python 3.13 refuses certificates such as EKS's
         self._api = kubernetes_client.ApiClient(configuration)
         self._api.user_agent = MANAGED_BY
 

@@ -23,6 +23,7 @@ from epochkv_operator.kube.client import ApiError, Conflict, Json, KubeClient, N
 from epochkv_operator.kube.resources import LEASES, micro_time
 
 log = structlog.get_logger(__name__)
+SILENT_SECONDS = 60.0
 
 
 class LeaseLost(Exception):
@@ -59,20 +60,25 @@ class LeaseHolder:
         self._seen: tuple[str, float] = ("", 0.0)  # version of a foreign record, and when it was first seen
 
     async def acquire(self) -> Term:
-        """Wait until the Lease is ours. Survives an API server that is away or still starting."""
+        """Wait until the Lease is ours. Raises `Unavailable`: nothing has answered for `SILENT_SECONDS`."""
         waiting_for: str | None = None
+        answered_at = time.monotonic()
         while True:
             try:
                 term = await self._try_acquire()
                 if term is not None:
                     return term
-                holder = term_of(self._lease).holder
+                answered_at, holder = time.monotonic(), term_of(self._lease).holder
                 if holder != waiting_for:
                     waiting_for = holder
                     log.info("standing by: another operator leads", lease=self.place, holder=holder)
             except Conflict:
                 pass  # somebody was faster; look again
             except ApiError as error:
+                if error.status:
+                    answered_at = time.monotonic()
+                elif time.monotonic() - answered_at > SILENT_SECONDS:
+                    raise
                 if waiting_for != str(error):
                     waiting_for = str(error)
                     log.warning("cannot read or take the Lease yet, trying again", lease=self.place, error=waiting_for)

@@ -179,6 +179,23 @@ def test_boards_only_on_request_as_the_sidecar_of_grafana_finds_them(render: Ren
     assert "grafana_dashboard" not in fleet["metadata"]["labels"]
 
 
+def test_the_policy_for_pods_that_join_is_there_on_request_or_where_its_kind_is_served(render: Render) -> None:
+    values = ("auto", "true", "false", "auto,watchNamespaces={a}", "true,watchNamespaces={a}")
+    served = "--api-versions=admissionregistration.k8s.io/v1/MutatingAdmissionPolicy"
+    for more, expected in ((), [0, 2, 0, 0, 2]), ((served,), [2, 2, 0, 0, 2]):
+        rendered = (render("--set", f"join.enabled={value}", *more) for value in values)
+        assert [len(one.all("MutatingAdmissionPolicy")) for one in rendered] == expected
+
+
+def test_the_policy_of_an_operator_that_serves_some_namespaces(render: Render) -> None:
+    values = "watchNamespaces={a,b},join.enabled=true,serve.gates=false,defaults.connectorImage=registry.example/c@sha256:0"
+    names = ("epochkv-join-epochkv-system", "epochkv-join-epochkv-system-shared")
+    admission, _ = (render("--set", values).one("MutatingAdmissionPolicy", name)["spec"] for name in names)
+    assert admission["matchConstraints"]["namespaceSelector"]["matchExpressions"][0]["values"] == ["a", "b"]
+    assert "image: 'registry.example/c@sha256:0'" in admission["mutations"][0]["jsonPatch"]["expression"]
+    assert [one["expression"].split(" &&")[0] for one in admission["variables"] if one["name"] == "gated"] == ["false"]
+
+
 def test_service_monitor_only_on_request(render: Render) -> None:
     assert render().all("ServiceMonitor") == []
     rendered = render("--set", "monitoring.serviceMonitor.enabled=true", "--set", r"monitoring.serviceMonitor.labels.helm\.sh/chart=mine")

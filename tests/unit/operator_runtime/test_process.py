@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -22,10 +23,11 @@ from epochkv_fence.net import gate, server
 from epochkv_fence.protocol.pool import Term
 from epochkv_operator.control.driver import kopf_settings
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.leader import WriteThroughCache
+from epochkv_operator.control.leader import Leader, WriteThroughCache
 from epochkv_operator.control.reporter import Reporter
 from epochkv_operator.control.runtime import Operator, Probes
 from epochkv_operator.control.worker import WorkQueue
+from epochkv_operator.kube import lease
 from epochkv_operator.kube.client import Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import DEPLOYMENTS, POOLS, Resource
@@ -119,6 +121,22 @@ async def test_a_lease_is_ours_and_is_given_back_over_writes_without_an_answer()
             await holder._renew(1.0)  # its process is told to end meanwhile
         await holder.release()
     assert server.lease["spec"]["holderIdentity"] == ""
+
+
+async def test_a_standby_that_hears_nothing_connects_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection has the CA that it began with. A refusal is an answer."""
+    server = OneLease()
+    answers = [Unavailable(500, "", "", "GET"), Unavailable(0, "", "", "GET"), server.lease]
+    connect = AsyncMock(return_value=server)
+    monkeypatch.setattr(KubeClient, "connect", connect)
+    monkeypatch.setattr(server, "get", AsyncMock(side_effect=answers))
+    monkeypatch.setattr(server, "close", AsyncMock())
+    monkeypatch.setattr(lease, "SILENT_SECONDS", 0.0)
+    leader = Leader(Settings("a", lease_duration_seconds=1), "me", Store(indexed), print, print, print)
+    async with asyncio.timeout(60):
+        await leader.acquire()
+        await leader.close()
+    assert connect.await_count == 2
 
 
 # -------------------------------------------------------------------------------------------------------------- kopf

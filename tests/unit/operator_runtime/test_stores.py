@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from epochkv_operator.hub import masters
 from epochkv_operator.hub.masters import Elections, master_urls
@@ -77,21 +78,15 @@ async def answering(address: str, answer: Json | bytes | None) -> AsyncIterator[
     if answer is None:
         yield
         return
-    app = web.Application()
 
-    async def health(_: web.Request) -> web.Response:
+    async def health(request: web.BaseRequest) -> web.StreamResponse:
+        assert request.path == "/health"
         if isinstance(answer, bytes):
             return web.Response(body=answer, headers={"Content-Encoding": "identity" if answer[:1] == b"[" else "gzip"})
         return web.json_response(answer)
 
-    app.router.add_get("/health", health)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, address, 9003).start()
-    try:
+    async with RawTestServer(health, host=address, port=9003):
         yield
-    finally:
-        await runner.cleanup()
 
 
 SERVES, STANDS_BY = {"status": "ok", "service_ready": True}, {"status": "ok", "service_ready": False}

@@ -1,15 +1,21 @@
 """Kinds that are listed and watched, through an API server that fails in every way that counts."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
+from kubernetes.aio import client as kubernetes_client
 
+from epochkv_operator.control import driver
 from epochkv_operator.kube import watch
-from epochkv_operator.kube.client import ApiError, Forbidden, NotFound, Unavailable
-from epochkv_operator.kube.resources import POD_MONITORS, SERVICES, Resource
+from epochkv_operator.kube.client import ApiError, Forbidden, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.resources import POD_MONITORS, POOLS, SERVICES, Resource
 from epochkv_operator.kube.store import Store, indexed
+from epochkv_operator.settings import Settings
 
 Json = dict[str, Any]
 GONE, DENIED = NotFound(404, "NotFound", "no such kind", "GET"), Forbidden(403, "Forbidden", "may not list", "GET")
@@ -175,3 +181,32 @@ def test_a_watch_goes_on_where_it_was_cut_and_begins_anew_when_its_version_has_e
     assert server.watched_from[:4] == ["7", "8", "12", "20"]
     assert followed.seen == [(None, 3), ("ADDED", 8), ("MODIFIED", 9), (None, 19)]
     assert sorted(followed.vanished) == ["x", "z"], "what went in the gap"
+
+
+@pytest.mark.parametrize(("trouble", "gap"), [(404, False), (410, True), (EXPIRED, True), ({**EXPIRED, "object": {"code": 500}}, True)])
+async def test_kopf_goes_on_whatever_a_watch_is_told(trouble: int | Json, gap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a list nor a watch that begins anew shows what went meanwhile. So each counts as a gap, also when nothing is left."""
+    monkeypatch.setattr("signal.pthread_kill", print)  # by which kopf ends a process that has not ended by itself after seconds
+    kinds = [{"name": name, "kind": name, "singularName": "", "namespaced": True} for name in ("namespaces", POOLS.plural)]
+    group = {"name": POOLS.group, "versions": [{"version": POOLS.version}], "preferredVersion": {"version": POOLS.version}}
+    discovery = {"versions": ["v1"], "groups": [group], "resources": [{**kind, "verbs": ["list", "watch"]} for kind in kinds]}
+    script: list[Any] = [trouble, {"type": "ADDED", "object": thing("x", 9)}]
+    gaps, seen = set[int](), asyncio.Queue[str | None]()
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if request.path != POOLS.path(None):
+            return web.json_response(discovery)
+        if "watch" not in request.query:
+            return web.json_response({"metadata": {"resourceVersion": "7"}, "items": []})
+        event = script.pop(0) if script else await asyncio.sleep(60, 503)
+        return web.Response(status=event) if isinstance(event, int) else web.Response(text=json.dumps(event) + "\n")
+
+    async with RawTestServer(answer) as server, asyncio.timeout(20):
+        client = KubeClient(kubernetes_client.Configuration(host=f"http://127.0.0.1:{server.port}"))
+        told = (lambda *event: seen.put_nowait(event[1]), lambda: gaps.add(len(script)))
+        kopf = asyncio.create_task(driver.drive(*told, client, Settings("a"), asyncio.Event()))
+        assert await seen.get() == "ADDED"
+        kopf.cancel()
+        await asyncio.wait([kopf])
+        await client.close()
+    assert (1 in gaps) == gap
