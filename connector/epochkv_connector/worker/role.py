@@ -12,8 +12,8 @@ followed by `Phase.RELEASED`.
 vLLM asks for results and for acknowledgements in two calls, and an idle in-process engine collects acknowledgements between
 steps. So everything that the runner reports is kept in `WorkerRole` until the call that it belongs to.
 
-vLLM's sleep unmaps the memory of the KV blocks that copies read or write. `weights.executor` intercepts the executor's call and first
-asks every rank, in the rank's own process and on the thread that will run it (`settle_for_sleep`). vLLM 0.33 tells connectors, too.
+vLLM's sleep unmaps the memory of the KV blocks that copies read or write. Each rank ends them first, in its own process and on the thread
+that will sleep (`settle_for_sleep`).
 """
 
 from __future__ import annotations
