@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import pytest
 import yaml
 
+from epochkv_fence.client.stamps import ASK
 from hack.demo.journey import BASE_WEIGHTS, MODEL, NAMESPACE, NEW_WEIGHTS, make_prompts
 from hack.demo.kube import Json, Kube, PodEngine, condition
 from hack.demo.setup import MANIFESTS, SYSTEM, Setup
@@ -44,18 +45,19 @@ class Client(threading.Thread):
         self.engine, self.right = ServiceEngine(kube, NAMESPACE, NAME, MODEL), right
         self.answers = 0
         self.wrong: list[str] = []
-        """When."""
+        """When, and by which weights."""
         self.ended = threading.Event()
 
     def run(self) -> None:
         while not self.ended.wait(0.2):
             try:
-                found = self.engine.complete(PROMPT, TOKENS).tokens
+                asked = datetime.now(UTC).isoformat()
+                found = self.engine.complete(PROMPT, TOKENS, transfer=ASK)
             except (EngineError, OSError):
                 continue
             self.answers += 1
-            if found != self.right:
-                self.wrong.append(datetime.now(UTC).isoformat())
+            if found.tokens != self.right:
+                self.wrong.append(f"asked at {asked}, answered at {datetime.now(UTC).isoformat()}: {found}")
 
     def answered(self) -> None:
         """Some more answers come."""
