@@ -35,6 +35,7 @@ from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.serving import ANYTHING, JOINED, Life, lives_of, serve_of, serving
 from epochkv_operator.planning.status import engine_status, pool_status
+from epochkv_operator.planning.workload import condition_of
 from epochkv_operator.settings import Settings
 
 
@@ -60,6 +61,9 @@ OLD_KEY_SECONDS = 1.0
 #: Between two looks at gates that no news asks for.
 GATES_SECONDS = 0.5
 GATES_AT_ONCE = 8
+CLOSED = {"type": "Ready", "status": "False", "message": "its gate was closed"}
+"""Beside the gate of a pod that is not ready. A kubelet goes by the gate that it saw when it last synced the pod, so one whose container was
+started again would serve for a moment. It syncs a pod at once whose `Ready` has another message than its own."""
 
 
 @dataclass(eq=False)
@@ -202,7 +206,8 @@ class PoolReconciler(_Reconciler):
 
     async def _write_gate(self, turn: Turn) -> ApiError | None:
         try:
-            answer = await self.client.patch_condition(ref_of(turn.pod), turn.condition)
+            waits = not turn.opens and condition_of(turn.pod, "Ready").get("status") == "False"
+            answer = await self.client.patch_conditions(ref_of(turn.pod), turn.condition, *([CLOSED] if waits else []))
         except ApiError as error:
             return error
         if home(answer) is not None:  # else nobody would tell us when it goes
