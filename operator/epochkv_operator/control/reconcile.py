@@ -62,8 +62,8 @@ OLD_KEY_SECONDS = 1.0
 GATES_SECONDS = 0.5
 GATES_AT_ONCE = 8
 CLOSED = {"type": "Ready", "status": "False", "message": "its gate was closed"}
-"""Beside the gate of a pod that is not ready. A kubelet goes by the gate that it saw when it last synced the pod, so one whose container was
-started again would serve for a moment. It syncs a pod at once whose `Ready` has another message than its own."""
+"""Beside the gate of a pod that is not ready. A kubelet goes by the gate that it saw when it last synced the pod, so one whose container
+was started again would serve for a moment. It syncs a pod at once whose `Ready` has another message than its own."""
 
 
 @dataclass(eq=False)

@@ -107,6 +107,9 @@ class Joined:
     def keep_own(self, why: str) -> None:
         raise AssertionError("not here")
 
+    def lost_blocks(self) -> None:
+        raise AssertionError("not here")
+
     def clear_encoder(self) -> bool:
         return True
 
