@@ -438,12 +438,13 @@ def _held(worker: Any) -> Held:
     held = _of(worker)
     for _, model in models(worker):
         _notice_writes(model, held)
-    _notice_sleep(getattr(worker, "worker", None) or worker, held)
+    _notice_sleep(worker, held)
     return held
 
 
 def _notice_sleep(worker: Any, held: Held) -> None:
     """Calls of any name may lead to these methods of vLLM's worker."""
+    worker = getattr(worker, "worker", None) or worker
     if getattr(worker, _NOTICED, None) is not held:
         setattr(worker, _NOTICED, held)
         for name, instead in (("sleep", held.sleep), ("discard", held.discard), ("wake_up", held.wake_up)):
@@ -569,7 +570,9 @@ def digest_adapters(worker: Any, number: int, wanted: Wanted, afresh: bool) -> A
 
 def layout(worker: Any) -> RankLayout:
     """See `Held.layout`. Where no tier of ours has measured the tensors, what runs each layer is known all the same."""
-    measured = _of(worker).layout
+    held = _of(worker)
+    _notice_sleep(worker, held)  # also of an engine that is never asked for its weights
+    measured = held.layout
     if measured != RankLayout():
         return measured
     try:

@@ -79,7 +79,7 @@ def test_who_sleeps_is_not_looked_at_whatever_the_call_was_called(worker: Worker
     worker.sleep, worker.wake_up, worker.discard = sleep, lambda tags: None, lambda tags: None  # type: ignore[attr-defined]
     copies = SimpleNamespace(settle_for_sleep=lambda seconds: settled.pop(0), woken=lambda: woken.append("copies"))
     worker.held.runners = [copies]  # type: ignore[assignment]
-    digest_weights(worker, 1)
+    rank.layout(worker)
     with pytest.raises(RuntimeError, match="1 copies of KV blocks still run"):
         worker.discard(("kv_cache",))  # type: ignore[attr-defined]
     worker.sleep()  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def test_who_sleeps_is_not_looked_at_whatever_the_call_was_called(worker: Worker
         worker.wake_up(tags)  # type: ignore[attr-defined]
     worker.model.first = kept
     assert woken == ["copies"] * 2
-    assert not is_unchanged(worker, 1)
+    assert not is_unchanged(worker, 3)
     assert digest_weights(worker, 4)["weights"]
 
 
