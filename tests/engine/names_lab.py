@@ -132,10 +132,10 @@ class Streams:
         self.all = [Stream(engine, prompt, max_tokens) for prompt in prompts]
 
     def arrive(self, num_tokens: int) -> None:
-        """Return once all of them have so many tokens."""
+        """Return once all of them have so many tokens, or have ended."""
 
         def there() -> bool:
-            return all(len(stream.tokens) >= num_tokens or stream.error is not None for stream in self.all)
+            return all(len(one.tokens) >= num_tokens or one.stamp is not None or one.error is not None for one in self.all)
 
         eventually(there, f"{num_tokens} tokens of every request", 120.0)
 
