@@ -263,7 +263,8 @@ def mooncake_version() -> str:
 def why_setup_failed(settings: StoreSettings, hostname: str, local_address: str) -> str:
     """What to look at, from what this process can see: Mooncake answers -1 to all of it. `local_address`: as in `MooncakeClient`."""
     first, last = map(_port, ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"))
-    free = sum(map(_is_free, range(first, last + 1)))
+    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
+    free = sum(_is_free(port, family) for port in range(first, last + 1))
     if free < _CLIENT_PORTS:
         return (
             f"of the ports {first} to {last} {free} are free, and a client needs {_CLIENT_PORTS}: end what listens there (ss -ltnp), or"
@@ -288,13 +289,13 @@ def _port(variable: str) -> int:
     return int(given if given.isdecimal() else CLIENT_ENVIRONMENT[variable])
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+def _is_free(port: int, family: socket.AddressFamily) -> bool:
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 

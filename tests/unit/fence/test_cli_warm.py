@@ -62,6 +62,7 @@ def engine() -> Iterator[tuple[type[Engine], str]]:
 
 def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "from a file\n")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     done: list[int] = []
     assert warm(["a", [1, 2, 3]], engine[1], progress=done.append) == Warmed(2, 256, 260, "ab" * 16)
     assert engine[0].asked == {'"a"': 3, "[1, 2, 3]": 3}
