@@ -19,7 +19,7 @@ logger = logging.getLogger("vllm.epochkv.weights")
 
 UNMAPPING = ("sleep", "discard")
 """Before one rank unmaps the memory of KV, all have ended their copies: one that cannot must not be alone. A rank that is told in another
-way ends its own (`rank.Held.unmap`)."""
+way ends its own (`rank.Held.sleep`)."""
 MIN_RING_SECONDS = 0.05
 """A busy engine takes its inputs between steps, and looks with its next step anyway."""
 

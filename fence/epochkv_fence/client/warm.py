@@ -134,6 +134,7 @@ class _InProcess:
 class _Server:
     def __init__(self, url: str, deadline: float, model: str | None) -> None:
         self.name, self._deadline = url, deadline
+        self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know the cluster's names
         self._model = model or str(self._ask("/v1/models")["data"][0]["id"])
 
     def ask(self, prompt: str | list[int]) -> tuple[int, Any]:
@@ -146,8 +147,7 @@ class _Server:
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         try:
             request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode(), headers)
-            direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know the cluster's names
-            with direct.open(request, timeout=max(0.1, self._deadline - time.monotonic())) as answer:
+            with self._direct.open(request, timeout=max(0.1, self._deadline - time.monotonic())) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise WarmFailed(f"{self.name}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None

@@ -24,6 +24,7 @@ from epochkv_operator.kube.resources import LEASES, micro_time
 
 log = structlog.get_logger(__name__)
 SILENT_SECONDS = 60.0
+"""After which a standby that nothing has answered connects anew."""
 
 
 class LeaseLost(Exception):
