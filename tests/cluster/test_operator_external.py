@@ -218,7 +218,8 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
             for engine in engines:
                 engine.push(second)
         # Labelled means: it is on record already.
-        assert namespace.status("policy")["weightsLabels"] == [{"id": second.hex(), "label": "step-1"}]
+        labels = {first.hex(): "before-step-1", second.hex(): "step-1"}
+        assert namespace.status("policy")["weightsLabels"] == [{"id": id, "label": label} for id, label in labels.items()]
         found = eventually(
             lambda: w if (w := namespace.status("policy").get("weights") or [{}])[0].get("label") == "step-1" else None, "shown"
         )
@@ -229,7 +230,7 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
             engines[0].push(first)
         assert list(raised.value.engines) == ["ray-1"]
         said = becomes(namespace.status, "policy", "WeightsConverged", reason="Updating")
-        assert "ray-1 holds 00010203 (step-1) instead of 3f2a9c1e" in said["message"]
+        assert "ray-1 holds 00010203 (step-1) instead of 3f2a9c1e (before-step-1)" in said["message"]
         engines[0].push("rank 1: no answer within 10 s")
         unknown = becomes(namespace.status, "policy", "WeightsConverged", status="Unknown")
         assert "share nothing: ray-0 (rank 1: no answer within 10 s)" in unknown["message"]
@@ -239,4 +240,4 @@ def test_a_push_is_proved_and_labelled_without_an_epoch(plane: ControlPlane, nam
         operator.process.kill()
         namespace.delete(LEASES, "epochkv-operator")
         operator.start().wait_ready()
-        eventually(lambda: pool.status().labels == {second.hex(): "step-1"}, "remembered")
+        eventually(lambda: pool.status().labels == labels, "remembered")

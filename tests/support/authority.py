@@ -113,7 +113,7 @@ class AuthorityConformance(abc.ABC):
             found = (await first.load(world.uid)).labels
             assert list(found.items()) == list(known.items())
             assert len(found) == MAX_LABELS
-            oldest = next(iter(known))
+            oldest = list(known)[1]
             await first.note_labels(world.uid, {oldest: "again"})
             await first.record(world.uid, 2, TRAINER)
             await first.publish(world.uid, 2)

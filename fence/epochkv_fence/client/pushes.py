@@ -25,7 +25,7 @@ from epochkv_fence.client.results import (
     why_not,
 )
 from epochkv_fence.client.session import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, STATUS_SECONDS, Session
-from epochkv_fence.protocol.messages import Label, Labelled
+from epochkv_fence.protocol.messages import MAX_NAME, Label, Labelled
 from epochkv_fence.protocol.pool import called, relabelled
 
 WEIGHTS_SECONDS: Final = 60.0
@@ -98,7 +98,8 @@ async def wait_weights(
         engines: names, each of which has to be a live engine's (without `/rank`: all ranks). None: every engine of the pool.
         timeout_s: for the wait; the last look and the label may take a few seconds more.
         label: what these weights are called from now on, at most 253 characters; of several names the newest counts.
-        other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
+        other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push. Those without
+            a label are called `before-LABEL`, so that they are known when something loads them again.
         progress: called on another thread with a `WeightsStanding` after every look. A plain function.
         only_new: also raise `WeightsDiverged` where engines held these weights before under a label, or `label` was that of
             others. Nothing is called `label` then.
@@ -138,9 +139,11 @@ async def wait_weights(
         raise WeightsDiverged(text, (), replace(held, notes=notes))
     if label is None:
         return held
-    for weights in sorted(held.ids):
-        await _label(session, weights, label, max(until, time.monotonic() + LABEL_SECONDS))
-    return replace(report(found, {**status.labels, **dict.fromkeys(held.ids, label)}), notes=notes)
+    names = dict.fromkeys(sorted(held.ids), label)
+    replaced = dict.fromkeys(sorted(digests - set(status.labels)), f"before-{label}"[:MAX_NAME])
+    for weights, name in (replaced | names).items():
+        await _label(session, weights, name, max(until, time.monotonic() + LABEL_SECONDS))
+    return replace(report(found, {**status.labels, **names}), notes=notes)
 
 
 async def _label(session: Session, weights: str, label: str, until: float) -> None:

@@ -205,7 +205,7 @@ class PoolSnapshot:
 # 3. `record`, `publish` and `note_granting` never decrease anything, whoever calls them and however late they land. `record` writes
 #    a target and its origin in one atomic write, and leaves both alone unless it raises the target.
 #
-# Labels are for people: `note_labels` adds to those on record in one atomic write, and drops the oldest beyond `MAX_LABELS`.
+# Labels are for people: `note_labels` adds to those on record in one atomic write, and drops old ones beyond `MAX_LABELS`.
 
 
 class AuthorityError(Exception):
@@ -249,9 +249,14 @@ class PoolRecord:
 
 
 def merged_labels(known: Mapping[bytes, str], added: Mapping[bytes, str]) -> dict[bytes, str]:
-    """Both, newest last, at most `MAX_LABELS`; of the same weights `added` counts, and is the newer."""
-    merged = {weights: label for weights, label in known.items() if weights not in added} | dict(added)
-    return dict(list(merged.items())[-MAX_LABELS:])
+    """Both, newest last, at most `MAX_LABELS`; of the same weights `added` counts, and is the newer.
+
+    The first that got a label stays the first: these are often the base weights, which a framework may load again at any time.
+    """
+    first = next(iter(known), None)
+    merged = {weights: label for weights, label in known.items() if weights == first or weights not in added} | dict(added)
+    items = list(merged.items())
+    return dict(items[:1] + items[1:][1 - MAX_LABELS :])
 
 
 def relabelled(known: Mapping[bytes, str], weights: bytes, label: str, held: Collection[bytes], *, only_new: bool = False) -> str:

@@ -55,7 +55,7 @@ def test_a_push_that_reaches_everybody_is_proved_and_called(world: HubWorld) -> 
         push(engines, NEW)
     assert groups(update.report) == groups(pool.weights()) == [(NEW.hex(), "step-42", EVERYBODY)]
     assert pool.weights().equal
-    assert pool.status().labels == {NEW.hex(): "step-42"}
+    assert pool.status().labels == {OLD.hex(): "before-step-42", NEW.hex(): "step-42"}
     assert {(engine.weights, engine.state) for engine in pool.engines()} == {(NEW.hex(), "sharing")}
     assert world.snapshot().target == 0, "a push asks for no epoch"
 
@@ -100,6 +100,16 @@ def test_a_label_does_not_go_to_weights_of_another_label_without_a_word(world: H
     assert error.report.notes == ("3f2a9c1e (step-1): engines held these weights before, as step-1",)
 
 
+def test_weights_without_a_label_are_known_when_they_come_back(world: HubWorld) -> None:
+    engines, pool = holding(world), world.connect()
+    with pool.weight_update("step-1", timeout_s=20):
+        push(engines, NEW)
+    with pool.weight_update("step-2", timeout_s=20) as update:
+        push(engines, OLD)
+    assert update.report is not None
+    assert update.report.notes == ("0a0a0a0a (step-2): engines held these weights before, as before-step-1",)
+
+
 # ------------------------------------------------------------------------------------------------------------ it did not
 def test_an_engine_that_missed_the_push_is_named(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
@@ -124,7 +134,7 @@ def test_a_push_that_changes_nothing_is_told_so(world: HubWorld) -> None:
     error = missed(pool, lambda: None)
     assert error.engines == EVERYBODY
     assert str(error).endswith(" after 1 s: the weights did not change. Now 3f2a9c1e (step-1): engine-0, engine-1, engine-2")
-    assert pool.status().labels == {NEW.hex(): "step-1"}
+    assert pool.status().labels == {OLD.hex(): "before-step-1", NEW.hex(): "step-1"}
 
 
 def test_an_engine_of_unknown_weights_is_named_with_its_note(world: HubWorld) -> None:
@@ -211,7 +221,7 @@ def test_engines_that_are_named_are_waited_for_alone(world: HubWorld) -> None:
     assert error.engines == ("engine-7",)
     assert str(error).endswith(": no engine is called engine-7. Now 3f2a9c1e (canary): engine-0")
     nobody = diverged(lambda: pool.wait_weights(["engine-7"], timeout_s=0.5))
-    assert str(nobody).endswith(": no engine is called engine-7. Now 0a0a0a0a: engine-1, engine-2; 3f2a9c1e (canary): engine-0")
+    assert str(nobody).endswith("engine-7. Now 0a0a0a0a (before-canary): engine-1, engine-2; 3f2a9c1e (canary): engine-0")
     with pool.weight_update("step-1", engines=EVERYBODY[1:], timeout_s=20) as update:
         assert update.other_than == {OLD.hex()}
         push(engines[1:], OTHER)

@@ -280,10 +280,11 @@ def notes(hub: Driver) -> list[dict[bytes, str]]:
     return [dict(action.labels) for action in hub.writes if isinstance(action, ev.NoteLabels)]
 
 
-def test_of_the_same_weights_the_newer_label_counts_and_the_oldest_go() -> None:
-    assert list(merged_labels({A: "a", B: "b"}, {A: "c"}).items()) == [(B, "b"), (A, "c")]
+def test_of_the_same_weights_the_newer_label_counts_and_the_oldest_go_but_for_the_first() -> None:
+    assert list(merged_labels({A: "a", B: "b", C: "c"}, {B: "d"}).items()) == [(A, "a"), (C, "c"), (B, "d")]
+    assert list(merged_labels({A: "a", B: "b"}, {B: "b", A: "e"}).items()) == [(A, "e"), (B, "b")]
     many = {bytes([number]) * 16: f"{number}" for number in range(MAX_LABELS + 3)}
-    assert list(merged_labels(many, {})) == list(many)[3:]
+    assert list(merged_labels(many, {})) == [bytes(16), *list(many)[4:]]
 
 
 def test_a_label_is_answered_when_it_is_durable(hub: Driver) -> None:
