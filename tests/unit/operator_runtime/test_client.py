@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 from kubernetes.aio import client as kubernetes_client
+from kubernetes.aio import config as kubernetes_config
 from kubernetes.aio.config import ConfigException
 
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Conflict, Expired, Forbidden, Invalid, KubeClient, NotFound, Unavailable
@@ -119,6 +120,25 @@ async def test_the_proxy_is_asked(by: str, ask: Asking, write: Callable[..., Non
         write(**({} if by == "HTTP_PROXY" else {"proxy_url": proxy}))
         assert await answered(ask) == {"gitVersion": "v1"}
         assert [request.headers["Host"] for request in asked] == ["api.invalid:6443"]
+
+
+@both
+@pytest.mark.parametrize("host", ["https://10.1.2.3:6443", ""])
+async def test_in_a_cluster_no_proxy_counts(host: str, ask: Asking, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as (port, _):
+        monkeypatch.delenv("KUBECONFIG")
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.1.2.3")
+        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+        def load(client_configuration: Any) -> None:
+            client_configuration.host = host or f"http://127.0.0.1:{port}"
+
+        async def proxy(client: KubeClient) -> Any:
+            return client.configuration.proxy
+
+        monkeypatch.setattr(kubernetes_config, "load_incluster_config", load)
+        assert await answered(proxy if host else ask) == (None if host else {"gitVersion": "v1"})
 
 
 def test_a_proxy_that_we_cannot_use_is_named(write: Callable[..., None]) -> None:

@@ -108,6 +108,7 @@ SERVES, STANDS_BY = {"status": "ok", "service_ready": True}, {"status": "ok", "s
 )
 def test_whether_a_master_leads(answers: list[Json | bytes | None], leaderless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masters, "PERIOD_SECONDS", 0.02)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     changed: list[Key] = []
     store, network = Store(indexed), f"127.12.{os.getpid() % 250 + 1}"
     store.upsert("KVCachePool", pool(ELECTED))
