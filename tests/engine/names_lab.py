@@ -223,17 +223,16 @@ class Lab:
     def begin(self) -> None:
         self.a, self.b = self.start("A", self.weights.base), self.start("B", self.weights.base)
         for engine in (self.a, self.b):
-            engine.wait_ready()
-            may_be_slow(engine)
+            self.wait_ready(engine)
         self.pool.wait_engines(2)
         for engine in (self.a, self.b):
             self.wait_named(engine)
 
-    def start(self, name: str, model: Path, environ: Mapping[str, str] | None = None) -> Engine:
+    def start(self, name: str, model: Path, environ: Mapping[str, str] | None = None, args: Sequence[str] = ()) -> Engine:
         """One more engine; it may not be ready yet."""
         connector = self.pool.connector(self.local_bytes, self.mooncake.address, **PATIENT)
         environ = {**PATIENT_ENVIRON, **self.environ, **(environ or {})}
-        engine = Engine(name, model, self.folder, connector, args=(*WRITER, *self.args), environ=environ, popen=self._servers.popen)
+        engine = Engine(name, model, self.folder, connector, args=(*WRITER, *self.args, *args), environ=environ, popen=self._servers.popen)
         self._started.append(engine)
         self._held[name] = model
         return engine
@@ -241,6 +240,11 @@ class Lab:
     def end(self) -> None:
         with ThreadPoolExecutor() as pool:
             list(pool.map(Engine.end, self._started))
+
+    def wait_ready(self, engine: Engine) -> None:
+        """From then on it may be slow."""
+        engine.wait_ready()
+        may_be_slow(engine)
 
     def wait_named(self, engine: Engine) -> None:
         """Return once it names what it computes: looks at the weights keep their distance, and take long on a loaded machine."""

@@ -3,6 +3,7 @@
 Every answer is compared with one of an engine that caches nothing and has exactly these weights; every hit is counted.
 """
 
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from epochkv_fence.client import warm
 from epochkv_fence.client.stamps import ASK, stamps
 from epochkv_fence.protocol.messages import UNKNOWN_WEIGHTS as UNKNOWN
+from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from tests.engine.conftest import CACHED, Prompts, Reference, Weights, check, eventually, settled_keys
 from tests.engine.names_lab import BLOCK_TOKENS, FLIPPED, OPENING, Lab, Orders, Stream, Streams, Traffic, derive, flip, open_pool, rpc
@@ -92,27 +94,43 @@ def check_stamp(lab: Lab, stream: Stream, held: list[tuple[str, Path, float, flo
         assert lab.reference.answer(stream.prompt, model, until) == tuple(stream.tokens[:until])
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("num_answers", "num_pushes"), [(NUM_RUNNING, 2), pytest.param(200, 10, marks=pytest.mark.slow)])
-def test_every_token_says_which_weights_made_it(lab: Lab, num_answers: int, num_pushes: int) -> None:
-    """Answers of A while weights change: what their stamps say is what an engine without a cache says, and what pushes were made."""
+def stamped(lab: Lab, engine: Engine, num_answers: int, num_pushes: int) -> None:
+    """Answers while weights change: what their stamps say is what an engine without a cache says, and what pushes were made."""
     source = random.Random(num_pushes)
-    lab.have(lab.weights.base)
-    held = [(lab.digest(lab.a), lab.weights.base, 0.0, 0.0)]
+    lab.have(lab.weights.base, engine)
+    held = [(lab.digest(engine), lab.weights.base, 0.0, 0.0)]
     while num_answers > 0:
         num_answers, model = num_answers - NUM_RUNNING, held[-1][1]
-        with Streams(lab.a, [lab.prompts(OPENING) for _ in range(NUM_RUNNING)], max_tokens=source.randrange(60, 90)) as streams:
+        with Streams(engine, [lab.prompts(OPENING) for _ in range(NUM_RUNNING)], max_tokens=source.randrange(60, 90)) as streams:
             for _ in range(min(num_pushes, 2)):
                 num_pushes -= 1
                 streams.move_on(source.randrange(1, 25))
-                model, began, before = lab.weights.after(model), time.monotonic(), len(lab.seen(lab.a))
-                lab.push(lab.a, model)
+                model, began, before = lab.weights.after(model), time.monotonic(), len(lab.seen(engine))
+                lab.push(engine, model)
                 ended = time.monotonic()
-                eventually(lambda before=before: len(lab.seen(lab.a)) > before, "the engine has seen them")
-                held.append((lab.digest(lab.a), model, began, ended))
+                eventually(lambda before=before: len(lab.seen(engine)) > before, "the engine has seen them")
+                held.append((lab.digest(engine), model, began, ended))
             streams.wait()
         for stream in streams.all:
             check_stamp(lab, stream, held)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("num_answers", "num_pushes"), [(NUM_RUNNING, 2), pytest.param(200, 10, marks=pytest.mark.slow)])
+def test_every_token_says_which_weights_made_it(lab: Lab, num_answers: int, num_pushes: int) -> None:
+    stamped(lab, lab.a, num_answers, num_pushes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_so_does_every_token_of_an_engine_with_drafts(lab: Lab) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    engine = lab.start("drafts", lab.weights.base, args=("--speculative-config", json.dumps(drafts)))
+    lab.wait_ready(engine)
+    lab.wait_named(engine)
+    stamped(lab, engine, 40, 4)
+    assert engine.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+    engine.end()
 
 
 def test_prompts_that_are_warmed_are_found_by_the_other_engine(lab: Lab) -> None:
