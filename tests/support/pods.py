@@ -46,13 +46,13 @@ class Etcd:
 
     def __init__(self, binary: Path, directory: Path, host: str = "127.0.0.1") -> None:
         self.host, self.port, peer = host, free_port(), free_port()
-        own, other = f"http://{host}:{self.port}", f"http://127.0.0.1:{peer}"
+        self.endpoint = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        own, other = f"http://{self.endpoint}", f"http://127.0.0.1:{peer}"
         command = [
             str(binary), f"--data-dir={directory / 'etcd'}", f"--listen-client-urls={own}", f"--advertise-client-urls={own}",
             f"--listen-peer-urls={other}", f"--initial-advertise-peer-urls={other}", f"--initial-cluster=default={other}",
             "--unsafe-no-fsync",
         ]  # fmt: skip
-        self.endpoint = f"{host}:{self.port}"
         self.process = Process("etcd", command, directory / "etcd.log")
 
     def __enter__(self) -> Etcd:
