@@ -194,8 +194,7 @@ class Fence:
 
         patches.around(scheduler, "add_request", add)
         patches.around(scheduler.kv_cache_manager, "get_computed_blocks", look)
-        if hasattr(scheduler.kv_cache_manager, "get_computed_blocks_for_connector"):
-            patches.around(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", look)
+        patches.wrap(scheduler.kv_cache_manager, "get_computed_blocks_for_connector", look)  # which only some versions have
 
     def _join_steps(self, scheduler: Any) -> None:
         """What becomes of requests: steps, their end, resets, and the scheduler's own end."""

@@ -31,7 +31,6 @@ class _Ours(logging.Handler):
     """Hands records to vLLM's handlers, with our name in front: vLLM's lines show only a file's name."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As `logging.Handler.emit`."""
         if not str(record.msg).startswith(PREFIX):
             record = copy.copy(record)
             record.msg = f"{PREFIX}: {record.msg}"
@@ -51,6 +50,9 @@ def share_log_handlers() -> None:
             logger.setLevel(logging.INFO)
 
 
+_AROUND = "_epochkv_around"
+
+
 def around(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     """Run `instead(function, *args, **kwargs)` in place of the owner's function."""
     function = getattr(owner, name)
@@ -59,13 +61,14 @@ def around(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return instead(function, *args, **kwargs)
 
+    setattr(wrapped, _AROUND, True)
     setattr(owner, name, wrapped)
 
 
 def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """As `around`, for what several engines of a process share: a second call changes nothing, nor does a missing name."""
+    """As `around`, for what may be wrapped already, or is missing in another version: then nothing changes."""
     function = getattr(owner, name, None)
-    if function is not None and not hasattr(function, "__wrapped__"):
+    if function is not None and not hasattr(function, _AROUND):
         around(owner, name, instead)
 
 
@@ -104,20 +107,19 @@ def before_packing(mark: Callable[[Any], None]) -> None:
         return
     from vllm.model_executor.layers import utils
 
-    def pack_layer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        mark(args[0] if args else kwargs["layer"])
-        return function(*args, **kwargs)
+    def marking(place: int) -> Callable[..., Any]:
+        def pack(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            mark(args[place] if len(args) > place else kwargs["layer"])
+            return function(*args, **kwargs)
 
-    def process_layer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        mark(args[1] if len(args) > 1 else kwargs["layer"])
-        return function(*args, **kwargs)
+        return pack
 
-    wrap(utils, "dispatch_cpu_unquantized_gemm", pack_layer)
+    wrap(utils, "dispatch_cpu_unquantized_gemm", marking(0))
     try:
         from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
     except ImportError:  # elsewhere in another version: such a layer then hides its weights, and the engine says so
         return
-    wrap(CPUInt8ScaledMMLinearKernel, "process_weights_after_loading", process_layer)
+    wrap(CPUInt8ScaledMMLinearKernel, "process_weights_after_loading", marking(1))
 
 
 def after_scheduler(build: Callable[[Any], None]) -> None:
@@ -198,21 +200,18 @@ def around_all_reduce(carry: Callable[[Any, Callable[[Any], Any]], Any]) -> str:
         places.append(second)
     if not all(hasattr(place, "dist") or hasattr(place, "get_dp_group") for place in places) or not hasattr(dp_utils, "_run_ar"):
         return "this vLLM tells data-parallel ranks of each other's steps in a way that is not known; use a version that was tested"
+
+    def carrying(whole: Any, name: str) -> Any:
+        reduce = getattr(whole, name)
+        return _Instead(whole, name, lambda tensor, *args, **kwargs: carry(tensor, lambda both: reduce(both, *args, **kwargs)))
+
     for place in places:
         if hasattr(place, "dist"):
-            place.dist = _Instead(place.dist, "all_reduce", functools.partial(_reduce, carry, place.dist.all_reduce))
+            place.dist = carrying(place.dist, "all_reduce")
         else:  # from 0.33 on
-            place.get_dp_group = functools.partial(_carrying_group, carry, place.get_dp_group)
+            group_of = place.get_dp_group
+            place.get_dp_group = lambda group_of=group_of: carrying(group_of(), "cpu_all_reduce_")
     return ""
-
-
-def _reduce(carry: Callable[[Any, Callable[[Any], Any]], Any], reduce: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    return carry(tensor, lambda both: reduce(both, *args, **kwargs))
-
-
-def _carrying_group(carry: Callable[[Any, Callable[[Any], Any]], Any], group_of: Callable[[], Any]) -> Any:
-    group = group_of()
-    return _Instead(group, "cpu_all_reduce_", functools.partial(_reduce, carry, group.cpu_all_reduce_))
 
 
 def around_events(block_pool: Any, of_request: Callable[[Any, list[Any]], list[Any]], taken: Callable[[list[Any]], list[Any]]) -> None:

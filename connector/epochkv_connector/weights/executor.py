@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-from epochkv_connector.engine.patches import keeping_requests_out, wake
+from epochkv_connector.engine.patches import around, keeping_requests_out, wake, wrap
 from epochkv_connector.weights import rank
 from epochkv_connector.weights.adapters import ADAPTER_CALLS, Adapters
 from epochkv_connector.weights.watch import Wanted, Watch, is_harmless
@@ -83,19 +83,16 @@ def join(
         core: vLLM's EngineCore, whose executor is there already; `ranks` are that executor's.
         guarded: runs what must not raise into vLLM.
     """
-    executor = core.model_executor
-    call = executor.collective_rpc
-    alarm = _Alarm(core, watch, guarded)
+    alarm = _Alarm(core, watch)
 
-    @functools.wraps(call)
-    def collective_rpc(method: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(call: Callable[..., Any], method: Any, *args: Any, **kwargs: Any) -> Any:
         if method == "execute_dummy_batch":
             guarded(watch.before_pass)
             answer = call(method, *args, **kwargs)
             guarded(watch.passed)
             return answer
         if is_harmless(method):
-            return _calling_adapters(adapters, call, method, args, kwargs, guarded)
+            return harmless(call, method, *args, **kwargs)
         guarded(adapters.suspect_all)
         guarded(lambda: watch.calling(method))
         failed = True
@@ -109,54 +106,40 @@ def join(
             guarded(lambda: watch.called(idle=not scheduler.has_requests(), failed=failed))
             alarm.set()
 
-    executor.collective_rpc = collective_rpc
-    schedule = scheduler.schedule
+    def harmless(call: Callable[..., Any], method: str, *args: Any, **kwargs: Any) -> Any:
+        """It leaves the weights of the model alone; it may load, replace or unload an adapter."""
+        if method not in ADAPTER_CALLS:
+            return call(method, *args, **kwargs)
+        what = next(iter(kwargs.get("args") or (args[1] if len(args) > 1 else ())), None)  # the first argument for the workers
+        guarded(lambda: adapters.calling(method, what))
+        try:
+            done = call(method, *args, **kwargs)
+        except BaseException:
+            guarded(adapters.suspect_all)
+            raise
+        guarded(adapters.ask)
+        return done
 
-    @functools.wraps(schedule)
-    def scheduling(*args: Any, **kwargs: Any) -> Any:
+    def schedule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         guarded(watch.before_schedule)
         guarded(adapters.before_schedule)
-        if not watch.awaits:
-            return schedule(*args, **kwargs)
-        with keeping_requests_out(scheduler):
-            return schedule(*args, **kwargs)
+        with keeping_requests_out(scheduler) if watch.awaits else nullcontext():
+            return function(*args, **kwargs)
 
-    update = scheduler.update_from_output
-
-    @functools.wraps(update)
-    def updating(*args: Any, **kwargs: Any) -> Any:
+    def update(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         guarded(watch.stepped)
-        return update(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    scheduler.schedule, scheduler.update_from_output = scheduling, updating
-    alarm.listen()
+    def handle(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """The engine is told something; if it idles, see whether it is time to look."""
+        function(*args, **kwargs)
+        if watch.pending and not scheduler.has_requests():
+            guarded(watch.when_idle)
 
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first argument that a call of the executor's has for the workers."""
-    return next(iter(kwargs.get("args") or (args[1] if len(args) > 1 else ())), None)
-
-
-def _calling_adapters(
-    adapters: Adapters,
-    call: Callable[..., Any],
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    guarded: Callable[[Callable[[], None]], None],
-) -> Any:
-    """A call that leaves the weights of the model alone; it may load, replace or unload an adapter."""
-    if method not in ADAPTER_CALLS:
-        return call(method, *args, **kwargs)
-    what = _first(args, kwargs)
-    guarded(lambda: adapters.calling(method, what))
-    try:
-        done = call(method, *args, **kwargs)
-    except BaseException:
-        guarded(adapters.suspect_all)
-        raise
-    guarded(adapters.ask)
-    return done
+    around(core.model_executor, "collective_rpc", collective_rpc)
+    around(scheduler, "schedule", schedule)
+    around(scheduler, "update_from_output", update)
+    wrap(core, "_handle_client_request", handle)  # in the process of its user, an engine has none
 
 
 class _Alarm:
@@ -165,26 +148,11 @@ class _Alarm:
     An engine in the process of its user has no queue of inputs: it looks with its next step.
     """
 
-    def __init__(self, core: Any, watch: Watch, guarded: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, core: Any, watch: Watch) -> None:
         self._core = core
         self._watch = watch
-        self._guarded = guarded
         self._lock = threading.Lock()
         self._armed = False
-
-    def listen(self) -> None:
-        """After each thing that the idle engine is told, see whether it is time to look."""
-        handle = getattr(self._core, "_handle_client_request", None)
-        if handle is None:
-            return
-
-        @functools.wraps(handle)
-        def handling(*args: Any, **kwargs: Any) -> None:
-            handle(*args, **kwargs)
-            if self._watch.pending and not self._core.scheduler.has_requests():
-                self._guarded(self._watch.when_idle)
-
-        self._core._handle_client_request = handling
 
     def set(self) -> None:
         """Ring when the engine should look."""

@@ -11,7 +11,6 @@ it is the same one; another object that holds the same tensors is as good.
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -45,9 +44,6 @@ MEMORY = frozenset(("weights", "kv_cache"))
 
 KNOWN = "_epochkv_digest"
 """Attribute of a `LoRAModel`: the digest of its tensors."""
-
-_NOTICED = "_epochkv_held"
-"""Attribute of a worker whose sleep is noticed."""
 
 LOAD_SECONDS = 0.5
 """Loading goes on for so long before one step; what is left is loaded before the next ones."""
@@ -296,15 +292,13 @@ class Held:
     naps: int = 0
 
     def sleep(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, whoever calls it."""
+        """vLLM's, whoever calls it; so are `discard` and `wake_up`."""
         return self._unmapping(MEMORY, call, *args, **kwargs)
 
     def discard(self, call: Callable[..., Any], tags: Iterable[str]) -> Any:
-        """vLLM's, whoever calls it."""
         return self._unmapping(frozenset(tags), call, tags)
 
     def wake_up(self, call: Callable[..., Any], tags: Iterable[str] | None = None) -> Any:
-        """vLLM's, whoever calls it."""
         return self._mapping(MEMORY if tags is None else frozenset(tags), call, tags)
 
     def _unmapping(self, tags: frozenset[str], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -445,11 +439,8 @@ def _held(worker: Any) -> Held:
 def _notice_sleep(worker: Any, held: Held) -> None:
     """Calls of any name may lead to these methods of vLLM's worker."""
     worker = getattr(worker, "worker", None) or worker
-    if getattr(worker, _NOTICED, None) is not held:
-        setattr(worker, _NOTICED, held)
-        for name, instead in (("sleep", held.sleep), ("discard", held.discard), ("wake_up", held.wake_up)):
-            if hasattr(worker, name):  # `discard` is younger than the others
-                patches.around(worker, name, instead)
+    for name, instead in (("sleep", held.sleep), ("discard", held.discard), ("wake_up", held.wake_up)):
+        patches.wrap(worker, name, instead)  # `discard` is younger than the others
 
 
 def _notice_writes(model: Any, held: Held) -> None:
@@ -457,10 +448,9 @@ def _notice_writes(model: Any, held: Held) -> None:
     if load is None or getattr(load, "epochkv", None) is held:
         return
     if hasattr(load, "epochkv"):  # another engine's in this process; anybody else's wrapper stays
-        load = load.__wrapped__
+        model.load_weights = load.__wrapped__
 
-    @functools.wraps(load)
-    def load_weights(*args: Any, **kwargs: Any) -> Any:
+    def noticed(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         held.writes += 1
         held.forget()
         try:
@@ -468,8 +458,8 @@ def _notice_writes(model: Any, held: Held) -> None:
         finally:
             held.writes += 1
 
-    load_weights.epochkv = held  # type: ignore[attr-defined]
-    model.load_weights = load_weights
+    patches.around(model, "load_weights", noticed)
+    model.load_weights.epochkv = held
 
 
 def digest_weights(worker: Any, number: int) -> Answer:
@@ -608,7 +598,6 @@ def end_device_work(worker: Any) -> bool:
 
 
 def settle_for_sleep(worker: Any) -> int:
-    """`Held.settle_for_sleep`."""
     return _of(worker).settle_for_sleep()
 
 
@@ -619,7 +608,6 @@ def check_settled(late: int) -> None:
 
 
 def woken(worker: Any) -> None:
-    """`Held.woken`."""
     _of(worker).woken()
 
 

@@ -98,29 +98,18 @@ def answers_of(
 
 
 class Ranks(Protocol):
-    """The worker ranks of this engine."""
-
-    def are_asleep(self) -> bool:
-        """`rank.is_asleep` on any rank. May raise."""
+    """The worker ranks of this engine. Each method asks all of them what the function of `rank` with that name says, and may raise."""
 
     @property
     def num_writes(self) -> int:
         """Another number: in this process, weights were loaded, or memory of the worker was unmapped or mapped."""
 
-    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]:
-        """`rank.digest_weights` on every rank. May raise."""
-
-    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]:
-        """`rank.digest_adapters` on every rank. May raise."""
-
-    def are_unchanged(self, number: int) -> bool:
-        """`rank.is_unchanged` on every rank. May raise."""
-
-    def see_domain(self, number: int, anew: bool) -> Sequence[dict[str, Any]]:
-        """`rank.see_domain` on every rank. May raise."""
-
-    def end_device_work(self) -> None:
-        """`rank.end_device_work` on every rank. May raise."""
+    def are_asleep(self) -> bool: ...  # on any rank
+    def are_unchanged(self, number: int) -> bool: ...
+    def digest_weights(self, number: int) -> Sequence[dict[str, Any]]: ...
+    def digest_adapters(self, number: int, wanted: Wanted, afresh: bool) -> Sequence[dict[str, Any]]: ...
+    def see_domain(self, number: int, anew: bool) -> Sequence[dict[str, Any]]: ...
+    def end_device_work(self) -> None: ...
 
 
 class WeightNames(Protocol):
@@ -273,7 +262,7 @@ class Watch:
             self.suspect("a call on the workers has failed")
         elif self._why_own is not None:  # no sample may tell of what was written after a step that ran beside the call
             self.suspect("a call on the workers has ended")
-        if self._asks and self._are_asleep():
+        if self._asks and self._say(self._ranks.are_asleep, "they sleep"):
             self._set(None, ASLEEP)
             return
         if self.asleep:
@@ -410,18 +399,18 @@ class Watch:
         self.counters["unseen"] += 1
         self.suspect("they changed while the engine was idle")
 
-    def _are_asleep(self) -> bool:
-        try:
-            return self._ranks.are_asleep()
-        except Exception as error:
-            logger.warning("EpochKV: the ranks did not say whether they sleep: %r", error)
-            return False
-
     def _as_asked(self) -> bool:
+        if not self._asks or (self.value is None and self._waiting is None):
+            return True
+        return self._say(lambda: self._ranks.are_unchanged(self.number), "their weights are the same")
+
+    @staticmethod
+    def _say(ask: Callable[[], bool], what: str) -> bool:
+        """What the ranks answer; no, if they do not."""
         try:
-            return not self._asks or (self.value is None and self._waiting is None) or self._ranks.are_unchanged(self.number)
+            return ask()
         except Exception as error:
-            logger.warning("EpochKV: the ranks did not say whether their weights are the same: %r", error)
+            logger.warning("EpochKV: the ranks did not say whether %s: %r", what, error)
             return False
 
     def _digest(self) -> None:

@@ -93,6 +93,9 @@ class Rank:
         held.places = SimpleNamespace(stay=lambda: True)  # type: ignore[assignment]
         return [{"number": number, "weights": held.value, "rest": held.value, "note": "", "rank": 0, "naps": 0}]
 
+    def are_asleep(self) -> bool:
+        return False
+
     def are_unchanged(self, number: int) -> bool:
         return self.held.is_unchanged(number)
 
