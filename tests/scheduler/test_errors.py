@@ -152,13 +152,11 @@ def test_a_request_that_cannot_be_forgotten_is_not_carried_for_ever(rig: Any, mo
 
 
 def test_an_error_at_the_end_of_a_step_does_not_hold_acknowledgements_back(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from epochkv_connector.engine import events
-
     rig = make_rig(epoch=0)
     rig.add(prompt(1, LENGTH), max_tokens=3)
     rig.step()
     rig.adopt(1, weights="w1")
-    failure = FailsOnce(events, "queue_all_blocks_cleared", monkeypatch)
+    failure = FailsOnce(rig.side.state.events, "cleared", monkeypatch)
     rig.scheduler.schedule()
     assert failure.raised
     assert not rig.pins.busy()

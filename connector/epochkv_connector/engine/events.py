@@ -15,11 +15,12 @@ Knows of vLLM 0.30 to 0.33: the events of `distributed.kv_events`, `BlockPool.kv
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from epochkv_connector.engine import patches
 from epochkv_connector.engine.blocks import hash_block_size_of
@@ -154,18 +155,6 @@ def _names(event: Any) -> list[Name]:
     return [(_group(event), name) for name in event.block_hashes]
 
 
-def queue_all_blocks_cleared(block_pool: Any, drop_pending: bool) -> None:
-    """Queue one AllBlocksCleared on the block pool's own event queue, so that it precedes events of new blocks. A reset forgets events not
-    yet taken (`drop_pending`); where only names changed, those events precede the clearing."""
-    if block_pool is None or not getattr(block_pool, "enable_kv_cache_events", False):
-        return
-    from vllm.distributed.kv_events import AllBlocksCleared
-
-    if drop_pending:
-        block_pool.kv_event_queue.clear()
-    block_pool.kv_event_queue.append(AllBlocksCleared() if drop_pending else Renamed())
-
-
 def _plain(events: Iterable[Any]) -> list[Any]:
     """What vLLM can publish of its queue when the stream has failed."""
     from vllm.distributed.kv_events import AllBlocksCleared
@@ -253,6 +242,24 @@ class Described:
 
 _NAME_ONLY = Described(array("l"), None, None, None, None, None)
 
+P = ParamSpec("P")
+
+
+def _safely(work: Callable[Concatenate[HostEvents, P], None]) -> Callable[Concatenate[HostEvents, P], None]:
+    """An error ends the events of L1, and what is over does nothing."""
+
+    @functools.wraps(work)
+    def guarded(events: HostEvents, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if events._over:
+            return
+        try:
+            work(events, *args, **kwargs)
+        except Exception as error:
+            events.end()
+            events._on_error("events", error)
+
+    return guarded
+
 
 class HostEvents:
     """Told which blocks L1 holds (`tiers.state`); tells routers. Scheduler thread only. An error ends these events; `on_error` gets it."""
@@ -268,9 +275,6 @@ class HostEvents:
         self._held: dict[Key, Described | None] = {}  # in L1, blocks of other roots included
         self._announced: set[Key] = set()
         self._found: list[Key] = []
-
-    def __len__(self) -> int:
-        return len(self._announced)
 
     def bind(self, outgoing: Outgoing, tiers: TierManager | None) -> None:
         """The queue that events go into, and the bookkeeping whose L1 is told of, if it has one."""
@@ -289,11 +293,9 @@ class HostEvents:
 
     # -- what goes out ---------------------------------------------------------------------------------------------
 
+    @_safely
     def offer(self, find: Callable[[str], Any | None], jobs: Iterable[SaveJob | LoadJob]) -> None:
         """Describe the blocks that these jobs will bring into L1. `find`: vLLM's request of an id, if it lives."""
-        self._safely(lambda: self._offer(find, jobs))
-
-    def _offer(self, find: Callable[[str], Any | None], jobs: Iterable[SaveJob | LoadJob]) -> None:
         for job in jobs:
             if (request := find(job.request_id)) is None:
                 continue
@@ -321,11 +323,9 @@ class HostEvents:
 
     # -- what L1 holds ---------------------------------------------------------------------------------------------
 
+    @_safely
     def arrived(self, keys: Iterable[Key]) -> None:
         """Blocks are findable in L1."""
-        self._safely(lambda: self._arrived(list(keys)))
-
-    def _arrived(self, keys: list[Key]) -> None:
         for key in keys:
             self._held[key] = self._offered.pop(key, None)
             self._announce(key)
@@ -357,11 +357,9 @@ class HostEvents:
             session_id=described.session_id,
         )
 
+    @_safely
     def left(self, key: Key) -> None:
         """A block is in L1 no more."""
-        self._safely(lambda: self._left(key))
-
-    def _left(self, key: Key) -> None:
         from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved
 
         self._held.pop(key, None)
@@ -378,27 +376,27 @@ class HostEvents:
     # -- everything --------------------------------------------------------------------------------------------------
 
     def cleared(self, *, drop_pending: bool) -> None:
-        """The names changed: tell routers to forget everything, then announce the blocks that can still be found."""
-        if self._outgoing is not None:
-            queue_all_blocks_cleared(self._outgoing.pool, drop_pending=drop_pending)
-        self._safely(self._cleared)
+        """The names changed: routers forget everything before they hear of new blocks, and hear again of blocks that can still be found.
 
-    def _cleared(self) -> None:
+        Args:
+            drop_pending: a reset, which forgets events that were not taken yet. Where only names changed, they precede the clearing.
+        """
+        if self._outgoing is not None and self._outgoing.enabled:
+            from vllm.distributed.kv_events import AllBlocksCleared
+
+            if drop_pending:
+                self._outgoing.pool.kv_event_queue.clear()
+            self._queue(AllBlocksCleared() if drop_pending else Renamed())
+        self._announce_found()
+
+    @_safely
+    def _announce_found(self) -> None:
         self._announced.clear()
         self._offered.clear()
         found, self._found = self._found, []
         for key in found:
             if key in self._held:
                 self._announce(key)
-
-    def _safely(self, work: Callable[[], None]) -> None:
-        if self._over:
-            return
-        try:
-            work()
-        except Exception as error:
-            self.end()
-            self._on_error("events", error)
 
     def end(self) -> None:
         """Nothing more is told of L1."""
