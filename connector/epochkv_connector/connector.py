@@ -91,7 +91,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.bind(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
-        """Pin the request and begin its lookup."""
         self._guard.run("on_new_request", lambda: self.scheduler.on_new_request(request), lambda: self._isolate(request))
 
     def _isolate(self, request: Any) -> bool:
@@ -99,7 +98,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run("isolate", lambda: self.scheduler.admission.isolate(request), lambda: True)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `Admission.answer`."""
         before = request.block_hashes
 
         def miss() -> tuple[int | None, bool]:
@@ -110,7 +108,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard.run("get_num_new_matched_tokens", lambda: self.scheduler.admission.answer(request, num_computed_tokens), miss)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Commit or abort the plan of the last answer."""
         self._guard.run(
             "update_state_after_alloc",
             lambda: self.scheduler.admission.allocate(request, blocks, num_external_tokens),
@@ -126,7 +123,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """Jobs of this step."""
         return self._guard.run(
             "build_connector_meta",
             lambda: self.scheduler.steps.build(scheduler_output),
@@ -134,11 +130,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Results of a step."""
         self._guard.run("update_connector_output", lambda: self.scheduler.steps.take(connector_output), lambda: None)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Single-group form of `request_finished_all_groups`."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -176,7 +170,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         runner: JobRunner | None = None
         if self._epochkv_config.has_tiers:
             parts = self._epochkv_config, self._vllm_config, self._kv_cache_config, kv_caches
-            runner = self._guard.build("register_kv_caches", lambda: build_runner(*parts), lambda: None)
+            runner = self._guard.run("register_kv_caches", lambda: build_runner(*parts), lambda: None, may_end_start=True)
         if runner is not None:
             held.runners.add(runner)
         held.layout = runner.layout if runner is not None else RankLayout(refusal=self._guard.first.get("register_kv_caches", ""))
@@ -198,7 +192,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         held_by(self._engine_id).woken()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """A new step."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is None:  # the runner never registered: answer all the same
             rank = describe.worker_rank(self._vllm_config)
@@ -269,7 +262,6 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> EpochKVPromMetrics:
-        """Prometheus series `vllm:epochkv_*`."""
         return EpochKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:

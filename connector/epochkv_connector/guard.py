@@ -22,22 +22,14 @@ class Guard:
         self.first: dict[str, str] = {}  # what the first of each place was
         self._logged: set[tuple[str, str]] = set()
 
-    def run(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """`work()`; on an exception: count, log once per kind, and `fallback()`."""
+    def run(self, where: str, work: Callable[[], T], fallback: Callable[[], T], *, may_end_start: bool = False) -> T:
+        """`work()`; on an exception: count, log once per kind, and `fallback()`. Raises ConfigurationError if it `may_end_start`."""
         try:
             return work()
         except Exception as error:
-            self.note(where, error)
-        return fallback()
-
-    def build(self, where: str, work: Callable[[], T], fallback: Callable[[], T]) -> T:
-        """As `run`, for what is made at start. Raises ConfigurationError: an impossible configuration ends the start."""
-        try:
-            return work()
-        except ConfigurationError as error:
-            logger.error("EpochKV cannot start: %s", error)
-            raise
-        except Exception as error:
+            if may_end_start and isinstance(error, ConfigurationError):
+                logger.error("EpochKV cannot start: %s", error)
+                raise
             self.note(where, error)
         return fallback()
 

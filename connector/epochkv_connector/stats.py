@@ -65,7 +65,6 @@ class EpochKVStats(KVConnectorStats):
         return {**self.data.get(COUNTERS, {}), **self.data.get(GAUGES, {}), **ranks}
 
     def is_empty(self) -> bool:
-        """True when there is nothing to tell."""
         return not any(self.data.get(kind) for kind in (COUNTERS, GAUGES, RANKS))
 
 

@@ -173,6 +173,5 @@ class WorkerReport:
     replaced: list[tuple[int, int]] = field(default_factory=list)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """Concatenate."""
         names = ("acks", "late", "mixed", "replaced")
         return WorkerReport(**{name: getattr(self, name) + getattr(other, name) for name in names})

@@ -264,7 +264,6 @@ def why_no_l2(vllm_config: Any) -> str | None:
 
 
 def kept_to_itself(why: str) -> Unused:
-    """See `why_own`."""
     return Unused("the engine keeps its cache to itself", why, "OwnCache")
 
 

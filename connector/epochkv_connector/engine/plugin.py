@@ -137,7 +137,6 @@ def _tiers(config: ConnectorConfig) -> str:
 
 
 def register() -> None:
-    """Called by vLLM in every process, possibly more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from epochkv_connector.weights.digest import mark
