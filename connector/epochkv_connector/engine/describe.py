@@ -32,15 +32,8 @@ _KINDS = (
     (kv_cache_interface.ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
 )
 
-_PLANNING = (kv_cache_utils, kv_cache_planning)
-"""Where versions of vLLM have what plans KV cache groups."""
-
 _DOMAIN = ("data_parallel_size", "enable_expert_parallel", "all2all_backend", "expert_placement_strategy")
 """How experts lie on data-parallel ranks, and how tokens get there. Which of the ranks computes a token decides nothing."""
-
-_REMEDIES = {"CrossAttentionSpec": "encoder-decoder models have no prefixes to share; start the engine without EpochKV"}
-
-_UNKNOWN_KIND = "this version of EpochKV does not know this kind of layer; start the engine without EpochKV"
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
@@ -103,7 +96,8 @@ def group_replicas(vllm_config: Any, kv_cache_config: Any) -> tuple[int, ...]:
 
     Latent attention is the same on all ranks. A model may have recurrent layers beside it, which are not.
     """
-    count = next((found for place in _PLANNING if (found := getattr(place, "kv_cache_groups_tp_replicas", None)) is not None), None)
+    name = "kv_cache_groups_tp_replicas"
+    count = getattr(kv_cache_utils, name, None) or getattr(kv_cache_planning, name, None)  # the latter from 0.33 on
     groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
     if count is None:
         return (1,) * len(groups)
@@ -152,8 +146,11 @@ def _kind(vllm_config: Any, group: Any, spec: Any) -> tuple[GroupKind, str]:
         return GroupKind.PRIVATE, ""
     if isinstance(spec, kv_cache_interface.MambaSpec):
         return _state_kind(vllm_config, spec)
-    kind = next((kind for base, kind in _KINDS if isinstance(spec, base)), GroupKind.UNSUPPORTED)
-    return kind, _REMEDIES.get(type(spec).__name__, _UNKNOWN_KIND) if kind is GroupKind.UNSUPPORTED else ""
+    if (kind := next((kind for base, kind in _KINDS if isinstance(spec, base)), None)) is not None:
+        return kind, ""
+    if type(spec).__name__ == "CrossAttentionSpec":
+        return GroupKind.UNSUPPORTED, "encoder-decoder models have no prefixes to share; start the engine without EpochKV"
+    return GroupKind.UNSUPPORTED, "this version of EpochKV does not know this kind of layer; start the engine without EpochKV"
 
 
 def _state_kind(vllm_config: Any, spec: Any) -> tuple[GroupKind, str]:
