@@ -24,7 +24,6 @@ logger = logging.getLogger("epochkv.storenode")
 SLAB_BYTES = 4 << 20
 """Mooncake cuts segments into these."""
 FILL_BYTES = 256 << 20
-MEMORY_NAME = "epochkv-segment"
 RETRY_SECONDS = 1.0
 STOP_POLL_SECONDS = 0.2
 RELAY_BYTES = 1 << 16
@@ -36,7 +35,7 @@ class SegmentMemory:
     def __init__(self, num_bytes: int) -> None:
         """Make the file; it has no pages yet. Raises OSError: there is no room for it."""
         self.num_bytes = -(-num_bytes // SLAB_BYTES) * SLAB_BYTES
-        self._file = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
+        self._file = os.memfd_create("epochkv-segment", os.MFD_CLOEXEC)
         os.ftruncate(self._file, self.num_bytes)
         self.stopped = False
 

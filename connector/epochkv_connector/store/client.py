@@ -62,37 +62,27 @@ class Ticket:
         on_progress: told of the outcomes so far whenever a store call has ended, on a thread of the client.
         released: resolved (always after `done`) when the store touches the buffers no more. Until then nobody else
         may use them.
+        cancelled: nothing more of this request should be begun.
     """
 
     def __init__(self) -> None:
         self.done: Future[list[StoreOutcome]] = Future()
         self.released: Future[None] = Future()
         self.on_progress: Callable[[Sequence[StoreOutcome]], None] = lambda outcomes: None
-        self._cancelled = threading.Event()
-
-    @property
-    def cancelled(self) -> bool:
-        """True once nothing more of this request should be begun."""
-        return self._cancelled.is_set()
+        self.cancelled = False
 
     def cancel(self) -> None:
         """Begin no further store call for it; what runs runs to its end."""
-        self._cancelled.set()
+        self.cancelled = True
 
 
-def resolve(future: Future[T], value: T) -> bool:
-    """Set the result unless somebody was faster; True if this call did it."""
+def resolve(future: Future[T], value: T | StoreUnavailable) -> bool:
+    """Set the result, or the exception, unless somebody was faster; True if this call did it."""
     try:
-        future.set_result(value)
-    except InvalidStateError:
-        return False
-    return True
-
-
-def refuse(future: Future[T], error: Exception) -> bool:
-    """Set the exception unless somebody was faster; True if this call did it."""
-    try:
-        future.set_exception(error)
+        if isinstance(value, StoreUnavailable):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
     except InvalidStateError:
         return False
     return True
@@ -104,16 +94,20 @@ class QueuedRequest:
 
     run: Callable[[], None]
     abandon: Callable[[StoreOutcome], None]
-    weight: int = 1
+    num_objects: int = 1
 
 
 class RequestQueue:
-    """A FIFO served by its own daemon threads. With `max_weight`, the oldest waiting request makes room for the newest."""
+    """A FIFO served by its own daemon threads. With `max_depth`, the oldest waiting request makes room for the newest.
 
-    def __init__(self, name: str, num_threads: int, max_weight: int | None = None) -> None:
+    Attributes:
+        depth: objects that the waiting requests are for.
+    """
+
+    def __init__(self, name: str, num_threads: int, max_depth: int | None = None) -> None:
         self.name = name
-        self._max_weight = max_weight
-        self._weight = 0
+        self.depth = 0
+        self._max_depth = max_depth
         self._queue: collections.deque[QueuedRequest] = collections.deque()
         self._ready = threading.Condition()
         self._stopping = False
@@ -127,10 +121,6 @@ class RequestQueue:
         threading.Thread(target=self._serve, name=f"epochkv-store-{self.name}-{self.threads}", daemon=True).start()
         self.threads += 1
 
-    @property
-    def depth(self) -> int:
-        return self._weight
-
     def submit(self, request: QueuedRequest) -> None:
         """Queue; may abandon older requests with DROPPED, or `request` itself with CLOSED."""
         dropped: list[QueuedRequest] = []
@@ -138,10 +128,10 @@ class RequestQueue:
             closed = self._stopping
             if not closed:
                 self._queue.append(request)
-                self._weight += request.weight
-                while self._max_weight is not None and self._weight > self._max_weight and len(self._queue) > 1:
+                self.depth += request.num_objects
+                while self._max_depth is not None and self.depth > self._max_depth and len(self._queue) > 1:
                     oldest = self._queue.popleft()
-                    self._weight -= oldest.weight
+                    self.depth -= oldest.num_objects
                     dropped.append(oldest)
                 self._ready.notify()
         for oldest in dropped:
@@ -151,7 +141,7 @@ class RequestQueue:
 
     def abandon_all(self, outcome: StoreOutcome) -> None:
         with self._ready:
-            waiting, self._weight = list(self._queue), 0
+            waiting, self.depth = list(self._queue), 0
             self._queue.clear()
         for request in waiting:
             request.abandon(outcome)
@@ -171,7 +161,7 @@ class RequestQueue:
                 if not self._queue:
                     return
                 request = self._queue.popleft()
-                self._weight -= request.weight
+                self.depth -= request.num_objects
             try:
                 request.run()
             except Exception:  # a queue thread must outlive anything one request does
@@ -261,10 +251,7 @@ class CallSize:
         if not succeeded or seconds > self._fast_seconds:
             self._num_keys = self._low
         elif num_keys >= self._num_keys:
-            self._num_keys = min(_GROWTH * self._num_keys, self._high)
-
-
-_GROWTH = 4
+            self._num_keys = min(4 * self._num_keys, self._high)
 
 
 def first_chunk(transfers: Sequence[Transfer], max_keys: int, max_bytes: int) -> Sequence[Transfer]:
@@ -299,7 +286,6 @@ _TRAILER_MAGIC = b">EPOCHKV"
 _END = struct.Struct("<8sHHI16s16sQ16s48x")
 _SEAL = struct.Struct("<Q")
 _HAS_CHECKSUM = 1
-_NO_CHECKSUM = bytes(16)
 
 
 class Defect(enum.StrEnum):
@@ -326,7 +312,7 @@ def seal(obj: memoryview, digest: bytes, layout: bytes, *, checksum: bool) -> No
         checksum: also store the payload's xxh3-128.
     """
     payload = obj[END_BYTES : len(obj) - END_BYTES]
-    digest_of_payload = xxhash.xxh3_128_digest(payload) if checksum else _NO_CHECKSUM
+    digest_of_payload = xxhash.xxh3_128_digest(payload) if checksum else bytes(16)
     flags = _HAS_CHECKSUM if checksum else 0
     obj[:END_BYTES] = _end(_HEADER_MAGIC, flags, digest, layout, len(payload), digest_of_payload)
     obj[len(obj) - END_BYTES :] = _end(_TRAILER_MAGIC, flags, digest, layout, len(payload), digest_of_payload)
@@ -451,14 +437,12 @@ class StoreClient:
 
         False if a call was still in flight after `timeout` seconds: its buffers must then live as long as the process.
         """
-        started = self._connection.state is not StoreState.NEW
         if not self._connection.begin_close():
             return self._connection.in_flight == 0
         for queue in self._queues:
             queue.stop()
         idle = self._connection.finish_close(timeout)
-        if started:
-            self._alarms.stop()
+        self._alarms.stop()
         if idle:
             self._judges.shutdown(wait=False)
         return idle
@@ -471,7 +455,6 @@ class StoreClient:
         """
         question = _Question(list(keys))
         self._questions.append(question)
-
         abandon = functools.partial(self._give_no_answer, question)
         self._submit(self._lookups, QueuedRequest(self._ask, abandon), timeout, lambda: abandon(StoreOutcome.TIMEOUT))
         if question.answer.done():  # not connected: nobody will take it up
@@ -480,7 +463,7 @@ class StoreClient:
         return question.answer
 
     def _give_no_answer(self, question: _Question, outcome: StoreOutcome) -> None:
-        if refuse(question.answer, StoreUnavailable(outcome)):
+        if resolve(question.answer, StoreUnavailable(outcome)):
             self._counters.add(f"exists_{outcome}")
 
     def _ask(self) -> None:
@@ -509,7 +492,11 @@ class StoreClient:
 
     def get(self, transfers: Sequence[Transfer], timeout: float) -> Ticket:
         """Read objects into registered memory and verify them. After the first miss the rest is not begun (CANCELLED)."""
-        ticket = self._move(self._gets, "get", list(transfers), timeout, self._call_get, self._judge)
+
+        def call(chunk: Sequence[Transfer]) -> list[int] | StoreOutcome:
+            return self._connection.call("get", methodcaller("get", *_columns(chunk)))
+
+        ticket = self._move(self._gets, "get", list(transfers), timeout, call, self._judge)
         if not self._watching:
             self._watch_later()
         return ticket
@@ -536,7 +523,7 @@ class StoreClient:
                 resolve(answer, codes[0])
 
         def abandon(outcome: StoreOutcome) -> None:
-            refuse(answer, StoreUnavailable(outcome, f"removing {pattern!r}"))
+            resolve(answer, StoreUnavailable(outcome, f"removing {pattern!r}"))
 
         self._submit(self._admin, QueuedRequest(run, abandon), timeout, lambda: abandon(StoreOutcome.TIMEOUT))
         try:
@@ -632,9 +619,6 @@ class StoreClient:
 
         self._submit(queue, QueuedRequest(run, abandon, len(transfers)), timeout, expire)
         return ticket
-
-    def _call_get(self, chunk: Sequence[Transfer]) -> list[int] | StoreOutcome:
-        return self._connection.call("get", methodcaller("get", *_columns(chunk)))
 
     def _call_put(self, chunk: Sequence[Transfer]) -> list[int] | StoreOutcome:
         if time.monotonic() < self._full_until:

@@ -381,14 +381,11 @@ def _complete(codes: Sequence[int], expected: int) -> list[int]:
     return [int(code) for code in codes] if len(codes) == expected else [-600] * expected
 
 
-Call = Callable[[MooncakeClient], list[int]]
-
 _UNCLOSED: set[StoreConnection] = set()
 """Connections that are not closed; `_close_at_exit` tries once more."""
 
 _EXIT_SECONDS = 33.0
 _MAX_CANARY_FAILURES = 3
-_RPC_FAILURES = frozenset((-900, -901))
 _RENEW_WAIT_SECONDS = 5.0
 
 
@@ -465,12 +462,11 @@ class StoreConnection:
         """
         with self._changed:
             idle = self._changed.wait_for(lambda: self.in_flight == 0, timeout)
-            client = self._client
             if idle:
-                self._client = None
-        if idle and client is not None:
-            client.close()
+                client, self._client = self._client, None
         if idle:
+            if client is not None:
+                client.close()
             _UNCLOSED.discard(self)
         else:
             logger.warning("the store client still has a call in flight after %.1f s; it is left open", timeout)
@@ -481,7 +477,7 @@ class StoreConnection:
             self._changed.notify_all()
         return idle
 
-    def call(self, kind: str, function: Call, *, probing: bool = False) -> list[int] | StoreOutcome:
+    def call(self, kind: str, function: Callable[[MooncakeClient], list[int]], *, probing: bool = False) -> list[int] | StoreOutcome:
         """Run one store call if the state allows it; opens the breaker when the master does not answer."""
         with self._changed:
             allowed = StoreState.PROBING if probing else StoreState.READY
@@ -496,7 +492,7 @@ class StoreConnection:
                 self.in_flight -= 1
                 self._changed.notify_all()
         self._counters.add(f"{kind}_calls")
-        if not _RPC_FAILURES.isdisjoint(codes):
+        if StoreOutcome.UNREACHABLE in map(outcome_of, codes):
             self._open(client, f"{kind} returned {min(codes)}")
             return StoreOutcome.UNREACHABLE
         return codes
