@@ -90,20 +90,6 @@ class LoadTask:
         """The copy under way is its last."""
         return self.stage is Stage.COPYING and not self.left and self.at + 1 == len(self.pieces)
 
-    def ack(self, rank: int, phase: Phase, failed: bool) -> JobAck:
-        """The LOADED acknowledgement; slots whose transfer still runs are named busy.
-
-        A failed load in several pieces names no filled slot: a slot stands for several of its blocks.
-        """
-        return JobAck(
-            job_id=self.job.job_id,
-            rank=rank,
-            phase=phase,
-            failed=failed,
-            filled_slots=() if failed and len(self.pieces) > 1 else tuple(dict.fromkeys(self.filled)),
-            busy_slots=self.busy if is_open(self.ticket) else (),
-        )
-
 
 Settled = Callable[[], bool | None]
 """Whether all ranks of a domain computed a step with the weights that its names say. None: a later pass will tell."""
@@ -122,16 +108,6 @@ class SaveTask:
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 
-    def ack(self, rank: int, phase: Phase, failed: bool) -> JobAck:
-        """The COPIED or STORED acknowledgement."""
-        return JobAck(
-            job_id=self.job.job_id,
-            rank=rank,
-            phase=phase,
-            failed=failed,
-            busy_slots=self.busy if phase is Phase.STORED and is_open(self.ticket) else (),
-        )
-
 
 Task = TypeVar("Task", LoadTask, SaveTask)
 
@@ -139,6 +115,16 @@ Task = TypeVar("Task", LoadTask, SaveTask)
 def is_open(ticket: Ticket | None) -> bool:
     """True while the store may still touch the buffers of a request."""
     return ticket is not None and not ticket.released.done()
+
+
+def acknowledgement(task: LoadTask | SaveTask, rank: int, phase: Phase, failed: bool) -> JobAck:
+    """Slots whose transfer still runs are named busy. A failed load in several pieces names no filled slot: a slot stands for several of
+    its blocks."""
+    filled: tuple[int, ...] = ()
+    if isinstance(task, LoadTask) and not (failed and len(task.pieces) > 1):
+        filled = tuple(dict.fromkeys(task.filled))
+    busy = task.busy if phase is not Phase.COPIED and is_open(task.ticket) else ()
+    return JobAck(task.job.job_id, rank, phase, failed, filled, busy)
 
 
 class Report(NamedTuple):
@@ -343,7 +329,6 @@ class Rank:
             self.changed.notify_all()
 
     def check_running(self) -> None:
-        """Refuse jobs from `shutdown` on."""
         if self.stopped:
             raise JobFailed("shutdown", "the engine shuts down")
 
@@ -352,10 +337,6 @@ class Rank:
         self.check_running()
         if self.asleep:
             raise JobFailed("sleep", "the engine sleeps")
-
-    def event(self) -> Any:
-        """End of the work issued so far on the model's stream (None on CPU). Model-runner thread only."""
-        return compute_event(self.staging.device)
 
     def transfer(self, namespace: str, move: BlockMove) -> Transfer:
         key = object_key(namespace, move.group, self.number // self._replicas(move.group), move.block_hash)
@@ -368,10 +349,6 @@ class Rank:
 
     def _replicas(self, group: int) -> int:
         return self.replicas[group] if group < len(self.replicas) else 1
-
-    def is_stale(self, namespace: str) -> bool:
-        """Whether the namespace is of an older epoch than this rank was told of."""
-        return epoch_of(namespace) < self.newest_epoch
 
     def count_copy(self, kind: str, pairs: Sequence[Pair], seconds: float) -> None:
         self.counters.add(f"copy_{kind}_blocks", len(pairs))
@@ -402,7 +379,8 @@ class LoadTasks:
 
     def take(self, job: LoadJob) -> None:
         """A step brought this load: begin at once. Model-runner thread."""
-        load = LoadTask(job, time.monotonic() + job.deadline_seconds, self._rank.event(), pieces=_cut(job.moves))
+        after = compute_event(self._rank.staging.device)
+        load = LoadTask(job, time.monotonic() + job.deadline_seconds, after, pieces=_cut(job.moves))
         self._rank.add(load)
         self._rank.counters.add("load_jobs")
         self._guard(load, partial(self._begin_piece, load))
@@ -585,8 +563,8 @@ class SaveTasks:
         """Those that may still read GPU blocks."""
         return self._rank.tasks(SaveTask, Stage.QUEUED, Stage.COPYING)
 
-    def submit(self, as_named: Callable[[], bool], settled: Settled) -> None:
-        """The forward pass was issued: begin behind it. Model-runner thread.
+    def submit(self, as_named: Callable[[], bool] = lambda: True, settled: Settled = lambda: True) -> None:
+        """The forward pass was issued (`wait_for_save`): begin behind it. Model-runner thread.
 
         Args:
             as_named: asked when the device is past it: whether it was computed with the weights that names say.
@@ -596,13 +574,13 @@ class SaveTasks:
         saves, self._unsubmitted = self._unsubmitted, []
         if not saves:
             return
-        after = rank.event()
+        after = compute_event(rank.staging.device)
         for save in saves:
             save.after, save.as_named, save.settled = after, as_named, settled
             rank.guard(partial(self._begin, save), partial(self.fail_copy, save))
 
     def wait_copied(self, timeout: float) -> bool:
-        """Wait until no save reads GPU blocks; False after `timeout` seconds. Model-runner thread."""
+        """Wait until no save reads GPU blocks; then `results` has every COPIED. False after `timeout` seconds. Model-runner thread."""
         self.drop_unsubmitted("unfinished", "its step has not ended")
         with self._rank.changed:
             return self._rank.changed.wait_for(lambda: not self.holding(), timeout)
@@ -684,7 +662,7 @@ class SaveTasks:
             self._put_if_settled(save)
 
     def put_settled(self) -> None:
-        """Store what every rank has copied, and whose step has turned out to be what its names say on every rank of the domain."""
+        """A pass of the domain has begun: store what all ranks have copied, and whose step was what its names say in the whole domain."""
         for save in self._rank.tasks(SaveTask, Stage.COPIED):
             if save.agreed:
                 self._put_if_settled(save)
@@ -694,7 +672,7 @@ class SaveTasks:
         if settled is False:
             self.refuse(save.job.job_id, "weights", "another data-parallel rank held other weights than its names say")
         elif settled and self._copied(save.job.job_id) is not None:
-            self._put(save)
+            self._rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
 
     def refuse(self, job_id: int, reason: str = "other_rank", detail: str = "another rank has not copied it") -> None:
         """Some rank has not copied this save: a lone shard is useless, and beside a shard of other weights it would be wrong."""
@@ -710,9 +688,6 @@ class SaveTasks:
             save.stage = Stage.PUTTING
             return save
 
-    def _put(self, save: SaveTask) -> None:
-        self._rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
-
     def _begin_put(self, save: SaveTask) -> None:
         rank, store, namespace = self._rank, self._rank.store, save.job.namespace
         assert namespace is not None
@@ -725,7 +700,7 @@ class SaveTasks:
             return
         transfers = [rank.transfer(namespace, move) for move in ours]
         with rank.changed:  # no newer epoch may be told between the look at it and the put
-            if rank.is_stale(namespace):
+            if epoch_of(namespace) < rank.newest_epoch:
                 raise JobFailed("stale", f"save job {save.job.job_id} is of an older epoch ({namespace})")
             save.busy = tuple(move.slot for move in ours)
             save.ticket = rank.slots.hold(save.busy, lambda: store.put(transfers, remaining(save.deadline)))

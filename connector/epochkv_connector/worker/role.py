@@ -40,6 +40,7 @@ from epochkv_connector.worker.jobs import (
     SaveTasks,
     Settled,
     Stage,
+    acknowledgement,
     is_open,
     remaining,
 )
@@ -56,6 +57,7 @@ class JobRunner:
 
     Attributes:
         layout: how its KV tensors and host slots lie, for the scheduler role.
+        finish_step, put_settled, wait_copied: those of its saves (`SaveTasks`). They never raise.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class JobRunner:
         self.layout = RankLayout(digest, staging.region.num_slots, {group: view.payload_bytes for group, view in staging.groups.items()})
         self._rank = Rank(staging, rank, world_size, replicas, open_store)
         self._loads = LoadTasks(self._rank)
-        self._saves = SaveTasks(self._rank)
+        self._saves = saves = SaveTasks(self._rank)
+        self.finish_step, self.put_settled, self.wait_copied = saves.submit, saves.put_settled, saves.wait_copied
         # Guarded by Rank.changed:
         self._unreleased: list[LoadTask | SaveTask] = []
         self._invalidated: list[str] = []
@@ -132,14 +135,6 @@ class JobRunner:
         for save in step.saves:
             self._saves.take(save)
 
-    def finish_step(self, as_named: Callable[[], bool] = lambda: True, settled: Settled = lambda: True) -> None:
-        """The forward of this step has been issued (`wait_for_save`): begin its saves behind it (`SaveTasks.submit`). Never raises."""
-        self._saves.submit(as_named, settled)
-
-    def put_settled(self) -> None:
-        """A pass of the domain has begun (`SaveTasks.put_settled`). Never raises."""
-        self._saves.put_settled()
-
     def results(self, wait_seconds: float = 0.0) -> Report:
         """What has ended since the last call; each thing once. Never raises.
 
@@ -161,7 +156,7 @@ class JobRunner:
         for task in released:
             report.acks.append(JobAck(task.job.job_id, rank.number, Phase.RELEASED))
         for task, phase, failed in ended:
-            ack = task.ack(rank.number, phase, failed)
+            ack = acknowledgement(task, rank.number, phase, failed)
             report.acks.append(ack)
             if ack.busy_slots:
                 with rank.changed:
@@ -192,10 +187,6 @@ class JobRunner:
         """Jobs with something left to be acknowledged, save for RELEASED, by a later `results`."""
         with self._rank.changed:
             return {*self._rank.jobs, *(task.job.job_id for task, _, _ in self._rank.ended)}
-
-    def wait_copied(self, timeout: float) -> bool:
-        """Wait until no save holds GPU blocks; then `results` has every COPIED. False after `timeout` seconds."""
-        return self._saves.wait_copied(timeout)
 
     def settle_for_sleep(self, timeout: float) -> int:
         """The memory of GPU blocks is about to be unmapped: end every copy, and let none begin before `woken`. Model-runner thread.

@@ -133,17 +133,13 @@ def batch_copy(library: Any = None) -> Submit:
 
 
 class SideStream:
-    """A stream beside the model's, where the copies of one thread are issued in order."""
+    """A stream beside the model's, where the copies of one thread are issued in order. `handle`: its `cudaStream_t`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream(device=device)
-
-    @property
-    def handle(self) -> int:
-        """`cudaStream_t`."""
-        return self._stream.cuda_stream
+        self.handle = self._stream.cuda_stream
 
     def behind(self, after: Any) -> None:
         """What is issued from now on begins when `after` has come (None: at once). Makes the stream's device the thread's."""
