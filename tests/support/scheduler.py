@@ -64,7 +64,7 @@ class Rig:
         self.finished: set[str] = set()
         self._next_id = 0
         if store is not None:
-            monkeypatch.setattr("epochkv_connector.scheduler.role.start_client", lambda _settings: store)
+            monkeypatch.setattr("epochkv_connector.scheduler.role.StoreClient", lambda _settings: store)
         self.vllm_config = vllm_config(tmp, self.options, has_store=store is not None)
         change_config(self.vllm_config)
         self.kv_cache_config = kv_cache_config(self.options)

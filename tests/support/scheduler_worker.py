@@ -203,6 +203,7 @@ class SharedStore:
     fetched: list[str] = field(default_factory=list)
     pending: list[tuple[Future[Sequence[bool]], list[str]]] = field(default_factory=list)
 
+    def start(self) -> None: ...
     def stats(self) -> dict[str, float]:
         return {"state": 2.0, "breaker_open": float(self.down), "exists_calls": float(len(self.asked))}
 

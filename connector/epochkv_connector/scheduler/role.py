@@ -88,7 +88,6 @@ class HubLink:
         if hub is None:
             return
         if self._keys is not None:
-            keys_again = partial(read_client_keys, hub)  # they may be rotated
             try:
                 identity = EngineIdentity(
                     engine=os.environ.get("EPOCHKV_ENGINE_NAME") or f"{socket.gethostname()}:{os.getpid()}",
@@ -100,7 +99,7 @@ class HubLink:
                     pool=self._config.pool.uid,
                     removes=self._config.distributed is not None,
                 )
-                instance = secrets.token_bytes(INSTANCE_BYTES)
+                instance, keys_again = secrets.token_bytes(INSTANCE_BYTES), partial(read_client_keys, hub)  # they may be rotated
                 self._thread = AgentThread(hub.endpoint, self._keys, instance, identity, hooks, credentials=keys_again)
                 self._thread.start()
             except Exception as error:
@@ -174,7 +173,9 @@ def build_tiers(
         return None, None
     layout = describe.cache_layout(vllm_config, kv_cache_config)
     settings = StoreSettings.of(config)
-    store = start_client(settings) if settings is not None else None
+    store = StoreClient(settings) if settings is not None else None  # without memory of its own
+    if store is not None:
+        store.start()
     num_ranks = describe.num_worker_ranks(vllm_config)
     shards = [range(num_ranks // replicas) for replicas in describe.group_replicas(vllm_config, kv_cache_config)]
 
@@ -189,7 +190,7 @@ def build_tiers(
         store=store,
         ids=itertools.count(1),
         clock=time.monotonic,
-        keys_of=keys_of if store is not None else None,
+        keys_of=keys_of,
     )
     return tiers, None if store is None else StoreKeys(store, mean_object_bytes(layouts, len(layout.groups)))
 
@@ -199,13 +200,6 @@ def mean_object_bytes(layouts: Sequence[RankLayout], num_groups: int) -> tuple[i
     known = [layout.payload_bytes for layout in layouts]
     sizes = [[object_bytes(payloads[group]) for payloads in known if group in payloads] for group in range(num_groups)]
     return tuple(round(sum(one) / len(one)) if one else 0 for one in sizes)
-
-
-def start_client(settings: StoreSettings) -> StoreClient:
-    """A client without memory of its own, on its own threads; it connects in the background."""
-    client = StoreClient(settings)
-    client.start()
-    return client
 
 
 # ----------------------------------------------------------------------------------------------------------------------

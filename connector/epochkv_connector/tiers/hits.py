@@ -252,17 +252,14 @@ long ended are told in the first one after it; with asynchronous scheduling what
 class HitPlanner:
     """Answers lookups and holds what it promised.
 
-    Args:
-        lookups: L2 queries; None: L1 alone.
-
     Attributes:
         plans: those that are open, remembered misses included.
         pause: whether L2 may be asked.
-        prefetches: of requests that wait; None: L1 alone.
+        prefetches: of requests that wait.
         is_on_gpu: whether vLLM's own cache holds a block (group, name); known before the first request.
     """
 
-    def __init__(self, state: TierState, lookups: Lookups | None) -> None:
+    def __init__(self, state: TierState, lookups: Lookups) -> None:
         self._state = state
         self._lookups = lookups
         self._layout = layout = state.layout
@@ -270,24 +267,22 @@ class HitPlanner:
         self._count = state.counts
         self.plans = PlanTable()
         self.pause = LoadPause(2 * state.config.job_deadline_seconds, state.clock)
-        self.prefetches = None if lookups is None else Prefetches(state, lookups, self.pause, self._missing)
+        self.prefetches = Prefetches(state, lookups, self.pause, self._missing)
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
         self._step = 0
         self.is_on_gpu: Callable[[int, bytes], bool] = lambda group, name: False
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for _, g in layout.restored) or 1
 
     def leak_report(self) -> dict[str, int]:
-        queries = 0 if self._lookups is None else len(self._lookups)
-        held, lacking = self.plans.num_held, len(self._lacking)
-        prefetches = {} if self.prefetches is None else self.prefetches.leak_report()
-        return {"plans": len(self.plans), "plan_slots": held, "hits_lacking_slots": lacking, "queries": queries, **prefetches}
+        plans = {"plans": len(self.plans), "plan_slots": self.plans.num_held, "hits_lacking_slots": len(self._lacking)}
+        return {**plans, "queries": len(self._lookups), **self.prefetches.leak_report()}
 
     def begin(self, req: RequestView, snap: Snapshot) -> None:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
         if self._state.is_usable and max_tokens > 0:
             query = self._query(req, self.find(req), snap, 0, max_tokens)
-            if query is not None and self.prefetches is not None:
+            if query is not None:
                 self.prefetches.watch(req.request_id, query)
 
     def _missing(self, query: Query) -> list[tuple[int, int, bytes]]:
@@ -350,8 +345,6 @@ class HitPlanner:
 
     def _is_pending(self, request_id: str, query: Query | None) -> bool:
         """Whether blocks of the request are on their way, or L2 has not said yet which there are."""
-        if self._lookups is None or self.prefetches is None:
-            return False
         return self.prefetches.is_open(request_id) or (query is not None and self._lookups.is_pending(query))
 
     def _await_slots(self, request_id: str) -> bool:
@@ -368,7 +361,7 @@ class HitPlanner:
     def _query(self, req: RequestView, found: PromptBlocks, snap: Snapshot, local: int, max_tokens: int) -> Query | None:
         """The request's L2 query, begun if need be; None when L2 is not to be asked."""
         namespace = self._state.namespace(snap)
-        if self._lookups is None or namespace is None:
+        if namespace is None:
             return None
         if not self.pause.allows():
             self._count["lookups_paused"] += 1
@@ -387,7 +380,8 @@ class HitPlanner:
         local, alignment = plan.num_local_tokens, self._layout.alignment_tokens
         cap = int(self._index.num_slots * HELD_FRACTION)
         while total > local:
-            self._choose(plan, total, found)
+            plan.choose([found.locate(group, needed_range(spec, local, total)) for group, spec in self._layout.restored])
+            plan.reserved, plan.num_tokens = self._slots_for(plan.num_missing), total - local
             while self.plans.num_held and self.plans.num_held + plan.num_held > cap:
                 oldest = self.plans.pop_oldest_holder()
                 assert oldest is not None, "plans hold slots that no plan holds"
@@ -410,13 +404,6 @@ class HitPlanner:
         share = max(1, self._index.num_slots // RING_SHARE)
         return min(num_missing, share, max(1, self._index.num_available))
 
-    def _choose(self, plan: Plan, total: int, found: PromptBlocks) -> None:
-        """The blocks of a hit of `total` tokens and where they come from."""
-        local = plan.num_local_tokens
-        plan.choose([found.locate(group, needed_range(spec, local, total)) for group, spec in self._layout.restored])
-        plan.reserved = self._slots_for(plan.num_missing)
-        plan.num_tokens = total - local
-
     def _open(self, plan: Plan, now: float) -> None:
         if not plan.num_tokens:
             self._count["lookups_missed"] += 1
@@ -433,10 +420,8 @@ class HitPlanner:
 
     def take(self, request_id: str) -> Plan | None:
         """The request's plan, which is now the caller's to `release`. Its query ends, and its prefetch."""
-        if self._lookups is not None:
-            self._lookups.drop(request_id)
-        if self.prefetches is not None:
-            self.prefetches.release(request_id)
+        self._lookups.drop(request_id)
+        self.prefetches.release(request_id)
         return self.plans.pop(request_id)
 
     def release(self, plan: Plan) -> None:
@@ -459,10 +444,8 @@ class HitPlanner:
         for plan in self.plans.pop_all():
             self._count["plans_dropped"] += plan.num_held > 0
             self.release(plan)
-        if self._lookups is not None:
-            self._lookups.drop_all()
-        if self.prefetches is not None:
-            self.prefetches.release_all()
+        self._lookups.drop_all()
+        self.prefetches.release_all()
 
     def end_step(self) -> None:
         """Age the plans; the next step has its own share of waiting."""
@@ -470,8 +453,7 @@ class HitPlanner:
         for plan in self.plans.pop_expired(self._step, self._state.clock()):
             self._count["plans_expired"] += plan.num_held > 0
             self.release(plan)
-        if self._lookups is not None:
-            self._lookups.new_step()
+        self._lookups.new_step()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -636,7 +618,6 @@ class LoadJobs:
         if not done.abandoned:
             self._state.loaded(done)
         if done.job.prefetch:
-            assert self._planner.prefetches is not None
             return self._planner.prefetches.ended(done)
         self._state.counts["loads_done"] += 1
         self._state.counts["loads_failed"] += done.failed

@@ -30,8 +30,6 @@ class GroupKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One KV cache group."""
-
     kind: GroupKind
     block_size: int  # tokens per block as vLLM's manager of the group counts them
     window_tokens: int = 0  # `sliding_window` of the spec (SLIDING), or `attention_chunk_size` (CHUNKED)
@@ -43,9 +41,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """All groups of an engine."""
-
-    groups: tuple[GroupLayout, ...]  # in vLLM's order (index = KV cache group id)
+    groups: tuple[GroupLayout, ...]  # of an engine, in vLLM's order (index = KV cache group id)
     alignment_tokens: int  # hits end on multiples of this (vLLM's scheduler block size: LCM of the groups' block sizes)
     restored: tuple[tuple[int, GroupLayout], ...] = field(init=False)  # (index, group) of those that are saved and loaded: all but PRIVATE
 

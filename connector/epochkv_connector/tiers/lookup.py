@@ -23,7 +23,7 @@ when names change; what it still brings then is not indexed.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -61,29 +61,16 @@ class Lookups:
     """Open queries, one per request.
 
     Args:
-        wait_seconds: shared by all queries between two calls of `new_step`.
-        deadline_seconds: of one query, from its begin.
-        clock: monotonic seconds.
-        counts: `queries_begun`, `queries_late`, `queries_failed` and `blocks_absent` are counted in it.
+        client: asked for requests that have a namespace; None: none ever has.
     """
 
-    def __init__(
-        self,
-        client: StoreClient,
-        keys_of: KeysOf,
-        wait_seconds: float,
-        deadline_seconds: float,
-        clock: Callable[[], float],
-        counts: Counter[str],
-    ) -> None:
-        self._client = client
-        self._keys_of = keys_of
-        self._wait_seconds = wait_seconds
-        self._deadline_seconds = deadline_seconds
-        self._clock = clock
-        self._budget = wait_seconds
+    def __init__(self, state: TierState, client: StoreClient | None, keys_of: KeysOf) -> None:
+        self._client, self._keys_of = client, keys_of
+        self._clock, self._counts = state.clock, state.counts
+        self._wait_seconds = state.config.lookup_wait_ms / 1e3  # shared by all queries between two calls of `new_step`
+        self._deadline_seconds = state.config.lookup_deadline_ms / 1e3  # of one query, from its begin
+        self._budget = self._wait_seconds
         self._queries: dict[str, Query] = {}
-        self._counts = counts
 
     def __len__(self) -> int:
         return len(self._queries)
@@ -112,6 +99,7 @@ class Lookups:
             of_block = self._keys_of(namespace, group, block_hash)
             shards.append(len(of_block))
             keys.extend(of_block)
+        assert self._client is not None, "without a store there are no namespaces"
         answer = self._client.exists(keys, self._deadline_seconds)
         query = Query(namespace, root, self._clock(), list(blocks), shards, answer, request)
         self._queries[request.request_id] = query

@@ -207,9 +207,10 @@ class SavePlanner:
 class SaveJobs:
     """Jobs for blocks that are worth saving, and what their end gives back."""
 
+    pool: BlockPoolAdapter  # bound before the first request
+
     def __init__(self, state: TierState) -> None:
         self.planner = SavePlanner(state)
-        self.pool: BlockPoolAdapter | None = None  # until it is bound, nothing is saved
         self._state = state
         self._jobs: list[SaveJob] = []
         self._agreed: list[int] = []  # saves that ranks wait to hear of
@@ -219,17 +220,17 @@ class SaveJobs:
         """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps. They are saved
         to L1, to L2 when the root is shared, or to both. Returns the jobs that go out with the next metadata for it."""
         first, namespace = len(self._jobs), self._state.namespace(snap)
-        if not self._state.is_usable or self.pool is None or (self._state.config.local is None and namespace is None):
+        if not self._state.is_usable or (self._state.config.local is None and namespace is None):
             return ()
         for view in views:
             job = self.planner.draft(view, namespace, self.pool)
             if job is not None:
-                self._open(job, self.pool)
+                self._open(job)
         return self._jobs[first:]
 
-    def _open(self, job: SaveJob, pool: BlockPoolAdapter) -> None:
+    def _open(self, job: SaveJob) -> None:
         gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
-        pool.touch(gpu_blocks)
+        self.pool.touch(gpu_blocks)
         self._state.jobs.open_save(job, gpu_blocks, self._state.clock())
         self._jobs.append(job)
         self._state.counts["saves_emitted"] += 1
@@ -251,15 +252,12 @@ class SaveJobs:
 
     def let_go(self) -> Sequence[int]:
         """Give the GPU blocks back that ranks may still read for open saves, and return them; `hold` them before a step may use them."""
-        if self.pool is None:
-            return ()
         blocks = tuple(self._state.jobs.gpu_blocks())
         self.pool.free(blocks)
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        if self.pool is not None:
-            self.pool.touch(blocks)
+        self.pool.touch(blocks)
 
     def apply(self, outcome: Outcome) -> None:
         """Every rank has ended a part of a save, or touches slots of a job no more."""
@@ -275,7 +273,7 @@ class SaveJobs:
                 self._state.index.unpin(outcome.slots)
 
     def _copied(self, done: Copied) -> None:
-        if done.gpu_blocks and self.pool is not None:
+        if done.gpu_blocks:
             self.pool.free(tuple(reversed(done.gpu_blocks)))
         if done.job.namespace is None:  # others wait for the put
             self.planner.over(done.job.moves)
@@ -293,8 +291,7 @@ class SaveJobs:
 
     def would_free_gpu_blocks(self) -> bool:
         """Whether the end of a save that is not overdue would free a GPU block: one that nobody but the save holds."""
-        pool = self.pool
-        return pool is not None and any(pool.num_references(block) <= 1 for block in self._state.jobs.gpu_blocks(self._state.clock()))
+        return any(self.pool.num_references(block) <= 1 for block in self._state.jobs.gpu_blocks(self._state.clock()))
 
     def leak_report(self) -> dict[str, int]:
         return {"unsent_saves": len(self._jobs), "unsent_agreements": len(self._agreed) + len(self._refused), **self.planner.leak_report()}
@@ -317,10 +314,10 @@ class TierManager:
         layout: KV cache groups; a layout with a `problem()` gets no hits and no saves.
         num_ranks: worker ranks that acknowledge every job (vLLM's world size).
         num_slots: host slots that every rank has; 0: some rank has none, so there are no hits and no saves.
-        store: existence queries; None: lookups end at L1.
+        store: existence queries; None: no L2 is configured, so nobody asks.
         ids: job ids, never repeating.
         clock: monotonic seconds.
-        keys_of: names a block's L2 keys; required with `store`.
+        keys_of: names a block's L2 keys.
     """
 
     def __init__(
@@ -333,15 +330,10 @@ class TierManager:
         store: StoreClient | None,
         ids: Iterator[int],
         clock: Callable[[], float],
-        keys_of: KeysOf | None = None,
+        keys_of: KeysOf,
     ) -> None:
         self.state = TierState(config, layout, num_ranks, num_slots, ids, clock)
-        lookups: Lookups | None = None
-        if store is not None:
-            assert keys_of is not None
-            seconds = config.lookup_wait_ms / 1e3, config.lookup_deadline_ms / 1e3
-            lookups = Lookups(store, keys_of, *seconds, clock, self.state.counts)
-        self.hits = HitPlanner(self.state, lookups)
+        self.hits = HitPlanner(self.state, Lookups(self.state, store, keys_of))
         self.loads = LoadJobs(self.state, self.hits)
         self.saves = SaveJobs(self.state)
 
@@ -378,9 +370,8 @@ class TierManager:
         """End the step: allocate the slots of accepted hits, age the plans. Returns the jobs, and nothing else that ranks are told."""
         step = StepMetadata(self.loads.end_step())
         self.hits.end_step()
-        if self.hits.prefetches is not None:
-            prefetches, step.cancelled = self.hits.prefetches.end_step()
-            step.loads += prefetches
+        prefetches, step.cancelled = self.hits.prefetches.end_step()
+        step.loads += prefetches
         step.saves, step.agreed, step.refused = self.saves.end_step()
         return step
 

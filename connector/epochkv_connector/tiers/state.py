@@ -21,8 +21,6 @@ from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.tiers.layout import CacheLayout
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 
-_SLOT = attrgetter("slot")
-
 
 class Copied(msgspec.Struct, frozen=True):
     """Every rank is done with the GPU blocks of a save."""
@@ -225,7 +223,8 @@ class Jobs:
         if not entry.done.issuperset(job.phases):
             return []
         if entry.held is None:
-            entry.held = list(dict.fromkeys(map(_SLOT, reversed(job.moves))))  # a load may use a slot for several of its blocks
+            # A load may use a slot for several of its blocks.
+            entry.held = list(dict.fromkeys(map(attrgetter("slot"), reversed(job.moves))))
         slots, entry.held = entry.held, []
         if entry.busy:
             busy = set().union(*entry.busy.values())

@@ -170,7 +170,7 @@ class Schedule:
                 self.world.finish(live.request_id)
                 planner = self.world.tiers.hits
                 assert planner.plans.get(live.request_id) is None, "a cancelled request keeps its plan"
-                assert planner._lookups is None or live.request_id not in planner._lookups._queries
+                assert live.request_id not in planner._lookups._queries
             if live.state != "loading":
                 self._remove(live)
 
