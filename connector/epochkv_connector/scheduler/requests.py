@@ -75,8 +75,6 @@ TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
 
 @dataclass(slots=True)
 class Request:
-    """One request."""
-
     request_id: str
     vllm: Any | None  # vLLM's own object; None: it has ended, and its load is not reported yet
     load: LoadState = LoadState.NONE  # only `Requests` changes it
@@ -375,14 +373,14 @@ class Admission:
 
     def allocate(self, request: Any, blocks: Any, num_external: int) -> None:
         """Commit or abort the plan. Decided on `num_external` alone: a MultiConnector loser gets real blocks and 0."""
+        record, loading = self._requests.see(request), False
         if num_external == 0:
-            self._requests.on(self._requests.see(request), LoadEvent.PASS)
-        snapshot = self._state.apply()
-        if num_external == 0:
+            self._requests.on(record, LoadEvent.PASS)
+            self._state.apply()
             self.admit(request)
             self._abort(request.request_id)
             return
-        record, loading = self._requests.see(request), False
+        snapshot = self._state.apply()
         if self._tiers is not None:
             loading = self._tiers.loads.commit(self._view(request), blocks.get_block_ids(), num_external, snapshot)
         self._pins.begin_load(request)

@@ -57,10 +57,6 @@ class Open:
     cached: dict[str, int] = field(default_factory=dict)
     epoch: int = -1
 
-    def change(self, before: Held) -> None:
-        """Tokens from now on are of others."""
-        self.made.append((self.request.num_output_tokens, before))
-
     def doubt(self, known: Callable[[Held], Held], num_tokens: int) -> None:
         """Of the last so many tokens of which less is known than it seemed, take that back."""
         starts = [0, *(until for until, _ in self.made)]
@@ -215,8 +211,9 @@ class Stamps:
 
     def _change(self, held: Held) -> None:
         for request_id, stamp in self._open.items():
-            stamp.change(self._now)
-            if stamp.request.num_output_tokens:
+            num_made = stamp.request.num_output_tokens  # the next ones are of others
+            stamp.made.append((num_made, self._now))
+            if num_made:
                 self._due.add(request_id)
         self._now = held
 

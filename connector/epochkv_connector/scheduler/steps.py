@@ -227,12 +227,8 @@ class Steps:
             self._requests.send(load.request_id for load in step.loads if not load.prefetch)
         if self._used_adapters:
             step.adapters, self._used_adapters = tuple(sorted(self._used_adapters)), set()
-        step.newest_epoch, step.digest_number = snapshot.epoch, number
-        return self._with_names(step)
-
-    def _with_names(self, metadata: StepMetadata) -> StepMetadata:
-        metadata.invalidated = tuple(self._requests.names())
-        return metadata
+        step.newest_epoch, step.digest_number, step.invalidated = snapshot.epoch, number, tuple(self._requests.names())
+        return step
 
     def emergency(self) -> StepMetadata:
         """The tiers have failed: answer what vLLM waits for and no rank was told of, and use the tiers no more."""
@@ -242,7 +238,8 @@ class Steps:
             self._tiers.saves.drop_unsent()
             _, metadata.agreed, metadata.refused = self._tiers.saves.end_step()  # ranks, and an engine that would idle, wait for these
         self._requests.fail_unsent()
-        return self._with_names(metadata)
+        metadata.invalidated = tuple(self._requests.names())
+        return metadata
 
     def save_last_blocks(self, request: Any) -> None:
         """Save what is complete only now that the request has ended; its blocks are its own until we return."""
@@ -288,7 +285,12 @@ class Steps:
         self._drain_when_idle()
 
     def _hear(self, report: WorkerReport) -> None:
-        self._count_acks(report)
+        for ack in report.acks:  # one by one: what one acknowledgement breaks must not keep the blocks of others
+            try:
+                if self._tiers is not None:
+                    self._tiers.on_acks((ack,))
+            except Exception as error:
+                self._state.fail("acknowledgement", error)
         self._weights.late(report)  # at last: what was just reported cannot be taken back any more
 
     def _record_loads(self, output: Any) -> None:
@@ -328,15 +330,6 @@ class Steps:
     @staticmethod
     def _hide(output: Any, request_id: str) -> None:
         output.finished_recving = set(output.finished_recving) - {request_id}
-
-    def _count_acks(self, report: WorkerReport) -> None:
-        """One by one: what one acknowledgement breaks must not keep the blocks of others."""
-        for ack in report.acks:
-            try:
-                if self._tiers is not None:
-                    self._tiers.on_acks((ack,))
-            except Exception as error:
-                self._state.fail("acknowledgement", error)
 
     def _drain_when_idle(self) -> None:
         """An in-process engine never steps after its last request: collect device-to-host acknowledgements here, and whatever else the

@@ -23,7 +23,7 @@ class Link(Protocol):
 
 
 class WeightChanges:
-    """Told by `weights.watch` and `weights.adapters`; tells the root, the requests and the hub.
+    """Told by `weights.watch` (`WeightNames`) and `weights.adapters` (`AdapterNames`); tells the root, the requests and the hub.
 
     Attributes:
         watch, adapters: what looks at the weights of the ranks, and at their adapters. Whoever makes them sets them before anything
@@ -74,12 +74,10 @@ class WeightChanges:
         self._state.apply()
 
     def keep_own(self, why: str) -> None:
-        """See `watch.WeightNames`."""
         self._pins.root.keep_own()
         self._kept_own(why)
 
     def clear_encoder(self) -> bool:
-        """Forget outputs of an encoder that were made with other weights; False: some are in use still."""
         if self._core is None or self._scheduler is None or blocks.encoder_outputs_in_use(self._scheduler):
             return False
         self._scheduler.reset_encoder_cache()
