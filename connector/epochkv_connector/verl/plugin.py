@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any, Final
 
 from epochkv_connector.verl.kv_store import TRANSFER, resolve
@@ -27,20 +26,25 @@ def install() -> None:
     import verl.utils.config
     from verl.workers.config import RolloutConfig
 
-    validate = verl.utils.config.validate_config
+    validate, construct = verl.utils.config.validate_config, RolloutConfig.__init__
     if hasattr(validate, "__wrapped__"):
         return
-    verl.utils.config.validate_config = verl.utils.validate_config = _expanding(validate)
-    RolloutConfig.__init__ = _taking_block(RolloutConfig.__init__)
 
-
-def _expanding(validate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(validate)
     def validate_config(*args: Any, **kwargs: Any) -> Any:
         expand_in(kwargs["config"] if "config" in kwargs else args[0])
         return validate(*args, **kwargs)
 
-    return validate_config
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, kv_store: Any = None, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        transfer = None if kv_store is None else resolve(kv_store, self)
+        if transfer is not None:
+            engine = dict(self.engine_kwargs)
+            self.engine_kwargs = {**engine, "vllm": {**(engine.get("vllm") or {}), TRANSFER: transfer}}
+
+    verl.utils.config.validate_config = verl.utils.validate_config = validate_config
+    RolloutConfig.__init__ = __init__
 
 
 def expand_in(config: Any) -> None:
@@ -56,18 +60,6 @@ def expand_in(config: Any) -> None:
         rollout.pop(BLOCK)
     if transfer is not None:
         OmegaConf.update(config, f"{ROLLOUT}.engine_kwargs.vllm.{TRANSFER}", transfer, force_add=True)
-
-
-def _taking_block(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, kv_store: Any = None, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        transfer = None if kv_store is None else resolve(kv_store, self)
-        if transfer is not None:
-            engine = dict(self.engine_kwargs)
-            self.engine_kwargs = {**engine, "vllm": {**(engine.get("vllm") or {}), TRANSFER: transfer}}
-
-    return __init__
 
 
 try:
