@@ -41,6 +41,8 @@ OVERDUE = {"type": "Progressing", "status": "False", "reason": "ProgressDeadline
 ROLLING = {"type": "Progressing", "status": "True", "reason": "ReplicaSetUpdated"}
 READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 RUNNING = {"containerStatuses": [{"name": "engine", "ready": False, "state": {"running": {}}}]}
+PENDING = {"phase": "Pending"}
+NO_IMAGE = waiting("engine", "ImagePullBackOff", "not found")
 ONE = {"replicas": 1}
 NO_CLAIM = '0/1 nodes are available: persistentvolumeclaim "models" not found.'
 CRASHED = waiting("engine", "CrashLoopBackOff", lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=4)
@@ -72,49 +74,39 @@ def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Js
     ("master", "pods", "reason", "says"),
     [
         (ready(1), [], "Available", "1 of 1 replicas of the master are ready"),
-        (ONE, [master_pod(phase="Pending")], "Starting", "are ready: pod policy-master-x is pending"),
-        (ONE, [master_pod(**waiting("master", "ContainerCreating"))], "Starting", "kubectl -n rl describe pod policy-master-x"),
-        (ONE, [master_pod(**READY), master_pod(phase="Pending")], "Starting", "are ready: pod policy-master-x is pending"),
-        (ONE, [master_pod(**RUNNING)], "Starting", "pod policy-master-x runs, but its readiness probe does not succeed yet"),
+        (ONE, [PENDING], "Starting", "are ready: pod policy-master-x is pending"),
+        (ONE, [waiting("master", "ContainerCreating")], "Starting", "kubectl -n rl describe pod policy-master-x"),
+        (ONE, [READY, PENDING], "Starting", "are ready: pod policy-master-x is pending"),
+        (ONE, [RUNNING], "Starting", "pod policy-master-x runs, but its readiness probe does not succeed yet"),
         ({**ready(1), "observedGeneration": 0}, [], "Starting", "the master"),
-        (ONE, [master_pod(**waiting("m", "ErrImageNeverPull"))], "ImagePullFailed", "ErrImageNeverPull"),
-        (ONE, [master_pod(**waiting("m", "CreateContainerConfigError", "no secret"))], "StartFailed", "no secret"),
-        (ONE, [master_pod(**CRASHED)], "CrashLooping", "restarted 4 times, last exit 137 (OOMKilled)"),
-        (ONE, [master_pod(**runs_again(2, 30.0))], "CrashLooping", "last exit 1 (Error); its log ended: ValueError: no such model"),
+        (ONE, [waiting("m", "ErrImageNeverPull")], "ImagePullFailed", "ErrImageNeverPull"),
+        (ONE, [waiting("m", "CreateContainerConfigError", "no secret")], "StartFailed", "no secret"),
+        (ONE, [CRASHED], "CrashLooping", "restarted 4 times, last exit 137 (OOMKilled)"),
+        (ONE, [runs_again(2, 30.0)], "CrashLooping", "last exit 1 (Error); its log ended: ValueError: no such model"),
         # One that ran for long, or failed once, may come up this time.
-        (ONE, [master_pod(**runs_again(2, 900.0))], "Starting", "last exit 1 (Error); its log ended: ValueError: no such model, and it"),
-        (ONE, [master_pod(**runs_again(1, 30.0))], "Starting", "was restarted 1 time, last exit 1"),
-        (ONE, [master_pod(**unscheduled("Insufficient memory"))], "Unschedulable", "fits on no node: Insufficient memory"),
-        (
-            ONE,
-            [master_pod(**unscheduled(NO_CLAIM))],
-            "Unschedulable",
-            "waits for a claim that is missing or has no volume (kubectl -n rl get pvc): 0/1",
-        ),
+        (ONE, [runs_again(2, 900.0)], "Starting", "last exit 1 (Error); its log ended: ValueError: no such model, and it"),
+        (ONE, [runs_again(1, 30.0)], "Starting", "was restarted 1 time, last exit 1"),
+        (ONE, [unscheduled("Insufficient memory")], "Unschedulable", "fits on no node: Insufficient memory"),
+        (ONE, [unscheduled(NO_CLAIM)], "Unschedulable", "waits for a claim that is missing or has no volume (kubectl -n rl get pvc): 0/1"),
         (counts(0, 0, 0, DENIED), [], "PodSecurityDenied", "violates PodSecurity"),
         (counts(0, 0, 0, QUOTA), [], "CreateFailed", "exceeded quota"),
         (counts(0, 1, 0, OVERDUE), [], "RolloutStuck", "no progress"),
     ],
 )
 def test_master_available(master: Json, pods: list[Json], reason: str, says: str) -> None:
-    conditions = pool_conditions(POLICY, Observed(pool_children(master), pods, CONVERGED))
+    """`pods`: their statuses."""
+    conditions = pool_conditions(POLICY, Observed(pool_children(master), [master_pod(**status) for status in pods], CONVERGED))
     status = "True" if reason == "Available" else "False"
     assert by_type(conditions)["MasterAvailable"] == (status, reason)
     assert says in message(conditions, "MasterAvailable")
     assert by_type(conditions)["Ready"] == (status, "Ready" if status == "True" else reason)
 
 
-@pytest.mark.parametrize(
-    ("master", "pods", "reason"),
-    [
-        (counts(2), [], "NoLeader"),
-        ({"replicas": 2, "readyReplicas": 1, "updatedReplicas": 2}, [], "NoLeader"),
-        ({"replicas": 2, "readyReplicas": 1, "updatedReplicas": 2}, [master_pod(**CRASHED)], "CrashLooping"),
-    ],
-)
-def test_masters_of_which_none_leads(master: Json, pods: list[Json], reason: str) -> None:
+@pytest.mark.parametrize(("running", "pods", "reason"), [(2, [], "NoLeader"), (1, [], "NoLeader"), (1, [CRASHED], "CrashLooping")])
+def test_masters_of_which_none_leads(running: int, pods: list[Json], reason: str) -> None:
     wanted = pool({"distributed": {"mooncake": {"master": {"replicas": 2, "highAvailability": ETCD}, "store": {"segmentSize": "1Gi"}}}})
-    children = [workload(desired_pool(wanted, CONTEXT), "Deployment", "policy-master", **master), *pool_children()[1:]]
+    children = [workload(desired_pool(wanted, CONTEXT), "Deployment", "policy-master", **counts(2, running=running)), *pool_children()[1:]]
+    pods = [master_pod(**status) for status in pods]
     conditions = pool_conditions(wanted, Observed(children, pods, CONVERGED, leaderless=True))
     assert by_type(conditions)["MasterAvailable"] == by_type(conditions)["Ready"] == ("False", reason)
     assert reason != "NoLeader" or "does etcd-0:2379;etcd-1:2379 answer" in message(conditions, "MasterAvailable")
@@ -151,13 +143,11 @@ def test_pods_that_ended_are_counted_and_do_not_tell_how_the_living_are() -> Non
         conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(status), [*gone, *living], hub))
         return by_type(conditions)[kind][1], message(conditions, kind)
 
-    missing = revision("y", 2, **waiting("engine", "ImagePullBackOff", "not found"))
+    missing, pending = revision("y", 2, **NO_IMAGE), revision("y", 2, **PENDING)
     assert said(ready(2), *PODS) == ("Available", "2 of 2 replicas of the engine are ready" + text)
     assert said(ready(2), *PODS, kind="EpochCurrent") == ("Current", "2 of 2 replicas are at epoch 7")
     assert said(counts(2, 2, 1), missing)[0] == "ImagePullFailed"
-    assert said(counts(2, 2, 1), revision("y", 2, phase="Pending"))[1].startswith(
-        "1 of 2 replicas of the engine are ready: pod y is pending;"
-    )
+    assert said(counts(2, 2, 1), pending)[1].startswith("1 of 2 replicas of the engine are ready: pod y is pending;")
     # The youngest pod of all has ended, and was of another revision.
     assert said(counts(1, 2, 1, ROLLING), missing, kind="Progressing")[0] == "ImagePullFailed"
     shown = message(engine_conditions(ROLLOUT, None, Observed(engine_children(ready(2)), gone[:1])), "Available")
@@ -185,19 +175,9 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (HubView(7, 7, origin="Spec"), "True", "Published", "no engine uses an epoch below 7"),
         # A trainer or an engine asked for more than the spec, or was first with the same.
         (HubView(9, 9), "True", "EpochAhead", "7 resets nothing: somebody else raised the pool to epoch 9. Set 10 or higher"),
-        (
-            HubView(9, 9, origin="Trainer"),
-            "True",
-            "EpochAhead",
-            "no engine uses an epoch below 9; spec.resetEpoch 7 resets nothing: a trainer raised",
-        ),
+        (HubView(9, 9, origin="Trainer"), "True", "EpochAhead", "an epoch below 9; spec.resetEpoch 7 resets nothing: a trainer raised"),
         (HubView(7, 7, origin="Trainer"), "True", "EpochAhead", "7 resets nothing: a trainer raised the pool to epoch 7. Set 8"),
-        (
-            HubView(7, 7, origin="Engine"),
-            "True",
-            "EpochAhead",
-            "an engine whose own caches were reset raised the pool to epoch 7. Set 8 or higher",
-        ),
+        (HubView(7, 7, origin="Engine"), "True", "EpochAhead", "an engine whose own caches were reset raised the pool to epoch 7. Set 8"),
     ],
 )
 def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
@@ -215,11 +195,8 @@ def test_conditions_that_do_not_apply_are_absent() -> None:
         assert ("Reclaimed" in found) == (spec == "external")
     alone = engine("no-pool")
     children = [workload(desired_engine(alone, None, CONTEXT), "Deployment", "rollout", **ready(1))]
-    assert by_type(engine_conditions(alone, None, Observed(children))) == {
-        "Ready": ("True", "Ready"),
-        "Available": ("True", "Available"),
-        "Progressing": ("True", "RolledOut"),
-    }
+    found = by_type(engine_conditions(alone, None, Observed(children)))
+    assert found == {"Ready": ("True", "Ready"), "Available": ("True", "Available"), "Progressing": ("True", "RolledOut")}
     gone = pool("l1", deletionTimestamp="2026-01-01T00:00:00Z")
     for target in (None, gone):
         assert "TiersUsable" not in by_type(engine_conditions(engine(), target, Observed((), PODS, HubView(7, 7, [rank("p0")]))))
@@ -278,25 +255,17 @@ def test_pool_not_found(going: bool) -> None:
     """The engine serves; the condition says what is missing and what to do."""
     target = pool("l1-l2", deletionTimestamp="2026-01-01T00:00:00Z") if going else None
     conditions = engine_conditions(ROLLOUT, target, Observed(engine_children(ready(2)), PODS))
-    assert by_type(conditions) == {
-        "Ready": ("False", "PoolNotFound"),
-        "Available": ("True", "Available"),
-        "PoolBound": ("False", "PoolNotFound"),
-        "EpochCurrent": ("False", "PoolNotFound"),
-        "Progressing": ("True", "RolledOut"),
-    }
+    lacking = dict.fromkeys(("Ready", "PoolBound", "EpochCurrent"), ("False", "PoolNotFound"))
+    assert by_type(conditions) == {**lacking, "Available": ("True", "Available"), "Progressing": ("True", "RolledOut")}
     assert "KVCachePool rl/policy does not exist" in message(conditions, "PoolBound")
     assert "create the pool" in message(conditions, "PoolBound")
 
 
 def test_drained() -> None:
     running = [rank("p0", old_epoch_requests=2), rank("p1"), rank("p2", old_epoch_requests=1)]
+    old = "3 requests were admitted under an older epoch and run on, seeing only what they held already: p0 (2), p2 (1); abort"
     for engines, expected, says in (
-        (
-            running,
-            ("False", "OldEpochRequests"),
-            "3 requests were admitted under an older epoch and run on, seeing only what they held already: p0 (2), p2 (1); abort",
-        ),
+        (running, ("False", "OldEpochRequests"), old),
         (running[1:2], ("True", "Drained"), "no request runs that was admitted before epoch 7"),
         ([], ("True", "Drained"), "epoch 7"),
     ):
@@ -306,23 +275,19 @@ def test_drained() -> None:
         assert by_type(conditions)["Ready"] == ("True", "Ready")
 
 
-STORED = {"mooncake": {"store": {"segmentSize": "1Gi"}}}
+STORED: Json = {"distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}}}}
+WIPED: Json = {**STORED, "reset": {"reclaimPolicy": "RemoveAll"}}
 
 
 @pytest.mark.parametrize(
     ("spec", "reclaim", "expected", "says"),
     [
-        ({"distributed": STORED}, ReclaimView(7, 12, 4096), ("True", "Reclaimed"), "below 7; 12 keys and 4096 bytes were given back"),
-        ({"distributed": STORED}, ReclaimView(7), ("True", "Reclaimed"), "nothing to give back"),
-        ({"distributed": STORED}, ReclaimView(6, 3), ("False", "Reclaiming"), "3 keys and 0 bytes were given back so far"),
-        (
-            {"distributed": STORED, "reset": {"reclaimPolicy": "RemoveAll"}},
-            ReclaimView(6, wipe_failed=True),
-            ("False", "WipeFailed"),
-            "is the master reachable on its admin port?",
-        ),
+        (STORED, ReclaimView(7, 12, 4096), ("True", "Reclaimed"), "below 7; 12 keys and 4096 bytes were given back"),
+        (STORED, ReclaimView(7), ("True", "Reclaimed"), "nothing to give back"),
+        (STORED, ReclaimView(6, 3), ("False", "Reclaiming"), "3 keys and 0 bytes were given back so far"),
+        (WIPED, ReclaimView(6, wipe_failed=True), ("False", "WipeFailed"), "is the master reachable on its admin port?"),
         ({"distributed": {"external": {"masterAddress": "a:1"}}}, ReclaimView(6), ("False", "NoEngine"), "none is connected"),
-        ({"distributed": STORED, "reset": {"reclaimPolicy": "Retain"}}, ReclaimView(0), None, ""),
+        ({**STORED, "reset": {"reclaimPolicy": "Retain"}}, ReclaimView(0), None, ""),
         ({"local": {"capacity": "1Gi"}}, ReclaimView(0), None, ""),
     ],
 )
@@ -383,21 +348,13 @@ def revision(name: str, number: int, second: int | None = None, /, **status: obj
         ({**counts(2, 2, 2, ROLLED_OUT), "observedGeneration": 0}, [], ("True", "RollingOut"), "run the current spec"),
         (counts(1, 2, 2, ROLLING), [], ("True", "RollingOut"), "1 of 2 replicas run the current spec, 1 an older one"),
         (counts(1, 2, 1, ROLLING), [revision("a", 1), revision("b", 2, **RUNNING)], ("True", "RollingOut"), "pod b runs, but"),
-        (
-            counts(1, 2, 1, ROLLING),
-            [revision("a", 1), revision("b", 2, **waiting("engine", "ImagePullBackOff", "not found"))],
-            ("False", "ImagePullFailed"),
-            "1 an older one; pod b cannot pull img:1: not found",
-        ),
+        (counts(1, 2, 1, ROLLING), [revision("a", 1), revision("b", 2, **NO_IMAGE)], ("False", "ImagePullFailed"),
+         "1 an older one; pod b cannot pull img:1: not found"),
         # What ails the old pods is about to go away.
         (counts(1, 2, 0, ROLLING), [revision("a", 1, **CRASHED), revision("b", 2, **RUNNING)], ("True", "RollingOut"), "pod b runs"),
         # Made in one second: times do not say which is the newer revision.
-        (
-            counts(1, 2, 1, ROLLING),
-            [revision("z", 1, 2), revision("b", 2, **waiting("engine", "ImagePullBackOff", "not found"))],
-            ("False", "ImagePullFailed"),
-            "pod b cannot pull img:1: not found",
-        ),
+        (counts(1, 2, 1, ROLLING), [revision("z", 1, 2), revision("b", 2, **NO_IMAGE)], ("False", "ImagePullFailed"),
+         "pod b cannot pull img:1: not found"),
         (counts(1, 2, 1, OVERDUE), [revision("b", 2, **RUNNING)], ("False", "RolloutStuck"), "no progress for 4500 s"),
         (counts(1, 2, 1, OVERDUE), [revision("b", 2, **CRASHED)], ("False", "CrashLooping"), "last exit 137 (OOMKilled)"),
     ],
@@ -427,12 +384,9 @@ LWS = replace(CONTEXT, served=frozenset({"LeaderWorkerSet"}))
 
 
 def member(number: int, index: int, **status: object) -> Json:
-    labels = {
-        "epochkv.io/engine": "rollout",
-        "app.kubernetes.io/component": "engine",
-        "leaderworkerset.sigs.k8s.io/worker-index": str(index),
-        "leaderworkerset.sigs.k8s.io/template-revision-hash": "r1",
-    }
+    of_groups = {"worker-index": str(index), "template-revision-hash": "r1"}
+    labels = {f"leaderworkerset.sigs.k8s.io/{name}": value for name, value in of_groups.items()}
+    labels |= {"epochkv.io/engine": "rollout", "app.kubernetes.io/component": "engine"}
     return pod(f"rollout-nodes-{number}" + (f"-{index}" if index else ""), labels, **status)
 
 
@@ -450,12 +404,7 @@ def spanning(status: Json, *pods: Json) -> Observed:
         ({**ready(2), "conditions": [{"type": "Available", "status": "True"}]}, [], ("True", "Available"), ("True", "RolledOut")),
         ({}, [], ("False", "Starting"), ("True", "RollingOut")),
         (counts(1, 2, 2, {"type": "UpdateInProgress", "status": "True"}), [], ("True", "Updating"), ("True", "RollingOut")),
-        (
-            counts(2, 2, 1, {"type": "Progressing", "status": "True"}),
-            [member(1, 1, **waiting("engine", "ErrImagePull"))],
-            ("False", "ImagePullFailed"),
-            ("False", "ImagePullFailed"),
-        ),
+        (counts(2, 2, 1, ROLLING), [member(1, 1, **waiting("engine", "ErrImagePull"))], *[("False", "ImagePullFailed")] * 2),
     ],
 )
 def test_an_engine_that_spans_nodes(status: Json, pods: list[Json], available: tuple[str, str], progressing: tuple[str, str]) -> None:
@@ -544,50 +493,38 @@ def view(engines: Sequence[EngineView], groups: Sequence[WeightsView] = (), **mo
 EQUAL = view([held("p0"), held("p1")], [group(A, 2, 10)])
 LATE = view([held("p0"), held("p1", B)], [group(A, 1, 5, "step-42"), group(B, 1, 900)], outliers=[Outlier("p1", B, A)], older=["p1"])
 TAKING = held("p2", None, weights_note="they are being written", stats={"weights_updating": 1.0})
+APART = replace(LATE, engines=[*LATE.engines, held("p2", None, weights_note="asleep")])
+MUTE = view([held("p0", None, weights_note="rank 1: no answer"), held("p1", None), held("dead", None, alive=False)])
+NOT_KNOWN = "the weights of these engines are not known, and they share nothing"
 
 
 @pytest.mark.parametrize(
-    ("hub", "status", "reason", "says"),
+    ("hub", "reason", "says"),
     [
-        (None, "Unknown", "HubUnavailable", "no hub leads this pool"),
-        (view([]), "True", "Converged", "no engine is connected"),
-        (EQUAL, "True", "Converged", "all engines hold 3f2a9c1e"),
+        (None, "HubUnavailable", "no hub leads this pool"),
+        (view([]), "Converged", "no engine is connected"),
+        (EQUAL, "Converged", "all engines hold 3f2a9c1e"),
         # Two kinds of engines: their digests are never equal, and need not be.
-        (view([held("p0"), held("p1", B, fingerprint="tp4")]), "True", "Converged", "all engines hold 3f2a9c1e, 77aa00ff"),
-        (
-            LATE,
-            "False",
-            "Updating",
-            "for less than 60 s, engines have held different weights, and none was taking new ones: p1 holds 77aa00ff instead",
-        ),
+        (view([held("p0"), held("p1", B, fingerprint="tp4")]), "Converged", "all engines hold 3f2a9c1e, 77aa00ff"),
+        (LATE, "Updating", "less than 60 s, engines have held different weights, and none was taking new ones: p1 holds 77aa00ff instead"),
         (
             replace(LATE, overdue=True),
-            "False",
             "Diverged",
             "not all engines hold the weights that most hold: p1 holds 77aa00ff instead of 3f2a9c1e (step-42); push again to"
             " those with older weights: p1; all serve",
         ),
-        (
-            view([held("p0", None, weights_note="rank 1: no answer"), held("p1", None), held("dead", None, alive=False)]),
-            "Unknown",
-            "Unknown",
-            "the weights of these engines are not known, and they share nothing: p0 (rank 1: no answer), p1 (it has not said yet)",
-        ),
+        (MUTE, "Unknown", f"{NOT_KNOWN}: p0 (rank 1: no answer), p1 (it has not said yet)"),
         # That some are apart is known, whatever the others hold.
-        (
-            replace(LATE, engines=[*LATE.engines, held("p2", None, weights_note="asleep")], overdue=True),
-            "False",
-            "Diverged",
-            "each shares with its equals; the weights of these engines are not known, and they share nothing: p2 (asleep)",
-        ),
-        (replace(LATE, engines=[*LATE.engines, held("p2", None, weights_note="asleep")]), "Unknown", "Unknown", "p2 (asleep)"),
-        (replace(LATE, outliers=[Outlier(f"p{n}", B, A) for n in range(9)], overdue=True), "False", "Diverged", "and 4 more; push again"),
-        (replace(LATE, engines=[*LATE.engines, TAKING]), "False", "Updating", "weights are being written to p2"),
-        (view([held("p0"), TAKING, held("p3", None)]), "False", "Updating", "written to p2; the weights of these engines are not known"),
+        (replace(APART, overdue=True), "Diverged", f"each shares with its equals; {NOT_KNOWN}: p2 (asleep)"),
+        (APART, "Unknown", "p2 (asleep)"),
+        (replace(LATE, outliers=[Outlier(f"p{n}", B, A) for n in range(9)], overdue=True), "Diverged", "and 4 more; push again"),
+        (replace(LATE, engines=[*LATE.engines, TAKING]), "Updating", "weights are being written to p2"),
+        (view([held("p0"), TAKING, held("p3", None)]), "Updating", "written to p2; the weights of these engines are not known"),
     ],
 )
-def test_weights_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
+def test_weights_converged(hub: HubView | None, reason: str, says: str) -> None:
     found = of_pool(hub, "WeightsConverged")
+    status = {"Converged": "True", "Updating": "False", "Diverged": "False"}.get(reason, "Unknown")
     assert found[:2] == (status, reason)
     assert says in found[2]
 
@@ -706,11 +643,8 @@ def test_pool_status_in_full() -> None:
         {"name": "ray-1/3", "pod": "ray-1", "rank": 3, "oldEpochRequests": 1},
         {"name": "trainer-b", "weights": "bbbbbbbb", "epoch": 8, "rank": 0, "oldEpochRequests": 0},
     ]
-    assert status["reset"] == {
-        "epoch": 8,
-        "startTime": NOON,
-        "laggards": [{"name": "p1", "reason": "Behind"}, {"name": "ray-1/3", "reason": "NotAssigned"}],
-    }
+    laggards = [{"name": "p1", "reason": "Behind"}, {"name": "ray-1/3", "reason": "NotAssigned"}]
+    assert status["reset"] == {"epoch": 8, "startTime": NOON, "laggards": laggards}
     assert status["master"] == {"replicas": 1, "readyReplicas": 1, "address": "policy-master.rl.svc:50051"}
     assert status["store"]["selector"] == "app.kubernetes.io/component=store,epochkv.io/pool=policy"
     hub_and_master = {"hub": CONTEXT.settings.endpoint, "master": "policy-master.rl.svc:50051"}
@@ -719,13 +653,8 @@ def test_pool_status_in_full() -> None:
 
 def test_a_hub_that_knows_less_takes_nothing_away() -> None:
     """After a restart the hub has heard of no engine and led no reset; without a hub nothing is known at all."""
-    before = {
-        "targetEpoch": 9,
-        "epoch": 9,
-        "granting": True,
-        "engines": {"total": 2, "summary": "2/2"},
-        "reset": {"epoch": 9, "startTime": "a", "completionTime": "b", "durationMilliseconds": 3},
-    }
+    reset = {"epoch": 9, "startTime": "a", "completionTime": "b", "durationMilliseconds": 3}
+    before = {"targetEpoch": 9, "epoch": 9, "granting": True, "engines": {"total": 2, "summary": "2/2"}, "reset": reset}
     fresh = pool_status(POLICY, Observed(pool_children(), (), HubView(0, 0)), CONTEXT, before, NOW)
     assert (fresh["targetEpoch"], fresh["epoch"], fresh["granting"], fresh["reset"]) == (9, 9, True, before["reset"])
     none = pool_status(POLICY, Observed(pool_children()), CONTEXT, before, NOW)
