@@ -11,58 +11,31 @@ Json = dict[str, Any]
 CONTEXT = Context(Settings("epochkv-system"), "keys-1", operator_version="0.1.0")
 MASTER_LIMIT = {"name": "master", "resources": {"limits": {"memory": "1Gi"}}}
 SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+ELECTED = {"replicas": 3, "highAvailability": {"backend": "Etcd", "etcd": {"endpoints": ["e0:2379", "e1:2379"]}}}
+LARGE = {"image": "registry.example/mooncake:1", "master": ELECTED, "store": {"replicas": 4, "segmentSize": "200Gi"}}
+RDMA: Json = {"protocol": "RDMA", "devices": ["mlx5_0"]}
+PLUGIN: Json = {**RDMA, "resourceName": "rdma/hca_shared_devices_a", "gidIndex": 3}
+SHARED = {"masterAddress": "etcd://e0:2379;e1:2379", "clusterId": "shared", "transport": RDMA}
+MASTER_TEMPLATE = {"spec": {"topologySpreadConstraints": [SPREAD], "containers": [MASTER_LIMIT]}}
+EXPORTER = {"name": "exporter", "image": "exporter:1", "args": ["--x"]}
+STORE_TEMPLATE = {
+    "metadata": {"labels": {"team": "infra"}, "annotations": {"note": "hot"}},
+    "spec": {"tolerations": [{"operator": "Exists"}], "terminationGracePeriodSeconds": None, "containers": [EXPORTER]},
+}
 POOL_SPECS: dict[str, Json] = {
     "l1": {"local": {"capacity": "2Gi"}},
     "l1-l2": {"resetEpoch": 7, "local": {"capacity": "1Gi"}, "distributed": {"mooncake": {"store": {"segmentSize": "256Mi"}}}},
     "ssd": {"distributed": {"mooncake": {"store": {"segmentSize": "2Gi", "ssd": {"capacity": "100Gi", "storageClassName": "local-nvme"}}}}},
     "external": {"distributed": {"external": {"masterAddress": "mooncake.shared:50051"}}},
-    "ha": {
-        "distributed": {
-            "mooncake": {
-                "image": "registry.example/mooncake:1",
-                "master": {"replicas": 3, "highAvailability": {"backend": "Etcd", "etcd": {"endpoints": ["e0:2379", "e1:2379"]}}},
-                "store": {"replicas": 4, "segmentSize": "200Gi"},
-            }
-        }
-    },
+    "ha": {"distributed": {"mooncake": LARGE}},
     "rdma": {
         "networkPolicy": {"mode": "Disabled"},
         "distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}, "transport": {"protocol": "RDMA", "devices": ["mlx5_0", "mlx5_1"]}}},
     },
-    "rdma-plugin": {
-        "distributed": {
-            "mooncake": {
-                "store": {"segmentSize": "1Gi"},
-                "transport": {"protocol": "RDMA", "devices": ["mlx5_0"], "resourceName": "rdma/hca_shared_devices_a", "gidIndex": 3},
-            }
-        }
-    },
-    "external-rdma": {
-        "distributed": {
-            "external": {
-                "masterAddress": "etcd://e0:2379;e1:2379",
-                "clusterId": "shared",
-                "transport": {"protocol": "RDMA", "devices": ["mlx5_0"]},
-            }
-        }
-    },
+    "rdma-plugin": {"distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}, "transport": PLUGIN}}},
+    "external-rdma": {"distributed": {"external": SHARED}},
     "templates": {
-        "distributed": {
-            "mooncake": {
-                "master": {"template": {"spec": {"topologySpreadConstraints": [SPREAD], "containers": [MASTER_LIMIT]}}},
-                "store": {
-                    "segmentSize": "1Gi",
-                    "template": {
-                        "metadata": {"labels": {"team": "infra"}, "annotations": {"note": "hot"}},
-                        "spec": {
-                            "tolerations": [{"operator": "Exists"}],
-                            "terminationGracePeriodSeconds": None,
-                            "containers": [{"name": "exporter", "image": "exporter:1", "args": ["--x"]}],
-                        },
-                    },
-                },
-            }
-        }
+        "distributed": {"mooncake": {"master": {"template": MASTER_TEMPLATE}, "store": {"segmentSize": "1Gi", "template": STORE_TEMPLATE}}}
     },
 }
 ENGINE_SPECS: dict[str, Json] = {

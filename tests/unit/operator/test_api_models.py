@@ -17,12 +17,9 @@ Json = dict[str, Any]
 
 def test_a_status_of_a_newer_operator_is_read() -> None:
     """Unknown status fields are somebody's; they must not stop this operator."""
-    obj = {
-        "metadata": {"name": "p", "namespace": "n", "uid": "u", "resourceVersion": "7", "managedFields": []},
-        "spec": {"local": {"capacity": "1Gi"}},
-        "status": {"epoch": 3, "targetEpoch": 4, "somethingNew": {"a": 1}},
-    }
-    pool = parse_pool(obj)
+    metadata = {"name": "p", "namespace": "n", "uid": "u", "resourceVersion": "7", "managedFields": []}
+    status = {"epoch": 3, "targetEpoch": 4, "somethingNew": {"a": 1}}
+    pool = parse_pool({"metadata": metadata, "spec": {"local": {"capacity": "1Gi"}}, "status": status})
     assert pool.status is not None
     assert (pool.status.epoch, pool.status.target_epoch) == (3, 4)
 
@@ -30,16 +27,8 @@ def test_a_status_of_a_newer_operator_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1Ki", 1024),
-        ("1.5Gi", 1610612736),
-        ("1e3", 1000),
-        ("1Ei", 2**60),
-        ("500m", Decimal("0.5")),
-        ("7n", Decimal("0.000000007")),
-        (".5", Decimal("0.5")),
-        ("+2", 2),
-        ("-2Mi", -2 * 2**20),
-        (12, 12),
+        *(("1Ki", 1024), ("1.5Gi", 1610612736), ("1e3", 1000), ("1Ei", 2**60), ("+2", 2), ("-2Mi", -2 * 2**20), (12, 12)),
+        *(("500m", Decimal("0.5")), ("7n", Decimal("0.000000007")), (".5", Decimal("0.5"))),
     ],
 )
 def test_quantities(text: str | int, value: int | Decimal) -> None:

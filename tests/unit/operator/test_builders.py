@@ -52,15 +52,20 @@ def test_golden_engine(spec: str) -> None:
     golden(f"engine-{spec}", desired_engine(engine(spec), None if spec == "no-pool" else pool("l1-l2"), CONTEXT))
 
 
+def transfer_of(container: Json) -> Json:
+    """What the connector of this container is told."""
+    transfer = json.loads(container["args"][container["args"].index("--kv-transfer-config") + 1])
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    found: Json = transfer["kv_connector_extra_config"]
+    return found
+
+
 @pytest.mark.parametrize("spec", POOL_SPECS)
 def test_the_connector_reads_what_is_rendered(spec: str) -> None:
     """Parsed with the connector's own parser, which refuses unknown keys."""
     wanted = pool(spec)
     deployment = one(desired_engine(engine("minimal"), wanted, CONTEXT), "Deployment")
-    args = containers(deployment)[0]["args"]
-    transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
-    assert transfer["kv_load_failure_policy"] == "recompute"
-    config = ConnectorConfig.parse(transfer["kv_connector_extra_config"], environ={})
+    config = ConnectorConfig.parse(transfer_of(containers(deployment)[0]), environ={})
     assert (config.pool.name, config.pool.namespace, config.pool.uid) == ("policy", "rl", wanted.metadata.uid)
     assert config.hub is not None
     assert (config.hub.endpoint, config.hub.credentials_dir) == (CONTEXT.settings.endpoint, "/etc/epochkv/fence")
@@ -82,9 +87,7 @@ def test_what_is_saved_is_what_the_engine_says_or_its_pool(of_pool: Any, of_engi
     of_pool_spec = {"save": of_pool, "media_ids": "Trusted" if of_pool == "Prompts" else None}
     wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update=of_pool_spec)})
     used = used.model_copy(update={"spec": used.spec.model_copy(update={"save": of_engine})})
-    args = containers(one(desired_engine(used, wanted, CONTEXT), "Deployment"))[0]["args"]
-    transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
-    config = ConnectorConfig.parse(transfer["kv_connector_extra_config"], environ={})
+    config = ConnectorConfig.parse(transfer_of(containers(one(desired_engine(used, wanted, CONTEXT), "Deployment"))[0]), environ={})
     assert (config.save, config.trust_media_ids) == (expected, of_pool == "Prompts")
 
 
@@ -132,32 +135,27 @@ def test_a_new_connection_rolls_the_engines(change: Any) -> None:
 
 @pytest.mark.parametrize("own", [{}, {"save": "Prompts"}])
 def test_what_a_pool_saves_rolls_only_engines_that_follow_it(own: Json) -> None:
-    def template(saves: Json) -> Json:
-        wanted = pool({**POOL_SPECS["l1"], **saves})
-        result: Json = one(desired_engine(engine({**ENGINE_SPECS["minimal"], **own}), wanted, CONTEXT), "Deployment")["spec"]["template"]
-        return result
-
-    assert (template({}) == template({"save": "All"})) == bool(own)
+    said, unsaid = (
+        one(desired_engine(engine({**ENGINE_SPECS["minimal"], **own}), pool({**POOL_SPECS["l1"], **saves}), CONTEXT), "Deployment")
+        for saves in ({"save": "All"}, {})
+    )
+    assert (said["spec"]["template"] == unsaid["spec"]["template"]) == bool(own)
 
 
 @pytest.mark.parametrize(
     ("resources", "expected"),
     [
         ({}, {"requests": {"memory": "1Gi"}}),
-        ({"limits": {"memory": "4Gi"}}, {"limits": {"memory": "5Gi"}}),
+        ({"limits": {"memory": "4Gi", "cpu": 2}}, {"limits": {"memory": "5Gi", "cpu": 2}}),
         ({"requests": {"memory": "512Mi", "cpu": "1"}}, {"requests": {"memory": "1536Mi", "cpu": "1"}}),
-        (
-            {"requests": {"memory": "3Gi"}, "limits": {"memory": 4294967296, "nvidia.com/gpu": 1}},
-            {"requests": {"memory": "4Gi"}, "limits": {"memory": "5Gi", "nvidia.com/gpu": 1}},
-        ),
+        ({"requests": {"memory": "3Gi"}, "limits": {"memory": 4294967296}}, {"requests": {"memory": "4Gi"}, "limits": {"memory": "5Gi"}}),
         ({"limits": {"nvidia.com/gpu": 1}}, {"limits": {"nvidia.com/gpu": 1}, "requests": {"memory": "1Gi"}}),
     ],
 )
 def test_l1_is_added_to_the_memory_asked_for(resources: Json, expected: Json) -> None:
-    deployment = one(desired_engine(engine({**ENGINE_SPECS["minimal"], "resources": resources}), pool("l1-l2"), CONTEXT), "Deployment")
-    assert containers(deployment)[0]["resources"] == expected
-    without = one(desired_engine(engine({**ENGINE_SPECS["minimal"], "resources": resources}), pool("external"), CONTEXT), "Deployment")
-    assert containers(without)[0]["resources"] == resources
+    for spec, wanted in (("l1-l2", expected), ("external", resources)):
+        found = one(desired_engine(engine({**ENGINE_SPECS["minimal"], "resources": resources}), pool(spec), CONTEXT), "Deployment")
+        assert containers(found)[0]["resources"] == wanted
 
 
 @pytest.mark.parametrize(("segment", "failures"), [("256Mi", 60), ("64Gi", 60 + 128), ("2Ti", 60 + 4096)])
@@ -176,12 +174,6 @@ def test_a_store_has_time_to_fill_its_segment(segment: str, failures: int) -> No
     assert all("127.0.0.1" in probe["exec"]["command"][2] for probe in probes), "its HTTP servers listen on IPv4 alone"
 
 
-def arguments(spec: Json) -> list[str]:
-    deployment = one(desired_engine(engine({**ENGINE_SPECS["minimal"], **spec}), pool(), CONTEXT), "Deployment")
-    found: list[str] = containers(deployment)[0]["args"]
-    return found
-
-
 @pytest.mark.parametrize(
     ("overrides", "timeout"),
     [
@@ -193,9 +185,9 @@ def arguments(spec: Json) -> list[str]:
     ],
 )
 def test_shutdown_ends_well_before_the_kill(overrides: Json, timeout: str) -> None:
-    template = {"template": {"spec": overrides}}
-    assert arguments(template)[1] == timeout
-    assert "--shutdown-timeout" not in arguments({**template, "args": ["--shutdown-timeout=9"]})
+    template: Json = {"template": {"spec": overrides}}
+    assert container(deployment(template)["template"])["args"][1] == timeout
+    assert "--shutdown-timeout" not in container(deployment({**template, "args": ["--shutdown-timeout=9"]})["template"])["args"]
 
 
 def rules(objects: list[Json], name: str) -> list[Json]:
@@ -290,15 +282,11 @@ def test_a_rollout_waits_for_the_startup_probe_that_counts(probe: Json | None, s
 
 @pytest.mark.parametrize(
     ("args", "tls"),
-    [
-        (["--ssl-certfile", "/tls.crt", "--ssl-keyfile", "/tls.key"], True),
-        (["--ssl_certfile=/c"], True),
-        (["--ssl-ca-certs=/c"], False),
-    ],
+    [("--ssl-certfile /tls.crt --ssl-keyfile /tls.key", True), ("--ssl_certfile=/c", True), ("--ssl-ca-certs=/c", False)],
 )
-def test_probes_and_prometheus_speak_https_to_an_engine_with_a_certificate(args: list[str], tls: bool) -> None:
+def test_probes_and_prometheus_speak_https_to_an_engine_with_a_certificate(args: str, tls: bool) -> None:
     """Else no pod of it would ever be ready."""
-    made = objects({"args": args})
+    made = objects({"args": args.split()})
     runs = container(one(made, "Deployment")["spec"]["template"])
     schemes = {runs[probe]["httpGet"].get("scheme") for probe in ("startupProbe", "readinessProbe", "livenessProbe")}
     assert schemes == ({"HTTPS"} if tls else {None})
@@ -328,30 +316,18 @@ def test_how_pods_are_replaced(given: Json, rolling: Json, budget: int | str) ->
     assert spread == {"type": "RollingUpdate", "rollingUpdateConfiguration": rolling}
 
 
+IMAGE: Json = {"image": {"reference": "r/m:1", "pullPolicy": "IfNotPresent"}}
+CLAIM: Json = {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}}
+READ_ONLY = {"mountPath": "/models", "readOnly": True}, {"HF_HUB_OFFLINE": "1"}
+CACHE: Json = {"cache": {"claimName": "hub"}, "source": "org/other"}
+
+
 @pytest.mark.parametrize(
     ("model", "path", "source", "mount", "extra"),
     [
-        (
-            {"volume": {"claimName": "models", "path": "qwen/8b"}},
-            "/models/qwen/8b",
-            {"persistentVolumeClaim": {"claimName": "models", "readOnly": True}},
-            {"mountPath": "/models", "readOnly": True},
-            {"HF_HUB_OFFLINE": "1"},
-        ),
-        (
-            {"volume": {"image": {"reference": "r/m:1", "pullPolicy": "IfNotPresent"}}},
-            "/models",
-            {"image": {"reference": "r/m:1", "pullPolicy": "IfNotPresent"}},
-            {"mountPath": "/models", "readOnly": True},
-            {"HF_HUB_OFFLINE": "1"},
-        ),
-        (
-            {"cache": {"claimName": "hub"}, "source": "org/other"},
-            "org/other",
-            {"persistentVolumeClaim": {"claimName": "hub"}},
-            {"mountPath": "/cache"},
-            {"HF_HOME": "/cache/huggingface"},
-        ),
+        ({"volume": {"claimName": "models", "path": "qwen/8b"}}, "/models/qwen/8b", CLAIM, *READ_ONLY),
+        ({"volume": IMAGE}, "/models", IMAGE, *READ_ONLY),
+        (CACHE, "org/other", {"persistentVolumeClaim": {"claimName": "hub"}}, {"mountPath": "/cache"}, {"HF_HOME": "/cache/huggingface"}),
     ],
 )
 def test_where_the_model_comes_from(model: Json, path: str, source: Json, mount: Json, extra: Json) -> None:
@@ -390,13 +366,11 @@ def test_data_parallel_ranks_of_a_pod_share_its_memory(nodes: int, shm: str) -> 
     shape = {"tensor": 2, "data": 4, "nodes": nodes}
     made = objects({"parallelism": shape, "resources": {"limits": {"memory": "32Gi"}}}, pool({"local": {"capacity": "64Gi"}}))
     found = next(obj["spec"] for obj in made if obj["kind"] in ("Deployment", "LeaderWorkerSet"))
-    for template in (
-        [found["template"]] if nodes == 1 else [found["leaderWorkerTemplate"][f"{role}Template"] for role in ("leader", "worker")]
-    ):
+    groups = found.get("leaderWorkerTemplate", {})
+    for template in [found["template"]] if nodes == 1 else [groups["leaderTemplate"], groups["workerTemplate"]]:
         runs = container(template)
         assert runs["resources"]["limits"]["memory"] == "96Gi"
-        config = json.loads(runs["args"][runs["args"].index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
-        assert config["local"]["capacity_bytes"] == 64 << 30, "the connector divides it"
+        assert transfer_of(runs)["local"]["capacity_bytes"] == 64 << 30, "the connector divides it"
         [volume] = [volume for volume in template["spec"]["volumes"] if volume["name"] == "shm"]
         assert volume["emptyDir"]["sizeLimit"] == shm
 
@@ -475,8 +449,7 @@ def test_an_engine_called_default_leaves_the_namespaces_own_account_alone() -> N
 
 
 def engine_template(spec: Json) -> Json:
-    wanted = {**ENGINE_SPECS["minimal"], "template": {"spec": spec}}
-    result: Json = one(desired_engine(engine(wanted), pool(), CONTEXT), "Deployment")["spec"]["template"]["spec"]
+    result: Json = deployment({"template": {"spec": spec}})["template"]["spec"]
     return result
 
 
@@ -514,7 +487,7 @@ def test_who_chooses_the_ids_of_pods(default: PodSecurity, own: str, fixed: bool
     for said, ids in (({"podSecurity": own}, fixed), ({}, not fixed)):
         wanted = pool({"distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}, **said}}})
         made = desired_pool(wanted, context)
-        [deployment] = [one(desired_engine(engine({**ENGINE_SPECS["minimal"], **said}), wanted, context), "Deployment")]
+        deployment = one(desired_engine(engine({**ENGINE_SPECS["minimal"], **said}), wanted, context), "Deployment")
         for workload in (one(made, "Deployment"), one(made, "StatefulSet"), deployment):
             security = workload["spec"]["template"]["spec"]["securityContext"]
             assert security.keys() & IDS == (IDS if ids else set())

@@ -31,14 +31,9 @@ def condition(kind: str, status: str, reason: str, seconds: float = 3600.0) -> J
 
 def operator(ready: int = 2, replicas: int = 2, *args: str) -> Operator:
     container = {"name": "operator", "image": "epochkv/operator:0.1.0", "args": ["run", *args]}
-    labels = {"app.kubernetes.io/instance": "kv"}
-    return Operator(
-        {
-            "metadata": {"name": "epochkv-operator", "namespace": "home", "labels": labels},
-            "spec": {"replicas": replicas, "template": {"spec": {"serviceAccountName": "op", "containers": [container]}}},
-            "status": {"readyReplicas": ready},
-        }
-    )
+    metadata = {"name": "epochkv-operator", "namespace": "home", "labels": {"app.kubernetes.io/instance": "kv"}}
+    spec = {"replicas": replicas, "template": {"spec": {"serviceAccountName": "op", "containers": [container]}}}
+    return Operator({"metadata": metadata, "spec": spec, "status": {"readyReplicas": ready}})
 
 
 def lease(holder: str = "pod-1_abc", written: float = 2.0) -> Json:

@@ -143,19 +143,9 @@ class World:
         return pod.silent is None or self.now < pod.silent + LEASE
 
     def view(self, pod: Pod) -> EngineView:
-        return EngineView(
-            pod.life.to_bytes(16),
-            0,
-            True,
-            True,
-            engine=f"vllm:{pod.life}",
-            fingerprint=pod.kind,
-            age_seconds=self.now - pod.started,
-            pod=pod.name,
-            weights=bytes.fromhex(pod.holds),
-            weights_since=self.now - pod.since,
-            pushed=pod.pushed,
-        )
+        held: Json = {"weights": bytes.fromhex(pod.holds), "weights_since": self.now - pod.since, "pushed": pod.pushed}
+        known: Json = {"engine": f"vllm:{pod.life}", "fingerprint": pod.kind, "pod": pod.name, "age_seconds": self.now - pod.started}
+        return EngineView(pod.life.to_bytes(16), 0, True, True, **known, **held)
 
     def hub(self) -> HubView:
         live = [pod for pod in self.pods if self.alive(pod) and pod.up is not None]
@@ -169,31 +159,17 @@ class World:
         overdue = self.differ_since is not None and self.now >= self.differ_since + PUSH_SECONDS
         return HubView(0, 0, engines, weights=groups, overdue=overdue, complete=self.now >= self.leads + LEASE)
 
-    def objects(self) -> list[Json]:
-        return [
-            {
-                "kind": "Pod",
-                "metadata": {
-                    "name": pod.name,
-                    "uid": f"{pod.name}/{pod.uid}",
-                    "namespace": "rl",
-                    "ownerReferences": [{"uid": pod.group, "controller": True}],
-                },
-                "spec": {"readinessGates": [{"conditionType": GATE}]},
-                "status": {
-                    "conditions": [
-                        {"type": "Ready", "status": str(pod.ready)},
-                        {"type": "ContainersReady", "status": str(pod.up is not None), "lastTransitionTime": pod.moment()},
-                        *([pod.gate] if pod.gate else []),
-                    ],
-                    "containerStatuses": [{"name": "engine", "state": {"running": {"startedAt": f"life {pod.life}"}}}],
-                },
-            }
-            for pod in self.pods
-        ]
+    def object(self, pod: Pod) -> Json:
+        owners = [{"uid": pod.group, "controller": True}]
+        metadata = {"name": pod.name, "uid": f"{pod.name}/{pod.uid}", "namespace": "rl", "ownerReferences": owners}
+        up = {"type": "ContainersReady", "status": str(pod.up is not None), "lastTransitionTime": pod.moment()}
+        conditions = [{"type": "Ready", "status": str(pod.ready)}, up, *([pod.gate] if pod.gate else [])]
+        engine = {"name": "engine", "state": {"running": {"startedAt": f"life {pod.life}"}}}
+        spec, status = {"readinessGates": [{"conditionType": GATE}]}, {"conditions": conditions, "containerStatuses": [engine]}
+        return {"kind": "Pod", "metadata": metadata, "spec": spec, "status": status}
 
     def look(self) -> Serving:
-        pods, now = self.objects(), NOW + timedelta(seconds=self.now + self.clock)
+        pods, now = list(map(self.object, self.pods)), NOW + timedelta(seconds=self.now + self.clock)
         self.containers = lives_of(pods, self.containers, self.now)
         found = serving(pods, "rl", self.serve, {}, self.hub(), self.weights, self.containers, LEASE, now, self.now)
         assert found is not None
