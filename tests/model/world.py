@@ -169,11 +169,7 @@ class World:
     # ------------------------------------------------------------------ running
 
     def run(self) -> None:
-        """Random steps, then all faults end and publication must follow.
-
-        Raises:
-            Violation: with the seed and the end of the trace.
-        """
+        """Random steps, then all faults end and publication must follow."""
         self.authority.elect(self.hubs[0])
         choices = self._choices()
         weights = list(accumulate(weight for weight, _ in choices))
@@ -231,11 +227,7 @@ class World:
 
 
 def simulate(seed: int, rules: Rules | None = None, focus: dict[str, Any] | None = None) -> World:
-    """Run one schedule.
-
-    Raises:
-        Violation: with the seed and the end of the trace.
-    """
+    """Run one schedule; a `Violation` has its seed and the end of the trace."""
     world = World(seed, rules, focus)
     world.run()
     return world

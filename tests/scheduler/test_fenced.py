@@ -1,8 +1,5 @@
 """Our fence under vLLM's own connectors: whatever they keep, a request that comes after a change finds nothing from before it.
-
-Real schedulers, real scheduler halves, workers made of dictionaries. What a connector keeps is *contents*, as in the rest of this layer, so
-that the oracle sees whose KV a request finds.
-"""
+Schedulers and scheduler halves are real; what a worker keeps is *contents*, so that the oracle sees whose KV a request finds."""
 
 from __future__ import annotations
 
@@ -36,12 +33,21 @@ class Stock:
         transfer: what `kv_transfer_config` says of it; None: there is no connector.
         hold_loads: loads end when this is taken back.
         hold_lookups: where the store is asked, its answer is not there yet.
+        host: what is kept in host memory, by block.
+        loads: what the scheduler half has ordered.
     """
 
     transfer: ClassVar[Given] = None
 
     def __init__(self) -> None:
         self.hold_loads = self.hold_lookups = False
+        self.host: dict[int, Content] = {}
+        self.loads: list[Any] = []
+
+    def ending(self) -> list[Any]:
+        """Loads that end with this step."""
+        ends, self.loads = (self.loads, []) if not self.hold_loads else ([], self.loads)
+        return ends
 
     def before(self, monkeypatch: Patch) -> None:
         """Before the scheduler half is made."""
@@ -116,7 +122,6 @@ class MooncakeStore(Stock):
         self.objects = objects
         self.wiped = 0
         self.open: dict[str, list[bytes]] = {}
-        self._loads: list[Any] = []
 
     def before(self, monkeypatch: Patch) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import scheduler
@@ -148,13 +153,11 @@ class MooncakeStore(Stock):
         saved = {}
         for one in metadata.requests if metadata is not None else ():
             if one.load_spec is not None and one.load_spec.can_load:
-                self._loads.append(one)
+                self.loads.append(one)
             if one.can_save:
                 self._save(rig, one)
                 saved[one.store_job_id] = 1
-        finished = set() if self.hold_loads else {self._load(rig, one) for one in self._loads}
-        if not self.hold_loads:
-            self._loads.clear()
+        finished = {self._load(rig, one) for one in self.ending()}
         return KVConnectorOutput(finished_recving=finished, kv_connector_worker_meta=MooncakeStoreWorkerMetadata(completed_saves=saved))
 
     def _save(self, rig: FencedRig, one: Any) -> None:
@@ -176,11 +179,6 @@ def copy(source: dict[int, Content], source_ids: Iterable[int], to: dict[int, Co
 class Offloading(Stock):
     transfer: ClassVar[Given] = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.host: dict[int, Content] = {}
-        self._loads: dict[int, Any] = {}
-
     def work(self, rig: FencedRig, metadata: Any) -> KVConnectorOutput:
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 
@@ -188,22 +186,16 @@ class Offloading(Stock):
         for job_id, job in metadata.store_jobs.items():
             copy(rig.gpu, job.src_spec.block_ids, self.host, job.dst_spec.block_ids)
             report.mark_completed(job_id)
-        self._loads |= metadata.load_jobs
-        for job_id, job in {} if self.hold_loads else dict(self._loads).items():
+        self.loads += metadata.load_jobs.items()
+        for job_id, job in self.ending():
             copy(self.host, job.src_spec.block_ids, rig.gpu, job.dst_spec.block_ids)
             report.mark_completed(job_id)
             finished.add(job.req_id)
-            del self._loads[job_id]
         return KVConnectorOutput(finished_recving=finished, kv_connector_worker_meta=report)
 
 
 class SimpleCPUOffload(Stock):
     transfer: ClassVar[Given] = {"kv_connector": "SimpleCPUOffloadConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.host: dict[int, Content] = {}
-        self._loads: list[Any] = []
 
     def before(self, monkeypatch: Patch) -> None:
         from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
@@ -221,13 +213,11 @@ class SimpleCPUOffload(Stock):
             copy(rig.gpu, metadata.store_gpu_blocks, self.host, metadata.store_cpu_blocks)
             stored[metadata.store_event] = 1
         if metadata.load_event >= 0:
-            self._loads.append(metadata)
+            self.loads.append(metadata)
         finished: set[str] = set()
-        for one in [] if self.hold_loads else self._loads:
+        for one in self.ending():
             copy(self.host, one.load_cpu_blocks, rig.gpu, one.load_gpu_blocks)
             finished |= set(one.load_event_to_reqs[one.load_event])
-        if not self.hold_loads:
-            self._loads = []
         return KVConnectorOutput(finished_recving=finished, kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored))
 
 

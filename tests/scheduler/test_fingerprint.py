@@ -78,16 +78,10 @@ def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_r
 
 def test_the_fingerprint_names_how_media_are_read(make_rig: MakeRig) -> None:
     rig = make_rig()
-    plain, *others = (
-        changed(rig, rig.vllm_config.model_config, "multimodal_config", MultiModalConfig(**given))
-        for given in (
-            {},
-            {"mm_processor_kwargs": {"max_pixels": 3136}},
-            {"media_io_kwargs": {"video": {"num_frames": 8}}},
-            {"video_pruning_rate": 0.5},
-            {"mm_processor_cache_gb": 1},
-        )
-    )
+    options: list[Any] = [{}, {"mm_processor_kwargs": {"max_pixels": 3136}}, {"media_io_kwargs": {"video": {"num_frames": 8}}}]
+    options += [{"video_pruning_rate": 0.5}, {"mm_processor_cache_gb": 1}]
+    model = rig.vllm_config.model_config
+    plain, *others = (changed(rig, model, "multimodal_config", MultiModalConfig(**given)) for given in options)
     assert len({plain, *others}) == 4
     assert others[-1] == plain, "how much is kept decides nothing"
 
@@ -120,9 +114,8 @@ def test_the_fingerprint_leaves_out_where_the_model_lies_but_for_its_own_code(ma
 
 def test_the_fingerprint_names_what_cpu_kernels_pack_keys_for(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig()
-    rig.kv_cache_config.kv_cache_groups[0].kv_cache_spec = dataclasses.replace(
-        rig.kv_cache_config.kv_cache_groups[0].kv_cache_spec, block_size=32, head_size=64
-    )
+    (group,) = rig.kv_cache_config.kv_cache_groups
+    group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, block_size=32, head_size=64)
     rig.vllm_config.model_config.dtype = torch.bfloat16
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
     seen = set()
@@ -161,13 +154,9 @@ def test_adapters_are_named_by_how_they_are_applied() -> None:
 
 def test_adapters_of_encoders_and_of_wide_models_are_not_named() -> None:
     def why(multimodal: bool, ranks: int = 1, **lora: bool) -> str | None:
-        return limits.why_no_adapters(
-            SimpleNamespace(
-                model_config=SimpleNamespace(is_multimodal_model=multimodal, is_moe=True),
-                lora_config=SimpleNamespace(**lora) if lora else None,
-                parallel_config=SimpleNamespace(data_parallel_size=ranks),
-            )
-        )
+        model, parallel = SimpleNamespace(is_multimodal_model=multimodal, is_moe=True), SimpleNamespace(data_parallel_size=ranks)
+        adapters = SimpleNamespace(**lora) if lora else None
+        return limits.why_no_adapters(SimpleNamespace(model_config=model, lora_config=adapters, parallel_config=parallel))
 
     assert why(True, enable_tower_connector_lora=True) is not None
     assert why(True, enable_tower_connector_lora=False) is None

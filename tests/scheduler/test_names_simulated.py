@@ -119,12 +119,8 @@ class Names:
         self.num_ranks = source.choice([1, 2, 2])
         self._make = make_rig
         self._mutate = mutate
-        self._options = {
-            "num_ranks": self.num_ranks,
-            "num_blocks": source.choice([24, 40]),
-            "l1_bytes": source.choice([None, 1 << 20]),
-            "max_batched_tokens": source.choice([64, 8192]),
-        }
+        sizes = {"num_blocks": source.choice([24, 40]), "l1_bytes": source.choice([None, 1 << 20])}
+        self._options = {"num_ranks": self.num_ranks, **sizes, "max_batched_tokens": source.choice([64, 8192])}
         self._happened: Counter[str] = Counter()
         self._put_before: set[str] = set()
         self.known = ["w0"]

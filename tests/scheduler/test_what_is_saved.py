@@ -30,12 +30,8 @@ def saved(rig: Any, params: Any = None) -> int:
 @pytest.mark.parametrize(
     ("save", "expected"),
     [
-        ("All", 7),
-        ("Prompts", 4),
-        ({"max_tokens": 2 * BLOCK + 3}, 2),
-        ({"max_tokens": 5 * BLOCK}, 5),
-        ({"max_tokens": BLOCK - 1}, 0),
-        ({"max_tokens": 0}, 0),
+        *(("All", 7), ("Prompts", 4)),
+        *(({"max_tokens": tokens}, blocks) for tokens, blocks in ((2 * BLOCK + 3, 2), (5 * BLOCK, 5), (BLOCK - 1, 0), (0, 0))),
     ],
 )
 def test_the_tiers_get_what_the_configuration_says(make_rig: MakeRig, store: SharedStore, save: Any, expected: int) -> None:
@@ -185,15 +181,9 @@ class Schedule(Chaos):
 @pytest.mark.parametrize("num_drafts", [0, 1, 4])
 @pytest.mark.parametrize("kind", ["AheadRig", "AsyncRig"])
 def test_no_new_block_is_missed_and_none_is_late(make_rig: MakeRig, kind: str, num_drafts: int, seed: int) -> None:
-    source = random.Random(f"{kind} {num_drafts} {seed}")
-    rig = make_rig(
-        {"AheadRig": AheadRig, "AsyncRig": AsyncRig}[kind],
-        num_drafts=num_drafts,
-        seed=seed,
-        num_blocks=source.choice([40, 60, 200]),
-        l1_bytes=source.choice([6, 400]) * 2304,
-        max_batched_tokens=source.choice([24, 64, 8192]),
-    )
+    source, made = random.Random(f"{kind} {num_drafts} {seed}"), {"AheadRig": AheadRig, "AsyncRig": AsyncRig}[kind]
+    sizes = {"num_blocks": source.choice([40, 60, 200]), "l1_bytes": source.choice([6, 400]) * 2304}
+    rig = make_rig(made, num_drafts=num_drafts, seed=seed, **sizes, max_batched_tokens=source.choice([24, 64, 8192]))
     schedule = Schedule(rig, None, source, {"step": 120, "add": 25, "abort": 4, "adopt": 2, "reset": 1, "lease": 2, "hold": 6})
     counts = watch(rig)
     for _ in range(500):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import secrets
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -38,6 +40,16 @@ def epochkv(*arguments: str, config: Path | None = None, seconds: float = 60.0, 
     return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=seconds, env=variables, check=False)
 
 
+def altered(folder: Path, copy: Path, **keys: Any) -> str:
+    """Copy a client folder, with these keys of its connection.json changed; the path of that file."""
+    file = shutil.copytree(folder, copy) / "connection.json"
+    content = json.loads(file.read_text())
+    for key, value in keys.items():
+        content[key] = {**content[key], **value} if key in content else value
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """For children that are started here: a shell has its background jobs ignore SIGINT, and the tests may be one."""
@@ -61,14 +73,8 @@ class Agents:
         connection = Connection.load(self.folder, {})
         engine = engine or FakeEngine()
         identity = identity or EngineIdentity(name or f"engine-{len(self.all)}", "", 0, "fp")
-        agent = AgentThread(
-            endpoint or connection.hub.endpoint,
-            connection.client_keys(),
-            secrets.token_bytes(16),
-            identity,
-            engine,
-            credentials=connection.client_keys,
-        )
+        where, keys = endpoint or connection.hub.endpoint, connection.client_keys
+        agent = AgentThread(where, keys(), secrets.token_bytes(16), identity, engine, credentials=keys)
         agent.start()
         self.all.append(agent)
         return agent, engine

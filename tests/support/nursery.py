@@ -39,11 +39,7 @@ class Forked:
             return self._process.exitcode
 
     def wait(self, timeout: float) -> int:
-        """The exit status.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
-        """
+        """The exit status, as of `subprocess.Popen`."""
         if not poll(lambda: self.poll() is not None, timeout, 0.01):
             raise subprocess.TimeoutExpired(self._process.name, timeout)
         assert self.returncode is not None

@@ -66,14 +66,14 @@ def write_model_dir(path: Path) -> Path:
     return path
 
 
-def write_credentials(path: Path, secret: str = "ab" * 32) -> Path:
+def write_credentials(path: Path) -> Path:
     """A credentials directory whose hub nobody listens to; grants are given by the tests."""
     path.mkdir(parents=True, exist_ok=True)
     hub_public, _ = zmq.curve_keypair()
     public, private = zmq.curve_keypair()
     for name, value in (("hub.pub", hub_public), ("client.pub", public), ("client.key", private)):
         (path / name).write_bytes(value)
-    (path / "root.secret").write_text(secret)
+    (path / "root.secret").write_text("ab" * 32)
     return path
 
 
@@ -116,9 +116,8 @@ class EngineOptions:
 
 def vllm_config(tmp: Path, options: EngineOptions, has_store: bool) -> VllmConfig:
     """The configuration of an engine whose files are in and beside `tmp`."""
-    model = ModelConfig(
-        model=str(write_model_dir(tmp.parent / "model")), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN, seed=0
-    )
+    files = str(write_model_dir(tmp.parent / "model"))
+    model = ModelConfig(model=files, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN, seed=0)
     cache = CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=options.caching)
     cache.num_gpu_blocks = options.num_blocks
     config = VllmConfig(
@@ -141,13 +140,9 @@ def vllm_config(tmp: Path, options: EngineOptions, has_store: bool) -> VllmConfi
     )
     config.parallel_config.world_size = options.num_ranks
     if options.num_drafts:
-        config.speculative_config = SpeculativeConfig(
-            method="ngram",
-            num_speculative_tokens=options.num_drafts,
-            prompt_lookup_max=2,
-            target_model_config=model,
-            target_parallel_config=config.parallel_config,
-        )
+        target: dict[str, Any] = {"target_model_config": model, "target_parallel_config": config.parallel_config}
+        drafts = {"num_speculative_tokens": options.num_drafts, "prompt_lookup_max": 2}
+        config.speculative_config = SpeculativeConfig(method="ngram", **drafts, **target)
     config.scheduler_config.async_scheduling = options.async_scheduling
     if STATE in options.groups:  # as `MambaModelConfig` does for a model that has such layers
         cache.mamba_cache_mode, cache.mamba_block_size = "align", BLOCK
@@ -157,28 +152,17 @@ def vllm_config(tmp: Path, options: EngineOptions, has_store: bool) -> VllmConfi
 
 
 def _kv_transfer_config(tmp: Path, options: EngineOptions, has_store: bool) -> KVTransferConfig:
-    ours: dict[str, Any] = {
-        "pool": {"name": "policy", "namespace": "default", "uid": options.pool_uid},
-        "lookup_wait_ms": 50.0,
-        "lookup_deadline_ms": 200.0,
-        **(options.extra or {}),
-    }
+    pool = {"name": "policy", "namespace": "default", "uid": options.pool_uid}
+    ours: dict[str, Any] = {"pool": pool, "lookup_wait_ms": 50.0, "lookup_deadline_ms": 200.0, **(options.extra or {})}
     if options.hub:
         ours["hub"] = {"endpoint": "tcp://127.0.0.1:9", "credentials_dir": str(write_credentials(tmp / "fence"))}
     if options.l1_bytes is not None:
         ours["local"] = {"capacity_bytes": options.l1_bytes}
     if has_store:
         ours["distributed"] = {"master_address": "127.0.0.1:1"}
-    return KVTransferConfig(
-        **{
-            "kv_connector": "EpochKVConnector",
-            "kv_connector_module_path": "epochkv_connector.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": ours,
-            **(options.transfer or {}),
-        }
-    )
+    given: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **(options.transfer or {})}
+    place = "epochkv_connector.connector"
+    return KVTransferConfig(kv_connector="EpochKVConnector", kv_connector_module_path=place, kv_connector_extra_config=ours, **given)
 
 
 def rank_kv_cache_config(options: EngineOptions, rank: int = 0) -> KVCacheConfig:

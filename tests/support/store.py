@@ -117,20 +117,9 @@ class BlockKey:
 
 
 def parse_key(key: str) -> BlockKey:
-    """Inverse of `object_key(identity.namespace(...), ...)`.
-
-    Raises:
-        ValueError: not a block key.
-    """
+    """Inverse of `object_key(identity.namespace(...), ...)`; a `ValueError` where it is no block key."""
     match = _KEY.fullmatch(key)
     if match is None:
         raise ValueError(f"{key!r} is not a block key; expected <pool8>/<fingerprint16>/e<epoch>/w<weights16>/g<group>/r<shard>/<hash hex>")
-    return BlockKey(
-        pool=match["uid"],
-        fingerprint=match["fingerprint"],
-        epoch=int(match["epoch"]),
-        weights=match["weights"],
-        group=int(match["group"]),
-        shard=int(match["shard"]),
-        block_hash=bytes.fromhex(match["hash"]),
-    )
+    epoch, group, shard = (int(match[name]) for name in ("epoch", "group", "shard"))
+    return BlockKey(match["uid"], match["fingerprint"], epoch, match["weights"], group, shard, bytes.fromhex(match["hash"]))

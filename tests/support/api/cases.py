@@ -48,6 +48,10 @@ def mooncake(**changes: Any) -> Json:
     return {"distributed": {"mooncake": {"store": STORE, **changes}}}
 
 
+def external(address: str, **more: str) -> Json:
+    return {"distributed": {"external": {"masterAddress": address, **more}}}
+
+
 def master(**fields: Any) -> Json:
     return mooncake(master=fields)
 

@@ -3,23 +3,24 @@
 The list is written by hand from the API's promises; nothing in it is computed from the code.
 """
 
-from tests.support.api.cases import EXTERNAL, LOCAL, MOONCAKE, STORE, Change, Json, etcd, master, mooncake, pool
+from tests.support.api.cases import EXTERNAL, LOCAL, MOONCAKE, STORE, Change, Json, etcd, external, master, mooncake, pool
 from tests.support.api.engines import ENGINE_CASES, ENV, KV, POOL_REF
 
 RDMA = {"protocol": "RDMA", "devices": ["mlx5_0"]}
+HOST_AND_PORT = "must be host:port, such as mooncake.example:50051, or etcd://host:port;host:port"
 
 POOL_CASES = [
     pool("local-only", {"local": LOCAL}),
     *(pool(f"local-{capacity}", {"local": {"capacity": capacity}}) for capacity in (1073741824, "1.5Gi", "1e9", "1Pi")),
     pool("mooncake-only", {"distributed": MOONCAKE}),
     pool("external-only", {"distributed": EXTERNAL}),
-    pool("external-etcd", {"distributed": {"external": {"masterAddress": "etcd://a:2379;b:2379"}}}),
-    pool("external-cluster", {"distributed": {"external": {"masterAddress": "etcd://a:2379", "clusterId": "shared"}}}),
+    pool("external-etcd", external("etcd://a:2379;b:2379")),
+    pool("external-cluster", external("etcd://a:2379", clusterId="shared")),
     pool("rdma-plugin", mooncake(transport={**RDMA, "resourceName": "rdma/hca_shared_devices_a", "gidIndex": 3})),
     pool("plugin-with-tcp", mooncake(transport={"resourceName": "rdma/hca"}), "only for RDMA"),
     pool("gid-with-tcp", mooncake(transport={"gidIndex": 0}), "only for RDMA"),
     pool("resource-without-domain", mooncake(transport={**RDMA, "resourceName": "hca"}), "resourceName", schema=True),
-    pool("external-metadata", {"distributed": {"external": {"masterAddress": "m:50051", "metadataServer": "http://m:8080/metadata"}}}),
+    pool("external-metadata", external("m:50051", metadataServer="http://m:8080/metadata")),
     pool("both-tiers", {"local": LOCAL, "distributed": MOONCAKE, "resetEpoch": 7, "reset": {"leaseSeconds": 5}}),
     pool("empty-nested-objects", {"local": LOCAL, "reset": {}, "networkPolicy": {}}),
     pool("largest-epoch", {"local": LOCAL, "resetEpoch": 9007199254740991}),
@@ -97,29 +98,19 @@ POOL_CASES = [
     # external
     pool("external-without-address", {"distributed": {"external": {}}}, "masterAddress: Required value", schema=True),
     *(
-        pool(
-            f"external-address-{address}",
-            {"distributed": {"external": {"masterAddress": address}}},
-            "spec.distributed.external.masterAddress",
-            f"'{address}' must be host:port, such as mooncake.example:50051, or etcd://host:port;host:port",
-        )
+        pool(f"external-address-{address}", external(address), "spec.distributed.external.masterAddress", f"'{address}' {HOST_AND_PORT}")
         for address in ("host", "a b:1", "host:port", "host:0", "host:65536", "http://host:1", "host:50051/x", "etcd://a:1;b", ":50051")
     ),
     *(
-        pool(f"external-address-{address}", {"distributed": {"external": {"masterAddress": address}}})
+        pool(f"external-address-{address}", external(address))
         for address in ("10.0.0.7:50051", "[fd00::7]:50051", "m-0.m.ns.svc.cluster.local:65535", "etcd://e-0.example:2379")
     ),
     *(
-        pool(f"metadata-{server}", {"distributed": {"external": {"masterAddress": "m:1", "metadataServer": server}}})
+        pool(f"metadata-{server}", external("m:1", metadataServer=server))
         for server in ("P2PHANDSHAKE", "http://m:8080/metadata", "etcd://e0:2379;e1:2379", "redis://r:6379", "e0:2379,e1:2379")
     ),
     *(
-        pool(
-            f"metadata-{server}",
-            {"distributed": {"external": {"masterAddress": "m:1", "metadataServer": server}}},
-            "metadataServer",
-            "must be P2PHANDSHAKE, or host:port",
-        )
+        pool(f"metadata-{server}", external("m:1", metadataServer=server), "metadataServer", "must be P2PHANDSHAKE, or host:port")
         for server in ("p2p", "http://m/metadata", "http://user:secret@m:8080/metadata")
     ),
     # epochs and leases
@@ -167,13 +158,7 @@ CHANGES = [
     ),
     pool_change("remove-epoch", {"resetEpoch": 7}, {}, "spec.resetEpoch", "it is 7"),
     pool_change("rotate-keys", {"keys": {"generation": 1}}, {"keys": {"generation": 2}}),
-    pool_change(
-        "rotate-keys-back",
-        {"keys": {"generation": 2}},
-        {"keys": {"generation": 1}},
-        "spec.keys.generation never goes down: it is 2",
-        "set 3",
-    ),
+    pool_change("keys-back", {"keys": {"generation": 2}}, {"keys": {"generation": 1}}, "keys.generation never goes down: it is 2", "set 3"),
     pool_change("add-distributed", {}, {"distributed": MOONCAKE}),
     pool_change("remove-distributed", {"distributed": MOONCAKE}, {}),
     pool_change(

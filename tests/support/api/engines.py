@@ -7,6 +7,7 @@ ENV = ("PYTHONHASHSEED", "belong to the operator", "remove them from spec.env")
 _OWNED = ("belongs to the operator", "use spec.model and spec.parallelism")
 _SECRET = ("is a secret on a command line", "spec.env with valueFrom.secretKeyRef")
 _BLANK = ("write --max-model-len=2048, or two items",)
+_PODS = {"nodeSelector": {"gpu": "h100"}, "containers": [{"name": "engine", "volumeMounts": [{"name": "m", "mountPath": "/m"}]}]}
 POOL_REF = {"poolRef": {"name": "policy"}}
 
 ENGINE_CASES = [
@@ -30,13 +31,7 @@ ENGINE_CASES = [
                 {"name": "EMPTY"},
             ],
             "resources": {"limits": {"nvidia.com/gpu": 2, "memory": "64Gi"}, "requests": {"cpu": "500m"}},
-            "template": {
-                "metadata": {"labels": {"team": "rl"}, "annotations": {"note": "x"}},
-                "spec": {
-                    "nodeSelector": {"gpu": "h100"},
-                    "containers": [{"name": "engine", "volumeMounts": [{"name": "m", "mountPath": "/m"}]}],
-                },
-            },
+            "template": {"metadata": {"labels": {"team": "rl"}, "annotations": {"note": "x"}}, "spec": _PODS},
         },
     ),
     engine("scaled-to-zero", {"replicas": 0}),

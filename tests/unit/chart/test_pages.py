@@ -70,14 +70,10 @@ def test_kustomize_labels_pods_and_no_selector(tmp_path: Path) -> None:
     (overlay,) = (one for one in page("recipes/llm-d") if "resources" in one)
     container = {"name": "modelserver", "image": "docker.io/vllm/vllm-openai:v0.27.1"}
     pods = {"metadata": {"labels": {"llm-d.ai/role": "decode"}}, "spec": {"containers": [container]}}
-    selector = {"matchLabels": {"llm-d.ai/role": "decode"}}
+    selector, group = {"matchLabels": {"llm-d.ai/role": "decode"}}, {"workerTemplate": pods}
     base = [
         {"apiVersion": "apps/v1", "kind": "Deployment", "spec": {"selector": selector, "template": pods}},
-        {
-            "apiVersion": "leaderworkerset.x-k8s.io/v1",
-            "kind": "LeaderWorkerSet",
-            "spec": {"leaderWorkerTemplate": {"workerTemplate": pods}},
-        },
+        {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "spec": {"leaderWorkerTemplate": group}},
     ]
     folder = tmp_path / overlay["resources"][0]
     folder.mkdir(parents=True)

@@ -311,16 +311,6 @@ def test_a_turn_never_comes_back() -> None:
     assert sorted(set(versions)) == versions
 
 
-def test_an_engine_that_sleeps_or_does_not_know_its_weights_is_not_asked() -> None:
-    half = Half()
-    half.awake = False
-    half.adapters.of(request())
-    assert half.known() is None
-    assert not half.ranks.asked
-    half.awake = True
-    assert half.known() is not None
-
-
 def test_what_the_next_step_computes_with_is_not_said_of_an_id_that_stands_for_something_else() -> None:
     half = Half()
     half.adapters.calling("add_lora", request())

@@ -19,12 +19,8 @@ from epochkv_connector.engine import fenced, plugin
 from epochkv_fence.connection import ConfigurationError
 from epochkv_fence.net.keys import generate_keypair
 
-DOCUMENT = {
-    "pool": {"name": "policy", "uid": "u-1"},
-    "hub": {"endpoint": "tcp://127.0.0.1:7700"},
-    "local": {"capacity_bytes": 1 << 26},
-    "distributed": {"master_address": "127.0.0.1:50051"},
-}
+TIERS = {"local": {"capacity_bytes": 1 << 26}, "distributed": {"master_address": "127.0.0.1:50051"}}
+DOCUMENT = {"pool": {"name": "policy", "uid": "u-1"}, "hub": {"endpoint": "tcp://127.0.0.1:7700"}, **TIERS}
 TEXT = json.dumps(DOCUMENT)
 HUB, CLIENT = generate_keypair(), generate_keypair()
 KEYS = {"EPOCHKV_HUB_PUBLIC_KEY": HUB.public, "EPOCHKV_CLIENT_PUBLIC_KEY": CLIENT.public, "EPOCHKV_CLIENT_SECRET_KEY": CLIENT.secret}

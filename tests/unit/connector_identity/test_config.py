@@ -146,7 +146,6 @@ def test_a_byte_order_mark_in_a_file_is_taken(tmp_path: Path) -> None:
 
 
 GIB = 1 << 30
-UNLIMITED_V1 = "9223372036854771712"
 
 
 def write(root: Path, path: str, content: str) -> None:
@@ -161,31 +160,27 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def limit_of(root: Path) -> tuple[int, str]:
-    limit = memory_limit(root)
-    assert limit is not None
-    return limit
+V1, MACHINE = "memory/memory.limit_in_bytes", (64 * GIB, "the machine's memory")
 
 
-def test_a_container_sees_its_own_group_as_the_root(root: Path) -> None:
-    write(root, "sys/fs/cgroup/memory.max", f"{8 * GIB}\n")
-    assert limit_of(root) == (8 * GIB, "memory.max of its cgroup")
-    write(root, "sys/fs/cgroup/memory.max", "max\n")
-    assert limit_of(root) == (64 * GIB, "the machine's memory")
+@pytest.mark.parametrize(
+    ("file", "content", "limit"),
+    [
+        ("memory.max", f"{8 * GIB}\n", (8 * GIB, "memory.max of its cgroup")),
+        ("memory.max", "max\n", MACHINE),
+        ("memory.max", "-5 apples", MACHINE),
+        (V1, f"{4 * GIB}\n", (4 * GIB, "memory.limit_in_bytes of its cgroup")),
+        (V1, "9223372036854771712", MACHINE),
+    ],
+)
+def test_a_container_sees_its_own_group_as_the_root(root: Path, file: str, content: str, limit: tuple[int, str]) -> None:
+    write(root, f"sys/fs/cgroup/{file}", content)
+    assert memory_limit(root) == limit
 
 
-def test_version_1_of_groups(root: Path) -> None:
-    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", f"{4 * GIB}\n")
-    assert limit_of(root) == (4 * GIB, "memory.limit_in_bytes of its cgroup")
-    write(root, "sys/fs/cgroup/memory/memory.limit_in_bytes", UNLIMITED_V1)
-    assert limit_of(root)[0] == 64 * GIB
-
-
-def test_garbage_and_nothing_are_no_limit(root: Path, tmp_path: Path) -> None:
-    write(root, "sys/fs/cgroup/memory.max", "-5 apples")
-    assert limit_of(root)[0] == 64 * GIB
-    assert memory_limit(tmp_path / "empty") is None
-    check_fits(1 << 60, "local.capacity_bytes", 1 << 60, tmp_path / "empty")
+def test_nothing_is_no_limit(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path) is None
+    check_fits(1 << 60, "local.capacity_bytes", 1 << 60, tmp_path)
 
 
 def test_what_cannot_exist_is_an_error_with_both_numbers(root: Path) -> None:

@@ -11,7 +11,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,6 +186,28 @@ class Rank:
         self.saves = waiting
 
 
+class AllReduce:
+    """Of so many ranks, which all have to bring tensors of one shape; `rows` is theirs."""
+
+    def __init__(self, size: int) -> None:
+        self.rows: list[int] = []
+        self._brought: list[torch.Tensor] = []
+        self._lock, self._all = threading.Lock(), threading.Barrier(size)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        with self._lock:
+            self._brought.append(tensor.clone())
+        if self._all.wait(10) == 0:
+            shapes = {tuple(one.shape) for one in self._brought}
+            assert len(shapes) == 1, f"ranks are out of step: {shapes}"
+            self.rows.append(len(self._brought[0]))
+            self._sum = torch.stack(self._brought).sum(0).to(torch.int32)
+            self._brought = []
+        self._all.wait(10)
+        tensor.copy_(self._sum)
+        self._all.wait(10)
+
+
 class World:
     """All ranks, one store, one clock."""
 
@@ -198,8 +219,7 @@ class World:
         self._passes_since, self._passed_at, self._silent = 9, 0.0, False
         self._writers: set[int] = set()  # since the newest pass
         self._undo: tuple[Rank, int] | None = None
-        self._brought: list[torch.Tensor] = []
-        self._all = Barrier(RANKS)
+        self._reduce = AllReduce(RANKS)
         keys = HashStore()
         self.ranks = [kind(self, number, keys) for number in range(RANKS)]
 
@@ -247,18 +267,8 @@ class World:
             one.put()
 
     def _all_reduce(self, one: Rank) -> None:
-        tensor = torch.zeros((1, RANKS), dtype=torch.int32)
-
-        def reduce(both: torch.Tensor) -> None:
-            self._brought.append(both.clone())
-            if self._all.wait(10) == 0:
-                self._sum = torch.stack(self._brought).sum(0).to(torch.int32)
-                self._brought = []
-            self._all.wait(10)
-            both.copy_(self._sum)
-
         assert one.held.domain is not None
-        one.held.domain.carry(tensor, reduce)
+        one.held.domain.carry(torch.zeros((1, RANKS), dtype=torch.int32), self._reduce)
 
     def run(self) -> None:
         draw = self.random
@@ -529,18 +539,14 @@ def told(rank: int, weights: int = 1) -> Column:
 
 
 class Group:
-    """An all-reduce of `size` ranks, which all have to bring tensors of one shape. `without`: ranks that have no `Domain`."""
+    """An all-reduce of `size` ranks. `without`: ranks that have no `Domain`."""
 
     def __init__(self, size: int, without: tuple[int, ...] = (), late: tuple[int, ...] = (), store: Any = None) -> None:
         self.size = size
         self.claims = [told(rank) for rank in range(size)]
-        self.rows: list[int] = []
         self.domains: dict[int, Domain] = {}
         self._store, self._late = store or HashStore(), late
-        self._brought: list[torch.Tensor] = []
-        self._lock = threading.Lock()
-        self._all = threading.Barrier(size)
-        self._without = without
+        self.reduce = AllReduce(size)
         for number in range(size):
             if number not in (*without, *late):
                 self.join(number)
@@ -556,29 +562,16 @@ class Group:
 
     def _pass(self, rank: int) -> None:
         if rank in self._late and rank not in self.domains:
-            while len(self._brought) < self.size - len(self._late):
+            while len(self.reduce._brought) < self.size - len(self._late):
                 threading.Event().wait(0.001)
             self.join(rank)
         tensor = torch.zeros((ROWS, self.size), dtype=torch.int32)
         tensor[:, rank] = torch.tensor([rank, 7, 0, rank + 1], dtype=torch.int32)
         if rank in self.domains:
-            self.domains[rank].carry(tensor, self._reduce)
+            self.domains[rank].carry(tensor, self.reduce)
         else:
-            self._reduce(tensor)
+            self.reduce(tensor)
         assert tensor.tolist() == [list(range(self.size)), [7] * self.size, [0] * self.size, list(range(1, self.size + 1))], "vLLM's own"
-
-    def _reduce(self, tensor: torch.Tensor) -> None:
-        with self._lock:
-            self._brought.append(tensor.clone())
-        if self._all.wait(10) == 0:
-            shapes = {tuple(one.shape) for one in self._brought}
-            assert len(shapes) == 1, f"ranks are out of step: {shapes}"
-            self.rows.append(len(self._brought[0]))
-            self._sum = torch.stack(self._brought).sum(0).to(torch.int32)
-            self._brought = []
-        self._all.wait(10)
-        tensor.copy_(self._sum)
-        self._all.wait(10)
 
 
 @pytest.mark.parametrize("late", [(), (0,), (1,), (1, 2)])
@@ -586,9 +579,9 @@ def test_from_one_all_reduce_on_every_rank_sees_what_all_claim(late: tuple[int, 
     group = Group(3, late=late)
     for _ in range(5):
         group.step()
-    first = next(number for number, rows in enumerate(group.rows) if rows > ROWS)
+    first = next(number for number, rows in enumerate(group.reduce.rows) if rows > ROWS)
     assert first <= 2
-    assert set(group.rows[first:]) == {ROWS + 5}
+    assert set(group.reduce.rows[first:]) == {ROWS + 5}
     assert {domain.columns for domain in group.domains.values()} == {tuple(group.claims)}
     group.claims[1] = told(1, 2)
     group.step()
@@ -601,7 +594,7 @@ def test_where_a_rank_lacks_us_nobody_carries_more_and_all_others_name_it(withou
     group = Group(3, without)
     for _ in range(4):
         group.step()
-    assert set(group.rows) == {ROWS}
+    assert set(group.reduce.rows) == {ROWS}
     assert len(group.domains) == 3 - len(without)
     for one in group.domains.values():
         assert f"rank {', '.join(map(str, without))} runs without EpochKV" in one.alone

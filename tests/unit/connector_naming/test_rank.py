@@ -5,6 +5,7 @@ from functools import wraps
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -97,17 +98,10 @@ def test_who_sleeps_is_not_looked_at_whatever_the_call_was_called(worker: Worker
 
 
 # ---------------------------------------------------------------------------------------------- what cannot be told
-def broken(error: Exception) -> Callable[[], Any]:
-    def get_model() -> Any:
-        raise error
-
-    return get_model
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda worker: setattr(worker, "get_model", broken(RuntimeError("no model yet"))), "RuntimeError: no model yet"),
+        (lambda worker: setattr(worker, "get_model", Mock(side_effect=RuntimeError("no model yet"))), "RuntimeError: no model yet"),
         (lambda worker: setattr(worker, "vllm_config", None), "AttributeError"),
         (lambda worker: setattr(worker.model, "first", nn.Parameter(torch.empty(3, device="meta"))), "first is on meta"),
     ],

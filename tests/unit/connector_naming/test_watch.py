@@ -52,12 +52,9 @@ class World:
         self.log.append("ask")
         self.now += self.seconds
         self.asked = list(self.ranks)
-        return self.answers(
-            [
-                {"rank": index, "number": number, "weights": b"" if self.asleep else digest_of(held), "note": "", "naps": self.naps}
-                for index, held in enumerate(self.ranks)
-            ]
-        )
+        said = {"number": number, "note": "", "naps": self.naps}
+        held = [b"" if self.asleep else digest_of(held) for held in self.ranks]
+        return self.answers([{"rank": index, "weights": weights, **said} for index, weights in enumerate(held)])
 
     def are_unchanged(self, number: int) -> bool:
         self.log.append("compare")
@@ -319,8 +316,7 @@ def test_whatever_ranks_answer_but_digests_is_unknown_with_a_note(case: str, cap
 
 
 @pytest.mark.parametrize("seconds", [0.01, 7.0])
-def test_it_is_asked_again_after_a_second_or_ten_times_what_it_took(seconds: float) -> None:
-    world = World("a").started()
+def test_it_is_asked_again_after_a_second_or_ten_times_what_it_took(seconds: float, world: World) -> None:
     world.answers = silent(0, "loading")
     world.seconds = seconds
     world.push("b")
@@ -332,9 +328,8 @@ def test_it_is_asked_again_after_a_second_or_ten_times_what_it_took(seconds: flo
     assert asked <= 1 + (400 * 0.05) / pause
 
 
-def test_of_the_time_a_share_may_go_into_looks() -> None:
+def test_of_the_time_a_share_may_go_into_looks(world: World) -> None:
     """A push in hundreds of calls with steps between them."""
-    world = World("a").started()
     world.seconds = 0.02
     began, looked = world.now, 0.0
     for layer in range(400):
@@ -348,8 +343,7 @@ def test_of_the_time_a_share_may_go_into_looks() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- late
-def test_a_late_report_of_an_older_question_ends_its_digest_alone() -> None:
-    world = World("a").started()
+def test_a_late_report_of_an_older_question_ends_its_digest_alone(world: World) -> None:
     was, number = world.watch.value, world.watch.number
     world.push("b")
     world.step()
@@ -419,8 +413,7 @@ def test_weights_that_come_back_after_steps_with_others_need_it_too(between: str
 
 
 # ---------------------------------------------------------------------------------------------- names of calls
-def test_a_late_report_on_weights_that_are_held_again_ends_their_names() -> None:
-    world = World("a").started()
+def test_a_late_report_on_weights_that_are_held_again_ends_their_names(world: World) -> None:
     known, number = world.watch.value, world.watch.number
     world.push("b")
     world.step()

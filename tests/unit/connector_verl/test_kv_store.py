@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,14 +14,11 @@ import pytest
 from epochkv_connector.verl.kv_store import BlockError, StoreUnreachable, expand, find_problem, parse, resolve
 from hack.loopback import free_port
 from hack.standalone.mooncake import Mooncake
-from tests.support.hub import HubWorld, hub_world
+from tests.support.hub import HubWorld, altered, hub_world
 
 VLLM: dict[str, Any] = {"name": "vllm"}
-OURS = {
-    "kv_connector": "EpochKVConnector",
-    "kv_connector_module_path": "epochkv_connector.connector",
-    "kv_load_failure_policy": "recompute",
-}
+PLACE = {"kv_connector": "EpochKVConnector", "kv_connector_module_path": "epochkv_connector.connector"}
+OURS = {**PLACE, "kv_load_failure_policy": "recompute"}
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +31,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubWorld]:
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with Mooncake(tmp_path_factory.mktemp("mooncake"), num_stores=0) as mooncake:
         yield mooncake.address
-
-
-def altered(world: HubWorld, folder: Path, **keys: Any) -> str:
-    """A copy of the pool's connection file and keys, with these keys changed; its path."""
-    copy = shutil.copytree(world.folder, folder / "client")
-    content = json.loads((copy / "connection.json").read_text())
-    for key, value in keys.items():
-        content[key] = {**content[key], **value} if key in content else value
-    (copy / "connection.json").write_text(json.dumps(content))
-    return str(copy / "connection.json")
 
 
 def block(**keys: Any) -> dict[str, Any]:
@@ -126,7 +112,7 @@ def test_a_file_that_cannot_be_meant_is_refused_whatever_on_failure_says(world: 
 
 
 def test_a_file_without_its_keys_is_refused(world: HubWorld, tmp_path: Path) -> None:
-    path = altered(world, tmp_path)
+    path = altered(world.folder, tmp_path / "client")
     (tmp_path / "client/client.key").unlink()
     with pytest.raises(BlockError, match=r"hub\.credentials_dir is .*client\.key"):
         resolve(block(config_path=path), VLLM, {})
@@ -134,7 +120,7 @@ def test_a_file_without_its_keys_is_refused(world: HubWorld, tmp_path: Path) -> 
 
 # ------------------------------------------------------------------ at launch
 def test_another_pool_than_the_hubs_is_refused(world: HubWorld, tmp_path: Path) -> None:
-    path = altered(world, tmp_path, pool={"uid": "somebody-else"})
+    path = altered(world.folder, tmp_path / "client", pool={"uid": "somebody-else"})
     with pytest.raises(BlockError, match=r"config_path names another pool than its hub serves: .*somebody-else"):
         resolve(block(config_path=path, on_failure="fallback"), VLLM, {})
     with pytest.raises(BlockError, match=r"EPOCHKV_CONFIG names another pool than its hub serves: .*somebody-else"):
@@ -146,8 +132,8 @@ def test_another_pool_than_the_hubs_is_refused(world: HubWorld, tmp_path: Path) 
 
 def test_what_does_not_answer(world: HubWorld, master: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     nobody, here = free_port(), {"distributed": {"master_address": master}}
-    gone = altered(world, tmp_path / "hub", hub={"endpoint": f"tcp://127.0.0.1:{nobody}"})
-    lost = altered(world, tmp_path / "master", distributed={"master_address": f"127.0.0.1:{nobody}"})
+    gone = altered(world.folder, tmp_path / "hub", hub={"endpoint": f"tcp://127.0.0.1:{nobody}"})
+    lost = altered(world.folder, tmp_path / "master", distributed={"master_address": f"127.0.0.1:{nobody}"})
     for given, said in (
         ({"config_path": gone}, f"the hub tcp://127.0.0.1:{nobody} cannot be used: nobody listens"),
         ({"config_path": lost}, f"the Mooncake master 127.0.0.1:{nobody} cannot be used: nobody listens"),
@@ -160,13 +146,9 @@ def test_what_does_not_answer(world: HubWorld, master: str, tmp_path: Path, capl
         (line,) = caplog.messages
         assert said in line
         assert "rollout engines run without the connector" in line
-    found = resolve(block(config_path=gone, on_failure="crash", extra_config={"hub": _hub(world), **here}), VLLM, {})
+    hub = {"endpoint": world.options.listen, "credentials_dir": str(world.folder)}
+    found = resolve(block(config_path=gone, on_failure="crash", extra_config={"hub": hub, **here}), VLLM, {})
     assert found is not None, "what extra_config names is what is looked at"
-
-
-def _hub(world: HubWorld) -> dict[str, str]:
-    content = json.loads((world.folder / "connection.json").read_text())
-    return {"endpoint": content["hub"]["endpoint"], "credentials_dir": str(world.folder)}
 
 
 def test_a_look_inside_a_running_event_loop(world: HubWorld) -> None:

@@ -72,9 +72,8 @@ def runtime(calls: list[str], batched: bool, fail: int = 0) -> Any:
 
     before_13 = int((torch.version.cuda or "0").split(".")[0]) < 13
     last = (pointer, pointer) if before_13 else (pointer,)
-    made = SimpleNamespace(
-        cudaGetLastError=lambda: 0, cudaMemcpyAsync=ctypes.CFUNCTYPE(integer, pointer, pointer, size_type, integer, pointer)(one)
-    )
+    row = ctypes.CFUNCTYPE(integer, pointer, pointer, size_type, integer, pointer)(one)
+    made = SimpleNamespace(cudaGetLastError=lambda: 0, cudaMemcpyAsync=row)
     if batched:
         kinds = (pointer, pointer, pointer, size_type, pointer, pointer, size_type, *last)
         made.cudaMemcpyBatchAsync = ctypes.CFUNCTYPE(integer, *kinds)(many)
@@ -123,8 +122,6 @@ def test_blocks_whose_layers_are_on_other_pipeline_stages_cost_no_call(empty: se
 
 
 # -- a submit that fails half-way --------------------------------------------------------------------------------------
-
-
 WORDS = "their blocks stay taken until they do"
 
 

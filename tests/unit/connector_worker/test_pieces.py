@@ -28,9 +28,9 @@ def filled(store: ObedientStore) -> Rig:
     return Rig(store)
 
 
-def long_load(job_id: int = 1, num_slots: int = 3, deadline: float = 20.0) -> LoadJob:
+def long_load(num_slots: int = 3, deadline: float = 20.0) -> LoadJob:
     moves = [move(4 + number, number % num_slots, 100 + number, Tier.STORE) for number in range(BLOCKS)]
-    return load(job_id, moves, NAMESPACE, deadline)
+    return load(1, moves, NAMESPACE, deadline)
 
 
 @pytest.fixture

@@ -134,10 +134,7 @@ def test_a_runner_that_breaks_down_owes_nothing_afterwards(raising: str) -> None
 
 @pytest.mark.parametrize("num_errors", [1, 2])
 def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.MonkeyPatch, num_errors: int) -> None:
-    """A reported load's blocks are given to others at once, so a late copy would overwrite somebody else's KV.
-
-    Whatever breaks a step may break the next one, too.
-    """
+    """A reported load's blocks are given to others at once. Whatever breaks a step may break the next one, too."""
     monkeypatch.setattr("epochkv_connector.worker.role.REFUSE_SECONDS", 0.05)
     side = Side()
     side.step(saves=[save(1, [move(1, 0, 1)])])

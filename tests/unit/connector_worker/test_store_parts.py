@@ -60,9 +60,9 @@ END = 128
 payloads = st.binary(min_size=1, max_size=300)
 
 
-def sealed(payload: bytes, digest: bytes = DIGEST, checksum: bool = True) -> bytearray:
+def sealed(payload: bytes, checksum: bool = True) -> bytearray:
     raw = bytearray(bytes(END) + payload + bytes(END))
-    envelope.seal(memoryview(raw), digest, LAYOUT, checksum=checksum)
+    envelope.seal(memoryview(raw), DIGEST, LAYOUT, checksum=checksum)
     return raw
 
 
@@ -125,13 +125,9 @@ def test_each_defect_has_its_name() -> None:
     assert defect(other_codec) is Defect.CODEC
 
 
-def transfers(sizes: list[int]) -> list[Transfer]:
-    return [Transfer(str(index), 0, memoryview(bytearray(size))) for index, size in enumerate(sizes)]
-
-
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 8), st.integers(1, 100))
 def test_chunks_cover_a_request_in_order_within_both_limits(sizes: list[int], max_keys: int, max_bytes: int) -> None:
-    left, seen = transfers(sizes), []
+    left, seen = [Transfer(str(index), 0, memoryview(bytearray(size))) for index, size in enumerate(sizes)], []
     while left:
         chunk = first_chunk(left, max_keys, max_bytes)
         assert 1 <= len(chunk) <= max_keys

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from hack.loopback import free_port
 from hack.waiting import eventually
 from tests.support.cli import inside
 from tests.support.fence import NEW, OLD, OTHER, engine_with, push
-from tests.support.hub import CLI, Agents, HubProcess, HubWorld, epochkv, interruptible
+from tests.support.hub import CLI, Agents, HubProcess, HubWorld, altered, epochkv, interruptible
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +95,9 @@ def test_nothing_is_imported_before_somebody_listens_for_ctrl_c() -> None:
 
 
 def test_nobody_there_is_status_4(tmp_path: Path, hub: HubProcess) -> None:
-    for name in ("hub.pub", "client.pub", "client.key", "root.secret"):
-        (tmp_path / name).write_bytes((hub.folder / name).read_bytes())
-    content = json.loads((hub.folder / "connection.json").read_text())
-    content["hub"]["endpoint"] = f"tcp://127.0.0.1:{free_port()}"
-    (tmp_path / "connection.json").write_text(json.dumps(content))
+    config = Path(altered(hub.folder, tmp_path / "client", hub={"endpoint": f"tcp://127.0.0.1:{free_port()}"}))
     for arguments in (("reset",), ("status",), ("engines",), ("wait", "1"), ("weights",), ("update", "--version", "v", "--", "true")):
-        done = epochkv(*arguments[:1], "--timeout", "0.5", *arguments[1:], config=tmp_path)
+        done = epochkv(*arguments[:1], "--timeout", "0.5", *arguments[1:], config=config)
         assert done.returncode == 4, done.stderr
         assert done.stderr.startswith("epochkv: no answer from the hub at tcp://127.0.0.1:")
         assert "Traceback" not in done.stderr
@@ -192,16 +187,13 @@ def test_what_is_no_command_is_status_127_as_in_a_shell(world: HubWorld, tmp_pat
 
 
 def test_a_key_of_another_pool_is_a_wrong_configuration(world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = shutil.copytree(world.folder, tmp_path / "other")
-    path = folder / "connection.json"
-    content = json.loads(path.read_text())
-    right = content["pool"]["uid"]
-    content["pool"]["uid"] = "another-uid"
-    path.write_text(json.dumps(content))
+    assert world.hub is not None
+    path = altered(world.folder, tmp_path / "other", pool={"uid": "another-uid"})
+    said = f"epochkv: the key speaks for the pool with uid {world.hub.uid}, and {path} names policy with uid another-uid"
     for arguments in (("status",), ("update", "--version", "v", "--", "touch", str(tmp_path / "x"))):
-        status, out, errors = inside(capsys, arguments[0], "--config", str(folder), *arguments[1:])
+        status, out, errors = inside(capsys, arguments[0], "--config", str(tmp_path / "other"), *arguments[1:])
         assert (status, out) == (2, "")
-        assert errors.startswith(f"epochkv: the key speaks for the pool with uid {right}, and {path} names policy with uid another-uid")
+        assert errors.startswith(said)
         assert errors.count("\n") == 1
     assert not (tmp_path / "x").exists()
     assert world.snapshot().target == 0

@@ -11,7 +11,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.loopback import free_port, has_ipv6
 from hack.waiting import eventually
 from tests.support.fence import NEW, OLD, LoopThread, engine_with, push
-from tests.support.hub import Agents, HubProcess, epochkv, using
+from tests.support.hub import Agents, HubProcess, altered, epochkv, using
 
 
 # ------------------------------------------------------------------------------------------------------------------ hub
@@ -170,9 +169,8 @@ def test_metrics_and_health(tmp_path: Path) -> None:
                 assert get("/healthz")[0] == 200
                 idle.sendall(b"\xff\xff\r\n\r\n")
                 assert get("/healthz")[0] == 200
-            taken = epochkv(
-                "hub", "--pool", "p", "--listen", "tcp://127.0.0.1:0", "--state", str(tmp_path / "x"), "--metrics", f"127.0.0.1:{port}"
-            )
+            other = ("hub", "--pool", "p", "--listen", "tcp://127.0.0.1:0", "--state", str(tmp_path / "x"))
+            taken = epochkv(*other, "--metrics", f"127.0.0.1:{port}")
             assert taken.returncode == 2
             assert "--metrics" in taken.stderr
 
@@ -218,31 +216,23 @@ def test_keys_of_a_directory_that_has_none(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- words of the log
-def copy_with(folder: Path, target: Path, change: Callable[[Path], None]) -> Path:
+def copy_with(folder: Path, target: Path, **files: str) -> Path:
     shutil.copytree(folder, target)
-    change(target)
+    for name, text in files.items():
+        (target / name.replace("_", ".")).write_text(text)
     return target
-
-
-def foreign_key(folder: Path) -> None:
-    pair = generate_keypair()
-    (folder / "client.pub").write_text(pair.public)
-    (folder / "client.key").write_text(pair.secret)
-
-
-def foreign_hub(folder: Path) -> None:
-    (folder / "hub.pub").write_text(generate_keypair().public)
 
 
 def test_the_log_says_who_is_refused_once(tmp_path: Path) -> None:
     with HubProcess(tmp_path / "state") as hub:
-        stranger = copy_with(hub.folder, tmp_path / "stranger", foreign_key)
+        pair = generate_keypair()
+        stranger = copy_with(hub.folder, tmp_path / "stranger", client_pub=pair.public, client_key=pair.secret)
         for _ in range(3):
             assert epochkv("status", "--timeout", "3", config=stranger).returncode == 4
         refused = [line for line in hub.text().splitlines() if "is refused" in line]
         assert len(refused) == 1, hub.text()
         assert "WARNING a client at 127.0.0.1 is refused: its key is of no pool of this hub, or was retired. Give it" in refused[0]
-        lost = copy_with(hub.folder, tmp_path / "lost", foreign_hub)
+        lost = copy_with(hub.folder, tmp_path / "lost", hub_pub=pair.public)
         assert epochkv("status", "--timeout", "3", config=lost).returncode == 4
         eventually(lambda: "a connection failed its CURVE handshake: a client with the hub.pub of another hub" in hub.text())
         assert "is refused" not in "".join(hub.text().splitlines()[-1:])
@@ -263,11 +253,9 @@ def test_a_hub_listens_on_both_families(tmp_path: Path, dialled: str) -> None:
     with closing(LoopThread()) as loop:
         hub = StandaloneHub(HubOptions("policy", "tcp://*:0", tmp_path / "state", metrics="*:0"))
         loop.run(hub.start())
-        config = hub.connection_file
-        content = json.loads(config.read_text())
-        port = content["hub"]["endpoint"].rpartition(":")[2]
-        config.write_text(json.dumps({**content, "hub": {**content["hub"], "endpoint": f"tcp://{dialled}:{port}"}}))
-        assert epochkv("reset", "--no-wait", config=config).returncode == 0
+        port = hub.server.endpoint.rpartition(":")[2]
+        dialling = altered(hub.connection_file.parent, tmp_path / "client", hub={"endpoint": f"tcp://{dialled}:{port}"})
+        assert epochkv("reset", "--no-wait", config=Path(dialling)).returncode == 0
         url = f"http://{dialled}:{hub.metrics_port}/healthz"
         assert subprocess.run(["curl", "-sg", url], capture_output=True, text=True, check=True).stdout == "ok\n"
         loop.run(hub.stop())

@@ -185,12 +185,7 @@ def test_one_check_that_hangs_or_breaks_costs_no_other() -> None:
         ({"EPOCHKV_ATTACH": "1"}, ["epochkv"], "", ""),
         ({"EPOCHKV_ATTACH": "1"}, ["other"], "the connector is not installed here", "pip install"),
         ({"EPOCHKV_ATTACH": "yes"}, ["epochkv"], "EPOCHKV_ATTACH is 'yes'; it must be 1", "export EPOCHKV_ATTACH=1"),
-        (
-            {"EPOCHKV_ATTACH": "1", "VLLM_PLUGINS": "a,b"},
-            ["epochkv"],
-            "VLLM_PLUGINS is 'a,b', so vLLM does not",
-            "VLLM_PLUGINS=a,b,epochkv",
-        ),
+        ({"EPOCHKV_ATTACH": "1", "VLLM_PLUGINS": "a,b"}, ["epochkv"], "VLLM_PLUGINS is 'a,b', so vLLM does not", "PLUGINS=a,b,epochkv"),
         ({"VLLM_PLUGINS": ""}, ["epochkv"], "engines share nothing", "export VLLM_PLUGINS=epochkv"),
         ({"EPOCHKV_LOCAL_CAPACITY": "abc"}, ["epochkv"], "EPOCHKV_LOCAL_CAPACITY is 'abc'; it must be a size", "=64Gi"),
         ({"VERL_USE_EXTERNAL_PLUGINS": "x, EpochKV"}, [], "", ""),

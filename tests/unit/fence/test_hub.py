@@ -7,7 +7,7 @@ from epochkv_fence.protocol import messages
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import MAX_EPOCH, Bump, BumpStatus, Error, Grant, Heartbeat, Leave, Propose, Refusal, Source, Status
 from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, Term, margin_seconds
-from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, instance, led, publishes_at
+from tests.unit.fence.helpers import HOLD, LEASE, TERM, Driver, alive, instance, led, publishes_at
 
 
 @pytest.mark.parametrize(("lease", "margin"), [(4.0, 1.0), (10.0, 1.0), (30.0, 3.0), (300.0, 30.0)])
@@ -144,8 +144,7 @@ def test_grants_of_the_target_never_delay() -> None:
     hub.ask(1)
     while hub.now < granted + HOLD:
         hub.now += 5.0
-        hub.beat(1, epoch=0)
-        hub.beat(2, epoch=0)
+        alive(hub, 0)
         hub.round()  # both get grants of 1 and never acknowledge
     assert hub.published == [1]
 
@@ -161,8 +160,7 @@ def test_a_new_leader_waits_for_the_grants_of_others() -> None:
 def test_a_late_heartbeat_never_lowers_what_was_heard() -> None:
     hub = led()
     hub.ask(1)
-    hub.beat(1, epoch=1)
-    hub.beat(2, epoch=1)
+    alive(hub)
     hub.beat(1, epoch=0, seq=0)
     hub.round()
     assert hub.published == [1]
@@ -185,8 +183,7 @@ def test_a_publish_that_fails_is_tried_again_after_the_target_is_recorded_again(
     hub.hold_writes = True
     hub.ask(1)
     hub.step(ev.Done(ev.RecordTarget(1), ok=True))
-    hub.beat(1, epoch=1)
-    hub.beat(2, epoch=1)
+    alive(hub)
     hub.round()
     hub.step(ev.Done(ev.Publish(1), ok=False))
     hub.wait(1.0)
@@ -361,8 +358,7 @@ def test_the_snapshot_names_laggards_and_carried_requests() -> None:
     assert snapshot.reset_seconds == pytest.approx(2.0)
     hub.ask(2)
     hub.hold_writes = True
-    for number in (1, 2):
-        hub.beat(number, epoch=2)
+    alive(hub, 2)
     hub.round()
     hub.ask(3)
     for write in (ev.RecordTarget(3), ev.Publish(2)):

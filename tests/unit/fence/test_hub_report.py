@@ -55,10 +55,9 @@ def test_who_holds_which_weights_is_told_when_it_changes() -> None:
     assert line.level == logging.WARNING
     assert line.text == f"weights {held} are called step-1: engines held these weights before, as step-0"
     two = [engine(1), engine(2, weights=V)]  # of two layouts
-    assert texts(pool(*two, labels={W: "step-1"}), pool(*two, labels={W: "step-1", V: "step-1"})) == [
-        f"weights {V.hex()[:8]} are called step-1"
-    ]
-    (line,) = compare(pool(two[1], labels={W: "step-1"}), pool(two[1], labels={W: "step-1", V: "step-1"}))
+    first, second = {W: "step-1"}, {W: "step-1", V: "step-1"}
+    assert texts(pool(*two, labels=first), pool(*two, labels=second)) == [f"weights {V.hex()[:8]} are called step-1"]
+    (line,) = compare(pool(two[1], labels=first), pool(two[1], labels=second))
     assert line.text == f"weights {V.hex()[:8]} are called step-1: until now step-1 was the label of weights {held}"
     assert texts(pool(leading=False), pool(labels={W: "step-1"})) == ["leading: epoch 0, published 0"]
 

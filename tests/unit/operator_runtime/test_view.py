@@ -25,10 +25,8 @@ def engine(name: str, epoch: int | None = 1, **changes: object) -> EngineView:
 
 def test_what_was_removed_is_counted_per_reset() -> None:
     history = PoolHistory()
-    for target, published, keys, num_bytes, reclaimed in ((1, 1, 0, 0, 0), (1, 1, 5, 500, 0), (1, 1, 7, 700, 1)):
-        history.take(
-            replace(EMPTY, target=target, published=published, reclaimed_keys=keys, reclaimed_bytes=num_bytes, reclaimed=reclaimed), 1e9
-        )
+    for keys, num_bytes, reclaimed in ((0, 0, 0), (5, 500, 0), (7, 700, 1)):
+        history.take(replace(EMPTY, target=1, published=1, reclaimed_keys=keys, reclaimed_bytes=num_bytes, reclaimed=reclaimed), 1e9)
     view = view_of(replace(EMPTY, target=1, published=1), history, 0.0)
     assert view is not None
     assert (view.reclaim.epoch, view.reclaim.keys, view.reclaim.bytes) == (1, 7, 700)
@@ -53,15 +51,8 @@ def test_a_reconciler_or_scrape_in_between_keeps_no_news_back() -> None:
 def test_origin_weights_and_outliers() -> None:
     late, asleep = engine("late", weights=B, majority=A), engine("asleep", weights=None)
     gone = engine("gone", weights=B, alive=False, converged=False)
-    snapshot = replace(
-        EMPTY,
-        target=1,
-        published=1,
-        engines=[engine("first"), late, asleep, gone],
-        weights=[WeightsView(A, "step-3", 1, 30.0), WeightsView(B, "", 1, 90.0)],
-        diverged=[late],
-        origin=Source.TRAINER,
-    )
+    engines, weights = [engine("first"), late, asleep, gone], [WeightsView(A, "step-3", 1, 30.0), WeightsView(B, "", 1, 90.0)]
+    snapshot = replace(EMPTY, target=1, published=1, engines=engines, weights=weights, diverged=[late], origin=Source.TRAINER)
     view = view_of(snapshot, PoolHistory(), 0.0)
     assert view is not None
     assert view.origin == "Trainer"
@@ -134,17 +125,15 @@ def test_engines_by_state_and_those_that_differ_are_counted() -> None:
     open_since = replace(EMPTY, target=2, published=1, behind_since=100.0, engines=engines, diverged=[late])
     export("rl", "gauges", open_since, 30.0, 140.0)
 
-    def gauge(state: str) -> float | None:
-        return REGISTRY.get_sample_value("epochkv_pool_engines", {"namespace": "rl", "pool": "gauges", "state": state})
+    def gauge(name: str, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(f"epochkv_pool_{name}", {"namespace": "rl", "pool": "gauges", **labels})
 
     expected = {"sharing": 3.0, "isolated": 1.0, "unknown": 1.0, "behind": 1.0, "silent": 1.0}
-    assert {state: gauge(state) for state in expected} == expected
-    assert REGISTRY.get_sample_value("epochkv_pool_weights_diverged_engines", {"namespace": "rl", "pool": "gauges"}) == 1.0
-    assert REGISTRY.get_sample_value("epochkv_pool_tiers_off_engines", {"namespace": "rl", "pool": "gauges"}) == 1.0
-    assert REGISTRY.get_sample_value("epochkv_pool_reset_overdue_seconds", {"namespace": "rl", "pool": "gauges"}) == 7.0
+    assert {state: gauge("engines", state=state) for state in expected} == expected
+    others = ("weights_diverged_engines", "tiers_off_engines", "reset_overdue_seconds")
+    assert [gauge(name) for name in others] == [1.0, 1.0, 7.0]
     forget_pool("rl", "gauges")
-    assert gauge("isolated") is None
-    assert REGISTRY.get_sample_value("epochkv_pool_tiers_off_engines", {"namespace": "rl", "pool": "gauges"}) is None
+    assert (gauge("engines", state="isolated"), gauge("tiers_off_engines")) == (None, None)
 
 
 def test_old_keys_are_named_while_there_are_two_and_their_users_live() -> None:
