@@ -87,18 +87,10 @@ def test_groups_drop_a_block_where_vllm_does(make_rig: MakeRig, speculative: Any
         rig.kv_cache_config.kv_cache_groups[index].is_eagle_group = True
     object.__setattr__(rig.vllm_config, "speculative_config", speculative)
     assert [group.eagle for group in describe.cache_layout(rig.vllm_config, rig.kv_cache_config).groups] == expected
-    coordinator = get_kv_cache_coordinator(
-        kv_cache_config=rig.kv_cache_config,
-        max_model_len=4096,
-        max_in_flight_tokens=8192,
-        use_eagle=bool(speculative and speculative.use_eagle_block_drop()),
-        enable_caching=True,
-        enable_kv_cache_events=False,
-        dcp_world_size=1,
-        pcp_world_size=1,
-        hash_block_size=BLOCK,
-        scheduler_block_size=BLOCK,
-    )
+    sizes: Any = {"max_model_len": 4096, "max_in_flight_tokens": 8192, "hash_block_size": BLOCK, "scheduler_block_size": BLOCK}
+    sizes |= {"enable_caching": True, "enable_kv_cache_events": False, "dcp_world_size": 1, "pcp_world_size": 1}
+    drops = bool(speculative and speculative.use_eagle_block_drop())
+    coordinator = get_kv_cache_coordinator(kv_cache_config=rig.kv_cache_config, use_eagle=drops, **sizes)
     assert [manager.use_eagle for manager in coordinator.single_type_managers] == expected
 
 

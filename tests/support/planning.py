@@ -38,6 +38,7 @@ POOL_SPECS: dict[str, Json] = {
         "distributed": {"mooncake": {"master": {"template": MASTER_TEMPLATE}, "store": {"segmentSize": "1Gi", "template": STORE_TEMPLATE}}}
     },
 }
+MODELS_MOUNT = {"name": "models", "mountPath": "/models", "readOnly": True}
 ENGINE_SPECS: dict[str, Json] = {
     "minimal": {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}},
     "no-pool": {"model": {"name": "tiny"}},
@@ -61,11 +62,7 @@ ENGINE_SPECS: dict[str, Json] = {
                     {"name": "shm", "emptyDir": {"sizeLimit": "8Gi"}},
                 ],
                 "containers": [
-                    {
-                        "name": "engine",
-                        "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
-                        "startupProbe": {"failureThreshold": 720},
-                    },
+                    {"name": "engine", "volumeMounts": [MODELS_MOUNT], "startupProbe": {"failureThreshold": 720}},
                     {"name": "sidecar", "image": "sidecar:1"},
                 ],
             },

@@ -87,14 +87,10 @@ class Rig:
             self.pins.root._lease_until = lambda: self.lease_until
 
     def _make_scheduler(self) -> Scheduler:
-        return (AsyncScheduler if self.options.async_scheduling else Scheduler)(
-            vllm_config=self.vllm_config,
-            kv_cache_config=self.kv_cache_config,
-            log_stats=True,
-            block_size=BLOCK,
-            hash_block_size=self.hash_size,
-            structured_output_manager=StructuredOutputManager(self.vllm_config),
-        )
+        kind = AsyncScheduler if self.options.async_scheduling else Scheduler
+        manager = StructuredOutputManager(self.vllm_config)
+        given: Any = {"vllm_config": self.vllm_config, "kv_cache_config": self.kv_cache_config, "structured_output_manager": manager}
+        return kind(**given, log_stats=True, block_size=BLOCK, hash_block_size=self.hash_size)
 
     # ------------------------------------------------------------------ what tests reach for
     @property

@@ -120,19 +120,12 @@ def vllm_config(tmp: Path, options: EngineOptions, has_store: bool) -> VllmConfi
     model = ModelConfig(model=files, skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_MODEL_LEN, seed=0)
     cache = CacheConfig(block_size=BLOCK, gpu_memory_utilization=0.9, enable_prefix_caching=options.caching)
     cache.num_gpu_blocks = options.num_blocks
+    sizes: Any = {"max_num_seqs": options.max_num_seqs, "max_num_batched_tokens": options.max_batched_tokens, "watermark": 0.0}
+    off = dict.fromkeys(("is_encoder_decoder", "disable_hybrid_kv_cache_manager", "async_scheduling"), False)
     config = VllmConfig(
         model_config=model,
         cache_config=cache,
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_batched_tokens,
-            max_model_len=MAX_MODEL_LEN,
-            enable_chunked_prefill=True,
-            is_encoder_decoder=False,
-            disable_hybrid_kv_cache_manager=False,
-            async_scheduling=False,
-            watermark=0.0,
-        ),
+        scheduler_config=SchedulerConfig(max_model_len=MAX_MODEL_LEN, enable_chunked_prefill=True, **sizes, **off),
         device_config=DeviceConfig("cpu"),
         parallel_config=ParallelConfig(),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if options.kv_events else None,

@@ -96,7 +96,7 @@ def run(promtool: str, folder: Path, rules: list[dict[str, Any]], case: str) -> 
     """The test of one alert on these rules. Of the annotations the summary is compared."""
     told = [{**rule, "annotations": {"summary": rule["annotations"]["summary"]}} for rule in rules]
     (folder / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": told}]}))
-    return judged(promtool, shutil.copy(CASES / f"{case}.yaml", folder / f"{case}.yaml"))
+    return judged(promtool, Path(shutil.copy(CASES / f"{case}.yaml", folder)))
 
 
 def test_every_alert_has_a_test_and_every_test_an_alert(render: Render) -> None:

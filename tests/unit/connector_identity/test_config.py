@@ -56,20 +56,12 @@ def test_addresses_of_masters_are_taken(address: str) -> None:
     assert config.distributed.master_address == address
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from([*ConnectorConfig.__struct_fields__, "x"]),
-        st.recursive(
-            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-            lambda inner: (
-                st.lists(inner, max_size=3)
-                | st.dictionaries(st.sampled_from(["uid", "endpoint", "capacity_bytes", "y"]), inner, max_size=3)
-            ),
-            max_leaves=5,
-        ),
-        max_size=5,
-    )
-)
+LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+KEY = st.sampled_from(["uid", "endpoint", "capacity_bytes", "y"])
+ANYTHING = st.recursive(LEAF, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEY, inner, max_size=3), max_leaves=5)
+
+
+@given(st.dictionaries(st.sampled_from([*ConnectorConfig.__struct_fields__, "x"]), ANYTHING, max_size=5))
 @settings(max_examples=100, deadline=None)
 def test_whatever_comes_in_only_a_sentence_comes_out(extra: dict[str, Any]) -> None:
     said, config = "one sentence", None

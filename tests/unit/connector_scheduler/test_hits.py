@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -114,18 +115,10 @@ def vllm_answer():
     def answer(layout: CacheLayout, limit: int, present: frozenset[tuple[int, int]]) -> int:
         groups = [KVCacheGroupSpec([f"layer{i}"], spec_of(g, i)) for i, g in enumerate(layout.groups)]
         hash_block_size = min(group.block_size for _, group in layout.restored)
-        coordinator = get_kv_cache_coordinator(
-            kv_cache_config=KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups),
-            max_model_len=1024,
-            max_in_flight_tokens=1024,
-            use_eagle=False,
-            enable_caching=True,
-            enable_kv_cache_events=False,
-            dcp_world_size=1,
-            pcp_world_size=1,
-            scheduler_block_size=layout.alignment_tokens,
-            hash_block_size=hash_block_size,
-        )
+        config = KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups)
+        sizes: Any = {"scheduler_block_size": layout.alignment_tokens, "hash_block_size": hash_block_size, "max_model_len": 1024}
+        sizes |= {"enable_caching": True, "enable_kv_cache_events": False, "dcp_world_size": 1, "pcp_world_size": 1}
+        coordinator = get_kv_cache_coordinator(kv_cache_config=config, max_in_flight_tokens=1024, use_eagle=False, **sizes)
         hashes = [f"block {i}".encode() for i in range(80 // hash_block_size)]
         pool = coordinator.block_pool
         for group, block in sorted(one for one in present if layout.groups[one[0]].kind is not GroupKind.PRIVATE):

@@ -195,8 +195,8 @@ def test_conditions_that_do_not_apply_are_absent() -> None:
         assert ("Reclaimed" in found) == (spec == "external")
     alone = engine("no-pool")
     children = [workload(desired_engine(alone, None, CONTEXT), "Deployment", "rollout", **ready(1))]
-    found = by_type(engine_conditions(alone, None, Observed(children)))
-    assert found == {"Ready": ("True", "Ready"), "Available": ("True", "Available"), "Progressing": ("True", "RolledOut")}
+    said = by_type(engine_conditions(alone, None, Observed(children)))
+    assert said == {"Ready": ("True", "Ready"), "Available": ("True", "Available"), "Progressing": ("True", "RolledOut")}
     gone = pool("l1", deletionTimestamp="2026-01-01T00:00:00Z")
     for target in (None, gone):
         assert "TiersUsable" not in by_type(engine_conditions(engine(), target, Observed((), PODS, HubView(7, 7, [rank("p0")]))))
@@ -623,19 +623,10 @@ def test_transition_times_move_only_on_change() -> None:
 
 
 def test_pool_status_in_full() -> None:
-    hub = HubView(
-        target=8,
-        published=7,
-        engines=[
-            rank("p0", 8, old_epoch_requests=2),
-            rank("p1", 7),
-            rank("ray-1", None, engine="trainer-a", rank=3, old_epoch_requests=1, alive=False, weights="c" * 32),
-            rank("", 8, engine="trainer-b", weights="b" * 32),
-        ],
-        laggards=[("p1", "Behind"), ("ray-1/3", "NotAssigned")],
-        reset_epoch=8,
-        reset_started=NOW,
-    )
+    gone = rank("ray-1", None, engine="trainer-a", rank=3, old_epoch_requests=1, alive=False, weights="c" * 32)
+    engines = [rank("p0", 8, old_epoch_requests=2), rank("p1", 7), gone, rank("", 8, engine="trainer-b", weights="b" * 32)]
+    late = [("p1", "Behind"), ("ray-1/3", "NotAssigned")]
+    hub = HubView(8, 7, engines, laggards=late, reset_epoch=8, reset_started=NOW)
     status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7, "granting": True}, NOW)
     assert (status["targetEpoch"], status["epoch"], status["granting"]) == (8, 7, True)
     assert status["engines"] == {"total": 4, "converged": 2, "external": 2, "oldEpochRequests": 3, "summary": "2/4"}

@@ -56,14 +56,9 @@ def gated(
         times = {"lastProbeTime": ago(since), "lastTransitionTime": ago(since)}
         conditions.append({"type": GATE, "status": gate, "reason": reason, "message": text, **times})
     container = {"name": "engine", "state": {"running": {"startedAt": ago((ran or 1000.0) - node)}}}
-    return {
-        "kind": "Pod",
-        "metadata": {"name": name, "namespace": "rl", "uid": f"uid-{name}", "labels": {"epochkv.io/engine": "rollout"}},
-        "x-ran": ran,
-        "x-up": up,
-        "spec": {"readinessGates": [{"conditionType": GATE}]},
-        "status": {"conditions": conditions, "containerStatuses": [container]},
-    }
+    metadata = {"name": name, "namespace": "rl", "uid": f"uid-{name}", "labels": {"epochkv.io/engine": "rollout"}}
+    spec, status = {"readinessGates": [{"conditionType": GATE}]}, {"conditions": conditions, "containerStatuses": [container]}
+    return {"kind": "Pod", "metadata": metadata, "x-ran": ran, "x-up": up, "spec": spec, "status": status}
 
 
 def holds(pod: str, weights: str | None, *, age: float = 990.0, since: float = 900.0, **more: Any) -> EngineView:
