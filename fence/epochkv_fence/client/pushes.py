@@ -139,11 +139,11 @@ async def wait_weights(
         raise WeightsDiverged(text, (), replace(held, notes=notes))
     if label is None:
         return held
-    names = dict.fromkeys(sorted(held.ids), label)
-    replaced = dict.fromkeys(sorted(digests - set(status.labels)), f"before-{label}"[:MAX_NAME])
-    for weights, name in (replaced | names).items():
+    new = dict.fromkeys(sorted(held.ids), label)
+    old = dict.fromkeys(sorted(digests - set(status.labels)), f"before-{label}"[:MAX_NAME])
+    for weights, name in (old | new).items():
         await _label(session, weights, name, max(until, time.monotonic() + LABEL_SECONDS))
-    return replace(report(found, {**status.labels, **names}), notes=notes)
+    return replace(report(found, {**status.labels, **new}), notes=notes)
 
 
 async def _label(session: Session, weights: str, label: str, until: float) -> None:
