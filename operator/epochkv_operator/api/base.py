@@ -63,19 +63,24 @@ def rules(*entries: Json) -> Json:
     return {"x-kubernetes-validations": list(entries)}
 
 
+def ruled(*entries: Json) -> ConfigDict:
+    """`model_config` of a model with these rules."""
+    return ConfigDict(json_schema_extra=rules(*entries))
+
+
 def shown(message: str) -> str:
     """A messageExpression: the value, then what is wrong. The API server itself shows the value of few types."""
     return f"\"'%s' {message}\".format([self])"
 
 
-def matching(pattern: str, message: str) -> Json:
-    """A rule: `pattern` (RE2, from `^` to `$`) matches. A `pattern` of the schema would refuse with the pattern alone."""
-    return rule(f"self.matches(r'{pattern}')", message, expression=shown(message))
-
-
 def text(max_length: int, *entries: Json) -> Any:
     """A string that is not empty, with its rules."""
-    return Field(min_length=1, max_length=max_length, json_schema_extra=rules(*entries) if entries else None)
+    return Field(min_length=1, max_length=max_length, json_schema_extra=rules(*entries))
+
+
+def matching(max_length: int, pattern: str, message: str, *entries: Json) -> Any:
+    """The same, which `pattern` (RE2, from `^` to `$`) matches. A `pattern` of the schema would refuse with the pattern alone."""
+    return text(max_length, rule(f"self.matches(r'{pattern}')", message, expression=shown(message)), *entries)
 
 
 def int_or_string(max_length: int, *entries: Json) -> WithJsonSchema:
@@ -125,49 +130,39 @@ Save = Annotated[int | str, int_or_string(16, rule(_SAVED, _SAVE, expression=sho
 _HOST: Final = r"([a-zA-Z0-9]([-a-zA-Z0-9.]*[a-zA-Z0-9.])?|\[[0-9a-fA-F:.]+\])"
 _PORT: Final = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _HOST_PORT: Final = f"{_HOST}:{_PORT}"
-HostPort = Annotated[str, text(253, matching(f"^{_HOST_PORT}$", "must be host:port without a scheme, such as etcd-0.example:2379"))]
+HostPort = Annotated[str, matching(253, f"^{_HOST_PORT}$", "must be host:port without a scheme, such as etcd-0.example:2379")]
 MasterAddress = Annotated[
     str,
-    text(
+    matching(
         1024,
-        matching(
-            f"^({_HOST_PORT}|etcd://{_HOST_PORT}(;{_HOST_PORT})*)$",
-            "must be host:port, such as mooncake.example:50051, or etcd://host:port;host:port",
-        ),
+        f"^({_HOST_PORT}|etcd://{_HOST_PORT}(;{_HOST_PORT})*)$",
+        "must be host:port, such as mooncake.example:50051, or etcd://host:port;host:port",
     ),
 ]
 MetadataServer = Annotated[
     str,
-    text(
+    matching(
         1024,
-        matching(
-            rf"^(P2PHANDSHAKE|([a-z]+://)?{_HOST_PORT}([;,]{_HOST_PORT})*(/\S*)?)$",
-            "must be P2PHANDSHAKE, or host:port with a scheme and a path where it has them, such as http://mooncake.example:8080/metadata",
-        ),
+        rf"^(P2PHANDSHAKE|([a-z]+://)?{_HOST_PORT}([;,]{_HOST_PORT})*(/\S*)?)$",
+        "must be P2PHANDSHAKE, or host:port with a scheme and a path where it has them, such as http://mooncake.example:8080/metadata",
     ),
 ]
-Image = Annotated[str, text(512, matching(r"^\S+$", "has a blank: give one image, such as registry.example/engine:1"))]
+Image = Annotated[str, matching(512, r"^\S+$", "has a blank: give one image, such as registry.example/engine:1")]
 _WORD: Final = r"^[^\s-]\S*$"
-ModelName = Annotated[str, text(512, matching(_WORD, "must be one word that does not begin with '-', such as Qwen/Qwen3-8B"))]
-Revision = Annotated[str, text(128, matching(_WORD, "must be one word that does not begin with '-': a branch, a tag or a commit"))]
-ModelSource = Annotated[
-    str, text(1024, matching(_WORD, "must be one word that does not begin with '-': a path in the pod, or a repository"))
-]
-Device = Annotated[str, text(64, matching(r"^[^\s,]+$", "must be one device, such as mlx5_0: give each device as an item of its own"))]
+ModelName = Annotated[str, matching(512, _WORD, "must be one word that does not begin with '-', such as Qwen/Qwen3-8B")]
+Revision = Annotated[str, matching(128, _WORD, "must be one word that does not begin with '-': a branch, a tag or a commit")]
+ModelSource = Annotated[str, matching(1024, _WORD, "must be one word that does not begin with '-': a path in the pod, or a repository")]
+Device = Annotated[str, matching(64, r"^[^\s,]+$", "must be one device, such as mlx5_0: give each device as an item of its own")]
 VariableName = Annotated[
     str,
-    text(
-        256,
-        matching("^[-._a-zA-Z][-._a-zA-Z0-9]*$", "must be a variable's name: letters, digits, _, - and ., not beginning with a digit"),
-    ),
+    matching(256, "^[-._a-zA-Z][-._a-zA-Z0-9]*$", "must be a variable's name: letters, digits, _, - and ., not beginning with a digit"),
 ]
 PoolName = Annotated[
-    str, text(NAME_MAX_LENGTH, matching(NAME_PATTERN, "must be the name of a KVCachePool: a-z, 0-9 and '-', starting with a letter"))
+    str, matching(NAME_MAX_LENGTH, NAME_PATTERN, "must be the name of a KVCachePool: a-z, 0-9 and '-', starting with a letter")
 ]
 
 Epoch = Annotated[int, Field(ge=0, le=2**53 - 1, json_schema_extra={"format": "int64"})]
 Number = Annotated[int, Field(ge=0, json_schema_extra={"format": "int64"})]
-Generation = Number
 ObservedGeneration = Annotated[int, Field(ge=-1, json_schema_extra={"format": "int64"})]
 Count = Annotated[int, Field(ge=0, lt=2**31, json_schema_extra={"format": "int32"})]
 Timestamp = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
@@ -256,7 +251,7 @@ class Condition(StatusModel):
     """What the condition is about."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
-    observed_generation: Generation | None = None
+    observed_generation: Number | None = None
     """The `metadata.generation` this was computed from."""
     last_transition_time: Timestamp
     """When `status` last changed."""

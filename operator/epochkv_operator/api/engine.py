@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from epochkv_operator.api.base import (
     API_VERSION,
@@ -35,9 +35,9 @@ from epochkv_operator.api.base import (
     matching,
     own_defaults,
     rule,
+    ruled,
     rules,
     shown,
-    text,
 )
 
 FORBIDDEN_ARG: Final = "^--(kv[-_](t|o)|config(=|$))"
@@ -135,7 +135,7 @@ def _cel_zero(field: str) -> str:
 class UpdateStrategy(ApiModel):
     """How pods are replaced when what they run changes."""
 
-    model_config = ConfigDict(json_schema_extra=rules(rule(f"!{_cel_zero('maxUnavailable')} || !{_cel_zero('maxSurge')}", _BOTH_ZERO)))
+    model_config = ruled(rule(f"!{_cel_zero('maxUnavailable')} || !{_cel_zero('maxSurge')}", _BOTH_ZERO))
 
     max_unavailable: IntOrPercent = 1
     """Replicas that may be missing meanwhile. A node that is drained may take away as many, and always one."""
@@ -150,19 +150,17 @@ def _ranks(maximum: int) -> Any:
 class Parallelism(ApiModel):
     """How one replica is spread over devices and nodes."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "self.data > 1 || (self.tensor * self.pipeline) % self.nodes == 0",
-                _UNEVEN,
-                expression=f"'{_UNEVEN} (now %d and %d)'.format([self.tensor * self.pipeline, self.nodes])",
-            ),
-            rule(
-                "self.data == 1 || self.data % self.nodes == 0",
-                _SPLIT,
-                expression=f"'{_SPLIT} (now %d and %d)'.format([self.data, self.nodes])",
-            ),
-        )
+    model_config = ruled(
+        rule(
+            "self.data > 1 || (self.tensor * self.pipeline) % self.nodes == 0",
+            _UNEVEN,
+            expression=f"'{_UNEVEN} (now %d and %d)'.format([self.tensor * self.pipeline, self.nodes])",
+        ),
+        rule(
+            "self.data == 1 || self.data % self.nodes == 0",
+            _SPLIT,
+            expression=f"'{_SPLIT} (now %d and %d)'.format([self.data, self.nodes])",
+        ),
     )
 
     tensor: Annotated[int, _ranks(64)] = 1
@@ -200,14 +198,15 @@ class ModelImage(ApiModel):
 
 ClaimName = Annotated[
     str,
-    text(253, matching("^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be the name of a PersistentVolumeClaim: a-z, 0-9, '-' and '.'")),
+    matching(253, "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be the name of a PersistentVolumeClaim: a-z, 0-9, '-' and '.'"),
 ]
 _NO_PARENT: Final = "must be a folder in the volume, without '..', such as qwen3/8b"
 Folder = Annotated[
     str,
-    text(
+    matching(
         1024,
-        matching(r"^[A-Za-z0-9_.]\S*$", "must be a folder in the volume without a leading slash, such as qwen3/8b"),
+        r"^[A-Za-z0-9_.]\S*$",
+        "must be a folder in the volume without a leading slash, such as qwen3/8b",
         rule("!('..' in self.split('/'))", _NO_PARENT, expression=shown(_NO_PARENT)),
     ),
 ]
@@ -216,7 +215,7 @@ Folder = Annotated[
 class ModelVolume(ApiModel):
     """A volume with the model's files; exactly one kind."""
 
-    model_config = ConfigDict(json_schema_extra=rules(rule("has(self.claimName) != has(self.image)", _ONE_VOLUME)))
+    model_config = ruled(rule("has(self.claimName) != has(self.image)", _ONE_VOLUME))
 
     claim_name: ClaimName | None = None
     """A PersistentVolumeClaim in the same namespace."""
@@ -236,10 +235,8 @@ class ModelCache(ApiModel):
 class Model(ApiModel):
     """What the engine serves."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule("!has(self.volume) || !(has(self.source) || has(self.revision) || has(self.cache))", _TWO_SOURCES, path=".volume")
-        )
+    model_config = ruled(
+        rule("!has(self.volume) || !(has(self.source) || has(self.revision) || has(self.cache))", _TWO_SOURCES, path=".volume")
     )
 
     name: ModelName
@@ -257,13 +254,11 @@ class Model(ApiModel):
 class PoolReference(ApiModel):
     """A pool in the same namespace."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "self == oldSelf",
-                "spec.poolRef is immutable: create a new InferenceEngine to move to another pool",
-                reason="FieldValueForbidden",
-            )
+    model_config = ruled(
+        rule(
+            "self == oldSelf",
+            "spec.poolRef is immutable: create a new InferenceEngine to move to another pool",
+            reason="FieldValueForbidden",
         )
     )
 
@@ -280,14 +275,12 @@ _WITHIN: Final = (
 class ResourceRequirements(ApiModel):
     """Compute resources of a container, as in a pod."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                f"!has(self.requests) || !has(self.limits) || self.requests.all(k, {_WITHIN})",
-                "a request is above its limit",
-                expression=f"'requests.%s is %s, above limits.%s, which is %s: lower one or raise the other'.format("
-                f"self.requests.filter(k, !({_WITHIN})).map(k, [k, string(self.requests[k]), k, string(self.limits[k])])[0])",
-            )
+    model_config = ruled(
+        rule(
+            f"!has(self.requests) || !has(self.limits) || self.requests.all(k, {_WITHIN})",
+            "a request is above its limit",
+            expression=f"'requests.%s is %s, above limits.%s, which is %s: lower one or raise the other'.format("
+            f"self.requests.filter(k, !({_WITHIN})).map(k, [k, string(self.requests[k]), k, string(self.limits[k])])[0])",
         )
     )
 
@@ -325,13 +318,10 @@ class ResourceFieldSelector(ApiModel):
 class EnvVarSource(ApiModel):
     """Where a variable's value comes from; exactly one."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "[has(self.configMapKeyRef), has(self.secretKeyRef), has(self.fieldRef), has(self.resourceFieldRef)]"
-                ".filter(x, x).size() == 1",
-                "env valueFrom needs exactly one of configMapKeyRef, secretKeyRef, fieldRef, resourceFieldRef",
-            )
+    model_config = ruled(
+        rule(
+            "[has(self.configMapKeyRef), has(self.secretKeyRef), has(self.fieldRef), has(self.resourceFieldRef)].filter(x, x).size() == 1",
+            "env valueFrom needs exactly one of configMapKeyRef, secretKeyRef, fieldRef, resourceFieldRef",
         )
     )
 
@@ -348,16 +338,14 @@ class EnvVarSource(ApiModel):
 class EnvVar(ApiModel):
     """One environment variable."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule("!has(self.value) || !has(self.valueFrom)", "an env entry has both value and valueFrom: keep one"),
-            rule(
-                f"!has(self.value) || !(self.name in {list(SECRET_ENV)})",
-                f"a variable {SECRET_ENV_TEXT}",
-                expression=f"'%s {SECRET_ENV_TEXT}'.format([self.name])",
-                reason="FieldValueForbidden",  # with another reason, the API server would show the value
-            ),
-        )
+    model_config = ruled(
+        rule("!has(self.value) || !has(self.valueFrom)", "an env entry has both value and valueFrom: keep one"),
+        rule(
+            f"!has(self.value) || !(self.name in {list(SECRET_ENV)})",
+            f"a variable {SECRET_ENV_TEXT}",
+            expression=f"'%s {SECRET_ENV_TEXT}'.format([self.name])",
+            reason="FieldValueForbidden",  # with another reason, the API server would show the value
+        ),
     )
 
     name: VariableName
@@ -379,27 +367,25 @@ _PROTECTED_CEL = " || ".join(
 class InferenceEngineSpec(ApiModel):
     """What the engine should be."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "has(self.poolRef) == has(oldSelf.poolRef)",
-                "spec.poolRef cannot be added or removed: create a new InferenceEngine",
-                path=".poolRef",
-                reason="FieldValueForbidden",
-            ),
-            rule(
-                "!has(self.serve) || has(self.poolRef)",
-                "spec.serve needs spec.poolRef: without a pool nobody tells which weights the engine holds; remove serve",
-                path=".serve",
-                reason="FieldValueForbidden",
-            ),
-            rule(
-                f"!has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{EC_ARG}'))",
-                EC_ARG_TEXT,
-                path=".args",
-                reason="FieldValueForbidden",
-            ),
-        )
+    model_config = ruled(
+        rule(
+            "has(self.poolRef) == has(oldSelf.poolRef)",
+            "spec.poolRef cannot be added or removed: create a new InferenceEngine",
+            path=".poolRef",
+            reason="FieldValueForbidden",
+        ),
+        rule(
+            "!has(self.serve) || has(self.poolRef)",
+            "spec.serve needs spec.poolRef: without a pool nobody tells which weights the engine holds; remove serve",
+            path=".serve",
+            reason="FieldValueForbidden",
+        ),
+        rule(
+            f"!has(self.poolRef) || !has(self.args) || !self.args.exists(a, a.matches('{EC_ARG}'))",
+            EC_ARG_TEXT,
+            path=".args",
+            reason="FieldValueForbidden",
+        ),
     )
 
     pool_ref: PoolReference | None = None
@@ -473,7 +459,7 @@ class InferenceEngineStatus(StatusModel):
 class InferenceEngine(ApiModel):
     """A set of equal vLLM pods, with the EpochKV connector configured for one pool."""
 
-    model_config = ConfigDict(json_schema_extra=rules(NAME_RULE))
+    model_config = ruled(NAME_RULE)
 
     api_version: Annotated[Literal["epochkv.io/v1alpha1"], Field(default=API_VERSION)]
     kind: Annotated[Literal["InferenceEngine"], Field(default="InferenceEngine")]

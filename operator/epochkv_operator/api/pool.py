@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from epochkv_fence.protocol.pool import margin_seconds
 from epochkv_operator.api.base import (
@@ -33,8 +33,7 @@ from epochkv_operator.api.base import (
     matching,
     own_defaults,
     rule,
-    rules,
-    text,
+    ruled,
 )
 
 _SSD_TOO_SMALL = "store.ssd.capacity must be at least 4Gi: Mooncake leaves a part of the disk free; make it larger, or remove ssd"
@@ -43,14 +42,12 @@ _SSD_TOO_SMALL = "store.ssd.capacity must be at least 4Gi: Mooncake leaves a par
 class Ssd(ApiModel):
     """Disk of each store pod. Blocks are copied to it as they come, and found there when memory has no room for them any more."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "type(self.capacity) == int ? self.capacity >= 4294967296 : "
-                "(!isQuantity(self.capacity) || quantity(self.capacity).compareTo(quantity('4Gi')) >= 0)",
-                _SSD_TOO_SMALL,
-                path=".capacity",
-            )
+    model_config = ruled(
+        rule(
+            "type(self.capacity) == int ? self.capacity >= 4294967296 : "
+            "(!isQuantity(self.capacity) || quantity(self.capacity).compareTo(quantity('4Gi')) >= 0)",
+            _SSD_TOO_SMALL,
+            path=".capacity",
         )
     )
 
@@ -111,13 +108,11 @@ class EtcdBackend(ApiModel):
 class HighAvailability(ApiModel):
     """How several masters agree on a leader."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "(self.backend == 'Etcd') == has(self.etcd)",
-                "highAvailability.etcd is needed with backend: Etcd and only then: set etcd.endpoints, or backend: None",
-                path=".etcd",
-            )
+    model_config = ruled(
+        rule(
+            "(self.backend == 'Etcd') == has(self.etcd)",
+            "highAvailability.etcd is needed with backend: Etcd and only then: set etcd.endpoints, or backend: None",
+            path=".etcd",
         )
     )
 
@@ -131,15 +126,13 @@ class HighAvailability(ApiModel):
 class Master(ApiModel):
     """The Mooncake masters: the index of what is stored where."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "self.replicas == 1 || self.highAvailability.backend != 'None'",
-                "master.replicas is above 1 but highAvailability.backend is None: set backend: Etcd or replicas: 1",
-                expression="'spec.distributed.mooncake.master.replicas is %d but highAvailability.backend is None: "
-                "set backend: Etcd or replicas: 1'.format([self.replicas])",
-                path=".replicas",
-            )
+    model_config = ruled(
+        rule(
+            "self.replicas == 1 || self.highAvailability.backend != 'None'",
+            "master.replicas is above 1 but highAvailability.backend is None: set backend: Etcd or replicas: 1",
+            expression="'spec.distributed.mooncake.master.replicas is %d but highAvailability.backend is None: "
+            "set backend: Etcd or replicas: 1'.format([self.replicas])",
+            path=".replicas",
         )
     )
 
@@ -170,22 +163,20 @@ _ONLY_RDMA = "transport.resourceName and gidIndex are only for RDMA: remove them
 class Transport(ApiModel):
     """How blocks travel between engines and stores."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "self.protocol != 'RDMA' || (has(self.devices) && size(self.devices) > 0)",
-                "transport.protocol RDMA needs transport.devices: name at least one, such as mlx5_0, or set protocol: TCP",
-                path=".devices",
-                reason="FieldValueRequired",
-            ),
-            rule(
-                "self.protocol == 'RDMA' || !has(self.devices)",
-                "transport.devices is only for RDMA: remove devices, or set protocol: RDMA",
-                path=".devices",
-                reason="FieldValueForbidden",
-            ),
-            rule("self.protocol == 'RDMA' || (!has(self.resourceName) && !has(self.gidIndex))", _ONLY_RDMA, reason="FieldValueForbidden"),
-        )
+    model_config = ruled(
+        rule(
+            "self.protocol != 'RDMA' || (has(self.devices) && size(self.devices) > 0)",
+            "transport.protocol RDMA needs transport.devices: name at least one, such as mlx5_0, or set protocol: TCP",
+            path=".devices",
+            reason="FieldValueRequired",
+        ),
+        rule(
+            "self.protocol == 'RDMA' || !has(self.devices)",
+            "transport.devices is only for RDMA: remove devices, or set protocol: RDMA",
+            path=".devices",
+            reason="FieldValueForbidden",
+        ),
+        rule("self.protocol == 'RDMA' || (!has(self.resourceName) && !has(self.gidIndex))", _ONLY_RDMA, reason="FieldValueForbidden"),
     )
 
     protocol: Literal["TCP", "RDMA"] = "TCP"
@@ -234,21 +225,19 @@ class External(ApiModel):
 class Distributed(ApiModel):
     """L2: a store that all engines of the pool share."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "has(self.mooncake) != has(self.external)",
-                "set exactly one of distributed.mooncake and distributed.external",
-                expression="has(self.mooncake) ? "
-                "'spec.distributed has both mooncake and external: keep the one you mean' : "
-                "'spec.distributed has neither mooncake nor external: set one of them, or remove distributed'",
-            ),
-            rule(
-                "has(self.mooncake) == has(oldSelf.mooncake)",
-                "spec.distributed cannot change between mooncake and external in place: create a new pool, or remove distributed first",
-                reason="FieldValueForbidden",
-            ),
-        )
+    model_config = ruled(
+        rule(
+            "has(self.mooncake) != has(self.external)",
+            "set exactly one of distributed.mooncake and distributed.external",
+            expression="has(self.mooncake) ? "
+            "'spec.distributed has both mooncake and external: keep the one you mean' : "
+            "'spec.distributed has neither mooncake nor external: set one of them, or remove distributed'",
+        ),
+        rule(
+            "has(self.mooncake) == has(oldSelf.mooncake)",
+            "spec.distributed cannot change between mooncake and external in place: create a new pool, or remove distributed first",
+            reason="FieldValueForbidden",
+        ),
     )
 
     mooncake: Mooncake | None = None
@@ -258,23 +247,20 @@ class Distributed(ApiModel):
 
 
 _LABEL_VALUE = Annotated[str, Field(max_length=63, pattern="^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")]
-_LABEL_KEY = Annotated[str, Field(min_length=1, max_length=317)]
 
 
 class Requirement(ApiModel):
     """What a label has to be."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "(self.operator in ['In', 'NotIn']) == (has(self.values) && size(self.values) > 0)",
-                "values are needed with In and NotIn, and only then",
-                path=".values",
-            )
+    model_config = ruled(
+        rule(
+            "(self.operator in ['In', 'NotIn']) == (has(self.values) && size(self.values) > 0)",
+            "values are needed with In and NotIn, and only then",
+            path=".values",
         )
     )
 
-    key: _LABEL_KEY
+    key: Annotated[str, Field(min_length=1, max_length=317)]
     """The label."""
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
     """How it relates to the values."""
@@ -311,18 +297,16 @@ class AllowedNamespaces(ApiModel):
     """Namespaces whose pods may join the pool, beside its own. The operator keeps copies of the pool's ConfigMap and Secret there. Whoever
     may read Secrets there can read all KV of the pool."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "has(self.names) || has(self.selector)",
-                "spec.allowedNamespaces has neither names nor selector: set one of them, or remove allowedNamespaces",
-                reason="FieldValueRequired",
-            )
+    model_config = ruled(
+        rule(
+            "has(self.names) || has(self.selector)",
+            "spec.allowedNamespaces has neither names nor selector: set one of them, or remove allowedNamespaces",
+            reason="FieldValueRequired",
         )
     )
 
     names: Annotated[
-        tuple[Annotated[str, text(63, matching("^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "must be the name of a namespace"))], ...] | None,
+        tuple[Annotated[str, matching(63, "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "must be the name of a namespace")], ...] | None,
         list_field(256, kind="set", min_length=1),
     ] = None
     """By their names."""
@@ -330,55 +314,50 @@ class AllowedNamespaces(ApiModel):
     """By their labels: those that match. Where the operator serves only some namespaces, it cannot look, so use `names`."""
 
 
-_WIPE_NEEDS_OWN_STORE = rule(
-    "!has(self.reset) || !has(self.reset.reclaimPolicy) || self.reset.reclaimPolicy != 'RemoveAll'"
-    " || !has(self.distributed) || !has(self.distributed.external)",
-    "spec.reset.reclaimPolicy RemoveAll would wipe a store that others may share: use Delete or Retain with distributed.external",
-    path=".reset.reclaimPolicy",
-)
-
-
 class KVCachePoolSpec(ApiModel):
     """What the pool should be."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "!has(oldSelf.resetEpoch) || (has(self.resetEpoch) && self.resetEpoch >= oldSelf.resetEpoch)",
-                "spec.resetEpoch never goes down and cannot be removed: to reset, set it higher than it is",
-                expression="'spec.resetEpoch never goes down: it is %d; to reset, set %d or higher'"
-                ".format([oldSelf.resetEpoch, oldSelf.resetEpoch + 1])",
-                path=".resetEpoch",
-            ),
-            rule(
-                f"!has(self.resetEpoch) || self.resetEpoch <= (has(oldSelf.resetEpoch) ? oldSelf.resetEpoch : 0) + {MAX_EPOCH_STEP}",
-                f"spec.resetEpoch rises by at most {MAX_EPOCH_STEP} at a time, because it never goes down again:"
-                " set it to status.targetEpoch + 1",
-                path=".resetEpoch",
-            ),
-            rule(
-                "!has(self.reset.leaseSeconds) || !has(oldSelf.reset) || !has(oldSelf.reset.leaseSeconds)"
-                " || self.reset.leaseSeconds >= oldSelf.reset.leaseSeconds",
-                "spec.reset.leaseSeconds never goes down: a longer lease may still be out; keep it, or create a new pool",
-                expression="'spec.reset.leaseSeconds never goes down: it is %d, and a lease of that length may still be out; keep it, or "
-                "create a new pool'.format([oldSelf.reset.leaseSeconds])",
-                path=".reset.leaseSeconds",
-            ),
-            _WIPE_NEEDS_OWN_STORE,
-            rule(
-                "!has(self.keys) || !has(self.keys.generation) || !has(oldSelf.keys) || !has(oldSelf.keys.generation)"
-                " || self.keys.generation >= oldSelf.keys.generation",
-                "spec.keys.generation never goes down: to replace the key pair, set it higher than it is",
-                expression="'spec.keys.generation never goes down: it is %d; to replace the key pair, set %d or higher'"
-                ".format([oldSelf.keys.generation, oldSelf.keys.generation + 1])",
-                path=".keys.generation",
-            ),
-            rule(
-                "has(self.local) || has(self.distributed)",
-                "spec has neither local nor distributed: set local.capacity for L1, distributed for L2, or both",
-                reason="FieldValueRequired",
-            ),
-        )
+    model_config = ruled(
+        rule(
+            "!has(oldSelf.resetEpoch) || (has(self.resetEpoch) && self.resetEpoch >= oldSelf.resetEpoch)",
+            "spec.resetEpoch never goes down and cannot be removed: to reset, set it higher than it is",
+            expression="'spec.resetEpoch never goes down: it is %d; to reset, set %d or higher'"
+            ".format([oldSelf.resetEpoch, oldSelf.resetEpoch + 1])",
+            path=".resetEpoch",
+        ),
+        rule(
+            f"!has(self.resetEpoch) || self.resetEpoch <= (has(oldSelf.resetEpoch) ? oldSelf.resetEpoch : 0) + {MAX_EPOCH_STEP}",
+            f"spec.resetEpoch rises by at most {MAX_EPOCH_STEP} at a time, because it never goes down again:"
+            " set it to status.targetEpoch + 1",
+            path=".resetEpoch",
+        ),
+        rule(
+            "!has(self.reset.leaseSeconds) || !has(oldSelf.reset) || !has(oldSelf.reset.leaseSeconds)"
+            " || self.reset.leaseSeconds >= oldSelf.reset.leaseSeconds",
+            "spec.reset.leaseSeconds never goes down: a longer lease may still be out; keep it, or create a new pool",
+            expression="'spec.reset.leaseSeconds never goes down: it is %d, and a lease of that length may still be out; keep it, or "
+            "create a new pool'.format([oldSelf.reset.leaseSeconds])",
+            path=".reset.leaseSeconds",
+        ),
+        rule(
+            "!has(self.reset) || !has(self.reset.reclaimPolicy) || self.reset.reclaimPolicy != 'RemoveAll'"
+            " || !has(self.distributed) || !has(self.distributed.external)",
+            "spec.reset.reclaimPolicy RemoveAll would wipe a store that others may share: use Delete or Retain with distributed.external",
+            path=".reset.reclaimPolicy",
+        ),
+        rule(
+            "!has(self.keys) || !has(self.keys.generation) || !has(oldSelf.keys) || !has(oldSelf.keys.generation)"
+            " || self.keys.generation >= oldSelf.keys.generation",
+            "spec.keys.generation never goes down: to replace the key pair, set it higher than it is",
+            expression="'spec.keys.generation never goes down: it is %d; to replace the key pair, set %d or higher'"
+            ".format([oldSelf.keys.generation, oldSelf.keys.generation + 1])",
+            path=".keys.generation",
+        ),
+        rule(
+            "has(self.local) || has(self.distributed)",
+            "spec has neither local nor distributed: set local.capacity for L1, distributed for L2, or both",
+            reason="FieldValueRequired",
+        ),
     )
 
     reset_epoch: Epoch = 0
@@ -567,12 +546,10 @@ class ServedWeights(StatusModel):
 class KVCachePoolStatus(StatusModel):
     """What the pool is. `status.epoch` is the proof: no engine finds KV that was named under an older epoch."""
 
-    model_config = ConfigDict(
-        json_schema_extra=rules(
-            rule(
-                "!has(self.epoch) || (has(self.targetEpoch) && self.epoch <= self.targetEpoch)",
-                "status.epoch cannot pass status.targetEpoch",
-            )
+    model_config = ruled(
+        rule(
+            "!has(self.epoch) || (has(self.targetEpoch) && self.epoch <= self.targetEpoch)",
+            "status.epoch cannot pass status.targetEpoch",
         )
     )
 
@@ -629,7 +606,7 @@ def _never_down(field: str) -> dict[str, object]:
 class KVCachePool(ApiModel):
     """A set of engines that share KV, the tiers they share it through, and the epoch that names all of it."""
 
-    model_config = ConfigDict(json_schema_extra=rules(NAME_RULE, _never_down("targetEpoch"), _never_down("epoch")))
+    model_config = ruled(NAME_RULE, _never_down("targetEpoch"), _never_down("epoch"))
 
     api_version: Annotated[Literal["epochkv.io/v1alpha1"], Field(default=API_VERSION)]
     kind: Annotated[Literal["KVCachePool"], Field(default="KVCachePool")]
