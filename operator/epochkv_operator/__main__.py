@@ -65,7 +65,7 @@ def run(
     gates: Annotated[bool, Option(help="Pods get the readiness gate of spec.serve; needs patch pods/status.")] = Settings.gates,
     workers: Annotated[int, Option(min=1, max=64, help="Objects reconciled at the same time.")] = Settings.workers,
     resync_seconds: Annotated[float, Option(min=1, help="Period of the LISTs that find what the watches lost.")] = Settings.resync_seconds,
-    log_format: Annotated[LogFormat, Option(help="json for clusters, console for people.")] = LogFormat.JSON,
+    log_format: Annotated[LogFormat, Option(help="json for clusters, console for people.")] = "json",
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Option(help="What is too quiet is left out.")] = "info",
 ) -> None:
     """Run until SIGTERM. Exits 0 on SIGTERM or SIGINT, 1 when leadership is lost or a part fails: let Kubernetes restart it."""

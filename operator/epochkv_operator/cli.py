@@ -9,8 +9,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -19,13 +18,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 NOTHING_ROLLS: Final = 0
 FAILED: Final = 1
 ROLLS: Final = 2
-
-
-class Output(StrEnum):
-    """`-o`."""
-
-    TEXT = "text"
-    JSON = "json"
 
 
 class _Command(TyperCommand):
@@ -54,7 +46,7 @@ def plan(
         ),
     ] = None,
     context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig, with --live.")] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="Lines for people, or JSON.")] = Output.TEXT,
+    output: Annotated[Literal["text", "json"], typer.Option("--output", "-o", help="Lines for people, or JSON.")] = "text",
     operator_namespace: Annotated[
         str, typer.Option(metavar="NAMESPACE", help="Where the operator runs: network policies let it in.")
     ] = "epochkv-system",
@@ -86,7 +78,7 @@ def plan(
     for line in skipped:
         print(f"epochkv: {line}", file=sys.stderr)
     replaced = sum(outcome.pods for outcome in outcomes)
-    if output is Output.JSON:
+    if output == "json":
         print(json.dumps({"podsReplaced": replaced, "objects": [outcome.as_json() for outcome in outcomes]}, indent=2))
     else:
         pods = f"{replaced} pod{'s' if replaced > 1 else ''}" if replaced else "no pod"

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -460,13 +461,11 @@ class HubSecret:
             found = await self._client.get(SECRETS, self._namespace, self._name)
         except NotFound:
             pair = generate_keypair()
-            try:
+            with contextlib.suppress(AlreadyExists):  # by another operator, whose pair counts
                 await self._create(pair)
-            except AlreadyExists:
-                found = await self._client.get(SECRETS, self._namespace, self._name)
-            else:
                 log.info("hub key pair created", secret=f"{self._namespace}/{self._name}")
                 return pair
+            found = await self._client.get(SECRETS, self._namespace, self._name)
         secret = decoded(found).get(HUB_KEY, "")
         try:
             check_key(HUB_KEY, secret)

@@ -32,7 +32,7 @@ def configure(log_format: LogFormat, level: str) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     renderer: Any
-    if log_format is LogFormat.JSON:
+    if log_format == "json":
         shared.append(structlog.processors.format_exc_info)
         renderer = structlog.processors.JSONRenderer(sort_keys=True)
     else:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from typing import Literal
 
 from epochkv_operator.api.base import PodSecurity
 
-
-class LogFormat(StrEnum):
-    JSON = "json"
-    CONSOLE = "console"
+LogFormat = Literal["json", "console"]
 
 
 @dataclass(frozen=True)

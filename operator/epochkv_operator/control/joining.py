@@ -33,7 +33,7 @@ from epochkv_operator.planning.names import copy_name, digest
 from epochkv_operator.planning.plan import difference
 from epochkv_operator.planning.pool import shared_connection
 from epochkv_operator.planning.serving import JOINED
-from epochkv_operator.planning.workload import pod_trouble
+from epochkv_operator.planning.workload import condition_of, ended, is_ready, pod_trouble
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -219,8 +219,7 @@ def explain(pod: Json, store: Store) -> str:
     """Why a pod with the label of a pool did not join it; empty: it did, or it is set up by hand, or it has ended."""
     metadata, pool = pod["metadata"], home(pod)
     notes, namespace = metadata.get("annotations") or {}, metadata["namespace"]
-    ended = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-    if pool is None or JOINED in notes or pod.get("x-mounts-keys") or ended:
+    if pool is None or JOINED in notes or pod.get("x-mounts-keys") or ended(pod):
         return ""
     without, again = f"it runs without KVCachePool {pool.name}", "A pod that is made anew joins"
     if REJECTED in notes:
@@ -258,9 +257,7 @@ def held_up(pod: Json, of: Key, pool: Json | None, refusal: str | None) -> str:
 
 def ready_since(pod: Json) -> datetime | None:
     """None: it is not."""
-    found = (pod.get("status") or {}).get("conditions") or ()
-    since = (one["lastTransitionTime"] for one in found if (one["type"], one["status"]) == ("Ready", "True"))
-    return next(map(datetime.fromisoformat, since), None)
+    return datetime.fromisoformat(condition_of(pod, "Ready")["lastTransitionTime"]) if is_ready(pod) else None
 
 
 def silent(pod: Json, lease_seconds: float) -> str:

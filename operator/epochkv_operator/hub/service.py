@@ -251,7 +251,7 @@ class HubService:
 
         `accepted`: public keys of clients, the newest first; `keys`: as the Secret has them; `new` as in `KubernetesAuthority.register`.
         """
-        metadata, distributed = pool.metadata, pool.spec.distributed
+        metadata = pool.metadata
         uid, key = metadata.uid, pool_key(metadata.namespace, metadata.name)
         for other in [other for other, served in self._served.items() if served.key == key and other != uid]:
             self._remove(other)
@@ -260,9 +260,9 @@ class HubService:
             name=f"{metadata.namespace}/{metadata.name}",
             client_public_keys=accepted,
             lease_seconds=float(pool.spec.reset.lease_seconds),
-            reclaim=pool.spec.reset.reclaim_policy if distributed is not None else "Retain",
+            reclaim=pool.spec.reset.reclaim_policy if pool.spec.distributed is not None else "Retain",
             # Somebody else's store may hold what is not ours to remove.
-            store_admin=distributed is not None and distributed.mooncake is not None,
+            store_admin=pool.mooncake is not None,
         )
         served = self._served.get(uid)
         if served is None:

@@ -84,8 +84,7 @@ class Store:
 
     def remove(self, kind: str, obj: Json) -> bool:
         """The object is gone. False when it was not known."""
-        metadata = obj["metadata"]
-        return self._drop(kind, metadata["uid"], resource_version(obj))
+        return self._drop(kind, obj["metadata"]["uid"], resource_version(obj))
 
     def behind(self, kind: str, shown: Mapping[str, int]) -> int:
         """How many of these objects (version by uid) are not known, or in an older state only. Those that were deleted since are."""

@@ -52,7 +52,8 @@ def pool_conditions(pool: KVCachePool, observed: Observed) -> list[Condition]:
         _allowed(pool, observed),
     )
     return [
-        *_with_ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the pool serves")),
+        _ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the pool serves")),
+        *parts,
         *(note for note in notes if note is not None),
     ]
 
@@ -68,12 +69,11 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         parts.append(_epoch_current(engine, bound, observed, state))
         if bound is not None:
             notes.append(_engine_tiers(engine, observed))
-    if state.reason == "ScaledToZero" and observed.problem is None:
+    counted, good = parts, Condition("Ready", "True", "Ready", "the engine serves")
+    if state.reason == "ScaledToZero":
         # Without pods, as somebody asked for, there is nothing to wait for and nothing that serves: `Available` is False.
-        bad = next((part for part in parts if part.status != "True" and part.type != "Available"), None)
-        ready = replace(bad, type="Ready") if bad is not None else Condition("Ready", "True", "ScaledToZero", state.message)
-        return [ready, *parts, *notes]
-    return [*_with_ready(parts, observed.problem, Condition("Ready", "True", "Ready", "the engine serves")), *notes]
+        counted, good = parts[1:], Condition("Ready", "True", "ScaledToZero", state.message)
+    return [_ready(counted, observed.problem, good), *parts, *notes]
 
 
 def _progressing(engine: InferenceEngine, observed: Observed, state: Health) -> Condition:
@@ -226,16 +226,11 @@ def _tiers_usable(engines: Iterable[EngineView] | None) -> Condition:
     return Condition(kind, "False", worst, text)
 
 
-def _with_ready(parts: list[Condition], problem: Problem | None, good: Condition) -> list[Condition]:
+def _ready(parts: Sequence[Condition], problem: Problem | None, good: Condition) -> Condition:
     """`Ready` says the problem, or else what the first part says that is not True, or else `good`."""
-    failing = next((part for part in parts if part.status != "True"), None)
     if problem is not None:
-        ready = Condition("Ready", "False", problem.reason, problem.message)
-    elif failing is not None:
-        ready = replace(failing, type="Ready")
-    else:
-        ready = good
-    return [ready, *parts]
+        return Condition("Ready", "False", problem.reason, problem.message)
+    return next((replace(part, type="Ready") for part in parts if part.status != "True"), good)
 
 
 def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:

@@ -74,7 +74,9 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
         foreign = _foreign(owner, obj, known)
         if foreign is not None:
             return Plan(problem=foreign)
-        kept = _without_replicas(obj) if known is not None and known.get("x-scaled-by-others") else obj
+        kept = obj
+        if known is not None and known.get("x-scaled-by-others"):  # only then is it safe to drop: nobody resets it to 1
+            kept = {**obj, "spec": {key: value for key, value in obj["spec"].items() if key != "replicas"}}
         why = ABSENT if known is None else difference(kept, known)
         if why is not None:
             apply.append(kept)
@@ -91,11 +93,6 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
     ]
     details += [f"delete {_name(child)}: the spec has no use for it any more" for child in surplus]
     return Plan(tuple(apply), tuple(surplus), tuple(details))
-
-
-def _without_replicas(obj: Json) -> Json:
-    """Somebody owns `spec.replicas` through the scale subresource. Only then is dropping it safe: nobody resets it to 1."""
-    return {**obj, "spec": {key: value for key, value in obj["spec"].items() if key != "replicas"}}
 
 
 def _foreign(owner: KVCachePool | InferenceEngine, desired: Json, child: Json | None) -> Problem | None:

@@ -63,8 +63,9 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     }
     _add_epochs(status, observed.hub, previous)
     if observed.hub is not None:
-        status["engines"] = _engines(observed.hub, len(external(observed, pool.metadata.namespace)))
-        status["externalEngines"] = _external(observed, pool.metadata.namespace)
+        found_outside = external(observed, pool.metadata.namespace)
+        status["engines"] = _engines(observed.hub, len(found_outside))
+        status["externalEngines"] = _external(found_outside)
         status["weights"] = _weights_groups(observed.hub, previous, now)
         status["weightsSummary"] = weights_summary(observed.hub.engines, observed.hub)
         if partial:
@@ -229,27 +230,22 @@ def external(observed: Observed, namespace: str) -> list[EngineView]:
     return [engine for engine in observed.hub.engines if engine.pod not in ours or engine.namespace not in ("", namespace)]
 
 
-def _external(observed: Observed, namespace: str) -> list[Json]:
-    """What `status.externalEngines` says."""
-    found = external(observed, namespace)
+def _external(found: Sequence[EngineView]) -> list[Json]:
+    """What `status.externalEngines` says. Instances that report under one name are told apart by their ids; a process that was restarted is
+    one of them for a lease."""
     namesakes = Counter(engine.display_name for engine in found)
     entries: dict[str, Json] = {}
     for engine in found:
-        entry = _external_entry(engine, namesakes[engine.display_name] > 1)
-        entries.setdefault(entry["name"], entry)
+        suffix = f"#{engine.instance.hex()[:8]}" if namesakes[engine.display_name] > 1 else ""
+        name = engine.display_name[: 253 - len(suffix)] + suffix
+        entry: Json = {"name": name, "rank": engine.rank, "oldEpochRequests": engine.old_epoch_requests}
+        entry |= {key: value for key, value in (("pod", engine.pod), ("namespace", engine.namespace)) if value}
+        if engine.alive and engine.weights is not None:
+            entry["weights"] = engine.weights.hex()[:SHOWN_DIGITS]
+        if engine.epoch is not None:
+            entry["epoch"] = engine.epoch
+        entries.setdefault(name, entry)
     return [entries[name] for name in sorted(entries)][:_MAX_EXTERNAL]
-
-
-def _external_entry(engine: EngineView, shared_name: bool) -> Json:
-    """Instances that report under one name are told apart by their ids; a process that was restarted is one of them for a lease."""
-    suffix = f"#{engine.instance.hex()[:8]}" if shared_name else ""
-    entry: Json = {"name": engine.display_name[: 253 - len(suffix)] + suffix}
-    entry |= {key: value for key, value in (("pod", engine.pod), ("namespace", engine.namespace)) if value}
-    if engine.alive and engine.weights is not None:
-        entry["weights"] = engine.weights.hex()[:SHOWN_DIGITS]
-    if engine.epoch is not None:
-        entry["epoch"] = engine.epoch
-    return {**entry, "rank": engine.rank, "oldEpochRequests": engine.old_epoch_requests}
 
 
 def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:

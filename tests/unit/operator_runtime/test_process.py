@@ -182,9 +182,8 @@ def test_probes_and_metrics_are_answered_on_both_families() -> None:
 SCRIPT = """
 import structlog
 from epochkv_operator import logs
-from epochkv_operator.settings import LogFormat
 
-logs.configure(LogFormat("{format}"), "info")
+logs.configure("{format}", "info")
 
 def work():
     root_secret = "very" + "secret"
