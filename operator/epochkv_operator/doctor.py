@@ -42,7 +42,6 @@ API_SECONDS: Final = 5.0
 AT_ONCE: Final = 16
 HUBS_SECONDS: Final = CHECK_SECONDS - 5.0
 """For the hubs of all pools: each may take half of this, and more than `CHECK_SECONDS` leaves no finding."""
-SHOWN: Final = 6
 PATIENCE_SECONDS: Final = 60.0
 """What rolls or resets takes so long without being stuck."""
 START_SECONDS: Final = 1800.0
@@ -329,7 +328,7 @@ async def _rights(client: KubeClient, operator: Operator) -> list[Finding]:
 def judge_rights(operator: Operator, missing: Sequence[Right], num_needed: int) -> Finding:
     if not missing:
         return Finding("rbac", Level.OK, f"it has all {num_needed} rights that the operator needs", about=operator.account)
-    text = f"it lacks {len(missing)} of {num_needed} rights: {listed(map(str, missing), SHOWN)}"
+    text = f"it lacks {len(missing)} of {num_needed} rights: {listed(map(str, missing), 6)}"
     release = operator.deployment["metadata"].get("labels", {}).get("app.kubernetes.io/instance", "epochkv")
     place = f"-n {operator.namespace}"
     deployed = f"$(helm {place} list --deployed --no-headers -f '^{release}$' | awk '{{print $3}}')"  # not a revision that failed

@@ -35,7 +35,7 @@ import structlog
 
 from epochkv_fence.net.keys import CredentialsError, KeyPair, check_key, generate_keypair, public_of
 from epochkv_operator import metrics
-from epochkv_operator.api.base import MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, POOL_NAMESPACE
+from epochkv_operator.api.base import OURS, POOL_LABEL, POOL_NAMESPACE
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import POOLS, SECRETS
 from epochkv_operator.kube.status import EventRecorder
@@ -54,7 +54,6 @@ GENERATION: Final = "generation"
 PREVIOUS: Final = "previous.pub"
 CHECK: Final = "check"
 FIELDS: Final = (HUB, PUBLIC, KEY, ROOT, GENERATION, PREVIOUS, CHECK)
-_OURS: Final = {MANAGED_BY_LABEL: MANAGED_BY, "app.kubernetes.io/part-of": "epochkv"}
 LOOK_SECONDS: Final = 10.0
 RETRY_SECONDS: Final = 2.0
 
@@ -157,7 +156,7 @@ def manifest(namespace: str, name: str, fields: Fields, labels: Mapping[str, str
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": name, "namespace": namespace, "labels": {**_OURS, **labels}, "ownerReferences": owners},
+        "metadata": {"name": name, "namespace": namespace, "labels": {**OURS, **labels}, "ownerReferences": owners},
         "type": "Opaque",
         "immutable": immutable,
         "data": encoded(fields),
@@ -412,7 +411,7 @@ class FenceSecrets:
 
     @staticmethod
     def _labels(pool: Json) -> dict[str, str]:
-        return {**_OURS, POOL_LABEL: pool["metadata"]["name"]}
+        return {**OURS, POOL_LABEL: pool["metadata"]["name"]}
 
 
 def _asked(pool: Json) -> int:

@@ -20,6 +20,8 @@ API_VERSION = f"{GROUP}/{VERSION}"
 MANAGED_BY = "epochkv-operator"
 POOL_LABEL = "epochkv.io/pool"
 MANAGED_BY_LABEL: Final = "app.kubernetes.io/managed-by"
+OURS: Final = {MANAGED_BY_LABEL: MANAGED_BY, "app.kubernetes.io/part-of": "epochkv"}
+"""Labels of all that the operator makes."""
 SHARED_LABEL: Final = "epochkv.io/shared"
 """Of a ConfigMap by which pods join a pool of another namespace. Without it, none joins any more."""
 POOL_NAMESPACE: Final = "epochkv.io/pool-namespace"

@@ -97,7 +97,6 @@ Argument = Annotated[
 """One argument."""
 
 
-_PERCENT = "^(100|[0-9]{1,2})%$"
 _COUNT_TEXT = "must be a number of replicas from 0 on, or a percentage from 0% to 100%, such as 1 or 25%"
 _BOTH_ZERO = "spec.updateStrategy: maxUnavailable and maxSurge are both 0, so no pod could ever be replaced; raise one of them"
 _UNEVEN = "spec.parallelism: tensor x pipeline ranks cannot be spread evenly over that many nodes; make it a multiple of nodes"
@@ -106,7 +105,6 @@ _SPLIT = (
     " nodes"
 )
 _TWO_SOURCES = "spec.model.volume holds the model's files: remove source, revision and cache, which are for models that are downloaded"
-_ONE_VOLUME = "spec.model.volume needs exactly one of claimName and image"
 
 
 IntOrPercent = Annotated[
@@ -116,7 +114,7 @@ IntOrPercent = Annotated[
             "anyOf": [{"type": "integer"}, {"type": "string"}],
             "x-kubernetes-int-or-string": True,
             "maxLength": 4,
-            **rules(rule(f"type(self) == int ? self >= 0 && self <= 5000 : self.matches('{_PERCENT}')", _COUNT_TEXT)),
+            **rules(rule("type(self) == int ? self >= 0 && self <= 5000 : self.matches('^(100|[0-9]{1,2})%$')", _COUNT_TEXT)),
         }
     ),
 ]
@@ -215,7 +213,7 @@ Folder = Annotated[
 class ModelVolume(ApiModel):
     """A volume with the model's files; exactly one kind."""
 
-    model_config = ruled(rule("has(self.claimName) != has(self.image)", _ONE_VOLUME))
+    model_config = ruled(rule("has(self.claimName) != has(self.image)", "spec.model.volume needs exactly one of claimName and image"))
 
     claim_name: ClaimName | None = None
     """A PersistentVolumeClaim in the same namespace."""

@@ -36,8 +36,6 @@ from epochkv_operator.api.base import (
     ruled,
 )
 
-_SSD_TOO_SMALL = "store.ssd.capacity must be at least 4Gi: Mooncake leaves a part of the disk free; make it larger, or remove ssd"
-
 
 class Ssd(ApiModel):
     """Disk of each store pod. Blocks are copied to it as they come, and found there when memory has no room for them any more."""
@@ -46,7 +44,7 @@ class Ssd(ApiModel):
         rule(
             "type(self.capacity) == int ? self.capacity >= 4294967296 : "
             "(!isQuantity(self.capacity) || quantity(self.capacity).compareTo(quantity('4Gi')) >= 0)",
-            _SSD_TOO_SMALL,
+            "store.ssd.capacity must be at least 4Gi: Mooncake leaves a part of the disk free; make it larger, or remove ssd",
             path=".capacity",
         )
     )

@@ -16,7 +16,6 @@ import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Final
 
 import structlog
@@ -33,7 +32,7 @@ from epochkv_operator.planning.names import copy_name, digest
 from epochkv_operator.planning.plan import difference
 from epochkv_operator.planning.pool import shared_connection
 from epochkv_operator.planning.serving import JOINED
-from epochkv_operator.planning.workload import condition_of, ended, is_ready, pod_trouble
+from epochkv_operator.planning.workload import ended, pod_trouble
 from epochkv_operator.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -253,11 +252,6 @@ def held_up(pod: Json, of: Key, pool: Json | None, refusal: str | None) -> str:
     ours = [one for one in (pod.get("status") or {}).get("initContainerStatuses") or () if one["name"] == CONNECTOR]
     trouble = pod_trouble({**pod, "status": {"initContainerStatuses": ours}})
     return trouble[1] if trouble is not None else ""
-
-
-def ready_since(pod: Json) -> datetime | None:
-    """None: it is not."""
-    return datetime.fromisoformat(condition_of(pod, "Ready")["lastTransitionTime"]) if is_ready(pod) else None
 
 
 def silent(pod: Json, lease_seconds: float) -> str:

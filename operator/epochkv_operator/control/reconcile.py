@@ -20,7 +20,7 @@ from epochkv_operator import metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
 from epochkv_operator.control.executor import Executor
-from epochkv_operator.control.joining import START_SECONDS, Copies, explain, held_up, ready_since, silent
+from epochkv_operator.control.joining import START_SECONDS, Copies, explain, held_up, silent
 from epochkv_operator.control.leader import HubProxy
 from epochkv_operator.control.reporter import Reporter, unready
 from epochkv_operator.hub.masters import Elections
@@ -35,7 +35,7 @@ from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.serving import ANYTHING, JOINED, Life, lives_of, serve_of, serving
 from epochkv_operator.planning.status import engine_status, pool_status
-from epochkv_operator.planning.workload import condition_of
+from epochkv_operator.planning.workload import condition_of, is_ready
 from epochkv_operator.settings import Settings
 
 
@@ -122,14 +122,17 @@ class PoolReconciler(_Reconciler):
 
     async def _reconcile(self, key: Key, obj: Json) -> None:
         pool = parse_pool(obj)
-        keys, problem, retry = await self._keys(key, obj)
+        keys, problem, failed = await self._keys(key, obj)
+        errors = [failed]
         if keys is not None:
-            keys, trouble, late = await self._serve(key, obj, pool, keys)
-            problem, retry = problem or trouble, retry or late
+            keys, trouble, failed = await self._serve(key, obj, pool, keys)
+            problem = problem or trouble
+            errors.append(failed)
         context = Context(self.settings, keys.revision if keys is not None else "", self.served())
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
-        refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
-        problem, again = problem or refused or blind(self.refused(key.namespace)), retry or again
+        refused, failed = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
+        problem = problem or refused or blind(self.refused(key.namespace))
+        errors.append(failed)
         shared = self.copies.told(key, pool)
         snapshot, found = HubSnapshot(), None
 
@@ -143,21 +146,18 @@ class PoolReconciler(_Reconciler):
 
         await self.reporter.report(obj, compute)
         if found is not None:
-            late = await self._turn(key, pool.metadata.uid, found)
-            again = again or late
-        late = await self.copies.keep(key, pool, keys, context)
-        again = again or late
+            errors.append(await self._turn(key, pool.metadata.uid, found))
+        errors.append(await self.copies.keep(key, pool, keys, context))
         if self.copies.told(key, pool) != shared:
             self.wake(key, 0.0)  # the condition says so
-        late = await self._open(key, [pod for pod in self._guests(key) if self.copies.left(key, pod)])
-        again = again or late
+        errors.append(await self._open(key, [pod for pod in self._guests(key) if self.copies.left(key, pod)]))
         if not snapshot.known and keys is not None:
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
         if snapshot.incomplete_seconds > 0:
             self.wake(key, snapshot.incomplete_seconds)  # what is not known by then is gone
         if snapshot.overdue_seconds > 0:
             self.wake(key, snapshot.overdue_seconds)
-        if again is not None:
+        if (again := next(filter(None, errors), None)) is not None:
             raise again
 
     def _gates(self, key: Key, pool: KVCachePool, seen: Observed, status: Json) -> Serving | None:
@@ -305,12 +305,13 @@ class EngineReconciler(_Reconciler):
         name = pool_of(obj)
         pool_obj = await self._pool(key.namespace, name) if name else None
         engine, pool = parse_engine(obj), parse_pool(pool_obj) if pool_obj is not None else None
-        if pool is not None and pool.metadata.deletion_timestamp is None and not self.secrets.of(pool.metadata.uid).decided:
+        known = self.secrets.of(pool.metadata.uid) if pool is not None else PoolKeys()
+        if pool is not None and pool.metadata.deletion_timestamp is None and not known.decided:
             # The pool is being reconciled; without its keys the engine would start twice, or wait for a volume.
-            if (refusal := self.secrets.of(pool.metadata.uid).refusal) is None:
+            if known.refusal is None:
                 self.wake(key, WAIT_FOR_KEYS_SECONDS)
             else:
-                await self._report(key, obj, engine, pool, _not_ready(pool, refusal))
+                await self._report(key, obj, engine, pool, _not_ready(pool, known.refusal))
             return
         if pool is None and name and (left := self._hold(key, engine)) > 0:
             self.wake(key, left)
@@ -318,7 +319,18 @@ class EngineReconciler(_Reconciler):
             text = f"{missing}: pods start when it does, or without it {POOL_WAIT_SECONDS:g} s after the engine"
             await self._report(key, obj, engine, None, Problem("WaitingForPool", text))
             return
-        await self._bring_about(key, obj, engine, pool)
+        context = Context(self.settings, known.keys.revision if known.keys is not None else "", self.served())
+        children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
+        problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
+        if pool is not None and known.refusal is not None:
+            problem = problem or _not_ready(pool, known.refusal)
+        snapshot = await self._report(key, obj, engine, pool, problem)
+        if not snapshot.known:
+            return  # a new hub is about to read the pool's record, and wakes this engine then
+        if snapshot.incomplete_seconds > 0:
+            self.wake(key, snapshot.incomplete_seconds)  # what is not known by then is gone
+        if again is not None:
+            raise again
 
     def _hold(self, key: Key, engine: InferenceEngine) -> float:
         """Seconds that an engine which has no pods yet may still wait for its pool."""
@@ -339,21 +351,6 @@ class EngineReconciler(_Reconciler):
             return await self.client.get(POOLS, namespace, name)
         except NotFound:
             return None
-
-    async def _bring_about(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None) -> None:
-        known = self.secrets.of(pool.metadata.uid) if pool is not None else PoolKeys()
-        context = Context(self.settings, known.keys.revision if known.keys is not None else "", self.served())
-        children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
-        problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))
-        if pool is not None and known.refusal is not None:
-            problem = problem or _not_ready(pool, known.refusal)
-        snapshot = await self._report(key, obj, engine, pool, problem)
-        if not snapshot.known:
-            return  # a new hub is about to read the pool's record, and wakes this engine then
-        if snapshot.incomplete_seconds > 0:
-            self.wake(key, snapshot.incomplete_seconds)  # what is not known by then is gone
-        if again is not None:
-            raise again
 
     async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> HubSnapshot:
         """Write the status, unless the hub does not know the pool yet; what the hub knows."""
@@ -395,8 +392,8 @@ class PodReconciler:
             self._tell(pod, "NotJoined", why)
         elif JOINED not in (pod["metadata"].get("annotations") or {}):
             return
-        elif (ready := ready_since(pod)) is not None and pool is not None:
-            self._ask(key, pod, pool, (now() - ready).total_seconds())
+        elif is_ready(pod) and pool is not None:
+            self._ask(key, pod, pool)
         elif pod["status"].get("phase") == "Pending" and uid != pod["metadata"]["uid"]:
             self._wait(key, pod, meant, pool)
 
@@ -409,9 +406,10 @@ class PodReconciler:
         else:
             self.wake(key, max(START_SECONDS - age, START_SECONDS / 4))
 
-    def _ask(self, key: Key, pod: Json, pool: Json, ready_seconds: float) -> None:
+    def _ask(self, key: Key, pod: Json, pool: Json) -> None:
         """Whether the hub has heard of an engine of this pod, when it has had the time to."""
         lease = float(pool["spec"]["reset"]["leaseSeconds"])
+        ready_seconds = (now() - datetime.fromisoformat(condition_of(pod, "Ready")["lastTransitionTime"])).total_seconds()
         if ready_seconds < lease:
             self.wake(key, lease - ready_seconds)
             return

@@ -18,7 +18,7 @@ import structlog
 
 from epochkv_fence.protocol.pool import Term
 from epochkv_operator import metrics
-from epochkv_operator.api.base import MANAGED_BY
+from epochkv_operator.api.base import OURS
 from epochkv_operator.kube.client import ApiError, Conflict, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import LEASES, micro_time
 
@@ -126,8 +126,7 @@ class LeaseHolder:
         try:
             self._lease = await self._client.get(LEASES, self.namespace, self.name)
         except NotFound:
-            labels = {"app.kubernetes.io/part-of": "epochkv", "app.kubernetes.io/managed-by": MANAGED_BY}
-            metadata = {"name": self.name, "namespace": self.namespace, "labels": labels}
+            metadata = {"name": self.name, "namespace": self.namespace, "labels": OURS}
             body = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata}
             self._lease = await self._client.create(LEASES, self.namespace, body)  # held by nobody yet
         spec = self._lease.get("spec", {})

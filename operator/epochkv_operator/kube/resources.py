@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-from epochkv_operator.api.base import GROUP, MANAGED_BY, POOL_LABEL, VERSION
+from epochkv_operator.api.base import GROUP, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, VERSION
 
 #: Server-side filter of every child watch: nothing that is not ours is ever read.
-CHILD_SELECTOR: Final = f"app.kubernetes.io/managed-by={MANAGED_BY}"
-#: The same for pods: those that we make, and those that join a pool.
-POD_SELECTOR: Final = POOL_LABEL
+CHILD_SELECTOR: Final = f"{MANAGED_BY_LABEL}={MANAGED_BY}"
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ BY_KIND: Final = {resource.kind: resource for resource in (*PRIMARY, *CHILDREN, 
 
 
 def selector(resource: Resource) -> str:
-    """Of what the operator lists and watches of a kind."""
-    return "" if resource in PRIMARY else POD_SELECTOR if resource is PODS else CHILD_SELECTOR
+    """Of what the operator lists and watches of a kind; of pods, those that we make and those that join a pool."""
+    return "" if resource in PRIMARY else POOL_LABEL if resource is PODS else CHILD_SELECTOR
 
 
 READ: Final = ("get", "list", "watch")

@@ -110,7 +110,6 @@ class StatusWriter:
 
 
 log = structlog.get_logger(__name__)
-MAX_PENDING = 256
 
 
 @dataclass(eq=False)
@@ -119,7 +118,7 @@ class EventRecorder:
 
     _client: KubeClient
     _instance: str
-    _queue: asyncio.Queue[tuple[str, Json]] = field(default_factory=lambda: asyncio.Queue(MAX_PENDING))
+    _queue: asyncio.Queue[tuple[str, Json]] = field(default_factory=lambda: asyncio.Queue(256))
 
     def emit(self, about: Json, *, warning: bool, reason: str, action: str, note: str) -> None:
         """Say what changed about an object. `reason` is CamelCase. The API server takes 1 kB of `note`, and names like those of pods."""

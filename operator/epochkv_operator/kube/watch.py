@@ -26,7 +26,6 @@ from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, PRIMARY, R
 from epochkv_operator.kube.store import Store
 
 log = structlog.get_logger(__name__)
-FOLLOWED: Final = (*CHILDREN, PODS, *OPTIONAL)
 COMPARED: Final = (*PRIMARY, *CHILDREN, PODS)
 AFTER_RELIST_SECONDS: Final = 1.0
 AGAIN_SECONDS: Final = 0.1
@@ -70,7 +69,7 @@ class Watches:
 
     async def begin(self) -> None:
         """Take in what there is of everything but our own kinds. Tries until the API server serves all kinds: CRDs may arrive after us."""
-        await asyncio.gather(*(self._begin(resource, scope) for resource in (*PRIMARY, *FOLLOWED) for scope in self._scopes))
+        await asyncio.gather(*(self._begin(resource, scope) for resource in (*COMPARED, *OPTIONAL) for scope in self._scopes))
 
     async def run(self) -> None:
         """Follow the kinds for ever."""

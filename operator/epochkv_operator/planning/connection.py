@@ -118,8 +118,8 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
     """Policies of the master, the stores and the pods that joined by their label, for a pool whose Mooncake the operator runs."""
     if pool.spec.network_policy.mode == "Disabled":
         return []
-    name = pool.metadata.name
-    members = _members(pool)
+    assert pool.mooncake is not None
+    name, members = pool.metadata.name, _members(pool)
     scrapers = [{"namespaceSelector": {"matchLabels": {SCRAPE_LABEL: "true"}}}]
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
@@ -131,10 +131,7 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
             {"from": [operator, *scrapers], "ports": [_tcp(MASTER_ADMIN_PORT)]},
         ],
         "store": [
-            {
-                "from": members,
-                "ports": [_tcp(*(SSD_PORTS if pool.mooncake is not None and pool.mooncake.store.ssd else launch.TRANSFER_PORTS))],
-            },
+            {"from": members, "ports": [_tcp(*(SSD_PORTS if pool.mooncake.store.ssd else launch.TRANSFER_PORTS))]},
             {"from": scrapers, "ports": [_tcp(STORE_HEALTH_PORT)]},
         ],
     }
@@ -187,8 +184,6 @@ def _tcp(port: int, end: int | None = None) -> Json:
     return {"protocol": "TCP", "port": port} | ({"endPort": end} if end is not None else {})
 
 
-_PORTS = {"master": "admin", "store": "health"}
-"""Names of the ports with metrics, by component."""
 _NAMED = {POOL_LABEL: "pool", ENGINE_LABEL: "inference_engine"}
 """Labels of pods -> labels of their series, which dashboards and alerts go by. `engine` is taken: vLLM numbers its cores by it."""
 
@@ -210,7 +205,7 @@ def pool_monitors(pool: KVCachePool, context: Context) -> list[Json]:
     name, labels = pool.metadata.name, dict(context.settings.monitor_labels)
     return [
         pool_object("PodMonitor", pool, component, context, _body(component_selector(name, component), port), labels)
-        for component, port in _PORTS.items()
+        for component, port in (("master", "admin"), ("store", "health"))
     ]
 
 

@@ -6,12 +6,11 @@ from functools import partial
 from typing import Final
 
 from epochkv_fence import quantity
-from epochkv_operator.api.base import ANY, POOL_LABEL
+from epochkv_operator.api.base import ANY, GATE, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec, is_zero
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
-from epochkv_operator.planning.connection import engine_monitor, engine_policy
 from epochkv_operator.planning.context import Context, Json, KindNotServed
 from epochkv_operator.planning.names import (
     CONNECTION_ANNOTATION,
@@ -24,8 +23,7 @@ from epochkv_operator.planning.names import (
     engine_object,
     engine_selector,
 )
-from epochkv_operator.planning.podspec import FENCE_VOLUME, finish_pod
-from epochkv_operator.planning.serving import gate_of, with_gate
+from epochkv_operator.planning.serving import ANYTHING
 
 MODELS_DIR: Final = "/models"
 CACHE_DIR: Final = "/cache"
@@ -218,9 +216,10 @@ def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Con
         "lifecycle": {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS}}},
     }
     template = _finished(engine, pool, context, container)
-    set_shutdown_timeout(template["spec"], engine.spec)
-    if context.settings.gates and pool is not None and gate_of(engine.spec.serve, pool.spec.serve).weights != ANY:
-        template["spec"] = with_gate(template["spec"])
+    pod = template["spec"]
+    set_shutdown_timeout(pod, engine.spec)
+    if context.settings.gates and pool is not None and (engine.spec.serve or pool.spec.serve or ANYTHING).weights != ANY:
+        pod["readinessGates"] = [*pod.get("readinessGates", ()), {"conditionType": GATE}]
     return template
 
 
@@ -241,7 +240,7 @@ def _finished(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     if pool is not None:
         config = wiring.connection(pool, context, engine.spec.save)
         template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: digest([config, context.credentials_revision])}
-    return finish_pod(template, engine.spec.template, "engine", "spec.template")
+    return podspec.finish_pod(template, engine.spec.template, "engine", "spec.template")
 
 
 def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Context, runs: Json) -> Json:
@@ -255,10 +254,10 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
         *model,
     ]
     if pool is not None:
-        mounts.append({"name": FENCE_VOLUME, "mountPath": CREDENTIALS_DIR, "readOnly": True})
+        mounts.append({"name": podspec.FENCE_VOLUME, "mountPath": CREDENTIALS_DIR, "readOnly": True})
         mode = 0o444 if security == "platform" else 0o440  # the group is fsGroup, which not every platform sets
         secret = {"secretName": component_name(pool.metadata.name, "fence"), "defaultMode": mode}
-        volumes.append({"name": FENCE_VOLUME, "secret": secret})
+        volumes.append({"name": podspec.FENCE_VOLUME, "secret": secret})
     container: Json = {
         "name": "engine",
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -366,21 +365,17 @@ def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: C
         _workload(engine, pool, context),
         engine_object("Service", engine, context, {"spec": service}),
         engine_object("PodDisruptionBudget", engine, context, budget),
-        *(engine_policy(engine, pool, context) if pool is not None else []),
-        *engine_monitor(engine, leader_selector(engine), context, tls=serves_tls(engine.spec)),
+        *(wiring.engine_policy(engine, pool, context) if pool is not None else []),
+        *wiring.engine_monitor(engine, leader_selector(engine), context, tls=serves_tls(engine.spec)),
     ]
 
 
 def _workload(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
     kind, name = workload_of(engine)
-    if kind == "Deployment":
-        return engine_object(kind, engine, context, {"spec": _deployment(engine, pool, context)}, name)
-    return engine_object(kind, engine, context, leader_worker_set(engine, pool, context), name, placement(engine))
-
-
-def _deployment(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
+    if kind == "LeaderWorkerSet":
+        return engine_object(kind, engine, context, leader_worker_set(engine, pool, context), name, placement(engine))
     template = pod_template(engine, pool, context)
-    return {
+    spec = {
         "replicas": engine.spec.replicas,
         "revisionHistoryLimit": 3,
         "progressDeadlineSeconds": progress_deadline(template["spec"]),
@@ -388,3 +383,4 @@ def _deployment(engine: InferenceEngine, pool: KVCachePool | None, context: Cont
         "strategy": {"type": "RollingUpdate", "rollingUpdate": engine.spec.update_strategy.model_dump()},
         "template": template,
     }
+    return engine_object(kind, engine, context, {"spec": spec}, name)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any, Final
 
-from epochkv_operator.api.base import API_VERSION, ENGINE_LABEL, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL
+from epochkv_operator.api.base import API_VERSION, ENGINE_LABEL, OURS, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.context import Context, Json
@@ -151,6 +151,5 @@ def _common(name: str, instance: str, component: str) -> dict[str, str]:
         "app.kubernetes.io/name": name,
         "app.kubernetes.io/instance": instance,
         COMPONENT_LABEL: component,
-        MANAGED_BY_LABEL: MANAGED_BY,
-        "app.kubernetes.io/part-of": "epochkv",
+        **OURS,
     }

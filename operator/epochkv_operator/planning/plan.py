@@ -26,8 +26,6 @@ from epochkv_operator.planning.pool import desired_pool
 _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
 """What the items of a list are told apart by."""
 ABSENT: Final = "it does not exist"
-BY_OTHERS: Final = "was changed by somebody else"
-_SHOWN: Final = 3
 _QUANTITIES: Final = ("limits", "requests", "sizeLimit", "divisor")
 
 
@@ -138,9 +136,9 @@ def difference(desired: Json, live: Json) -> str | None:
     wanted = {key: value for key, value in desired.items() if key not in ("apiVersion", "kind")} | {"metadata": metadata}
     found = _differing(wanted, live, "")
     if known != desired["metadata"]["annotations"][HASH_ANNOTATION]:
-        return f"what the operator wants has changed: {listed((path[1:] for path in found), _SHOWN)}".removesuffix(": ")
+        return f"what the operator wants has changed: {listed((path[1:] for path in found), 3)}".removesuffix(": ")
     first = next(found, None)
-    return f"{first[1:]} {BY_OTHERS}" if first is not None else None
+    return f"{first[1:]} was changed by somebody else" if first is not None else None
 
 
 def _differing(desired: Any, live: Any, path: str) -> Iterator[str]:

@@ -10,7 +10,6 @@ from epochkv_operator.api.base import POOL_NAMESPACE, SHARED_LABEL, PodTemplate
 from epochkv_operator.api.pool import KVCachePool, Mooncake
 from epochkv_operator.planning import connection as wiring
 from epochkv_operator.planning import podspec
-from epochkv_operator.planning.connection import pool_monitors, pool_policies
 from epochkv_operator.planning.context import Context, Json
 from epochkv_operator.planning.names import (
     KEYS_ANNOTATION,
@@ -25,7 +24,6 @@ from epochkv_operator.planning.names import (
     pool_object,
     stamped,
 )
-from epochkv_operator.planning.podspec import finish_pod
 
 # What a store process needs beside its segment (measured: 331 MiB peak with a full segment of 256 MiB), with its local buffer.
 _STORE_OVERHEAD_BYTES = 320 * 2**20
@@ -81,8 +79,8 @@ def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
         child("StatefulSet", "store", {"spec": _store(pool, mooncake, context)}),
         child("Service", "store", {"spec": {"clusterIP": "None", **podspec.service(stores, "health", STORE_HEALTH_PORT)}}),
         child("PodDisruptionBudget", "store", podspec.budget(stores)),
-        *pool_policies(pool, context),
-        *pool_monitors(pool, context),
+        *wiring.pool_policies(pool, context),
+        *wiring.pool_monitors(pool, context),
     ]
 
 
@@ -249,5 +247,5 @@ def _pods(pool: KVCachePool, component: str, spec: Json, overrides: PodTemplate 
     return {
         "revisionHistoryLimit": 3,
         "selector": {"matchLabels": component_selector(name, component)},
-        "template": finish_pod(pod, overrides, component, f"spec.distributed.mooncake.{component}.template"),
+        "template": podspec.finish_pod(pod, overrides, component, f"spec.distributed.mooncake.{component}.template"),
     }

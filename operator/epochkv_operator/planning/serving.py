@@ -97,19 +97,9 @@ class Life:
     gate: Json | None = None
 
 
-def gate_of(engine: Serve | None, pool: Serve | None) -> Serve:
-    """What counts for an engine of a pool."""
-    return engine or pool or ANYTHING
-
-
 def serve_of(given: Json) -> Serve:
     """Of an object that nothing has checked yet: fields of a newer API are no reason to gate nothing."""
     return Serve.model_validate({name: given[name] for name in ("weights", "strict") if name in given})
-
-
-def with_gate(spec: Json) -> Json:
-    """The spec of a pod, with the gate."""
-    return {**spec, "readinessGates": [*spec.get("readinessGates", ()), {"conditionType": GATE}]}
 
 
 @dataclass(frozen=True)

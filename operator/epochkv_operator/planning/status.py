@@ -1,6 +1,7 @@
 """Statuses as they are written: assembled from conditions and observations, with times that move only when something changed.
 
-`now` is an argument. The result is a complete status; the writer compares it with the live one and writes only a difference.
+`now` is an argument. The result is a complete status, cut to what the schema takes. The writer compares it with the live one and
+writes only a difference.
 """
 
 from __future__ import annotations
@@ -29,11 +30,6 @@ from epochkv_operator.planning.context import Condition, Context, HubView, Json,
 from epochkv_operator.planning.engine import leader_selector
 from epochkv_operator.planning.names import component_name, component_selector, selector_text
 
-_MAX_LAGGARDS = 16
-_MAX_EXTERNAL = 64
-_MAX_MESSAGE = 4096
-_MAX_WEIGHTS = 8
-_MAX_SERVED = 64
 _HEARD = ("engines", "externalEngines", "weights", "weightsSummary")
 
 
@@ -78,7 +74,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
         status |= {key: previous[key] for key in (*_HEARD, "keys", "reclaim") if key in previous}
     if observed.serving is not None and observed.serving.weights:
         served = [{"namespace": kind[0], "fingerprint": kind[1], "id": held} for kind, held in sorted(observed.serving.weights.items())]
-        status["servedWeights"] = served[:_MAX_SERVED]
+        status["servedWeights"] = served[:64]
     reset = _reset(observed.hub, previous, now, partial=partial)
     if reset:
         status["reset"] = reset
@@ -135,7 +131,7 @@ def conditions(wanted: Sequence[Condition], previous: Json, generation: int, now
             "observedGeneration": generation,
             "lastTransitionTime": before["lastTransitionTime"] if same else timestamp(now),
             "reason": condition.reason,
-            "message": condition.message[:_MAX_MESSAGE],
+            "message": condition.message[:4096],
         }
 
     return [written(condition) for condition in wanted]
@@ -170,7 +166,7 @@ def _weights_groups(hub: HubView, previous: Json, now: datetime) -> list[Json]:
             "engines": group.engines,
             "since": before.get(group.id) or timestamp(now - timedelta(seconds=group.since_seconds)),
         }
-        for group in hub.weights[:_MAX_WEIGHTS]
+        for group in hub.weights[:8]
     ]
 
 
@@ -245,7 +241,7 @@ def _external(found: Sequence[EngineView]) -> list[Json]:
         if engine.epoch is not None:
             entry["epoch"] = engine.epoch
         entries.setdefault(name, entry)
-    return [entries[name] for name in sorted(entries)][:_MAX_EXTERNAL]
+    return [entries[name] for name in sorted(entries)][:64]
 
 
 def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:
@@ -290,7 +286,7 @@ def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool 
             reset["durationMilliseconds"] = hub.reset_milliseconds
     elif hub.laggards:
         reasons = {name[:253]: reason[:64] for name, reason in hub.laggards}
-        reset["laggards"] = [{"name": name, "reason": reason} for name, reason in sorted(reasons.items())][:_MAX_LAGGARDS]
+        reset["laggards"] = [{"name": name, "reason": reason} for name, reason in sorted(reasons.items())][:16]
     elif partial and "laggards" in durable:
         reset["laggards"] = durable["laggards"]
     return reset

@@ -24,7 +24,6 @@ _ROLLING = frozenset({"UpdateInProgress", "Progressing"})  # of a LeaderWorkerSe
 _ENDED = {"Succeeded": "Completed", "Failed": "Failed"}
 """Phases of pods of which nothing runs again, and what to call one that gives no reason."""
 _LONG_RUN_SECONDS = 600.0
-_LINE = 300
 _CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
@@ -257,5 +256,5 @@ def _last_exit(container: Json) -> str:
     last = (container.get("lastState") or {}).get("terminated") or {}
     times = f"{container.get('restartCount', 0)} time{'s' if container.get('restartCount') != 1 else ''}"
     said = next((line.strip() for line in reversed(str(last.get("message", "")).splitlines()) if line.strip()), "")
-    log = f"its log ended: {said[:_LINE]}" if said else "see its log (--previous)"
+    log = f"its log ended: {said[:300]}" if said else "see its log (--previous)"
     return f"was restarted {times}, last exit {last.get('exitCode', 'unknown')} ({last.get('reason', 'unknown')}); {log}"
