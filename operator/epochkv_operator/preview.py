@@ -93,10 +93,8 @@ def planned(
     paths: Sequence[str], live: bool, namespace: str | None, context: str | None, operator_namespace: str
 ) -> tuple[list[Outcome], list[str]]:
     """Outcomes, pools first, and what was skipped. Raises `CannotPlan`."""
-    settings = Settings(operator_namespace)
     # Groups of pods need LeaderWorkerSet; whether the cluster has it, the operator says.
-    served = frozenset({"LeaderWorkerSet"})
-    rendered = Context(settings, served=served)
+    rendered = Context(Settings(operator_namespace), served=frozenset({"LeaderWorkerSet"}))
     if live:
         return _live(paths, namespace, context, rendered)
     manifests, skipped = read(paths, namespace, "default")
@@ -147,8 +145,7 @@ def _replaced(before: Json, after: Json) -> int:
 
 
 def _pods(spec: Json) -> int:
-    replicas: int = spec.get("replicas", 0) * (spec.get("leaderWorkerTemplate") or {}).get("size", 1)
-    return replicas
+    return int(spec.get("replicas", 0) * (spec.get("leaderWorkerTemplate") or {}).get("size", 1))
 
 
 def _said(obj: Json, replaced: int, new: bool) -> str:

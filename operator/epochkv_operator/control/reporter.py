@@ -26,21 +26,22 @@ from epochkv_operator.planning.status import conditions, conditions_by_type
 REPEAT_SECONDS: Final = 60.0
 
 
+@dataclass(eq=False)
 class Written:
     """One object's status. The hub's record in a pool's status is written by the hub and judged by it (`hub/authority.py`)."""
 
-    def __init__(self, uid: str, kind: str) -> None:
-        self.uid = uid
-        self._record = RECORD_FIELDS if kind == POOLS.kind else ()
-        self._known: Json | None = None
+    uid: str
+    record: tuple[str, ...]
+    known: Json | None = None
+    """As it was after our last write."""
 
     def believed(self, live: Json) -> Json:
         """The status as this process knows it; the live one before it has written any."""
-        if self._known is None:
+        if self.known is None:
             return live
-        known = {name: value for name, value in self._known.items() if name not in self._record}
-        known |= {name: live[name] for name in self._record if name in live}
-        reset, before = live.get("reset") or {}, (self._known.get("reset") or {}).get("epoch") or 0
+        known = {name: value for name, value in self.known.items() if name not in self.record}
+        known |= {name: live[name] for name in self.record if name in live}
+        reset, before = live.get("reset") or {}, (self.known.get("reset") or {}).get("epoch") or 0
         if reset and before < (reset.get("epoch") or 0) <= (live.get("targetEpoch") or 0):
             known["reset"] = reset  # the hub's, which has recorded a target
         return known
@@ -48,11 +49,7 @@ class Written:
     @property
     def labels(self) -> dict[bytes, str] | None:
         """What weights were called when this process last wrote; None: it has not."""
-        return None if self._known is None else dict(record_of({"status": self._known}).labels)
-
-    def confirmed(self, live: Json) -> None:
-        """This is the status after our write."""
-        self._known = live
+        return None if self.known is None else dict(record_of({"status": self.known}).labels)
 
 
 log = structlog.get_logger(__name__)
@@ -104,7 +101,7 @@ class Reporter:
         key = key_of(obj["kind"], obj)
         written = self._written.get(key)
         if written is None or written.uid != obj["metadata"]["uid"]:
-            written = self._written[key] = Written(obj["metadata"]["uid"], obj["kind"])
+            written = self._written[key] = Written(obj["metadata"]["uid"], RECORD_FIELDS if obj["kind"] == POOLS.kind else ())
         before: Json = {}
         after: Json = {}
         labels = written.labels if obj["kind"] == POOLS.kind else None
@@ -122,7 +119,7 @@ class Reporter:
             note = f"the operator may not write this object's status, which is old: {error.message}"
             self.tell(obj, reason="StatusForbidden", action="Status", note=note)
             raise
-        written.confirmed(answer.get("status") or {})
+        written.known = answer.get("status") or {}
         if labels is not None:
             self._tell_labels(obj, labels, written.labels or {}, after)
         if before != after:

@@ -324,9 +324,6 @@ class Operator:
             if (hub := self._hub) is not None:
                 hub(HubService.export_metrics)
 
-        def hub_loop() -> str | None:
-            return self._leader.hung() if self._leader is not None else None
-
-        self.probes.live = {"queue": queue, "lists": lists, "hub": hub_loop}
+        self.probes.live = {"queue": queue, "lists": lists, "hub": lambda: self._leader.hung() if self._leader is not None else None}
         self.probes.ready = {"leading": leading}
         self.probes.before_metrics = gauges

@@ -68,7 +68,7 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
         parts.append(_pool_bound(f"{engine.metadata.namespace}/{engine.spec.pool_ref.name}", bound))
         parts.append(_epoch_current(engine, bound, observed, state))
         if bound is not None:
-            notes.append(_engine_tiers(engine, observed))
+            notes.append(_engine_tiers(engine, observed, state))
     counted, good = parts, Condition("Ready", "True", "Ready", "the engine serves")
     if state.reason == "ScaledToZero":
         # Without pods, as somebody asked for, there is nothing to wait for and nothing that serves: `Available` is False.
@@ -198,10 +198,10 @@ def _epoch_current(engine: InferenceEngine, pool: KVCachePool | None, observed: 
     return Condition(kind, "False", "Advancing", f"{text}; behind: {', '.join(behind[:4])}" if behind else text)
 
 
-def _engine_tiers(engine: InferenceEngine, observed: Observed) -> Condition:
+def _engine_tiers(engine: InferenceEngine, observed: Observed, state: Health) -> Condition:
     """The same of one engine. Before a replica was heard from, nobody knows."""
     kind = "TiersUsable"
-    if _idle(engine, engine_health(engine, observed)):
+    if _idle(engine, state):
         return Condition(kind, "True", "ScaledToZero", "there is no pod")
     views = [view for replica in engine_ranks(engine, observed) for rank in replica.values() for view in rank]
     if observed.hub is not None and not any(view.alive for view in views):

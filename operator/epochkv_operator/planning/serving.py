@@ -107,6 +107,8 @@ class _Pod:
     """What counts of a pod. `ready`: for how many seconds its containers are; `views`: live(p); `named`: whether its gate names them."""
 
     obj: Json
+    name: str
+    uid: str
     serve: Serve
     group: str
     gate: Json
@@ -114,14 +116,6 @@ class _Pod:
     views: tuple[EngineView, ...]
     named: bool
     new: bool
-
-    @property
-    def name(self) -> str:
-        return str(self.obj["metadata"]["name"])
-
-    @property
-    def uid(self) -> str:
-        return str(self.obj["metadata"]["uid"])
 
     @property
     def open(self) -> bool:
@@ -169,7 +163,12 @@ def serving(
     seen = [_pod(pod, default, overrides, views, lives, clock) for pod in pods if _counts(pod)]
     views |= {_place(pod.obj): pod.views for pod in seen}
     live = [view for found in views.values() for view in found if view.weights is not None]
-    return _Look(seen, live, hub, before, lease_seconds, now, away_seconds).result(default, overrides)
+    weights = converged(live, before, hub) if hub is not None and hub.complete else dict(before)
+    came: dict[tuple[Kind, str], float] = {}
+    for view in live:
+        what = _kind(view), _hex(view)
+        came[what] = max(view.weights_since, came.get(what, 0.0))
+    return _Look(seen, hub, weights, came, lease_seconds, now, away_seconds).result(default, overrides)
 
 
 def lives_of(pods: Iterable[Json], before: Mapping[str, Life], clock: float) -> dict[str, Life]:
@@ -186,23 +185,17 @@ def lives_of(pods: Iterable[Json], before: Mapping[str, Life], clock: float) -> 
     return found
 
 
+@dataclass(eq=False)
 class _Look:
-    def __init__(
-        self,
-        pods: Sequence[_Pod],
-        live: Sequence[EngineView],
-        hub: HubView | None,
-        before: Mapping[Kind, str],
-        lease: float,
-        now: datetime,
-        away: float,
-    ) -> None:
-        self._pods, self._hub, self._lease, self._now, self._away = pods, hub, lease, now, away
-        self._weights = converged(live, before, hub) if hub is not None and hub.complete else dict(before)
-        self._came: dict[tuple[Kind, str], float] = {}
-        for view in live:
-            what = _kind(view), _hex(view)
-            self._came[what] = max(view.weights_since, self._came.get(what, 0.0))
+    _pods: Sequence[_Pod]
+    _hub: HubView | None
+    _weights: dict[Kind, str]
+    """W."""
+    _came: dict[tuple[Kind, str], float]
+    """For how long the first live engine of a kind has held weights."""
+    _lease: float
+    _now: datetime
+    _away: float
 
     def result(self, default: Serve, overrides: Mapping[str, Serve]) -> Serving:
         verdicts = [(pod, self._judge(pod)) for pod in self._pods]
@@ -385,6 +378,8 @@ def _pod(
     named = known.issuperset(view.instance.hex() for view in latest)
     return _Pod(
         obj=pod,
+        name=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
         serve=ANYTHING if _is_worker(pod) else overrides.get(str(engine), default) if engine else default,
         group=engine or str(controller_of(pod).get("uid", "")),
         gate=gate,
