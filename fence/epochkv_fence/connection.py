@@ -39,6 +39,8 @@ GIVEN: Final = "the connection configuration"
 HUB_PUBLIC_ENV: Final = "EPOCHKV_HUB_PUBLIC_KEY"
 CLIENT_PUBLIC_ENV: Final = "EPOCHKV_CLIENT_PUBLIC_KEY"
 CLIENT_SECRET_ENV: Final = "EPOCHKV_CLIENT_SECRET_KEY"
+CLIENT_ENVS: Final = (HUB_PUBLIC_ENV, CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV)
+"""In the order of `ClientKeys`."""
 ROOT_SECRET_ENV: Final = "EPOCHKV_ROOT_SECRET"
 ROOT_SECRET_FILE: Final = "root.secret"
 ROOT_SECRET_BYTES: Final = 32
@@ -251,11 +253,10 @@ def read_client_keys(hub: HubRef, environ: Mapping[str, str] = os.environ) -> Cl
 
     folder, tries = hub.credentials_dir, RELOAD_TRIES
     if folder is None:
-        names = (HUB_PUBLIC_ENV, CLIENT_PUBLIC_ENV, CLIENT_SECRET_ENV)
         try:
-            return ClientKeys(*(_variable(name, environ) for name in names))
+            return ClientKeys(*(_variable(name, environ) for name in CLIENT_ENVS))
         except CredentialsError as error:
-            raise ConfigurationError(f"{', '.join(names)} cannot be used: {error}") from error
+            raise ConfigurationError(f"{', '.join(CLIENT_ENVS)} cannot be used: {error}") from error
     while True:
         tries -= 1
         try:

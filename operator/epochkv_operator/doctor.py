@@ -17,16 +17,8 @@ from kubernetes.aio.config import ConfigException
 from epochkv_fence.cli.doctor import CHECK_SECONDS, CannotLook, ClusterScope, Finding, Level, guarded
 from epochkv_fence.client.probe import HubAnswer, is_inside, probe_hub
 from epochkv_fence.common import duration, end
-from epochkv_fence.connection import (
-    CLIENT_PUBLIC_ENV,
-    CLIENT_SECRET_ENV,
-    HUB_PUBLIC_ENV,
-    ConfigurationError,
-    Connection,
-    HubRef,
-    PoolRef,
-    check_endpoint,
-)
+from epochkv_fence.connection import CLIENT_ENVS, ConfigurationError, Connection, HubRef, PoolRef, check_endpoint
+from epochkv_fence.net.keys import CLIENT_FILES
 from epochkv_fence.version import VERSION
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.api.generate import CRDS, manifest
@@ -214,10 +206,7 @@ async def _hub(client: KubeClient, scope: ClusterScope, pool: Json) -> list[Find
     if not endpoint:
         raise CannotLook("status.endpoints.hub is empty: no operator has looked at this pool")
     fields = decoded(await _get(client, SECRETS, namespace, secret) or {})
-    environ = {
-        variable: fields.get(field, "")
-        for variable, field in ((HUB_PUBLIC_ENV, "hub.pub"), (CLIENT_PUBLIC_ENV, "client.pub"), (CLIENT_SECRET_ENV, "client.key"))
-    }
+    environ = {variable: fields.get(file, "") for variable, file in zip(CLIENT_ENVS, CLIENT_FILES, strict=True)}
     connection = Connection(PoolRef(name, pool["metadata"]["uid"], namespace), HubRef(endpoint), _about(pool), environ)
     try:
         check_endpoint(endpoint, "--hub" if scope.hub else "status.endpoints.hub")

@@ -33,7 +33,8 @@ from typing import Final
 
 import structlog
 
-from epochkv_fence.net.keys import CredentialsError, KeyPair, check_key, generate_keypair, public_of
+from epochkv_fence.connection import ROOT_SECRET_FILE
+from epochkv_fence.net.keys import CLIENT_FILES, CredentialsError, KeyPair, check_key, generate_keypair, public_of
 from epochkv_operator import metrics
 from epochkv_operator.api.base import OURS, POOL_LABEL, POOL_NAMESPACE
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
@@ -45,11 +46,9 @@ log = structlog.get_logger(__name__)
 Fields = Mapping[str, str]
 """Decoded fields of a Secret. A field that is no text is empty here."""
 
-HUB: Final = "hub.pub"
+HUB, PUBLIC, KEY = CLIENT_FILES
+ROOT: Final = ROOT_SECRET_FILE
 HUB_KEY: Final = "hub.key"
-PUBLIC: Final = "client.pub"
-KEY: Final = "client.key"
-ROOT: Final = "root.secret"
 GENERATION: Final = "generation"
 PREVIOUS: Final = "previous.pub"
 CHECK: Final = "check"

@@ -21,6 +21,8 @@ KEY_LENGTH = 40
 HUB_PUBLIC_FILE = "hub.pub"
 CLIENT_PUBLIC_FILE = "client.pub"
 CLIENT_SECRET_FILE = "client.key"
+CLIENT_FILES: Final = (HUB_PUBLIC_FILE, CLIENT_PUBLIC_FILE, CLIENT_SECRET_FILE)
+"""In the order of `ClientKeys`."""
 
 
 class CredentialsError(ValueError):
@@ -61,7 +63,7 @@ class ClientKeys:
     def load(cls, directory: str | Path) -> ClientKeys:
         """Read `hub.pub`, `client.pub` and `client.key`. Raises `CredentialsError`: a file is missing or holds no key."""
         base = Path(directory)
-        return cls(*(read_key(base / name) for name in (HUB_PUBLIC_FILE, CLIENT_PUBLIC_FILE, CLIENT_SECRET_FILE)))
+        return cls(*(read_key(base / name) for name in CLIENT_FILES))
 
     def apply(self, socket: zmq.Socket[Any]) -> None:
         """Have `socket` speak CURVE as this client, to that hub alone. Before it connects."""

@@ -23,13 +23,13 @@ import structlog
 from epochkv_operator import metrics
 from epochkv_operator.api.base import POOL_NAMESPACE, SHARED_LABEL
 from epochkv_operator.api.pool import AllowedNamespaces, KVCachePool
-from epochkv_operator.keys import FenceKeys, content, copied
+from epochkv_operator.keys import KEY, ROOT, FenceKeys, content, copied
 from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import CONFIGMAPS, NAMESPACES, POOLS, SECRETS, Resource
 from epochkv_operator.kube.store import BY_HOME, Key, Store, home, pool_key
 from epochkv_operator.planning.context import Context, Problem, Shared, listed
 from epochkv_operator.planning.names import copy_name, digest
-from epochkv_operator.planning.plan import difference
+from epochkv_operator.planning.plan import ABSENT, difference
 from epochkv_operator.planning.pool import shared_connection
 from epochkv_operator.planning.serving import JOINED
 from epochkv_operator.planning.workload import ended, pod_trouble
@@ -78,8 +78,7 @@ class Copies:
 
     async def keep(self, key: Key, pool: KVCachePool, keys: FenceKeys | None, context: Context) -> ApiError | None:
         """Bring the copies to what the pool allows; without keys none is made. Returns the error to try again on."""
-        allowed = pool.spec.allowed_namespaces
-        wanted, problem, again = await self._wanted(key, pool, allowed)
+        wanted, problem, again = await self._wanted(key, pool)
         if again is None:
             self._known[key] = {*wanted, *self.places(key), *self._known.get(key, ())}
             again = await self._withdraw_from(key, self._known[key] - wanted)
@@ -96,8 +95,8 @@ class Copies:
                 done.append(namespace)
             problem = problem or found
         self._told.pop(key, None)
-        if allowed is not None:
-            self._told[key] = allowed, Shared(done, problem)
+        if pool.spec.allowed_namespaces is not None:
+            self._told[key] = pool.spec.allowed_namespaces, Shared(done, problem)
         return again
 
     async def withdraw(self, key: Key) -> None:
@@ -107,10 +106,8 @@ class Copies:
         for known in (self._told, self._looked, self._matched, self._known):
             known.pop(key, None)
 
-    async def _wanted(
-        self, key: Key, pool: KVCachePool, allowed: AllowedNamespaces | None
-    ) -> tuple[set[str], Problem | None, ApiError | None]:
-        if allowed is None:
+    async def _wanted(self, key: Key, pool: KVCachePool) -> tuple[set[str], Problem | None, ApiError | None]:
+        if (allowed := pool.spec.allowed_namespaces) is None:
             return set(), None, None
         wanted, served, problem, again = set(allowed.names or ()), self._settings.watch_namespaces, None, None
         if served and (beyond := sorted(wanted.difference(served))):
@@ -137,11 +134,11 @@ class Copies:
     async def _look(self, key: Key, pool: KVCachePool, keys: FenceKeys, namespace: str, context: Context) -> Problem | None:
         """Bring one namespace up to date, unless that was just done, or has just turned out to be impossible."""
         wanted = content(keys, pool.metadata.uid)
-        hidden = {name: value for name, value in wanted.items() if name not in ("client.key", "root.secret")}
+        hidden = {name: value for name, value in wanted.items() if name not in (KEY, ROOT)}
         config = shared_connection(pool, namespace, digest([hidden, keys.revision]), context)
         live = self._store.get(CONFIGMAPS.kind, namespace, config["metadata"]["name"])
         looked, problem = self._looked.setdefault(key, {}).get(namespace, (0.0, None))
-        why = "it does not exist" if live is None else difference(config, live)
+        why = ABSENT if live is None else difference(config, live)
         if looked and time.monotonic() < looked + CHECK_SECONDS and (problem is not None or why is None):
             return problem
         try:
