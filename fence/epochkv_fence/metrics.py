@@ -10,10 +10,6 @@ from typing import Any, Final
 
 from epochkv_fence.protocol.pool import ENGINE_STATES, PoolSnapshot
 
-CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-REQUEST_SECONDS: Final = 5.0
-
-
 POOL_GAUGES: Final[dict[str, tuple[str, Callable[[PoolSnapshot, float, float], float]]]] = {
     "epochkv_pool_target_epoch": ("Highest epoch recorded for the pool", lambda pool, lease, now: pool.target),
     "epochkv_pool_published_epoch": ("Highest epoch proved: no engine uses an older one", lambda pool, lease, now: pool.published),
@@ -78,7 +74,7 @@ class MetricsServer:
 
     def __init__(self, address: tuple[str, int], render: Callable[[], str], healthy: Callable[[], bool]) -> None:
         class Handler(BaseHTTPRequestHandler):
-            timeout = REQUEST_SECONDS
+            timeout = 5.0
 
             def do_GET(self) -> None:
                 status, body = 404, "see /metrics and /healthz\n"
@@ -91,7 +87,7 @@ class MetricsServer:
                     status, body = 503, f"{error}\n"
                 content = body.encode()
                 self.send_response(status)
-                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)

@@ -75,12 +75,7 @@ class MooncakeAdmin:
     """For one `remove_all`, over all its requests."""
 
     async def remove_all(self, pool_uid: str) -> Removed:
-        """Remove every key that is not being read.
-
-        Raises:
-            StoreAdminError: no master answered in time, or all refused; what was removed is then unknown. A request that was
-                sent and failed may still be carried out: no other master's answer stands for it.
-        """
+        """As in `StoreAdmin`. A request that was sent and failed may still be carried out: no other master's answer stands for it."""
         urls = self._url_of(pool_uid)
         if not urls:
             raise StoreAdminError(f"no admin address is known for the store of pool {pool_uid}")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Final
 
 import typer
@@ -166,7 +167,7 @@ def wait(
     command also prints JSON when it ends with 3.
     """
     with closing(connect(config, timeout)) as pool, _asking(output):
-        done = pool.wait(epoch, timeout, StatusLine(render.wait_waits_for))
+        done = pool.wait(epoch, timeout, StatusLine(partial(render.reset_waits_for, recorder="somebody to ask for it")))
     render.show_wait(done, output)
 
 

@@ -217,16 +217,11 @@ class StatusLine:
 
 
 def reset_waits_for(standing: Standing, recorder: str = "a hub to record it") -> str:
-    """`recorder`: what a reset waits for that is not recorded yet."""
+    """`recorder`: what a reset, or a wait for one, waits for that is not recorded yet."""
     if not standing.recorded:
         return f"epoch {standing.epoch}: waiting for {recorder}"
     late = f"{standing.laggards} of {counted(standing.engines, 'engine')}" if standing.laggards else "the proof"
     return f"epoch {standing.epoch}: waiting for {listed(standing.names) if standing.names else late}"
-
-
-def wait_waits_for(standing: Standing) -> str:
-    """The same of a command that asks for nothing."""
-    return reset_waits_for(standing, "somebody to ask for it")
 
 
 def push_waits_for(standing: WeightsStanding) -> str:

@@ -62,11 +62,7 @@ def warm(
     wanted = prompts_of(prompts)
     with Progress(console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task("warming", total=len(wanted))
-
-        def step(number: int) -> None:
-            shown.update(task, completed=number)
-
-        found = warm_prompts(wanted, url, model=model, timeout_s=timeout, progress=step)
+        found = warm_prompts(wanted, url, model=model, timeout_s=timeout, progress=lambda number: shown.update(task, completed=number))
     if output is Output.JSON:
         show_json(asdict(found))
     else:

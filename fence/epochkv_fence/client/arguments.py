@@ -59,9 +59,8 @@ def check_weights(
     if label is not None:
         fits = isinstance(label, str) and 0 < len(label) <= MAX_NAME and label.isprintable()
         _need(fits, "label", label, f"give one printable line of 1 to {MAX_NAME} characters, such as step-42")
-    _need(not isinstance(engines, str), "engines", engines, "give names of engines, or None for all")
-    names = None if engines is None else frozenset(engines)
-    _need(names is None or bool(names), "engines", engines, "give names of engines, or None for all")
+    names = None if engines is None or isinstance(engines, str) else frozenset(engines)
+    _need(engines is None or bool(names), "engines", engines, "give names of engines, or None for all")
     digests = frozenset(other_than)
     fits = not isinstance(other_than, str) and all(DIGEST.fullmatch(digest) for digest in digests)
     _need(fits, "other_than", other_than, "give digests of 32 hex digits, such as the ids of a WeightsReport")

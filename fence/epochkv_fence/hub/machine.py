@@ -388,7 +388,8 @@ def acquire(hub: HubState, term: Term, found: PoolRecord, now: float) -> list[ev
     older_epochs(hub, now + hub.config.reclaim_seconds)
     unheld_weights(hub, now + hub.config.grace_seconds)
     actions = raise_target(hub, found.target, found.origin, now) or [ev.Changed(), *hub.instances.nudge(now)]
-    return [*actions, *heal(hub, hub.instances.highest_epoch, now), *write_target(hub, now), *note_granting(hub)]
+    highest = max((instance.epoch or 0 for instance in hub.instances.known.values()), default=0)
+    return [*actions, *heal(hub, highest, now), *write_target(hub, now), *note_granting(hub)]
 
 
 def abandon(hub: HubState) -> list[ev.Action]:

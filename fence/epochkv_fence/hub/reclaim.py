@@ -201,7 +201,8 @@ class Reclaimer:
         self.due_at = self._pause_until
         if able:
             self._idle_since = None
-            chosen = self._choose(able)
+            self._turn += 1  # another one each time, because the next may remove what this one cannot
+            chosen = able[self._turn % len(able)]
             self._note(_Request(chosen.instance, published, self._changes if asked else 0))
             return [ev.Send(chosen.peer, Reclaim(chosen.instance, published, asked, self._number))]
         if self._idle_since is None:
@@ -211,11 +212,6 @@ class Reclaimer:
             self._sweeping = published
             return [ev.RemoveAll(published, sweep=True)]
         return []
-
-    def _choose(self, able: Sequence[InstanceRecord]) -> InstanceRecord:
-        """Take another engine instance each time, because the next one may remove what this one cannot."""
-        self._turn += 1
-        return able[self._turn % len(able)]
 
     def _note(self, request: _Request) -> None:
         """Remember a request. Some engines never answer, so the oldest requests go."""

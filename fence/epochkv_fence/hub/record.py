@@ -86,10 +86,6 @@ class InstanceRecord:
         """The hub heard from it within the last lease."""
         return now < self.heard_at + config.lease_seconds
 
-    def dead_at(self, hold: float) -> float:
-        """When the hub may forget it: it was silent for a lease and margin (`hold`), and all its grants are dead."""
-        return max(self.heard_at + hold, self.live_until, self.below_until)
-
     def view(self, target: int, config: PoolConfig, now: float) -> EngineView:
         """This engine instance as status shows it; `majority` is left for who knows the others."""
         return EngineView(
@@ -167,10 +163,6 @@ class Instances:
         """Ask the instances behind for a heartbeat, which a grant of the new target can answer."""
         self.nudge_at = now + max(NUDGE_SECONDS, len(self.behind) / NUDGES_PER_SECOND)
         return [ev.Send(self.known[instance].peer, Nudge(instance)) for instance in self.behind]
-
-    @property
-    def highest_epoch(self) -> int:
-        return max((record.epoch or 0 for record in self.known.values()), default=0)
 
     @property
     def old_epoch_requests(self) -> int:
@@ -564,7 +556,7 @@ def fence_timeout_seconds(config: PoolConfig) -> float:
 
 def may_forget(instance: InstanceRecord, config: PoolConfig, now: float) -> bool:
     """The engine instance was silent for a lease and margin, so all its grants are dead."""
-    return now >= instance.dead_at(config.fence_timeout_seconds)
+    return now >= max(instance.heard_at + config.fence_timeout_seconds, instance.live_until, instance.below_until)
 
 
 # ------------------------------------------------------------------ asks and answers

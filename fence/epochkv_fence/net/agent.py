@@ -285,8 +285,8 @@ class Links:
     _mailbox: Mailbox
     _counters: Counter[str]
     _say: SayOnce
-    current: Link | None = None
-    """The connection in use; None while none is open."""
+    _current: Link | None = None
+    """The connection in use."""
     _next: Link | None = None
     _read_at: float = field(default_factory=lambda: time.monotonic() + KEYS_SECONDS)
     _context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -295,22 +295,24 @@ class Links:
     def open(self) -> None:
         """Dial with the keys that were accepted last."""
         self._context = zmq.Context()
-        self.current = Link(self._context, self.endpoint, self._keys)
+        self._current = Link(self._context, self.endpoint, self._keys)
 
     def close(self) -> None:
         for link in self._open:
             link.close()
-        self.current = self._next = self._poller = None
+        self._current = self._next = self._poller = None
         if self._context is not None:
             self._context.destroy(linger=0)
 
     @property
-    def connected(self) -> bool:
-        return self.current is not None and self.current.connected
+    def current(self) -> Link:
+        """The connection in use, between `open` and `close`."""
+        assert self._current is not None
+        return self._current
 
     @property
     def _open(self) -> list[Link]:
-        return [link for link in (self.current, self._next) if link is not None]
+        return [link for link in (self._current, self._next) if link is not None]
 
     def poll(self, milliseconds: int) -> bool:
         """Wait for something to do; return whether another thread left something in the mailbox."""
@@ -351,8 +353,7 @@ class Links:
 
     def _compare(self, keys: ClientKeys) -> None:
         """Dial with these keys beside the connection in use, if they are newer."""
-        if self.current is None or self._context is None:
-            return
+        assert self._context is not None
         if self._next is not None and (keys == self.current.keys or keys != self._next.keys):
             self._next.close()
             self._next = self._poller = None
@@ -371,9 +372,8 @@ class Links:
                 text = "the hub at %s does not take the new keys yet; going on with those in use, retrying"
                 self._say("next", "refused", logging.WARNING, text, self.endpoint)
             if event is LinkEvent.CONNECTED:
-                if self.current is not None:
-                    self.current.close()
-                self.current, self._next, self._poller = link, None, None
+                self.current.close()
+                self._current, self._next, self._poller = link, None, None
                 self._keys = link.keys
                 self._counters["key_changes"] += 1
                 self._say("next", "", logging.INFO, "connected to the hub at %s with the new keys", self.endpoint)
@@ -486,8 +486,7 @@ class AgentThread:
                     self._step(event)
                 for message in messages:
                     self._send(message)
-                if self._links.current is not None:
-                    self._read_link(self._links.current)
+                self._read_link(self._links.current)
                 if self._links.take_over():
                     self._step(ag.Poked())
                 self._pass_time()
@@ -503,8 +502,7 @@ class AgentThread:
             if time.monotonic() >= until:
                 return
             time.sleep(SETTLE_POLL_SECONDS)
-        if self._links.current is not None:
-            self._links.current.socket.linger = int(LEAVE_SECONDS * 1000)
+        self._links.current.socket.linger = int(LEAVE_SECONDS * 1000)
         self._step(ag.Left())
 
     def _poll_ms(self) -> int:
@@ -527,7 +525,7 @@ class AgentThread:
         now = time.monotonic()
         if now >= self._agent.deadline():
             self._step(ag.Tick())
-        explained = self._links.connected or self._say.state("hub") in ("refused", "handshake")
+        explained = self._links.current.connected or self._say.state("hub") in ("refused", "handshake")
         if not explained and now >= self._disconnected_at + UNREACHABLE_AFTER_SECONDS:
             until = "sharing nothing when the lease is over" if now < self._view.lease_until else "sharing nothing until there is one"
             self._say("hub", "unreachable", logging.WARNING, "no connection to the hub at %s; %s, retrying", self.endpoint, until)
@@ -573,9 +571,6 @@ class AgentThread:
                 self._say("hub", "disconnected", logging.INFO, "lost the connection to the hub at %s", self.endpoint)
 
     def _send(self, message: Message) -> None:
-        link = self._links.current
-        if link is None:
-            return
         try:
             frames = encode(message)
         except Exception as error:  # what a hook said may be too large, or no number at all
@@ -583,7 +578,7 @@ class AgentThread:
             kind = type(message).__name__
             self._say(f"wire {kind}", "unencodable", logging.ERROR, "a %s cannot be encoded and is not sent: %r", kind, error)
             return
-        sent = link.send(frames)
+        sent = self._links.current.send(frames)
         self.counters["sent" if sent else "unsent"] += 1  # without a connection: the next heartbeat says it all
 
     # ------------------------------------------------------------------ the state machine

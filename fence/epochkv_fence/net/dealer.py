@@ -28,13 +28,6 @@ SILENT_REDIAL_SECONDS: Final = 3.0
 """Without a connection (libzmq gives up for good, silently, on bytes that are not the protocol), and with one on which
 messages are not answered (a frozen hub): dial anew. Doubles while it does not help."""
 MAX_SILENT_REDIAL_SECONDS: Final = 30.0
-MONITORED: Final = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_DISCONNECTED
-)
 
 
 class LinkEvent(enum.Enum):
@@ -102,7 +95,7 @@ class Link:
         # Of the addresses of a name, libzmq takes those of one family alone.
         self._unsure = is_name(endpoint.removeprefix("tcp://").rpartition(":")[0])
         self.socket.setsockopt(zmq.IPV6, "[" in endpoint or (self._unsure and ":" in own_address()))
-        self.monitor: Any = self.socket.get_monitor_socket(MONITORED)
+        self.monitor: Any = self.socket.get_monitor_socket(sum(EVENTS))
         self.monitor.linger = 0
         try:
             self.socket.connect(endpoint)

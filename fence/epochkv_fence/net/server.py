@@ -164,11 +164,8 @@ class ServedPool(PoolLimits):
         self.failed_until = time.monotonic() + FAILED_STEP_SECONDS
 
 
-class UnknownPool(KeyError):
+class UnknownPool(LookupError):
     """The hub has no pool of this uid; `set_pool` first."""
-
-    def __str__(self) -> str:
-        return f"the hub has no pool with uid {self.args[0]!r}; call set_pool first"
 
 
 class Pools:
@@ -185,7 +182,7 @@ class Pools:
         try:
             return self._pools[uid]
         except KeyError:
-            raise UnknownPool(uid) from None
+            raise UnknownPool(f"the hub has no pool with uid {uid!r}; call set_pool first") from None
 
     def __contains__(self, pool: ServedPool) -> bool:
         """The hub still serves this pool. One that was removed and set again is another pool."""
@@ -425,11 +422,7 @@ class HubServer:
     # ------------------------------------------------------------------ pools
 
     def set_pool(self, config: PoolConfig) -> None:
-        """Add a pool, or change the configuration of one (same uid). Two keys may be accepted while one is replaced.
-
-        Raises:
-            ValueError: a key is malformed or belongs to another pool.
-        """
+        """Add a pool, or change the configuration of one (same uid). Raises as `Pools.put`."""
         pool, before = self._pools.put(config)
         if before is not None and before != config:
             self._step(pool, ev.Configured(config))

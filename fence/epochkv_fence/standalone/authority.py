@@ -30,9 +30,6 @@ from epochkv_fence.common import fulfil
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 
-DATABASE_FILE: Final = "state.db"
-LOCK_FILE: Final = "hub.lock"
-LOCK_POLL_SECONDS: Final = 0.05
 APPLICATION_ID: Final = 0x45504B56  # "EPKV"
 
 _SCHEMA: Final = """
@@ -96,7 +93,7 @@ def hold(path: Path, held: Callable[[int | None], StateError], seconds: float = 
                 text = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
                 os.close(lock)
                 raise held(int(text) if text.isdecimal() else None) from error
-        time.sleep(LOCK_POLL_SECONDS)
+        time.sleep(0.05)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
@@ -107,7 +104,7 @@ class Database:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.path = directory / DATABASE_FILE
+        self.path = directory / "state.db"
         self._lock: int | None = None
         self._connection: sqlite3.Connection | None = None
         self._inode: tuple[int, int] | None = None
@@ -121,7 +118,7 @@ class Database:
         """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = hold(self.directory / LOCK_FILE, lambda pid: StateHeld(self.directory, pid))
+            self._lock = hold(self.directory / "hub.lock", lambda pid: StateHeld(self.directory, pid))
             self._connect()
         except sqlite3.Error as error:
             raise self.unusable(error) from error
@@ -270,15 +267,7 @@ class SqliteAuthority:
 
     @classmethod
     async def open(cls, directory: str | os.PathLike[str], deadline_seconds: float = DEADLINE_SECONDS) -> SqliteAuthority:
-        """Take the directory for this process, making it and its database on first use.
-
-        Args:
-            deadline_seconds: for every later call.
-
-        Raises:
-            StateHeld: another process serves from it.
-            StateError: it cannot be read or written, or holds something else.
-        """
+        """Take the directory for this process, as `Database.open` does. `deadline_seconds`: for every later call."""
         authority = cls(directory, deadline_seconds)
         try:
             await authority._call("open", authority._database.open, OPEN_SECONDS)

@@ -39,7 +39,6 @@ from epochkv_fence.standalone.authority import StateError, hold
 logger = logging.getLogger("epochkv.hub")
 
 KEYS_FILE: Final = "keys.json"
-KEYS_LOCK: Final = "keys.lock"
 CLIENT_FOLDER: Final = "client"
 KEYS_VERSION: Final = 1
 LOCK_SECONDS: Final = 5.0
@@ -241,7 +240,7 @@ def _write(path: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Hub and `keys rotate` change the same files. Who has the lock writes its process id into it."""
-    path = directory / KEYS_LOCK
+    path = directory / "keys.lock"
 
     def held(pid: int | None) -> StateError:
         who = f"process {pid}" if pid is not None else "another process"

@@ -254,8 +254,3 @@ class StandaloneHub:
         """Change fields of the pool's `PoolConfig` from now on, as an owner does who edits a spec."""
         assert self._keys is not None, "this hub is stopped"
         self._keys.configure(**changes)
-
-    @property
-    def accepted_keys(self) -> tuple[str, ...]:
-        """Client keys, the newest first."""
-        return self._keys.config.client_public_keys if self._keys is not None else ()
