@@ -26,7 +26,7 @@ from epochkv_fence.client.results import (
 )
 from epochkv_fence.client.session import FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, STATUS_SECONDS, Session
 from epochkv_fence.protocol.messages import MAX_NAME, Label, Labelled
-from epochkv_fence.protocol.pool import called, relabelled
+from epochkv_fence.protocol.pool import SHOWN_DIGITS, called, relabelled
 
 WEIGHTS_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = 0.25
@@ -73,10 +73,15 @@ async def weights(session: Session, timeout_s: float = STATUS_SECONDS) -> Weight
 
 
 async def begin_update(session: Session, label: str | None, engines: Iterable[str] | None, timeout_s: float) -> Update:
-    """Before the push: note who holds what."""
+    """Before the push: note who holds what, and give it a label if it has none, so that it is known when something loads it again."""
     names, _ = check_weights(engines, timeout_s, label, ())
+    until = time.monotonic() + timeout_s
     status = await session.status(timeout_s)
     before = report(chosen(status.engines, names)[0], status.labels)
+    if label is not None:
+        for weights in sorted(before.common - set(status.labels)):
+            name = f"before-{label}" if len(before.common) == 1 else f"before-{label}-{weights[:SHOWN_DIGITS]}"
+            await _label(session, weights, name[:MAX_NAME], until, "the push has not begun")
     return Update(label, before, before.common, names)
 
 
@@ -98,8 +103,7 @@ async def wait_weights(
         engines: names, each of which has to be a live engine's (without `/rank`: all ranks). None: every engine of the pool.
         timeout_s: for the wait; the last look and the label may take a few seconds more.
         label: what these weights are called from now on, at most 253 characters; of several names the newest counts.
-        other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push. Those without
-            a label are called `before-LABEL`, so that they are known when something loads them again.
+        other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
         progress: called on another thread with a `WeightsStanding` after every look. A plain function.
         only_new: also raise `WeightsDiverged` where engines held these weights before under a label, or `label` was that of
             others. Nothing is called `label` then.
@@ -139,22 +143,21 @@ async def wait_weights(
         raise WeightsDiverged(text, (), replace(held, notes=notes))
     if label is None:
         return held
-    new = dict.fromkeys(sorted(held.ids), label)
-    old = dict.fromkeys(sorted(digests - set(status.labels)), f"before-{label}"[:MAX_NAME])
-    for weights, name in (old | new).items():
-        await _label(session, weights, name, max(until, time.monotonic() + LABEL_SECONDS))
-    return replace(report(found, {**status.labels, **new}), notes=notes)
+    until = max(until, time.monotonic() + LABEL_SECONDS)
+    for weights in sorted(held.ids):
+        await _label(session, weights, label, until, "all engines hold the same weights")
+    return replace(report(found, {**status.labels, **dict.fromkeys(held.ids, label)}), notes=notes)
 
 
-async def _label(session: Session, weights: str, label: str, until: float) -> None:
-    """Say what weights are called, until a hub has noted it. Raises `HubUnreachable`: none has in time."""
+async def _label(session: Session, weights: str, label: str, until: float, known: str) -> None:
+    """Say what weights are called, until a hub has noted it. Raises `HubUnreachable` with what is `known`: none has in time."""
     with session.conversation() as conversation:
         asked = Label(conversation.request, bytes.fromhex(weights), label)
         async for answer in conversation.answers(asked, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
             if isinstance(answer, Labelled) and (answer.weights.hex(), answer.label) == (weights, label):
                 return
     error = await session.unreachable()
-    text = f"all engines hold weights {weights[:8]}, and that they are called {label!r} is not known to be noted"
+    text = f"{known}, and that {weights[:SHOWN_DIGITS]} are called {label!r} is not known to be noted"
     raise HubUnreachable(f"{error}. {text}") from error
 
 

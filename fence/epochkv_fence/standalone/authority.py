@@ -339,7 +339,7 @@ class SqliteAuthority:
         await self._update("note", "UPDATE pools SET granting = 1 WHERE uid = :uid", {"uid": pool_uid})
 
     async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
-        """Durably add these labels; the newest stay."""
+        """Durably add these labels; see `merged_labels` for which go."""
 
         def write(connection: sqlite3.Connection) -> None:
             known = merged_labels(self._record_of(connection, pool_uid).labels, labels)

@@ -161,7 +161,7 @@ class KubernetesAuthority:
         await self._update(pool_uid, decide)
 
     async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
-        """Add what weights are called; the oldest beyond 16 go."""
+        """Add what weights are called; see `merged_labels` for which go."""
 
         def decide(pool: Json) -> Json | None:
             known = dict(record_of(pool).labels)

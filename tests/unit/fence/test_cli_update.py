@@ -84,7 +84,7 @@ def test_an_engine_that_missed_the_push_is_status_3_and_named(hub: HubProcess, a
     assert done.stderr.splitlines() == [
         "epochkv: waiting for the new weights of engine-1",
         "epochkv: not all engines of pool policy hold the same, new weights after 3 s: engine-1 does not. "
-        "Now 3f2a9c1e: engine-0; 0a0a0a0a: engine-1",
+        "Now 3f2a9c1e: engine-0; 0a0a0a0a (before-v): engine-1",
     ]
 
 

@@ -503,7 +503,7 @@ def test_a_hub_that_falls_silent_after_the_first_answer_or_answers_about_other_l
                 say(encode(answer))
             say(encode(BumpStatus(message.request, 1, 99, 99)))
 
-    said = r"no answer from the hub at .*\. all engines hold weights 3f2a9c1e, and that they are called 'step-1' is not known to be noted$"
+    said = r"no answer from .*\. all engines hold the same weights, and that 3f2a9c1e are called 'step-1' is not known to be noted$"
     with false_hub(answer) as way, Pool.connect(way, 20) as pool:
         with pytest.raises(ResetNotRecorded, match=r"no hub is known to have recorded epoch 1 within 1\.5 s"):
             pool.reset(timeout_s=1.5)

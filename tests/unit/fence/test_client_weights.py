@@ -115,13 +115,13 @@ def test_an_engine_that_missed_the_push_is_named(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
     error = missed(pool, lambda: push(engines[:2], NEW))
     assert error.engines == ("engine-2",)
-    assert groups(error.report) == [(NEW.hex(), "", EVERYBODY[:2]), (OLD.hex(), "", ("engine-2",))]
+    assert groups(error.report) == [(NEW.hex(), "", EVERYBODY[:2]), (OLD.hex(), "before-step-1", ("engine-2",))]
     assert pool.weights().common == frozenset()
     assert str(error) == (
         "not all engines of pool policy hold the same, new weights after 1 s: engine-2 does not. "
-        "Now 3f2a9c1e: engine-0, engine-1; 0a0a0a0a: engine-2"
+        "Now 3f2a9c1e: engine-0, engine-1; 0a0a0a0a (before-step-1): engine-2"
     )
-    assert pool.status().labels == {}, "nothing is called so that not everybody has"
+    assert pool.status().labels == {OLD.hex(): "before-step-1"}, "nothing is called so that not everybody has"
     with pool.weight_update("step-1 again", timeout_s=20) as update:  # for those that have it already this push changes nothing
         push(engines, NEW)
     assert groups(update.report) == [(NEW.hex(), "step-1 again", EVERYBODY)]
@@ -202,6 +202,7 @@ def test_engines_of_two_fingerprints_need_not_be_equal(world: HubWorld) -> None:
     assert report.equal
     error = missed(pool, lambda: push(engines, NEW))
     assert error.engines == ("wide",), "its weights are the same everywhere, and they are the old ones"
+    assert set(pool.status().labels.values()) == {f"before-step-1-{weights.hex()[:8]}" for weights in (OLD, OTHER)}
     with pool.weight_update("step-2", timeout_s=20) as update:
         push(engines, b"\x02" * 16)
         push(wide, b"\x03" * 16)
@@ -221,7 +222,7 @@ def test_engines_that_are_named_are_waited_for_alone(world: HubWorld) -> None:
     assert error.engines == ("engine-7",)
     assert str(error).endswith(": no engine is called engine-7. Now 3f2a9c1e (canary): engine-0")
     nobody = diverged(lambda: pool.wait_weights(["engine-7"], timeout_s=0.5))
-    assert str(nobody).endswith("engine-7. Now 0a0a0a0a (before-canary): engine-1, engine-2; 3f2a9c1e (canary): engine-0")
+    assert str(nobody).endswith(": no engine is called engine-7. Now 0a0a0a0a: engine-1, engine-2; 3f2a9c1e (canary): engine-0")
     with pool.weight_update("step-1", engines=EVERYBODY[1:], timeout_s=20) as update:
         assert update.other_than == {OLD.hex()}
         push(engines[1:], OTHER)
@@ -329,7 +330,7 @@ def test_an_exception_inside_goes_on_as_it_is(world: HubWorld, kind: type[BaseEx
         breaks_off()
     assert caught.value is began
     assert not hasattr(began, "__notes__")
-    assert (world.snapshot().target, pool.status().labels) == (0, {})
+    assert (world.snapshot().target, pool.status().labels) == (0, {OLD.hex(): "before-step-1"})
 
 
 @pytest.mark.parametrize("kind", [BrokenPipeError, SystemExit])
