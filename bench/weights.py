@@ -78,7 +78,7 @@ def digest_row(arguments: argparse.Namespace, progress: Progress) -> Row:
     """Against a plain read: the sum of the same bytes as 64-bit integers."""
     layers, hidden = (32, 4096) if torch.cuda.is_available() else (LAYERS, HIDDEN)
     tensors = model_tensors(layers=layers, hidden=hidden)
-    num_bytes = digest(tensors).num_bytes
+    num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
     words = [tensor.view(-1).view(torch.int64) for _, tensor in tensors]
 
     def read() -> None:
@@ -109,7 +109,7 @@ def sample_row(arguments: argparse.Namespace, progress: Progress) -> Row:
     assert sample.holds()
     draws = [seconds(lambda: Sample(tensors)) for _ in range(arguments.repeats)]
     looks = [seconds(sample.holds) for _ in range(200)]
-    issued = [seconds(sample.look) for _ in range(200)]
+    issued = [seconds(sample.compare) for _ in range(200)]
     figures = [
         repeated("one comparison", [1e3 * one for one in looks], None, "ms"),
         repeated("one comparison after a step", [1e3 * after_a_step() for _ in range(50)], None, "ms"),

@@ -74,7 +74,8 @@ def filled_books(prompts: Sequence[Sequence[bytes]], names: Names) -> TierManage
     """An L1 twice as large as the prompts, which are saved in it."""
     num_slots = 2 * sum(len(hashes) for hashes in prompts)
     config = ConnectorConfig.parse({"pool": {"name": "p", "namespace": "n", "uid": "u"}, "local": {"capacity_bytes": num_slots}}, {})
-    tiers = TierManager(config, LAYOUT, num_ranks=1, num_slots=num_slots, store=None, ids=itertools.count(), clock=time.monotonic)
+    ids, clock = itertools.count(), time.monotonic
+    tiers = TierManager(config, LAYOUT, num_ranks=1, num_slots=num_slots, store=None, ids=ids, clock=clock, keys_of=lambda *_: ())
     tiers.bind_block_pool(Blocks(), BLOCK_TOKENS)
     tiers.adopt(names)
     for index, hashes in enumerate(prompts):

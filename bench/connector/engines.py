@@ -23,8 +23,9 @@ from bench.connector.store import Raw, Region
 from bench.model import make_large
 from bench.report import Progress
 from hack.demo.stock import stock_connector
+from hack.engine_api import EngineError
 from hack.loopback import free_ports
-from hack.standalone.engine import Engine, EngineError
+from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
 from hack.standalone.process import Process

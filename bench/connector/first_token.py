@@ -139,7 +139,7 @@ def against_stock(arguments: argparse.Namespace, progress: Progress) -> Row:
         for index, name in in_turns(group.engines, arguments.repeats * NUM_ROTATING, progress):
             engine, tokens = group.engines[name], prompts[index % NUM_ROTATING]
             samples[f"{name}, from L2"].append(misses.attempt(name, lambda ask=(engine, tokens): _from_store(*ask)))
-            samples[f"{name}, from GPU"].append(misses.attempt(name, lambda ask=(engine, tokens): timed_answer(*ask, CACHED_TOKENS)))
+            samples[f"{name}, from GPU"].append(misses.attempt(name, lambda ask=(engine, tokens, CACHED_TOKENS): timed_answer(*ask)))
             if name == "ours":
                 fetched.append(misses.attempt("Mooncake's own client", fetch))
         group.engines["ours"].report_metrics(prompt("last", BLOCK_TOKENS))
@@ -181,7 +181,7 @@ def against_lmcache(arguments: argparse.Namespace, progress: Progress) -> Row:
         for index, name in in_turns(group.engines, arguments.repeats, progress):
             engine, tokens = group.engines[name], prompt(f"prompt {index}", tokens_of)
             samples[f"{name}, from host"].append(misses.attempt(name, lambda ask=(engine, tokens): from_host(*ask)))
-            again = misses.attempt(name, lambda ask=(engine, tokens): timed_answer(*ask, PROMPT_TOKENS))
+            again = misses.attempt(name, lambda ask=(engine, tokens, PROMPT_TOKENS): timed_answer(*ask))
             samples[f"{name}, from GPU"].append(again)
     by_host = {name: added(samples[f"{name}, from host"], samples[f"{name}, from GPU"]) for name in group.engines}
     figures = [

@@ -91,7 +91,7 @@ class Engine:
             store=store,
             ids=ids,
             clock=time.monotonic,
-            keys_of=None if store is None else keys_of,
+            keys_of=keys_of,
         )
         self._tiers.bind_block_pool(Blocks(), BLOCK_TOKENS)
         self._tiers.adopt(self._names)

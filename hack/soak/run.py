@@ -191,5 +191,5 @@ def _verdict(tally: Tally, memory: Memory, elapsed: float, leaked: int) -> Verdi
         f"{clock(elapsed)} min, {tally['faults']} faults, {tally['resets']} resets, {tally['prompts']} prompts, "
         f"{tally['wrong tokens']} wrong tokens, {leaked} leaked blocks"
     )
-    counts = (tally[kind] for kind in ("faults", "resets", "updates", "answers with a hit"))
-    return Verdict(closing, tuple(lines), tuple(tally.problems), *counts, len(tally.of("push ")))
+    faults, resets, updates, hits = (tally[kind] for kind in ("faults", "resets", "updates", "answers with a hit"))
+    return Verdict(closing, tuple(lines), tuple(tally.problems), faults, resets, updates, hits, len(tally.of("push ")))

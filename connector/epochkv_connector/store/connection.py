@@ -492,7 +492,7 @@ class StoreConnection:
                 self.in_flight -= 1
                 self._changed.notify_all()
         self._counters.add(f"{kind}_calls")
-        if StoreOutcome.UNREACHABLE in map(outcome_of, codes):
+        if StoreOutcome.UNREACHABLE in map(OUTCOMES.get, codes):
             self._open(client, f"{kind} returned {min(codes)}")
             return StoreOutcome.UNREACHABLE
         return codes
