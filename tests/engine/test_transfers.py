@@ -29,7 +29,10 @@ HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False}
 NIXL = {
     "kv_connector": "NixlConnector",
     "kv_buffer_device": "cpu",
-    "kv_connector_extra_config": {"kv_lease_duration": 240},  # a tag is good for half of it, on a machine that stands still, too
+    "kv_connector_extra_config": {
+        "kv_lease_duration": 240,  # a tag is good for half of it, on a machine that stands still, too
+        "num_threads": 0,  # of its four, each would keep a core busy
+    },
 }
 FAILURES = ("epochkv_errors_total", "epochkv_loads_failed_total", "nixl_num_failed_transfers_total", "nixl_num_failed_notifications_total")
 
