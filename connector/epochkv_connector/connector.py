@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_connector.engine import blocks, describe, interface, limits, patches
+from epochkv_connector.engine import blocks, describe, entry, interface, limits, patches
 from epochkv_connector.engine.interface import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -48,6 +48,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         patches.share_log_handlers()
+        entry.prefer_bundle()
         self._guard = Guard()
         try:
             extra = self._kv_transfer_config.kv_connector_extra_config

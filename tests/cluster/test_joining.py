@@ -183,12 +183,12 @@ def test_l1_is_on_top_of_all_memory_that_holds_for_the_engine(policy: None, name
     made = joins(namespace, "first")
     l1 = 1_153_434  # 1,153,433.6
     assert env(made, "vllm")["EPOCHKV_LOCAL_CAPACITY"] == str(l1)
-    given = {"limits": {"memory": "1.1Gi"}, "requests": {"memory": "1Gi"}}  # 1,181,116,006.4
+    given = {"limits": {"memory": "1.1Gi", "ephemeral-storage": "1Gi"}, "requests": {"memory": "1Gi"}}  # 1,181,116,006.4
     both = {"limits": {"memory": "3Gi", "cpu": "2"}, "requests": {"memory": "2Gi"}}
     made = pod(namespace, "both", containers=[{"name": "vllm", **CONTAINER, "resources": given}], resources=both)
     assert container(made, "vllm")["resources"] == {
-        "limits": {"memory": str(1_181_116_007 + l1)},
-        "requests": {"memory": str(2**30 + l1)},
+        "limits": {"memory": str(1_181_116_007 + l1), "ephemeral-storage": str(2**30 + 2**29)},
+        "requests": {"memory": str(2**30 + l1), "ephemeral-storage": str(2**30 + 2**29)},
     }
     assert made["spec"]["resources"]["limits"] == {"memory": str(3 * 2**30 + l1), "cpu": "2"}
     assert made["spec"]["resources"]["requests"]["memory"] == str(2**31 + l1)

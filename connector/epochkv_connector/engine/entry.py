@@ -64,3 +64,12 @@ def use_bundle(folder: Path) -> None:
         except OSError:
             with contextlib.suppress(OSError):  # Mooncake says what it lacks
                 ctypes.CDLL(str(folder / "lib" / library))
+
+
+def prefer_bundle(folder: Path = BUNDLE) -> None:
+    """This process has our connector: its Mooncake counts, as a master takes clients of its own version alone. vLLM's own connectors
+    keep that of the image."""
+    packages = str(folder / HERE)
+    if packages in sys.path:
+        sys.path.remove(packages)
+        sys.path.insert(0, packages)

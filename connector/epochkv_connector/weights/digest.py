@@ -360,6 +360,17 @@ def packed(worker: Any) -> list[list[str]]:
     return found
 
 
+def scales(worker: Any) -> list[list[Any]]:
+    """What attention layers keep of the scales of their KV as numbers: name of the layer, then those of queries, keys and values."""
+    found: list[list[Any]] = []
+    for prefix, model in models(worker):
+        for path, module in model.named_modules():
+            numbers = [module.__dict__.get(f"_{one}_scale_float", 1.0) for one in "qkv"]
+            if numbers != [1.0, 1.0, 1.0]:
+                found.append([f"{prefix}{path}.", *numbers])
+    return found
+
+
 def _own(module: torch.nn.Module) -> Iterator[Home]:
     for table in (module._parameters, module._buffers):
         for attribute, tensor in table.items():

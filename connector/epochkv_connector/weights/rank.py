@@ -31,6 +31,7 @@ from epochkv_connector.weights.digest import (
     models,
     packed,
     parts,
+    scales,
     weights,
     why_unreadable,
 )
@@ -267,6 +268,7 @@ class Held:
         runners: what copies for it, for as long as that lives.
         unmapped: memory of this worker that a call has unmapped, from before it begins until one has mapped it.
         naps: how often that was the memory of KV, whose contents are gone.
+        scales: of attention layers, as the first digest found them.
     """
 
     number: int = -1
@@ -290,6 +292,14 @@ class Held:
     runners: weakref.WeakSet[Copies] = field(default_factory=weakref.WeakSet)
     unmapped: frozenset[str] = frozenset()
     naps: int = 0
+    scales: list[list[Any]] | None = None
+
+    def scales_of(self, worker: Any) -> list[list[Any]]:
+        """The scales of attention layers, and what they were at first where that differs: FlashInfer's kernels go on with what they took
+        from the layer at their first forward pass (vLLM 0.32, `v1/attention/backends/flashinfer.py`)."""
+        found = scales(worker)
+        self.scales = found if self.scales is None else self.scales
+        return found if found == self.scales else [*found, ["at first", *self.scales]]
 
     def sleep(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """vLLM's, whoever calls it; so are `discard` and `wake_up`."""
@@ -480,10 +490,11 @@ def digest_weights(worker: Any, number: int) -> Answer:
         _synchronize()
         sample = Sample(weights(worker))
         places = Places(worker)
-        found = digest(weights(worker), packed(worker))
+        told = [*packed(worker), *held.scales_of(worker)]
+        found = digest(weights(worker), told)
         if held.domain is not None:
             rest = ((name, tensor) for name, tensor in weights(worker) if not is_of_experts(name))
-            answer["rest"] = digest(rest, [one for one in packed(worker) if not is_of_experts(one[0])])
+            answer["rest"] = digest(rest, [one for one in told if not is_of_experts(one[0])])
         if not sample.holds() or places.lie != Places(worker).lie or writes != held.writes:
             raise Unreadable("weights were written while they were read")
         held.sample, held.places, held.seen = sample, places, writes

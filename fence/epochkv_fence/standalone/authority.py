@@ -93,6 +93,9 @@ def hold(path: Path, held: Callable[[int | None], StateError], seconds: float = 
                 text = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
                 os.close(lock)
                 raise held(int(text) if text.isdecimal() else None) from error
+        except OSError as error:
+            os.close(lock)
+            raise StateError(f"{path}: its file system has no locks ({error.strerror}): use a --state directory on a local disk") from error
         time.sleep(0.05)
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)

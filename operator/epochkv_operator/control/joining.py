@@ -256,6 +256,6 @@ def silent(pod: Json, lease_seconds: float) -> str:
     container = pod["metadata"]["annotations"][JOINED]
     return (
         f"it joined, has been ready for {lease_seconds:g} s, and no engine of it has reported to the pool's hub. Lines with EpochKV say"
-        f" why: kubectl logs {pod['metadata']['name']} -c {container}. Without one, that container has no vLLM engine of its own, or"
-        " VLLM_PLUGINS leaves epochkv out"
+        f" why: kubectl logs {pod['metadata']['name']} -c {container}. Without one, that container has no vLLM engine of its own,"
+        " VLLM_PLUGINS leaves epochkv out, or PYTHONPATH lost /epochkv (a script, python -I, Ray's runtime_env, uv run)"
     )

@@ -112,3 +112,14 @@ def test_an_installed_connector_has_nothing_beside_it(monkeypatch: pytest.Monkey
     before = list(sys.path)
     entry.use_bundle(entry.BUNDLE)
     assert sys.path == before
+
+
+def test_the_mooncake_that_was_brought_counts_once_our_connector_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / HERE).mkdir()
+    monkeypatch.setattr(sys, "path", ["/image"])
+    entry.prefer_bundle(tmp_path)
+    assert sys.path == ["/image"], "nothing was brought"
+    entry.use_bundle(tmp_path)
+    assert sys.path == ["/image", str(tmp_path / HERE)], "vLLM's own connectors keep the image's"
+    entry.prefer_bundle(tmp_path)
+    assert sys.path == [str(tmp_path / HERE), "/image"]

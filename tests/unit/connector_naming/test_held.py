@@ -17,6 +17,7 @@ from torch import nn
 from epochkv_connector.engine import patches
 from epochkv_connector.weights import digest as packing
 from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Unreadable, digest, mark, models, packed, weights
+from epochkv_connector.weights.rank import Held
 
 
 class Worker:
@@ -119,6 +120,20 @@ def test_a_name_that_only_looks_like_it_is_a_weight(name: str) -> None:
     before = value(worker)
     model.layers[0].register_buffer(name, torch.zeros(5))
     assert value(worker) != before
+
+
+def test_scales_that_kernels_took_at_first_stay_in_the_name() -> None:
+    """FlashInfer multiplies numbers of the layer once, at its first forward pass."""
+    model = Model()
+
+    def named(held: Held, scale: float) -> bytes:
+        model.layers[0]._k_scale_float = scale
+        return digest(weights(Worker(model)), held.scales_of(Worker(model)))
+
+    one, other = Held(), Held()
+    plain, changed, fresh = named(one, 1.0), named(one, 2.0), named(other, 2.0)
+    assert len({plain, changed, fresh}) == 3
+    assert named(one, 1.0) == plain
 
 
 def test_adapters_do_not_count_and_what_is_below_them_keeps_its_name() -> None:

@@ -1,6 +1,7 @@
 """The SQLite authority: the common suite, real kills at random points, and every way a directory can be unusable."""
 
 import asyncio
+import errno
 import os
 import random
 import shutil
@@ -211,6 +212,14 @@ async def test_the_same_holder_gets_a_new_term(tmp_path: Path) -> None:
 def refused(directory: Path, match: str, kind: type[StateError] = StateError) -> None:
     with pytest.raises(kind, match=match):
         asyncio.run(opened(directory))
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    refused(tmp_path, r"hub\.lock: its file system has no locks \(No locks available\): use a --state directory on a local disk")
 
 
 async def test_a_directory_of_another_pool_and_a_shorter_lease_are_refused(tmp_path: Path) -> None:
