@@ -3,7 +3,7 @@ in a watch.
 
     python bench/bump_to_published.py --namespace default --pool policy --bumps 20 --json result.json
 
-Works against any cluster (KUBECONFIG, or the pod's service account); needs `get`, `patch` and `watch` on the pool. It
+Works against any cluster (KUBECONFIG, or the pod's service account); needs `get`, `list`, `patch` and `watch` on pools. It
 really resets the pool: every bump makes its cache cold. Besides the end-to-end time it shows the hub's own measurement
 (recorded to published) and how many engines took part.
 """
@@ -57,7 +57,7 @@ class Watcher:
                 if event["type"] == "ERROR":
                     raise RuntimeError(f"watch of KVCachePools in {self._namespace}: {obj.get('message', obj)}")
                 version = obj["metadata"]["resourceVersion"]
-                if obj["metadata"]["name"] != self._pool:
+                if obj["metadata"].get("name") != self._pool:  # a bookmark has none
                     continue
                 self.status = obj.get("status") or {}
                 self._seen.setdefault(self.status.get("epoch") or 0, time.perf_counter())
@@ -83,8 +83,9 @@ async def measure(
     client = await KubeClient.connect()
     path = POOLS.path(namespace, pool)
     current = await client.get(POOLS, namespace, pool)
+    _, version = await client.list(POOLS, namespace)  # the pool's own version may be older than etcd remembers
     watcher = Watcher(client, namespace, pool)
-    task = asyncio.create_task(watcher.run(current["metadata"]["resourceVersion"]))
+    task = asyncio.create_task(watcher.run(str(version)))
     results: list[Bump] = []
     try:
         epoch = max(int(current["spec"].get("resetEpoch") or 0), int((current.get("status") or {}).get("targetEpoch") or 0))
