@@ -88,7 +88,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ scheduler role
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """The block pool is bound here; nothing else of the manager is kept but `get_block_ids`."""
+        """The cache manager exists, and with it the GPU's block pool."""
         self.scheduler.bind(kv_cache_manager)
 
     def on_new_request(self, request: Any) -> None:
