@@ -80,8 +80,9 @@ async def begin_update(session: Session, label: str | None, engines: Iterable[st
     before = report(chosen(status.engines, names)[0], status.labels)
     if label is not None:
         for weights in sorted(before.common - set(status.labels)):
-            name = f"before-{label}" if len(before.common) == 1 else f"before-{label}-{weights[:SHOWN_DIGITS]}"
-            await _label(session, weights, name[:MAX_NAME], until, "the push has not begun")
+            digits = f"-{weights[:SHOWN_DIGITS]}" if len(before.common) > 1 else ""
+            name = f"before-{label}"[: MAX_NAME - len(digits)] + digits
+            await _label(session, weights, name, until, "the push has not begun")
     return Update(label, before, before.common, names)
 
 
@@ -163,9 +164,12 @@ async def _label(session: Session, weights: str, label: str, until: float, known
 
 def _notes(status: PoolStatus, held: WeightsReport, label: str, *, only_new: bool) -> tuple[str, ...]:
     known = {bytes.fromhex(weights): name for weights, name in status.labels.items()}
-    live = {bytes.fromhex(engine.weights) for engine in status.engines if engine.weights}
-    told = ((one, relabelled(known, bytes.fromhex(one), label, live, only_new=only_new)) for one in sorted(held.ids))
-    return tuple(f"{called(one, label)}: {note}" for one, note in told if note)
+    notes = []
+    for group in sorted(held.groups, key=lambda group: group.id):
+        others = {bytes.fromhex(engine.weights) for engine in status.engines if engine.weights and engine.fingerprint != group.fingerprint}
+        if note := relabelled(known, bytes.fromhex(group.id), label, others, only_new=only_new):
+            notes.append(f"{called(group.id, label)}: {note}")
+    return tuple(notes)
 
 
 def _too_early(status: PoolStatus, waited: float) -> str:

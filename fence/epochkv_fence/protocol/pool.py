@@ -264,14 +264,16 @@ def relabelled(known: Mapping[bytes, str], weights: bytes, label: str, held: Col
 
     Args:
         known: what weights were called until now.
-        held: what live engines hold: those of several layouts may share a label.
+        held: what live engines hold that may share a label: those of other layouts.
         only_new: tell of weights, too, that have this label already.
     """
     before = known.get(weights)
-    if before is not None:
-        return f"engines held these weights before, as {before}" if only_new or before != label else ""
-    other = next((other for other, name in known.items() if name == label and other not in held), None)
-    return "" if other is None else f"until now {label} was the label of weights {other.hex()[:8]}"
+    if before is not None and (only_new or before != label):
+        return f"engines held these weights before, as {before}"
+    others = [other.hex()[:SHOWN_DIGITS] for other, name in known.items() if name == label and other != weights and other not in held]
+    if not others:
+        return ""
+    return f"{label} is the label of weights {others[-1]}, too" if before else f"until now {label} was the label of weights {others[-1]}"
 
 
 def called(weights: str, label: str) -> str:
