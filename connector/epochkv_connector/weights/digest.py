@@ -305,6 +305,13 @@ def models(worker: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         yield "draft.", draft
 
 
+def _modules(worker: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """All modules of this rank, once each, by the prefix of their tensors' names, which adapters do not change."""
+    for prefix, model in models(worker):
+        for path, module in model.named_modules():
+            yield f"{prefix}{path}.".replace(".base_layer.", "."), module
+
+
 @dataclass(frozen=True, slots=True)
 class Home:
     """A weight, and where it is kept."""
@@ -316,17 +323,15 @@ class Home:
 
 def homes(worker: Any) -> Iterator[Home]:
     """All weights of this rank, with the places that they were found in. Raises Unreadable: a layer hides its weights."""
-    for prefix, model in models(worker):
-        for path, module in model.named_modules(remove_duplicate=True):
-            name = f"{prefix}{path}.".replace(".base_layer.", ".")
-            if type(module).__module__.startswith("vllm.lora."):
-                continue  # the adapters' own; what is below such a wrapper is a module of its own
-            num_bytes = 0
-            for home in _own(module):
-                num_bytes += home.tensor.numel() * home.tensor.element_size()
-                if not _has_end(home.name.partition(".")[0], LEFT_OUT):
-                    yield Home(name + home.name, home.tensor, home.steps)
-            _check_visible(name, module, num_bytes)
+    for name, module in _modules(worker):
+        if type(module).__module__.startswith("vllm.lora."):
+            continue  # the adapters' own; what is below such a wrapper is a module of its own
+        num_bytes = 0
+        for home in _own(module):
+            num_bytes += home.tensor.numel() * home.tensor.element_size()
+            if not _has_end(home.name.partition(".")[0], LEFT_OUT):
+                yield Home(name + home.name, home.tensor, home.steps)
+        _check_visible(name, module, num_bytes)
 
 
 _EXPERTS = re.compile(r"(?:^|\.)(?:routed_)?experts\.(?:(?:w13|w2)_[^.]*)?$")
@@ -351,24 +356,13 @@ def mark(layer: Any) -> None:
 
 def packed(worker: Any) -> list[list[str]]:
     """[name, digest] of layers whose weights were packed away."""
-    found = []
-    for prefix, model in models(worker):
-        for path, module in model.named_modules():
-            marked = module.__dict__.get(PACKED)
-            if marked is not None:
-                found.append([f"{prefix}{path}.".replace(".base_layer.", "."), str(marked)])
-    return found
+    return [[name, str(module.__dict__[PACKED])] for name, module in _modules(worker) if module.__dict__.get(PACKED) is not None]
 
 
 def scales(worker: Any) -> list[list[Any]]:
     """What attention layers keep of the scales of their KV as numbers: name of the layer, then those of queries, keys and values."""
-    found: list[list[Any]] = []
-    for prefix, model in models(worker):
-        for path, module in model.named_modules():
-            numbers = [module.__dict__.get(f"_{one}_scale_float", 1.0) for one in "qkv"]
-            if numbers != [1.0, 1.0, 1.0]:
-                found.append([f"{prefix}{path}.", *numbers])
-    return found
+    numbers = ((name, [module.__dict__.get(f"_{one}_scale_float", 1.0) for one in "qkv"]) for name, module in _modules(worker))
+    return [[name, *of_layer] for name, of_layer in numbers if of_layer != [1.0, 1.0, 1.0]]
 
 
 def _own(module: torch.nn.Module) -> Iterator[Home]:
