@@ -147,6 +147,8 @@ class Checks:
         self.record_target = self.record_published = self.promised = 0
         self.forgotten = float("-inf")
         self.labels.clear()
+        for engine in self.world.engines:  # of an epoch that was published and lost it knows nothing, and it comes a second time
+            engine.cleared = min(engine.cleared, max(engine.bound or 0, self.world.authority.record.published))
 
     def cascade_began(self, target: int) -> None:
         """Every engine was reset alone at this epoch, all at once: one raise is enough for all of them."""
