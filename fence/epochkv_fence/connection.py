@@ -17,10 +17,10 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,7 @@ from msgspec import Meta
 if TYPE_CHECKING:
     from epochkv_fence.net.keys import ClientKeys
 
+T = TypeVar("T")
 CONFIG_ENV: Final = "EPOCHKV_CONFIG"
 FENCE_ENV: Final = "EPOCHKV_FENCE"
 CAPACITY_ENV: Final = "EPOCHKV_LOCAL_CAPACITY"
@@ -244,27 +245,21 @@ def check_endpoint(endpoint: str, what: str) -> tuple[str, int]:
 def read_client_keys(hub: HubRef, environ: Mapping[str, str] = os.environ) -> ClientKeys:
     """The client's key pair and the hub's public key, from the directory or the environment.
 
-    Key files are replaced one after the other when keys are rotated, so a pair that does not fit is read again.
-
     Raises:
         ConfigurationError: a file or variable is missing or holds no key.
     """
     from epochkv_fence.net.keys import ClientKeys, CredentialsError
 
-    folder, tries = hub.credentials_dir, RELOAD_TRIES
+    folder = hub.credentials_dir
     if folder is None:
         try:
             return ClientKeys(*(_variable(name, environ) for name in CLIENT_ENVS))
         except CredentialsError as error:
             raise ConfigurationError(f"{', '.join(CLIENT_ENVS)} cannot be used: {error}") from error
-    while True:
-        tries -= 1
-        try:
-            return ClientKeys.load(_folder(folder))
-        except CredentialsError as error:
-            if not tries or isinstance(error.__cause__, FileNotFoundError):
-                raise ConfigurationError(f"{_folder_problem(folder, str(error))}; give the folder with {KEY_FILES}") from error
-        time.sleep(RELOAD_SECONDS)
+    try:
+        return _read_again(folder, CredentialsError, lambda: ClientKeys.load(_folder(folder)))
+    except CredentialsError as error:
+        raise ConfigurationError(f"{_folder_problem(folder, str(error))}; give the folder with {KEY_FILES}") from error
 
 
 def read_root_secret(hub: HubRef, environ: Mapping[str, str] = os.environ) -> bytes:
@@ -277,13 +272,25 @@ def read_root_secret(hub: HubRef, environ: Mapping[str, str] = os.environ) -> by
         return _secret(_variable(ROOT_SECRET_ENV, environ), ROOT_SECRET_ENV)
     path = _folder(hub.credentials_dir) / ROOT_SECRET_FILE
     try:
-        text = _read_bytes(path).decode("ascii")
+        text = _read_again(hub.credentials_dir, OSError, lambda: _read_bytes(path)).decode("ascii")
     except OSError as error:
         problem = _folder_problem(hub.credentials_dir, f"{path} cannot be read ({error.strerror or error})")
         raise ConfigurationError(f"{problem}; give the folder with the pool's {ROOT_SECRET_FILE}, which engines need") from error
     except UnicodeError as error:
         raise ConfigurationError(f"{path} is not hex text; it must hold {2 * ROOT_SECRET_BYTES} hex digits") from error
     return _secret(text, str(path))
+
+
+def _read_again(folder: str, failed: type[Exception], read: Callable[[], T]) -> T:
+    """What `read` returns. Files are replaced one by one, or a link moves to others: for a moment one is missing or does not fit."""
+    for _ in range(RELOAD_TRIES - 1):
+        try:
+            return read()
+        except failed:
+            if not os.path.isdir(folder):
+                break
+            time.sleep(RELOAD_SECONDS)
+    return read()
 
 
 def _secret(text: str, what: str) -> bytes:

@@ -13,7 +13,7 @@ from epochkv_connector.weights.watch import fold
 from epochkv_connector.wire import WorkerReport
 from epochkv_fence.protocol.messages import STAMP_KEY as KEY
 from epochkv_fence.protocol.messages import UNKNOWN_WEIGHTS as UNKNOWN
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, filled
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, every_layout, filled, found
 from tests.scheduler.test_adapters import adapter, add, load
 from tests.scheduler.test_fenced import FencedRig, Stock
 from tests.support.ahead import AheadRig, AsyncRig
@@ -58,6 +58,28 @@ def told(rig: Any, name: str) -> list[str]:
     assert starts[0] == 0
     ends = [*starts[1:], len(rig.outputs[name])]
     return [one["weights"] for one, start, end in zip(tokens, starts, ends, strict=True) for _ in range(start, end)]
+
+
+def warm(rig: Any, tokens: list[int]) -> int:
+    """Asks until L2 holds the prompt, as `epochkv_fence.client.warm` does; returns how many tokens of it."""
+    for _ in range(3):
+        said = rig.handed[rig.serve(tokens, params={KEY: {"stamp": True, "stored": True}})][KEY]
+        if said["stored_tokens"] == said["storable_tokens"]:
+            return int(said["stored_tokens"])
+    raise AssertionError(f"L2 never holds it: {said}")
+
+
+@every_layout
+@pytest.mark.parametrize("options", [{}, {"l1_bytes": None, "extra": {"staging_slots": 16}}], ids=["L1", "GPU alone"])
+def test_what_l2_lost_is_stored_again_for_who_waits_for_it(
+    make_rig: MakeRig, store: SharedStore, layout: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    """The store restarts empty: what the engine gave it before says nothing."""
+    rig = make_rig(store=store, epoch=0, groups=layout, num_blocks=64, **options)
+    assert warm(rig, TOKENS[:WHOLE]) == WHOLE
+    store.objects.clear()
+    assert warm(rig, TOKENS[:WHOLE]) == WHOLE
+    assert found(make_rig(store=store, epoch=0, groups=layout, num_blocks=64), TOKENS) == WHOLE
 
 
 @KINDS

@@ -161,7 +161,7 @@ class Stamps:
         if not self._open:
             self._steps.clear()
         written = self._write(stamp)
-        if (asked_of(request) or {}).get("stored") is True:
+        if asks_stored(request):
             written["stored_tokens"], written["storable_tokens"] = self._stored(request)
         return written
 
@@ -244,6 +244,11 @@ def asked_of(request: Any) -> Mapping[str, Any] | None:
     """What a request wants of us."""
     asked = (request.kv_transfer_params or {}).get(STAMP_KEY)
     return asked if isinstance(asked, Mapping) else None
+
+
+def asks_stored(request: Any) -> bool:
+    """Whether its stamp is to say how much of its prompt L2 holds."""
+    return (asked_of(request) or {}).get("stored") is True
 
 
 def shown(digest: bytes | None) -> str:

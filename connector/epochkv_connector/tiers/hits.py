@@ -280,7 +280,7 @@ class HitPlanner:
     def begin(self, req: RequestView, snap: Snapshot) -> None:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
-        if self._state.is_usable and max_tokens > 0:
+        if self._state.is_usable and (max_tokens > 0 or req.asks_stored):
             query = self._query(req, self.find(req), snap, 0, max_tokens)
             if query is not None:
                 self.prefetches.watch(req.request_id, query)
@@ -322,7 +322,7 @@ class HitPlanner:
             self._count["plans_expired"] += plan.num_held > 0
             self.release(plan)
         max_tokens = self._max_tokens(req)
-        if max_tokens <= num_local_tokens:
+        if max_tokens <= num_local_tokens and not req.asks_stored:
             return 0
         found = self.find(req)
         query = self._query(req, found, snap, num_local_tokens, max_tokens)
@@ -330,6 +330,8 @@ class HitPlanner:
         if self._is_pending(req.request_id, query):
             self._count["lookups_deferred"] += 1
             return None
+        if req.asks_stored:
+            self._state.known.discard(self._all(found))
         if query is not None and query.found is not None:
             self._state.known.add(query.found)
             self._state.known.discard(key for key in query.blocks if key not in query.found)
@@ -369,11 +371,16 @@ class HitPlanner:
         query = self._lookups.get(req.request_id, namespace, snap.root)
         if query is not None:
             return query
-        wanted: list[Key] = []
-        for group, spec in self._layout.restored:
+        wanted = self._all(found) if req.asks_stored else []
+        for group, spec in () if req.asks_stored else self._layout.restored:
             span = found.blocks(group, local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0))
             wanted += [(group, name) for name, slot in zip(span.names, span.slots, strict=True) if slot == ABSENT]
         return self._lookups.begin(req, namespace, snap.root, wanted) if wanted else None
+
+    def _all(self, found: PromptBlocks) -> list[Key]:
+        """Every whole block of the prompt, whichever tier holds it."""
+        end = len(found.hashes) * self._state.hash_block_size
+        return [(group, name) for group, spec in self._layout.restored for name in found.blocks(group, 0, end // spec.block_size).names]
 
     def _fill(self, plan: Plan, total: int, found: PromptBlocks) -> None:
         """Make the plan promise the longest hit up to `total` tokens that can be held. Takes nothing yet."""

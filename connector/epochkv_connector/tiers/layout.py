@@ -67,6 +67,7 @@ class RequestView:
     request_id: str
     num_tokens: int  # prompt, and outputs so far of a request that was preempted
     block_hashes: Sequence[bytes]  # vLLM's, made under the current root; only read
+    asks_stored: bool = False  # its sender waits until L2 holds its prompt, which L2 is asked for: it may have lost what we gave it
 
 
 class ScheduledRequestView(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from epochkv_fence.connection import (
     Connection,
     HubRef,
     read_client_keys,
+    read_root_secret,
 )
 from epochkv_fence.net.keys import KeyPair, generate_keypair
 
@@ -141,6 +142,18 @@ def test_a_pair_that_is_being_replaced_is_read_again(folder: Path) -> None:
     thread.start()
     try:
         assert read_client_keys(HubRef("tcp://h:1", str(folder))).public == fresh.public
+    finally:
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["client.key", "root.secret"])
+def test_a_file_that_is_away_while_the_folder_changes_is_read_again(folder: Path, name: str) -> None:
+    """As where the kubelet moves `..data`, or a launcher copies the folder while engines start."""
+    (folder / name).rename(folder / "away")
+    thread = threading.Timer(0.02, lambda: (folder / "away").rename(folder / name))
+    thread.start()
+    try:
+        (read_root_secret if name == "root.secret" else read_client_keys)(HubRef("tcp://h:1", str(folder)))
     finally:
         thread.join()
 
