@@ -39,15 +39,6 @@ def test_nothing_is_adopted_before_vllm_has_set_its_own_global(make_rig: MakeRig
     assert ready == [False, True]
 
 
-def test_a_lower_epoch_is_refused(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.adopt(3)
-    root = global_root()
-    rig.adopt(2)
-    assert rig.pins.root.snapshot.epoch == 3
-    assert global_root() is root
-
-
 # ---------------------------------------------------------------------------------------------- bypass
 def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig, store: SharedStore) -> None:
     rig = make_rig(store=store)

@@ -240,12 +240,9 @@ class RootState:
         return self._global.ready()
 
     def adopt(self, epoch: int) -> None:
-        """Rebind the root and swap the snapshot. Agent thread; the acknowledgement is sent after this returns. An epoch below the one
-        adopted is ignored: it cannot come from a correct agent."""
+        """Rebind the root and swap the snapshot. Agent thread; the acknowledgement is sent after this returns."""
         with self.lock:
-            if epoch < self.epoch:
-                self.counters["lower_epoch_refused"] += 1
-                return
+            assert epoch >= self.epoch, "the agent takes no grant of a lower epoch"
             self.epoch, self._settled = epoch, False
             self.counters["adoptions"] += 1
             self._refresh()

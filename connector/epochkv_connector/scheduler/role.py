@@ -112,6 +112,10 @@ class HubLink:
         """End of the lease on the monotonic clock; 0.0 without one."""
         return self._thread.view.lease_until if self._thread is not None else 0.0
 
+    def counts(self) -> dict[str, int]:
+        """See `AgentThread.counts`; nothing without one."""
+        return self._thread.counts() if self._thread is not None else {}
+
     def propose(self, epoch: int) -> None:
         """Ask the hub for an epoch; best effort."""
         if self._thread is not None:
@@ -448,6 +452,7 @@ class SchedulerRole:
         # `dict` copies at once; the agent's thread counts there meanwhile.
         totals: dict[str, float] = {**dict(self.counters), **dict(self.pins.counters)}
         totals |= {f"weights_{name}": count for name, count in dict(self.weights.watch.counters).items()}
+        totals |= {f"agent_{name}": count for name, count in self._link.counts().items()}
         store = {} if self.store_keys is None else self.store_keys.client.stats()
         counted, held = metrics.split(self.gauges())
         of_store, client = metrics.split({f"store_{name}": value for name, value in store.items()})

@@ -17,7 +17,10 @@ Of a sliding window, what vLLM keeps in its own cache is saved: the blocks that 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from operator import indexOf
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochkv_connector.config import ConnectorConfig
@@ -101,7 +104,8 @@ class SavePlanner:
         unit, size = self._layout.alignment_tokens, self._state.hash_block_size
         end = align_down(min(view.num_confirmed_tokens, len(view.block_hashes) * size), unit)
         under, looked_at = self._cursors.get(view.request_id, (namespace, 0))
-        start = token = looked_at if under == namespace else 0
+        start = looked_at if under == namespace else 0
+        token = self._behind_held(view, start, end, namespace, pool)
         self.give_up(view.request_id)
         wanted: list[Wanted] = []
         room = self._index.num_available
@@ -126,6 +130,23 @@ class SavePlanner:
             return None
         job_id, deadline = next(self._state.ids), self._state.config.job_deadline_seconds
         return SaveJob(job_id, view.request_id, namespace, (token - start) // size, tuple(moves), deadline)
+
+    def _behind_held(self, view: ScheduledRequestView, token: int, end: int, namespace: str | None, pool: BlockPoolAdapter) -> int:
+        """Where the first unit from `token` on begins that may have something to save. Of a long hit, every tier has each block."""
+        for group, spec in self._layout.restored:
+            if spec.kind is GroupKind.STATE:
+                continue
+            first, scale = token // spec.block_size, self._state.scales[group]
+            if spec.kind is not GroupKind.FULL:  # those outside of the window come first, and cannot be saved
+                ids = view.group_block_ids[group]
+                first = bisect_left(ids, True, first, max(first, len(ids)), key=lambda gpu_block: gpu_block != pool.null_block_id)
+            names = view.block_hashes[(first + 1) * scale - 1 : end // spec.block_size * scale : scale]
+            tiers: list[Iterable[bool]] = [map(self._index.holds(group), names)] if self._index.indexed else []
+            if namespace is not None:
+                tiers.append(map(self._known.holds, zip(repeat(group), names)))
+            num_held = indexOf(chain(map(all, zip(*tiers, strict=True)), (False,)), False)
+            end = min(end, token + align_down((first + num_held) * spec.block_size - token, self._layout.alignment_tokens))
+        return max(token, end)
 
     def _num_needed(self, wanted: Sequence[Wanted]) -> int:
         """Slots that become unavailable if all of these are taken."""
@@ -197,7 +218,8 @@ class SavePlanner:
             if (one := self._worth(view, group, tokens // spec.block_size - 1, gpu_block, namespace)) is not None:
                 by_boundary.setdefault(tokens, {})[group] = one
         for by_group in by_boundary.values():
-            wanted = list(by_group.values())
+            # For the boundary before, slots were taken since: one of these may have been given to it.
+            wanted = [one._replace(slot=self._index.get(one.group, one.name)) for one in by_group.values()]
             if self._num_needed(wanted) > self._index.num_available:
                 self.num_states_lost += len(wanted)
             elif wanted:

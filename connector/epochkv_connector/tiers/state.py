@@ -282,6 +282,10 @@ class HostIndex:
         """Slot of a block of one group, or the second argument: `get` for many blocks in a row."""
         return self._maps[group].get
 
+    def holds(self, group: int) -> Callable[[bytes], bool]:
+        """Whether a block of one group is there: for many blocks in a row."""
+        return self._maps[group].__contains__
+
     @property
     def num_held(self) -> int:
         """Slots with at least one reference."""
@@ -409,11 +413,16 @@ class HostIndex:
 
 
 class RecentBlocks:
-    """LRU set of (group, block hash), at most `capacity` entries. Give keys in chain order: the head is forgotten last."""
+    """LRU set of (group, block hash), at most `capacity` entries. Give keys in chain order: the head is forgotten last.
+
+    Attributes:
+        holds: `in`, for many keys in a row.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._keys: OrderedDict[Key, None] = OrderedDict()
+        self.holds: Callable[[Key], bool] = self._keys.__contains__
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -237,8 +237,10 @@ class Slots:
 
     def _release(self, slots: tuple[int, ...]) -> None:
         with self._changed:
-            self._held.subtract(slots)
-            self._held = +self._held
+            for slot in slots:
+                self._held[slot] -= 1
+                if not self._held[slot]:
+                    del self._held[slot]
             self._changed.notify_all()
 
 

@@ -263,7 +263,7 @@ class Hub:
         if hub.open and hub.instances.behind and now >= hub.instances.nudge_at:
             actions += hub.instances.nudge(now)
         if now >= hub.record.retry_at:
-            actions += write_target(hub, now) + note_granting(hub)
+            actions += write_target(hub, now) + note_granting(hub, now)
         return [*actions, *tick(hub, now)]
 
     def _forget(self, now: float) -> list[ev.Action]:
@@ -328,7 +328,7 @@ def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now:
     hub.rounds.wait(instance, peer, beat.seq, now)
     if changed:
         engines_changed(hub, now)
-    return [*([ev.Changed()] if changed else []), *heal(hub, instance.epoch or 0, now), *note_granting(hub)]
+    return [*([ev.Changed()] if changed else []), *heal(hub, instance.epoch or 0, now), *note_granting(hub, now)]
 
 
 def _leave(hub: HubState, instance: bytes, now: float) -> list[ev.Action]:
@@ -389,7 +389,7 @@ def acquire(hub: HubState, term: Term, found: PoolRecord, now: float) -> list[ev
     unheld_weights(hub, now + hub.config.grace_seconds)
     actions = raise_target(hub, found.target, found.origin, now) or [ev.Changed(), *hub.instances.nudge(now)]
     highest = max((instance.epoch or 0 for instance in hub.instances.known.values()), default=0)
-    return [*actions, *heal(hub, highest, now), *write_target(hub, now), *note_granting(hub)]
+    return [*actions, *heal(hub, highest, now), *write_target(hub, now), *note_granting(hub, now)]
 
 
 def abandon(hub: HubState) -> list[ev.Action]:
@@ -445,9 +445,9 @@ def write_target(hub: HubState, now: float) -> list[ev.Action]:
     return hub.record.write(now) if hub.leading else []
 
 
-def note_granting(hub: HubState) -> list[ev.Action]:
+def note_granting(hub: HubState, now: float) -> list[ev.Action]:
     """Before its first grant, the hub notes durably that grants may be out, so that a later hub waits for them."""
-    return hub.record.note() if hub.leading and hub.rounds.beats else []
+    return hub.record.note(now) if hub.leading and hub.rounds.beats else []
 
 
 def recorded(hub: HubState, epoch: int, now: float) -> list[ev.Action]:

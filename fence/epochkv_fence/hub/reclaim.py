@@ -215,8 +215,6 @@ class Reclaimer:
 
     def _note(self, request: _Request) -> None:
         """Remember a request. Some engines never answer, so the oldest requests go."""
-        if any(older.below != request.below for older in self._open.values()):
-            self._open.clear()
         self._number += 1
         self._open[self._number] = request
         while len(self._open) > MAX_OPEN:

@@ -300,9 +300,9 @@ class Record:
 
     # ------------------------------------------------------------------ the note that grants may be out
 
-    def note(self) -> list[ev.Action]:
-        """The write of the note, unless it is durable or under way."""
-        if self.noted or self.noting:
+    def note(self, now: float) -> list[ev.Action]:
+        """The write of the note, unless it is durable or under way. After a failure it waits, as the target's does."""
+        if self.noted or self.noting or now < self.retry_at:
             return []
         self.noting = True
         return [ev.NoteGranting()]

@@ -9,12 +9,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 import zmq
 
-from epochkv_fence.common import SayOnce
+from epochkv_fence.common import SayOnce, on_daemon_thread
 from epochkv_fence.net.dealer import Link, LinkEvent
 from epochkv_fence.net.keys import ClientKeys, KeyReader
 from epochkv_fence.protocol import agent as ag
@@ -247,19 +249,18 @@ class GuardedEngine:
         """Have the engine remove old keys, unless it does so already. Its answer goes into the mailbox."""
         if not self._removing:
             self._removing = True
-            threading.Thread(target=self._remove_old, args=(asked,), name="epochkv-reclaim", daemon=True).start()
+            on_daemon_thread(partial(self._remove_old, asked), "epochkv-reclaim").add_done_callback(self._removed)
 
     def _remove_old(self, asked: RemoveOld) -> None:
-        below = asked.below
-        try:
-            answer = self._hooks.reclaim(below, asked.keep)
-            removed, num_bytes = answer if isinstance(answer, tuple) else (answer, 0)
-            self._mailbox.send(Reclaimed(self._instance, below, max(0, removed), max(0, num_bytes), asked.number))
-        except Exception as error:
+        answer = self._hooks.reclaim(asked.below, asked.keep)
+        removed, num_bytes = answer if isinstance(answer, tuple) else (answer, 0)
+        self._mailbox.send(Reclaimed(self._instance, asked.below, max(0, removed), max(0, num_bytes), asked.number))
+
+    def _removed(self, done: Future[None]) -> None:
+        self._removing = False
+        if error := done.exception():
             self._counters["reclaim_errors"] += 1
-            logger.warning("cannot remove keys of older epochs (below %d) or weights: %r; another engine will be asked", below, error)
-        finally:
-            self._removing = False
+            logger.warning("cannot remove keys of older epochs or other weights: %r; another engine will be asked", error)
 
 
 def _line(text: str, length: int = MAX_NAME) -> str:
@@ -436,6 +437,11 @@ class AgentThread:
         self._disconnected_at = time.monotonic()
 
     # ------------------------------------------------------------------ any thread
+
+    def counts(self) -> dict[str, int]:
+        """What went wrong, by kind, and the grants that were not taken, by reason (`refused_...`)."""
+        # `dict` copies at once; the agent's thread counts there meanwhile.
+        return {**dict(self.counters), **{f"refused_{reason}": count for reason, count in dict(self._agent.refused).items()}}
 
     @property
     def view(self) -> ag.View:

@@ -2,6 +2,7 @@
 has a series.
 """
 
+import inspect
 import math
 import re
 from pathlib import Path
@@ -17,6 +18,8 @@ from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
 from epochkv_connector.store import client as envelope
 from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.tiers.manager import COUNTERS
+from epochkv_fence.net import agent
+from epochkv_fence.protocol.agent import Agent
 
 
 class Page:
@@ -121,6 +124,14 @@ def test_what_the_scheduler_half_and_the_fence_count_has_a_series() -> None:
     counted = set(COUNTERS) | literals("scheduler", r'(?:_count|counts|counters)\["(\w+)"\]') | literals("naming", r'counters\["(\w+)"\]')
     assert len(counted) > 30
     assert {name for name in counted if metrics.COUNTER_OF.find(name) is None} == set()
+
+
+def test_what_the_agent_counts_has_a_series() -> None:
+    counted = {f"agent_{name}" for name in re.findall(r'counters\["(\w+)"\]', Path(agent.__file__).read_text())}
+    assert len(counted) > 5
+    assert {name for name in counted if metrics.COUNTER_OF.find(name) is None} == set()
+    refused = re.findall(r'return "(\w+)"', inspect.getsource(Agent._refusal))
+    assert set(refused) == set(next(family for family in metrics.COUNTERS if family.name == "grants_refused").values)
 
 
 def test_what_the_workers_count_has_a_series() -> None:

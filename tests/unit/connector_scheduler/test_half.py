@@ -11,7 +11,7 @@ import pytest
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS
-from epochkv_connector.tiers.layout import ScheduledRequestView
+from epochkv_connector.tiers.layout import CacheLayout, ScheduledRequestView
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS
 from epochkv_connector.tiers.manager import SavePlanner
 from epochkv_connector.tiers.state import TierState
@@ -332,3 +332,25 @@ def test_as_many_are_asked_for_as_there_are_slots_and_the_oldest_first() -> None
     assert planner.continuable(everybody) == ["c", "d"]
     assert draft("c") is not None
     assert planner.continuable(everybody) == ["d"]
+
+
+@pytest.mark.parametrize("layout", [FULL, SLIDING_FIRST], ids=["full", "window"])
+def test_blocks_of_a_hit_that_every_tier_holds_are_not_looked_at_one_by_one(layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(BOTH, layout)
+    world.save("a", PROMPT, SNAP)
+    hit = world.allocate(0, 40)
+    planner, looked_at = world.tiers.saves.planner, []
+    worth = planner._worth
+
+    def look(*args: Any) -> Any:
+        looked_at.append(args[2])
+        return worth(*args)
+
+    monkeypatch.setattr(planner, "_worth", look)
+    world.collect("b", hit, 40)
+    assert looked_at == []
+    last = {(group, chain(SNAP.root, PROMPT)[-1]) for group in range(len(layout.groups))}
+    world.tiers.state.known.discard(last)
+    world.collect("c", hit, 40)
+    assert {(move.group, move.block_hash) for job in world.step().saves for move in job.moves} == last
+    assert set(looked_at) == {9}

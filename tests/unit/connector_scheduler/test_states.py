@@ -65,6 +65,25 @@ def test_of_one_boundary_all_states_are_saved_or_none() -> None:
     assert world.tiers.stats()["states_lost"] == 2
 
 
+def test_a_state_whose_slot_went_to_the_boundary_before_it_is_not_saved_from_there() -> None:
+    """L1 is full, and one step offers a new state and finds the one that the request resumed at, which L2 lacks and L1 holds."""
+    world = World(config(l1_slots=4, l2=True), FULL_AND_STATE)
+    blocks, states = compute(world, 16)
+    world.collect("a", blocks, 16, states)
+    world.step()
+    world.work()
+    world.tiers.state.known.clear()
+    grown = [list(blocks[0]), [0]]
+    offered = world.compute(grown, PROMPT_BLOCKS, 16, 24)
+    grown[1][1] = blocks[1][1]
+    world.collect("b", grown, 24, offered)
+    (job,) = world.step().saves
+    assert len({move.slot for move in job.moves}) == len(job.moves), "a slot of two blocks"
+    world.work()
+    assert world.tiers.stats()["states_lost"] == 1
+    assert world.tiers.leak_report()["held_slots"] == 0
+
+
 def test_only_the_very_block_under_the_very_name_is_a_state() -> None:
     world = World(L1, STATES)
     blocks, states = compute(world, 24)

@@ -89,6 +89,20 @@ def test_answers_to_what_was_not_asked_are_not_counted(what: str) -> None:
     assert hub.hub.snapshot(hub.now).reclaimed_keys == (5 if what == "twice" else 0)
 
 
+def test_an_answer_that_comes_after_the_next_publication_counts() -> None:
+    hub = published()
+    request = asked(hub)
+    hub.ask(2)
+    hub.beat(1, epoch=2)
+    hub.beat(2, epoch=2)
+    hub.round()
+    assert hub.published == [1, 2]
+    asked(hub)
+    answer(hub, request, 5, 500)
+    snapshot = hub.hub.snapshot(hub.now)
+    assert (snapshot.reclaimed, snapshot.reclaimed_keys, snapshot.reclaimed_bytes) == (0, 5, 500)
+
+
 def test_an_engine_behind_the_published_epoch_is_not_asked() -> None:
     hub = waited()
     hub.ask(1)

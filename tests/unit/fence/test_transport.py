@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import threading
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from epochkv_fence.common import SayOnce
 from epochkv_fence.net.agent import AgentThread, EngineIdentity, GuardedEngine, Mailbox
 from epochkv_fence.net.server import HubServer, UnknownPool
+from epochkv_fence.protocol.agent import RemoveOld
 from epochkv_fence.protocol.pool import EngineView
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
@@ -89,7 +91,7 @@ def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(fence: Fenc
     agent, _ = fence.agent(hub.endpoint, engine=Broken())
     eventually(lambda: agent.counters["adopt_errors"] >= 1)
     agent.poke()
-    eventually(lambda: agent.counters["adopt_errors"] >= 2, seconds=30)
+    eventually(lambda: agent.counts()["adopt_errors"] >= 2, seconds=30)
     assert agent.view.epoch is None
     assert caplog.text.count("cannot adopt epoch 0") == 1
 
@@ -190,6 +192,21 @@ def test_what_an_engine_lacks_is_one_line_at_the_hub_and_hooks_that_fail_cost_no
     assert (broken.tiers_off, broken.tiers_note) == ("", "")
     assert [(view.weights, view.state) for view in (broken, digest)] == [(None, "unknown")] * 2
     assert (broken.weights_note, digest.weights_note) == ("the engine cannot say what it holds", "a digest of 5 bytes, not 16")
+
+
+def test_keys_are_removed_again_once_there_are_threads_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, counters = FakeEngine(), Counter[str]()
+    guarded = GuardedEngine(b"i" * 16, EngineIdentity("e"), engine, Mailbox(), counters, SayOnce(logging.getLogger(__name__)))
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as limit:
+        limit.setattr(threading.Thread, "start", fail)
+        guarded.remove_old(RemoveOld(1))
+    assert counters["reclaim_errors"] == 1
+    guarded.remove_old(RemoveOld(2))
+    eventually(lambda: engine.reclaims == [(2, ())])
 
 
 def test_an_engine_that_has_known_other_weights_was_pushed_to() -> None:
