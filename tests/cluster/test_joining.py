@@ -21,7 +21,6 @@ from tests.cluster.test_operator_external import external, joined, mounted
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
 PODS = "/api/v1/namespaces/{}/pods"
 ADMISSION = "/apis/admissionregistration.k8s.io/v1/"
-KINDS = {"MutatingAdmissionPolicy": "mutatingadmissionpolicies", "MutatingAdmissionPolicyBinding": "mutatingadmissionpolicybindings"}
 RESTRICTED = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
 CONTAINER = {"image": "vllm", "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}}
 BY_FIELD = {"name": "PYTHONPATH", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
@@ -29,20 +28,25 @@ GATED = {"epochkv.io/weights-gate": "true"}
 GPU = {"limits": {"nvidia.com/gpu": "1", "memory": "1.5Gi"}}
 
 
-def rendered(plane: ControlPlane) -> list[dict[str, Any]]:
-    chart = (str(ROOT / "charts/epochkv"), "--show-only=templates/join.yaml", "--set=join.enabled=true")
+def rendered(plane: ControlPlane, template: str = "join") -> list[dict[str, Any]]:
+    chart = (str(ROOT / "charts/epochkv"), f"--show-only=templates/{template}.yaml", "--set=join.enabled=true")
     text = subprocess.run([str(plane.helm), "template", "epochkv", *chart], capture_output=True, text=True, timeout=60, check=True).stdout
     return list(yaml.safe_load_all(text))
 
 
-def apply_policy(plane: ControlPlane) -> None:
-    for obj in rendered(plane):
-        plane.api.apply(f"{ADMISSION}{KINDS[obj['kind']]}/{obj['metadata']['name']}", obj)
+def path(obj: dict[str, Any]) -> str:
+    kind = obj["kind"].lower()
+    return f"{ADMISSION}{kind[:-1] + 'ies' if kind.endswith('y') else kind + 's'}/{obj['metadata']['name']}"
 
 
-def delete_policy(plane: ControlPlane) -> None:
-    for obj in rendered(plane):
-        plane.api.request("DELETE", f"{ADMISSION}{KINDS[obj['kind']]}/{obj['metadata']['name']}", None, timeout=15)
+def apply_policy(plane: ControlPlane, template: str = "join") -> None:
+    for obj in rendered(plane, template):
+        plane.api.apply(path(obj), obj)
+
+
+def delete_policy(plane: ControlPlane, template: str = "join") -> None:
+    for obj in rendered(plane, template):
+        plane.api.request("DELETE", path(obj), None, timeout=15)
 
 
 @pytest.fixture(scope="module")
@@ -397,3 +401,28 @@ def test_a_pool_that_went_while_no_operator_ran_leaves_no_copies(whole: Whole) -
     operator.start().wait_ready()
     for space in (first, second):
         eventually(lambda it=space: copies(it, home) == (None, None), "no copy is left")
+
+
+def test_no_kubelet_makes_a_pod_ready_whose_gate_is_closed(plane: ControlPlane, namespace: Namespace) -> None:
+    gate = "epochkv.io/weights"
+    pod(namespace, "gated", pool=None, readinessGates=[{"conditionType": gate}])
+    pod(namespace, "other", pool=None)
+
+    def write(name: str, kind: str, status: bool, message: str = "") -> int:
+        body = {"status": {"conditions": [{"type": kind, "status": str(status), "message": message}]}}
+        path = f"{PODS.format(namespace.name)}/{name}/status"
+        return int(plane.api.request("PATCH", path, body, "application/strategic-merge-patch+json")[0])
+
+    def becomes_ready() -> int:
+        write("gated", "Ready", False)
+        return write("gated", "Ready", True)
+
+    try:
+        apply_policy(plane, "gate")
+        eventually(lambda: becomes_ready() == 422, "the policy is in force")
+        assert write("other", "Ready", True) == write("gated", "ContainersReady", True) == write("gated", gate, False) == 200
+        assert becomes_ready() == 422
+        assert write("gated", gate, True) == becomes_ready() == 200
+        assert write("gated", gate, False) == write("gated", "Ready", True, "a kubelet has not seen that yet") == 200
+    finally:
+        delete_policy(plane, "gate")

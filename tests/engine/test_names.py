@@ -98,6 +98,12 @@ def stamped(lab: Lab, engine: Engine, num_answers: int, num_pushes: int) -> None
     """Answers while weights change: what their stamps say is what an engine without a cache says, and what pushes were made."""
     source = random.Random(num_pushes)
     lab.have(lab.weights.base, engine)
+
+    def told() -> bool:
+        (stamp,) = stamps({"kv_transfer_params": engine.complete(lab.prompts(8), transfer=ASK).transfer})
+        return stamp is not None and stamp.weights[:8] == lab.digest(engine)
+
+    eventually(told, "the log says what it holds")
     held = [(lab.digest(engine), lab.weights.base, 0.0, 0.0)]
     while num_answers > 0:
         num_answers, model = num_answers - NUM_RUNNING, held[-1][1]

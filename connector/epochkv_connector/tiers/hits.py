@@ -517,14 +517,13 @@ class LoadJobs:
         return request_id in self._drafts or self._state.jobs.is_loading(request_id)
 
     def commit(self, req: RequestView, group_block_ids: Sequence[Sequence[int]], num_tokens: int, snap: Snapshot) -> bool:
-        """vLLM has allocated blocks for a hit, or a part of it. A second call does nothing.
+        """vLLM has allocated blocks for a hit, or a part of it.
 
         Returns:
-            Whether a load goes out or is under way. False: the promise cannot be kept (no plan, other root, more tokens than
+            Whether a load goes out. False: the promise cannot be kept (no plan, other root, more tokens than
             planned, a block that vLLM expects to be filled and the plan does not cover).
         """
-        if self.is_open(req.request_id):
-            return True
+        assert not self.is_open(req.request_id), "nothing is promised to a request while a load of it is open"
         plan, draft = self._planner.take(req.request_id), None
         if plan is not None:
             if plan.root == snap.root and num_tokens <= plan.num_tokens:

@@ -61,9 +61,6 @@ OLD_KEY_SECONDS = 1.0
 #: Between two looks at gates that no news asks for.
 GATES_SECONDS = 0.5
 GATES_AT_ONCE = 8
-CLOSED = {"type": "Ready", "status": "False", "message": "its gate was closed"}
-"""Beside the gate of a pod that is not ready. A kubelet goes by the gate that it saw when it last synced the pod, so one whose container
-was started again would serve for a moment. It syncs a pod at once whose `Ready` has another message than its own."""
 
 
 @dataclass(eq=False)
@@ -206,8 +203,7 @@ class PoolReconciler(_Reconciler):
 
     async def _write_gate(self, turn: Turn) -> ApiError | None:
         try:
-            waits = not turn.opens and condition_of(turn.pod, "Ready").get("status") == "False"
-            answer = await self.client.patch_conditions(ref_of(turn.pod), turn.condition, *([CLOSED] if waits else []))
+            answer = await self.client.patch_condition(ref_of(turn.pod), turn.condition)
         except ApiError as error:
             return error
         if home(answer) is not None:  # else nobody would tell us when it goes

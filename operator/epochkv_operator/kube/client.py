@@ -357,9 +357,9 @@ class KubeClient:
         operations += [operation for name, value in status.items() for operation in _set_field(name, value)]
         return await self._patch_status(ref, operations, JSON_PATCH, deadline_seconds)
 
-    async def patch_conditions(self, ref: ObjectRef, *conditions: Json) -> Json:
-        """Set some conditions of an object of a kind of Kubernetes' own. `Conflict`: a namesake with another uid stands there."""
-        body = {"metadata": {"uid": ref.uid}, "status": {"conditions": conditions}}
+    async def patch_condition(self, ref: ObjectRef, condition: Json) -> Json:
+        """Set a condition of an object of a kind of Kubernetes' own. `Conflict`: a namesake with another uid stands there."""
+        body = {"metadata": {"uid": ref.uid}, "status": {"conditions": [condition]}}
         return await self._patch_status(ref, body, STRATEGIC_MERGE_PATCH, None)
 
     async def _patch_status(self, ref: ObjectRef, body: Any, content_type: str, deadline_seconds: float | None) -> Json:

@@ -6,6 +6,7 @@ import itertools
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -339,18 +340,12 @@ def test_blocks_of_a_hit_that_every_tier_holds_are_not_looked_at_one_by_one(layo
     world = World(BOTH, layout)
     world.save("a", PROMPT, SNAP)
     hit = world.allocate(0, 40)
-    planner, looked_at = world.tiers.saves.planner, []
-    worth = planner._worth
-
-    def look(*args: Any) -> Any:
-        looked_at.append(args[2])
-        return worth(*args)
-
-    monkeypatch.setattr(planner, "_worth", look)
+    worth = Mock(wraps=world.tiers.saves.planner._worth)
+    monkeypatch.setattr(world.tiers.saves.planner, "_worth", worth)
     world.collect("b", hit, 40)
-    assert looked_at == []
+    assert not worth.called
     last = {(group, chain(SNAP.root, PROMPT)[-1]) for group in range(len(layout.groups))}
     world.tiers.state.known.discard(last)
     world.collect("c", hit, 40)
     assert {(move.group, move.block_hash) for job in world.step().saves for move in job.moves} == last
-    assert set(looked_at) == {9}
+    assert {call.args[2] for call in worth.call_args_list} == {9}

@@ -158,8 +158,6 @@ class Schedule:
         live.state, live.loaded_to = "loading", local + num_external
         live.invalidated = outcome is False
         assert self.world.tiers.loads.is_open(live.request_id) == (outcome is True)
-        if outcome is True and self.random.random() < 0.2:
-            assert self.world.commit(request, live.blocks, num_external, self.snap) is True
 
     def finish(self) -> None:
         """A request ends, or is cancelled in whatever state it is."""

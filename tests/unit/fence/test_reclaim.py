@@ -98,9 +98,8 @@ def test_an_answer_that_comes_after_the_next_publication_counts() -> None:
     hub.round()
     assert hub.published == [1, 2]
     asked(hub)
-    answer(hub, request, 5, 500)
-    snapshot = hub.hub.snapshot(hub.now)
-    assert (snapshot.reclaimed, snapshot.reclaimed_keys, snapshot.reclaimed_bytes) == (0, 5, 500)
+    answer(hub, request, 5)
+    assert hub.hub.snapshot(hub.now).reclaimed_keys == 5
 
 
 def test_an_engine_behind_the_published_epoch_is_not_asked() -> None:

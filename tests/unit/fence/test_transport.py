@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 
@@ -197,12 +198,8 @@ def test_what_an_engine_lacks_is_one_line_at_the_hub_and_hooks_that_fail_cost_no
 def test_keys_are_removed_again_once_there_are_threads_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, counters = FakeEngine(), Counter[str]()
     guarded = GuardedEngine(b"i" * 16, EngineIdentity("e"), engine, Mailbox(), counters, SayOnce(logging.getLogger(__name__)))
-
-    def fail(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as limit:
-        limit.setattr(threading.Thread, "start", fail)
+        limit.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         guarded.remove_old(RemoveOld(1))
     assert counters["reclaim_errors"] == 1
     guarded.remove_old(RemoveOld(2))

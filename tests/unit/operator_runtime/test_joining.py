@@ -67,11 +67,11 @@ class ApiServer(KubeClient):
         self.asked.append(f"DELETE {resource.kind} {namespace}")
         assert self.objects.pop((resource.kind, namespace, name))["metadata"]["uid"] == uid
 
-    async def patch_conditions(self, ref: ObjectRef, *conditions: Json) -> Json:
+    async def patch_condition(self, ref: ObjectRef, condition: Json) -> Json:
         if ref.name.startswith("gone"):
             raise NotFound(404, "NotFound", "", "PATCH")
-        self.asked.append(f"{conditions[0]['reason']} {ref.name}")
-        return gated(ref.name, ref.namespace, conditions[0], version="9")
+        self.asked.append(f"{condition['reason']} {ref.name}")
+        return gated(ref.name, ref.namespace, condition, version="9")
 
 
 class Rig:
