@@ -8,6 +8,7 @@ DEV := .build/venv/bin/python
 ENGINE := .build/venv-engine/bin/python
 SETUP := hack/setup.sh
 TESTS := $(DEV) -m hack.run_tests
+IPV6_TESTS := $(addprefix tests/e2e/test_,journey.py helm_test.py joining.py)
 KIND_TESTS := $(addprefix tests/e2e/test_,journey.py helm_test.py joining.py policies.py nodes.py kind.py)
 TRAINERS := $(basename $(notdir $(wildcard hack/requirements/trainers/*.in)))
 # kind needs Debian's packages where it has a Docker daemon of its own; elsewhere they would replace those of the machine's daemon.
@@ -36,7 +37,7 @@ setup-pods: ## The same side by side, and the images of pods
 	@$(SETUP) $(SYSTEM) dev
 	@$(DEV) -m hack.demo prepare
 
-demo: ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|kind, EPOCHKV_DOCKER=start)
+demo: ## The main job: cluster, chart, pool, engines, prompts, new weights, resetEpoch, proof (CLUSTER=local|local-ipv6|kind, EPOCHKV_DOCKER=start)
 	@$(SETUP) $(SYSTEM) dev
 	@$(DEV) -m hack.demo run
 
@@ -61,6 +62,7 @@ test: setup-pods setup-cluster setup-checks lint ## Set up everything, pass ever
 test-all: setup-pods setup-cluster setup-checks setup-groups setup-trainers lint ## Every test: whole matrices, each kill, trainers (70 minutes on two cores; environments of 20 GB)
 	@$(TESTS) --all
 	@$(MAKE) --no-print-directory test-transfers
+	@$(MAKE) --no-print-directory test-ipv6
 	@$(MAKE) --no-print-directory test-kind
 
 test-fast: setup ## Pure layer for the inner loop: operator and tools (under a minute, no vLLM)
@@ -99,6 +101,10 @@ test-kills: setup-cluster ## The operator killed after each of its writes, in ev
 
 test-e2e: setup-pods setup-cluster ## The whole journey in pods
 	@$(TESTS) e2e
+
+test-ipv6: export CLUSTER = local-ipv6
+test-ipv6: setup-pods ## Pods on a local cluster that has no IPv4
+	@$(DEV) -m pytest -v $(IPV6_TESTS)
 
 test-kind: export CLUSTER = kind
 test-kind: export EPOCHKV_DOCKER = start
@@ -194,4 +200,4 @@ lock: ## Compile the pinned environments anew
 clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help setup setup-engine setup-trainers setup-cluster setup-pods setup-checks setup-groups demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e test-kind chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean
+.PHONY: help setup setup-engine setup-trainers setup-cluster setup-pods setup-checks setup-groups demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e test-ipv6 test-kind chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

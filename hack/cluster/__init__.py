@@ -10,12 +10,12 @@ from hack.cluster.provider import ClusterError, Provider
 def choose_provider(name: str, kind: str | None = None) -> Provider:
     """The provider that `kind`, else `$CLUSTER`, else `local` names."""
     chosen = kind or os.environ.get("CLUSTER") or "local"
-    if chosen == "local":
+    if chosen in ("local", "local-ipv6"):
         from hack.cluster.local import LocalCluster
 
-        return LocalCluster(name)
+        return LocalCluster(name, ipv6=chosen == "local-ipv6")
     if chosen == "kind":
         from hack.cluster.kind import KindCluster
 
         return KindCluster(name)
-    raise ClusterError(f"unknown cluster provider {chosen!r}: use 'local' or 'kind' (option --provider or $CLUSTER)")
+    raise ClusterError(f"unknown cluster provider {chosen!r}: use 'local', 'local-ipv6' or 'kind' (option --provider or $CLUSTER)")

@@ -16,7 +16,7 @@ from hack.cluster.provider import run_command_line
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 console = Console(highlight=False)
 Name = Annotated[str, typer.Option(help="Name of the cluster; several can live side by side.", envvar="EPOCHKV_CLUSTER")]
-Kind = Annotated[str | None, typer.Option("--provider", help="local or kind; default $CLUSTER, else local.")]
+Kind = Annotated[str | None, typer.Option("--provider", help="local, local-ipv6 or kind; default $CLUSTER, else local.")]
 DEFAULT_NAME = "epochkv"
 OTHER_MODULES = [module.name for module in binaries.MODULES if module.checks]
 

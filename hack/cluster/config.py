@@ -10,6 +10,7 @@ Small things (certificates, sockets, pids, logs) lie in the run folder, whose pa
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -55,7 +56,8 @@ class Layout:
 
     @property
     def server(self) -> str:
-        return f"https://{self.address}:{self.api_port}"
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"https://{host}:{self.api_port}"
 
     def kubeconfig(self, name: str) -> Path:
         """Kubeconfig of a component, or of `admin`."""
@@ -81,13 +83,19 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """Addresses of the cluster with index i: everything in 10.(100+2i).0.0/16 (pods, node) and 10.(101+2i).0.0/16 (Services)."""
+    """Addresses of the cluster with index i: all of IPv4, or all of IPv6.
+
+    IPv4: pods and node in 10.(100+2i).0.0/16, Services in 10.(101+2i).0.0/16.
+    IPv6: pods and node in fd65:706f:6368:i::/80, Services in fd65:706f:6368:i:1::/112.
+    """
 
     index: int
+    ipv6: bool = False
 
-    @property
-    def _first(self) -> int:
-        return 100 + 2 * self.index
+    def _address(self, of_ipv4: str, of_ipv6: str, *, service: bool = False) -> str:
+        if not self.ipv6:
+            return f"10.{100 + 2 * self.index + service}.{of_ipv4}"
+        return str(ipaddress.ip_interface(f"fd65:706f:6368:{self.index:x}:{int(service)}::{of_ipv6}")).removesuffix("/128")
 
     @property
     def device(self) -> str:
@@ -97,37 +105,46 @@ class Network:
     @property
     def range(self) -> str:
         """Pods and node together: what the host routes to the node."""
-        return f"10.{self._first}.0.0/16"
+        return self._address("0.0/16", "/80")
 
     @property
     def pods(self) -> str:
         """Pod CIDR."""
-        return f"10.{self._first}.0.0/17"
+        return self._address("0.0/17", "/112")
 
     @property
     def services(self) -> str:
         """Service CIDR."""
-        return f"10.{self._first + 1}.0.0/16"
+        return self._address("0.0/16", "/112", service=True)
 
     @property
     def kubernetes(self) -> str:
         """ClusterIP of the `kubernetes` Service."""
-        return f"10.{self._first + 1}.0.1"
+        return self._address("0.1", "1", service=True)
 
     @property
     def dns(self) -> str:
         """ClusterIP of the `kube-dns` Service."""
-        return f"10.{self._first + 1}.0.10"
+        return self._address("0.10", "a", service=True)
 
     @property
     def host(self) -> str:
         """The host as the node and the pods see it."""
-        return f"10.{self._first}.255.1"
+        return self._address("255.1", "ffff:1")
 
     @property
     def node(self) -> str:
         """The node: API server, kubelet, CoreDNS."""
-        return f"10.{self._first}.255.2"
+        return self._address("255.2", "ffff:2")
+
+    @property
+    def link(self) -> str:
+        """Length of the prefix that host and node share."""
+        return "126" if self.ipv6 else "30"
+
+    @property
+    def reverse_zone(self) -> str:
+        return "ip6.arpa" if self.ipv6 else "in-addr.arpa"
 
 
 @dataclass(frozen=True)
@@ -166,12 +183,13 @@ class ClusterState:
         return self.run / "containerd.sock"
 
 
-def known() -> dict[str, int]:
-    """Network index by name of every cluster that has a record, running or not."""
+def known() -> dict[str, Network]:
+    """Network by name of every cluster that has a record, running or not."""
     found = {}
     for file in sorted(run_root().glob("*/cluster.json")):
         try:
-            found[file.parent.name] = int(json.loads(file.read_text())["index"])
+            record = json.loads(file.read_text())
+            found[file.parent.name] = Network(int(record["index"]), bool(record.get("ipv6")))
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return found
@@ -188,20 +206,20 @@ def free_index(taken: set[int], routes: str) -> int:
 
 def load(name: str) -> ClusterState | None:
     """The recorded cluster, or None."""
-    index = known().get(check_name(name))
-    return None if index is None else make(name, index)
+    network = known().get(check_name(name))
+    return None if network is None else make(name, network)
 
 
-def make(name: str, index: int) -> ClusterState:
-    """The cluster of this name with this network index; nothing is written."""
-    return ClusterState(check_name(name), run_root() / name, data_root() / name, Network(index))
+def make(name: str, network: Network) -> ClusterState:
+    """The cluster of this name with this network; nothing is written."""
+    return ClusterState(check_name(name), run_root() / name, data_root() / name, network)
 
 
 def save(state: ClusterState) -> None:
     state.run.mkdir(parents=True, exist_ok=True, mode=0o755)
     state.data.mkdir(parents=True, exist_ok=True, mode=0o711)
     staging = state.run / ".cluster.tmp"
-    staging.write_text(json.dumps({"name": state.name, "index": state.network.index, "data": str(state.data)}))
+    staging.write_text(json.dumps({"name": state.name, "index": state.network.index, "ipv6": state.network.ipv6, "data": str(state.data)}))
     staging.rename(state.run / "cluster.json")
 
 
@@ -268,7 +286,7 @@ def apiserver_args(layout: Layout) -> list[str]:
         f"--etcd-cafile={pki.ca}",
         f"--etcd-certfile={pki.crt('etcd')}",
         f"--etcd-keyfile={pki.key('etcd')}",
-        f"--bind-address={'0.0.0.0' if layout.with_nodes else layout.address}",
+        f"--bind-address={('::' if ':' in layout.address else '0.0.0.0') if layout.with_nodes else layout.address}",
         f"--advertise-address={layout.address}",
         f"--secure-port={layout.api_port}",
         f"--tls-cert-file={pki.crt('apiserver')}",
@@ -374,7 +392,7 @@ def cni_conflist(state: ClusterState) -> dict[str, object]:
                     "type": "host-local",
                     "dataDir": f"{state.run}/cni-leases",
                     "ranges": [[{"subnet": state.network.pods}]],
-                    "routes": [{"dst": "0.0.0.0/0"}],
+                    "routes": [{"dst": "::/0" if state.network.ipv6 else "0.0.0.0/0"}],
                 },
             },
             {"type": "portmap", "capabilities": {"portMappings": True}},
@@ -463,11 +481,11 @@ def scheduler_args(state: ClusterState) -> list[str]:
 
 def corefile(state: ClusterState) -> str:
     """Cluster names from the API server; everything else does not exist. No cache: a moved endpoint is seen at once."""
-    return f"""{CLUSTER_DOMAIN}:53 in-addr.arpa:53 {{
+    return f"""{CLUSTER_DOMAIN}:53 {state.network.reverse_zone}:53 {{
     bind {state.network.node}
     errors
     ready 127.0.0.1:8181
-    kubernetes {CLUSTER_DOMAIN} in-addr.arpa {{
+    kubernetes {CLUSTER_DOMAIN} {state.network.reverse_zone} {{
         kubeconfig {state.layout.kubeconfig("coredns")}
         pods insecure
     }}
@@ -505,7 +523,7 @@ def dns_objects(state: ClusterState) -> dict[str, dict[str, object]]:
                     "endpointslice.kubernetes.io/managed-by": "epochkv-cluster",
                 },
             },
-            "addressType": "IPv4",
+            "addressType": "IPv6" if state.network.ipv6 else "IPv4",
             "endpoints": [{"addresses": [state.network.node], "conditions": {"ready": True}}],
             "ports": ports,
         },

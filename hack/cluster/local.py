@@ -54,10 +54,10 @@ _TOOLS = {
 
 
 class LocalCluster:
-    """One local cluster. Needs root, Debian's containerd, runc, iptables and containernetworking-plugins."""
+    """One local cluster, of IPv4 or IPv6. Needs root, Debian's containerd, runc, iptables and containernetworking-plugins."""
 
-    def __init__(self, name: str) -> None:
-        self.name = config.check_name(name)
+    def __init__(self, name: str, ipv6: bool = False) -> None:
+        self.name, self.ipv6 = config.check_name(name), ipv6
 
     # -- Provider ----------------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class LocalCluster:
             report(f"[{time.monotonic() - started:5.1f} s] {text}")
 
         with locked(self.name):
-            cluster = claim(self.name)
+            cluster = claim(self.name, self.ipv6)
             node = Node(cluster)
             if not node.alive():
                 self._forget_processes(node)

@@ -47,6 +47,7 @@ mount --make-rshared /
 hostname "$hostname"
 ip link set lo up
 echo 1 >/proc/sys/net/ipv4/ip_forward
+if [ -e /proc/sys/net/ipv6 ]; then echo 1 >/proc/sys/net/ipv6/conf/all/forwarding; fi
 touch "$link"
 trap '' CHLD
 exec sleep infinity
@@ -108,9 +109,10 @@ class Node:
         net, pid = self.state.network, str(self._init().pid)
         if not Path(f"/sys/class/net/{net.device}").exists():
             host("ip", "link", "add", net.device, "type", "veth", "peer", "name", "eth0", "netns", pid)
-            self.run(["ip", "address", "add", f"{net.node}/30", "dev", "eth0"])
+            wait = ["nodad"] if net.ipv6 else []  # no other machine is on this link, whose addresses would be taken
+            self.run(["ip", "address", "add", f"{net.node}/{net.link}", "dev", "eth0", *wait])
             self.run(["ip", "link", "set", "eth0", "up"])
-            host("ip", "address", "add", f"{net.host}/30", "dev", net.device)
+            host("ip", "address", "add", f"{net.host}/{net.link}", "dev", net.device, *wait)
         host("ip", "link", "set", net.device, "up")
         for cidr in (net.range, net.services):
             # The second route keeps packets for a dead cluster on this machine.
@@ -239,14 +241,17 @@ def _lock(path: Path) -> int:
             os.close(handle)
 
 
-def claim(name: str) -> ClusterState:
+def claim(name: str, ipv6: bool = False) -> ClusterState:
     """The recorded cluster, else a new record with a network index that nobody has."""
     lock = os.open(config.run_root(), os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if found := config.load(name):
+            if found.network.ipv6 != ipv6:
+                raise ClusterError(f"cluster {name} is of IPv{6 if found.network.ipv6 else 4}: 'make down' removes it")
             return found
-        made = config.make(name, config.free_index(set(config.known().values()), host("ip", "-4", "route").stdout))
+        taken = {network.index for network in config.known().values()}
+        made = config.make(name, config.Network(config.free_index(taken, host("ip", "-4", "route").stdout), ipv6))
         config.save(made)
         return made
     finally:
