@@ -1,7 +1,7 @@
 """What a hit costs the scheduler thread: the production `TierManager` with a full L1, no engine and no store.
 
-A request's way is measured in two parts. Lookup is the walk over its block hashes; plan, commit and making the load job
-hold and accept the hit.
+A request's way is measured in three parts. Lookup is the walk over its block hashes; plan, commit and making the load job
+hold and accept the hit. With its first step it is looked at for what to save, and L1 has all of it.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Cost:
     lookup: list[float]
     commit: list[float]
     step: list[float]
+    look: list[float]
 
 
 def measure(num_tokens: int, repeats: int) -> Cost:
@@ -103,11 +104,11 @@ def measure(num_tokens: int, repeats: int) -> Cost:
     names = Names()
     tiers = filled_books(prompts, names)
     group_blocks = [list(range(1, num_blocks + 1))]
-    cost = Cost([], [], [], [])
+    cost = Cost([], [], [], [], [])
     serial = itertools.count()
     clock = time.thread_time  # CPU: another process on the core is not our cost
     for _ in range(repeats):
-        walk = lookup = commit = step = 0.0
+        walk = lookup = commit = step = look = 0.0
         for _ in range(BATCH):
             number = next(serial)
             hashes = prompts[number % NUM_PROMPTS]
@@ -123,11 +124,15 @@ def measure(num_tokens: int, repeats: int) -> Cost:
             jobs = tiers.end_step()
             d = clock()
             acknowledge(tiers, jobs)
+            first = ScheduledRequestView(view.request_id, num_tokens, hashes, group_blocks)
+            e = clock()
+            saves = tiers.saves.collect([first], names)
+            f = clock()
             tiers.finish(view.request_id)
-            if hit != walked or walked != num_tokens - BLOCK_TOKENS or len(jobs.loads) != 1:
+            if hit != walked or walked != num_tokens - BLOCK_TOKENS or len(jobs.loads) != 1 or saves:
                 raise RuntimeError(f"a prompt in L1 was answered with {hit} of {num_tokens} tokens")
-            walk, lookup, commit, step = walk + a - began, lookup + b - a, commit + c - b, step + d - c
-        for total, into in ((walk, cost.walk), (lookup, cost.lookup), (commit, cost.commit), (step, cost.step)):
+            walk, lookup, commit, step, look = walk + a - began, lookup + b - a, commit + c - b, step + d - c, look + f - e
+        for total, into in ((walk, cost.walk), (lookup, cost.lookup), (commit, cost.commit), (step, cost.step), (look, cost.look)):
             into.append(total / BATCH)
     return cost
 
@@ -144,6 +149,8 @@ def row(arguments: argparse.Namespace, progress: Progress) -> Row:
         rest = [1e6 * (a - w + b + c) for w, a, b, c in zip(cost.walk, cost.lookup, cost.commit, cost.step, strict=True)]
         figures.append(repeated(f"lookup in L1, {num_tokens} tokens, per block", walk, 0.5, "us"))
         figures.append(repeated(f"plan + commit, {num_tokens} tokens ({num_blocks} blocks), per request", rest, 40, "us"))
+        looks = [1e6 * seconds for seconds in cost.look]
+        figures.append(repeated(f"first look for what to save, {num_tokens} tokens, per request", looks, 40, "us"))
         details[f"{num_tokens} tokens"] = {"seconds": vars(cost)}
         progress.step(done + 1, 2, began)
     return Row("a hit on the scheduler thread", figures, details)
