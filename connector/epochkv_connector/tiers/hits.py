@@ -371,10 +371,12 @@ class HitPlanner:
         query = self._lookups.get(req.request_id, namespace, snap.root)
         if query is not None:
             return query
-        wanted = self._all(found) if req.asks_stored else []
-        for group, spec in () if req.asks_stored else self._layout.restored:
-            span = found.blocks(group, local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0))
-            wanted += [(group, name) for name, slot in zip(span.names, span.slots, strict=True) if slot == ABSENT]
+        spans = [
+            found.blocks(group, local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0))
+            for group, spec in self._layout.restored
+        ]
+        absent = [(one.group, name) for one in spans for name, slot in zip(one.names, one.slots, strict=True) if slot == ABSENT]
+        wanted = self._all(found) if req.asks_stored else absent
         return self._lookups.begin(req, namespace, snap.root, wanted) if wanted else None
 
     def _all(self, found: PromptBlocks) -> list[Key]:
