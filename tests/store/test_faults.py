@@ -219,21 +219,21 @@ def test_calls_that_hang_hold_up_nobody_else(stores: Mooncake, connect: ConnectT
 
 def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: ConnectTo) -> None:
     memory = Memory(16, 1 << 20)
-    # Leases of an hour: nothing can be evicted, so full means full.
+    # Leases of an hour from `exists` on: what has one cannot be evicted, so full means full.
     stores.lease_seconds = 3600.0
     stores.start_master()
     stores.start_store(segment_bytes=16 << 20)
     client = connect(stores.address, memory)
     kept: list[str] = []
-    outcomes: list[StoreOutcome] = []
-    while StoreOutcome.FULL not in outcomes:
-        assert len(kept) < 100, "the store never filled up"
+
+    def is_full() -> bool:
         key = block_keys(1)[0]
         memory.fill(0, len(kept))
         outcomes = put(client, memory, [key])
-        if outcomes == [StoreOutcome.OK]:
-            kept.append(key)
-            assert client.exists([key]).result(5) == [True]
+        kept.extend([key] if client.exists([key]).result(5) == [True] else [])
+        return StoreOutcome.FULL in outcomes
+
+    eventually(is_full, "the store fills up", 60)
     calls = client.stats()["put_calls"]
     assert put(client, memory, block_keys(1)) == [StoreOutcome.FULL]
     assert client.stats()["put_calls"] == calls, "backing off: not even tried"
