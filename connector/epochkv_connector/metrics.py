@@ -147,7 +147,7 @@ COUNTERS: tuple[Family, ...] = (
         prefix="store_code_"),
     # names and epochs
     _family("adoptions", "epochs", "Epochs adopted."),
-    _family("grants_refused", "grants", "Grants that the engine did not take, by reason: as a rule late or repeated ones.", label="reason",
+    _family("grants_refused", "grants", "Grants, and other messages, that the engine did not take: as a rule late ones.", label="reason",
         prefix="agent_refused_", values=("not_started", "other_instance", "unknown_seq", "expired", "lower_epoch", "adopting")),
     _family("agent_events", "events", "What happened between engine and hub; `redial` and `key_change` are no errors.", label="what",
         agent_adopt_errors="adopt_error", agent_hook_errors="hook_error", agent_reclaim_errors="reclaim_error",

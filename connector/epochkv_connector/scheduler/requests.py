@@ -22,7 +22,7 @@ from epochkv_connector.engine import blocks, patches
 from epochkv_connector.engine.events import HostEvents, Outgoing
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.root import Pins, Repin, awaits_transfer, is_private
-from epochkv_connector.scheduler.stamps import Stamps, asks_stored
+from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.tiers.layout import RequestView
 from epochkv_connector.tiers.manager import TierManager
 from epochkv_connector.wire import Tier
@@ -322,7 +322,7 @@ class Admission:
             tiers.hits.begin(self._view(request), snapshot)
 
     def _view(self, request: Any) -> RequestView:
-        return RequestView(request.request_id, request.num_tokens, self._state.names_for_tiers(request), asks_stored(request))
+        return RequestView(request.request_id, request.num_tokens, self._state.names_for_tiers(request), self._stamps.asks_stored(request))
 
     def answer(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the local ones are loaded; `(None, False)`: drop the local hit and ask again next step."""

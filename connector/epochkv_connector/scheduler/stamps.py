@@ -48,6 +48,7 @@ class Open:
         num_loaded: tokens that were loaded for it from L1 and from L2.
         cached: prompt tokens that were not computed, by where they came from.
         epoch: of its names when it was first scheduled; -1: before the first.
+        l2_answered: L2 has said which blocks of its prompt it holds.
     """
 
     request: Any
@@ -56,6 +57,10 @@ class Open:
     num_loaded: Sequence[int] = (0, 0)
     cached: dict[str, int] = field(default_factory=dict)
     epoch: int = -1
+    l2_answered: bool = False
+
+    def hear_of_l2(self) -> None:
+        self.l2_answered = True
 
     def doubt(self, known: Callable[[Held], Held], num_tokens: int) -> None:
         """Of the last so many tokens of which less is known than it seemed, take that back."""
@@ -148,6 +153,11 @@ class Stamps:
             adapter = getattr(request, "lora_request", None)
             self._open[request.request_id] = Open(request, None if adapter is None else int(adapter.lora_int_id))
 
+    def asks_stored(self, request: Any) -> Callable[[], None] | None:
+        """See `RequestView`: for one whose stamp is to say how much of its prompt L2 holds."""
+        stamp = self._open.get(request.request_id)
+        return stamp.hear_of_l2 if stamp is not None and _asks_stored(request) else None
+
     def loaded(self, request_id: str, *num_tokens: int) -> None:
         """So many tokens come from L1 and from L2."""
         if (stamp := self._open.get(request_id)) is not None:
@@ -161,8 +171,9 @@ class Stamps:
         if not self._open:
             self._steps.clear()
         written = self._write(stamp)
-        if asks_stored(request):
-            written["stored_tokens"], written["storable_tokens"] = self._stored(request)
+        if _asks_stored(request):
+            stored, written["storable_tokens"] = self._stored(request)
+            written["stored_tokens"] = stored if stamp.l2_answered else 0
         return written
 
     def __len__(self) -> int:
@@ -246,8 +257,7 @@ def asked_of(request: Any) -> Mapping[str, Any] | None:
     return asked if isinstance(asked, Mapping) else None
 
 
-def asks_stored(request: Any) -> bool:
-    """Whether its stamp is to say how much of its prompt L2 holds."""
+def _asks_stored(request: Any) -> bool:
     return (asked_of(request) or {}).get("stored") is True
 
 

@@ -62,12 +62,17 @@ class CacheLayout:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request as a lookup sees it."""
+    """A request as a lookup sees it.
+
+    Attributes:
+        asks_stored: its sender waits until L2 holds its prompt. L2 is asked for all of it, as it may have lost what we gave it, and this is
+            called when it has answered.
+    """
 
     request_id: str
     num_tokens: int  # prompt, and outputs so far of a request that was preempted
     block_hashes: Sequence[bytes]  # vLLM's, made under the current root; only read
-    asks_stored: bool = False  # its sender waits until L2 holds its prompt, which L2 is asked for: it may have lost what we gave it
+    asks_stored: Callable[[], None] | None = None
 
 
 class ScheduledRequestView(msgspec.Struct, frozen=True):

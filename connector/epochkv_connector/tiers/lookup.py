@@ -52,6 +52,7 @@ class Query:
     shards: list[int]  # keys per block
     answer: Future[Sequence[bool]]
     request: RequestView
+    deadline_seconds: float  # from its begin
     asked: bool = False  # vLLM has considered the request since
     found: frozenset[Key] | None = None
     late: bool = False  # past its deadline: go on without L2
@@ -69,6 +70,7 @@ class Lookups:
         self._clock, self._counts = state.clock, state.counts
         self._wait_seconds = state.config.lookup_wait_ms / 1e3  # shared by all queries between two calls of `new_step`
         self._deadline_seconds = state.config.lookup_deadline_ms / 1e3  # of one query, from its begin
+        self._patience_seconds = state.config.job_deadline_seconds  # the same, where the sender waits until L2 holds its prompt
         self._budget = self._wait_seconds
         self._queries: dict[str, Query] = {}
 
@@ -100,8 +102,10 @@ class Lookups:
             shards.append(len(of_block))
             keys.extend(of_block)
         assert self._client is not None, "without a store there are no namespaces"
-        answer = self._client.exists(keys, self._deadline_seconds)
-        query = Query(namespace, root, self._clock(), list(blocks), shards, answer, request)
+        # Who waits for L2 has no use for an answer without it.
+        seconds = self._deadline_seconds if request.asks_stored is None else self._patience_seconds
+        answer = self._client.exists(keys, seconds)
+        query = Query(namespace, root, self._clock(), list(blocks), shards, answer, request, seconds)
         self._queries[request.request_id] = query
         self._counts["queries_begun"] += 1
         return query
@@ -133,7 +137,7 @@ class Lookups:
         if query.answer.done():
             query.found = self._collect(query)
             return False
-        if self._clock() < query.begun_at + self._deadline_seconds:
+        if self._clock() < query.begun_at + query.deadline_seconds:
             return True
         query.late = True
         self._counts["queries_late"] += 1

@@ -175,6 +175,8 @@ def test_the_policy_for_pods_that_join_is_there_on_request_or_where_its_kind_is_
     for more, expected in ((), [0, 2, 0, 0, 2]), ((served,), [2, 2, 0, 0, 2]):
         rendered = (render("--set", f"join.enabled={value}", *more) for value in values)
         assert [len(one.all("MutatingAdmissionPolicy")) for one in rendered] == expected
+    rendered = (render("--set", f"serve.policy={value}") for value in (*values, "true,serve.gates=false"))
+    assert [len(one.all("ValidatingAdmissionPolicy")) for one in rendered] == [1, 1, 0, 0, 1, 0]
 
 
 def test_the_policy_of_an_operator_that_serves_some_namespaces(render: Render) -> None:

@@ -119,7 +119,6 @@ def world() -> World:
     return World("a").started()
 
 
-# ---------------------------------------------------------------------------------------------- start and pushes
 def test_it_looks_before_the_first_step_and_not_again() -> None:
     world = World("a", "b")
     assert world.watch.value is None
@@ -166,7 +165,6 @@ def test_a_write_while_the_ranks_were_asked_is_looked_at_again(world: World) -> 
     assert world.step(0.01)[0] == "ask"
 
 
-# ---------------------------------------------------------------------------------------------- transfers
 @pytest.mark.parametrize("start", ["start_weight_update", "start_draft_weight_update", "skyrl_start_weight_update"])
 @pytest.mark.parametrize("finish", ["finish_weight_update", "skyrl_finish_weight_update", "reload_weights"])
 def test_nothing_is_named_between_the_start_and_the_end_of_a_transfer(start: str, finish: str, world: World) -> None:
@@ -187,7 +185,6 @@ def test_other_calls_start_no_transfer(method: Any, world: World) -> None:
     assert "ask" in world.step()
 
 
-# ---------------------------------------------------------------------------------------------- idle engines
 def test_a_comparison_that_raises_is_one_that_differs(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     def broken(number: int) -> bool:
         raise RuntimeError("gone")
@@ -213,7 +210,6 @@ def test_an_idle_engine_looks_when_the_push_has_gone_quiet(world: World) -> None
     assert world.log == []
 
 
-# ---------------------------------------------------------------------------------------------- names of calls
 def test_an_idle_engine_looks_at_once_after_a_lone_call_and_nobody_hears_of_it(world: World) -> None:
     world.now += 5.0
     world.watch.calling("liveness_probe")
@@ -282,7 +278,6 @@ def test_a_step_that_may_not_look_yet_names_nothing_whatever_was_told_before(wor
     assert world.watch.value is None
 
 
-# ---------------------------------------------------------------------------------------------- ranks that cannot say
 BAD: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str]] = {
     "a rank cannot": (silent(1, "it is on meta"), "rank 1: it is on meta"),
     "a rank is missing": (lambda given: given[:1], "1 of 2 ranks answered"),
@@ -342,7 +337,6 @@ def test_of_the_time_a_share_may_go_into_looks(world: World) -> None:
     assert world.step(1.0)[-1] == ("hold", digest_of_one("b399"))
 
 
-# ---------------------------------------------------------------------------------------------- late
 def test_a_late_report_of_an_older_question_ends_its_digest_alone(world: World) -> None:
     was, number = world.watch.value, world.watch.number
     world.push("b")
@@ -354,7 +348,6 @@ def test_a_late_report_of_an_older_question_ends_its_digest_alone(world: World) 
     assert world.step(0.01) == []
 
 
-# ---------------------------------------------------------------------------------------------- encoders
 def test_while_they_are_in_use_nothing_is_named_and_nothing_is_read_again() -> None:
     world = World("a", has_encoder=True).started()
     world.encoder_free = False
@@ -412,7 +405,6 @@ def test_weights_that_come_back_after_steps_with_others_need_it_too(between: str
     assert world.watch.value == digest_of_one("a")
 
 
-# ---------------------------------------------------------------------------------------------- names of calls
 def test_a_late_report_on_weights_that_are_held_again_ends_their_names(world: World) -> None:
     known, number = world.watch.value, world.watch.number
     world.push("b")

@@ -307,6 +307,24 @@ def test_adopting_the_same_root_keeps_l1_and_drops_plans() -> None:
     assert world.answer("b") == 40
 
 
+@pytest.mark.parametrize("trouble", ["L2 is slow", "loads are paused"])
+def test_who_waits_until_l2_holds_a_prompt_hears_from_l2_alone(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, answered = World(BOTH), list[None]()
+    world.free(world.save("a", PROMPT, SNAP))
+    asking = replace(view("b", PROMPT, SNAP.root), asks_stored=lambda: answered.append(None))
+    if trouble == "loads are paused":
+        monkeypatch.setattr(world.tiers.hits.pause, "allows", lambda: False)
+    else:
+        world.store.answering = False
+        assert world.tiers.hits.answer(asking, 40, SNAP) is None
+        world.clock.now += 1.0
+        assert world.tiers.hits.answer(asking, 40, SNAP) is None
+        world.store.answer()
+    assert world.tiers.hits.answer(asking, 40, SNAP) == 0
+    assert answered == [None]
+    assert world.tiers.stored(asking.block_hashes) == (40, 40)
+
+
 def test_as_many_are_asked_for_as_there_are_slots_and_the_oldest_first() -> None:
     state = TierState(config(l1_slots=2), FULL, 1, 2, itertools.count(), time.monotonic)
     state.hash_block_size, state.scales = 4, [1]

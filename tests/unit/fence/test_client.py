@@ -54,7 +54,6 @@ def client_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "epochkv-client"]
 
 
-# ---------------------------------------------------------------------------------------------------------------- resets
 def test_a_reset_returns_when_every_engine_has_moved(world: HubWorld) -> None:
     agents = world.serving(2)
     agents[0][1].num_old_epoch = 3
@@ -119,7 +118,6 @@ def test_an_engine_that_never_acknowledges_is_named_and_fenced_by_its_lease(tmp_
         assert time.monotonic() >= agents[0][0].view.lease_until or agents[0][0].view.epoch == 1
 
 
-# ---------------------------------------------------------------------------------------------------------- many at once
 def test_resets_of_many_threads_are_all_newer_than_their_calls(world: HubWorld) -> None:
     """Several that call at once may share an epoch: none of them has KV of before its call."""
     world.serving(2)
@@ -135,7 +133,6 @@ def test_resets_of_many_threads_are_all_newer_than_their_calls(world: HubWorld) 
     assert 1 <= snapshot.target == snapshot.published <= 9
 
 
-# ------------------------------------------------------------------------------------------------------------- processes
 def test_a_fork_is_refused_cleanly_and_connects_anew(world: HubWorld) -> None:
     pool = world.connect()
     assert pool.reset().epoch == 1
@@ -207,7 +204,6 @@ def test_an_epoch_that_can_only_be_a_slip_is_refused_unless_forced(world: HubWor
     assert pool.reset(epoch=9_000_000, force=True).epoch == 9_000_000
 
 
-# --------------------------------------------------------------------------------------------------------------- outages
 def test_a_key_that_is_refused_and_a_hub_that_is_another(world: HubWorld, tmp_path: Path) -> None:
     with hub_world(tmp_path / "other") as other:
         mixed = tmp_path / "mixed"
@@ -300,7 +296,6 @@ def test_kill_9_of_the_hub_again_and_again_costs_time_and_no_epoch(tmp_path: Pat
     assert process.end() == 0
 
 
-# ------------------------------------------------------------------------------------------------------------- arguments
 EPOCHS = "give an integer from 0 to 9007199254740991"
 WEIGHTS = ("wait_weights", "weight_update")
 
@@ -342,7 +337,6 @@ def test_what_cannot_be_meant_is_named(world: HubWorld, calls: tuple[str, ...], 
     assert world.snapshot().target == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------- stamps
 FIRST, SECOND = "b253cb79" + "0" * 24, "3f2a9c1e" + "1" * 24
 TOKENS = [{"from_token": 0, "weights": FIRST, "label": "step-41"}, {"from_token": 37, "weights": SECOND}]
 SAID = {"tokens": TOKENS, "epoch": 7, "cached_tokens": {"gpu": 0, "l1": 128, "l2": 0}}
@@ -384,7 +378,6 @@ def test_no_stamp(params: Any) -> None:
     assert stamps({"choices": [{}, {}], "kv_transfer_params": params}) == [None, None]
 
 
-# ------------------------------------------- what answers and is no hub of ours, a hub that was deposed in its sleep
 Question = Status | Bump | Label
 Report = Callable[[list[bytes]], object]
 

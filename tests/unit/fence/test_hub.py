@@ -15,7 +15,6 @@ def test_margin_is_a_tenth_of_the_lease_and_at_least_a_second(lease: float, marg
     assert margin_seconds(lease) == pytest.approx(margin)
 
 
-# ---------------------------------------------------------------------------------------------------------------- rounds
 def test_nothing_is_granted_before_the_record_is_read() -> None:
     hub = Driver()
     hub.beat(1)
@@ -129,7 +128,6 @@ def test_steady_state_asks_for_nothing(hub: Driver) -> None:
     assert hub.hub.tick_at() == float("inf")  # nobody is left
 
 
-# --------------------------------------------------------------------------------------------------------------- publish
 def test_a_silent_engine_delays_by_lease_and_margin_after_its_last_older_grant() -> None:
     hub = led()
     granted = hub.now
@@ -195,7 +193,6 @@ def test_a_publish_that_fails_is_tried_again_after_the_target_is_recorded_again(
     assert hub.writes[-1] == ev.Publish(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------- record
 def test_the_target_is_raised_only_once_it_is_durable_and_newer_asks_supersede() -> None:
     hub = Driver()
     hub.hold_writes = True
@@ -235,7 +232,6 @@ def test_a_durable_target_above_the_own_raises_it_and_counts_older_grants() -> N
     assert hub.hub.target == 7
 
 
-# ----------------------------------------------------------------------------------------------------- nudges, dead instances
 def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
     hub = led()
     hub.step(ev.Tick())
@@ -330,7 +326,6 @@ def test_the_number_of_instances_is_limited() -> None:
     assert error.code is Refusal.LIMIT
 
 
-# ------------------------------------------------------------------------------------------- proposals, trainers, status
 def test_many_proposals_for_one_epoch_cause_one_bump() -> None:
     hub = led(epoch=4)
     for number in (1, 2, 1):
@@ -369,7 +364,6 @@ def test_the_snapshot_names_laggards_and_carried_requests() -> None:
     assert (snapshot.target, snapshot.published, snapshot.reset_seconds) == (3, 2, None)  # that of 1 is no duration of 2
 
 
-# -------------------------------------- who asked for an epoch, what trainers are told of it, and a record that fell
 def test_no_epoch_is_left_after_the_last(hub: Driver) -> None:
     hub.ask(MAX_EPOCH)
     assert hub.hub.target == MAX_EPOCH
@@ -379,7 +373,6 @@ def test_no_epoch_is_left_after_the_last(hub: Driver) -> None:
     assert hub.hub.snapshot(hub.now).asked == MAX_EPOCH
 
 
-# --------------------------------------------------------------------------------------------------------------- origins
 def test_the_record_names_who_asked(hub: Driver) -> None:
     hub.hear(Propose(instance(1), 1))
     hub.ask(2)
@@ -402,7 +395,6 @@ def test_the_origin_on_record_counts(how: str) -> None:
     assert hub.hub.snapshot(hub.now).origin == Source.TRAINER
 
 
-# -------------------------------------------------------------------------------------------------------- a record that fell
 def test_an_epoch_above_the_record_is_recorded_again(hub: Driver) -> None:
     hub.beat(1, epoch=9)
     assert hub.writes == [ev.RecordTarget(9, Source.ENGINE)]
@@ -434,7 +426,6 @@ def test_an_epoch_heard_before_leadership_is_compared_when_it_leads() -> None:
     assert hub.kinds() == []
 
 
-# ------------------------------------------------------------------------------------------------------------- what is told
 def test_a_sum_that_no_message_can_carry_is_cut(hub: Driver) -> None:
     for number in (1, 2, 3):
         hub.beat(number, old_epoch_requests=2**63 - 1)
