@@ -33,7 +33,7 @@ TRIES = 3
 def pod_spec(**more: Any) -> dict[str, Any]:
     """A vLLM server as somebody else would write it, who knows nothing of EpochKV."""
     arguments = [f"--model={BASE_WEIGHTS}", f"--served-model-name={MODEL}", "--skip-tokenizer-init", "--enforce-eager", "--dtype=float32"]
-    arguments += ["--max-model-len=2048", "--max-num-seqs=8", "--enable-prompt-tokens-details"]
+    arguments += ["--host=::", "--max-model-len=2048", "--max-num-seqs=8", "--enable-prompt-tokens-details"]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     variables |= {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     mounts = {"vllm-env": "/venv", "models": "/models", "tmp": "/tmp", "shm": "/dev/shm"}
