@@ -16,7 +16,6 @@ from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_lo
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
-# ---------------------------------------------------------------------------------------------- requests that go on
 @every_layout
 def test_a_preemption_after_the_push_names_the_request_anew(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=24, epoch=0)
@@ -68,7 +67,6 @@ def test_a_session_that_is_preempted_before_the_push_names_nothing_after_the_old
     assert found(rig, said) == len(said) // BLOCK * BLOCK
 
 
-# ---------------------------------------------------------------------------------------------- H2: a change behind a step
 def late_hit(rig: Any) -> list[int]:
     """Somebody writes past vLLM while a step is under way; what was asked for."""
     asked: list[int] = []
@@ -161,7 +159,6 @@ def test_a_change_behind_the_last_step_is_heard_although_no_step_follows(make_ri
     assert found(rig) == WHOLE
 
 
-# ---------------------------------------------------------------------------------------------- H3: ranks that differ
 @every_layout
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_holds_other_weights_after_the_step_stores_nothing_anywhere(make_rig: MakeRig, rank: int, store: SharedStore) -> None:
@@ -203,7 +200,6 @@ def test_a_write_past_vllm_is_noticed_behind_the_next_step(make_rig: MakeRig, ki
     rig.serve(tokens)
 
 
-# ---------------------------------------------------------------------------------------------- engines that cannot know
 def test_a_rank_that_cannot_say_makes_the_engine_share_nothing_and_say_so_once(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
     store = SharedStore()
     rig = make_rig(store=store, num_ranks=2, epoch=0)
@@ -229,7 +225,6 @@ def test_a_rank_that_cannot_say_makes_the_engine_share_nothing_and_say_so_once(m
     assert rig.connector.scheduler.gauges()["weights_known"] == 1.0
 
 
-# ---------------------------------------------------------------------------------------------- encoders
 def test_outputs_of_an_encoder_go_with_the_weights_that_made_them(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are cached by content: KV could be made from old ones. They go as soon as nobody refers to them."""
     monkeypatch.setattr("epochkv_connector.engine.limits.is_multimodal", lambda config: True)
@@ -252,7 +247,6 @@ def test_outputs_of_an_encoder_go_with_the_weights_that_made_them(make_rig: Make
     assert rig.pins.root.snapshot.shared is True
 
 
-# ---------------------------------------------------------------------------------------------- our own errors
 def broken(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("broken")
 

@@ -28,7 +28,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubProcess]:
         yield made
 
 
-# --------------------------------------------------------------------------------------------------------------- asking
 def test_reset_status_wait_engines(hub: HubProcess, agents: Agents) -> None:
     agent, engine = agents.start("rollout-a")
     engine.num_old_epoch = 2
@@ -137,7 +136,6 @@ def test_wrong_usage_is_status_2(hub: HubProcess, capsys: pytest.CaptureFixture[
     assert not Path("/nowhere").exists()
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
 def test_weights_shows_who_holds_what(hub: HubProcess, agents: Agents) -> None:
     running = [agents.start(f"rollout-{number}", engine=engine_with(NEW if number < 2 else OLD)) for number in range(3)]
     agents.start("sleeper", engine=engine_with("asleep"))
@@ -173,7 +171,6 @@ def test_weights_shows_who_holds_what(hub: HubProcess, agents: Agents) -> None:
     assert "weights   77777777 3 engines" in status
 
 
-# ------------------------------------------------------------------------------------------------------------- mistakes
 def test_what_is_no_command_is_status_127_as_in_a_shell(world: HubWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "push.sh").write_text("#!/bin/sh\n")  # may not be executed
     for name in (str(tmp_path / "push.sh"), str(tmp_path), "absent.sh"):
@@ -199,7 +196,6 @@ def test_a_key_of_another_pool_is_a_wrong_configuration(world: HubWorld, tmp_pat
     assert world.snapshot().target == 0
 
 
-# ---------------------------------------------------------------------------------- commands that other packages add
 GREET = '''
 import typer
 app = typer.Typer()
@@ -244,7 +240,6 @@ def test_an_added_command_is_listed_explained_and_run_and_replaces_none_of_ours(
     assert "Make all KV of the pool unreachable" in run("reset", "--help").stdout
 
 
-# ---------------------------------------------------------------------------------------------------- what it prints
 def status(**changes: object) -> PoolStatus:
     return replace(PoolStatus("policy", "u-1", 3, 3, "Trainer", 30.0, ()), **changes)  # type: ignore[arg-type]
 

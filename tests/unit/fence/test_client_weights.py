@@ -45,7 +45,6 @@ def missed(pool: Pool, pushes: Callable[[], object], timeout_s: float = 1.0, **k
     return caught.value
 
 
-# ------------------------------------------------------------------------------------------------------------- it arrived
 def test_a_push_that_reaches_everybody_is_proved_and_called(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
     assert groups(pool.weights()) == [(OLD.hex(), "", EVERYBODY)]
@@ -117,7 +116,6 @@ def test_weights_without_a_label_are_known_when_they_come_back(world: HubWorld) 
     assert update.report.notes == ("0a0a0a0a (step-2): engines held these weights before, as before-step-1",)
 
 
-# ------------------------------------------------------------------------------------------------------------ it did not
 def test_an_engine_that_missed_the_push_is_named(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
     error = missed(pool, lambda: push(engines[:2], NEW))
@@ -197,7 +195,6 @@ def test_a_pool_with_more_engines_than_fit_into_a_message(tmp_path: Path) -> Non
         assert (reset.published, reset.engines) == (True, 70)
 
 
-# -------------------------------------------------------------------------------------------------- names, fingerprints
 def test_engines_of_two_fingerprints_need_not_be_equal(world: HubWorld) -> None:
     """Such as two and four ranks: their digests differ for the same checkpoint."""
     engines, pool = holding(world, num_engines=2), world.connect()
@@ -245,7 +242,6 @@ def test_a_name_means_all_ranks_of_its_engine(world: HubWorld) -> None:
     assert groups(pool.wait_weights(["pod-a/1"], timeout_s=20)) == [(OLD.hex(), "", ("pod-a/1",))]
 
 
-# --------------------------------------------------------------------------------------------------- engines come and go
 def test_an_engine_that_joins_while_it_is_waited_for_counts(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
     late: list[Running] = []
@@ -276,7 +272,6 @@ def test_one_that_dies_is_waited_for_until_its_lease_is_over(world: HubWorld) ->
         assert ("dying",) in told
 
 
-# --------------------------------------------------------------------------------------------------------------- the hub
 def test_a_hub_that_begins_to_lead_says_that_it_may_not_know_everybody(tmp_path: Path) -> None:
     with hub_world(tmp_path / "state", lease_seconds=30.0) as world:
         holding(world)
@@ -323,7 +318,6 @@ def test_without_a_hub_nothing_is_proved(world: HubWorld) -> None:
         pool.weights(timeout_s=0.3)
 
 
-# ------------------------------------------------------------------------------------------------------------- exceptions
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_an_exception_inside_goes_on_as_it_is(world: HubWorld, kind: type[BaseException]) -> None:
     engines, pool = holding(world), world.connect()
@@ -369,7 +363,6 @@ def test_a_progress_callback_that_asks_the_pool_is_told_so_and_holds_nothing_up(
     assert told
 
 
-# -------------------------------------------------------------------------------------------------------------- asyncio
 async def test_asyncio_does_all_of_it(world: HubWorld) -> None:
     engines = holding(world)
 

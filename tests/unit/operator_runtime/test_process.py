@@ -139,7 +139,6 @@ async def test_a_standby_that_hears_nothing_connects_anew(monkeypatch: pytest.Mo
     assert connect.await_count == 2
 
 
-# -------------------------------------------------------------------------------------------------------------- kopf
 def test_kopf_tries_again_for_as_long_as_it_is_refused() -> None:
     backoffs = kopf_settings().networking.error_backoffs
     assert not isinstance(backoffs, float)
@@ -158,7 +157,6 @@ def test_an_engine_whose_deployment_loses_its_label_is_looked_at() -> None:
     assert engine_key("a", "rollout") in {asyncio.run(operator.queue.get()) for _ in range(len(operator.queue))}
 
 
-# --------------------------------------------------------------------------------------------------------- listeners
 async def answers(probes: Probes, binds: tuple[str, str], urls: list[str]) -> list[int]:
     await probes.serve(*binds)
     try:
@@ -178,7 +176,6 @@ def test_probes_and_metrics_are_answered_on_both_families() -> None:
     assert asyncio.run(answers(Probes(), binds, urls[2:])) == [200] * 2
 
 
-# -------------------------------------------------------------------------------------------------------------- logs
 SCRIPT = """
 import structlog
 from epochkv_operator import logs
@@ -206,7 +203,6 @@ def test_a_traceback_shows_no_local_variable(log_format: str) -> None:
     assert "verysecret" not in done.stdout + done.stderr
 
 
-# ----------------------------------------------------------------------------------------------------------- metrics
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/reference/metrics.md"
 
@@ -246,7 +242,6 @@ def test_every_failure_that_the_hub_counts_is_on_the_page_and_there_from_the_sta
     assert all(sample(outcome) is not None for outcome in HUB_FAULTS)
 
 
-# -------------------------------------------------- carrying out a plan, against a client that notes what it is told
 LIVES = {"metadata": {"name": "policy", "namespace": "rl", "uid": pool().metadata.uid}}
 
 
@@ -325,7 +320,6 @@ def test_masters_that_elect_nobody_any_more_are_replaced_at_once() -> None:
     assert client.strategy == {"type": "Recreate"}
 
 
-# -------------------------------------------------------------------- what is said of a status beside its conditions
 A, B = "aa" * 16, "bb" * 16
 
 
