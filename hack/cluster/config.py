@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from epochkv_fence.common import bracketed
 from hack.cluster.pki import Pki
 from hack.cluster.provider import ClusterError
 
@@ -56,8 +57,7 @@ class Layout:
 
     @property
     def server(self) -> str:
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"https://{host}:{self.api_port}"
+        return f"https://{bracketed(self.address)}:{self.api_port}"
 
     def kubeconfig(self, name: str) -> Path:
         """Kubeconfig of a component, or of `admin`."""

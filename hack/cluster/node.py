@@ -109,10 +109,10 @@ class Node:
         net, pid = self.state.network, str(self._init().pid)
         if not Path(f"/sys/class/net/{net.device}").exists():
             host("ip", "link", "add", net.device, "type", "veth", "peer", "name", "eth0", "netns", pid)
-        wait = ["nodad"] if net.ipv6 else []  # no other machine is on this link, whose addresses would be taken
-        self.run(["ip", "address", "replace", f"{net.node}/{net.link}", "dev", "eth0", *wait])
+        at_once = ["nodad"] if net.ipv6 else []  # no other machine is on this link, whose addresses would be taken
+        self.run(["ip", "address", "replace", f"{net.node}/{net.link}", "dev", "eth0", *at_once])
         self.run(["ip", "link", "set", "eth0", "up"])
-        host("ip", "address", "replace", f"{net.host}/{net.link}", "dev", net.device, *wait)
+        host("ip", "address", "replace", f"{net.host}/{net.link}", "dev", net.device, *at_once)
         host("ip", "link", "set", net.device, "up")
         for cidr in (net.range, net.services):
             # The second route keeps packets for a dead cluster on this machine.

@@ -410,8 +410,8 @@ def test_no_kubelet_makes_a_pod_ready_whose_gate_is_closed(plane: ControlPlane, 
 
     def write(name: str, kind: str, status: bool, message: str = "") -> int:
         body = {"status": {"conditions": [{"type": kind, "status": str(status), "message": message}]}}
-        path = f"{PODS.format(namespace.name)}/{name}/status"
-        return int(plane.api.request("PATCH", path, body, "application/strategic-merge-patch+json")[0])
+        place = f"{PODS.format(namespace.name)}/{name}/status"
+        return int(plane.api.request("PATCH", place, body, "application/strategic-merge-patch+json")[0])
 
     def becomes_ready() -> int:
         write("gated", "Ready", False)

@@ -78,3 +78,9 @@ app.kubernetes.io/component: test
 {{ include "epochkv.testSelector" . }}
 {{ include "epochkv.commonLabels" . }}
 {{- end }}
+
+{{- /* Of an admission policy, which is of the whole cluster: releases of some namespaces stand beside each other. */}}
+{{- define "epochkv.policyName" -}}
+{{- $root := index . 0 -}}
+epochkv-{{ index . 1 }}{{ with $root.Values.watchNamespaces }}-{{ $root.Release.Namespace }}{{ end }}
+{{- end -}}

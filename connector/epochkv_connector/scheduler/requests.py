@@ -322,7 +322,7 @@ class Admission:
             tiers.hits.begin(self._view(request), snapshot)
 
     def _view(self, request: Any) -> RequestView:
-        return RequestView(request.request_id, request.num_tokens, self._state.names_for_tiers(request), self._stamps.asks_stored(request))
+        return RequestView(request.request_id, request.num_tokens, self._state.names_for_tiers(request), self._stamps.hearer_of_l2(request))
 
     def answer(self, request: Any, num_local: int) -> tuple[int | None, bool]:
         """How many tokens beyond the local ones are loaded; `(None, False)`: drop the local hit and ask again next step."""

@@ -153,7 +153,7 @@ class Stamps:
             adapter = getattr(request, "lora_request", None)
             self._open[request.request_id] = Open(request, None if adapter is None else int(adapter.lora_int_id))
 
-    def asks_stored(self, request: Any) -> Callable[[], None] | None:
+    def hearer_of_l2(self, request: Any) -> Callable[[], None] | None:
         """See `RequestView`: for one whose stamp is to say how much of its prompt L2 holds."""
         stamp = self._open.get(request.request_id)
         return stamp.hear_of_l2 if stamp is not None and _asks_stored(request) else None

@@ -280,7 +280,7 @@ class HitPlanner:
     def begin(self, req: RequestView, snap: Snapshot) -> None:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
-        if self._state.is_usable and (max_tokens > 0 or req.asks_stored is not None):
+        if self._state.is_usable and (max_tokens > 0 or req.hear_of_l2 is not None):
             query = self._query(req, self.find(req), snap, 0, max_tokens)
             if query is not None:
                 self.prefetches.watch(req.request_id, query)
@@ -322,7 +322,7 @@ class HitPlanner:
             self._count["plans_expired"] += plan.num_held > 0
             self.release(plan)
         max_tokens = self._max_tokens(req)
-        if max_tokens <= num_local_tokens and req.asks_stored is None:
+        if max_tokens <= num_local_tokens and req.hear_of_l2 is None:
             return 0
         found = self.find(req)
         query = self._query(req, found, snap, num_local_tokens, max_tokens)
@@ -333,9 +333,10 @@ class HitPlanner:
         if query is not None and query.found is not None:
             self._state.known.add(query.found)
             self._state.known.discard(key for key in query.blocks if key not in query.found)
-            if req.asks_stored is not None:
-                req.asks_stored()
-            found.remote = self._state.doubts.without(query.found) if self.pause.allows() else frozenset()
+            if req.hear_of_l2 is not None:
+                req.hear_of_l2()
+            if self.pause.allows():
+                found.remote = self._state.doubts.without(query.found)
             plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
         self._fill(plan, whole, found)
@@ -365,7 +366,7 @@ class HitPlanner:
         namespace = self._state.namespace(snap)
         if namespace is None:
             return None
-        if req.asks_stored is not None:
+        if req.hear_of_l2 is not None:
             local, max_tokens = 0, len(req.block_hashes) * self._state.hash_block_size
         elif not self.pause.allows():
             self._count["lookups_paused"] += 1
@@ -377,7 +378,7 @@ class HitPlanner:
         for group, spec in self._layout.restored:
             span = found.blocks(group, local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0))
             slots = zip(span.names, span.slots, strict=True)
-            wanted += [(group, name) for name, slot in slots if slot == ABSENT or req.asks_stored is not None]
+            wanted += [(group, name) for name, slot in slots if slot == ABSENT or req.hear_of_l2 is not None]
         return self._lookups.begin(req, namespace, snap.root, wanted) if wanted else None
 
     def _fill(self, plan: Plan, total: int, found: PromptBlocks) -> None:

@@ -65,14 +65,14 @@ class RequestView:
     """A request as a lookup sees it.
 
     Attributes:
-        asks_stored: its sender waits until L2 holds its prompt. L2 is asked for all of it, as it may have lost what we gave it, and this is
-            called when it has answered.
+        hear_of_l2: called when L2 has said what it holds of the prompt, which is asked for as a whole: the sender waits until L2 holds it,
+            and it may have lost what we gave it. None: nobody waits for that.
     """
 
     request_id: str
     num_tokens: int  # prompt, and outputs so far of a request that was preempted
     block_hashes: Sequence[bytes]  # vLLM's, made under the current root; only read
-    asks_stored: Callable[[], None] | None = None
+    hear_of_l2: Callable[[], None] | None = None
 
 
 class ScheduledRequestView(msgspec.Struct, frozen=True):

@@ -103,7 +103,7 @@ class Lookups:
             keys.extend(of_block)
         assert self._client is not None, "without a store there are no namespaces"
         # Who waits for L2 has no use for an answer without it.
-        seconds = self._deadline_seconds if request.asks_stored is None else self._patience_seconds
+        seconds = self._deadline_seconds if request.hear_of_l2 is None else self._patience_seconds
         answer = self._client.exists(keys, seconds)
         query = Query(namespace, root, self._clock(), list(blocks), shards, answer, request, seconds)
         self._queries[request.request_id] = query

@@ -262,9 +262,7 @@ class Hub:
             return actions
         if hub.open and hub.instances.behind and now >= hub.instances.nudge_at:
             actions += hub.instances.nudge(now)
-        if now >= hub.record.retry_at:
-            actions += write_target(hub, now) + note_granting(hub, now)
-        return [*actions, *tick(hub, now)]
+        return [*actions, *write_target(hub, now), *note_granting(hub, now), *tick(hub, now)]
 
     def _forget(self, now: float) -> list[ev.Action]:
         hub = self.state

@@ -311,7 +311,7 @@ def test_adopting_the_same_root_keeps_l1_and_drops_plans() -> None:
 def test_who_waits_until_l2_holds_a_prompt_hears_from_l2_alone(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, answered = World(BOTH), list[None]()
     world.free(world.save("a", PROMPT, SNAP))
-    asking = replace(view("b", PROMPT, SNAP.root), asks_stored=lambda: answered.append(None))
+    asking = replace(view("b", PROMPT, SNAP.root), hear_of_l2=lambda: answered.append(None))
     if trouble == "loads are paused":
         monkeypatch.setattr(world.tiers.hits.pause, "allows", lambda: False)
     else:
