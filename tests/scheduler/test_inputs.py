@@ -5,6 +5,7 @@ On whole engines vLLM's CPU build cannot show pictures without torchvision: its 
 
 import hashlib
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from vllm.v1.request import Request
 
 from epochkv_connector.engine import blocks, patches
 from tests.scheduler.rigs import MakeRig
+from tests.scheduler.test_fenced import FencedRig, MooncakeStore
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 
 WHOLE = 8
@@ -41,7 +43,7 @@ def serve(rig: Any, picture: str, before: int, salt: str | None = None) -> int:
     """Run the text with the picture of this name behind so many blocks and a token; blocks that were found."""
     plain = rig.request(TOKENS)
     position = PlaceholderRange(offset=before * BLOCK + 1, length=PATCHES)
-    feature = MultiModalFeatureSpec(None, "image", picture.rpartition(": ")[2], position, picture)
+    feature = MultiModalFeatureSpec(None, "image", picture.removeprefix(blocks.CONTENT_MARK), position, picture)
     request = Request(
         plain.request_id, TOKENS, plain.sampling_params, None, mm_features=[feature], cache_salt=salt, block_hasher=rig.hasher
     )
@@ -104,7 +106,9 @@ def test_ids_of_clients_are_shared_where_the_user_vouches_for_them(make_rig: Mak
 
 @pytest.mark.parametrize("options", [{}, {"sampling_rate": 8000}], ids=["as it is", "hashed with options"])
 def test_vllms_front_end_tells_the_core_which_ids_are_a_clients(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) -> None:
-    """Also one that looks like a digest. What vLLM hashes and tells others is what it was without us."""
+    """Also one that looks like a digest: it names neither blocks nor encoder outputs as the digest does, or the id of another salt."""
+    made = SimpleNamespace(mm_features=[], cache_salt="mine")
+    monkeypatch.setattr(InputProcessor, "process_inputs", lambda processor: made)
     for owner, name in ((ProcessorInputs, "get_mm_hashes"), (MultiModalHasher, "hash_kwargs"), (InputProcessor, "_get_mm_identifier")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
     items = MultiModalDataItems({"audio": AudioProcessorItems([[0.5], [0.25]])})
@@ -113,13 +117,26 @@ def test_vllms_front_end_tells_the_core_which_ids_are_a_clients(monkeypatch: pyt
     plain = inputs.get_mm_hashes("model", "sha256")["audio"]
     patches.mark_media_ids()
     patches.mark_media_ids()
-    clients, digest = inputs.get_mm_hashes("model", "sha256")["audio"]
-    assert [processor._get_mm_identifier(one, None) for one in (clients, digest)] == plain
+    given = inputs.get_mm_hashes("model", "sha256")["audio"]
+    names = [processor._get_mm_identifier(one, None) for one in given]
+    assert names == [blocks.CLIENT_MARK + plain[0], plain[1]]
     position = PlaceholderRange(offset=3, length=1)
-    features = [MultiModalFeatureSpec(None, "audio", name, position, given) for name, given in zip(plain, (clients, digest), strict=True)]
+    made.mm_features = [MultiModalFeatureSpec(None, "audio", name, position, mark) for name, mark in zip(names, given, strict=True)]
+    features = processor.process_inputs().mm_features
+    assert [one.identifier for one in features] == [names[0] + " of mine", names[1]]
     assert [blocks.first_client_media(Request("r", [1], None, PoolingParams(), mm_features=[one])) for one in features] == [3, None]
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     assert blocks.first_client_media(Request("r", [1], None, PoolingParams(), mm_features=features[1:])) == 3
+
+
+def test_an_id_of_a_client_is_this_engines_under_the_fence(make_rig: MakeRig) -> None:
+    """No connector of vLLM's own stops saving where the id begins."""
+    objects: dict[str, Any] = {}
+    a, b = (make_rig(FencedRig, stock=MooncakeStore(objects), epoch=0) for _ in range(2))
+    clients = blocks.CLIENT_MARK + digest("holiday")
+    assert [serve(rig, clients, 2) for rig in (a, b, a)] == [0, 0, WHOLE]
+    assert [serve(rig, clients, 2, salt="mine") for rig in (a, b)] == [0, WHOLE]
+    assert [serve(rig, content("holiday"), 2) for rig in (a, b)] == [0, WHOLE]
 
 
 # ---------------------------------------------------------------------------------------------- embeddings, and all fields

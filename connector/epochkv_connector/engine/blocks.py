@@ -81,10 +81,13 @@ CLIENT_MARK, CONTENT_MARK = "id of a client: ", "digest of content: "
 
 
 def first_client_media(request: Any) -> int | None:
-    """Position of the first picture, video or sound whose id may be a client's. None: all ids are vLLM's digests of what they stand for.
+    """Position of the first picture, video or sound whose id may be a client's. None: all ids are vLLM's digests of what they stand for, or
+    a salt says whose they are.
 
     Only a front end in which ids are marked can tell. vLLM's Rust front end marks none, and takes a mark from a client as it is.
     """
+    if request.cache_salt:
+        return None
     told = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "0"
     ids = ((one.mm_position.offset, one.mm_hash or "") for one in request.mm_features)
     return min((offset for offset, name in ids if not (told and name.startswith(CONTENT_MARK))), default=None)

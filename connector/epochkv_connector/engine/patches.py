@@ -152,8 +152,9 @@ def hide_adapters_from_hashes() -> None:
 def mark_media_ids() -> None:
     """Let `MultiModalFeatureSpec.mm_hash` say which ids come from clients, and which are digests of content.
 
-    vLLM takes an id as it is, or hashes it together with options, and nobody can tell that from a digest of bytes. The identifier,
-    which vLLM hashes and tells other processes, stays what it would have been.
+    vLLM takes an id as it is, or hashes it together with options, and nobody can tell that from a digest of bytes. The identifier, by
+    which vLLM names blocks and outputs of encoders, stays what it would have been where it is a digest. That of a client's id says so, and
+    whose it is (`cache_salt`): else the KV of what a client calls by another's digest would be found, and saved, under that digest.
     """
     from vllm.multimodal.hasher import MultiModalHasher
     from vllm.multimodal.processing import ProcessorInputs
@@ -170,12 +171,19 @@ def mark_media_ids() -> None:
         return ("" if all(plain[name] is parts[name] for name in parts) else CLIENT_MARK) + function(*args, **plain)
 
     def identifier(function: Callable[..., Any], processor: Any, mm_hash: str, *args: Any, **kwargs: Any) -> Any:
-        mark = CLIENT_MARK if mm_hash.startswith(CLIENT_MARK) else CONTENT_MARK
-        return function(processor, mm_hash.removeprefix(mark), *args, **kwargs)
+        return function(processor, mm_hash.removeprefix(CONTENT_MARK), *args, **kwargs)
+
+    def request(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        for one in made.mm_features or () if made.cache_salt else ():
+            if (one.mm_hash or "").startswith(CLIENT_MARK):
+                one.identifier += f" of {made.cache_salt}"
+        return made
 
     wrap(ProcessorInputs, "get_mm_hashes", hashes)
     wrap(MultiModalHasher, "hash_kwargs", digest)
     wrap(InputProcessor, "_get_mm_identifier", identifier)
+    wrap(InputProcessor, "process_inputs", request)
 
 
 class _Instead:

@@ -82,6 +82,11 @@ def embeddings_root(root: bytes, row_type: str, has_tokens: bool, is_token: byte
     return hmac.new(root, _packed(b"embeddings", row_type.encode(), bytes([has_tokens]), is_token), hashlib.sha256).digest()
 
 
+def engine_root(root: bytes, engine: bytes) -> bytes:
+    """Root for requests whose KV one engine alone may find. `engine`: what no other one knows."""
+    return hmac.new(root, _packed(b"engine", engine), hashlib.sha256).digest()
+
+
 def fingerprint(fields: Mapping[str, Any]) -> str:
     """Digest (64 hex digits) of everything that changes KV bytes or their layout (`describe.describe_engine`).
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, embeddings_root, namespace, shared_root
+from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, embeddings_root, engine_root, namespace, shared_root
 from epochkv_connector.weights.adapters import Adapters
 
 if TYPE_CHECKING:
@@ -420,6 +420,8 @@ class PinMaker:
         self._root = root
         self._adapters = adapters
         self.clock: Callable[[], float] = time.time  # as another machine can tell it, too
+        self.stays_here: Callable[[Any], bool] = lambda request: False  # no other engine may find what is computed for this request
+        self._engine = os.urandom(ROOT_BYTES)
 
     def make(self, request: Any, *, session: bool) -> Pin:
         """For what holds now; it is not stored yet."""
@@ -434,6 +436,8 @@ class PinMaker:
         if embeddings is not None and not pin.alone:
             is_token = bytes(map(bool, request.prompt_is_token_ids or ()))
             pin.root = embeddings_root(pin.root, str(embeddings.dtype), request.prompt_token_ids is not None, is_token)
+        if not pin.alone and self.stays_here(request):
+            pin.root = engine_root(pin.root, self._engine)
         pin.session = session
         return pin
 

@@ -231,12 +231,9 @@ class SharedState:
         self.hash_block_size = 0
 
     def names_for_tiers(self, request: Any) -> Sequence[bytes]:
-        """Hashes of the request's blocks that tiers may know: up to the first whose name has a client's id in the place of content. A
-        salt says whose ids they are."""
+        """Hashes of the request's blocks that tiers may know: up to the first whose name has a client's id in the place of content."""
         hashes: Sequence[bytes] = request.block_hashes
-        if not request.mm_features or request.cache_salt or self._trust_media_ids:
-            return hashes
-        first = blocks.first_client_media(request)
+        first = None if self._trust_media_ids else blocks.first_client_media(request)
         return hashes if first is None else hashes[: first // self.hash_block_size]
 
     def apply(self) -> Snapshot:

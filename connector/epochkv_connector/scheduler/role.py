@@ -255,6 +255,8 @@ class SchedulerRole:
         # vLLM's scheduler reads the configuration of a MultiConnector, and that of none of its children.
         transfer = patches.parent_config() or vllm_config.kv_transfer_config
         self.pins = self._build_pins(global_root, adapters, limits.handoff_seconds(limits.connectors_of(transfer)))
+        if fenced and not config.trust_media_ids:  # no connector of vLLM's own stops where an id of a client begins
+            self.pins.maker.stays_here = lambda request: blocks.first_client_media(request) is not None
         self.tiers, self.store_keys = guard.run(
             "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: (None, None)
         )
