@@ -75,7 +75,8 @@ def seed(patch: Patch) -> dict[str, Any]:
 
 
 def routes(patch: Patch) -> dict[str, Any]:
-    pytest.importorskip("vllm.config.aux_output")
+    connector = pytest.importorskip("vllm.distributed.aux_output_connector.connector").AuxOutputSchedulerConnector
+    patch.setattr(connector, "cap_external_hit", None, raising=False)  # as 0.33 has it
     # The ranks of tests compute no routes that it could take.
     patch.setattr("vllm.v1.core.sched.scheduler.AuxOutputSchedulerConnector", lambda: None)
 
@@ -83,6 +84,12 @@ def routes(patch: Patch) -> dict[str, Any]:
         config.aux_output_config.enable_return_routed_experts = True
 
     return {"store": SharedStore(), "change_config": change}
+
+
+def lost_routes(patch: Patch) -> dict[str, Any]:
+    options = routes(patch)
+    patch.delattr("vllm.distributed.aux_output_connector.connector.AuxOutputSchedulerConnector.cap_external_hit")
+    return options
 
 
 def seed_without_l1(patch: Patch) -> dict[str, Any]:
@@ -115,6 +122,7 @@ REASONS: dict[str, tuple[Prepare, str, str, str]] = {
     "weights": (experts, "OwnCache", "the engine keeps its cache to itself: expert rebalancing", "turn it off"),
     "seed": (seed, "L1Only", "L2 is off: block hashes (sha256) have a random seed", "set PYTHONHASHSEED"),
     "routes": (routes, "L1Only", "L2 is off: vLLM takes blocks only with", "leave out --enable-return-routed-experts"),
+    "routes that are lost": (lost_routes, "TiersOff", "no tier is used: answers say which experts", "leave out --enable-return-routed-experts"),
     "seed without an L1": (seed_without_l1, "TiersOff", "L2 is off: ", "set PYTHONHASHSEED"),
     "tiers that cannot be built": (unbuilt, "TiersBroken", "no tier is used: the tiers could not be built (OSError: no", "restart"),
     "a rank that cannot copy": (refusing, "TiersBroken", "no tier is used: rank 1 cannot copy KV blocks (LayoutError: layer0: ", "restart"),

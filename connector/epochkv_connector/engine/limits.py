@@ -3,8 +3,8 @@
 Whether an engine with the connector may start is decided in `check_start` alone (with the fence, in `fenced`). It is asked twice. Whoever
 makes an engine asks before a model is loaded (`plugin`). The connector asks in every process of the engine, which may have been started
 without the plugin.
-Knows of vLLM 0.30 to 0.33: fields of its configurations, names of executors, `AttentionBackendEnum` of 0.32, and
-`calculate_kv_scales` before it.
+Knows of vLLM 0.30 to 0.33: fields of its configurations, names of executors, `AttentionBackendEnum` of 0.32, `calculate_kv_scales`
+before it, and `AuxOutputSchedulerConnector` from it on.
 """
 
 from __future__ import annotations
@@ -144,12 +144,32 @@ def why_no_tiers(vllm_config: Any) -> str | None:
             "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set and KV is quantized: its scales lie outside of the blocks, so no connector can "
             "restore them; unset it, or set kv_cache_dtype to auto"
         )
+    if _returns_routes(vllm_config) and not _caps_hits():
+        return (
+            "answers say which experts each token went to, which this version of vLLM knows of no block that a tier brings; use 0.33, or "
+            "leave out --enable-return-routed-experts"
+        )
     if quantized and bool(getattr(cache, "calculate_kv_scales", False)):  # before 0.32
         return (
             "calculate_kv_scales is on: each start takes the scales of quantized KV from its first prompt, and another engine would "
             "read blocks with other ones; turn it off and have the checkpoint bring them"
         )
     return None
+
+
+def _returns_routes(vllm_config: Any) -> bool:
+    """Whether answers say which experts each token went to."""
+    aux = getattr(vllm_config, "aux_output_config", None)  # from 0.32 on
+    return bool(getattr(aux, "enabled", False) or getattr(vllm_config.model_config, "enable_return_routed_experts", False))
+
+
+def _caps_hits() -> bool:
+    """Whether vLLM takes only those blocks of a tier whose routes it has kept."""
+    try:
+        from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    except ImportError:
+        return False
+    return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 
 
 def _cpu_mla_reads_context(vllm_config: Any) -> bool:
@@ -255,7 +275,7 @@ def why_no_l2(vllm_config: Any) -> str | None:
             f"block hashes ({algorithm}) have a random seed in each process; "
             "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256"
         )
-    if getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False):  # answers say which experts each token went to
+    if _returns_routes(vllm_config):
         return (
             "vLLM takes blocks only with the routes of their tokens, which stay in the engine that computed them; "
             "leave out --enable-return-routed-experts"
