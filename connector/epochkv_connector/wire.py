@@ -41,9 +41,10 @@ class Phase(enum.IntEnum):
     """What a rank acknowledges: each phase of a job exactly once, on success, failure and timeout alike."""
 
     COPIED = 0  # save: the device-to-host part is over (or will never begin); GPU blocks may be freed
-    STORED = 1  # save with a namespace: every put has ended or was given up; the slots' references may be dropped
-    LOADED = 2  # load: the request's blocks are filled, or the load failed
-    RELEASED = 3  # follows a LOADED or STORED that named `busy_slots`: this rank touches them no more
+    SETTLED = 1  # save that `settles`: all ranks of the domain computed its step with the weights that its names say
+    STORED = 2  # save with a namespace: every put has ended or was given up; the slots' references may be dropped
+    LOADED = 3  # load: the request's blocks are filled, or the load failed
+    RELEASED = 4  # follows a LOADED or STORED that named `busy_slots`: this rank touches them no more
 
 
 class BlockMove(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -93,11 +94,14 @@ class SaveJob(msgspec.Struct, frozen=True):
     num_blocks: int  # that it covers, in units of the hash block size
     moves: tuple[BlockMove, ...]
     deadline_seconds: float
+    settles: bool = False  # in a domain, each of several ranks finds out alone whether the step was what its names say
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """What every rank acknowledges, in this order."""
-        return (Phase.COPIED,) if self.namespace is None else (Phase.COPIED, Phase.STORED)
+        if self.namespace is None:
+            return (Phase.COPIED,)
+        return (Phase.COPIED, Phase.SETTLED, Phase.STORED) if self.settles else (Phase.COPIED, Phase.STORED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +138,8 @@ class StepMetadata:
             question of this number (`weights.rank`); -1: nothing is named.
         adapters: (id, number) of adapters whose requests' blocks are saved, and of the questions (`rank.digest_adapters`) that they are
             named after.
-        agreed, refused: saves of earlier steps that every rank has copied, or some rank has not. With several ranks a block's shards
-            go to L2 only when all are known to be of the same weights.
+        agreed, refused: saves of earlier steps that every rank has copied (and settled), or some rank has not. With several ranks a
+            block's shards go to L2 only when all are known to be of the same weights.
     """
 
     loads: tuple[LoadJob, ...] = ()

@@ -196,6 +196,7 @@ def build_tiers(
         clock=time.monotonic,
         keys_of=keys_of,
     )
+    tiers.state.settles = num_ranks > 1 and limits.is_wide(vllm_config)
     return tiers, None if store is None else StoreKeys(store, mean_object_bytes(layouts, len(layout.groups)))
 
 

@@ -28,7 +28,7 @@ from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.tiers.hits import HitPlanner, LoadJobs
 from epochkv_connector.tiers.layout import CacheLayout, GroupKind, KeysOf, ScheduledRequestView, align_down, longest_hit
 from epochkv_connector.tiers.lookup import Lookups
-from epochkv_connector.tiers.state import Copied, Key, Loaded, Outcome, Released, Stored, TierState, block_keys
+from epochkv_connector.tiers.state import Copied, Key, Loaded, Outcome, Released, Settled, Stored, TierState, block_keys
 from epochkv_connector.wire import BlockMove, JobAck, SaveJob, StepMetadata
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class SavePlanner:
         if not moves:
             return None
         job_id, deadline = next(self._state.ids), self._state.config.job_deadline_seconds
-        return SaveJob(job_id, view.request_id, namespace, (token - start) // size, tuple(moves), deadline)
+        return SaveJob(job_id, view.request_id, namespace, (token - start) // size, tuple(moves), deadline, self._state.settles)
 
     def _behind_held(self, view: ScheduledRequestView, token: int, end: int, namespace: str | None, pool: BlockPoolAdapter) -> int:
         """Where the first unit from `token` on begins that may have something to save. Of a long hit, every tier has each block."""
@@ -286,6 +286,8 @@ class SaveJobs:
         match outcome:
             case Copied():
                 self._copied(outcome)
+            case Settled():
+                self._agree(outcome)
             case Stored():
                 self.planner.over(outcome.job.moves)
                 self._state.counts["blocks_stored"] += len(outcome.stored)
@@ -299,11 +301,14 @@ class SaveJobs:
             self.pool.free(tuple(reversed(done.gpu_blocks)))
         if done.job.namespace is None:  # others wait for the put
             self.planner.over(done.job.moves)
-        elif self._state.jobs.num_ranks > 1:
-            (self._refused if done.failed else self._agreed).append(done.job.job_id)
+        elif self._state.jobs.num_ranks > 1 and not done.job.settles:
+            self._agree(done)
         self._state.counts["blocks_saved"] += len(done.saved)
         if not done.abandoned:
             self._state.insert(done.saved)
+
+    def _agree(self, done: Copied | Settled) -> None:
+        (self._refused if done.failed else self._agreed).append(done.job.job_id)
 
     def is_pending(self) -> bool:
         """Whether a save may still read GPU blocks and is not overdue, or ranks wait to hear that one may be stored, or may not."""

@@ -32,6 +32,13 @@ class Copied(msgspec.Struct, frozen=True):
     abandoned: bool
 
 
+class Settled(msgspec.Struct, frozen=True):
+    """Every rank has found out whether the domain computed a save's step with the weights that its names say."""
+
+    job: SaveJob
+    failed: bool  # on some rank
+
+
 class Stored(msgspec.Struct, frozen=True):
     """Every rank's puts of a save have ended."""
 
@@ -56,7 +63,7 @@ class Released(msgspec.Struct, frozen=True):
     slots: tuple[int, ...]
 
 
-Outcome = Copied | Stored | Loaded | Released
+Outcome = Copied | Settled | Stored | Loaded | Released
 
 
 class _Open(msgspec.Struct):
@@ -203,6 +210,8 @@ class Jobs:
             return self._loaded(entry, job)
         failed = phase in entry.failed
         moves = () if failed else job.moves
+        if phase is Phase.SETTLED:
+            return Settled(job, failed)
         if phase is Phase.STORED:
             return Stored(job, tuple(move for move in moves if move.put), entry.abandoned)
         self.num_gpu_blocks -= len(entry.gpu_blocks)
@@ -491,6 +500,7 @@ class TierState:
     """See the module's docstring, and `TierManager` for the arguments.
 
     Attributes:
+        settles: as of `SaveJob`.
         is_usable: blocks of this layout can be saved and loaded, and there are slots for them.
         known: what L2 is known to hold.
         doubts: what of it fails to load.
@@ -501,6 +511,7 @@ class TierState:
     def __init__(
         self, config: ConnectorConfig, layout: CacheLayout, num_ranks: int, num_slots: int, ids: Iterator[int], clock: Callable[[], float]
     ) -> None:
+        self.settles = False
         self.config = config
         self.layout = layout
         self.ids = ids

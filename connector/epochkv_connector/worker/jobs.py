@@ -12,7 +12,7 @@ fails makes the whole load fail. vLLM then has all ranks compute what was to be 
 scheduled again (`Admission._steps_aside_once`).
 
 A save copies GPU blocks to slots behind the forward pass, then puts the slots to the store. The two parts are acknowledged apart
-(`Phase.COPIED`, `Phase.STORED`): GPU blocks are free after the first, which needs no network, and slots after the second.
+(`Phase.COPIED`, `Phase.STORED`): GPU blocks are free after the first, which needs no network, and slots after the last.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Stage(enum.IntEnum):
 
     QUEUED = 0  # nothing of it is copied: fetching from L2, or waiting for the forward pass or the copy thread
     COPYING = 1
-    COPIED = 2  # other ranks have yet to agree to its put, or later passes to settle its step
+    COPIED = 2  # later passes have yet to settle its step, or other ranks to agree to its put
     PUTTING = 3
     OVER = 4
 
@@ -104,7 +104,8 @@ class SaveTask:
     failed: bool = False
     as_named: Callable[[], bool] = lambda: True  # whether its blocks were computed with the weights that their names say
     settled: Settled = lambda: True
-    agreed: bool = False  # every rank has copied it
+    told: bool = False  # SETTLED was
+    agreed: bool = False  # every rank has copied it, and settled it if it `settles`
     ticket: Ticket | None = None
     busy: tuple[int, ...] = ()  # slots the ticket reads from
 
@@ -648,12 +649,11 @@ class SaveTasks:
             rank.end_phase(save, Phase.COPIED, save.failed)
         elif save.failed:
             rank.end_phase(save, Phase.COPIED, True, Stage.PUTTING)
-            rank.end_phase(save, Phase.STORED, True)
+            self._give_up(save)
         else:
             save.agreed = rank.alone
             rank.end_phase(save, Phase.COPIED, False, Stage.COPIED)
-            if save.agreed:
-                self._put_if_settled(save)
+            self._settle(save)
 
     def agree(self, job_id: int) -> None:
         """Every rank has copied this save, with the weights that its names say: its shards may be stored as soon as they are settled."""
@@ -661,23 +661,31 @@ class SaveTasks:
             save = self._rank.jobs.get(job_id)
         if isinstance(save, SaveTask) and save.stage is Stage.COPIED:
             save.agreed = True
-            self._put_if_settled(save)
+            self._settle(save)
 
     def put_settled(self) -> None:
-        """A pass of the domain has begun: store what all ranks have copied, and whose step was what its names say in the whole domain."""
+        """A pass of the domain has begun: go on with saves whose step was what their names say in the whole domain."""
         for save in self._rank.tasks(SaveTask, Stage.COPIED):
-            if save.agreed:
-                self._put_if_settled(save)
+            self._settle(save)
 
-    def _put_if_settled(self, save: SaveTask) -> None:
-        settled = save.settled()
+    def _settle(self, save: SaveTask) -> None:
+        """Store it once its step is settled, here and on every other rank: shards that lie beside each other are of the same weights."""
+        rank = self._rank
+        if not (save.agreed or save.job.settles):
+            return
+        settled = save.told or save.settled()
         if settled is False:
             self.refuse(save.job.job_id, "weights", "another data-parallel rank held other weights than its names say")
+        elif settled and not save.agreed:
+            with rank.changed:
+                if save.stage is Stage.COPIED and not save.told:
+                    save.told = True
+                    rank.end_phase(save, Phase.SETTLED, False, Stage.COPIED)
         elif settled and self._copied(save.job.job_id) is not None:
             self._rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
 
     def refuse(self, job_id: int, reason: str = "other_rank", detail: str = "another rank has not copied it") -> None:
-        """Some rank has not copied this save: a lone shard is useless, and beside a shard of other weights it would be wrong."""
+        """Some rank has not copied or settled this save: a lone shard is useless, and beside a shard of other weights it would be wrong."""
         if (save := self._copied(job_id)) is not None:
             self._fail_put(save, reason, detail)
 
@@ -716,4 +724,9 @@ class SaveTasks:
 
     def _fail_put(self, save: SaveTask, reason: str, detail: str) -> None:
         self._rank.tell("save_put", reason, detail, word="dropped")
+        self._give_up(save)
+
+    def _give_up(self, save: SaveTask) -> None:
+        if save.job.settles and not save.told:
+            self._rank.end_phase(save, Phase.SETTLED, True, Stage.PUTTING)
         self._rank.end_phase(save, Phase.STORED, True)

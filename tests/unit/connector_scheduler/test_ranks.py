@@ -4,6 +4,7 @@ A save counts if every rank managed it, whichever way vLLM merges the ranks of a
 spoken, nor released that a rank may touch.
 """
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -126,6 +127,25 @@ def test_a_save_is_found_after_the_last_rank_if_all_ranks_managed_it(managed: li
     world.tiers.finish("asks")
     world.tiers.finish("a")
     world.assert_idle()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_ranks_that_settle_alone_agree_once_all_have(failed: bool) -> None:
+    world = World(config(l1_slots=50, l2=True, ranks=2), ranks=2)
+    world.tiers.state.settles = True
+    blocks: list[list[int]] = [[]]
+    world.compute(blocks, chain(SNAP.root, PROMPT), 0, 4 * BLOCKS)
+    world.tiers.adopt(SNAP)
+    world.collect("a", blocks, 4 * BLOCKS)
+    (job,) = world.tiers.end_step().saves
+    acks = [JobAck(job.job_id, rank, phase, failed and bool(rank) and phase > 0) for phase in job.phases[:2] for rank in range(2)]
+    for ack in acks[:3]:
+        world.tiers.on_acks([ack])
+        step = world.tiers.end_step()
+        assert step.agreed == step.refused == ()
+    world.tiers.on_acks(acks[3:])
+    step = world.tiers.end_step()
+    assert (step.agreed, step.refused) == (((), (job.job_id,)) if failed else ((job.job_id,), ()))
 
 
 def test_recent_blocks_forget_the_tail_of_the_oldest_chain_first() -> None:

@@ -6,7 +6,9 @@ The store here is a double that obeys the test: real stores fail at moments nobo
 import gc
 import time
 from collections import Counter
+from functools import partial
 
+import msgspec
 import pytest
 import torch
 
@@ -204,6 +206,28 @@ def test_replicas_of_a_shard_put_each_block_once(store: ObedientStore) -> None:
     put = Counter(transfer.key for request in store.seen for transfer in request.transfers)
     assert put == {object_key(NAMESPACE, 0, shard, m.block_hash): 1 for shard in range(2) for m in moves}
     assert len(store.seen) == 4, "the work is shared"
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_no_shard_is_stored_before_its_step_is_settled_on_every_rank(store: ObedientStore, settled: bool) -> None:
+    """In a domain each rank sees its own column of a pass alone."""
+    says: list[bool | None] = [None, None]
+    ranks = [Rig(store, rank=rank, world_size=2) for rank in range(2)]
+    for number, rig in enumerate(ranks):
+        rig.step(False, saves=[msgspec.structs.replace(save(1, [move(3, 0, 30)], NAMESPACE), settles=True)])
+        rig.worker.finish_step(settled=partial(says.__getitem__, number))
+        assert not rig.until_acked(1, Phase.COPIED).failed
+    for number, (rig, outcome) in enumerate(zip(ranks, (True, settled), strict=True)):
+        assert (1, Phase.SETTLED) not in rig.acks
+        says[number] = outcome
+        for one in ranks:
+            one.worker.put_settled()
+        assert rig.until_acked(1, Phase.SETTLED).failed is not outcome
+    assert not store.seen
+    for rig in ranks:
+        rig.step(**{"agreed" if settled else "refused": [1]})
+        assert rig.until_acked(1, Phase.STORED).failed is not settled
+    assert len(store.seen) == 2 * settled
 
 
 def test_invalidated_ids_are_reported_once_more_and_only_once(store: ObedientStore) -> None:
