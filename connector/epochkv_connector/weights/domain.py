@@ -8,8 +8,8 @@ let it carry `WORDS` more rows: a digest of what this worker holds, or zeros. So
 rank began it. No collective is added, and none can get out of step.
 
 A rank without us reduces fewer rows. So every rank that has us says so in the store of its process group before its first pass. Rank 0
-then writes from which all-reduce on all carry more, before it enters the one before; the others look behind each one. Who lacks us has
-said nothing when the first one has ended: then nobody ever carries more, and each rank keeps a cache of its own.
+then writes from which all-reduce on all carry more, two before it; the others look behind each one, so one that fails to look can look
+again. Who lacks us has said nothing when the first one has ended: then nobody ever carries more, and each rank keeps a cache of its own.
 
 `Domain` lives in each worker. `Peers` lives beside a scheduler, and tells what the domain holds while nobody steps.
 
@@ -148,7 +148,7 @@ class Domain:
         missing = [str(rank) for rank, key in enumerate(self._ready) if not self._store.check([key])]
         if missing and self.calls == 1:
             return  # another rank may still start
-        verdict = f"{NEVER} {', '.join(missing)}" if missing else str(self.calls + 1)
+        verdict = f"{NEVER} {', '.join(missing)}" if missing else str(self.calls + 2)
         self._store.set(self._verdict, verdict.encode())
         self._take(verdict)
 
@@ -181,11 +181,13 @@ class Peers:
     Attributes:
         foretold: what the domain holds, 32 bytes; None: some rank does not know. Any thread.
         changes: how often that has changed.
+        missing: ranks that have said nothing, not even that they do not know. Any thread.
     """
 
     def __init__(self, size: int, rank: int, store: Store, changed: Callable[[], None]) -> None:
         self.foretold: bytes | None = None
         self.changes = 0
+        self.missing = ""
         self._keys = [f"epochkv/holds/{number}" for number in range(size)]
         self._rank, self._store, self._changed = rank, store, changed
         self._holds = UNKNOWN, b""  # both at once, or `foretold` were of weights that nobody had
@@ -213,7 +215,9 @@ class Peers:
                 if own != told:
                     self._store.set(self._keys[self._rank], own)
                     told = own
-                known = self._store.multi_get(self._keys) if self._store.check(self._keys) else [UNKNOWN]
+                missing = [] if self._store.check(self._keys) else [key for key in self._keys if not self._store.check([key])]
+                self.missing = ", ".join(key.rpartition("/")[2] for key in missing)
+                known = self._store.multi_get(self._keys) if not missing else [UNKNOWN]
             except Exception as error:  # the domain ends, or its first rank does not answer
                 logger.debug("EpochKV: the ranks of the domain cannot be asked: %r", error)
                 known, told = [UNKNOWN], None

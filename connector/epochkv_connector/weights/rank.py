@@ -542,6 +542,9 @@ def see_domain(worker: Any, number: int, anew: bool) -> Answer:
     if domain is None or domain.alone:
         answer["alone"] = domain.alone if domain is not None else "this worker has not joined the other data-parallel ranks"
         return answer
+    if not domain.calls and held.stepped_at > float("-inf"):
+        answer["alone"] = "steps of this vLLM pass our all-reduce by, so nobody knows what all ranks hold; use a version that was tested"
+        return answer
     if anew:
         held.digested_at = domain.passes
     answer["silent"] = tuple(int.from_bytes(column[TOLD_BYTES:], "little") for column in domain.columns)

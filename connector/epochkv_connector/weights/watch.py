@@ -218,6 +218,8 @@ class Watch:
         if peers is None or (value is None and note not in (NO_PASS, CHANGED)):
             return value, note
         foretold = peers.foretold
+        if foretold is None and (missing := peers.missing):
+            return None, f"data-parallel rank {missing} has not been heard from: it is starting, or runs without EpochKV"
         return foretold, "" if foretold is not None else NO_PASS
 
     @property

@@ -580,7 +580,7 @@ def test_from_one_all_reduce_on_every_rank_sees_what_all_claim(late: tuple[int, 
     for _ in range(5):
         group.step()
     first = next(number for number, rows in enumerate(group.reduce.rows) if rows > ROWS)
-    assert first <= 2
+    assert first <= 3
     assert set(group.reduce.rows[first:]) == {ROWS + 5}
     assert {domain.columns for domain in group.domains.values()} == {tuple(group.claims)}
     group.claims[1] = told(1, 2)
@@ -619,6 +619,30 @@ def test_a_store_that_fails_rank_0_leaves_all_ranks_in_step(written: tuple[bool,
         group.step()
     assert fails == []
     assert all(bool(one.alone) is (written == (False, False)) for one in group.domains.values())
+
+
+def test_a_rank_that_fails_to_look_looks_again() -> None:
+    fails = [True]
+
+    class Failing(HashStore):
+        def get(self, key: str) -> bytes:
+            if fails:
+                raise RuntimeError(f"the store does not answer {fails.pop()}")
+            return super().get(key)
+
+    group = Group(3, store=Failing())
+    for _ in range(5):
+        group.step()
+    assert not fails
+    assert {domain.columns for domain in group.domains.values()} == {tuple(group.claims)}
+
+
+def test_an_all_reduce_that_passes_us_by_is_said() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        one = World(1, pool).ranks[0]
+    assert not one.see_domain(1, False)[0]["alone"]
+    one.held.compare(0)
+    assert "pass our all-reduce by" in one.see_domain(2, False)[0]["alone"]
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (1, 4, 2)])
@@ -676,11 +700,13 @@ def test_a_rank_that_suspects_while_others_are_asked_foretells_nothing_that_nobo
             return super().multi_get(keys)
 
     store, held = Asked(), bytes([7]) * TOLD_BYTES
-    peers = Peers(1, 0, store, lambda: foretold.append(peers.foretold))
+    peers = Peers(2, 0, store, lambda: foretold.append(peers.foretold))
+    eventually(lambda: peers.missing == "1")
+    store.set("epochkv/holds/1", held)
     peers.say(held, b"rest")
     eventually(lambda: len(foretold) == 2)
     peers.stop()
-    assert foretold == [domain_digest([held], b"rest"), None]
+    assert (peers.missing, foretold) == ("", [domain_digest([held, held], b"rest"), None])
 
 
 @pytest.mark.parametrize(
