@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from epochkv_connector.engine import limits
 from epochkv_connector.naming.root import is_private
 from tests.scheduler.rigs import TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
+from tests.scheduler.test_adapters import adapter, load, serve
 from tests.scheduler.test_fenced import FencedRig, MooncakeStore, Offloading, Stock
 from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt
 from tests.support.scheduler_worker import FakeExecutor
@@ -95,6 +96,17 @@ def test_its_gpu_cache_and_l1_work_and_nothing_leaves(make_own: MakeRig, caplog:
     assert value is None
     assert REASONS[reason][1] in note
     assert rig.connector.scheduler.tiers_told()[0] == "OwnCache"
+
+
+@every_reason
+def test_its_gpu_cache_finds_what_an_adapter_has_computed_until_it_is_loaded_again(make_own: MakeRig, reason: str) -> None:
+    rig = make_own(reason, num_blocks=12, epoch=0)
+    load(rig, adapter(), "one")
+    assert [serve(rig, adapter(), TOKENS) for _ in range(2)] == [0, WHOLE]
+    load(rig, adapter(load_inplace=True), "two")
+    assert [serve(rig, adapter(), TOKENS) for _ in range(2)] == [0, WHOLE]
+    push_out(rig)
+    assert serve(rig, adapter(), TOKENS) == 0, "no tier has it"
 
 
 def call(rig: Any) -> None:

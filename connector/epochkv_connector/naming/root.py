@@ -452,8 +452,8 @@ class PinMaker:
         known = self._adapters.of(adapter)
         if known.value is None or self._root.has_ended(known.value):
             return self.make_alone(adapter)
-        root = adapter_root(snapshot.root, known.value, self._root.member.adapters_applied)
-        return Pin(root, snapshot.generation, adapter=adapter.lora_int_id, version=known.version)
+        root, may_save = adapter_root(snapshot.root, known.value, self._root.member.adapters_applied), self._adapters.why_alone is None
+        return Pin(root, snapshot.generation, may_save, adapter=adapter.lora_int_id, version=known.version)
 
     def _may_share(self, request: Any) -> bool:
         """False for a request whose KV may come from another engine under a name we cannot vouch for (P/D)."""

@@ -246,10 +246,11 @@ class SchedulerRole:
         layouts: list[RankLayout] | None = guard.run("layouts", ranks.layouts, lambda: None)
         digests = None if layouts is None else [layout.digest.hex() for layout in layouts]
         self.fingerprint = fingerprint({**described, "layouts": digests})
-        adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, limits.why_no_adapters(vllm_config))
         self._link = HubLink(config)
         self._no_l2 = limits.why_no_l2(vllm_config)
         self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None), fenced=fenced)
+        why_alone = limits.why_adapters_alone(vllm_config, self._own)
+        adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, why_alone)
         self._peers: Peers | None = None
         if self._own is None and limits.is_wide(vllm_config):
             self._own = guard.run("domain", lambda: self._join_domain(ranks, core), lambda: limits.Own(limits.NO_DOMAIN, asks=True))
@@ -349,7 +350,7 @@ class SchedulerRole:
         )
         weights.adapters = adapters
         asks = self._own is None or self._own.asks
-        adapters.join(weights, lambda: asks and watch.value is not None)
+        adapters.join(weights, lambda: not asks or watch.value is not None)
         patches.hide_adapters_from_hashes()
         if self._own is not None:
             watch.keep_own(self._own.why, asks=self._own.asks)

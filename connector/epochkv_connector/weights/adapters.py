@@ -10,13 +10,17 @@ next step is scheduled:
 - a request that loads in place: vLLM reads it again, and so do we before it is named;
 - a step in which vLLM has read other tensors again by itself (`late`).
 
-Pure: ranks, names and time are arguments. Scheduler thread.
+Where the tensors of this engine's ranks do not say what KV depends on, each question has a new answer at random, and nothing is saved: as
+in vLLM, its own GPU cache finds what the newest call has left in place, and nobody else finds anything.
+
+Pure but for that: ranks, names and time are arguments. Scheduler thread.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -66,19 +70,17 @@ class Adapters:
 
     Attributes:
         counters: `asked`, `changes`, `unknown`, `late`.
+        why_alone: why tensors of adapters do not say what KV depends on; None: they do.
         held: digests by id of what the step that is scheduled next computes with; another object when anything has changed.
-
-    Args:
-        why_not: adapters of this engine are never named, and why.
     """
 
-    def __init__(self, ranks: Ranks, num_ranks: int, clock: Callable[[], float], why_not: str | None = None) -> None:
+    def __init__(self, ranks: Ranks, num_ranks: int, clock: Callable[[], float], why_alone: str | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.held: Mapping[int, bytes | None] = {}
         self._ranks = ranks
         self._num_ranks = num_ranks
         self._clock = clock
-        self._why_not = why_not
+        self.why_alone = why_alone
         self._names: AdapterNames | None = None
         self._may_ask: Callable[[], bool] = lambda: False
         self._known: dict[int, Known] = {}
@@ -160,7 +162,8 @@ class Adapters:
         self.ask(load=True)
         if self._suspected or self._told_at != self._number:
             self._told_at = self._number
-            self.held = {one: None if one in self._suspected else known.value for one, known in self._known.items()}
+            unknown = self._known if self.why_alone else self._suspected
+            self.held = {one: None if one in unknown else known.value for one, known in self._known.items()}
 
     def ask(self, *, load: bool = False) -> None:
         """Ask about everything that is suspected, if the ranks can be asked. `load`: they load what is not there and used, as vLLM will
@@ -196,8 +199,8 @@ class Adapters:
         self._forget(in_use)
 
     def _ask(self, wanted: Wanted) -> tuple[dict[int, tuple[bytes | None, str]] | None, str]:
-        if self._why_not is not None:
-            return None, self._why_not
+        if self.why_alone is not None:
+            return {adapter_id: (os.urandom(32), "") for adapter_id, *_ in wanted}, ""
         answers, why = answers_of(
             lambda: self._ranks.digest_adapters(self._number, wanted, self._afresh), self._number, self._num_ranks, "adapters", dict
         )
@@ -225,7 +228,11 @@ class Adapters:
         if value == before:
             return False
         self.counters["unknown" if value is None else "changes"] += 1
-        if value is not None:
+        if self.why_alone is not None:
+            if not self._said:
+                self._said.add(self.why_alone)
+                logger.warning("EpochKV: the KV of adapters stays in this engine's own GPU cache: %s", self.why_alone)
+        elif value is not None:
             logger.info("EpochKV: adapter id %d is %s", adapter_id, value.hex()[:SHOWN_DIGITS])
         return True
 
