@@ -1,20 +1,21 @@
 """Which pods of a pool are in their Services: the readiness gate `epochkv.io/weights` of each, by `spec.serve`. Pure.
 
-For a pod p with the gate, an engine instance r of it, and a kind k (a namespace and a fingerprint: guests do not decide for others):
+For a pod p with the gate, an engine instance r of it, and a kind k (a namespace and a fingerprint: guests do not vote for others):
 
     live(p)    of each engine and rank, the live instance that started last, if it was heard from since the life before was over: the
                container's, or that of a pod of the same name
     W(k)       the weights that serve. Named: those that have the label or begin with the digits. `Converged`:
                  - engines vote that were pushed to, or hold what served before. So while one does, W moves only by a push
-                 - where there are none: if another kind of the namespace has a W that came by a push, engines that hold it, or weights
-                   with its label; else all
-                 - of the votes, the most. Of as many, those that served before; once engines have differed for too long
-                   (`HubView.overdue`), or if those are not among them, the ones that came last by a push; else none
+                 - where there are none: W of the fingerprint in the pool's own namespace. If it has none: if another kind of either
+                   namespace has a W that came by a push, engines that hold it, or weights with its label; else all
+                 - of the votes, the most. Of as many, those that served before; once no push goes on, or if those are not among them,
+                   the ones that came last by a push; else none
+    a push     goes on in k while an engine of it takes weights, or was pushed to less than PUSH_SECONDS ago
     holds(p)   live(p) is not empty, and each r in it says weights that are in W(its kind)
     new(p)     the gate names engine instances, and not each in live(p). Where the gate names none, or live(p) is empty: that life was seen
                to be over, and the gate is still as it was then
-    ahead(p)   `Converged`; what p holds beside W it took after W came to the first engine, and the push goes on: engines have not differed
-               for too long, or p took it less than PUSH_SECONDS ago
+    ahead(p)   `Converged`; what p holds beside W it took after W came to the first engine, and less than PUSH_SECONDS ago, or a push
+               goes on
 
 The gate of p becomes, by the first line that fits:
 
@@ -163,12 +164,16 @@ def serving(
     seen = [_pod(pod, default, overrides, views, lives, clock) for pod in pods if _counts(pod)]
     views |= {_place(pod.obj): pod.views for pod in seen}
     live = [view for found in views.values() for view in found if view.weights is not None]
-    weights = converged(live, before, hub) if hub is not None and hub.complete else dict(before)
+    pushes: dict[Kind, float] = {}
+    for view in (view for found in views.values() for view in found if view.updating or view.pushed):
+        left = PUSH_SECONDS if view.updating else max(0.0, PUSH_SECONDS - view.weights_since)
+        pushes[_kind(view)] = max(left, pushes.get(_kind(view), 0.0))
+    weights = converged(live, home, before, hub, pushes) if hub is not None and hub.complete else dict(before)
     came: dict[tuple[Kind, str], float] = {}
     for view in live:
         what = _kind(view), _hex(view)
         came[what] = max(view.weights_since, came.get(what, 0.0))
-    return _Look(seen, hub, weights, came, lease_seconds, now, away_seconds).result(default, overrides)
+    return _Look(seen, hub, weights, came, pushes, lease_seconds, now, away_seconds).result(default, overrides)
 
 
 def lives_of(pods: Iterable[Json], before: Mapping[str, Life], clock: float) -> dict[str, Life]:
@@ -193,6 +198,8 @@ class _Look:
     """W."""
     _came: dict[tuple[Kind, str], float]
     """For how long the first live engine of a kind has held weights."""
+    _pushes: dict[Kind, float]
+    """For how much longer a push may go on, by kind."""
     _lease: float
     _now: datetime
     _away: float
@@ -224,7 +231,7 @@ class _Look:
             absent=absent,
             strict=any(serve.strict for serve in asked),
             weights=self._weights if any(serve.weights == CONVERGED for serve in asked) else {},
-            look_again=min((verdict.wait for _, verdict in verdicts if verdict.wait is not None), default=None),
+            look_again=min(filter(None, (*self._pushes.values(), *(verdict.wait for _, verdict in verdicts))), default=None),
         )
 
     # ---- the rule ----
@@ -280,17 +287,15 @@ class _Look:
         return frozenset(group.id for group in groups if is_called(group.id, group.label, name))
 
     def _ahead(self, apart: Sequence[EngineView], wanted: Mapping[Kind, frozenset[str]]) -> float | None:
-        """For how much longer the pod may be ahead (infinity: until there is news); None: it is not."""
-        assert self._hub is not None
+        """For how much longer the pod may be ahead; None: it is not."""
         for view in apart:
             kind = _kind(view)
             came = [self._came[kind, weights] for weights in wanted[kind] if (kind, weights) in self._came]
             if came and view.weights_since >= max(came):
                 return None
         left = PUSH_SECONDS - max(view.weights_since for view in apart)
-        if left > 0:
-            return left
-        return None if self._hub.overdue else PUSH_SECONDS
+        left = max(left, *(self._pushes.get(_kind(view), 0.0) for view in apart))
+        return left if left > 0 else None
 
     def _stay(self, verdicts: Sequence[tuple[_Pod, _Verdict]]) -> set[str]:
         """Those that would leave and have to stay, by uid."""
@@ -326,7 +331,9 @@ class _Look:
         return self._hub.called(weights) if self._hub is not None else called(weights, "")
 
 
-def converged(live: Iterable[EngineView], before: Mapping[Kind, str], hub: HubView) -> dict[Kind, str]:
+def converged(
+    live: Iterable[EngineView], home: str, before: Mapping[Kind, str], hub: HubView, pushes: Mapping[Kind, float]
+) -> dict[Kind, str]:
     """W of each kind, of live engines that say their weights."""
     holders: dict[Kind, dict[str, list[EngineView]]] = defaultdict(lambda: defaultdict(list))
     for view in live:
@@ -335,22 +342,26 @@ def converged(live: Iterable[EngineView], before: Mapping[Kind, str], hub: HubVi
     found: dict[Kind, str | None] = {}
     for kind, held in holders.items():
         votes = {weights: [view for view in views if view.pushed or weights == before.get(kind)] for weights, views in held.items()}
-        found[kind] = _served(votes, before.get(kind), hub.overdue)
+        found[kind] = _served(votes, before.get(kind) if pushes.get(kind) else None)
     came = {kind: weights for kind, weights in found.items() if weights and any(view.pushed for view in holders[kind][weights])}
-    for kind in [kind for kind, weights in found.items() if weights is None]:
-        known = {weights for other, weights in came.items() if other[0] == kind[0]}
+    for kind in sorted((kind for kind, weights in found.items() if weights is None), key=lambda kind: (kind[0] != home, kind)):
+        if ours := found.get((home, kind[1])):
+            found[kind] = ours
+            continue
+        known = {weights for other, weights in came.items() if other[0] in (home, kind[0])}
         alike = known | {labels[weights] for weights in known if weights in labels}
         votes = {weights: views for weights, views in holders[kind].items() if not known or {weights, labels.get(weights)} & alike}
-        found[kind] = _served(votes, None, hub.overdue)
+        found[kind] = _served(votes, None)
     return {kind: weights for kind, weights in sorted(found.items()) if weights is not None}
 
 
-def _served(votes: Mapping[str, Sequence[EngineView]], before: str | None, overdue: bool) -> str | None:
+def _served(votes: Mapping[str, Sequence[EngineView]], before: str | None) -> str | None:
+    """`before`: what goes on among as many votes; None: nothing does."""
     most = max(map(len, votes.values()), default=0)
     top = sorted(weights for weights, views in votes.items() if len(views) == most > 0)
     if len(top) == 1:
         return top[0]
-    if before in top and not overdue:
+    if before in top:
         return before
     came = [(view.weights_since, weights) for weights in top for view in votes[weights] if view.pushed]
     return min(came)[1] if came else None
@@ -381,7 +392,7 @@ def _pod(
         name=pod["metadata"]["name"],
         uid=pod["metadata"]["uid"],
         serve=ANYTHING if _is_worker(pod) else overrides.get(str(engine), default) if engine else default,
-        group=engine or str(controller_of(pod).get("uid", "")),
+        group=engine or str(controller_of(pod).get("uid") or _place(pod)),
         gate=gate,
         ready=clock - life.ready if life.ready is not None else None,
         views=tuple(latest),

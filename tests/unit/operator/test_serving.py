@@ -83,7 +83,7 @@ def look(pods: Sequence[Json], engines: Sequence[EngineView] | None, serve: Serv
             lives[uid] = replace(life, ready=None if up is None else CLOCK - up)
     lives |= more.pop("lives", {})
     before = {("rl", kind): weights for kind, weights in more.pop("before", {"": STEP_1}).items()}
-    facts = {name: more.pop(name) for name in ("overdue", "complete") if name in more}
+    facts = {name: more.pop(name) for name in ("complete",) if name in more}
     hub = HubView(7, 7, engines, weights=groups, **facts) if engines is not None else None
     found = serving(pods, "rl", serve, more.pop("overrides", {}), hub, before, lives, LEASE, more.pop("now", NOW), CLOCK, **more)
     assert found is not None
@@ -127,6 +127,7 @@ def test_who_asks_for_nothing_is_not_looked_at() -> None:
 
 
 OLD, NEW, DEAD = holds("b", BASE), holds("b", BASE, age=20.0, since=5.0), holds("b", STEP_1, silent_seconds=22.0)
+PUSHED, WRITING = holds("d", STEP_2, since=5.0, pushed=True), holds("d", None, stats={"weights_updating": 1.0})
 TWO: tuple[Json, Json] = {"engine": "vllm:1", "instance": b"1"}, {"engine": "vllm:2", "instance": b"2"}
 
 
@@ -194,11 +195,11 @@ def test_one_pod_beside_three(pod: Json, views: list[EngineView], serve: Serve, 
         (gated("b", up=11.0), [], {}, None, 19.0),
         (gated("b"), [], {"complete": False}, None, None),
         (gated("b", "True"), [holds("b", STEP_2, since=20.0)], {}, None, 40.0),
-        (gated("b", "True"), [holds("b", STEP_2, since=70.0)], {}, None, 60.0),  # the others are taking them, one after the other
-        (gated("b", "True"), [holds("b", STEP_2, since=70.0)], {"overdue": True}, ("False", "OtherWeights"), None),
-        (gated("b", "True"), [holds("b", STEP_2, since=20.0)], {"overdue": True}, None, 40.0),
+        (gated("b", "True"), [holds("b", STEP_2, since=70.0), PUSHED], {}, None, 55.0),  # others are taking them, one after the other
+        (gated("b", "True"), [holds("b", STEP_2, since=70.0), WRITING], {}, None, 60.0),
+        (gated("b", "True"), [holds("b", STEP_2, since=70.0), holds("d", BASE, since=5.0)], {}, ("False", "OtherWeights"), None),
     ],
-)
+)  # fmt: skip
 def test_what_lasts_too_long(pod: Json, views: list[EngineView] | None, facts: Json, expected: object, wait: float | None) -> None:
     others = [holds(name, STEP_1) for name in ("a", "c")]
     found = look([pod, gated("a", "True"), gated("c", "True")], None if views is None else [*others, *views], **facts)
@@ -207,7 +208,7 @@ def test_what_lasts_too_long(pod: Json, views: list[EngineView] | None, facts: J
 
 
 @pytest.mark.parametrize(
-    ("held", "before", "overdue", "expected"),
+    ("held", "before", "over", "expected"),
     [
         ([STEP_1, STEP_1, STEP_2], None, False, STEP_1),
         ([STEP_1, BASE], STEP_1, False, STEP_1),
@@ -227,10 +228,12 @@ def test_what_lasts_too_long(pod: Json, views: list[EngineView] | None, facts: J
         ([STEP_1, STEP_2 + "p", STEP_2 + "p", BASE + "p", BASE + "p"], STEP_1, False, STEP_2),
     ],
 )
-def test_what_serves(held: list[str], before: str | None, overdue: bool, expected: str | None) -> None:
-    views = [holds(f"p{number}", weights[:32], pushed=weights.endswith("p"), since=100.0 + number) for number, weights in enumerate(held)]
+def test_what_serves(held: list[str], before: str | None, over: bool, expected: str | None) -> None:
+    """`over`: the last push to the kind. Engines of another one differ all the time."""
+    since = 100.0 if over else 5.0
+    views = [holds(f"p{number}", weights[:32], pushed=weights.endswith("p"), since=since + number) for number, weights in enumerate(held)]
     known = {("rl", ""): before} if before else {}
-    assert look([], views, before={"": before} if before else {}, overdue=overdue).weights == ({("rl", ""): expected} if expected else {})
+    assert look([], views, before={"": before} if before else {}).weights == ({("rl", ""): expected} if expected else {})
     assert look([], views, before={"": before} if before else {}, complete=False).weights == known, "it does not know everybody yet"
 
 
@@ -252,18 +255,20 @@ def test_the_instance_before_does_not_vote() -> None:
         (True, {"weights": STEP_2, "pushed": True}, STEP_2),
         (True, {"weights": STEP_2}, STEP_2),  # of the same label
         (True, {"weights": STEP_1, "labels": {}}, STEP_1),
-        (True, {"namespace": "guest"}, BASE),
+        (True, {"namespace": "guest"}, None),
+        (True, {"namespace": "guest", "fingerprint": "old"}, STEP_1),  # a guest that was started again
     ],
 )
 def test_a_rollout_that_changes_the_fingerprint(pushed: bool, more: Json, expected: str | None) -> None:
     labels = {STEP_1: "", **more.pop("labels", {STEP_1: "step-1", STEP_2: "step-1"})}
-    new = holds("b", more.pop("weights", BASE), fingerprint="new", since=5.0, **more)
+    new, pod = holds("b", more.pop("weights", BASE), since=5.0, **{"namespace": "rl", "fingerprint": "new", **more}), gated("b")
+    pod["metadata"]["namespace"] = new.namespace
     views = [holds("a", STEP_1, fingerprint="old", pushed=pushed), new]
-    found = look([gated("a", "True"), gated("b")], views, before={"old": STEP_1}, labels=labels)
-    assert found.weights == {("rl", "old"): STEP_1} | ({(new.namespace or "rl", "new"): expected} if expected else {})
+    found = look([gated("a", "True"), pod], views, before={"old": STEP_1}, labels=labels)
+    assert found.weights == {("rl", "old"): STEP_1} | ({(new.namespace, new.fingerprint): expected} if expected else {})
     if expected is None:
         assert (turns(found), found.look_again) == ({}, pytest.approx(55.0))
-        assert turns(look([gated("b")], [views[0], msgspec.structs.replace(new, weights_since=61.0)])) == {"b": ("True", "FailedOpen")}
+        assert turns(look([pod], [views[0], msgspec.structs.replace(new, weights_since=61.0)])) == {"b": ("True", "FailedOpen")}
 
 
 def test_guests_do_not_decide_for_others() -> None:
@@ -368,7 +373,10 @@ def test_half_of_a_service_stays() -> None:
     late = gated("c", "True")  # its gate is True, and the kubelet has not seen that yet
     late["status"]["conditions"][0]["status"] = "False"
     assert look([pod if pod["metadata"]["name"] != "c" else late for pod in pods], views).stays == ("d",)
-    # Another Service is no help.
+    # Another Service is no help, nor another pod without a controller.
+    bare = [msgspec.structs.replace(view, engine="") for view in views]
+    pods = [{**pod, "metadata": {**pod["metadata"], "labels": {}}} for pod in pods]
+    assert look(pods, bare).stays == ("c", "d")
     alone = [gated("a", "True"), {**gated("c", "True"), "metadata": {**gated("c")["metadata"], "labels": {"epochkv.io/engine": "other"}}}]
     assert look(alone, views).stays == ("c",)
     assert turns(look(alone, views, overrides={"other": Serve()})) == {"c": ("True", "NotGated")}

@@ -64,7 +64,6 @@ class World:
         self.dead: list[tuple[float, EngineView]] = []
         self.pods = [Pod(f"p{number}", f"service-{number % 2}") for number in range(self.random.randint(1, 7))]
         self.leads, self.clock = self.now, 0.0
-        self.differ_since: float | None = None
         for pod in self.pods:
             self.restart(pod)
 
@@ -114,7 +113,7 @@ class World:
 
     def new_hub(self, _: Pod | None = None) -> None:
         """It knows nobody for a lease, and its process has seen no container before. Its machine has a clock of its own."""
-        self.leads, self.differ_since, self.containers, self.dead = self.now, None, {}, []
+        self.leads, self.containers, self.dead = self.now, {}, []
         self.set_clock()
 
     def outage(self, chosen: Pod) -> None:
@@ -149,15 +148,10 @@ class World:
 
     def hub(self) -> HubView:
         live = [pod for pod in self.pods if self.alive(pod) and pod.up is not None]
-        if len({(pod.kind, pod.holds) for pod in live}) == len({pod.kind for pod in live}):
-            self.differ_since = None
-        elif self.differ_since is None:
-            self.differ_since = self.now
         engines = [msgspec.structs.replace(view, silent_seconds=self.now - at) for at, view in self.dead if self.now < at + LEASE]
         engines += map(self.view, live)
         groups = [WeightsView(bytes.fromhex(weights), "", 1, 0.0) for weights in sorted({pod.holds for pod in live})]
-        overdue = self.differ_since is not None and self.now >= self.differ_since + PUSH_SECONDS
-        return HubView(0, 0, engines, weights=groups, overdue=overdue, complete=self.now >= self.leads + LEASE)
+        return HubView(0, 0, engines, weights=groups, complete=self.now >= self.leads + LEASE)
 
     def object(self, pod: Pod) -> Json:
         owners = [{"uid": pod.group, "controller": True}]
@@ -208,6 +202,10 @@ class World:
         came = {place: held for place, held in weights.items() if self.weights.get(place) != held}
         kept = [pod for pod in heard if pod.holds == self.weights.get(("rl", pod.kind))]
         for (_, kind), held in {**{place: "" for place in self.weights if place not in weights}, **came}.items():
+            last = max((pod.since for pod in heard if pod.kind == kind and pod.pushed), default=0.0)
+            if self.now < last + PUSH_SECONDS and not any(self.now < at + LEASE for at, _ in self.dead):
+                votes = sum((pod.kind, pod.holds, pod.pushed) == (kind, held, True) for pod in heard)
+                assert not votes or votes != sum(pod.kind == kind for pod in kept), f"by as many as before: {self.weights} -> {weights}"
             if any(pod.kind == kind for pod in kept) or any(pod.pushed and ("rl", pod.kind) not in came for pod in kept):
                 pushed = any((pod.kind, pod.holds, pod.pushed) == (kind, held, True) for pod in heard)
                 assert pushed or not any(pod.kind == kind for pod in heard), f"{self.weights} -> {weights}"
