@@ -28,8 +28,9 @@ GATED = {"epochkv.io/weights-gate": "true"}
 GPU = {"limits": {"nvidia.com/gpu": "1", "memory": "1.5Gi"}}
 
 
-def rendered(plane: ControlPlane, template: str = "join") -> list[dict[str, Any]]:
-    chart = (str(ROOT / "charts/epochkv"), f"--show-only=templates/{template}.yaml", "--set=join.enabled=true")
+def rendered(plane: ControlPlane, template: str = "join", security: str = "restricted") -> list[dict[str, Any]]:
+    sets = ("--set=join.enabled=true", f"--set=podSecurity={security}")
+    chart = (str(ROOT / "charts/epochkv"), f"--show-only=templates/{template}.yaml", *sets)
     text = subprocess.run([str(plane.helm), "template", "epochkv", *chart], capture_output=True, text=True, timeout=60, check=True).stdout
     return list(yaml.safe_load_all(text))
 
@@ -39,8 +40,8 @@ def path(obj: dict[str, Any]) -> str:
     return f"{ADMISSION}{kind[:-1] + 'ies' if kind.endswith('y') else kind + 's'}/{obj['metadata']['name']}"
 
 
-def apply_policy(plane: ControlPlane, template: str = "join") -> None:
-    for obj in rendered(plane, template):
+def apply_policy(plane: ControlPlane, template: str = "join", security: str = "restricted") -> None:
+    for obj in rendered(plane, template, security):
         plane.api.apply(path(obj), obj)
 
 
@@ -162,7 +163,10 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
             "container vllm has PYTHONPATH by valueFrom: give it a value",
         ),
         ({}, {"volumes": [{"name": "epochkv", "emptyDir": {}}]}, "the pod has volume epochkv already"),
+        ({"epochkv.io/engines": "0"}, {}, 'epochkv.io/engines is "0": it must be a number of 1 to 64'),
+        ({}, {"containers": [{"name": name, **CONTAINER} for name in ("vllm", "epochkv-connector")]}, "has container epochkv-connector"),
         ({}, {"os": {"name": "windows"}, "securityContext": {}, "containers": [{"name": "vllm", "image": "x"}]}, "the pod is for Windows"),
+        ({}, {"nodeSelector": {"kubernetes.io/os": "windows"}}, "the pod is for Windows"),
     ],
 )
 def test_what_cannot_join_starts_without_us_and_says_why(
@@ -189,6 +193,9 @@ def test_l1_is_on_top_of_all_memory_that_holds_for_the_engine(policy: None, name
     assert env(made, "vllm")["EPOCHKV_LOCAL_CAPACITY"] == str(l1)
     given = {"limits": {"memory": "1.1Gi", "ephemeral-storage": "1Gi"}, "requests": {"memory": "1Gi"}}  # 1,181,116,006.4
     both = {"limits": {"memory": "3Gi", "cpu": "2"}, "requests": {"memory": "2Gi"}}
+    many = pod(namespace, "many", containers=[{"name": "vllm", **CONTAINER, "resources": given}], notes={"epochkv.io/engines": "8"})
+    assert container(many, "vllm")["resources"]["limits"]["memory"] == str(1_181_116_007 + 8 * l1)
+    assert env(many, "vllm")["EPOCHKV_LOCAL_CAPACITY"] == str(l1)
     made = pod(namespace, "both", containers=[{"name": "vllm", **CONTAINER, "resources": given}], resources=both)
     assert container(made, "vllm")["resources"] == {
         "limits": {"memory": str(1_181_116_007 + l1), "ephemeral-storage": str(2**30 + 2**29)},
@@ -218,6 +225,24 @@ def test_a_limit_range_that_takes_the_engine_takes_the_rest(policy: None, namesp
     assert made["metadata"]["annotations"]["epochkv.io/joined"] == "vllm"
     assert made["spec"]["initContainers"][0]["resources"] == {"limits": large, "requests": large}
     assert container(made, "vllm")["resources"]["limits"]["memory"] == str(2**32 + 2**26)
+
+
+def test_where_the_platform_gives_ids_the_init_container_is_not_root(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
+    """A kubelet refuses a container that inherits 0 and has `runAsNonRoot`. Any other id is one that the platform lets the pod have."""
+    namespace.create_pool("policy", **POOL)
+    joins(namespace, "first")
+    apply_policy(namespace.plane, security="platform")
+    try:
+        for given in ({"runAsUser": 1000}, {}, {"runAsUser": 0}):
+
+            def asked(given: dict[str, int] = given) -> bool:
+                made = pod(namespace, f"pod-{time.monotonic_ns()}", securityContext=given)
+                security = made["spec"]["initContainers"][0]["securityContext"]
+                return security["runAsNonRoot"] and security.get("runAsUser") == (65532 if given.get("runAsUser") == 0 else None)
+
+            eventually(asked, f"an id beside {given}")
+    finally:
+        apply_policy(namespace.plane)
 
 
 def test_without_the_policy_nothing_changes_and_an_event_says_so(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
