@@ -230,8 +230,9 @@ class Serve(ApiModel):
     leave their Services. Anything else names the weights to serve: a trainer's label, or the first 8 or more hex digits of a digest. Pods
     then have the readiness gate `epochkv.io/weights`, so changing from or to `Any` replaces the pods one by one."""
     strict: bool = False
-    """True: a pod serves only while it is known to hold the weights, also when that leaves a Service without pods. False: a pod whose
-    weights nobody can tell serves, such as while no hub leads; and of the pods that are ready otherwise, at least half stay."""
+    """True: a pod serves only while it is known to hold the weights, also when that leaves a Service without pods. Only a running operator
+    closes gates: a container that starts again without one serves what it holds. False: a pod whose weights nobody can tell serves, such as
+    while no hub leads; and of the pods that are ready otherwise, at least half stay."""
 
 
 GATE: Final = "epochkv.io/weights"

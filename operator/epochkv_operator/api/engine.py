@@ -98,12 +98,9 @@ Argument = Annotated[
 
 
 _COUNT_TEXT = "must be a number of replicas from 0 on, or a percentage from 0% to 100%, such as 1 or 25%"
-_BOTH_ZERO = "spec.updateStrategy: maxUnavailable and maxSurge are both 0, so no pod could ever be replaced; raise one of them"
-_UNEVEN = "spec.parallelism: tensor x pipeline ranks cannot be spread evenly over that many nodes; make it a multiple of nodes"
-_SPLIT = (
-    "spec.parallelism: data cannot be spread evenly over that many nodes, and a node holds whole data-parallel ranks; make it a multiple of"
-    " nodes"
-)
+_BOTH_ZERO = "maxUnavailable and maxSurge are both 0, so no pod could ever be replaced; raise one of them"
+_UNEVEN = "tensor x pipeline ranks cannot be spread evenly over that many nodes; make it a multiple of nodes"
+_SPLIT = "data cannot be spread evenly over that many nodes, and a node holds whole data-parallel ranks; make it a multiple of nodes"
 _TWO_SOURCES = "spec.model.volume holds the model's files: remove source, revision and cache, which are for models that are downloaded"
 
 

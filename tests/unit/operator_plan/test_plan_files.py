@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,7 @@ def test_files_alone_are_refused_for_what_the_api_server_refuses(case: Case, tmp
     assert status == 1
     assert case.schema or all(fragment in errors for fragment in case.says), errors
     assert "hunter2" not in errors
+    assert not re.search(r"(spec[.\w]*): \1:", errors), "a field is named once"
 
 
 @pytest.mark.parametrize(
