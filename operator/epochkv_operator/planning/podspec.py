@@ -142,7 +142,7 @@ class InvalidTemplate(ValueError):
 
 
 def finish_pod(pod: Json, template: PodTemplate | None, container: str, field: str) -> Json:
-    """The pod template (`{metadata, spec}`) with the user's overrides merged in, and every container hardened.
+    """The pod template (`{metadata, spec}`) with the user's overrides merged in, and every container that they add hardened.
 
     `container` is the operator's own container in it, `field` the path of `template` in the user's object, for messages.
 
@@ -161,7 +161,7 @@ def finish_pod(pod: Json, template: PodTemplate | None, container: str, field: s
             metadata["annotations"] = annotations
     for key in ("containers", "initContainers"):
         if key in spec:
-            spec[key] = [_hardened(item) for item in spec[key]]
+            spec[key] = [_hardened(item, ours=item["name"] == container) for item in spec[key]]
     return {"metadata": metadata, "spec": spec}
 
 
@@ -176,9 +176,11 @@ def _with_nulls(value: Any) -> Any:
     return value
 
 
-def _hardened(container: Json) -> Json:
-    """The container, with what Pod Security `restricted` demands of it wherever it says nothing itself."""
-    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, **container.get("securityContext", {})}
+def _hardened(container: Json, *, ours: bool) -> Json:
+    """The container, with what Pod Security `restricted` demands of it wherever it says nothing itself. `ours`: it had that, so what it lacks
+    was removed."""
+    defaults: Json = {} if ours else {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    security = {**defaults, **container.get("securityContext", {})}
     if security.get("privileged"):
         security.pop("allowPrivilegeEscalation")
     return {**container, "securityContext": security}

@@ -464,6 +464,9 @@ def test_templates_merge_like_strategic_patches() -> None:
         assert "livenessProbe" not in removed["containers"][0]
         assert removed["securityContext"] == {key: value for key, value in plain["securityContext"].items() if key != "runAsUser"}
         assert "terminationGracePeriodSeconds" not in engine_template({"terminationGracePeriodSeconds": gone})
+        bare = engine_template({"containers": [{"name": "engine", "securityContext": {"capabilities": gone}}]})
+        assert bare["containers"][0]["securityContext"] == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
+        assert not engine_template({"containers": [{"name": "engine", "securityContext": gone}]})["containers"][0]["securityContext"]
     env = engine_template({"containers": [{"name": "engine", "env": [{"name": "HOME", "value": "/h"}, {"name": "A", "value": "b"}]}]})
     values = variables(env["containers"][0])
     assert (values["HOME"], values["A"], values["USER"]) == ("/h", "b", "vllm")
