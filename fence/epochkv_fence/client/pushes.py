@@ -107,7 +107,7 @@ async def wait_weights(
         other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
         progress: called on another thread with a `WeightsStanding` after every look. A plain function.
         only_new: also raise `WeightsDiverged` where engines held these weights before under a label, or `label` was that of
-            others. Nothing is called `label` then.
+            others, or nobody can tell: no weights have a label, and `other_than` is empty. Nothing is called `label` then.
 
     Returns:
         Who holds what. Its `notes` say what `only_new` would raise for, unless the weights are only called what they were.
@@ -142,6 +142,9 @@ async def wait_weights(
     if notes and only_new:
         text = f"all engines of pool {status.name} hold the same weights, and they are not new: {'; '.join(notes)}"
         raise WeightsDiverged(text, (), replace(held, notes=notes))
+    if only_new and not digests and not status.labels:
+        text = f"no weights of pool {status.name} have a label, so nobody can tell whether engines started with these"
+        raise WeightsDiverged(f"{text}; label what they start with, or give it as other_than", (), held)
     if label is None:
         return held
     until = max(until, time.monotonic() + LABEL_SECONDS)

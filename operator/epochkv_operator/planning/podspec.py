@@ -177,8 +177,8 @@ def _with_nulls(value: Any) -> Any:
 
 
 def _hardened(container: Json, *, ours: bool) -> Json:
-    """The container, with what Pod Security `restricted` demands of it wherever it says nothing itself. `ours`: it had that, so what it lacks
-    was removed."""
+    """The container, with what Pod Security `restricted` demands of it wherever it says nothing itself. `ours`: it had that, so what it
+    lacks was removed."""
     defaults: Json = {} if ours else {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     security = {**defaults, **container.get("securityContext", {})}
     if security.get("privileged"):

@@ -75,7 +75,12 @@ def test_what_a_push_that_has_returned_left_on_its_way_is_waited_for(world: HubW
 def test_a_label_does_not_go_to_weights_of_another_label_without_a_word(world: HubWorld) -> None:
     """The framework has loaded the base weights again after the push."""
     engines, pool = holding(world), world.connect()
-    assert pool.wait_weights(label="step-0", timeout_s=20).notes == ()
+    error = diverged(lambda: pool.wait_weights(label="step-1", timeout_s=20, only_new=True))
+    assert "nobody can tell whether engines started with these" in str(error)
+    assert pool.status().labels == {}
+    assert groups(pool.wait_weights(label="step-0", timeout_s=20, other_than=[NEW.hex()], only_new=True)) == [
+        (OLD.hex(), "step-0", EVERYBODY)
+    ]
     with pool.weight_update("step-1", timeout_s=20) as update:
         push(engines, NEW)
     assert update.report is not None
