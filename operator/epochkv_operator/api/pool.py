@@ -571,7 +571,7 @@ class KVCachePoolStatus(StatusModel):
     """Weights that most live engines hold and how many of them, such as `3f2a9c1e 16/16`; for the printer column."""
     weights_labels: Annotated[tuple[WeightsLabel, ...] | None, list_field(16, key="id")] = None
     """What trainers called weights: the first, and the 15 newest."""
-    served_weights: Annotated[tuple[ServedWeights, ...] | None, list_field(64, key="namespace fingerprint")] = None
+    served_weights: Annotated[tuple[ServedWeights, ...] | None, list_field(256, key="namespace fingerprint")] = None
     """Weights that serve with `serve.weights: Converged`. While an engine holds them, they move only to weights that more engines got by a
     push."""
     reset: ResetStatus | None = None

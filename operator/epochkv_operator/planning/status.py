@@ -74,7 +74,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
         status |= {key: previous[key] for key in (*_HEARD, "keys", "reclaim") if key in previous}
     if observed.serving is not None and observed.serving.weights:
         served = [{"namespace": kind[0], "fingerprint": kind[1], "id": held} for kind, held in sorted(observed.serving.weights.items())]
-        status["servedWeights"] = served[:64]
+        status["servedWeights"] = served[:256]
     reset = _reset(observed.hub, previous, now, partial=partial)
     if reset:
         status["reset"] = reset

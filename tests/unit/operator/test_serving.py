@@ -423,8 +423,10 @@ def test_the_condition(found: Serving, status: str, reason: str, text: str) -> N
 
 
 def test_what_serves_is_remembered() -> None:
-    seen = Observed(pool_children(), (), HubView(7, 7), serving=Serving(weights={("rl", "f"): STEP_1}))
-    assert pool_status(POLICY, seen, CONTEXT, {}, NOW)["servedWeights"] == [{"namespace": "rl", "fingerprint": "f", "id": STEP_1}]
+    spaces = [f"rl-{number:03}" for number in range(256)]
+    seen = Observed(pool_children(), (), HubView(7, 7), serving=Serving(weights={(space, "f"): STEP_1 for space in spaces}))
+    served = [{"namespace": space, "fingerprint": "f", "id": STEP_1} for space in spaces]
+    assert pool_status(POLICY, seen, CONTEXT, {}, NOW)["servedWeights"] == served
     assert "servedWeights" not in pool_status(POLICY, replace(seen, serving=None), CONTEXT, {}, NOW)
 
 
