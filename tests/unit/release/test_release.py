@@ -47,6 +47,15 @@ def test_a_chart_without_all_digests_is_refused(digests: dict[str, str]) -> None
         release.released_values(values, "registry.example", "1.0.0", digests)
 
 
+def test_released_images_are_for_both_processors() -> None:
+    """All but the engine's, which is for what vLLM's image is for."""
+    images = yaml.safe_load((ROOT / ".github/workflows/release.yaml").read_text())["jobs"]["images"]
+    (build,) = [step["with"] for step in images["steps"] if step.get("id") == "build"]
+    assert build["platforms"] == "${{ steps.vllm.outputs.platforms || 'linux/amd64,linux/arm64' }}"
+    assert [step["if"] for step in images["steps"] if step.get("id") == "vllm"] == ["matrix.image == 'engine'"]
+    assert {one["image"] for one in images["strategy"]["matrix"]["include"]} == DIGESTS.keys()
+
+
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_bases_are_pinned_by_digest(name: str) -> None:
     """vLLM's image is the user's choice; the release workflow finds its digest and builds on that."""
