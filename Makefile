@@ -107,7 +107,7 @@ test-ipv6: setup-pods ## Pods on a local cluster that has no IPv4
 	@$(DEV) -m pytest -v $(IPV6_TESTS)
 
 test-kind: export CLUSTER = kind
-test-kind: export EPOCHKV_DOCKER = start
+test-kind: export EPOCHKV_DOCKER ?= start
 test-kind: ## Pods on kind: NetworkPolicies enforced, two nodes, faults of the provider (a Docker daemon is started if none runs)
 	@$(MAKE) --no-print-directory setup-pods
 	@$(DEV) -m pytest -v $(KIND_TESTS)

@@ -36,7 +36,6 @@ from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import getproxies, proxy_bypass
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_fence.common import is_name
@@ -273,14 +272,11 @@ def why_setup_failed(settings: StoreSettings, hostname: str, local_address: str)
     found = []
     if not is_name(hostname) and (":" in hostname) != (":" in local_address):
         found.append(f"peers are told {hostname}, and the master is reached from {local_address}: give Mooncake addresses of one family")
-    scheme, _, hosts = settings.master_address.rpartition("://")
-    if not scheme:
+    if "://" not in settings.master_address:
         found.append(f"it takes connections: is it a Mooncake master, of version {mooncake_version() or '?'} as here?")
         return "; ".join(found)
     cluster = os.environ.get("MC_STORE_CLUSTER_ID") or "mooncake_cluster"
     found.append(f"etcd takes connections: does a master lead (GET /leader at its admin port), with --cluster_id={cluster}?")
-    if getproxies().get("https") and not all(proxy_bypass(host) for host in hosts.split(";")):
-        found.append("HTTPS_PROXY is set, and Mooncake asks etcd through it: name etcd's hosts in NO_PROXY")
     return "; ".join(found)
 
 

@@ -207,15 +207,13 @@ def test_each_kind_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> No
         ("m:50051", "node-7", {}, ["it takes connections"]),
         ("etcd://e0:2379;e1:2379", "10.0.0.7", {}, ["etcd takes connections: .* with --cluster_id=mooncake_cluster"]),
         ("etcd://e0:2379", "10.0.0.7", {"MC_STORE_CLUSTER_ID": "c7"}, ["etcd takes connections: .* with --cluster_id=c7"]),
-        ("etcd://e0:2379", "10.0.0.7", {"HTTPS_PROXY": "http://proxy:3128"}, ["etcd takes", "HTTPS_PROXY is set"]),
-        ("etcd://e0:2379", "10.0.0.7", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "e0"}, ["etcd takes"]),
     ],
-    ids=["master", "family", "name", "etcd", "cluster", "proxy", "no proxy"],
+    ids=["master", "family", "name", "etcd", "cluster"],
 )
 def test_what_to_look_at_when_setup_fails(
     monkeypatch: pytest.MonkeyPatch, master: str, hostname: str, environ: dict[str, str], expected: list[str]
 ) -> None:
-    for name in ("HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy", "MC_STORE_CLUSTER_ID", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
+    for name in ("MC_STORE_CLUSTER_ID", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
