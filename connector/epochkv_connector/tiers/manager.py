@@ -453,6 +453,7 @@ class TierManager:
             "slots_reserved": index.num_reserved,
             "slots_busy": jobs.num_busy_slots,
             "evictions": index.evictions,
+            "evictions_saved": index.evictions_saved,
             "evictions_unread": index.evictions_unread,
             "evictions_unused": index.evictions_unused,
             "saves_deferred": self.saves.planner.num_deferred,

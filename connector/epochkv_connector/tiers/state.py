@@ -258,17 +258,18 @@ class HostIndex:
         on_evict: told the name of every block that leaves the index.
 
     Attributes:
-        evictions, evictions_unread, evictions_unused: blocks that made room, those of them that no request has loaded, and of these,
-            those that were fetched for one.
+        evictions: blocks that made room.
+        evictions_saved, evictions_unread: those of them that this engine had computed, and of these, those that no request has loaded.
+        evictions_unused: those that were fetched for a request that has not loaded them.
         num_reserved: slots promised and not yet allocated.
     """
 
     def __init__(self, num_slots: int, num_groups: int, indexed: bool = True, on_evict: Callable[[Key], None] | None = None) -> None:
         self.num_slots = num_slots
         self.indexed = indexed
-        self.evictions = self.evictions_unread = self.evictions_unused = 0
+        self.evictions = self.evictions_saved = self.evictions_unread = self.evictions_unused = 0
         self._unread: set[int] = set()  # no request has loaded what they hold
-        self._prefetched: set[int] = set()  # it was fetched for one
+        self._saved: set[int] = set()  # it was computed here
         self._on_evict = on_evict
         self._maps: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._free = list(range(num_slots - 1, -1, -1))
@@ -350,7 +351,12 @@ class HostIndex:
                 order.move_to_end(slot)
 
     def allocate(self, count: int, reserved: bool = False, prefetched: bool = False) -> list[int]:
-        """Anonymous slots with one reference each. `reserved`: use up a promise; otherwise the caller has checked `num_available`."""
+        """Anonymous slots with one reference each, for what is computed here unless it is fetched.
+
+        Args:
+            reserved: fetched for a load: use up a promise. Otherwise the caller has checked `num_available`.
+            prefetched: fetched for a request that waits.
+        """
         if reserved:
             self.unreserve(count)
         assert count <= self.num_available, f"{count} slots wanted, {self.num_available} available of {self.num_slots}"
@@ -358,7 +364,7 @@ class HostIndex:
         for slot in slots:
             self._refs[slot] = 1
         self._unread.update(slots)
-        (self._prefetched.update if prefetched else self._prefetched.difference_update)(slots)
+        (self._saved.difference_update if reserved or prefetched else self._saved.update)(slots)
         return slots
 
     def _evict(self) -> int:
@@ -367,9 +373,11 @@ class HostIndex:
             pass  # in the order again when it is released
         self._unname(slot)
         self.evictions += 1
-        if slot in self._unread:
-            self.evictions_unread += 1
-            self.evictions_unused += slot in self._prefetched
+        if slot in self._saved:
+            self.evictions_saved += 1
+            self.evictions_unread += slot in self._unread
+        else:
+            self.evictions_unused += slot in self._unread
         return slot
 
     def insert(self, slot: int, group: int, block_hash: bytes) -> bool:

@@ -64,6 +64,18 @@ def test_all_or_nothing() -> None:
     check_index(index)
 
 
+def test_a_block_that_was_fetched_and_read_is_no_saved_block_that_was_read() -> None:
+    index = HostIndex(2, 1)
+    filled(index, [1])
+    assert index.reserve(1)
+    (slot,) = index.allocate(1, reserved=True)
+    index.insert(slot, 0, name(2))
+    index.read([slot])
+    index.unpin([slot])
+    index.allocate(2)
+    assert (index.evictions, index.evictions_saved, index.evictions_unread, index.evictions_unused) == (2, 1, 1, 0)
+
+
 SIZE = 16
 
 
