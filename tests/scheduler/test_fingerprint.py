@@ -29,7 +29,7 @@ def changed(rig: Any, owner: Any, name: str, value: Any) -> str:
     return made
 
 
-def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
+def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig()
     config, cache = rig.vllm_config, rig.kv_cache_config
     base = fingerprint_of(rig)
@@ -50,6 +50,7 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
         (config.parallel_config, "decode_context_parallel_size", 2),
         (config.parallel_config, "cp_kv_cache_interleave_size", 16),
         (config.parallel_config, "dcp_kv_cache_interleave_size", 16),
+        (config.parallel_config, "data_parallel_size", 2),
         (spec, "max_tp_shards", 1),
         (spec, "block_size", 32),
         (spec, "num_kv_heads", 4),
@@ -62,6 +63,16 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig) -> None:
     assert len(changes) >= 18
     assert len({base, *(changed(rig, *change) for change in changes)}) == 1 + len(changes)
     assert fingerprint_of(rig) == base
+    object.__setattr__(config.parallel_config, "data_parallel_size", 2)
+    wide = {
+        "enable_expert_parallel": config.parallel_config,
+        "all2all_backend": config.parallel_config,
+        "expert_placement_strategy": config.parallel_config,
+        "moe_backend": config.kernel_config,
+    }
+    several = {fingerprint_of(rig), *(changed(rig, part, name, "another") for name, part in wide.items())}
+    monkeypatch.setenv("VLLM_DEEPEPLL_NVFP4_DISPATCH", "1")
+    assert len(several | {fingerprint_of(rig)}) == 2 + len(wide)
 
 
 def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_rig: MakeRig) -> None:

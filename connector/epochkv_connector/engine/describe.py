@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import platform
 import re
 from collections.abc import Iterable
@@ -32,8 +33,8 @@ _KINDS = (
     (kv_cache_interface.ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
 )
 
-_DOMAIN = ("data_parallel_size", "enable_expert_parallel", "all2all_backend", "expert_placement_strategy")
-"""How experts lie on data-parallel ranks, and how tokens get there. Which of the ranks computes a token decides nothing."""
+_DISPATCH = "VLLM_DEEPEPLL_NVFP4_DISPATCH"
+"""1: tokens go to other ranks' experts in 4 bits."""
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
@@ -221,7 +222,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "world": int(parallel.world_size),
         "replicas": group_replicas(vllm_config, kv_cache_config),
         "pipeline": int(parallel.pipeline_parallel_size),
-        "domain": [_plain(getattr(parallel, name, None)) for name in _DOMAIN] if int(parallel.data_parallel_size) > 1 else None,
+        "domain": _domain(vllm_config) if int(parallel.data_parallel_size) > 1 else None,
         "decode_context": int(getattr(parallel, "decode_context_parallel_size", 1)),
         "prefill_context": int(getattr(parallel, "prefill_context_parallel_size", 1)),
         "context_interleave": [
@@ -238,6 +239,13 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         if speculative is not None
         else None,
     }
+
+
+def _domain(vllm_config: Any) -> list[Any]:
+    """How experts lie on data-parallel ranks, how tokens get there, and in which numbers. Which rank computes a token decides nothing."""
+    names = ("data_parallel_size", "enable_expert_parallel", "all2all_backend", "expert_placement_strategy")
+    kernels = getattr(getattr(vllm_config, "kernel_config", None), "moe_backend", None)
+    return [*(_plain(getattr(vllm_config.parallel_config, name, None)) for name in names), _plain(kernels), os.environ.get(_DISPATCH, "0")]
 
 
 def describe_adapters(vllm_config: Any) -> str:
