@@ -122,7 +122,7 @@ REASONS: dict[str, tuple[Prepare, str, str, str]] = {
     "weights": (experts, "OwnCache", "the engine keeps its cache to itself: expert rebalancing", "turn it off"),
     "seed": (seed, "L1Only", "L2 is off: block hashes (sha256) have a random seed", "set PYTHONHASHSEED"),
     "routes": (routes, "L1Only", "L2 is off: vLLM takes blocks only with", "leave out --enable-return-routed-experts"),
-    "routes that are lost": (lost_routes, "TiersOff", "no tier is used: answers say which experts", "leave out --enable-return-routed-experts"),
+    "routes that are lost": (lost_routes, "TiersOff", "no tier is used: answers say which experts", "use 0.33, or leave out"),
     "seed without an L1": (seed_without_l1, "TiersOff", "L2 is off: ", "set PYTHONHASHSEED"),
     "tiers that cannot be built": (unbuilt, "TiersBroken", "no tier is used: the tiers could not be built (OSError: no", "restart"),
     "a rank that cannot copy": (refusing, "TiersBroken", "no tier is used: rank 1 cannot copy KV blocks (LayoutError: layer0: ", "restart"),
