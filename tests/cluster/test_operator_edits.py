@@ -87,6 +87,7 @@ def test_every_other_field_is_put_back(namespace: Namespace, operator: OperatorP
         eventually(lambda: (namespace.status("policy").get("engines") or {}).get("summary") == "1/1", "counted, at its epoch")
         eventually(lambda: namespace.status("policy").get("granting"), "granted")
         eventually(lambda: condition(namespace.status("policy"), "Ready").get("status") == "True", "ready")
+        eventually(lambda: namespace.events("EpochPublished") and namespace.events("Ready"), "told of")
         before = steady()
         other = {event["metadata"]["name"] for event in events(namespace)}
         for fields in POOL_EDITS:
