@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_connector.connector import EpochKVConnector
 from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.weights import rank
 from epochkv_connector.wire import Phase, StepMetadata, Tier
@@ -17,17 +18,20 @@ from epochkv_connector.worker.role import WorkerRole
 from tests.unit.connector_worker.worker_rig import NAMESPACE, HeldCopies, ObedientStore, Rig, load, move, save
 
 
-def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["told by the executor", "told by vLLM 0.33"])
+def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest.MonkeyPatch, engine: str) -> None:
     """vLLM unmaps the memory next."""
     store = ObedientStore(policy=lambda kind, transfers: None)
     rig = Rig(store)
-    rank.held_by("an-engine").runners.add(rig.worker)
-    vllms = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id="an-engine")))
+    rank.held_by(engine).runners.add(rig.worker)
+    connector = EpochKVConnector.__new__(EpochKVConnector)
+    connector._engine_id = engine
+    vllms = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=engine)))
     copies = HeldCopies(monkeypatch)
     rig.step(saves=[save(1, [move(3, 0, 30)])], loads=[load(2, [move(8, 1, 31, Tier.STORE)], NAMESPACE)])
     assert copies.began.wait(10)
     threading.Timer(0.2, copies.go_on.set).start()
-    assert rank.settle_for_sleep(vllms) == 0
+    assert not (connector.unregister_kv_caches() if "0.33" in engine else rank.settle_for_sleep(vllms))
     assert copies.go_on.is_set()
     rig.kv[:] = 0  # nobody may touch it any more
     store.end_all()
@@ -35,6 +39,9 @@ def test_sleep_waits_for_copies_and_fails_what_has_not_begun(monkeypatch: pytest
     assert rig.until_acked(2, Phase.LOADED).failed
     assert not rig.kv.any()
     assert rig.worker.stats()["load_failed_sleep"] == 1
+    connector.restore_kv_caches() if "0.33" in engine else rank.woken(vllms)
+    rig.step(loads=[load(3, [move(8, 0, 30)])])
+    assert not rig.until_acked(3, Phase.LOADED).failed
 
 
 def test_a_load_in_pieces_ends_with_the_piece_that_sleep_finds(monkeypatch: pytest.MonkeyPatch) -> None:
