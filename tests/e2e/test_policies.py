@@ -24,9 +24,10 @@ pytestmark = [
     pytest.mark.timeout(1500),
     pytest.mark.skipif(os.environ.get("CLUSTER") != "kind", reason="the local provider does not enforce NetworkPolicies: CLUSTER=kind"),
 ]
-STRANGER, MEMBER = "stranger", "member"
-MASTER_RPC, MASTER_ADMIN, TRANSFERS, HUB, ENGINE_HTTP = 50051, 9003, range(15000, 15128), 7700, 8000
+STRANGER, MEMBER, ENGINES = "stranger", "member", f"epochkv.io/engine={ENGINE}"
+MASTER_RPC, MASTER_ADMIN, STORE_HEALTH, TRANSFERS, HUB, ENGINE_HTTP = 50051, 9003, 9300, range(15000, 15128), 7700, 8000
 
+COMMAND = ["python3", "-m", "http.server", "--directory", "/tmp", str(TRANSFERS[5])]
 DIAL = """
 import socket, sys
 try:
@@ -43,9 +44,9 @@ print(*sorted({int(words[1].split(":")[1], 16) for words in lines if words[3] ==
 
 
 def pod(name: str, labels: dict[str, str]) -> dict[str, object]:
-    """A pod that sleeps, with Python in it, as the namespace's Pod Security level wants it."""
+    """A pod that listens on a transfer port, with Python in it, as the namespace's Pod Security level wants it."""
     security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    container = {"name": "main", "image": "epochkv/operator:dev", "command": ["sleep", "infinity"], "securityContext": security}
+    container = {"name": "main", "image": "epochkv/operator:dev", "command": COMMAND, "securityContext": security}
     spec = {
         "terminationGracePeriodSeconds": 0,
         "automountServiceAccountToken": False,
@@ -58,7 +59,7 @@ def pod(name: str, labels: dict[str, str]) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def pods(kube: Kube) -> Iterator[None]:
     names = [f"pod/{STRANGER}", f"pod/{MEMBER}"]
-    for made in (pod(STRANGER, {"app": STRANGER}), pod(MEMBER, {"epochkv.io/pool": POOL})):
+    for made in (pod(STRANGER, {"app": STRANGER}), pod(MEMBER, {"app": MEMBER, "epochkv.io/pool": POOL})):
         kube.kubectl("apply", "-f", "-", stdin=json.dumps(made))
     kube.kubectl("-n", NAMESPACE, "wait", "--for=condition=Ready", *names, "--timeout=120s", seconds=130.0)
     yield
@@ -105,11 +106,27 @@ def test_a_store_answers_its_pool(kube: Kube, pods: None) -> None:
 
 
 def test_an_engine_answers_everybody_but_on_its_transfer_ports(kube: Kube, pods: None) -> None:
-    selector = f"epochkv.io/engine={ENGINE}"
-    host, port = address(kube, selector), transfer_port(kube, selector)
+    host, port = address(kube, ENGINES), transfer_port(kube, ENGINES)
     expect(kube, STRANGER, host, ENGINE_HTTP, "let in")
     expect(kube, MEMBER, host, port, "let in")
     expect(kube, STRANGER, host, port, "refused")
+
+
+def test_a_pod_that_joined_answers_its_pool_on_its_transfer_ports(kube: Kube, pods: None) -> None:
+    host, engine = (
+        address(kube, f"app={MEMBER}"),
+        kube.pods(NAMESPACE, ENGINES)[0],
+    )
+    expect(kube, engine["metadata"]["name"], host, TRANSFERS[5], "let in")
+    expect(kube, STRANGER, host, TRANSFERS[5], "refused")
+
+
+def test_scrapers_are_let_in_by_the_label_of_their_namespace(kube: Kube, pods: None) -> None:
+    hosts = [address(kube, f"epochkv.io/pool={POOL},app.kubernetes.io/component={name}") for name in ("master", "store")]
+    for label, outcome in (("epochkv.io/scrape=true", "let in"), ("epochkv.io/scrape-", "refused")):
+        kube.kubectl("label", "namespace", NAMESPACE, label)
+        for host, port in zip(hosts, (MASTER_ADMIN, STORE_HEALTH), strict=True):
+            expect(kube, STRANGER, host, port, outcome)
 
 
 def test_the_hub_answers_whom_the_chart_names(setup: Setup, kube: Kube, pods: None) -> None:
