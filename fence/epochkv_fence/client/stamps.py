@@ -45,10 +45,10 @@ class Stamp:
     cached_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, token: int) -> Made:
-        """What made the token with this index, 0 the first.
+        """What made the token with this index, 0 the first. A stamp does not say how many tokens there are: check the index yourself.
 
         Raises:
-            IndexError: the answer has none.
+            IndexError: the index is negative, or the answer has no token.
         """
         if token < 0 or not self.made:
             raise IndexError(token)
@@ -66,7 +66,7 @@ class Stamp:
 
 
 def stamps(response: Any) -> list[Stamp | None]:
-    """The stamps of an answer, one for each of its samples (`n`); None for one without.
+    """The stamps of an answer, one for each of its choices, prompt by prompt and sample by sample; None for one without.
 
     Args:
         response: an answer of vLLM's server as JSON, or its last streamed chunk; the same as an object of the `openai` package; or a
@@ -74,9 +74,9 @@ def stamps(response: Any) -> list[Stamp | None]:
     """
     params = _get(response, "kv_transfer_params")
     said = params.get(STAMP_KEY) if isinstance(params, Mapping) else None
-    if not isinstance(said, Mapping):
-        return [None] * max(1, len(_get(response, "choices") or _get(response, "outputs") or ()))
-    return [_stamp(one) for one in said.get("samples") or [said]]
+    num_choices = len(_get(response, "choices") or _get(response, "outputs") or ())
+    found = [_stamp(one) for one in (said.get("samples") or [said] if isinstance(said, Mapping) else [None])]
+    return found if num_choices in (0, len(found)) else [None] * num_choices  # nobody knows whose they are
 
 
 def _get(response: Any, name: str) -> Any:

@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-from epochkv_connector.engine.answers import _make_output, _stream
+from epochkv_connector.engine.answers import _batch, _make_output, _stream
 from epochkv_fence.protocol.messages import STAMP_KEY as KEY
 
 STAMP: Any = {"tokens": [{"from_token": 0, "weights": "aa"}, {"from_token": 5, "weights": "bb"}], "epoch": 1, "cached_tokens": {}}
+FIVE: Any = {**STAMP, "tokens": STAMP["tokens"][:1]}  # of the first five tokens
 
 
 def state(num_tokens: int) -> Any:
@@ -30,7 +31,7 @@ def test_a_stamp_on_the_way_is_kept_and_not_shown() -> None:
 def test_an_answer_that_ends_at_a_stop_string_has_the_stamp_of_its_tokens() -> None:
     one = state(5)
     made(one, None, {KEY: STAMP})
-    assert made(one, "stop", None) == {KEY: {**STAMP, "tokens": STAMP["tokens"][:1]}}
+    assert made(one, "stop", None) == {KEY: FIVE}
 
 
 def test_an_answer_without_a_stamp_stays_as_it_is() -> None:
@@ -38,27 +39,56 @@ def test_an_answer_without_a_stamp_stays_as_it_is() -> None:
     assert made(state(1), "stop", {"other": 1}) == {"other": 1}
 
 
-def lines(*chunks: Any) -> list[str]:
-    return [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+def test_each_output_of_samples_brings_the_stamps_of_those_that_have_ended() -> None:
+    """vLLM merges outputs that nobody has taken, and keeps the params of the last one."""
+    samples = [state(5) for _ in range(3)]
+    for index, parent in enumerate([SimpleNamespace(n=3)] * 3):
+        samples[index].parent_req, samples[index].request_index = parent, index
+    assert made(samples[1], None, {KEY: STAMP}) is None
+    assert made(samples[0], "stop", {KEY: STAMP}) == {KEY: {"samples": [FIVE, None, None]}}
+    assert made(samples[1], None, None) == {KEY: {"samples": [FIVE, None, None]}}
+    samples[1].detokenizer = SimpleNamespace(num_output_tokens=lambda: 6)
+    made(samples[1], "abort", None)
+    assert made(samples[2], "abort", None) == {KEY: {"samples": [FIVE, STAMP, None]}}, "it had no token yet"
 
 
-def test_the_chunk_that_ends_an_answer_carries_its_stamp() -> None:
-    chunks = [("ä", None), ("b", "stop")]
-    sent = lines(*({"choices": [{"text": text, "finish_reason": reason}]} for text, reason in chunks), {"choices": []})
+def answer(*stamps: Any) -> Any:
+    return SimpleNamespace(outputs=list(stamps), kv_transfer_params={KEY: stamps[0] if len(stamps) == 1 else {"samples": list(stamps)}})
 
-    async def generator(result_generator: AsyncIterator[Any]) -> AsyncIterator[str]:
-        yield sent[0]
+
+def test_the_answer_to_several_prompts_has_the_stamps_of_all() -> None:
+    def params(*answers: Any) -> Any:
+        return _batch(lambda serving, outputs: outputs[0].kv_transfer_params, None, list(answers))
+
+    nothing = SimpleNamespace(outputs=[1, 2], kv_transfer_params=None)
+    assert params(nothing, nothing) is None
+    assert params(answer(STAMP), answer(FIVE)) == {KEY: {"samples": [STAMP, FIVE]}}
+    assert params(nothing, answer(FIVE, STAMP)) == {KEY: {"samples": [None, None, FIVE, STAMP]}}
+    assert params(answer(STAMP)) == {KEY: STAMP}
+
+
+def test_the_chunk_that_ends_a_choice_carries_its_stamp() -> None:
+    chunks = [(0, "ä", None), (3, "b", "stop"), (0, "c", None), (2, "d", "stop"), (0, "e", "length")]
+    sent = [
+        *({"choices": [{"index": index, "text": text, "finish_reason": reason}]} for index, text, reason in chunks),
+        {"choices": []},
+    ]
+    lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in sent]
+
+    async def generator(request: Any, result_generator: AsyncIterator[Any]) -> AsyncIterator[str]:
+        yield lines[0]
         async for _ in result_generator:
-            yield sent[1]
-        yield sent[2]
-        yield "data: [DONE]\n\n"
+            for line in lines[1:4]:
+                yield line
+        for line in (*lines[4:], "data: [DONE]\n\n"):
+            yield line
 
     async def results() -> AsyncIterator[Any]:
-        yield 0, SimpleNamespace(kv_transfer_params={KEY: STAMP})
+        yield 1, answer(FIVE, STAMP)
 
     async def collect() -> list[str]:
-        return [line async for line in _stream(generator, results())]
+        return [line async for line in _stream(generator, SimpleNamespace(n=2), results())]
 
     got = asyncio.run(collect())
-    assert [got[0], *got[2:]] == [sent[0], sent[2], "data: [DONE]\n\n"]
-    assert json.loads(got[1].removeprefix("data: "))["kv_transfer_params"] == {KEY: STAMP}
+    assert [got[0], got[2], *got[4:]] == [lines[0], lines[2], *lines[4:], "data: [DONE]\n\n"]
+    assert [json.loads(got[at].removeprefix("data: "))["kv_transfer_params"] for at in (1, 3)] == [{KEY: STAMP}, {KEY: FIVE}]

@@ -347,7 +347,7 @@ SAID = {"tokens": TOKENS, "epoch": 7, "cached_tokens": {"gpu": 0, "l1": 128, "l2
     [
         {"choices": [{}], "kv_transfer_params": {"epochkv": SAID}},
         SimpleNamespace(outputs=[1], kv_transfer_params={"epochkv": SAID, "other": 1}),
-        {"choices": [{}, {}], "kv_transfer_params": {"epochkv": {"samples": [SAID]}}},
+        {"choices": [{}], "kv_transfer_params": {"epochkv": {"samples": [SAID]}}},
     ],
 )
 def test_an_answer_as_json_and_as_an_object(response: Any) -> None:
@@ -373,8 +373,10 @@ def test_an_answer_of_one_policy_and_one_of_unknown_weights() -> None:
             Stamp(()).of(token)
 
 
-@pytest.mark.parametrize("params", [None, {}, {"epochkv": None}, {"epochkv": {"samples": [None, {}]}}, {"do_remote_decode": True}])
-def test_no_stamp(params: Any) -> None:
+@pytest.mark.parametrize(
+    "params", [None, {}, {"epochkv": None}, {"epochkv": {"samples": [None, {}]}}, {"do_remote_decode": True}, {"epochkv": SAID}]
+)
+def test_no_stamp_or_one_of_an_unknown_choice(params: Any) -> None:
     assert stamps({"choices": [{}, {}], "kv_transfer_params": params}) == [None, None]
 
 
