@@ -16,7 +16,9 @@ from epochkv_fence.client import ConfigurationError
 from epochkv_fence.client.warm import WARM_SECONDS, Prompt
 from epochkv_fence.client.warm import warm as warm_prompts
 
-FORM = 'give a JSON string, a list of token ids, or an object with "prompt", in each line'
+FORM = 'give a JSON string, a list of token ids, or an object with "prompt" or "messages", in each line'
+KEYS = "prompt", "messages", "tools", "chat_template_kwargs", "cache_salt"
+"""What a request holds of a prompt: with others of these keys it has other KV. Data sets have more in a line."""
 
 
 def prompts_of(path: Path) -> list[Prompt]:
@@ -33,10 +35,12 @@ def prompts_of(path: Path) -> list[Prompt]:
             value = json.loads(line)
         except ValueError:
             value = None
-        value = value.get("prompt") if isinstance(value, dict) else value
-        if not (isinstance(value, str) or (isinstance(value, list) and all(type(token) is int for token in value))) or not value:
+        asked = {key: value[key] for key in KEYS if key in value} if isinstance(value, dict) else {"prompt": value}
+        prompt = asked.get("messages", asked.get("prompt"))
+        kind = dict if "messages" in asked else int
+        if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(type(one) is kind for one in prompt))) or not prompt:
             raise ConfigurationError(f"--prompts {path}, line {number}: {line[:60]!r} is no prompt; {FORM}")
-        found.append(value)
+        found.append(asked)
     if not found:
         raise ConfigurationError(f"--prompts {path} has no prompt; {FORM}")
     return found
@@ -57,7 +61,7 @@ def warm(
     \b
       epochkv warm --prompts system.jsonl --url http://rollout:8000
 
-    Exit status: 0 L2 holds all of it; 1 it does not in time, the engine has no L2, or it cannot be reached.
+    Exit status: 0 L2 holds all of it; 1 it does not in time, weights keep changing, the engine has no L2, or it cannot be reached.
     """
     wanted = prompts_of(prompts)
     with Progress(console=Console(stderr=True), transient=True) as shown:
@@ -66,5 +70,5 @@ def warm(
     if output is Output.JSON:
         show_json(asdict(found))
     else:
-        under = f"weights {found.weights[:8]}" if found.weights else "weights that changed meanwhile: warm again"
-        print(f"L2 holds {found.tokens:,} tokens of {found.prompts} prompts under {under}; {found.computed:,} tokens were computed")
+        held = f"{found.tokens:,} tokens of {found.prompts} prompts under weights {found.weights[:8]}"
+        print(f"L2 holds {held}; {found.computed:,} tokens were computed")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +19,13 @@ from typing import Any, Final, TypeVar
 from epochkv_fence.client.arguments import check_timeout
 from epochkv_fence.client.results import PoolError
 from epochkv_fence.common import on_daemon_thread
-from epochkv_fence.protocol.messages import STAMP_KEY
+from epochkv_fence.protocol.messages import STAMP_KEY, UNKNOWN_WEIGHTS
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Names = tuple[str, int | None]
+"""Weights and epoch."""
+NOBODYS: Final[Names] = ("", None)
 AT_ONCE: Final = 8
 WARM_SECONDS: Final = 120.0
 POLL_SECONDS: Final = 0.1
@@ -40,7 +44,7 @@ class Warmed:
         prompts: how many were warmed.
         tokens: of their blocks, all together; the tokens behind a prompt's last whole block are never stored.
         computed: how many tokens the engine had to compute for it.
-        weights: under which they are found, 32 hex digits; empty: they changed meanwhile.
+        weights: under which they are found, 32 hex digits.
     """
 
     prompts: int
@@ -60,30 +64,40 @@ def warm(
     """Have one engine compute these prompts, and return when L2 holds them under the weights that the engine holds.
 
     Args:
-        prompts: texts, or token ids.
+        prompts: texts, token ids, or what a request holds of a prompt, such as `{"messages": [...], "cache_salt": "..."}`; for `LLM`,
+            one of vLLM's dicts.
         engine: URL of its OpenAI server, such as `http://rollout:8000`, whose key is `VLLM_API_KEY` of the environment; or vLLM's `LLM`, in
             whose process this runs.
         model: as the server calls it; None: the first that it serves.
         timeout_s: for all of them.
-        progress: told how many prompts are done.
+        progress: told how many prompts are done; fewer again when names have changed.
 
     Raises:
-        WarmFailed: one is not in L2 in time, the engine has no L2 or no connector of ours, or it cannot be reached.
+        WarmFailed: one is not in L2 in time, names keep changing, the engine has no L2 or no connector of ours, or it cannot be reached.
         ArgumentError (a ValueError): so many seconds cannot be waited for.
     """
     check_timeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     one = _Server(engine.rstrip("/"), deadline, model) if isinstance(engine, str) else _InProcess(engine)
-    done: list[tuple[int, int, str]] = []
-    if isinstance(one, _Server):
-        each = _together([partial(_warm, one, prompt, deadline) for prompt in prompts])
-    else:  # vLLM's `LLM` answers one at a time
-        each = (_warm(one, prompt, deadline) for prompt in prompts)
-    for found in each:
-        done.append(found)
-        progress(len(done))
-    weights = {made for _, _, made in done}
-    return Warmed(len(done), sum(each[0] for each in done), sum(each[1] for each in done), weights.pop() if len(weights) == 1 else "")
+    over = threading.Event()
+    works = [partial(_warm, one, prompt, deadline, over) for prompt in prompts]
+    tokens: dict[int, int] = {}  # by prompt, of those that are found under `names`
+    computed, names = 0, NOBODYS
+    try:
+        while len(tokens) < len(works):
+            if names != NOBODYS and (over.wait(POLL_SECONDS) or time.monotonic() > deadline):
+                raise WarmFailed(f"{one.name}: the weights or the epoch changed between prompts, and the time is over")
+            left = [index for index in range(len(works)) if index not in tokens]
+            asked = [works[index] for index in left]
+            each = _together(asked) if isinstance(one, _Server) else (work() for work in asked)  # vLLM's `LLM` answers one at a time
+            for index, (stored, num_computed, under) in zip(left, each, strict=True):
+                if under != names:  # what was found under others is found no more
+                    tokens, names = {}, under
+                tokens[index], computed = stored, computed + num_computed
+                progress(len(tokens))
+    finally:
+        over.set()
+    return Warmed(len(works), sum(tokens.values()), computed, names[0])
 
 
 def _together(works: Sequence[Callable[[], T]]) -> Iterator[T]:
@@ -97,11 +111,15 @@ def _together(works: Sequence[Callable[[], T]]) -> Iterator[T]:
         yield running.popleft().result()
 
 
-def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float) -> tuple[int, int, str]:
-    """(tokens in L2, tokens that were computed, weights). Asks again until the engine says that L2 holds all that it can."""
+def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float, over: threading.Event) -> tuple[int, int, Names]:
+    """(tokens in L2, tokens that were computed, names). Asks again until the engine says that L2 holds all that it can.
+
+    Args:
+        over: nobody waits for it any more.
+    """
     computed: int | None = None
     while True:
-        num_tokens, params = engine.ask(prompt if isinstance(prompt, str) else list(prompt))
+        num_tokens, params = engine.ask(prompt if isinstance(prompt, str | Mapping) else list(prompt))
         said = (params or {}).get(STAMP_KEY) or {}
         if "storable_tokens" not in said:
             raise WarmFailed(f"{engine.name} does not say what L2 holds: it runs without the connector of this version of EpochKV")
@@ -110,11 +128,11 @@ def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float) -> tupl
         stored, storable, made = said["stored_tokens"], said["storable_tokens"], said["tokens"]
         if storable == 0:
             raise WarmFailed(f"{engine.name} can store nothing of a prompt of {num_tokens} tokens: it has no L2, or no whole block")
-        if stored == storable:
-            return stored, computed, made[-1]["weights"] if made else ""
-        if time.monotonic() > deadline - POLL_SECONDS:
+        weights = made[-1]["weights"] if made else UNKNOWN_WEIGHTS
+        if stored == storable and weights != UNKNOWN_WEIGHTS:
+            return stored, computed, (weights, said.get("epoch"))
+        if over.wait(POLL_SECONDS) or time.monotonic() > deadline:
             raise WarmFailed(f"{engine.name}: L2 holds {stored} of {storable} tokens of a prompt, and the time is over")
-        time.sleep(POLL_SECONDS)
 
 
 class _InProcess:
@@ -125,8 +143,8 @@ class _InProcess:
         self._params.max_tokens, self._params.temperature, self._params.detokenize = 1, 0.0, False
         self._params.extra_args = {"kv_transfer_params": ASKED}
 
-    def ask(self, prompt: str | list[int]) -> tuple[int, Any]:
-        asked = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    def ask(self, prompt: str | list[int] | Mapping[str, Any]) -> tuple[int, Any]:
+        asked = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
         (answer,) = self._llm.generate([asked], self._params, use_tqdm=False)
         return len(answer.prompt_token_ids), answer.kv_transfer_params
 
@@ -137,9 +155,10 @@ class _Server:
         self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know the cluster's names
         self._model = model or str(self._ask("/v1/models")["data"][0]["id"])
 
-    def ask(self, prompt: str | list[int]) -> tuple[int, Any]:
-        body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "detokenize": False, "kv_transfer_params": ASKED}
-        answer = self._ask("/v1/completions", body)
+    def ask(self, prompt: str | list[int] | Mapping[str, Any]) -> tuple[int, Any]:
+        asked = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        body = {**asked, "model": self._model, "max_tokens": 1, "temperature": 0, "detokenize": False, "kv_transfer_params": ASKED}
+        answer = self._ask("/v1/chat/completions" if "messages" in asked else "/v1/completions", body)
         return int(answer["usage"]["prompt_tokens"]), answer.get("kv_transfer_params")
 
     def _ask(self, path: str, body: Any = None) -> Any:

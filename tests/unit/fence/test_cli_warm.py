@@ -1,10 +1,12 @@
 """`epochkv warm`: its file, and what it makes of an engine's answers."""
 
 import http.server
+import itertools
 import json
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +16,17 @@ import pytest
 
 from epochkv_fence.cli.warm import prompts_of
 from epochkv_fence.client import ArgumentError, ConfigurationError, Warmed, WarmFailed, warm
+from hack.waiting import eventually
+from tests.support.cli import inside
 
+NONE = "[true]", '""', '{"messages": ["a"]}'
 MADE = [{"from_token": 0, "weights": "ab" * 16}]
 
 
 class Engine(http.server.BaseHTTPRequestHandler):
     """Answers as vLLM's server with our connector; L2 holds 64 tokens more with each question."""
 
-    asked: dict[str, int]
+    asked: Counter[str]
     storable: int
     has_connector: bool
 
@@ -30,10 +35,10 @@ class Engine(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert body["model"] == "policy"
-        assert body["kv_transfer_params"]["epochkv"]["stored"] is True
-        key = json.dumps(body["prompt"])
-        self.asked[key] = self.asked.get(key, 0) + 1
+        assert [body.pop(name) for name in ("model", "max_tokens", "temperature", "detokenize")] == ["policy", 1, 0, False]
+        assert body.pop("kv_transfer_params")["epochkv"]["stored"] is True
+        key = f"{self.path} {json.dumps(body)}"
+        self.asked[key] += 1
         stored = min(self.storable, 64 * self.asked[key] - 64)
         cached = {"gpu": stored, "l1": 0, "l2": 0}
         said = {"tokens": MADE, "cached_tokens": cached, "stored_tokens": stored, "storable_tokens": self.storable}
@@ -52,7 +57,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def engine() -> Iterator[tuple[type[Engine], str]]:
-    handler = type("One", (Engine,), {"asked": {}, "storable": 128, "has_connector": True})
+    handler = type("One", (Engine,), {"asked": Counter(), "storable": 128, "has_connector": True})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -65,55 +70,56 @@ def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str], monk
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     done: list[int] = []
     assert warm(["a", [1, 2, 3]], engine[1], progress=done.append) == Warmed(2, 256, 260, "ab" * 16)
-    assert engine[0].asked == {'"a"': 3, "[1, 2, 3]": 3}
+    assert engine[0].asked == {'/v1/completions {"prompt": "a"}': 3, '/v1/completions {"prompt": [1, 2, 3]}': 3}
     assert done == [1, 2]
 
 
-def test_an_engine_in_this_process() -> None:
-    class Llm:
-        """As vLLM's, which has 100 tokens of the second question cached, and all of it in L2."""
+class Llm:
+    """As vLLM's, which has 100 tokens of the second question cached, and all of it in L2, under the names of its epoch."""
 
-        def __init__(self) -> None:
-            self.asked: list[Any] = []
+    def __init__(self, epochs: Iterator[int]) -> None:
+        self.asked, self.epochs = list[Any](), epochs
 
-        def get_default_sampling_params(self) -> Any:
-            return SimpleNamespace(max_tokens=16, temperature=1.0)
+    def get_default_sampling_params(self) -> Any:
+        return SimpleNamespace(max_tokens=16, temperature=1.0)
 
-        def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
-            assert (params.max_tokens, params.temperature, use_tqdm) == (1, 0.0, False)
-            assert params.extra_args["kv_transfer_params"]["epochkv"] == {"stamp": True, "stored": True, "save": "Prompts"}
-            again = prompts[0] in self.asked
-            self.asked.append(prompts[0])
-            said = {"tokens": MADE, "cached_tokens": {"gpu": 100 * again}, "stored_tokens": 128 * again, "storable_tokens": 128}
-            return [SimpleNamespace(prompt_token_ids=[0] * 130, kv_transfer_params={"epochkv": said})]
-
-    llm = Llm()
-    assert warm(["a", [1, 2, 3]], llm) == Warmed(2, 256, 260, "ab" * 16)
-    assert llm.asked == ["a", "a", {"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [1, 2, 3]}]
+    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        assert (params.max_tokens, params.temperature, use_tqdm) == (1, 0.0, False)
+        assert params.extra_args["kv_transfer_params"]["epochkv"] == {"stamp": True, "stored": True, "save": "Prompts"}
+        again = prompts[0] in self.asked
+        self.asked.append(prompts[0])
+        said = {"tokens": MADE, "epoch": next(self.epochs), "cached_tokens": {"gpu": 100 * again}, "stored_tokens": 128 * again}
+        said["storable_tokens"] = 128
+        return [SimpleNamespace(prompt_token_ids=[0] * 130, kv_transfer_params={"epochkv": said})]
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "says"),
-    [("storable", 1 << 20, "tokens of a prompt, and"), ("storable", 0, "it has no L2"), ("has_connector", False, "without the connector")],
-)
-def test_an_engine_that_never_gets_there(engine: tuple[type[Engine], str], attribute: str, value: Any, says: str) -> None:
-    setattr(engine[0], attribute, value)
+def test_an_engine_in_this_process_whose_epoch_changes_between_two_prompts() -> None:
+    llm = Llm(itertools.chain([0, 0], itertools.repeat(1)))
+    assert warm(["a", [1, 2, 3]], llm) == Warmed(2, 256, 290, "ab" * 16)
+    assert llm.asked == ["a", "a", {"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [1, 2, 3]}, "a"]
+    with pytest.raises(WarmFailed, match="changed between prompts"):
+        warm(["a", "b"], Llm(itertools.count()), timeout_s=2.0)
+
+
+@pytest.mark.parametrize(("storable", "says"), [(1 << 20, "tokens of a prompt, and"), (0, "it has no L2")])
+def test_an_engine_that_never_gets_there(engine: tuple[type[Engine], str], storable: int, says: str) -> None:
+    engine[0].storable = storable
     with pytest.raises(WarmFailed, match=says):
         warm(["a"], engine[1], timeout_s=0.5)
 
 
-def test_who_is_interrupted_does_not_wait_for_answers_under_way(engine: tuple[type[Engine], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    answer, over = engine[0].do_POST, threading.Event()
-    monkeypatch.setattr(engine[0], "do_POST", lambda self: answer(self) if engine[0].asked.get('"a"', 0) < 3 else over.wait(30))
+def test_who_is_interrupted_does_not_wait_for_the_others_which_are_asked_no_more(engine: tuple[type[Engine], str]) -> None:
+    engine[0].storable = 1 << 20
+    engine[0].asked['/v1/completions {"prompt": "a"}'] = 1 << 15  # L2 holds this one alone
 
     def interrupt(number: int) -> None:
         raise KeyboardInterrupt
 
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        warm(["a", *"bcdefghij"], engine[1], progress=interrupt, timeout_s=20.0)
-    assert time.monotonic() < began + 10
-    over.set()
+        warm("abcdefghij", engine[1], progress=interrupt, timeout_s=60.0)
+    eventually(lambda: not any(thread.name == "epochkv-warm" for thread in threading.enumerate()))
+    assert time.monotonic() < began + 40
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://a b:1", "engine", ""])
@@ -128,15 +134,27 @@ def test_a_time_that_cannot_be_meant(engine: tuple[type[Engine], str], seconds: 
         warm(["a"], engine[1], timeout_s=seconds)
 
 
-def test_a_file_of_prompts(tmp_path: Path) -> None:
+def test_the_command(engine: tuple[type[Engine], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('"one\u2028\x85"\r\n\n[1, 2]\n{"prompt": "three", "id": 3}\n', encoding="utf-8")
-    assert prompts_of(file) == ["one\u2028\x85", [1, 2], "three"]
+    lines = '"one\u2028\x85"\r', "", "[1, 2]", '{"prompt": "three", "id": 3}', '{"messages": [{"role": "system"}], "cache_salt": "s"}'
+    file.write_text("\n".join(lines), encoding="utf-8")
+    command = "warm", "--prompts", str(file), "--url", engine[1]
+    status, line, _ = inside(capsys, *command)
+    assert (status, line) == (0, "L2 holds 512 tokens of 4 prompts under weights abababab; 520 tokens were computed\n")
+    assert list(engine[0].asked.values()) == [3] * 4
+    assert set(engine[0].asked) == {
+        *(f"/v1/completions {json.dumps({'prompt': prompt})}" for prompt in ("one\u2028\x85", [1, 2], "three")),
+        '/v1/chat/completions {"messages": [{"role": "system"}], "cache_salt": "s"}',
+    }
+    engine[0].has_connector = False
+    status, line, error = inside(capsys, *command)
+    assert (status, line) == (1, "")
+    assert "without the connector" in error
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("one\n", "line 1: 'one' is no"), ('"a"\n[1, "b"]\n', "line 2"), ("[true]\n", "line 1"), ('""\n', "line 1"), ("\n", "has no prompt")],
+    [("one", "line 1: 'one' is no"), ('"a"\n[1, "b"]', "line 2"), *((one, "line 1") for one in NONE), ("\n", "has no prompt")],
 )
 def test_a_file_that_is_none(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "prompts.jsonl"

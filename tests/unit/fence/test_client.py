@@ -373,9 +373,7 @@ def test_an_answer_of_one_policy_and_one_of_unknown_weights() -> None:
             Stamp(()).of(token)
 
 
-@pytest.mark.parametrize(
-    "params", [None, {}, {"epochkv": None}, {"epochkv": {"samples": [None, {}]}}, {"do_remote_decode": True}, {"epochkv": SAID}]
-)
+@pytest.mark.parametrize("params", [None, {}, {"epochkv": None}, {"epochkv": {"samples": [None, {}]}}, {"other": 1}, {"epochkv": SAID}])
 def test_no_stamp_or_one_of_an_unknown_choice(params: Any) -> None:
     assert stamps({"choices": [{}, {}], "kv_transfer_params": params}) == [None, None]
 
