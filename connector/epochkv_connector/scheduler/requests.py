@@ -286,7 +286,8 @@ class SharedState:
 
 
 class Admission:
-    """Answers vLLM's questions about waiting requests; with no hit of a tier unless it `may_load`."""
+    """Answers vLLM's questions about waiting requests; with no hit of a tier unless it `may_load`. L2 is asked nevertheless for who waits
+    until it holds a prompt."""
 
     def __init__(self, state: SharedState, stamps: Stamps, *, may_load: bool) -> None:
         self._stamps = stamps
@@ -303,19 +304,19 @@ class Admission:
         pin = self._pins.pin_of(request)
         usable = (
             not self._state.broken
-            and self._may_load
             and snapshot.in_use
             and pin is not None
             and self._pins.may_save(pin)
             and not request.skip_reading_prefix_cache
             and not (pin.session and pin.admitted)
             and not awaits_transfer(request)
+            and (self._may_load or self._stamps.hearer_of_l2(request) is not None)
         )
         return self._tiers if usable else None
 
     def _begin_lookup(self, request: Any, snapshot: Snapshot) -> None:
         tiers = self._usable(request, snapshot)
-        if tiers is not None:
+        if tiers is not None and self._may_load:
             tiers.hits.begin(self._view(request), snapshot)
 
     def _view(self, request: Any) -> RequestView:
@@ -335,6 +336,8 @@ class Admission:
         if tiers is None or record.load is not LoadState.NONE or tiers.loads.is_open(record.request_id):
             return 0, False  # open: a rank's acknowledgement of the load before was lost, and no second job would go out
         num_tokens = tiers.hits.answer(self._view(request), num_local, snapshot)
+        if num_tokens and not self._may_load:
+            num_tokens = 0
         return num_tokens, bool(num_tokens)
 
     def name(self, request: Any, *, must: bool) -> tuple[Request, Repin, Snapshot]:
