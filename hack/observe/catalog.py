@@ -89,7 +89,7 @@ def of_operator() -> Iterator[Metric]:
 def of_hub() -> Iterator[Metric]:
     """What a hub without Kubernetes serves under names that the operator does not have."""
     known = {metric.name for metric in of_operator()}
-    snapshot = PoolSnapshot("uid", True, 1, 1, 1, [], 0, 0.0, 0.0, 0.5, 0)
+    snapshot = PoolSnapshot(1, 1, asked=1, started_at=0.0, published_at=0.0, reset_seconds=0.5)
     text = exposition("pool", snapshot, {"received": 1}, 30.0, 0.0)
     told = dict(re.findall(r"^# HELP (\w+) (.+)$", text, re.MULTILINE))
     for name, kind in re.findall(r"^# TYPE (\w+) (counter|gauge)$", text, re.MULTILINE):

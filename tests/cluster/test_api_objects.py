@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
+from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, WeightsView
 from epochkv_operator.api import parse_engine, parse_pool
 from epochkv_operator.kube.resources import BY_KIND, CHILD_SELECTOR, CHILDREN, PODS
-from epochkv_operator.planning.context import HubView, KeysView, Observed, Outlier, ReclaimView
+from epochkv_operator.planning.context import HubView, KeysView, Observed
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.planning.status import engine_status, pool_status
 from hack.waiting import eventually
@@ -132,6 +133,7 @@ def test_statuses_fit_the_schema(space: Namespace) -> None:
             old_epoch_requests=1,
             fingerprint=f"kind-{number % 9}",
             weights=(number % 20).to_bytes(16, "big"),
+            majority=b"\xff" * 16,
         )
         for number in range(80)
     ]
@@ -139,13 +141,14 @@ def test_statuses_fit_the_schema(space: Namespace) -> None:
         target=7,
         published=6,
         engines=crowd,
-        laggards=[(f"ray-{number}", "Behind") for number in range(20)],
-        reset_epoch=7,
-        reset_started=now,
-        origin="Trainer",
+        started_at=now.timestamp(),
+        origin=Source.TRAINER,
         weights=[WeightsView(number.to_bytes(16), "v" * 253, 4, 0.0) for number in range(20)],
-        outliers=[Outlier(f"ray-{number}", f"{number:032x}", "f" * 32) for number in range(1, 20)],
-        reclaim=ReclaimView(6, 12, 2**40, now, wipe_failed=True),
+        reclaimed=6,
+        reclaimed_keys=12,
+        reclaimed_bytes=2**40,
+        reclaimed_at=now.timestamp(),
+        wipe_failed=True,
         keys=KeysView(2, 2, ("ray-1",)),
     )
     observed = Observed(children(space), (), hub)

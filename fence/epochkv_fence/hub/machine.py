@@ -616,7 +616,6 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
         published=record.published,
         asked=record.wanted,
         engines=engines,
-        old_epoch_requests=hub.instances.old_epoch_requests,
         started_at=record.started_at,
         behind_since=record.behind_since,
         published_at=record.published_at,
@@ -628,7 +627,6 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
         wipe_failed=hub.wiper.failed,
         labels=dict(hub.labels.known),
         weights=groups(engines, hub.labels.known),
-        diverged=[view for view in engines if view.majority is not None],
     )
 
 

@@ -3,7 +3,7 @@ hub's state machine (`hub.machine`), and what the pool looks like right now."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, get_args
 
@@ -141,7 +141,6 @@ class PoolSnapshot:
         target, published: recorded durably.
         asked: highest epoch asked for so far, recorded or not.
         engines: all instances known, by engine, pod, rank.
-        old_epoch_requests: requests under older roots, over all engines.
         started_at: when the newest epoch was asked for (when recorded, if that is unknown); Unix seconds.
         behind_since: since when the target is not published, which newer epochs leave alone; Unix seconds. None: it is published.
         published_at: when the newest published epoch was published by this hub; Unix seconds.
@@ -157,25 +156,32 @@ class PoolSnapshot:
         limited: live instances that cannot use their tiers, or not all of them.
     """
 
-    uid: str
-    leading: bool
-    target: int
-    published: int
-    asked: int
-    engines: list[EngineView]
-    old_epoch_requests: int
-    started_at: float | None
-    published_at: float | None
-    reset_seconds: float | None
-    reclaimed: int
+    target: int = 0
+    published: int = 0
+    engines: Sequence[EngineView] = ()
+    uid: str = ""
+    leading: bool = True
+    asked: int = 0
+    started_at: float | None = None
+    published_at: float | None = None
+    reset_seconds: float | None = None
+    reclaimed: int = 0
     origin: Source | None = None
     reclaimed_keys: int = 0
     reclaimed_bytes: int = 0
     wipe_failed: bool = False
     labels: dict[bytes, str] = field(default_factory=dict)
-    weights: list[WeightsView] = field(default_factory=list)
-    diverged: list[EngineView] = field(default_factory=list)
+    weights: Sequence[WeightsView] = ()
     behind_since: float | None = None
+
+    @property
+    def old_epoch_requests(self) -> int:
+        """Requests under older roots, over all engines."""
+        return sum(engine.old_epoch_requests for engine in self.engines)
+
+    @property
+    def diverged(self) -> list[EngineView]:
+        return [view for view in self.engines if view.majority is not None]
 
     @property
     def limited(self) -> list[EngineView]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import structlog
 
@@ -22,7 +21,7 @@ from epochkv_operator.kube.client import Json
 from epochkv_operator.kube.lease import LeaseHolder, LeaseLost
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Key, pool_key
-from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView, Outlier, ReclaimView
+from epochkv_operator.planning.context import PUSH_SECONDS, HubView, KeysView
 
 # ---- from the hub's snapshot of a pool to what planning and metrics take; pure ----
 
@@ -84,35 +83,15 @@ def view_of(
     """The snapshot for planning; None while the hub does not lead this pool, when it knows nothing that counts."""
     if not snapshot.leading:
         return None
-    counted = [engine for engine in snapshot.engines if engine.alive or not engine.converged]
-    done = snapshot.published_at is not None and snapshot.published >= snapshot.target
-    started = snapshot.started_at
-    return HubView(
-        target=snapshot.target,
-        published=snapshot.published,
-        complete=complete,
-        engines=tuple(counted),
-        laggards=tuple((one.display_name, "Behind" if one.alive else "Silent") for one in snapshot.engines if not one.converged),
-        reset_epoch=snapshot.target if started is not None and (done or snapshot.target > snapshot.published) else None,
-        reset_started=_moment(started),
-        reset_completed=_moment(snapshot.published_at) if done else None,
-        reset_milliseconds=round(snapshot.reset_seconds * 1e3) if done and snapshot.reset_seconds is not None else None,
-        origin=snapshot.origin.value if snapshot.origin is not None else None,
-        weights=snapshot.weights,
-        outliers=tuple(
-            Outlier(one.display_name, one.weights.hex(), one.majority.hex()) for one in snapshot.diverged if one.weights and one.majority
-        ),
-        overdue=history.overdue_in(now) == 0.0,
-        older=tuple(_older(snapshot)),
-        reclaim=ReclaimView(
-            epoch=history.reclaimed,
-            keys=max(0, history.total[0] - history.base[0]),
-            bytes=max(0, history.total[1] - history.base[1]),
-            completed=_moment(history.reclaimed_at),
-            wipe_failed=snapshot.wipe_failed,
-        ),
-        keys=keys,
-    )
+    known = {one.name: getattr(snapshot, one.name) for one in fields(snapshot)}
+    known |= {
+        "engines": [engine for engine in snapshot.engines if engine.alive or not engine.converged],
+        "reclaimed": history.reclaimed,
+        "reclaimed_keys": max(0, history.total[0] - history.base[0]),
+        "reclaimed_bytes": max(0, history.total[1] - history.base[1]),
+    }
+    overdue = history.overdue_in(now) == 0.0
+    return HubView(**known, reclaimed_at=history.reclaimed_at, overdue=overdue, keys=keys, complete=complete)
 
 
 def old_key_users(snapshot: PoolSnapshot) -> tuple[str, ...]:
@@ -127,22 +106,6 @@ def export(namespace: str, pool: str, snapshot: PoolSnapshot, lease_seconds: flo
     states = [engine.state for engine in snapshot.engines]
     for state in ENGINE_STATES:
         metrics.POOL_ENGINES.labels(namespace=namespace, pool=pool, state=state).set(states.count(state))
-
-
-def _older(snapshot: PoolSnapshot) -> Iterator[str]:
-    """Where engines of a fingerprint differ, those that do not hold what came last by a push (unknown: what most hold)."""
-    for fingerprint, majority in {(engine.fingerprint, engine.majority) for engine in snapshot.diverged}:
-        members = [one for one in snapshot.engines if one.alive and one.weights is not None and one.fingerprint == fingerprint]
-        came: dict[bytes | None, float] = {}
-        for one in members:
-            if one.pushed:
-                came[one.weights] = max(one.weights_since, came.get(one.weights, 0.0))
-        newest = min(came, key=lambda held: came[held]) if came else majority
-        yield from (one.display_name for one in members if one.weights != newest)
-
-
-def _moment(unix_seconds: float | None) -> datetime | None:
-    return None if unix_seconds is None else datetime.fromtimestamp(unix_seconds, UTC)
 
 
 # ---- the service ----

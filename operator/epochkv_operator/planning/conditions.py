@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from epochkv_fence.protocol.messages import TIER_REASONS
+from epochkv_fence.protocol.messages import TIER_REASONS, Source
 from epochkv_fence.protocol.pool import EngineView
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
@@ -26,7 +26,7 @@ from epochkv_operator.planning.names import component_name, component_selector, 
 from epochkv_operator.planning.plan import living
 from epochkv_operator.planning.workload import Health, ended, find, health, rollout, select, without_leader
 
-_ASKER: Final = {"Spec": "spec.resetEpoch", "Trainer": "a trainer", "Engine": "an engine whose own caches were reset"}
+_ASKER: Final = {Source.TRAINER: "a trainer", Source.ENGINE: "an engine whose own caches were reset"}
 _NO_HUB: Final = "no hub leads this pool at the moment"
 _NO_HUB_NO_LEASE: Final = f"{_NO_HUB}; engines whose lease ends serve without shared KV"
 _MAX_OUTLIERS: Final = 5
@@ -238,7 +238,7 @@ def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
     kind, asked = "EpochConverged", pool.spec.reset_epoch
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
-    found = listed([f"{name} ({reason})" for name, reason in hub.laggards])
+    found = listed(f"{engine.display_name} ({waits_for(engine)})" for engine in hub.laggards)
     waits = (
         f"; waiting for {found}"
         if found
@@ -253,10 +253,15 @@ def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:
         return Condition(kind, "False", "WaitingForEngines", f"epoch {hub.target} is recorded, {hub.published} is published{waits}")
     text = f"no engine uses an epoch below {hub.published}"
     if epoch_ahead(asked, hub):
-        asker = _ASKER.get(hub.origin or "", "somebody else")
+        asker = _ASKER.get(hub.origin, "somebody else") if hub.origin else "somebody else"
         ahead = f"spec.resetEpoch {asked} resets nothing: {asker} raised the pool to epoch {hub.target}"
         return Condition(kind, "True", "EpochAhead", f"{text}; {ahead}. Set {hub.target + 1} or higher")
     return Condition(kind, "True", "Published", text)
+
+
+def waits_for(engine: EngineView) -> str:
+    """Why publication waits for this engine."""
+    return "Behind" if engine.alive else "Silent"
 
 
 def epoch_ahead(asked: int, hub: HubView) -> bool:
@@ -265,18 +270,17 @@ def epoch_ahead(asked: int, hub: HubView) -> bool:
     0 asks for nothing: where a trainer owns the resets, the spec stays there. A target of an unknown origin that equals
     what the spec asks for is taken to be the spec's.
     """
-    return asked > 0 and (asked < hub.target or (asked == hub.target and hub.origin not in (None, "Spec")))
+    return asked > 0 and (asked < hub.target or (asked == hub.target and hub.origin not in (None, Source.SPEC)))
 
 
 def _drained(hub: HubView | None) -> Condition:
     """No request runs any more that was admitted under an older epoch."""
     if hub is None:
         return Condition("Drained", "Unknown", "HubUnavailable", _NO_HUB_NO_LEASE)
-    old_epoch_requests = sum(engine.old_epoch_requests for engine in hub.engines)
-    if not old_epoch_requests:
+    if not hub.old_epoch_requests:
         return Condition("Drained", "True", "Drained", f"no request runs that was admitted before epoch {hub.target}")
     where = listed([f"{engine.display_name} ({engine.old_epoch_requests})" for engine in hub.engines if engine.old_epoch_requests])
-    text = f"{old_epoch_requests} requests were admitted under an older epoch and run on, seeing only what they held already: {where}"
+    text = f"{hub.old_epoch_requests} requests were admitted under an older epoch and run on, seeing only what they held already: {where}"
     return Condition("Drained", "False", "OldEpochRequests", f"{text}; abort them, or wait until they end")
 
 
@@ -287,11 +291,12 @@ def _reclaimed(pool: KVCachePool, hub: HubView | None) -> Condition | None:
         return None
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
-    known = hub.reclaim
-    gave = f"{known.keys} keys and {known.bytes} bytes were given back" if known.keys else "there was nothing to give back"
-    if known.epoch >= hub.published:
+    gave = "there was nothing to give back"
+    if hub.reclaimed_keys:
+        gave = f"{hub.reclaimed_keys} keys and {hub.reclaimed_bytes} bytes were given back"
+    if hub.reclaimed >= hub.published:
         return Condition(kind, "True", "Reclaimed", f"the store holds nothing of epochs below {hub.published}; {gave}")
-    if known.wipe_failed:
+    if hub.wipe_failed:
         text = f"the store could not be emptied in time after epoch {hub.published} was published"
         remedy = "nobody finds the old KV, it only takes memory, and removing it goes on; is the master reachable on its admin port?"
         return Condition(kind, "False", "WipeFailed", f"{text}: {remedy}")
@@ -343,7 +348,7 @@ def _weights_converged(hub: HubView | None) -> Condition:
         if engine.alive and not engine.updating and engine.weights is None and engine.tiers_off != "OwnCache"
     ]
     silent = f"the weights of these engines are not known, and they share nothing: {listed(unknown, _MAX_OUTLIERS)}" if unknown else ""
-    if hub.outliers and hub.overdue:
+    if hub.diverged and hub.overdue:
         remedy = (
             f"push again to those with older weights: {listed(hub.older, _MAX_OUTLIERS)}; all serve correctly, each shares with its equals"
         )
@@ -354,7 +359,7 @@ def _weights_converged(hub: HubView | None) -> Condition:
         return Condition(kind, "False", "Updating", f"{text}; {silent}" if silent else text)
     if silent:
         return Condition(kind, "Unknown", "Unknown", silent)
-    if hub.outliers:
+    if hub.diverged:
         text = f"for less than {PUSH_SECONDS:g} s, engines have held different weights, and none was taking new ones: {_outliers(hub)}"
         return Condition(kind, "False", "Updating", text)
     held = sorted({hub.called(engine.weights.hex()) for engine in hub.engines if engine.alive and engine.weights is not None})
@@ -401,5 +406,9 @@ def _unsaid(unsaid: Mapping[str, Sequence[str]], then: str, apart: str) -> Condi
 
 
 def _outliers(hub: HubView) -> str:
-    found = (f"{outlier.name} holds {hub.called(outlier.holds)} instead of {hub.called(outlier.most_hold)}" for outlier in hub.outliers)
+    found = (
+        f"{one.display_name} holds {hub.called(one.weights.hex())} instead of {hub.called(one.majority.hex())}"
+        for one in hub.diverged
+        if one.weights and one.majority
+    )
     return listed(found, _MAX_OUTLIERS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
-from epochkv_fence.protocol.pool import EngineView, WeightsView, called
+from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, called
 from epochkv_operator import __version__
 from epochkv_operator.settings import Settings
 
@@ -36,28 +36,6 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Outlier:
-    """A live engine that does not hold what most engines of its fingerprint hold."""
-
-    name: str
-    holds: str
-    most_hold: str
-
-
-@dataclass(frozen=True)
-class ReclaimView:
-    """What was given back of the store."""
-
-    epoch: int = 0
-    """Nothing below it is left."""
-    keys: int = 0
-    bytes: int = 0
-    """Both since the latest reset, as far as this process knows."""
-    completed: datetime | None = None
-    wipe_failed: bool = False
-
-
-@dataclass(frozen=True)
 class KeysView:
     """The client keys of the pool."""
 
@@ -68,30 +46,18 @@ class KeysView:
     """Engines that still use the older one."""
 
 
-@dataclass(frozen=True)
-class HubView:
-    """What the hub of a pool says at one moment. None instead of a view: this process does not run the hub."""
+@dataclass(frozen=True, slots=True)
+class HubView(PoolSnapshot):
+    """What the hub of a pool says at one moment. None instead of a view: this process does not run the hub.
 
-    target: int
-    published: int
-    engines: Sequence[EngineView] = ()
-    laggards: Sequence[tuple[str, str]] = ()
-    """`(name, reason)` of engines that publication waits for."""
-    reset_epoch: int | None = None
-    """Epoch of the latest reset that this hub led; the four values below belong to it."""
-    reset_started: datetime | None = None
-    reset_completed: datetime | None = None
-    reset_milliseconds: int | None = None
-    origin: str | None = None
-    """Who asked for the target: `Spec`, `Trainer` or `Engine`; None: not known."""
-    weights: Sequence[WeightsView] = ()
-    """The largest group first."""
-    outliers: Sequence[Outlier] = ()
+    `engines` are those that live, and those that publication waits for. Keys and bytes are counted since the latest reset, as far as
+    this process knows.
+    """
+
+    reclaimed_at: float | None = None
+    """When nothing below `reclaimed` was left (Unix seconds)."""
     overdue: bool = False
-    """There have been outliers for so long, and no engine that was taking weights."""
-    older: Sequence[str] = ()
-    """Engines that hold other weights than those that came last to their fingerprint."""
-    reclaim: ReclaimView = ReclaimView()
+    """Engines have differed for so long, and none was taking weights."""
     keys: KeysView | None = None
     proof: str = ""
     """What `status.proof` says while `published` is `status.epoch`."""
@@ -101,6 +67,24 @@ class HubView:
     """The epoch in the status, if nobody has proved it."""
     complete: bool = True
     """Every live engine has had the time to be heard from. A hub that has just begun to lead knows nobody yet."""
+
+    @property
+    def laggards(self) -> list[EngineView]:
+        """Engines that publication waits for."""
+        return [engine for engine in self.engines if not engine.converged]
+
+    @property
+    def older(self) -> list[str]:
+        """Where engines of a fingerprint differ, those that do not hold what came last by a push (unknown: what most hold)."""
+        found: list[str] = []
+        for fingerprint, majority in {(engine.fingerprint, engine.majority) for engine in self.diverged}:
+            members = [one for one in self.engines if one.alive and one.weights is not None and one.fingerprint == fingerprint]
+            pushed = [one for one in members if one.pushed]
+            # Weights came with the first engine that took them.
+            since = {one.weights: max(each.weights_since for each in pushed if each.weights == one.weights) for one in pushed}
+            newest = min(since, key=lambda held: since[held]) if since else majority
+            found += [one.display_name for one in members if one.weights != newest]
+        return found
 
     def called(self, weights: str) -> str:
         """These weights, with their label if they have one."""
@@ -199,6 +183,7 @@ def listed(names: Iterable[str], shown: int = 4) -> str:
     return ", ".join(found[:shown]) + more
 
 
-def timestamp(moment: datetime, *, milliseconds: bool = False) -> str:
-    """RFC 3339 in UTC."""
+def timestamp(moment: datetime | float, *, milliseconds: bool = False) -> str:
+    """RFC 3339 in UTC. A number is Unix seconds."""
+    moment = moment if isinstance(moment, datetime) else datetime.fromtimestamp(moment, UTC)
     return moment.astimezone(UTC).isoformat(timespec="milliseconds" if milliseconds else "seconds").replace("+00:00", "Z")

@@ -24,6 +24,7 @@ from epochkv_operator.planning.conditions import (
     num_at_target,
     pool_conditions,
     store_health,
+    waits_for,
 )
 from epochkv_operator.planning.connection import master_address
 from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, listed, timestamp
@@ -41,9 +42,8 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
     """
     if observed.hub is not None:
         # What an earlier hub found reclaimed is so: nobody writes below the published epoch any more but what the next sweep finds.
-        known = observed.hub.reclaim
-        done = min(max(known.epoch, (previous.get("reclaim") or {}).get("epoch") or 0), observed.hub.published)
-        observed = replace(observed, hub=replace(observed.hub, reclaim=replace(known, epoch=done)))
+        done = min(max(observed.hub.reclaimed, (previous.get("reclaim") or {}).get("epoch") or 0), observed.hub.published)
+        observed = replace(observed, hub=replace(observed.hub, reclaimed=done))
     # A hub that has just begun to lead has not heard from everybody yet: what it does not know is no news.
     known_before = (previous.get("engines") or {}).get("total", 0)
     partial = observed.hub is not None and not observed.hub.complete and len(observed.hub.engines) < known_before
@@ -143,7 +143,7 @@ def conditions_by_type(status: Json) -> dict[str, Json]:
 
 def weights_summary(engines: Iterable[EngineView], hub: HubView) -> str:
     """`3f2a9c1e 15/16`: what most of these engines hold and how many, per fingerprint; empty without a live one."""
-    most = {outlier.most_hold for outlier in hub.outliers}  # of as many, the hub has chosen
+    most = {engine.majority.hex() for engine in hub.diverged if engine.majority}  # of as many, the hub has chosen
     kinds: dict[str, list[EngineView]] = {}
     for engine in engines:
         if engine.alive:
@@ -210,7 +210,7 @@ def _engines(hub: HubView, num_external: int) -> Json:
         "total": total,
         "converged": converged,
         "external": num_external,
-        "oldEpochRequests": sum(engine.old_epoch_requests for engine in hub.engines),
+        "oldEpochRequests": hub.old_epoch_requests,
         "summary": f"{converged}/{total}",
     }
 
@@ -246,14 +246,14 @@ def _external(found: Sequence[EngineView]) -> list[Json]:
 
 def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:
     """What was given back. A hub that did not do it knows nothing of the counts, so what an earlier one wrote stays."""
-    before, known, policy = previous.get("reclaim") or {}, hub.reclaim, pool.spec.reset.reclaim_policy
+    before, policy = previous.get("reclaim") or {}, pool.spec.reset.reclaim_policy
     if policy == "Retain":
         return {"policy": policy}
-    if before.get("epoch", 0) >= max(hub.published, 1) and not known.keys:
+    if before.get("epoch", 0) >= max(hub.published, 1) and not hub.reclaimed_keys:
         return {**before, "policy": policy}
-    reclaim: Json = {"policy": policy, "epoch": known.epoch, "keys": known.keys, "bytes": known.bytes}
-    if known.completed is not None and known.epoch >= hub.published:
-        reclaim["completionTime"] = timestamp(known.completed)
+    reclaim: Json = {"policy": policy, "epoch": hub.reclaimed, "keys": hub.reclaimed_keys, "bytes": hub.reclaimed_bytes}
+    if hub.reclaimed_at is not None and hub.reclaimed >= hub.published:
+        reclaim["completionTime"] = timestamp(hub.reclaimed_at)
     return reclaim
 
 
@@ -268,24 +268,25 @@ def _reset(hub: HubView | None, previous: Json, now: datetime, *, partial: bool 
         before = {}  # nobody asked for that
     if hub is None or before.get("epoch", 0) > hub.target:
         return before
-    if hub.reset_epoch is None or hub.reset_started is None:
+    completed = hub.published_at if hub.published >= hub.target else None
+    if hub.started_at is None or (completed is None and hub.published >= hub.target):
         return _closed(before, hub, now)
-    durable = before if before.get("epoch") == hub.reset_epoch else {}
-    started = durable.get("startTime", timestamp(hub.reset_started, milliseconds=True))
-    reset: Json = {"epoch": hub.reset_epoch, "startTime": started}
-    origin = durable.get("origin") or (hub.origin if hub.target == hub.reset_epoch else None)
+    durable = before if before.get("epoch") == hub.target else {}
+    started = durable.get("startTime", timestamp(hub.started_at, milliseconds=True))
+    reset: Json = {"epoch": hub.target, "startTime": started}
+    origin = durable.get("origin") or (hub.origin.value if hub.origin is not None else None)
     if origin:
         reset["origin"] = origin
-    if hub.reset_completed is not None and "completionTime" in durable:
+    if completed is not None and "completionTime" in durable:
         reset |= {key: durable[key] for key in ("completionTime", "durationMilliseconds") if key in durable}
-    elif hub.reset_completed is not None:
-        reset["completionTime"] = timestamp(hub.reset_completed, milliseconds=True)
+    elif completed is not None:
+        reset["completionTime"] = timestamp(completed, milliseconds=True)
         # The same start but for a clock's adjustments: another hub's reset began earlier, and its clock cannot be continued.
-        ours = abs(datetime.fromisoformat(started) - hub.reset_started) < timedelta(seconds=0.5)
-        if ours and hub.reset_milliseconds is not None:
-            reset["durationMilliseconds"] = hub.reset_milliseconds
+        ours = abs(datetime.fromisoformat(started).timestamp() - hub.started_at) < 0.5
+        if ours and hub.reset_seconds is not None:
+            reset["durationMilliseconds"] = round(hub.reset_seconds * 1e3)
     elif hub.laggards:
-        reasons = {name[:253]: reason[:64] for name, reason in hub.laggards}
+        reasons = {engine.display_name[:253]: waits_for(engine) for engine in hub.laggards}
         reset["laggards"] = [{"name": name, "reason": reason} for name, reason in sorted(reasons.items())][:16]
     elif partial and "laggards" in durable:
         reset["laggards"] = durable["laggards"]

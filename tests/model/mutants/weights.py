@@ -64,7 +64,7 @@ class _Misjudging(Hub):
         shown = super().snapshot(now)
         wrong = with_majority([msgspec.structs.replace(self._seen(engine), majority=None) for engine in shown.engines])
         engines = [msgspec.structs.replace(engine, majority=other.majority) for engine, other in zip(shown.engines, wrong, strict=True)]
-        return replace(shown, engines=engines, diverged=[engine for engine in engines if engine.majority is not None])
+        return replace(shown, engines=engines)
 
 
 def _of_one_fingerprint(engine: EngineView) -> EngineView:

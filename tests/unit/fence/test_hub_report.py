@@ -25,7 +25,7 @@ def engine(
 
 
 def pool(*engines: EngineView, leading: bool = True, target: int = 0, published: int = 0, **extra: object) -> PoolSnapshot:
-    made = PoolSnapshot("uid", leading, target, published, target, list(engines), 0, None, None, None, 0)
+    made = PoolSnapshot(target, published, list(engines), leading=leading, asked=target)
     return replace(made, **extra)  # type: ignore[arg-type]
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, WeightsView
 from epochkv_operator.planning.conditions import engine_conditions, pool_conditions
-from epochkv_operator.planning.context import HubView, KeysView, Observed, Outlier, Problem, ReclaimView
+from epochkv_operator.planning.context import HubView, KeysView, Observed, Problem
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.pool import desired_pool
 from epochkv_operator.planning.status import engine_status, pool_status, weights_summary
@@ -50,6 +51,10 @@ L1 = pool("l1")
 ETCD = {"backend": "Etcd", "etcd": {"endpoints": ["etcd-0:2379", "etcd-1:2379"]}}
 EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory.\nThreshold 100Mi"}
 SHUT_DOWN = {"phase": "Failed", "reason": "Terminated", "message": "Pod was terminated in response to imminent node shutdown."}
+
+
+def late(name: str, epoch: int | None = 6, **extra: Any) -> EngineView:
+    return rank(name, epoch, converged=False, **extra)
 
 
 def unscheduled(message: str) -> Json:
@@ -169,15 +174,25 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (None, "Unknown", "HubUnavailable", "serve without shared KV"),
         (HubView(6, 6), "False", "Recording", "epoch 7 is asked for, 6 is recorded"),
         (HubView(7, 6), "False", "WaitingForEngines", "7 is recorded, 6 is published"),
-        (HubView(7, 6, laggards=[("a", "LeaseRunning")]), "False", "WaitingForEngines", "waiting for a (LeaseRunning)"),
-        (HubView(7, 6, laggards=[(str(n), "Slow") for n in range(9)]), "False", "WaitingForEngines", "and 5 more"),
+        (HubView(7, 6, [late("a"), late("b", alive=False), rank("c")]), "False", "WaitingForEngines", "waiting for a (Behind), b (Silent)"),
+        (HubView(7, 6, [late(str(n)) for n in range(9)]), "False", "WaitingForEngines", "and 5 more"),
         (CONVERGED, "True", "Published", "no engine uses an epoch below 7"),
-        (HubView(7, 7, origin="Spec"), "True", "Published", "no engine uses an epoch below 7"),
+        (HubView(7, 7, origin=Source.SPEC), "True", "Published", "no engine uses an epoch below 7"),
         # A trainer or an engine asked for more than the spec, or was first with the same.
         (HubView(9, 9), "True", "EpochAhead", "7 resets nothing: somebody else raised the pool to epoch 9. Set 10 or higher"),
-        (HubView(9, 9, origin="Trainer"), "True", "EpochAhead", "an epoch below 9; spec.resetEpoch 7 resets nothing: a trainer raised"),
-        (HubView(7, 7, origin="Trainer"), "True", "EpochAhead", "7 resets nothing: a trainer raised the pool to epoch 7. Set 8"),
-        (HubView(7, 7, origin="Engine"), "True", "EpochAhead", "an engine whose own caches were reset raised the pool to epoch 7. Set 8"),
+        (
+            HubView(9, 9, origin=Source.TRAINER),
+            "True",
+            "EpochAhead",
+            "an epoch below 9; spec.resetEpoch 7 resets nothing: a trainer raised",
+        ),
+        (HubView(7, 7, origin=Source.TRAINER), "True", "EpochAhead", "7 resets nothing: a trainer raised the pool to epoch 7. Set 8"),
+        (
+            HubView(7, 7, origin=Source.ENGINE),
+            "True",
+            "EpochAhead",
+            "an engine whose own caches were reset raised the pool to epoch 7. Set 8",
+        ),
     ],
 )
 def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
@@ -280,19 +295,24 @@ WIPED: Json = {**STORED, "reset": {"reclaimPolicy": "RemoveAll"}}
 
 
 @pytest.mark.parametrize(
-    ("spec", "reclaim", "expected", "says"),
+    ("spec", "hub", "expected", "says"),
     [
-        (STORED, ReclaimView(7, 12, 4096), ("True", "Reclaimed"), "below 7; 12 keys and 4096 bytes were given back"),
-        (STORED, ReclaimView(7), ("True", "Reclaimed"), "nothing to give back"),
-        (STORED, ReclaimView(6, 3), ("False", "Reclaiming"), "3 keys and 0 bytes were given back so far"),
-        (WIPED, ReclaimView(6, wipe_failed=True), ("False", "WipeFailed"), "is the master reachable on its admin port?"),
-        ({"distributed": {"external": {"masterAddress": "a:1"}}}, ReclaimView(6), ("False", "NoEngine"), "none is connected"),
-        ({**STORED, "reset": {"reclaimPolicy": "Retain"}}, ReclaimView(0), None, ""),
-        ({"local": {"capacity": "1Gi"}}, ReclaimView(0), None, ""),
+        (
+            STORED,
+            HubView(7, 7, reclaimed=7, reclaimed_keys=12, reclaimed_bytes=4096),
+            ("True", "Reclaimed"),
+            "below 7; 12 keys and 4096 bytes were given back",
+        ),
+        (STORED, HubView(7, 7, reclaimed=7), ("True", "Reclaimed"), "nothing to give back"),
+        (STORED, HubView(7, 7, reclaimed=6, reclaimed_keys=3), ("False", "Reclaiming"), "3 keys and 0 bytes were given back so far"),
+        (WIPED, HubView(7, 7, reclaimed=6, wipe_failed=True), ("False", "WipeFailed"), "is the master reachable on its admin port?"),
+        ({"distributed": {"external": {"masterAddress": "a:1"}}}, HubView(7, 7, reclaimed=6), ("False", "NoEngine"), "none is connected"),
+        ({**STORED, "reset": {"reclaimPolicy": "Retain"}}, HubView(7, 7), None, ""),
+        ({"local": {"capacity": "1Gi"}}, HubView(7, 7), None, ""),
     ],
 )
-def test_reclaimed(spec: Json, reclaim: ReclaimView, expected: Any, says: str) -> None:
-    conditions = pool_conditions(pool(spec), Observed(hub=HubView(7, 7, reclaim=reclaim)))
+def test_reclaimed(spec: Json, hub: HubView, expected: Any, says: str) -> None:
+    conditions = pool_conditions(pool(spec), Observed(hub=hub))
     assert by_type(conditions).get("Reclaimed") == expected
     if says:
         assert says in message(conditions, "Reclaimed")
@@ -482,6 +502,10 @@ def held(name: str, weights: str | None = A, **extra: Any) -> EngineView:
     return rank(name, weights=weights, **extra)
 
 
+def apart(name: str, holds: str, most_hold: str) -> EngineView:
+    return held(name, holds, majority=bytes.fromhex(most_hold))
+
+
 def group(id: str, engines: int, seconds_ago: float = 0.0, label: str = "") -> WeightsView:
     return WeightsView(bytes.fromhex(id), label, engines, seconds_ago)
 
@@ -491,7 +515,7 @@ def view(engines: Sequence[EngineView], groups: Sequence[WeightsView] = (), **mo
 
 
 EQUAL = view([held("p0"), held("p1")], [group(A, 2, 10)])
-LATE = view([held("p0"), held("p1", B)], [group(A, 1, 5, "step-42"), group(B, 1, 900)], outliers=[Outlier("p1", B, A)], older=["p1"])
+LATE = view([held("p0"), apart("p1", B, A)], [group(A, 1, 5, "step-42"), group(B, 1, 900)])
 TAKING = held("p2", None, weights_note="they are being written", stats={"weights_updating": 1.0})
 APART = replace(LATE, engines=[*LATE.engines, held("p2", None, weights_note="asleep")])
 MUTE = view([held("p0", None, weights_note="rank 1: no answer"), held("p1", None), held("dead", None, alive=False)])
@@ -517,7 +541,7 @@ NOT_KNOWN = "the weights of these engines are not known, and they share nothing"
         # That some are apart is known, whatever the others hold.
         (replace(APART, overdue=True), "Diverged", f"each shares with its equals; {NOT_KNOWN}: p2 (asleep)"),
         (APART, "Unknown", "p2 (asleep)"),
-        (replace(LATE, outliers=[Outlier(f"p{n}", B, A) for n in range(9)], overdue=True), "Diverged", "and 4 more; push again"),
+        (replace(LATE, engines=[apart(f"p{n}", B, A) for n in range(9)], overdue=True), "Diverged", "and 4 more; push again"),
         (replace(LATE, engines=[*LATE.engines, TAKING]), "Updating", "weights are being written to p2"),
         (view([held("p0"), TAKING, held("p3", None)]), "Updating", "written to p2; the weights of these engines are not known"),
     ],
@@ -530,20 +554,20 @@ def test_weights_converged(hub: HubView | None, reason: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engines", "outliers", "column"),
+    ("engines", "column"),
     [
-        ([], [], ""),
-        ([*[held(f"p{n}") for n in range(15)], held("late", B)], [Outlier("late", B, A)], "3f2a9c1e 15/16"),
-        ([held("p0", None), held("p1", None)], [], "unknown 0/2"),
-        ([held("p0"), held("dead", B, alive=False)], [], "3f2a9c1e 1/1"),
+        ([], ""),
+        ([*[held(f"p{n}") for n in range(15)], apart("late", B, A)], "3f2a9c1e 15/16"),
+        ([held("p0", None), held("p1", None)], "unknown 0/2"),
+        ([held("p0"), held("dead", B, alive=False)], "3f2a9c1e 1/1"),
         # Of as many, the hub has chosen the newer.
-        ([held("p0"), held("p1", B)], [Outlier("p1", B, A)], "3f2a9c1e 1/2"),
-        ([held("p0"), held("p1", B)], [Outlier("p0", A, B)], "77aa00ff 1/2"),
-        ([held("p0"), held("p1", B, fingerprint="tp4"), held("p2", B, fingerprint="tp4")], [], "3f2a9c1e 1/1, 77aa00ff 2/2"),
+        ([held("p0"), apart("p1", B, A)], "3f2a9c1e 1/2"),
+        ([apart("p0", A, B), held("p1", B)], "77aa00ff 1/2"),
+        ([held("p0"), held("p1", B, fingerprint="tp4"), held("p2", B, fingerprint="tp4")], "3f2a9c1e 1/1, 77aa00ff 2/2"),
     ],
 )
-def test_the_column(engines: list[EngineView], outliers: list[Outlier], column: str) -> None:
-    assert weights_summary(engines, view(engines, outliers=outliers)) == column
+def test_the_column(engines: list[EngineView], column: str) -> None:
+    assert weights_summary(engines, view(engines)) == column
 
 
 def status(hub: HubView | None, previous: Json, now: datetime = NOW) -> Json:
@@ -574,17 +598,17 @@ def test_times_are_written_once_whatever_clock_and_hub_come_after() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- whole statuses
-NOON = "2026-03-01T12:00:00.123Z"
+NOON, UNIX = "2026-03-01T12:00:00.123Z", NOW.timestamp()
 
 
 def test_reset_of_a_status_that_knows_more_is_left_alone() -> None:
     """The authority writes target and origin first; a view from before must not put the older reset back."""
     before = {"targetEpoch": 8, "epoch": 7, "weightsLabels": [{"id": "a" * 32, "label": "a"}], "reset": {"epoch": 8, "origin": "Trainer"}}
-    stale = HubView(7, 7, reset_epoch=7, reset_started=NOW, reset_completed=NOW, origin="Spec")
+    stale = HubView(7, 7, started_at=UNIX, published_at=UNIX, origin=Source.SPEC)
     status = pool_status(POLICY, Observed(pool_children(), (), stale), CONTEXT, before, NOW)
     assert (status["reset"], status["targetEpoch"], status["weightsLabels"]) == (before["reset"], 8, before["weightsLabels"])
     # A hub that does not know the origin.
-    newer = HubView(8, 8, reset_epoch=8, reset_started=NOW, reset_completed=NOW, reset_milliseconds=9)
+    newer = HubView(8, 8, started_at=UNIX, published_at=UNIX, reset_seconds=0.009)
     status = pool_status(POLICY, Observed(pool_children(), (), newer), CONTEXT, before, NOW)
     assert status["reset"] == {"epoch": 8, "origin": "Trainer", "startTime": NOON, "completionTime": NOON, "durationMilliseconds": 9}
 
@@ -599,7 +623,7 @@ def test_external_engines_of_one_name_are_told_apart() -> None:
 
 
 def test_what_was_reclaimed_survives_a_new_operator() -> None:
-    done = HubView(7, 7, reclaim=ReclaimView(7, 12, 4096, NOW))
+    done = HubView(7, 7, reclaimed=7, reclaimed_keys=12, reclaimed_bytes=4096, reclaimed_at=UNIX)
     first = pool_status(POLICY, Observed(pool_children(), (), done), CONTEXT, {}, NOW)
     assert first["reclaim"] == {"policy": "Delete", "epoch": 7, "keys": 12, "bytes": 4096, "completionTime": "2026-03-01T12:00:00Z"}
     again = pool_status(POLICY, Observed(pool_children(), (), HubView(7, 7)), CONTEXT, first, NOW)
@@ -610,11 +634,11 @@ def test_what_was_reclaimed_survives_a_new_operator() -> None:
 
 
 def test_transition_times_move_only_on_change() -> None:
-    observed = Observed(pool_children(), (), HubView(7, 6, reclaim=ReclaimView(epoch=6)))
+    observed = Observed(pool_children(), (), HubView(7, 6, reclaimed=6))
     first = pool_status(POLICY, observed, CONTEXT, {}, NOW)
     later = NOW + timedelta(seconds=90)
     assert pool_status(POLICY, observed, CONTEXT, first, later) == first
-    nothing_left = replace(CONVERGED, reclaim=ReclaimView(epoch=7))
+    nothing_left = replace(CONVERGED, reclaimed=7)
     done = pool_status(POLICY, Observed(pool_children(), (), nothing_left), CONTEXT, first, later)
     times = {condition["type"]: condition["lastTransitionTime"] for condition in done["conditions"]}
     others = {"MasterAvailable", "StoreAvailable", "WeightsConverged", "TiersUsable", "Drained", "Reclaimed"}
@@ -623,10 +647,9 @@ def test_transition_times_move_only_on_change() -> None:
 
 
 def test_pool_status_in_full() -> None:
-    gone = rank("ray-1", None, engine="trainer-a", rank=3, old_epoch_requests=1, alive=False, weights="c" * 32)
-    engines = [rank("p0", 8, old_epoch_requests=2), rank("p1", 7), gone, rank("", 8, engine="trainer-b", weights="b" * 32)]
-    late = [("p1", "Behind"), ("ray-1/3", "NotAssigned")]
-    hub = HubView(8, 7, engines, laggards=late, reset_epoch=8, reset_started=NOW)
+    gone = late("ray-1", epoch=None, engine="trainer-a", rank=3, old_epoch_requests=1, alive=False, weights="c" * 32)
+    engines = [rank("p0", 8, old_epoch_requests=2), late("p1", epoch=7), gone, rank("", 8, engine="trainer-b", weights="b" * 32)]
+    hub = HubView(8, 7, engines, started_at=UNIX)
     status = pool_status(POLICY, Observed(pool_children(), PODS, hub), CONTEXT, {"targetEpoch": 7, "epoch": 7, "granting": True}, NOW)
     assert (status["targetEpoch"], status["epoch"], status["granting"]) == (8, 7, True)
     assert status["engines"] == {"total": 4, "converged": 2, "external": 2, "oldEpochRequests": 3, "summary": "2/4"}
@@ -634,7 +657,7 @@ def test_pool_status_in_full() -> None:
         {"name": "ray-1/3", "pod": "ray-1", "rank": 3, "oldEpochRequests": 1},
         {"name": "trainer-b", "weights": "bbbbbbbb", "epoch": 8, "rank": 0, "oldEpochRequests": 0},
     ]
-    laggards = [{"name": "p1", "reason": "Behind"}, {"name": "ray-1/3", "reason": "NotAssigned"}]
+    laggards = [{"name": "p1", "reason": "Behind"}, {"name": "ray-1/3", "reason": "Silent"}]
     assert status["reset"] == {"epoch": 8, "startTime": NOON, "laggards": laggards}
     assert status["master"] == {"replicas": 1, "readyReplicas": 1, "address": "policy-master.rl.svc:50051"}
     assert status["store"]["selector"] == "app.kubernetes.io/component=store,epochkv.io/pool=policy"
@@ -682,15 +705,14 @@ def test_a_hub_that_has_just_begun_to_lead_reports_nobody_as_gone() -> None:
 
 def test_times_of_a_reset_are_written_once() -> None:
     """Wall clocks are adjusted all the time; and another hub's clock says nothing about how long a reset took."""
-    opened = HubView(7, 6, reset_epoch=7, reset_started=NOW, laggards=[("p0", "Behind")])
+    opened = HubView(7, 6, [late("p0")], started_at=UNIX)
     first = pool_status(POLICY, Observed(pool_children(), (), opened), CONTEXT, {}, NOW)
-    slewed = replace(opened, published=7, laggards=[], reset_completed=NOW, reset_milliseconds=9)
-    slewed = replace(slewed, reset_started=NOW + timedelta(milliseconds=2))
+    slewed = replace(opened, published=7, engines=[rank("p0")], started_at=UNIX + 0.002, published_at=UNIX, reset_seconds=0.009)
     done = pool_status(POLICY, Observed(pool_children(), (), slewed), CONTEXT, first, NOW)
     assert done["reset"] == {"epoch": 7, "startTime": NOON, "completionTime": NOON, "durationMilliseconds": 9}
-    again = replace(slewed, reset_completed=NOW + timedelta(milliseconds=3))
+    again = replace(slewed, published_at=UNIX + 0.003)
     assert pool_status(POLICY, Observed(pool_children(), (), again), CONTEXT, done, NOW)["reset"] == done["reset"]
-    successor = replace(slewed, reset_started=NOW + timedelta(seconds=20), reset_completed=NOW + timedelta(seconds=21))
+    successor = replace(slewed, started_at=UNIX + 20, published_at=UNIX + 21)
     after = pool_status(POLICY, Observed(pool_children(), (), successor), CONTEXT, first, NOW)
     assert after["reset"] == {"epoch": 7, "startTime": NOON, "completionTime": "2026-03-01T12:00:21.123Z"}
     # The hub that published it died before it could say so: no reset looks open for ever.
@@ -702,11 +724,10 @@ def test_times_of_a_reset_are_written_once() -> None:
 
 
 def test_limits_of_lists_and_messages() -> None:
-    crowd = [rank("", engine=f"e{n:03}") for n in range(100)]
-    hub = HubView(7, 6, crowd, laggards=[(f"e{n:03}", "Slow" * 40) for n in range(40)], reset_epoch=7, reset_started=NOW)
+    crowd = [late("", engine=f"e{n:03}") for n in range(100)]
+    hub = HubView(7, 6, crowd, started_at=UNIX)
     trouble = Problem("InvalidTemplate", "x" * 9999)
     status = pool_status(POLICY, Observed(pool_children(), (), hub, trouble), CONTEXT, {}, NOW)
     assert len(status["externalEngines"]) == 64
     assert len(status["reset"]["laggards"]) == 16
-    assert max(len(entry["reason"]) for entry in status["reset"]["laggards"]) <= 64
     assert max(len(condition["message"]) for condition in status["conditions"]) <= 4096
