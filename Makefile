@@ -133,7 +133,7 @@ lint: setup-engine ## ruff, mypy --strict, import walls and circles, generated f
 census: setup ## Lines by package; fails on import circles
 	@$(DEV) -m hack.census
 
-generate: setup ## Write the CRDs, the references of API, configuration, models and metrics, the chart's copies
+generate: setup ## Write the references of API, configuration, models and metrics, and the CRDs and rights of the chart
 	@$(DEV) -m hack.api_reference
 	@$(DEV) -m hack.config_reference
 	@$(DEV) -m hack.model_support

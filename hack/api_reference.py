@@ -1,4 +1,4 @@
-"""Write the CRDs and the API reference from the models, or fail when they differ.
+"""Write the API reference from the models, or fail when it differs.
 
 python -m hack.api_reference             write
 python -m hack.api_reference --check     fail when a file differs (lint)
@@ -10,38 +10,16 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from epochkv_operator.api.base import API_VERSION, GROUP, Json
-from epochkv_operator.api.generate import CRDS, Crd, manifest
+from epochkv_operator.api.base import API_VERSION, Json
+from epochkv_operator.api.generate import CRDS, manifest
 
 _COMMAND = "python -m hack.api_reference"
-_HEADER = f"# Generated from the models by `{_COMMAND}`; do not edit.\n"
 _PAGE_HEADER = """# API reference
 
 Generated from the models by `python -m hack.api_reference`; do not edit.
 Group and version: `{version}`. Unknown fields are rejected (`kubectl` validates strictly by default).
 """
-
-
-class _Dumper(yaml.SafeDumper):
-    """Without anchors: each schema stands where it applies."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _render(crd: Crd) -> str:
-    text: str = yaml.dump(manifest(crd), Dumper=_Dumper, sort_keys=False, width=4096, allow_unicode=True)
-    return _HEADER + text
-
-
-def _files(root: Path) -> dict[Path, str]:
-    """Every generated file and what it must contain."""
-    crds = {root / "crds" / f"{GROUP}_{crd.plural}.yaml": _render(crd) for crd in CRDS}
-    return {**crds, root / "docs" / "reference" / "api.md": _markdown()}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,16 +28,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file differs")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="root of the repository")
     options = parser.parse_args(arguments)
-    stale = {path: text for path, text in _files(options.root).items() if not path.exists() or path.read_text(encoding="utf-8") != text}
-    for path, text in stale.items():
-        name = path.relative_to(options.root)
-        if options.check:
-            print(f"{name} is not what the models say: run {_COMMAND} and commit the result", file=sys.stderr)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            print(f"wrote {name}")
-    return 1 if options.check and stale else 0
+    path, text = options.root / "docs" / "reference" / "api.md", _markdown()
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return 0
+    name = path.relative_to(options.root)
+    if options.check:
+        print(f"{name} is not what the models say: run {_COMMAND} and commit the result", file=sys.stderr)
+        return 1
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {name}")
+    return 0
 
 
 def _markdown() -> str:

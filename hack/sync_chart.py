@@ -12,14 +12,18 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from epochkv_operator.api.base import GROUP
+from epochkv_operator.api.generate import CRDS, Crd, manifest
 from epochkv_operator.kube.resources import rights
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "crds"
 TEMPLATES = ROOT / "charts/epochkv/templates"
 
-HEADER = "{{- /* Made from crds/%s by hack/sync_chart.py; do not edit. */}}\n{{- if .Values.crds.install }}\n"
+HEADER = "{{- /* Made from the models by hack/sync_chart.py; do not edit. */}}\n{{- if .Values.crds.install }}\n"
 KEEP = """\
     {{- if .Values.crds.keep }}
     helm.sh/resource-policy: keep
@@ -28,16 +32,24 @@ KEEP = """\
 """
 
 
-def template(name: str, text: str) -> str:
-    """The Helm template for one CRD; the CRD's own text is kept, apart from added annotations."""
+class _Dumper(yaml.SafeDumper):
+    """Without anchors: each schema stands where it applies."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def template(crd: Crd) -> str:
+    """The Helm template for one CRD: its own text with annotations."""
+    text: str = yaml.dump(manifest(crd), Dumper=_Dumper, sort_keys=False, width=4096, allow_unicode=True)
     head, metadata, rest = text.replace("{{", '{{ "{{" }}').partition("\nmetadata:\n")
-    return HEADER % name + head + metadata + "  annotations:\n" + KEEP + rest + "{{- end }}\n"
+    return HEADER + head + metadata + "  annotations:\n" + KEEP + rest + "{{- end }}\n"
 
 
 def rules() -> str:
     """The helper with what the operator may do in the namespaces that it serves, from `epochkv_operator/kube/resources.py`."""
     verbs: dict[tuple[str, str, bool], list[str]] = {}
-    for right in rights("home", (None,), "lease", "hub"):
+    for right in rights("home", (None,)):
         if right.namespace is None and not right.name:
             resource = f"{right.resource}/{right.subresource}" if right.subresource else right.resource
             verbs.setdefault((right.group, resource, right.optional), []).append(right.verb)
@@ -45,7 +57,7 @@ def rules() -> str:
     for (group, resource, optional), allowed in verbs.items():
         merged.setdefault((group, tuple(allowed), optional), []).append(resource)
     lines = ["{{- /* Made by hack/sync_chart.py; do not edit. */}}", '{{- define "epochkv.rules" -}}']
-    in_namespaces = {right.resource for right in rights("home", ("team",), "lease", "hub")}
+    in_namespaces = {right.resource for right in rights("home", ("team",))}
     for (group, allowed, optional), resources in merged.items():
         rule = [f"- apiGroups: [{group or json.dumps('')}]", f"  resources: [{', '.join(resources)}]", f"  verbs: [{', '.join(allowed)}]"]
         of_cluster = in_namespaces.isdisjoint(resource.partition("/")[0] for resource in resources)
@@ -58,7 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hack.sync_chart", description="Copy the CRDs and the rights into the chart.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a copy differs")
     check = parser.parse_args().check
-    wanted = {TEMPLATES / "crds" / path.name: template(path.name, path.read_text()) for path in sorted(SOURCE.glob("*.yaml"))}
+    wanted = {TEMPLATES / "crds" / f"{GROUP}_{crd.plural}.yaml": template(crd) for crd in CRDS}
     wanted[TEMPLATES / "_rules.tpl"] = rules()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
+from epochkv_operator.api.generate import CRDS, manifest
 from hack.cluster.controlplane import ControlPlane
 from hack.loopback import free_ports
 from hack.standalone.process import Popen, Process
@@ -146,9 +145,8 @@ def leading_operator(space: Namespace, directory: Path, **options: Any) -> Itera
 
 def install_crds(plane: ControlPlane) -> None:
     """Apply the CRDs and wait until both are served."""
-    for file in sorted((ROOT / "crds").glob("*.yaml")):
-        crd = yaml.safe_load(file.read_text())
-        plane.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}", crd)
+    for crd in CRDS:
+        plane.api.apply(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd.name}", manifest(crd))
     for plural in ("kvcachepools", "inferenceengines"):
         eventually(lambda p=plural: plane.api.ok(f"/apis/epochkv.io/v1alpha1/{p}"), f"{plural} served")
 
