@@ -16,7 +16,8 @@ from typing import Any
 from epochkv_connector import metrics
 from epochkv_connector.engine.interface import KVConnectorPromMetrics, KVConnectorStats
 from epochkv_connector.metrics import PREFIX, Family
-from epochkv_connector.store.connection import Notices
+from epochkv_connector.store.connection import AGAIN_SECONDS
+from epochkv_fence.common import Seldom
 
 logger = logging.getLogger("vllm.epochkv.stats")
 
@@ -83,7 +84,7 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._notices = Notices(logger)
+        self._warn = Seldom(logger, AGAIN_SECONDS)
         self._counters = {family.name: self._counter(family) for family in metrics.COUNTERS}
         self._gauges = {family.name: self._gauge(family) for family in metrics.GAUGES}
         for family in metrics.COUNTERS:
@@ -112,7 +113,7 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
             for rank, values in transfer_stats_data.get(RANKS, {}).items():
                 self._set(labels, values, rank)
         except Exception as error:
-            self._notices.say("error", "EpochKV: metrics of engine %d cannot be recorded: %r", engine_idx, error)
+            self._warn("error", logging.WARNING, "EpochKV: metrics of engine %d cannot be recorded: %r", engine_idx, error)
 
     def _set(self, labels: list[object], values: Mapping[str, float], *rank: str) -> None:
         for name, value in values.items():

@@ -10,6 +10,7 @@ import logging
 import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
 from typing import Any, Final, ParamSpec, TypeVar
@@ -122,26 +123,33 @@ class SayOnce:
         return self._states.get(topic, self._first)
 
 
+MAX_TOPICS: Final = 20
+
+
 class Seldom:
-    """Lets a topic through once in so many seconds, and few topics in all: whoever causes the lines may do so without end."""
+    """Logs each topic once in so many seconds, and few topics in all: whoever causes the lines may do so without end. Any thread."""
 
-    def __init__(self, seconds: float, most: int = 10) -> None:
-        self._seconds = seconds
-        self._most = most
+    def __init__(self, logger: logging.Logger, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger, self._seconds, self._clock = logger, seconds, clock
+        self._lock = threading.Lock()
+        self._until, self._said, self._unsaid = -math.inf, set[str](), 0
+
+    def __call__(self, topic: str, level: int, text: str, *args: object, exc_info: bool = False) -> None:
+        """Log this, unless its topic was logged a short time ago."""
+        with self._lock:
+            if (now := self._clock()) >= self._until:
+                self._until, self._said = now + self._seconds, set()
+            if topic in self._said or len(self._said) >= MAX_TOPICS:
+                self._unsaid += 1
+                return
+            self._said.add(topic)
+            unsaid, self._unsaid = self._unsaid, 0
+        more = f" ({unsaid} more were not logged)" if unsaid else ""
+        self._logger.log(level, f"{text}%s", *args, more, exc_info=exc_info)
+
+    def forget(self) -> None:
+        """Every topic may be logged again: the state that the lines described is over."""
         self._until = -math.inf
-        self._said: set[str] = set()
-        self._unsaid = 0
-
-    def __call__(self, topic: str, now: float) -> str | None:
-        """What to add to the line, or None: it is not to be logged. `now`: on one monotonic clock."""
-        if now >= self._until:
-            self._until, self._said = now + self._seconds, set()
-        if topic in self._said or len(self._said) >= self._most:
-            self._unsaid += 1
-            return None
-        self._said.add(topic)
-        unsaid, self._unsaid = self._unsaid, 0
-        return f" ({unsaid} more were not logged)" if unsaid else ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -28,9 +28,10 @@ from typing import TypeVar
 import xxhash
 
 from epochkv_connector.naming.identity import CODEC_VERSION, key_digest
-from epochkv_connector.store.connection import Counters, Notices, StoreConnection, StoreOutcome, StoreSettings, StoreState, outcome_of
+from epochkv_connector.store.connection import AGAIN_SECONDS, Counters, StoreConnection, StoreOutcome, StoreSettings, StoreState, outcome_of
 from epochkv_connector.worker.layout import HEADER_BYTES as END_BYTES
 from epochkv_connector.worker.layout import LAYOUT_DIGEST_BYTES
+from epochkv_fence.common import Seldom
 
 logger = logging.getLogger(__name__)
 
@@ -400,8 +401,8 @@ class StoreClient:
         self.settings = settings
         self._layout = layout
         self._counters = Counters()
-        self._notices = Notices(logger)
-        self._connection = StoreConnection(settings, regions, self._counters, self._notices, self._abandon_waiting)
+        self._warn = Seldom(logger, AGAIN_SECONDS)
+        self._connection = StoreConnection(settings, regions, self._counters, self._warn, self._abandon_waiting)
         self._gets = RequestQueue("get", settings.get_threads)
         self._puts = RequestQueue("put", 1, settings.max_queued_puts)
         self._lookups = RequestQueue("lookup", 1)
@@ -642,9 +643,10 @@ class StoreClient:
             return StoreOutcome.OK
         self._counters.add(f"defect_{defect}")
         if defect is Defect.LAYOUT:
-            self._notices.say(f"defect {defect}", _OTHER_LAYOUT, transfer.key)
+            self._warn(f"defect {defect}", logging.WARNING, _OTHER_LAYOUT, transfer.key)
         else:
-            self._notices.say(f"defect {defect}", "object %s is not what was put there (%s): treated as a miss", transfer.key, defect)
+            text = "object %s is not what was put there (%s): treated as a miss"
+            self._warn(f"defect {defect}", logging.WARNING, text, transfer.key, defect)
             if len(self._defective) >= 1000:  # most are of names that nobody uses any more
                 self._defective.clear()
             if checksum:  # who checks less might take parts of the old and the new bytes for the object
@@ -655,7 +657,7 @@ class StoreClient:
         outcome = outcome_of(code)
         if outcome is StoreOutcome.ERROR:
             self._counters.add(f"code_{code}")
-            self._notices.say(f"code {code}", "Mooncake returned %d, which is not expected: treated as a miss", code)
+            self._warn(f"code {code}", logging.WARNING, "Mooncake returned %d, which is not expected: treated as a miss", code)
         return outcome
 
     def _settle(self, kind: str, chunk: Sequence[Transfer], outcomes: list[StoreOutcome], seconds: float) -> float:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from epochkv_connector.config import ConnectorConfig
-from epochkv_fence.common import is_name
+from epochkv_fence.common import Seldom, is_name
 from epochkv_fence.launch import CLIENT_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
@@ -62,29 +62,7 @@ class Counters:
 
 
 AGAIN_SECONDS = 60.0
-
-
-class Notices:
-    """Warnings of which each kind is said at most once a minute. Any thread."""
-
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._logger, self._clock = logger, clock
-        self._said: dict[str, float] = {}
-        self._lock = threading.Lock()
-
-    def say(self, kind: str, message: str, *args: object, exc_info: bool = False) -> None:
-        """Log a warning unless one of this kind was logged less than a minute ago."""
-        now = self._clock()
-        with self._lock:
-            if now < self._said.get(kind, -AGAIN_SECONDS) + AGAIN_SECONDS:
-                return
-            self._said[kind] = now
-        self._logger.warning(message, *args, exc_info=exc_info)
-
-    def forget(self) -> None:
-        """Everything may be said again (the state they described is over)."""
-        with self._lock:
-            self._said.clear()
+"""Between two warnings of one kind."""
 
 
 class StoreOutcome(enum.StrEnum):
@@ -407,14 +385,14 @@ class StoreConnection:
         settings: StoreSettings,
         regions: Sequence[tuple[int, int]],
         counters: Counters,
-        notices: Notices,
+        warn: Seldom,
         on_down: Callable[[], None],
     ) -> None:
         """`on_down` runs once whenever the breaker opens, on the thread that noticed."""
         self._settings = settings
         self._regions = tuple(regions)
         self._counters = counters
-        self._notices = notices
+        self._warn = warn
         self._on_down = on_down
         self._changed = threading.Condition()  # guards everything below
         self.state = StoreState.NEW
@@ -513,7 +491,7 @@ class StoreConnection:
             try:
                 settled = self._recover()
             except Exception:  # the manager must outlive anything the library does
-                self._notices.say("manager", "the store client failed to connect unexpectedly", exc_info=True)
+                self._warn("manager", logging.WARNING, "the store client failed to connect unexpectedly", exc_info=True)
                 settled = False
             if settled:
                 pause = self._settings.min_backoff_seconds
@@ -527,7 +505,7 @@ class StoreConnection:
         master = self._settings.master_address
         local = probe_master(master, self._settings.probe_timeout_seconds)
         if local is None:
-            self._notices.say("away", "no Mooncake master answers at %s; serving without L2 until it does", master)
+            self._warn("away", logging.WARNING, "no Mooncake master answers at %s; serving without L2 until it does", master)
             return False
         if (self._client is None or self._renew) and not self._reconnect(local):
             return False
@@ -538,7 +516,7 @@ class StoreConnection:
             self._canary_failures += 1
             self._renew = self._renew or self._canary_failures % _MAX_CANARY_FAILURES == 0
             text = "the L2 master at %s answers but %s (%s); L2 stays off"
-            self._notices.say(f"canary {outcome}", text, master, detail or outcome.value, _advice(outcome))
+            self._warn(f"canary {outcome}", logging.WARNING, text, master, detail or outcome.value, _advice(outcome))
             return False
         with self._changed:
             if self.state is not StoreState.PROBING:
@@ -547,7 +525,7 @@ class StoreConnection:
             self._canary_failures = 0
             self._changed.notify_all()
         self._setup_pause, self._next_setup = self._settings.setup_backoff_seconds[0], 0.0
-        self._notices.forget()
+        self._warn.forget()
         self._counters.add("connected")
         if outcome is StoreOutcome.OK:
             logger.info("L2 store ready at %s (%s)", master, detail)
@@ -583,7 +561,7 @@ class StoreConnection:
             client = MooncakeClient(self._settings, self._regions, local)
         except SetupFailed as error:
             self._counters.add("setup_failed")
-            self._notices.say("setup", "%s; serving without L2, and trying again", error)
+            self._warn("setup", logging.WARNING, "%s; serving without L2, and trying again", error)
             return False
         self._counters.add("setups")
         with self._changed:

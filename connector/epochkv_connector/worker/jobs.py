@@ -32,9 +32,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from epochkv_connector.naming.identity import epoch_of, object_key, replica_owner
 from epochkv_connector.store.client import StoreClient, Ticket, Transfer
-from epochkv_connector.store.connection import Counters, Notices, StoreOutcome
+from epochkv_connector.store.connection import AGAIN_SECONDS, Counters, StoreOutcome
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
 from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream, compute_event
+from epochkv_fence.common import Seldom
 
 logger = logging.getLogger(__name__)
 
@@ -273,7 +274,7 @@ class Rank:
         self.newest_epoch = -1
         self.stopped = self.asleep = False
         self.counters = Counters()
-        self.notices = Notices(logger)
+        self.warn = Seldom(logger, AGAIN_SECONDS)
         self.changed = threading.Condition()  # re-entrant: a store may answer inside the call that asks it
         self.slots = Slots(self.changed)
         self.jobs: dict[int, LoadTask | SaveTask] = {}
@@ -359,9 +360,9 @@ class Rank:
         self.counters.add(f"copy_{kind}_seconds", seconds)
 
     def tell(self, kind: str, reason: str, detail: str, word: str = "failed") -> None:
-        """Count a failure, and say it (`Notices`)."""
+        """Count a failure, and say it (`Seldom`)."""
         self.counters.add(f"{kind}_{word}_{reason}")
-        self.notices.say(f"{kind} {reason}", "KV %s %s: %s", kind, word, detail)
+        self.warn(f"{kind} {reason}", logging.WARNING, "KV %s %s: %s", kind, word, detail)
 
     def guard(self, work: Callable[[], None], fail: Callable[[str, str], None]) -> None:
         """Run one job's work; anything it raises fails that job only."""

@@ -389,8 +389,8 @@ class Router:
         self._counters = counters
         self.peers = Peers()
         self._turns = Turns()
-        self._refusals = Seldom(REFUSED_SECONDS)
-        self._unencodable = Seldom(REFUSED_SECONDS)
+        self._refusals = Seldom(logger, REFUSED_SECONDS)
+        self._unencodable = Seldom(logger, REFUSED_SECONDS)
         self._discarding = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -476,8 +476,7 @@ class Router:
         self._log_refused(who, f"a client at {who} is refused: its key is of no pool of this hub, or was retired")
 
     def _log_refused(self, topic: str, text: str) -> None:
-        if (more := self._refusals(topic, time.monotonic())) is not None:
-            logger.warning("%s. %s%s", text, GIVE_KEYS, more)
+        self._refusals(topic, logging.WARNING, "%s. %s", text, GIVE_KEYS)
 
     def _take(self) -> None:
         """Receive one message and put it into its pool's queue, which is cheap whatever it says."""
@@ -606,8 +605,7 @@ class Router:
         except Exception as error:  # what clients said may add up to what no message can hold
             self._counters["unencodable"] += 1
             kind = type(message).__name__
-            if (more := self._unencodable(kind, time.monotonic())) is not None:
-                logger.error("a %s cannot be encoded and is not sent: %r%s", kind, error, more)
+            self._unencodable(kind, logging.ERROR, "a %s cannot be encoded and is not sent: %r", kind, error)
             return
         try:
             self._socket.send(name, MORE)

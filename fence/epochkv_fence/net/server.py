@@ -108,7 +108,7 @@ class ServedPool(PoolLimits):
         self._reported: object = None
         self._report_at = -math.inf
         self.failed_until = -math.inf
-        self._traces = Seldom(QUIET_SECONDS)
+        self._traces = Seldom(logger, QUIET_SECONDS)
 
     def cost(self, message: Message) -> float:
         return 1.0 + len(self.hub.state.instances.known) / INSTANCES_PER_COST if isinstance(message, Bump | Label | Status) else 0.0
@@ -125,7 +125,8 @@ class ServedPool(PoolLimits):
         """Report a change: at once when an epoch did, else so seldom that it costs little. Returns when to report it."""
         if not self.changed:
             return math.inf
-        epochs = self.hub.target, self.hub.published, self.hub.term is not None
+        record = self.hub.state.record
+        epochs = record.target, record.published, self.hub.state.leading
         if epochs == self._reported and now < self._report_at:
             return self._report_at
         self.changed, self._reported = False, epochs
@@ -156,8 +157,8 @@ class ServedPool(PoolLimits):
     def failed(self, counters: Counter[str]) -> None:
         """A step raised what is being handled: count it, and log it now and then."""
         counters["steps_failed"] += 1
-        if (more := self._traces("", time.monotonic())) is not None:
-            logger.exception("pool %s: the hub failed to take a step, and tries again; other pools go on%s", self.config.name, more)
+        text = "pool %s: the hub failed to take a step, and tries again; other pools go on"
+        self._traces("", logging.ERROR, text, self.config.name, exc_info=True)
 
     def back_off(self) -> None:
         """A tick or round of it failed, so the next one waits."""

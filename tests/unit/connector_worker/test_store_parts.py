@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from epochkv_connector.naming import identity as keys
 from epochkv_connector.store import client as envelope
 from epochkv_connector.store.client import CallSize, Defect, Transfer, first_chunk
-from epochkv_connector.store.connection import AGAIN_SECONDS, Notices, StoreSettings, why_setup_failed
+from epochkv_connector.store.connection import AGAIN_SECONDS, StoreSettings, why_setup_failed
+from epochkv_fence.common import Seldom
 
 
 @pytest.mark.parametrize("text", ["", "a/b/e1", "12345678/0123456789abcdef/e01/w0123456789abcdef", "12345678/0123456789abcdef/e1"])
@@ -181,11 +182,11 @@ def test_calls_are_small_while_one_hangs() -> None:
 
 def test_each_kind_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = [1000.0]
-    notices = Notices(logging.getLogger("epochkv_connector.test"), lambda: now[0])
+    warn = Seldom(logging.getLogger("epochkv_connector.test"), AGAIN_SECONDS, lambda: now[0])
 
     def say(kind: str) -> list[str]:
         caplog.clear()
-        notices.say(kind, "loads failed: %s", kind)
+        warn(kind, logging.WARNING, "loads failed: %s", kind)
         return [record.getMessage() for record in caplog.records]
 
     assert say("gone") == ["loads failed: gone"]
@@ -193,10 +194,10 @@ def test_each_kind_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> No
     now[0] += AGAIN_SECONDS - 1
     assert say("gone") == say("gone") == []
     now[0] += 1
-    assert say("gone") == ["loads failed: gone"]
+    assert say("gone") == ["loads failed: gone (2 more were not logged)"]
     assert say("gone") == []
-    notices.forget()
-    assert say("gone") == ["loads failed: gone"]
+    warn.forget()
+    assert say("gone") == ["loads failed: gone (1 more were not logged)"]
 
 
 @pytest.mark.parametrize(
