@@ -50,7 +50,6 @@ def run(
     watch_namespace: Annotated[list[str] | None, Option(help="Serve only this namespace; repeatable. Default: the whole cluster.")] = None,
     hub_bind: Annotated[str, Option(help="ZeroMQ endpoint the fence hub listens on while leading.")] = Settings.hub_bind,
     hub_endpoint: Annotated[str, Option(help=_HUB_ENDPOINT)] = Settings.hub_endpoint,
-    lease_name: Annotated[str, Option(help="Name of the leader Lease.")] = Settings.lease_name,
     lease_duration_seconds: Annotated[
         int, Option(min=2, help="How long a standby waits after the leader's last renewal.")
     ] = Settings.lease_duration_seconds,
@@ -78,7 +77,6 @@ def run(
         watch_namespaces=tuple(watch_namespace or ()),
         hub_bind=hub_bind,
         hub_endpoint=hub_endpoint,
-        lease_name=lease_name,
         lease_duration_seconds=lease_duration_seconds,
         probe_bind=probe_bind,
         metrics_bind=metrics_bind,

@@ -27,7 +27,7 @@ from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, 
 from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, LEASES, POOLS, SECRETS, Resource, Right, rights
 from epochkv_operator.planning.context import listed
 from epochkv_operator.planning.names import component_name
-from epochkv_operator.settings import Settings
+from epochkv_operator.settings import LEASE
 
 T = TypeVar("T")
 API_SECONDS: Final = 5.0
@@ -243,12 +243,9 @@ class Operator:
         return str(self.deployment["metadata"]["namespace"])
 
     @property
-    def lease_name(self) -> str:
-        return next(iter(self._flags("--lease-name=")), Settings.lease_name)
-
-    @property
     def scopes(self) -> tuple[str | None, ...]:
-        return tuple(self._flags("--watch-namespace=")) or (None,)
+        containers, flag = self.deployment["spec"]["template"]["spec"]["containers"], "--watch-namespace="
+        return tuple(arg.removeprefix(flag) for one in containers for arg in one.get("args") or () if arg.startswith(flag)) or (None,)
 
     @property
     def account(self) -> str:
@@ -258,10 +255,6 @@ class Operator:
     @property
     def logs(self) -> str:
         return f"kubectl -n {self.namespace} logs deployment/{self.deployment['metadata']['name']} --tail=50"
-
-    def _flags(self, flag: str) -> list[str]:
-        containers = self.deployment["spec"]["template"]["spec"]["containers"]
-        return [arg.removeprefix(flag) for one in containers for arg in one.get("args") or () if arg.startswith(flag)]
 
 
 async def _operators(client: KubeClient, scope: ClusterScope) -> list[Finding]:
@@ -278,13 +271,13 @@ async def _operators(client: KubeClient, scope: ClusterScope) -> list[Finding]:
 
 
 async def _lease(client: KubeClient, operator: Operator) -> list[Finding]:
-    lease = await _get(client, LEASES, operator.namespace, operator.lease_name)
+    lease = await _get(client, LEASES, operator.namespace, LEASE)
     return [judge_lease(operator, lease, client.server_date or datetime.now(UTC))]
 
 
 def judge_lease(operator: Operator, lease: Json | None, now: datetime) -> Finding:
     """Whether somebody holds the Lease and renews it, by the API server's clock alone: when it stamped the last write."""
-    about = f"Lease {operator.namespace}/{operator.lease_name}"
+    about = f"Lease {operator.namespace}/{LEASE}"
     spec = (lease or {}).get("spec") or {}
     holder = spec.get("holderIdentity")
     if not holder:
@@ -308,7 +301,7 @@ async def _rights(client: KubeClient, operator: Operator) -> list[Finding]:
         async with gate:
             return await _allowed(client, right, account)
 
-    every = rights(operator.namespace, operator.scopes, operator.lease_name, Settings.hub_secret)
+    every = rights(operator.namespace, operator.scopes)
     needed = [right for right in every if not right.optional]
     answers = await asyncio.gather(*(allowed(right) for right in needed))
     return [judge_rights(operator, [right for right, answer in zip(needed, answers, strict=True) if not answer], len(needed))]

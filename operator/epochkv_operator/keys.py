@@ -40,7 +40,7 @@ from epochkv_operator.api.base import OURS, POOL_LABEL, POOL_NAMESPACE
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import POOLS, SECRETS
 from epochkv_operator.kube.status import EventRecorder
-from epochkv_operator.planning.names import component_name, copy_name
+from epochkv_operator.planning.names import component_name, controller, copy_name
 
 log = structlog.get_logger(__name__)
 Fields = Mapping[str, str]
@@ -167,19 +167,6 @@ def copied(pool_namespace: str, pool: str, namespace: str, fields: Fields) -> Js
     body = manifest(namespace, copy_name(pool_namespace, pool, "fence"), fields, {POOL_LABEL: pool}, [])
     body["metadata"]["annotations"] = {POOL_NAMESPACE: pool_namespace}
     return body
-
-
-def owner_reference(pool: Json) -> Json:
-    """Of a pool's Secret to its pool."""
-    metadata = pool["metadata"]
-    return {
-        "apiVersion": POOLS.api_version,
-        "kind": POOLS.kind,
-        "name": metadata["name"],
-        "uid": metadata["uid"],
-        "controller": True,
-        "blockOwnerDeletion": False,
-    }
 
 
 def _owner(found: Json, pool: str) -> Json | None:
@@ -382,7 +369,7 @@ class FenceSecrets:
         owned = {
             **metadata,
             "labels": {**(metadata.get("labels") or {}), **self._labels(pool)},
-            "ownerReferences": [*others, owner_reference(pool)],
+            "ownerReferences": [*others, controller(POOLS.kind, pool["metadata"]["name"], pool["metadata"]["uid"])],
         }
         body = {**found, "kind": "Secret", "apiVersion": "v1", "metadata": owned, "data": {**foreign, **ours}}
         try:
@@ -396,9 +383,8 @@ class FenceSecrets:
 
     async def _create(self, pool: Json, keys: FenceKeys, why: str) -> None:
         uid, (namespace, name) = pool["metadata"]["uid"], _place(pool)
-        await self._client.create(
-            SECRETS, namespace, manifest(namespace, name, content(keys, uid), self._labels(pool), [owner_reference(pool)])
-        )
+        owners = [controller(POOLS.kind, pool["metadata"]["name"], uid)]
+        await self._client.create(SECRETS, namespace, manifest(namespace, name, content(keys, uid), self._labels(pool), owners))
         _count("create")
         log.info("fence secret created", secret=f"{namespace}/{name}", pool_uid=uid, reason=why)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from epochkv_operator.api.base import PodSecurity
 
 LogFormat = Literal["json", "console"]
+LEASE: Final = "epochkv-operator"
+HUB_SECRET: Final = "epochkv-hub"
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,6 @@ class Settings:
     watch_namespaces: tuple[str, ...] = ()
     hub_bind: str = "tcp://*:7700"
     hub_endpoint: str = ""
-    hub_secret: str = "epochkv-hub"
-    lease_name: str = "epochkv-operator"
     lease_duration_seconds: int = 15
     probe_bind: str = "*:8080"
     metrics_bind: str = "*:9090"

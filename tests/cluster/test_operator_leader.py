@@ -25,9 +25,9 @@ from tests.cluster.fence_engines import Service
 from tests.cluster.operator_harness import CHILDREN, LEASES, Namespace
 
 
-def leader_of(namespace: Namespace, name: str, seconds: int = 3) -> Leader:
+def leader_of(namespace: Namespace, seconds: int = 3) -> Leader:
     bind = f"tcp://127.0.0.1:{free_port()}"
-    settings = Settings(namespace.name, lease_name=name, lease_duration_seconds=seconds, hub_bind=bind)
+    settings = Settings(namespace.name, lease_duration_seconds=seconds, hub_bind=bind)
     return Leader(settings, new_identity(), Store(indexed), lambda *_: None, lambda *_: None, lambda: None)
 
 
@@ -37,7 +37,7 @@ def _kubeconfig(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_the_lease_is_renewed_while_the_main_loop_stands_still(namespace: Namespace) -> None:
-    leader = leader_of(namespace, "still")
+    leader = leader_of(namespace)
     try:
         await leader.acquire()
         holding = asyncio.create_task(leader.hold())
@@ -54,13 +54,13 @@ async def test_the_lease_is_renewed_while_the_main_loop_stands_still(namespace: 
 
 
 async def test_who_has_lost_the_lease_may_not_write_and_serves_no_hub(namespace: Namespace) -> None:
-    leader = leader_of(namespace, "lost")
+    leader = leader_of(namespace)
     assert "does not hold" in (leader.not_leading() or "")
     try:
         await leader.acquire()
         assert leader.not_leading() is None
         await leader.serve(generate_keypair())
-        path = f"{LEASES.format(namespace.name)}/lost"
+        path = f"{LEASES.format(namespace.name)}/epochkv-operator"
         lease = namespace.request("GET", path)
         lease["spec"] |= {"holderIdentity": "another", "leaseTransitions": 7}
         namespace.request("PUT", path, lease)
@@ -78,7 +78,7 @@ async def test_the_hub_writes_nothing_once_the_lease_was_not_renewed_in_time(
     namespace.create_pool("policy", resetEpoch=1, local={"capacity": "64Mi"})
     pool = parse_pool(namespace.pool("policy"))
 
-    leader = leader_of(namespace, "late")
+    leader = leader_of(namespace)
     try:
         await leader.acquire()
         port = await leader.serve(generate_keypair())

@@ -14,7 +14,7 @@ RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/{}"
 
 def grant(space: Namespace, *, but: Callable[[Right], bool] = lambda right: False) -> None:
     """All that the operator needs in this namespace, which is its home, too, but for some."""
-    needed = [right for right in rights(space.name, [space.name], "epochkv-operator", "epochkv-hub") if not but(right)]
+    needed = [right for right in rights(space.name, [space.name]) if not but(right)]
     rules: list[Any] = [
         {
             "apiGroups": [right.group],

@@ -22,12 +22,9 @@ from epochkv_operator.api.base import GROUP
 from epochkv_operator.kube import watch
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.resources import PRIMARY, Resource
-from epochkv_operator.settings import Settings
+from epochkv_operator.settings import LEASE, Settings
 
 log = structlog.get_logger(__name__)
-Sink = Callable[[Resource, str | None, dict[str, Any]], None]
-"""Takes what the watches see: kind, type of the event, object. Must return at once and must not raise. The type is None for objects
-of an initial (or repeated) listing, else ADDED, MODIFIED or DELETED."""
 Gap = Callable[[], None]
 """Told when kopf has listed, or a watch had to begin anew: neither shows what was deleted meanwhile. Must return at once."""
 _ABSENT, _GONE = 404, 410
@@ -78,7 +75,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     return result
 
 
-def kopf_registry(sink: Sink, gap: Gap, client: KubeClient) -> kopf.OperatorRegistry:
+def kopf_registry(sink: watch.Seen, gap: Gap, client: KubeClient) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     async def login(**_: Any) -> kopf.AiohttpSession:
@@ -91,7 +88,7 @@ def kopf_registry(sink: Sink, gap: Gap, client: KubeClient) -> kopf.OperatorRegi
     return registry
 
 
-async def drive(sink: Sink, gap: Gap, client: KubeClient, settings: Settings, started: asyncio.Event) -> None:
+async def drive(sink: watch.Seen, gap: Gap, client: KubeClient, settings: Settings, started: asyncio.Event) -> None:
     """Watch until cancelled. Returns or raises when kopf gives up, upon which the process must end."""
     await kopf.operator(
         registry=kopf_registry(sink, gap, client),
@@ -101,11 +98,11 @@ async def drive(sink: Sink, gap: Gap, client: KubeClient, settings: Settings, st
         namespaces=list(settings.watch_namespaces),
         ready_flag=started,
         # kopf would ask for the user's name, which a container with a bare user id has not.
-        identity=cast(Any, settings.lease_name),
+        identity=cast(Any, LEASE),
     )
 
 
-def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: Sink) -> None:
+def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: watch.Seen) -> None:
     async def handler(event: kopf.RawEvent, **_: Any) -> None:
         sink(resource, event["type"], dict(event["object"]))
 

@@ -24,7 +24,7 @@ from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.resources import Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Key, Store, resource_version
-from epochkv_operator.settings import Settings
+from epochkv_operator.settings import LEASE, Settings
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -171,7 +171,7 @@ class Leader:
 
     async def _acquire(self) -> None:
         settings = self._settings
-        place = (settings.namespace, settings.lease_name, self._identity, settings.lease_duration_seconds)
+        place = (settings.namespace, LEASE, self._identity, settings.lease_duration_seconds)
         while True:
             self._client = await KubeClient.connect()
             self._lease = LeaseHolder(self._client, *place)

@@ -42,7 +42,7 @@ from epochkv_operator.kube.status import EventRecorder, ObjectGone, StatusWriter
 from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, home, indexed, key_of, only_epochs_differ
 from epochkv_operator.kube.watch import Watches
 from epochkv_operator.metrics import REGISTRY
-from epochkv_operator.settings import Settings
+from epochkv_operator.settings import HUB_SECRET, Settings
 
 #: Returns what is wrong, or None.
 Check = Callable[[], str | None]
@@ -188,7 +188,7 @@ class Operator:
                                 await reporter.report(obj, partial(unready, reason=problem.reason, message=problem.message, now=now()))
 
     async def _prepare(self, client: KubeClient, leader: Leader, watches: Watches, events: EventRecorder, reporter: Reporter) -> None:
-        secret = HubSecret(client, events, self.settings.namespace, self.settings.hub_secret)
+        secret = HubSecret(client, events, self.settings.namespace, HUB_SECRET)
         keys = await secret.obtain()
         await watches.complete()
         gc.collect()
@@ -212,7 +212,7 @@ class Operator:
             self._start(f"worker-{number}", worker.run())
 
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
-        """`watch.Seen` and `driver.Sink`: an object seen by a watch or a list."""
+        """`watch.Seen`: an object seen by a watch or a list."""
         obj.setdefault("kind", resource.kind)
         obj.setdefault("apiVersion", resource.api_version)
         if event_type == "DELETED":

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from epochkv_operator.api.base import GROUP, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, VERSION
+from epochkv_operator.settings import HUB_SECRET, LEASE
 
 #: Server-side filter of every child watch: nothing that is not ours is ever read.
 CHILD_SELECTOR: Final = f"{MANAGED_BY_LABEL}={MANAGED_BY}"
@@ -126,14 +127,14 @@ class Right:
         return f"{self.verb} {what}{f' {self.name}' if self.name else ''}{where}"
 
 
-def rights(home: str, scopes: Sequence[str | None], lease: str, hub_secret: str) -> list[Right]:
+def rights(home: str, scopes: Sequence[str | None]) -> list[Right]:
     """All that an operator needs that runs in `home` and serves `scopes` (None: the whole cluster)."""
     own = (
-        (LEASES, "get", lease),
-        (LEASES, "update", lease),
+        (LEASES, "get", LEASE),
+        (LEASES, "update", LEASE),
         (LEASES, "create", ""),
-        (SECRETS, "get", hub_secret),
-        (SECRETS, "delete", hub_secret),
+        (SECRETS, "get", HUB_SECRET),
+        (SECRETS, "delete", HUB_SECRET),
         (SECRETS, "create", ""),
         (EVENTS, "create", ""),
     )

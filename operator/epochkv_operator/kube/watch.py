@@ -43,7 +43,7 @@ POLL_SECONDS: Final = 0.05
 Place = tuple[Resource, str | None]
 """A kind in one namespace, or in the whole cluster."""
 Seen = Callable[[Resource, str | None, Json], None]
-"""Takes an object: the type of its event, or None from a list. Must return at once and must not raise."""
+"""Takes an object: ADDED, MODIFIED or DELETED, or None from a list. Must return at once and must not raise."""
 
 
 @dataclass(eq=False)

@@ -101,6 +101,11 @@ def engine_object(
     return _owned_object(kind, name or engine.metadata.name, engine, labels, context, body, annotations)
 
 
+def controller(kind: str, name: str, uid: str) -> Json:
+    """The owner reference to a pool or engine."""
+    return {"apiVersion": API_VERSION, "kind": kind, "name": name, "uid": uid, "controller": True}
+
+
 def controller_of(child: Json) -> Json:
     """The owner reference of what controls a live object; empty when nothing does."""
     owners: list[Json] = child["metadata"].get("ownerReferences") or []
@@ -122,7 +127,6 @@ def _owned_object(
     annotations: dict[str, str] | None = None,
 ) -> Json:
     """A complete child: metadata, owner reference and, over all of it, the hash that says what was applied."""
-    controller = {"apiVersion": API_VERSION, "kind": owner.kind, "name": owner.metadata.name, "uid": owner.metadata.uid, "controller": True}
     obj: Json = {
         "apiVersion": CHILD_KINDS[kind],
         "kind": kind,
@@ -130,7 +134,7 @@ def _owned_object(
             "name": name,
             "namespace": owner.metadata.namespace,
             "labels": labels,
-            "ownerReferences": [controller],
+            "ownerReferences": [controller(owner.kind, owner.metadata.name, owner.metadata.uid)],
         },
         **body,
     }

@@ -42,8 +42,8 @@ def lease(holder: str = "pod-1_abc", written: float = 2.0) -> Json:
 
 
 def test_what_a_deployment_says_of_its_operator() -> None:
-    made = operator(2, 2, "--watch-namespace=a", "--watch-namespace=b", "--lease-name=other")
-    assert (made.scopes, made.lease_name, made.account) == (("a", "b"), "other", "system:serviceaccount:home:op")
+    made = operator(2, 2, "--watch-namespace=a", "--watch-namespace=b")
+    assert (made.scopes, made.account) == (("a", "b"), "system:serviceaccount:home:op")
     assert operator().scopes == (None,)
 
 
@@ -63,7 +63,7 @@ def test_a_lease_is_told_by_the_api_servers_clock_alone(lease: Json | None, leve
 
 
 def test_rights_that_are_missing_are_listed_with_the_chart_that_grants_them() -> None:
-    needed = rights("home", ("rl",), "epochkv-operator", "epochkv-hub")
+    needed = rights("home", ("rl",))
     assert judge_rights(operator(), [], len(needed)).level is Level.OK
     found = judge_rights(operator(), needed[:8], len(needed))
     assert (found.level, found.text.count(" in rl"), "and 2 more" in found.text) == (Level.WRONG, 6, True)
