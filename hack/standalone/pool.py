@@ -74,12 +74,14 @@ class Pool:
 
     def start_hub(self) -> None:
         """Start the hub (again, at the same address, as a new term)."""
-        hub = StandaloneHub(self._options, self._stores)
+        hub = StandaloneHub(self._options)
+        if self._stores is not None:
+            hub.stores = self._stores
         self._run(hub.start())
         self._hub, self.uid, self.endpoint = hub, hub.uid, hub.endpoint
         self._options = replace(self._options, listen=self.endpoint)
         if self._changes:
-            self._call(lambda: hub.configure(**self._changes))
+            self._call(lambda: hub.keys.configure(**self._changes))
 
     def stop_hub(self) -> None:
         """Stop it; engines keep what they were granted until their leases run out."""
@@ -89,12 +91,12 @@ class Pool:
 
     def snapshot(self) -> PoolSnapshot:
         """The pool as the hub knows it now."""
-        return self._call(lambda: self._running().snapshot())
+        return self._call(lambda: self._running().server.snapshot(self.uid))
 
     def configure(self, **changes: Any) -> None:
         """Change fields of the pool's `PoolConfig` under the running hub, as an owner who edits the spec does."""
         self._changes.update(changes)
-        self._call(lambda: self._running().configure(**changes))
+        self._call(lambda: self._running().keys.configure(**changes))
 
     def connection(self) -> dict[str, Any]:
         """What a client needs to know."""

@@ -43,7 +43,8 @@ class Calm:
         world.pushes.end()
         for call in world.authority.calls:
             call.not_before = 0.0
-        leaders = [process for process in world.hubs if process.term == world.authority.leader and process.hub.term == process.term]
+        term = world.authority.leader
+        leaders = [process for process in world.hubs if process.term == process.hub.state.lead.term == term]
         if leaders and not world.profile.restores and rng.random() < 0.5:
             self.process = leaders[0]
         else:

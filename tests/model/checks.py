@@ -61,10 +61,10 @@ class Checks:
         self.record_target, self.record_published = target, published
         self.published = max(self.published, published)
         for process in world.hubs:
-            hub = process.hub
-            if hub.target < process.target or hub.published < process.published:
-                raise Violation(f"I3: h{process.index} fell from {process.target}, {process.published} to {hub.target}, {hub.published}")
-            process.target, process.published = hub.target, hub.published
+            known, held = process.hub.state.record, (process.target, process.published)
+            if known.target < process.target or known.published < process.published:
+                raise Violation(f"I3: h{process.index} fell from {held} to {known.target}, {known.published}")
+            process.target, process.published = known.target, known.published
         if self.cascade is not None and target > self.cascade + 1:
             raise Violation(f"I3: engines that reset together at epoch {self.cascade} raised the target to {target}")
 
@@ -101,7 +101,7 @@ class Checks:
             ):
                 raise Violation(f"V: {who} answers a trainer, and {wrong}")
         process.steps += 1
-        if hub.term is not None and (new_weights or process.steps % SNAPSHOT_EVERY == 0):
+        if hub.state.leading and (new_weights or process.steps % SNAPSHOT_EVERY == 0):
             wrong = told.wrong_view(hub, hub.snapshot(now), now)
             if wrong:
                 raise Violation(f"V: {who}: {wrong}")

@@ -57,7 +57,7 @@ class HubSide:
             process.history.led_at = now
         actions = process.hub.step(event, now)
         world.checks.shown(process, actions, now, new_weights=new_weights)
-        if isinstance(event, ev.Observed) and process.hub.term is not None:
+        if isinstance(event, ev.Observed) and process.hub.state.leading:
             shown = process.hub.snapshot(now).labels
             if len(shown) < MAX_LABELS and not set(event.record.labels) <= set(shown):
                 raise Violation(f"L: h{process.index} sees labels {event.record.labels} on record and shows {shown}")

@@ -126,8 +126,9 @@ class HubWorld:
             self.hub = None
 
     def snapshot(self) -> PoolSnapshot:
-        assert self.hub is not None
-        return self.thread.call(self.hub.snapshot)
+        hub = self.hub
+        assert hub is not None
+        return self.thread.call(lambda: hub.server.snapshot(hub.uid))
 
     def ask(self, epoch: int) -> None:
         hub = self.hub

@@ -18,6 +18,7 @@ Of a sliding window, what vLLM keeps in its own cache is saved: the blocks that 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import indexOf
@@ -324,16 +325,6 @@ class SaveJobs:
         return {"unsent_saves": len(self._jobs), "unsent_agreements": len(self._agreed) + len(self._refused), **self.planner.leak_report()}
 
 
-COUNTERS = (
-    *("lookups", "lookups_deferred", "lookups_missed", "lookups_paused", "hits_shrunk"),
-    *("plans_opened", "plans_committed", "plans_aborted", "plans_expired", "plans_over_cap", "plans_dropped"),
-    *("loads_failed_before_send", "loads_done", "loads_failed", "blocks_loaded", "blocks_prefetched"),
-    *("saves_emitted", "blocks_saved", "blocks_stored"),
-    *("queries_begun", "queries_late", "queries_failed", "blocks_absent"),
-)
-"""Counters in `stats()`, always present."""
-
-
 class TierManager:
     """See the module's docstring.
 
@@ -442,10 +433,10 @@ class TierManager:
         }
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and gauges of now. The one method that may be called on another thread."""
+        """Counters since the start (absent: 0), and gauges of now. The one method that may be called on another thread."""
         index, jobs, pause = self.state.index, self.state.jobs, self.hits.pause
-        values: dict[str, float] = {name: self.state.counts.get(name, 0) for name in COUNTERS}
-        values |= {
+        values = {
+            **self.state.counts,
             "slots": index.num_slots,
             "slots_indexed": index.num_indexed,
             "slots_other_roots": index.num_dead,
@@ -467,4 +458,4 @@ class TierManager:
             "loads_paused": pause.paused,
             "load_pauses": pause.num_pauses,
         }
-        return {name: float(value) for name, value in values.items()}
+        return defaultdict(float, {name: float(value) for name, value in values.items()})

@@ -29,7 +29,7 @@ from epochkv_connector.engine.describe import describe_layers, describe_platform
 from epochkv_connector.store.client import StoreClient
 from epochkv_connector.store.connection import StoreSettings
 from epochkv_connector.weights.rank import Comparison, HeldAdapters
-from epochkv_connector.wire import JobAck, LoadJob, Phase, RankLayout, StepMetadata, Tier, WorkerReport
+from epochkv_connector.wire import JobAck, LoadJob, Phase, RankLayout, SaveJob, StepMetadata, Tier, WorkerReport
 from epochkv_connector.worker.jobs import (
     LoadTask,
     LoadTasks,
@@ -283,19 +283,16 @@ class _Pending:
     for each phase of each job. Nothing is said twice, whoever says it."""
 
     def __init__(self) -> None:
-        self.loads: dict[int, LoadJob] = {}
-        self.saves: dict[int, set[Phase]] = {}
+        self.jobs: dict[int, tuple[LoadJob | SaveJob, set[Phase]]] = {}
         self._reports: set[str] = set()
 
     def take_on(self, step: StepMetadata) -> None:
         """Add the jobs of a step. Job ids are never reused, so a job that comes twice counts once."""
         self._reports.update(step.invalidated)
-        for load in step.loads:
-            self.loads[load.job_id] = load
-            if not load.prefetch:
-                self._reports.add(load.request_id)
-        for save in step.saves:
-            self.saves[save.job_id] = set(save.phases)
+        self._reports.update(load.request_id for load in step.loads if not load.prefetch)
+        jobs: list[LoadJob | SaveJob] = [*step.loads, *step.saves]
+        for job in jobs:
+            self.jobs[job.job_id] = job, set(job.phases)
 
     def take(self, report: Report) -> Report:
         """The part of a report that is pending; it is pending no more."""
@@ -306,14 +303,12 @@ class _Pending:
     def _is_pending(self, ack: JobAck) -> bool:
         if ack.phase is Phase.RELEASED:
             return True
-        if ack.phase is Phase.LOADED:
-            return self.loads.pop(ack.job_id, None) is not None
-        phases = self.saves.get(ack.job_id, set())
-        if ack.phase not in phases:
+        job, phases = self.jobs.get(ack.job_id, (None, set()))
+        if job is None or ack.phase not in phases:
             return False
         phases.discard(ack.phase)
         if not phases:
-            del self.saves[ack.job_id]
+            del self.jobs[ack.job_id]
         return True
 
     def failing(self, rank: int, spared: set[int], lost: set[int]) -> Report:
@@ -322,15 +317,15 @@ class _Pending:
         Args:
             lost: it is not known whether the store still writes to the slots of these loads, so the slots stay busy for ever.
         """
-        acks = []
-        for job_id, load in self.loads.items():
-            if job_id not in spared:
-                fetched = tuple(move.slot for move in load.moves if move.source is Tier.STORE)
-                acks.append(JobAck(job_id, rank, Phase.LOADED, failed=True, busy_slots=fetched if job_id in lost else ()))
-        for job_id, phases in self.saves.items():
-            if job_id not in spared:
-                acks += [JobAck(job_id, rank, phase, failed=True) for phase in sorted(phases)]
-        failed = self._reports - {load.request_id for job_id, load in self.loads.items() if job_id in spared}
+        acks, going_on = list[JobAck](), set[str]()
+        for job_id, (job, phases) in self.jobs.items():
+            load = job if isinstance(job, LoadJob) else None
+            if job_id in spared:
+                going_on |= {load.request_id} if load else set()
+                continue
+            fetched = tuple(move.slot for move in load.moves if move.source is Tier.STORE) if load and job_id in lost else ()
+            acks += [JobAck(job_id, rank, phase, failed=True, busy_slots=fetched) for phase in sorted(phases)]
+        failed = self._reports - going_on
         return Report(failed, failed, acks)
 
 
@@ -411,7 +406,7 @@ class WorkerRole:
         self._started = self._finished = True
         if self.runner is not None:
             self._broken, self.runner = self.runner, None
-            self._unended = {*self._pending.loads, *self._pending.saves}
+            self._unended = set(self._pending.jobs)
             with contextlib.suppress(Exception):  # it has raised before; what it cannot end is refused below
                 self._broken.shutdown(REFUSE_SECONDS)
         self._collect()

@@ -156,19 +156,6 @@ class Hub:
 
     # ------------------------------------------------------------------ for the driver
 
-    @property
-    def term(self) -> Term | None:
-        """The term in which this hub leads this pool; None while it does not lead or has not read the record."""
-        return self.state.lead.term
-
-    @property
-    def target(self) -> int:
-        return self.state.record.target
-
-    @property
-    def published(self) -> int:
-        return self.state.record.published
-
     def snapshot(self, now: float) -> PoolSnapshot:
         """The pool at `now`; times are on this hub's clock (the driver turns them into Unix seconds)."""
         return pool_snapshot(self.state, now)
@@ -635,41 +622,26 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
 
 def groups(engines: Iterable[EngineView], labels: Mapping[bytes, str]) -> list[WeightsView]:
     """The live engines by the weights they hold. The largest group comes first; of equal groups, the one with the newest weights."""
-    found = (WeightsView(held, labels.get(held, ""), len(members), _since(members)) for held, members in _by_weights(engines).items())
+    by_weights: dict[bytes, list[float]] = {}
+    for engine in engines:
+        if engine.alive and engine.weights is not None:
+            by_weights.setdefault(engine.weights, []).append(engine.weights_since)
+    found = (WeightsView(held, labels.get(held, ""), len(since), max(since)) for held, since in by_weights.items())
     return sorted(found, key=lambda group: (-group.engines, group.since_seconds, group.weights))
 
 
 def with_majority(engines: Sequence[EngineView]) -> list[EngineView]:
     """`engines`; those that hold other weights than most live engines of their fingerprint say what these hold."""
-    majority = {}
     fingerprints: dict[str, list[EngineView]] = {}
     for engine in engines:
         fingerprints.setdefault(engine.fingerprint, []).append(engine)
-    for fingerprint, members in fingerprints.items():
-        by_weights = _by_weights(members)
-        if len(by_weights) > 1:
-            majority[fingerprint] = min(by_weights, key=lambda held: (-len(by_weights[held]), _since(by_weights[held]), held))
+    most = {fingerprint: found[0].weights for fingerprint, members in fingerprints.items() if (found := groups(members, {}))}
     return [
-        msgspec.structs.replace(engine, majority=most) if differs(engine, most := majority.get(engine.fingerprint)) else engine
+        msgspec.structs.replace(engine, majority=most[engine.fingerprint])
+        if engine.alive and engine.weights is not None and engine.weights != most[engine.fingerprint]
+        else engine
         for engine in engines
     ]
-
-
-def differs(engine: EngineView, majority: bytes | None) -> bool:
-    """A live engine holds other weights than the majority. One that cannot say what it holds differs from nobody."""
-    return majority is not None and engine.alive and engine.weights is not None and engine.weights != majority
-
-
-def _by_weights(engines: Iterable[EngineView]) -> dict[bytes, list[EngineView]]:
-    found: dict[bytes, list[EngineView]] = {}
-    for engine in engines:
-        if engine.alive and engine.weights is not None:
-            found.setdefault(engine.weights, []).append(engine)
-    return found
-
-
-def _since(engines: Iterable[EngineView]) -> float:
-    return max(engine.weights_since for engine in engines)
 
 
 # ------------------------------------------------------------------------------------------------------------- trainers

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from epochkv_fence.protocol import pool as ev
-from epochkv_fence.protocol.messages import MAX_EPOCH, Heartbeat, Label, Labelled, Nudge, Source, Status
+from epochkv_fence.protocol.messages import MAX_COUNT, MAX_EPOCH, Heartbeat, Label, Labelled, Nudge, Source, Status
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolRecord, Term, merged_labels
 
 NEVER: Final = -math.inf
@@ -23,7 +23,6 @@ MAX_INSTANCES: Final = 10_000
 NUDGE_SECONDS: Final = 0.25
 NUDGES_PER_SECOND: Final = 2_000
 """Thousands of instances that were just nudged are on their way: nudged again, each would only send another heartbeat."""
-MAX_COUNT: Final = 2**63 - 1
 
 
 @dataclass(slots=True)

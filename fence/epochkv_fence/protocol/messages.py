@@ -19,6 +19,7 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024
 INSTANCE_BYTES: Final = 16
 WEIGHTS_BYTES: Final = 16
 MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
+MAX_COUNT: Final = 2**63 - 1
 MAX_STATS: Final = 64
 MAX_STAT_NAME: Final = 64
 MAX_TEXT: Final = 1024
@@ -43,7 +44,7 @@ MAX_KEPT: Final = 1_024
 Instance = Annotated[bytes, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 """128 random bits drawn when an EngineCore process starts."""
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 EngineCount = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Of one engine, so that the sum over all engines of a pool is a `Count`."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]

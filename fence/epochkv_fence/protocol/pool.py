@@ -9,7 +9,7 @@ from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 
-from epochkv_fence.protocol.messages import MAX_LABELS, EngineReport, Message, SharingState, Source
+from epochkv_fence.protocol.messages import MAX_COUNT, MAX_LABELS, EngineReport, Message, SharingState, Source
 
 SHOWN_DIGITS: Final = 8
 """Of a digest of weights."""
@@ -177,7 +177,7 @@ class PoolSnapshot:
     @property
     def old_epoch_requests(self) -> int:
         """Requests under older roots, over all engines."""
-        return sum(engine.old_epoch_requests for engine in self.engines)
+        return min(sum(engine.old_epoch_requests for engine in self.engines), MAX_COUNT)
 
     @property
     def diverged(self) -> list[EngineView]:

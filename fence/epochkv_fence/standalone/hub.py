@@ -10,7 +10,7 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from epochkv_fence.common import bracketed, end, own_address
 from epochkv_fence.connection import ConfigurationError, check_endpoint
@@ -120,18 +120,21 @@ class StandaloneHub:
         uid: of the pool, once started.
         endpoint: what clients dial, once started.
         connection_file: what they join with.
+        stores: reaches the pool's store.
+        server, keys: the hub itself, and what watches its keys, once started.
     """
 
-    def __init__(self, options: HubOptions, stores: StoreAdmin | None = None) -> None:
-        """`stores`: reaches the pool's store in another way than `options.store_admin`."""
+    server: HubServer
+    keys: KeyWatch
+
+    def __init__(self, options: HubOptions) -> None:
         self.options = options.checked()
         self.uid = ""
         self.endpoint = ""
         self.connection_file = Path()
         self.metrics_port = 0
-        self._stores = stores
-        self._server: HubServer | None = None
-        self._keys: KeyWatch | None = None
+        urls = list(self.options.store_admin)
+        self.stores: StoreAdmin | None = MooncakeAdmin(lambda uid: urls) if urls else None
         self._opened = contextlib.AsyncExitStack()
         self._changed = asyncio.Event()
         self._lost = asyncio.Event()
@@ -160,25 +163,24 @@ class StandaloneHub:
         config = PoolConfig(
             self.uid, options.pool, keys.accepted, options.lease_seconds, options.reclaim, store_admin=bool(options.store_admin)
         )
-        self._keys = KeyWatch(directory, server, config)
-        server.set_pool(self._keys.config)
+        self.keys = KeyWatch(directory, server, config)
+        server.set_pool(self.keys.config)
         self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
         self.connection_file = await asyncio.to_thread(write_client, directory, keys, options.pool, self.endpoint)
         server.lead(await authority.acquire())
         self._serve_metrics(server)
-        for work in (self._report(server), self._keys.run()):
+        for work in (self._report(server), self.keys.run()):
             self._opened.push_async_callback(end, [asyncio.create_task(work)], END_SECONDS)
 
     async def _listen(self, keys: Keys, authority: SqliteAuthority) -> HubServer:
-        urls = list(self.options.store_admin)
-        server = HubServer(
+        self.server = server = HubServer(
             self.options.listen,
             keys.hub,
             authority,
             on_change=lambda uid: self._changed.set(),
             on_step_down=self._lost.set,
             why_deposed=lambda: authority.why_deposed,
-            stores=self._stores if self._stores is not None or not urls else MooncakeAdmin(lambda uid: urls),
+            stores=self.stores,
         )
         self._opened.push_async_callback(server.stop)
         try:
@@ -188,7 +190,6 @@ class StandaloneHub:
             raise ConfigurationError(
                 f"--listen {self.options.listen} cannot be listened on: {why}; give an address of this machine and a free port"
             ) from error
-        self._server = server
         return server
 
     def _serve_metrics(self, server: HubServer) -> None:
@@ -236,21 +237,4 @@ class StandaloneHub:
 
     async def stop(self) -> None:
         """Step down, hang up and give the state back; engines keep their leases. Returns within seconds. Safe to call twice."""
-        self._server = self._keys = None
         await self._opened.aclose()
-
-    # ------------------------------------------------------------------ for its owner, on the event loop
-
-    @property
-    def server(self) -> HubServer:
-        """The hub itself, for asking as its owner does. Only while it is started."""
-        assert self._server is not None, "this hub is stopped"
-        return self._server
-
-    def snapshot(self) -> PoolSnapshot:
-        return self.server.snapshot(self.uid)
-
-    def configure(self, **changes: Any) -> None:
-        """Change fields of the pool's `PoolConfig` from now on, as an owner does who edits a spec."""
-        assert self._keys is not None, "this hub is stopped"
-        self._keys.configure(**changes)

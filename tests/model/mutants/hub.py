@@ -32,7 +32,7 @@ class _EpochBeforeRead(Hub):
 
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         if isinstance(event, ev.RoundBegan):
-            self._captured = self.target
+            self._captured = self.state.record.target
         return [self._as_captured(action) for action in super().step(event, now)]
 
     def _as_captured(self, action: ev.Action) -> ev.Action:
@@ -66,9 +66,9 @@ class _GrantBeforeRecord(Hub):
 class _LateTargetMovesNothing(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         kept = {name: instance.live_until for name, instance in self.state.instances.known.items()}
-        before = self.target
+        before = self.state.record.target
         actions = super().step(event, now)
-        if isinstance(event, ev.Observed) and self.target > before:
+        if isinstance(event, ev.Observed) and self.state.record.target > before:
             for name, live_until in kept.items():
                 self.state.instances.known[name].below_until = NEVER
                 self.state.instances.known[name].live_until = live_until
@@ -83,7 +83,7 @@ class _HeardMayFall(Hub):
             return super().step(event, now)
         instance.epoch = instance.epoch if beat.epoch is None else beat.epoch
         actions = super().step(event, now)
-        if not instance.at_least(self.target):
+        if not instance.at_least(self.state.record.target):
             self.state.instances.behind[instance.instance] = None
             instance.below_until = now + self.state.config.fence_timeout_seconds
         return actions
@@ -95,7 +95,9 @@ class _NudgesWithoutEnd(Hub):
         if not isinstance(event, ev.Tick):
             return super().step(event, now)
         instances.nudge_at = now
-        nudges: list[ev.Action] = [ev.Send(instance.peer, Nudge(name)) for name, instance in instances.known.items()] if self.term else []
+        nudges: list[ev.Action] = (
+            [ev.Send(instance.peer, Nudge(name)) for name, instance in instances.known.items()] if self.state.leading else []
+        )
         return [*super().step(event, now), *nudges]
 
     def tick_at(self) -> float:
@@ -106,7 +108,7 @@ class _RoundsWithoutPause(Hub):
     def round_at(self, now: float) -> float:
         due = super().round_at(now)
         rounds = self.state.rounds
-        return due if self.term is None or rounds.current is not None else min(due, rounds.last_at + 0.25)
+        return due if not self.state.leading or rounds.current is not None else min(due, rounds.last_at + 0.25)
 
     @property
     def round_open(self) -> bool:

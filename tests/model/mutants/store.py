@@ -22,10 +22,10 @@ from tests.model.parts import LEASE, Rules
 
 class _WipesAtTarget(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
-        before = self.target
+        before = self.state.record.target
         actions = super().step(event, now)
-        if self.target > before and self.term is not None and self.state.config.reclaim == "RemoveAll":
-            self.state.wiper.begin(self.target, now)
+        if self.state.record.target > before and self.state.leading and self.state.config.reclaim == "RemoveAll":
+            self.state.wiper.begin(self.state.record.target, now)
         return actions
 
 
@@ -43,8 +43,8 @@ class _WipesAgain(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().step(event, now)
         wiped = isinstance(event, ev.Done) and event.ok and isinstance(event.call, ev.RemoveAll) and not event.call.sweep
-        if wiped and self.term is not None:
-            self.state.wiper.begin(self.published, now)
+        if wiped and self.state.leading:
+            self.state.wiper.begin(self.state.record.published, now)
         return actions
 
 
@@ -64,7 +64,7 @@ class _Untiring(Wiper):
 
 class _DeletesBelowTarget(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
-        return [_below(action, self.target) for action in super().step(event, now)]
+        return [_below(action, self.state.record.target) for action in super().step(event, now)]
 
 
 class _DeletesNothing(Hub):
@@ -161,7 +161,7 @@ class _LateAnswersCount(Reclaimer):
 class _AsksWithoutEnd(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         reclaimer = self.state.reclaimer
-        if isinstance(event, ev.Tick) and self.term is not None and reclaimer.due_at == float("inf"):
+        if isinstance(event, ev.Tick) and self.state.leading and reclaimer.due_at == float("inf"):
             reclaimer.start_weights(now + self.state.config.reclaim_seconds)
         return super().step(event, now)
 

@@ -55,7 +55,7 @@ def test_a_read_without_an_answer_grants_nothing_and_loses_no_heartbeat(hub: Dri
     seq = hub.beat(1)
     hub.step(ev.RoundDropped(hub.begin()))
     assert hub.sent == []
-    assert hub.hub.term == TERM
+    assert hub.hub.state.lead.term == TERM
     assert [(grant.instance, grant.seq) for grant in hub.round()] == [(instance(1), seq)]
 
 
@@ -201,9 +201,9 @@ def test_the_target_is_raised_only_once_it_is_durable_and_newer_asks_supersede()
     hub.ask(2)
     hub.ask(3)
     assert hub.kinds() == [("RecordTarget", 1)]
-    assert hub.hub.target == 0
+    assert hub.hub.state.record.target == 0
     hub.step(ev.Done(ev.RecordTarget(1), ok=True))
-    assert hub.hub.target == 1
+    assert hub.hub.state.record.target == 1
     assert hub.kinds() == [("RecordTarget", 1), ("RecordTarget", 3)]
 
 
@@ -224,12 +224,12 @@ def test_a_durable_target_above_the_own_raises_it_and_counts_older_grants() -> N
     hub = led()
     granted = hub.now
     hub.step(ev.Observed(PoolRecord(target=7)))
-    assert hub.hub.target == 7
+    assert hub.hub.state.record.target == 7
     hub.now = granted + HOLD - 0.01
     hub.round()
     assert hub.published == []
     hub.step(ev.Observed(PoolRecord(target=3)))  # an old view changes nothing
-    assert hub.hub.target == 7
+    assert hub.hub.state.record.target == 7
 
 
 def test_nudges_go_to_those_behind_at_record_and_every_quarter_second() -> None:
@@ -366,7 +366,7 @@ def test_the_snapshot_names_laggards_and_carried_requests() -> None:
 
 def test_no_epoch_is_left_after_the_last(hub: Driver) -> None:
     hub.ask(MAX_EPOCH)
-    assert hub.hub.target == MAX_EPOCH
+    assert hub.hub.state.record.target == MAX_EPOCH
     hub.ask(MAX_EPOCH + 1)
     hub.ask(-1)
     assert hub.kinds() == [("RecordTarget", MAX_EPOCH)]
@@ -443,7 +443,7 @@ def test_a_bump_is_remembered_by_a_hub_that_does_not_lead_and_answered_when_it_d
     assert isinstance(answer, Error)
     assert answer.code is Refusal.NOT_LEADING
     hub.lead(target=2, published=2, granting=True)
-    assert hub.hub.target == 3
+    assert hub.hub.state.record.target == 3
     hub.round()
     assert [(grant.instance, grant.epoch) for grant in hub.of(Grant)] == [(instance(1), 3)]
     assert [answer.target for answer in hub.of(BumpStatus)] == [3]
@@ -471,7 +471,7 @@ def test_nobody_who_waits_and_no_read_for_a_target(hub: Driver) -> None:
     hub.now += HOLD
     hub.ask(1)
     hub.round()
-    assert hub.hub.published == 1
+    assert hub.hub.state.record.published == 1
     hub.ask(2)
     hub.step(ev.Done(ev.Publish(2), ok=True))
     assert hub.hub.round_at(hub.now) == float("inf")

@@ -123,8 +123,7 @@ credentials.rotate_keys(Path(sys.argv[1]), float(sys.argv[2]))
 
 def accepted(hub: StandaloneHub) -> tuple[str, ...]:
     """Client keys, the newest first."""
-    assert hub._keys is not None
-    return hub._keys.config.client_public_keys
+    return hub.keys.config.client_public_keys
 
 
 def test_a_running_hub_repairs_what_a_killed_rotation_left_before_it_retires_a_key(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def later(hub: Driver, seconds: float) -> None:
     end = hub.now + seconds
     while hub.now < end:
         hub.now = min(end, hub.now + 1.0)
-        alive(hub, hub.hub.target)
+        alive(hub, hub.hub.state.record.target)
         hub.step(ev.Tick())
 
 
