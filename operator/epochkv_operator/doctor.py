@@ -19,13 +19,13 @@ from epochkv_fence.client.probe import HubAnswer, is_inside, probe_hub
 from epochkv_fence.common import duration, end
 from epochkv_fence.connection import CLIENT_ENVS, ConfigurationError, Connection, HubRef, PoolRef, check_endpoint
 from epochkv_fence.net.keys import CLIENT_FILES
+from epochkv_fence.protocol.pool import listed
 from epochkv_fence.version import VERSION
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.api.generate import CRDS, manifest
 from epochkv_operator.keys import decoded
 from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound
 from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, LEASES, POOLS, SECRETS, Resource, Right, rights
-from epochkv_operator.planning.context import listed
 from epochkv_operator.planning.names import component_name
 from epochkv_operator.settings import LEASE
 

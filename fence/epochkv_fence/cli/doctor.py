@@ -27,7 +27,7 @@ from epochkv_fence import quantity
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, show_json
 from epochkv_fence.client.probe import HubAnswer, NoHub, is_inside, probe_hub, probe_master
-from epochkv_fence.client.results import PoolStatus, listed, report
+from epochkv_fence.client.results import PoolStatus, report
 from epochkv_fence.connection import (
     ATTACH_ENV,
     CAPACITY_ENV,
@@ -39,7 +39,7 @@ from epochkv_fence.connection import (
     read_document,
 )
 from epochkv_fence.net.keys import CLIENT_SECRET_FILE
-from epochkv_fence.protocol.pool import called
+from epochkv_fence.protocol.pool import called, listed
 
 logger = logging.getLogger(__name__)
 GROUP: Final = "epochkv.doctor"

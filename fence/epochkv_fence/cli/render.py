@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from epochkv_fence.client import Engine, PoolStatus, Reset, Standing, WeightsReport, WeightsStanding
-from epochkv_fence.client.results import listed, report
+from epochkv_fence.client.results import report
 from epochkv_fence.common import duration
-from epochkv_fence.protocol.pool import SHOWN_DIGITS, called
+from epochkv_fence.protocol.pool import SHOWN_DIGITS, called, listed
 from epochkv_fence.standalone.report import counted
 
 ALONE: Final = "its names of this epoch are given up; it has asked for the next epoch"

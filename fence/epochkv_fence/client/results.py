@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from epochkv_fence.protocol.messages import EngineStatus, SharingState, Status
-from epochkv_fence.protocol.pool import called
+from epochkv_fence.protocol.pool import called, listed
 
 OnFailure = Literal["bypass", "crash"]
 
@@ -166,9 +166,6 @@ class Reset:
 # It is the proof that a push arrived, and it gives the digest a name that people know.
 
 
-MAX_NAMES: Final = 10
-
-
 @dataclass(frozen=True, slots=True)
 class WeightsGroup:
     """Live engines of one fingerprint whose ranks hold the same weights, bit by bit.
@@ -251,12 +248,6 @@ class WeightsStanding:
     report: WeightsReport
     waits_for: tuple[str, ...]
     why: str
-
-
-def listed(names: Sequence[str]) -> str:
-    """A list that stays readable."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def report(engines: Sequence[Engine], labels: Mapping[str, str]) -> WeightsReport:

@@ -3,7 +3,7 @@ hub's state machine (`hub.machine`), and what the pool looks like right now."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, get_args
 
@@ -285,6 +285,13 @@ def relabelled(known: Mapping[bytes, str], weights: bytes, label: str, held: Col
 def called(weights: str, label: str) -> str:
     """Weights as people see them: `3f2a9c1e`, or `3f2a9c1e (step-42)`."""
     return f"{weights[:SHOWN_DIGITS]} ({label})" if label else weights[:SHOWN_DIGITS]
+
+
+def listed(names: Iterable[str], shown: int = 10) -> str:
+    """The first few, and how many more there are."""
+    found = list(names)
+    more = f" and {len(found) - shown} more" if len(found) > shown else ""
+    return ", ".join(found[:shown]) + more
 
 
 def is_called(weights: str, label: str, name: str) -> bool:

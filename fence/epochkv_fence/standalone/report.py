@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from epochkv_fence.client.results import listed
-from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, called, relabelled
+from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, called, listed, relabelled
 
 MAX_LINES: Final = 10
 """Of one kind from one comparison; more engines than that become one line with their number."""

@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Final
 
 from epochkv_fence.protocol.messages import TIER_REASONS, Source
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import EngineView, listed
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning.connection import etcd_endpoints
-from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, Serving, listed
+from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, Serving
 from epochkv_operator.planning.engine import leader_selector, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
 from epochkv_operator.planning.plan import living

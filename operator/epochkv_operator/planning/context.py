@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
@@ -174,13 +174,6 @@ class Observed:
     """Of a pool: every master that is ready says that it does not serve."""
     shared: Shared | None = None
     """Of a pool with `allowedNamespaces`; None: nobody has looked."""
-
-
-def listed(names: Iterable[str], shown: int = 4) -> str:
-    """The first few, and how many more there are."""
-    found = list(names)
-    more = f" and {len(found) - shown} more" if len(found) > shown else ""
-    return ", ".join(found[:shown]) + more
 
 
 def timestamp(moment: datetime | float, *, milliseconds: bool = False) -> str:

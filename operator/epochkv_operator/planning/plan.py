@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from epochkv_fence import quantity
+from epochkv_fence.protocol.pool import listed
 from epochkv_operator.api.base import ENGINE_LABEL, MANAGED_BY_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
-from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem, listed
+from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.names import (
     CHILD_KINDS,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from epochkv_fence.protocol.pool import SHOWN_DIGITS, EngineView
+from epochkv_fence.protocol.pool import SHOWN_DIGITS, EngineView, listed
 from epochkv_operator.api.base import ENGINE_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
@@ -27,7 +27,7 @@ from epochkv_operator.planning.conditions import (
     waits_for,
 )
 from epochkv_operator.planning.connection import master_address
-from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, listed, timestamp
+from epochkv_operator.planning.context import Condition, Context, HubView, Json, Observed, timestamp
 from epochkv_operator.planning.engine import leader_selector
 from epochkv_operator.planning.names import component_name, component_selector, selector_text
 

@@ -175,7 +175,7 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (HubView(6, 6), "False", "Recording", "epoch 7 is asked for, 6 is recorded"),
         (HubView(7, 6), "False", "WaitingForEngines", "7 is recorded, 6 is published"),
         (HubView(7, 6, [late("a"), late("b", alive=False), rank("c")]), "False", "WaitingForEngines", "waiting for a (Behind), b (Silent)"),
-        (HubView(7, 6, [late(str(n)) for n in range(9)]), "False", "WaitingForEngines", "and 5 more"),
+        (HubView(7, 6, [late(str(n)) for n in range(15)]), "False", "WaitingForEngines", "and 5 more"),
         (CONVERGED, "True", "Published", "no engine uses an epoch below 7"),
         (HubView(7, 7, origin=Source.SPEC), "True", "Published", "no engine uses an epoch below 7"),
         # A trainer or an engine asked for more than the spec, or was first with the same.
