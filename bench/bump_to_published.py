@@ -25,8 +25,8 @@ from kubernetes.aio.config import ConfigException
 from rich.console import Console
 from rich.table import Table
 
+from epochkv_operator.api.resources import POOLS
 from epochkv_operator.kube.client import MERGE_PATCH, ApiError, KubeClient
-from epochkv_operator.kube.resources import POOLS
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import yaml
 
 from epochkv_operator.api.base import GROUP
 from epochkv_operator.api.generate import CRDS, Crd, manifest
-from epochkv_operator.kube.resources import rights
+from epochkv_operator.api.resources import rights
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATES = ROOT / "charts/epochkv/templates"
@@ -47,7 +47,7 @@ def template(crd: Crd) -> str:
 
 
 def rules() -> str:
-    """The helper with what the operator may do in the namespaces that it serves, from `epochkv_operator/kube/resources.py`."""
+    """The helper with what the operator may do in the namespaces that it serves, from `epochkv_operator/api/resources.py`."""
     verbs: dict[tuple[str, str, bool], list[str]] = {}
     for right in rights("home", (None,)):
         if right.namespace is None and not right.name:

@@ -10,8 +10,8 @@ from typing import Any
 from bench.report import Figure, Progress, Row
 from epochkv_operator.api import parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL
+from epochkv_operator.api.resources import DEPLOYMENTS, ENGINES, PODS, POOLS
 from epochkv_operator.control.reconcile import now, observe
-from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, PODS, POOLS
 from epochkv_operator.kube.store import Store, indexed
 from epochkv_operator.planning.context import Context, Observed
 from epochkv_operator.planning.plan import plan_engine

@@ -23,9 +23,9 @@ from epochkv_fence.protocol.pool import listed
 from epochkv_fence.version import VERSION
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.api.generate import CRDS, manifest
+from epochkv_operator.api.resources import DEPLOYMENTS, ENGINES, LEASES, POOLS, SECRETS, Resource, Right, rights
 from epochkv_operator.keys import decoded
 from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import DEPLOYMENTS, ENGINES, LEASES, POOLS, SECRETS, Resource, Right, rights
 from epochkv_operator.planning.names import component_name
 from epochkv_operator.settings import LEASE
 

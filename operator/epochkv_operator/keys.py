@@ -37,8 +37,8 @@ from epochkv_fence.connection import ROOT_SECRET_FILE
 from epochkv_fence.net.keys import CLIENT_FILES, CredentialsError, KeyPair, check_key, generate_keypair, public_of
 from epochkv_operator import metrics
 from epochkv_operator.api.base import OURS, POOL_LABEL, POOL_NAMESPACE
+from epochkv_operator.api.resources import POOLS, SECRETS
 from epochkv_operator.kube.client import AlreadyExists, ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import POOLS, SECRETS
 from epochkv_operator.kube.status import EventRecorder
 from epochkv_operator.planning.names import component_name, controller, copy_name
 

@@ -21,9 +21,9 @@ import yaml
 from epochkv_fence.protocol.pool import listed
 from epochkv_operator.api import InvalidObject, parse_engine, parse_pool
 from epochkv_operator.api.base import API_VERSION, GROUP
+from epochkv_operator.api.resources import ENGINES, POOLS, identity
 from epochkv_operator.api.rules import violations
 from epochkv_operator.kube.client import Json
-from epochkv_operator.kube.resources import ENGINES, POOLS, identity
 from epochkv_operator.planning.context import Context, Observed
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.settings import Settings

@@ -10,7 +10,7 @@ import yaml
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, WeightsView
 from epochkv_operator.api import parse_engine, parse_pool
-from epochkv_operator.kube.resources import BY_KIND, CHILD_SELECTOR, CHILDREN, PODS
+from epochkv_operator.api.resources import BY_KIND, CHILD_SELECTOR, CHILDREN, PODS
 from epochkv_operator.planning.context import HubView, KeysView, Observed
 from epochkv_operator.planning.plan import Plan, plan_engine, plan_pool
 from epochkv_operator.planning.status import engine_status, pool_status

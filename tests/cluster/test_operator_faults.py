@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from epochkv_operator.kube.resources import CHILDREN as KINDS
-from epochkv_operator.kube.resources import ENGINES, PODS, PRIMARY
+from epochkv_operator.api.resources import CHILDREN as KINDS
+from epochkv_operator.api.resources import ENGINES, PODS, PRIMARY
 from hack.waiting import eventually
 from tests.cluster.fault_proxy import NO_ANSWER, SHOW, WATCH, Fault, FaultProxy, is_write
 from tests.cluster.operator_harness import CHILDREN, Namespace, OperatorProcess, becomes, condition, leading_operator

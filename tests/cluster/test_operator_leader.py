@@ -10,11 +10,11 @@ import pytest
 
 from epochkv_fence.net.keys import generate_keypair
 from epochkv_operator.api import parse_pool
+from epochkv_operator.api.resources import CONFIGMAPS
 from epochkv_operator.control.leader import Leader
 from epochkv_operator.hub.service import HubService
 from epochkv_operator.kube.client import KubeClient, Unavailable
 from epochkv_operator.kube.lease import LeaseLost, new_identity
-from epochkv_operator.kube.resources import CONFIGMAPS
 from epochkv_operator.kube.store import Store, indexed
 from epochkv_operator.planning.context import KeysView
 from epochkv_operator.settings import Settings

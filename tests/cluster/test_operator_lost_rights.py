@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from epochkv_operator.kube.resources import Right, rights
+from epochkv_operator.api.resources import Right, rights
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.operator_harness import POOLS, Namespace, OperatorProcess, condition

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from epochkv_operator.kube.resources import OPTIONAL
+from epochkv_operator.api.resources import OPTIONAL
 from hack.cluster.binaries import build
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually

@@ -19,9 +19,9 @@ import kopf
 import structlog
 
 from epochkv_operator.api.base import GROUP
+from epochkv_operator.api.resources import PRIMARY, Resource
 from epochkv_operator.kube import watch
 from epochkv_operator.kube.client import KubeClient
-from epochkv_operator.kube.resources import PRIMARY, Resource
 from epochkv_operator.settings import LEASE, Settings
 
 log = structlog.get_logger(__name__)

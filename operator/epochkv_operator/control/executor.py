@@ -10,8 +10,8 @@ import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
+from epochkv_operator.api.resources import BY_KIND, Resource, identity
 from epochkv_operator.kube.client import MERGE_PATCH, ApiError, Conflict, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import BY_KIND, Resource, identity
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning.context import Observed, Problem
 from epochkv_operator.planning.names import controller_of

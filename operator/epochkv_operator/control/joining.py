@@ -24,9 +24,9 @@ from epochkv_fence.protocol.pool import listed
 from epochkv_operator import metrics
 from epochkv_operator.api.base import POOL_NAMESPACE, SHARED_LABEL
 from epochkv_operator.api.pool import AllowedNamespaces, KVCachePool
+from epochkv_operator.api.resources import CONFIGMAPS, NAMESPACES, POOLS, SECRETS, Resource
 from epochkv_operator.keys import KEY, ROOT, FenceKeys, content, copied
 from epochkv_operator.kube.client import ApiError, Forbidden, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import CONFIGMAPS, NAMESPACES, POOLS, SECRETS, Resource
 from epochkv_operator.kube.store import BY_HOME, Key, Store, home, pool_key
 from epochkv_operator.planning.context import Context, Problem, Shared
 from epochkv_operator.planning.names import copy_name, digest

@@ -17,11 +17,11 @@ from epochkv_fence.common import LoopThread
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from epochkv_fence.net.keys import KeyPair
 from epochkv_operator import metrics
+from epochkv_operator.api.resources import Resource
 from epochkv_operator.hub.masters import master_urls
 from epochkv_operator.hub.service import HubFailed, HubService
 from epochkv_operator.kube.client import Json, KubeClient, Unavailable
 from epochkv_operator.kube.lease import LeaseHolder
-from epochkv_operator.kube.resources import Resource
 from epochkv_operator.kube.status import StatusWriter
 from epochkv_operator.kube.store import Key, Store, resource_version
 from epochkv_operator.settings import LEASE, Settings

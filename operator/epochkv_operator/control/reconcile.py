@@ -19,6 +19,7 @@ import structlog
 from epochkv_operator import metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
+from epochkv_operator.api.resources import CHILDREN, OPTIONAL, PODS, POOLS, ref_of
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.joining import START_SECONDS, Copies, explain, held_up, silent
 from epochkv_operator.control.leader import HubProxy
@@ -27,7 +28,6 @@ from epochkv_operator.hub.masters import Elections
 from epochkv_operator.hub.service import HubService, HubSnapshot
 from epochkv_operator.keys import FenceKeys, FenceSecrets, PoolKeys, SecretConflict
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, POOLS, ref_of
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import BY_HOME, Key, Store, engine_key, engines_of, home, key_of, pool_of
 from epochkv_operator.planning.context import Context, HubView, KeysView, Observed, Problem, Serving, Turn

@@ -15,9 +15,9 @@ from typing import Final
 import structlog
 
 from epochkv_fence.protocol.pool import relabelled
+from epochkv_operator.api.resources import POOLS, ref_of
 from epochkv_operator.hub.authority import RECORD_FIELDS, record_of
 from epochkv_operator.kube.client import Forbidden, Json
-from epochkv_operator.kube.resources import POOLS, ref_of
 from epochkv_operator.kube.status import EventRecorder, StatusWriter
 from epochkv_operator.kube.store import Key, key_of
 from epochkv_operator.planning.context import Condition

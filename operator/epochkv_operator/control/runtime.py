@@ -25,6 +25,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from epochkv_fence.common import end
 from epochkv_operator import metrics
 from epochkv_operator.api.base import has_gate
+from epochkv_operator.api.resources import ENGINES, PODS, POOLS, PRIMARY, Resource
 from epochkv_operator.control import driver
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.joining import Copies
@@ -37,7 +38,6 @@ from epochkv_operator.hub.service import OPEN_SECONDS, HubFailed, HubService
 from epochkv_operator.keys import FenceSecrets, HubSecret
 from epochkv_operator.kube.client import ApiError, Json, KubeClient
 from epochkv_operator.kube.lease import LeaseLost, new_identity
-from epochkv_operator.kube.resources import ENGINES, PODS, POOLS, PRIMARY, Resource
 from epochkv_operator.kube.status import EventRecorder, ObjectGone, StatusWriter
 from epochkv_operator.kube.store import Key, Store, affected, engine_key, engines_of, home, indexed, key_of, only_epochs_differ
 from epochkv_operator.kube.watch import Watches

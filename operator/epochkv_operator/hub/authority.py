@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
+from epochkv_operator.api.resources import POOLS, ObjectRef
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
-from epochkv_operator.kube.resources import POOLS, ObjectRef
 from epochkv_operator.kube.status import Decide, ObjectGone, StatusWriter
 
 

@@ -15,8 +15,8 @@ import aiohttp
 
 from epochkv_fence.common import bracketed
 from epochkv_operator.api.base import POOL_LABEL
+from epochkv_operator.api.resources import PODS, POOLS
 from epochkv_operator.kube.client import Json
-from epochkv_operator.kube.resources import PODS, POOLS
 from epochkv_operator.kube.store import Key, Store, key_of
 from epochkv_operator.planning.names import MASTER_ADMIN_PORT, component_selector
 from epochkv_operator.planning.workload import ended, is_ready

@@ -25,7 +25,7 @@ from requests.utils import should_bypass_proxies  # kubernetes brings it
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
-from epochkv_operator.kube.resources import ObjectRef, Resource
+from epochkv_operator.api.resources import ObjectRef, Resource
 
 Json = dict[str, Any]
 

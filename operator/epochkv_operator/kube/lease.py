@@ -19,8 +19,8 @@ import structlog
 from epochkv_fence.protocol.pool import Term
 from epochkv_operator import metrics
 from epochkv_operator.api.base import OURS
+from epochkv_operator.api.resources import LEASES, micro_time
 from epochkv_operator.kube.client import ApiError, Conflict, Json, KubeClient, NotFound
-from epochkv_operator.kube.resources import LEASES, micro_time
 
 log = structlog.get_logger(__name__)
 SILENT_SECONDS = 60.0

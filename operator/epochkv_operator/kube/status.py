@@ -18,8 +18,8 @@ import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
+from epochkv_operator.api.resources import EVENTS, ObjectRef, Resource, micro_time
 from epochkv_operator.kube.client import ApiError, Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import EVENTS, ObjectRef, Resource, micro_time
 from epochkv_operator.kube.store import resource_version
 
 DEADLINE_SECONDS = 10.0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from epochkv_operator.api.base import ENGINE_LABEL, GATED, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, POOL_NAMESPACE, has_gate
-from epochkv_operator.kube.resources import ENGINES, PODS, POOLS
+from epochkv_operator.api.resources import ENGINES, PODS, POOLS
 
 Json = dict[str, Any]
 TOMBSTONE_SECONDS = 600.0

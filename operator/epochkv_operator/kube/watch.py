@@ -21,8 +21,8 @@ from typing import Final
 import structlog
 
 from epochkv_operator import metrics
+from epochkv_operator.api.resources import CHILDREN, OPTIONAL, PODS, PRIMARY, Resource, selector
 from epochkv_operator.kube.client import ApiError, Expired, Forbidden, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import CHILDREN, OPTIONAL, PODS, PRIMARY, Resource, selector
 from epochkv_operator.kube.store import Store
 
 log = structlog.get_logger(__name__)

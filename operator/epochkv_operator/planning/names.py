@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Final
+from typing import Any
 
 from epochkv_operator.api.base import API_VERSION, ENGINE_LABEL, OURS, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.api.resources import BY_KIND
 from epochkv_operator.planning.context import Context, Json
 
 COMPONENT_LABEL = "app.kubernetes.io/component"
@@ -23,20 +24,6 @@ MASTER_ADMIN_PORT = 9003
 STORE_REST_PORT = 8088
 STORE_HEALTH_PORT = 9300
 CREDENTIALS_DIR = "/etc/epochkv/fence"
-CHILD_KINDS: Final = {
-    "ConfigMap": "v1",
-    "Deployment": "apps/v1",
-    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
-    "NetworkPolicy": "networking.k8s.io/v1",
-    "PodDisruptionBudget": "policy/v1",
-    "PodMonitor": "monitoring.coreos.com/v1",
-    "Service": "v1",
-    "ServiceAccount": "v1",
-    "StatefulSet": "apps/v1",
-}
-"""Kinds that the operator makes and prunes, with their API versions."""
-OPTIONAL_KINDS: Final = ("LeaderWorkerSet", "PodMonitor")
-"""Those that a cluster may not serve."""
 
 
 def component_name(pool: str, component: str) -> str:
@@ -128,7 +115,7 @@ def _owned_object(
 ) -> Json:
     """A complete child: metadata, owner reference and, over all of it, the hash that says what was applied."""
     obj: Json = {
-        "apiVersion": CHILD_KINDS[kind],
+        "apiVersion": BY_KIND[kind].api_version,
         "kind": kind,
         "metadata": {
             "name": name,

@@ -11,13 +11,12 @@ from epochkv_fence.protocol.pool import listed
 from epochkv_operator.api.base import ENGINE_LABEL, MANAGED_BY_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.api.resources import BY_KIND, CHILDREN
 from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem
 from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.names import (
-    CHILD_KINDS,
     COMPONENT_LABEL,
     HASH_ANNOTATION,
-    OPTIONAL_KINDS,
     VERSION_ANNOTATION,
     controller_of,
 )
@@ -85,8 +84,7 @@ def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]]
         child
         for child in children
         if controller_of(child).get("uid") == owner.metadata.uid
-        and child["kind"] in CHILD_KINDS
-        and (child["kind"] not in OPTIONAL_KINDS or child["kind"] in served)
+        and (BY_KIND[child["kind"]] in CHILDREN or child["kind"] in served)
         and _name(child) not in wanted
         and child["metadata"].get("deletionTimestamp") is None
     ]

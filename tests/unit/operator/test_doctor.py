@@ -8,9 +8,9 @@ import pytest
 
 from epochkv_fence.cli.doctor import ClusterScope, Finding, Level
 from epochkv_operator import doctor
+from epochkv_operator.api.resources import rights
 from epochkv_operator.doctor import Operator, judge_lease, judge_object, judge_rights
 from epochkv_operator.kube.client import KubeClient
-from epochkv_operator.kube.resources import rights
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 Json = dict[str, Any]

@@ -12,6 +12,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from epochkv_operator.api.resources import PODS, ObjectRef, Resource
 from epochkv_operator.control import joining
 from epochkv_operator.control.joining import Copies
 from epochkv_operator.control.reconcile import PodReconciler, PoolReconciler
@@ -19,7 +20,6 @@ from epochkv_operator.control.runtime import Operator
 from epochkv_operator.hub.service import HubSnapshot
 from epochkv_operator.keys import FenceSecrets, made
 from epochkv_operator.kube.client import Conflict, Forbidden, KubeClient, NotFound
-from epochkv_operator.kube.resources import PODS, ObjectRef, Resource
 from epochkv_operator.kube.store import Key, Store, indexed, pool_key
 from epochkv_operator.settings import Settings
 from tests.support.planning import CONTEXT, pool

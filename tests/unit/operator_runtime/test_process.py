@@ -21,6 +21,7 @@ from epochkv_fence import common
 from epochkv_fence.common import LoopThread
 from epochkv_fence.net import gate, server
 from epochkv_fence.protocol.pool import Term
+from epochkv_operator.api.resources import DEPLOYMENTS, POOLS, Resource
 from epochkv_operator.control.driver import kopf_settings
 from epochkv_operator.control.executor import Executor
 from epochkv_operator.control.leader import Leader, WriteThroughCache
@@ -30,7 +31,6 @@ from epochkv_operator.control.worker import WorkQueue
 from epochkv_operator.kube import lease
 from epochkv_operator.kube.client import Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.lease import LeaseHolder
-from epochkv_operator.kube.resources import DEPLOYMENTS, POOLS, Resource
 from epochkv_operator.kube.status import EventRecorder
 from epochkv_operator.kube.store import Store, engine_key, indexed
 from epochkv_operator.metrics import HUB_FAULTS, REGISTRY, HubCounts

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epochkv_operator.api.base import POOL_LABEL
+from epochkv_operator.api.resources import POOLS, ObjectRef, Resource
 from epochkv_operator.control.worker import Worker, WorkQueue
 from epochkv_operator.kube.client import Conflict, Invalid, KubeClient, Unavailable
-from epochkv_operator.kube.resources import POOLS, ObjectRef, Resource
 from epochkv_operator.kube.status import ObjectGone, StatusWriter
 from epochkv_operator.kube.store import Key, Store, engine_key, engines_of, indexed, only_epochs_differ, pool_key, slim
 

@@ -10,10 +10,10 @@ from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 from kubernetes.aio import client as kubernetes_client
 
+from epochkv_operator.api.resources import POD_MONITORS, POOLS, SERVICES, Resource
 from epochkv_operator.control import driver
 from epochkv_operator.kube import watch
 from epochkv_operator.kube.client import ApiError, Forbidden, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.resources import POD_MONITORS, POOLS, SERVICES, Resource
 from epochkv_operator.kube.store import Store, indexed
 from epochkv_operator.settings import Settings
 
