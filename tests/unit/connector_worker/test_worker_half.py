@@ -225,7 +225,7 @@ def test_no_shard_is_stored_before_its_step_is_settled_on_every_rank(store: Obed
         assert rig.until_acked(1, Phase.SETTLED).failed is not outcome
     assert not store.seen
     for rig in ranks:
-        rig.step(**{"agreed" if settled else "refused": [1]})
+        rig.step(agreed=[1] if settled else [], refused=[] if settled else [1])
         assert rig.until_acked(1, Phase.STORED).failed is not settled
     assert len(store.seen) == 2 * settled
 
