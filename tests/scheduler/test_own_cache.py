@@ -114,6 +114,12 @@ def call(rig: Any) -> None:
     rig.executor.collective_rpc("never_heard_of")
 
 
+def write_past(rig: Any) -> None:
+    """Nobody hears of it, and the engine idles."""
+    rig.write_past("w2")
+    rig.watch._scheduled_at -= 1.0
+
+
 EVENTS: dict[str, Callable[[Any], object]] = {
     "a call that may write": call,
     "a push": lambda rig: setattr(rig, "weights", "w1"),
@@ -164,8 +170,7 @@ def test_a_sample_that_differs_hides_it_where_samples_last(make_own: MakeRig, wh
     found(rig)
     assert found(rig) == WHOLE
     if when == "idle":
-        rig.write_past("w1")
-        rig.watch._scheduled_at -= 1.0
+        write_past(rig)
     else:
         rig.add(prompt(7, BLOCK), max_tokens=3)
         output = rig.scheduler.schedule()
@@ -203,8 +208,9 @@ def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: MakeRig
 def test_the_fence_alone_keeps_such_engines_hits_too(make_own: MakeRig, reason: str, stock: Callable[[], Stock]) -> None:
     rig = make_own(reason, kind=FencedRig, stock=stock(), num_blocks=64)
     assert [found(rig), found(rig)] == [0, WHOLE]
-    for name in EVENTS.keys() - {"a wake-up"}:
-        EVENTS[name](rig)
+    events = [*EVENTS.values(), *([write_past] if reason in ("elastic ranks", "wide") else [])]
+    for event in events:
+        event(rig)
         assert [found(rig), found(rig)] == [0, WHOLE]
 
 
