@@ -152,7 +152,7 @@ class Reporter:
             refusing: it has tiers and answers every job as failed.
         """
         named = {name if name.startswith("store_") else f"worker_{name}": value for name, value in totals.items()}
-        counters, gauges = metrics.split({**named, "worker_refusing": float(refusing)})
+        counters, gauges = metrics.split({**named, "worker_failed": float(refusing)})
         return self.report(counters, {}, str(rank), gauges)
 
     def report(self, totals: Mapping[str, float], gauges: Mapping[str, float], rank: str, of_rank: Mapping[str, float]) -> EpochKVStats:

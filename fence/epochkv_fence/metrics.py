@@ -19,7 +19,7 @@ POOL_GAUGES: Final[dict[str, tuple[str, Callable[[PoolSnapshot, float, float], f
     ),
     "epochkv_pool_old_epoch_requests": ("Requests that run on under an older epoch", lambda pool, lease, now: pool.old_epoch_requests),
     "epochkv_pool_weights_diverged_engines": (
-        "Engine processes that hold other weights than most of their kind",
+        "Engine processes that hold other weights than most engines of the same fingerprint",
         lambda pool, lease, now: len(pool.diverged),
     ),
     "epochkv_pool_tiers_off_engines": (
@@ -31,11 +31,12 @@ POOL_GAUGES: Final[dict[str, tuple[str, Callable[[PoolSnapshot, float, float], f
         lambda pool, lease, now: pool.reclaimed_keys,
     ),
     "epochkv_pool_reclaimed_bytes": (
-        "Bytes of the store given back since this hub leads, as far as they are known",
+        "Bytes of the store freed since this hub leads, as far as they are known",
         lambda pool, lease, now: pool.reclaimed_bytes,
     ),
 }
 """What both hubs say of a pool: for each name its text and its value, of a snapshot, the lease in seconds and Unix seconds."""
+MESSAGES: Final = "What the hub received, sent, rejected and failed at, by outcome"
 ENGINES: Final = ("epochkv_pool_engines", f"Engine processes heard of, by state ({', '.join(ENGINE_STATES)})")
 
 
@@ -49,7 +50,7 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int], leas
         ("epochkv_hub_leading", "gauge", "1 while this hub leads", {"": snapshot.leading}),
         *((name, "gauge", text, {"": value(snapshot, lease_seconds, now)}) for name, (text, value) in POOL_GAUGES.items()),
         (ENGINES[0], "gauge", ENGINES[1], by_state),
-        ("epochkv_hub_messages_total", "counter", "Messages and connections by outcome", outcomes),
+        ("epochkv_hub_messages_total", "counter", MESSAGES, outcomes),
     ]
     if snapshot.reset_seconds is not None:
         families.append(("epochkv_pool_last_reset_seconds", "gauge", "Time the latest reset took", {"": snapshot.reset_seconds}))

@@ -27,7 +27,7 @@ class Removed:
 
     Attributes:
         keys: as the store counted them; 0 means that there were none.
-        num_bytes: memory given back; None when the store does not say.
+        num_bytes: memory freed; None when the store does not say.
     """
 
     keys: int

@@ -9,7 +9,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from epochkv_fence.metrics import ENGINES, POOL_GAUGES
+from epochkv_fence.metrics import ENGINES, MESSAGES, POOL_GAUGES
 from epochkv_fence.protocol.pool import ENGINE_STATES
 
 REGISTRY = CollectorRegistry(auto_describe=True)
@@ -49,8 +49,8 @@ LEASE_RENEWAL_SECONDS = _histogram(
     "Time between renewals of the Lease: a fifth of its duration, and at two thirds of it the process ends",
     buckets=(0.5, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 60, 120, 300),
 )
-HUB_MESSAGES = _counter("epochkv_hub_messages", "What the hub of this process took, sent, refused and failed at, by outcome", ["outcome"])
-HUB_FAULTS: Final = ("steps_failed", "take_failed", "tasks_failed", "turns_failed", "unencodable")
+HUB_MESSAGES = _counter("epochkv_hub_messages", MESSAGES, ["outcome"])
+HUB_FAULTS: Final = ("loop_failed", "pool_step_failed", "receive_failed", "tasks_failed", "unencodable")
 """Outcomes that are defects of the hub: there from the start, at 0, so that an alert sees the first one."""
 for _outcome in HUB_FAULTS:
     HUB_MESSAGES.labels(outcome=_outcome)

@@ -73,7 +73,7 @@ def test_a_raised_epoch_is_published_when_both_engines_have_adopted_it(namespace
             assert operator.metric("epochkv_pool_old_epoch_requests") == 5
             assert operator.metric("epochkv_pool_reset_seconds_count") == 1
             assert operator.metric('epochkv_hub_messages_total{outcome="received"}') > 0
-            assert operator.metric('epochkv_hub_messages_total{outcome="steps_failed"}') == 0
+            assert operator.metric('epochkv_hub_messages_total{outcome="pool_step_failed"}') == 0
             assert 'epochkv_hub_messages_total{outcome="unencodable"} 0.0' in operator.http("/metrics")[1]
             eventually(lambda: operator.logged("epoch published"), "logged")
             assert len(namespace.events("EpochPublished")) <= 1

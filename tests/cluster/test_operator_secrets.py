@@ -128,7 +128,7 @@ def test_the_hub_knows_the_new_key_before_anybody_can_have_it(
         endpoint = f"tcp://127.0.0.1:{operator.hub_port}"
         with FenceEngine(endpoint, after, "newcomer") as newcomer, FenceEngine(endpoint, before, "oldtimer") as oldtimer:
             eventually(lambda: newcomer.leased and oldtimer.leased, "both are let in")
-        refused = [record.getMessage() for record in caplog.records if "refuses our key" in record.getMessage()]
+        refused = [record.getMessage() for record in caplog.records if "rejects our key" in record.getMessage()]
         assert not refused, "let in at once, not when the operator had looked again"
         proxy.decide = lambda method, path: None
         eventually(lambda: namespace.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "done", 60)

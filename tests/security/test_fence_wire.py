@@ -33,7 +33,7 @@ def test_an_unknown_key_is_refused_and_the_agent_says_so_once(world: FenceWorld,
     assert agent.view.epoch is None
     assert engine.adopted == []
     assert hub.counters["received"] == 0
-    assert caplog.text.count("refuses our key") == 1
+    assert caplog.text.count("rejects our key") == 1
 
 
 def test_another_hubs_key_is_not_spoken_to(world: FenceWorld, hub: HubServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Message, decode, encode
 from tests.support.fence import POOL, FenceWorld
 
-FAILURES = ("take_failed", "turns_failed", "tasks_failed", "steps_failed", "unencodable")
+FAILURES = ("receive_failed", "loop_failed", "tasks_failed", "pool_step_failed", "unencodable")
 """Counters of what must never happen, whatever clients say."""
 
 

@@ -184,7 +184,7 @@ class Outgoing:
         self._stream: EventStream | None = None
 
     def bind(self, block_pool: Any, tiers: TierManager | None) -> None:
-        """vLLM's pool, and the bookkeeping whose L1 is told of, if there is one."""
+        """vLLM's pool, and the tier manager whose L1 is told of, if there is one."""
         self.pool = block_pool
         self.enabled = bool(getattr(block_pool, "enable_kv_cache_events", False))
         if self.enabled:
@@ -277,7 +277,7 @@ class HostEvents:
         self._found: list[Key] = []
 
     def bind(self, outgoing: Outgoing, tiers: TierManager | None) -> None:
-        """The queue that events go into, and the bookkeeping whose L1 is told of, if it has one."""
+        """The queue that events go into, and the tier manager whose L1 is told of, if it has one."""
         self._outgoing = outgoing
         if not outgoing.enabled or tiers is None or not tiers.state.index.indexed:
             return

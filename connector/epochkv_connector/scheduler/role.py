@@ -282,7 +282,7 @@ class SchedulerRole:
         self.hooks = FenceHooks(self)
         self._link.start(self.hooks, self.fingerprint, int(vllm_config.parallel_config.data_parallel_index))
         if config.hub is None and self._own is None:
-            logger.info("EpochKV: no hub is configured; this engine is a pool of its own, and its root private")
+            logger.info("EpochKV: no hub is configured: this engine shares no KV with others")
 
     def _join_domain(self, ranks: EngineRanks, core: Any) -> limits.Own | None:
         """Before the first step of any rank. None: all workers of this one will tell the others what they hold."""

@@ -162,7 +162,7 @@ class Watch:
         peers: Peers | None = None,
     ) -> None:
         self.value: bytes | None = None
-        self.told: tuple[bytes | None, str] = (None, "nobody has looked yet")
+        self.told: tuple[bytes | None, str] = (None, "the weights were not digested yet")
         self.calling_since: float | None = None
         self.number = 0
         self.seconds = 0.0

@@ -53,7 +53,7 @@ Exit status: 0 done; 1 failed; 2 wrong usage or configuration, such as a key tha
 epoch is recorded and not published (leases fence the engines that did not acknowledge), or engines do not hold the same, new weights;
 4 no hub answered, or it rejected the key, and nothing is known to be recorded; 5 the hub's state cannot be used; 6 the hub lost its
 state; 130 interrupted. `update` also ends with the status of COMMAND when it failed (128 + n for signal n), 126 if COMMAND cannot be
-executed, 127 if there is no such command. `doctor` ends with 1 when something is wrong, and with 2 when it could not look.
+executed, 127 if there is no such command. `doctor` ends with 1 when something is wrong, and with 2 when some checks could not run.
 """
 OPTIONS: Final = {
     "epoch": "--epoch",

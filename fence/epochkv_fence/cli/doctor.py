@@ -137,7 +137,7 @@ def doctor(
       epochkv doctor -n rl
       epochkv doctor -o json | jq -r '.findings[] | select(.level == "wrong") | .fix'
 
-    Exit status: 0 nothing is wrong; 1 something is; 2 nothing is, as far as could be looked.
+    Exit status: 0 nothing is wrong; 1 something is; 2 some checks could not run; the others found nothing wrong.
     """
     of_cluster = (namespace, operator_namespace, hub) != (None, None, None)
     if of_cluster and config is not None:
@@ -161,7 +161,7 @@ def _of_cluster() -> Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """1: something is wrong. 2: nothing is, as far as could be looked. 0: all could be looked at; there may be warnings."""
+    """1: something is wrong. 2: some checks could not run; the others found nothing wrong. 0: there may be warnings."""
     levels = {finding.level for finding in findings}
     if Level.WRONG in levels:
         return 1

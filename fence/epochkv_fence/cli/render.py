@@ -84,9 +84,8 @@ def _weights(found: WeightsReport) -> str:
 
 
 def _counted(states: Sequence[str]) -> str:
-    words = [("sharing", "in use"), ("isolated", "isolated"), ("unknown", "of unknown weights"), ("behind", "behind")]
-    words += [(state, word) for state, word in (("asleep", "asleep"), ("own", "with a cache of its own")) if state in states]
-    return ", ".join(f"{states.count(state)} {word}" for state, word in words)
+    shown = ["sharing", "isolated", "unknown", "behind", *(state for state in ("asleep", "own") if state in states)]
+    return ", ".join(f"{states.count(state)} {state}" for state in shown)
 
 
 def show_engines(status: PoolStatus, output: Output) -> None:

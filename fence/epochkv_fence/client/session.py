@@ -31,7 +31,7 @@ TEND_SECONDS: Final = 0.1
 MAX_QUEUED: Final = 64
 NOBODY: Final = "nobody listens there"
 KEY_REFUSED: Final = (
-    "it refuses our key, which is of no pool that this hub serves, or was retired: take the files of the Secret <pool>-fence"
+    "it rejects our key, which is not authorized for any pool of this hub, or was retired: take the files of the Secret <pool>-fence"
     " (or STATE/client) again"
 )
 NO_HANDSHAKE: Final = "no CURVE handshake: hub.pub is not the key of that hub, what listens there is no hub, or it hangs"
@@ -256,7 +256,7 @@ class Session:
                     conversation.put(message)
             case Error(code, text):
                 self.counters["refused"] += 1
-                self.problem = f"the hub refuses: {text}"
+                self.problem = f"the hub rejected a message: {text}"
                 if code is Refusal.POOL:
                     self._refused_since = self._refused_since or time.monotonic()
                     return True

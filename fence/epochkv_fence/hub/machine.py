@@ -306,7 +306,7 @@ def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now:
     if beat.instance not in instances.known and len(instances.known) >= MAX_INSTANCES:
         text = f"pool {config.name} already has {MAX_INSTANCES} engine instances; wait until some are forgotten"
         return [ev.Send(peer, Error(Refusal.LIMIT, text))]
-    changed = instances.hear(peer, beat, key_index, target=hub.record.target, hold=config.fence_timeout_seconds, now=now)
+    changed = instances.hear(peer, beat, key_index, target=hub.record.target, fence_timeout_seconds=config.fence_timeout_seconds, now=now)
     instance = instances.known[beat.instance]
     if beat.weights is not None:
         hub.reported.hear(beat.weights, config.grace_seconds, now)

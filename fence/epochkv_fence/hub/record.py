@@ -119,14 +119,14 @@ class Instances:
         self.forget_at = math.inf
         self.nudge_at = math.inf
 
-    def hear(self, peer: bytes, beat: Heartbeat, key_index: int, *, target: int, hold: float, now: float) -> bool:
-        """Take a heartbeat; return whether status changes by it. The hub remembers a silent instance for `hold` seconds."""
+    def hear(self, peer: bytes, beat: Heartbeat, key_index: int, *, target: int, fence_timeout_seconds: float, now: float) -> bool:
+        """Take a heartbeat; return whether status changes by it. The hub remembers a silent instance for `fence_timeout_seconds`."""
         record = self.known.get(beat.instance)
         new = record is None
         if record is None:
             record = self.known[beat.instance] = InstanceRecord(beat.instance, beat)
             self.behind[beat.instance] = None
-            self.forget_at = min(self.forget_at, now + hold)
+            self.forget_at = min(self.forget_at, now + fence_timeout_seconds)
         changed = record.hear(peer, beat, now, key_index)
         if record.at_least(target):
             self.behind.pop(beat.instance, None)
@@ -139,12 +139,12 @@ class Instances:
             del self.departed[next(iter(self.departed))]
         return self._drop(instance)
 
-    def forget(self, may_forget: Callable[[InstanceRecord], bool], hold: float, now: float) -> list[bytes]:
+    def forget(self, may_forget: Callable[[InstanceRecord], bool], fence_timeout_seconds: float, now: float) -> list[bytes]:
         """Forget the instances that `may_forget` names; return them."""
         over = [instance for instance, record in self.known.items() if may_forget(record)]
         for instance in over:
             self._drop(instance)
-        self.forget_at = now + hold / 3 if self.known else math.inf
+        self.forget_at = now + fence_timeout_seconds / 3 if self.known else math.inf
         return over
 
     def _drop(self, instance: bytes) -> bool:

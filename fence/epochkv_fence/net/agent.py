@@ -564,7 +564,7 @@ class AgentThread:
                 self._say("hub", "connected", logging.INFO, "connected to the hub at %s", self.endpoint)
                 self._step(ag.Poked())
             case LinkEvent.REFUSED:
-                text = "the hub at %s refuses our key (is it the key of a pool it serves?); sharing nothing, retrying"
+                text = "the hub at %s rejects our key, which is not authorized for any pool of this hub; sharing nothing, retrying"
                 self._say("hub", "refused", logging.WARNING, text, self.endpoint)
                 self._links.read_keys_soon()
             case LinkEvent.NO_HANDSHAKE:
@@ -609,6 +609,6 @@ class AgentThread:
                 self._engine.remove_old(action)
             case ag.HubRefused(error):
                 self.counters["refused_by_hub"] += 1
-                self._say(f"refusal {error.code.value}", error.text, logging.WARNING, "the hub did not take a message: %s", error.text)
+                self._say(f"refusal {error.code.value}", error.text, logging.WARNING, "the hub rejected a message: %s", error.text)
                 if error.code is Refusal.POOL:
                     self._links.read_keys_soon()

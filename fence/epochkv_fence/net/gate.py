@@ -473,7 +473,7 @@ class Router:
 
     def _log_refused_key(self, address: str) -> None:
         who = address or "an unknown address"
-        self._log_refused(who, f"a client at {who} is refused: its key is of no pool of this hub, or was retired")
+        self._log_refused(who, f"rejected a client at {who}: its key is not authorized for any pool of this hub, or was retired")
 
     def _log_refused(self, topic: str, text: str) -> None:
         self._refusals(topic, logging.WARNING, "%s. %s", text, GIVE_KEYS)
@@ -569,7 +569,7 @@ class Router:
             self._counters["discarded_frames"] += 1
 
     def _take_failed(self) -> None:
-        self._counters["take_failed"] += 1
+        self._counters["receive_failed"] += 1
 
     def _take_event(self) -> None:
         assert self._monitor is not None

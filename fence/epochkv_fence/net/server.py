@@ -63,7 +63,7 @@ class Alarm:
         try:
             due = self._turn(now)
         except Exception:
-            self._counters["turns_failed"] += 1
+            self._counters["loop_failed"] += 1
             logger.exception("an iteration of the hub's loop failed")
             due = now + FAILED_TURN_SECONDS
         when = self._loop.time() + max(0.0, due - now)
@@ -156,7 +156,7 @@ class ServedPool(PoolLimits):
 
     def failed(self, counters: Counter[str]) -> None:
         """A step raised what is being handled: count it, and log it now and then."""
-        counters["steps_failed"] += 1
+        counters["pool_step_failed"] += 1
         text = "pool %s: the hub failed to take a step, and tries again; other pools go on"
         self._traces("", logging.ERROR, text, self.config.name, exc_info=True)
 
@@ -236,10 +236,10 @@ T = TypeVar("T")
 
 STOP_SECONDS: Final = 2.0
 WRITES: Final[dict[type[ev.Call], str]] = {
-    ev.RecordTarget: "record",
-    ev.Publish: "publish",
-    ev.NoteGranting: "note",
-    ev.NoteLabels: "note labels",
+    ev.RecordTarget: "record_target",
+    ev.Publish: "publish_epoch",
+    ev.NoteGranting: "record_granting",
+    ev.NoteLabels: "record_labels",
 }
 """What counters and the log call them."""
 
@@ -304,7 +304,7 @@ class Effects:
         Args:
             say: logs only what changes.
             name: of the pool, for the log.
-            what: one word for the kind of call.
+            what: the kind of call, as counters name it.
             seconds: the deadline.
         """
         try:
@@ -315,9 +315,9 @@ class Effects:
             reason = f"no answer within {seconds} s" if isinstance(error, TimeoutError) else str(error) if known else repr(error)
             self._counters[f"{what}_failed"] += 1
             state, level = ("failed", logging.WARNING) if known else (reason, logging.ERROR)
-            say(what, state, level, "%s: %s failed: %s; trying again", name, what, reason)
+            say(what, state, level, "%s: %s failed: %s; trying again", name, what.replace("_", " "), reason)
             return None
-        say(what, "", logging.INFO, "%s: %s works again", name, what)
+        say(what, "", logging.INFO, "%s: %s works again", name, what.replace("_", " "))
         return answer
 
     # ------------------------------------------------------------------ tasks

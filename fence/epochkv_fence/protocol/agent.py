@@ -115,7 +115,7 @@ class RemoveOld(msgspec.Struct, frozen=True):
 
 
 class HubRefused(msgspec.Struct, frozen=True):
-    """The hub did not take a message of ours."""
+    """The hub rejected a message of ours."""
 
     error: Error
 

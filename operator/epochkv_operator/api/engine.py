@@ -434,7 +434,7 @@ class InferenceEngineStatus(StatusModel):
     conditions: Conditions | None = None
     """`Ready`, `Available`, `Progressing`; with a poolRef also `PoolBound`, `EpochCurrent` and `TiersUsable` (once the pool exists)."""
     observed_generation: ObservedGeneration | None = None
-    """The `metadata.generation` this status was computed from. -1: the operator has not looked yet."""
+    """The `metadata.generation` this status was computed from. -1: not reconciled yet."""
     replicas: Count | None = None
     """Pods."""
     ready_replicas: Count | None = None

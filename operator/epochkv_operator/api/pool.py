@@ -556,7 +556,7 @@ class KVCachePoolStatus(StatusModel):
     `WeightsConverged`, `ServingGate` (where `serve.weights` is not `Any`), `TiersUsable`, `Drained`, `Reclaimed` (with a store, unless
     `reclaimPolicy` is `Retain`), `KeysRotated` (once `keys.generation` was raised), `NamespacesAllowed` (with `allowedNamespaces`)."""
     observed_generation: ObservedGeneration | None = None
-    """The `metadata.generation` this status was computed from. -1: the operator has not looked yet."""
+    """The `metadata.generation` this status was computed from. -1: not reconciled yet."""
     target_epoch: Epoch | None = None
     """Highest epoch durably recorded; engines get this one. Never goes down."""
     epoch: Epoch | None = None

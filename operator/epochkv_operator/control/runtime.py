@@ -316,7 +316,7 @@ class Operator:
             return f"the list of a kind was last tried {age:.0f} s ago" if age > 3 * self.settings.resync_seconds + 60 else None
 
         def leading() -> str | None:
-            return None if self._leader is not None and self._leader.listening else "standing by: the hub is not bound here"
+            return None if self._leader is not None and self._leader.listening else "standby: this replica does not hold the Lease"
 
         def gauges() -> None:
             metrics.QUEUE_DEPTH.set(len(self.queue))

@@ -72,7 +72,7 @@ class LeaseHolder:
                 answered_at, holder = time.monotonic(), term_of(self._lease).holder
                 if holder != waiting_for:
                     waiting_for = holder
-                    log.info("standing by: another operator leads", lease=self.place, holder=holder)
+                    log.info("standby: another operator leads", lease=self.place, holder=holder)
             except Conflict:
                 pass  # somebody was faster; look again
             except ApiError as error:

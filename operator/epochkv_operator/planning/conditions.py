@@ -291,9 +291,9 @@ def _reclaimed(pool: KVCachePool, hub: HubView | None) -> Condition | None:
         return None
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
-    gave = "there was nothing to give back"
+    gave = "there was nothing to free"
     if hub.reclaimed_keys:
-        gave = f"{hub.reclaimed_keys} keys and {hub.reclaimed_bytes} bytes were given back"
+        gave = f"{hub.reclaimed_keys} keys and {hub.reclaimed_bytes} bytes were freed"
     if hub.reclaimed >= hub.published:
         return Condition(kind, "True", "Reclaimed", f"the store holds nothing of epochs below {hub.published}; {gave}")
     if hub.wipe_failed:
@@ -329,7 +329,7 @@ def _allowed(pool: KVCachePool, observed: Observed) -> Condition | None:
     if pool.spec.allowed_namespaces is None:
         return None
     if shared is None:
-        return Condition(kind, "Unknown", "NotReconciled", "the operator has not looked yet")
+        return Condition(kind, "Unknown", "NotReconciled", "not reconciled yet")
     text = f"pods may join in {listed(shared.namespaces)}" if shared.namespaces else "no other namespace can join"
     if shared.problem is not None:
         return Condition(kind, "False", shared.problem.reason, f"{text}; {shared.problem.message}")

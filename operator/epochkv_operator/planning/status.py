@@ -245,7 +245,7 @@ def _external(found: Sequence[EngineView]) -> list[Json]:
 
 
 def _reclaim(pool: KVCachePool, hub: HubView, previous: Json) -> Json:
-    """What was given back. A hub that did not do it knows nothing of the counts, so what an earlier one wrote stays."""
+    """What was freed. A hub that did not do it knows nothing of the counts, so what an earlier one wrote stays."""
     before, policy = previous.get("reclaim") or {}, pool.spec.reset.reclaim_policy
     if policy == "Retain":
         return {"policy": policy}

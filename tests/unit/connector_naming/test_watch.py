@@ -122,7 +122,7 @@ def world() -> World:
 def test_it_looks_before_the_first_step_and_not_again() -> None:
     world = World("a", "b")
     assert world.watch.value is None
-    assert world.watch.told == (None, "nobody has looked yet")
+    assert world.watch.told == (None, "the weights were not digested yet")
     assert world.step() == ["ask", ("hold", world.value())]
     assert world.watch.value == fold([digest_of("a"), digest_of("b")])
     assert [world.step(0.01) for _ in range(5)] == [[]] * 5

@@ -252,7 +252,7 @@ def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[s
     show_status(status(engines=(ENGINE, replace(ENGINE, name="d"), other, sleeper), labels={"3f" * 16: "step-42"}), Output.TABLE)
     text = capsys.readouterr().out
     assert re.search(r"^weights +0a0a0a0a 2 engines; 3f3f3f3f \(step-42\) 1 engine; unknown 1 engine *$", text, re.M)
-    assert re.search(r"^engines +4: 3 in use, 0 isolated, 1 of unknown weights, 0 behind *$", text, re.M)
+    assert re.search(r"^engines +4: 3 sharing, 0 isolated, 1 unknown, 0 behind *$", text, re.M)
     assert "hub  " not in text
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", None)  # as Python has it where the caller closed it
@@ -260,7 +260,7 @@ def test_status_counts_engines_by_what_they_hold(capsys: pytest.CaptureFixture[s
     alone = replace(ENGINE, state="isolated")
     show_status(status(engines=(alone,), settling_seconds=12.3), Output.TABLE)
     text = capsys.readouterr().out
-    assert re.search(r"^engines +1: 0 in use, 1 isolated, 0 of unknown weights, 0 behind *$", text, re.M)
+    assert re.search(r"^engines +1: 0 sharing, 1 isolated, 0 unknown, 0 behind *$", text, re.M)
     assert re.search(r"^isolated +a: its names of this epoch are given up; it has asked for the next epoch *$", text, re.M)
     assert re.search(r"^hub +became leader just now; the list of engines is complete in 12 s *$", text, re.M)
 

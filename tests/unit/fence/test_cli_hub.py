@@ -229,13 +229,16 @@ def test_the_log_says_who_is_refused_once(tmp_path: Path) -> None:
         stranger = copy_with(hub.folder, tmp_path / "stranger", client_pub=pair.public, client_key=pair.secret)
         for _ in range(3):
             assert epochkv("status", "--timeout", "3", config=stranger).returncode == 4
-        refused = [line for line in hub.text().splitlines() if "is refused" in line]
+        refused = [line for line in hub.text().splitlines() if "rejected a client" in line]
         assert len(refused) == 1, hub.text()
-        assert "WARNING a client at 127.0.0.1 is refused: its key is of no pool of this hub, or was retired. Give it" in refused[0]
+        assert (
+            "WARNING rejected a client at 127.0.0.1: its key is not authorized for any pool of this hub, or was retired. Give it"
+            in refused[0]
+        )
         lost = copy_with(hub.folder, tmp_path / "lost", hub_pub=pair.public)
         assert epochkv("status", "--timeout", "3", config=lost).returncode == 4
         eventually(lambda: "a connection failed its CURVE handshake: a client with the hub.pub of another hub" in hub.text())
-        assert "is refused" not in "".join(hub.text().splitlines()[-1:])
+        assert "rejected a client" not in "".join(hub.text().splitlines()[-1:])
 
 
 @pytest.mark.parametrize("name", ["", "Policy", "-policy", "a..b", "a.-b", "ns/policy", "policy\n", "a" * 254])

@@ -216,7 +216,7 @@ def test_a_key_that_is_refused_and_a_hub_that_is_another(world: HubWorld, tmp_pa
             return mixed
 
         started, before = time.monotonic(), len(client_threads())
-        refusal = r"it refuses our key, which is of no pool that this hub serves, or was retired: take the files of"
+        refusal = r"it rejects our key, which is not authorized for any pool of this hub, or was retired: take the files of"
         with pytest.raises(KeyRefused, match=refusal):
             Pool.connect(take(client=other.folder), timeout_s=60)
         assert time.monotonic() - started < 30  # a wrong key is not waited for

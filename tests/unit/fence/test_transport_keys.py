@@ -184,7 +184,7 @@ def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
     eventually(lambda: good.view.epoch == 0, "the other pool's engine is granted")
     fence.thread.call(lambda: hub.request(SECOND_POOL, 1))
     bad.poke()
-    eventually(lambda: hub.counters["steps_failed"] >= 1, "the fault is there")
+    eventually(lambda: hub.counters["pool_step_failed"] >= 1, "the fault is there")
     fence.request(hub, 1)
     eventually(lambda: fence.published() == 1, "the other pool's reset")
     lease = good.view.lease_until
@@ -193,10 +193,10 @@ def test_a_pool_whose_steps_fail_harms_no_other_and_goes_on_afterwards(
     bad.poke()
     eventually(lambda: bad.view.epoch == 1, "the pool is served again")
     eventually(lambda: fence.thread.call(lambda: hub.snapshot(SECOND_POOL)).published == 1)
-    assert hub.counters["tasks_failed"] == hub.counters["turns_failed"] == hub.counters["take_failed"] == 0
+    assert hub.counters["tasks_failed"] == hub.counters["loop_failed"] == hub.counters["receive_failed"] == 0
     said = caplog.text.count("the hub failed to take a step")
     assert 1 <= said <= 4  # not once per failure: at most one each 10 s
-    assert said < hub.counters["steps_failed"] or hub.counters["steps_failed"] == 1
+    assert said < hub.counters["pool_step_failed"] or hub.counters["pool_step_failed"] == 1
 
 
 def test_an_engine_whose_numbers_cannot_be_encoded_is_silent_until_they_can(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:

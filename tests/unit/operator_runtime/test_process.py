@@ -220,16 +220,16 @@ def sample(outcome: str) -> float | None:
 
 
 def test_what_a_hub_counts_only_grows_whatever_hub_comes_after() -> None:
-    before = sample("steps_failed")
+    before = sample("pool_step_failed")
     assert before is not None, "there from the start"
-    counts, counters = HubCounts(), Counter(steps_failed=2, unencodable=1, received=7)
+    counts, counters = HubCounts(), Counter(pool_step_failed=2, unencodable=1, received=7)
     counts.take(counters)
-    counters["steps_failed"] += 3
+    counters["pool_step_failed"] += 3
     counts.take(counters)
     counts.take(counters)
-    assert sample("steps_failed") == before + 5
-    HubCounts().take(Counter(steps_failed=1))
-    assert sample("steps_failed") == before + 6
+    assert sample("pool_step_failed") == before + 5
+    HubCounts().take(Counter(pool_step_failed=1))
+    assert sample("pool_step_failed") == before + 6
     assert (sample("received") or 0) >= 7
     assert b'epochkv_hub_messages_total{outcome="unencodable"}' in generate_latest(REGISTRY)
 
