@@ -27,7 +27,7 @@ LABELS_OF_TARGETS: Final[Mapping[Owner, frozenset[str]]] = {
     "hub": frozenset({"instance", "job"}),
     "mooncake": frozenset({"namespace", "pod", "instance", "job", "pool"}),
 }
-"""What a scrape adds, by who is scraped: `operator/epochkv_operator/planning/monitoring.py`, the chart's ServiceMonitor."""
+"""What a scrape adds, by who is scraped: `operator/epochkv_operator/planning/connection.py`, the chart's ServiceMonitor."""
 _VLLM: Final = ("model_name", "engine")
 _CLOSED: Final[Mapping[str, tuple[str, ...]]] = {"state": ENGINE_STATES, "loop": ("hub", "main")}
 """Values of labels of the operator, where they are all known."""
