@@ -137,18 +137,15 @@ def test_statuses_fit_the_schema(space: Namespace) -> None:
         )
         for number in range(80)
     ]
+    removed: Json = {"reclaimed": 6, "reclaimed_keys": 12, "reclaimed_bytes": 2**40, "reclaimed_at": now.timestamp(), "wipe_failed": True}
     hub = HubView(
-        target=7,
-        published=6,
-        engines=crowd,
+        7,
+        6,
+        crowd,
         started_at=now.timestamp(),
         origin=Source.TRAINER,
         weights=[WeightsView(number.to_bytes(16), "v" * 253, 4, 0.0) for number in range(20)],
-        reclaimed=6,
-        reclaimed_keys=12,
-        reclaimed_bytes=2**40,
-        reclaimed_at=now.timestamp(),
-        wipe_failed=True,
+        **removed,
         keys=KeysView(2, 2, ("ray-1",)),
     )
     observed = Observed(children(space), (), hub)

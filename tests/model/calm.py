@@ -43,8 +43,7 @@ class Calm:
         world.pushes.end()
         for call in world.authority.calls:
             call.not_before = 0.0
-        term = world.authority.leader
-        leaders = [process for process in world.hubs if process.term == process.hub.state.lead.term == term]
+        leaders = [process for process in world.hubs if process.hub.state.lead.term == process.term == world.authority.leader]
         if leaders and not world.profile.restores and rng.random() < 0.5:
             self.process = leaders[0]
         else:

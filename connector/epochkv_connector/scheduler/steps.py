@@ -7,6 +7,13 @@ due and not scheduled stays due.
 
 vLLM has consumed `failed_recving` by the time we hear of it, so a success cannot be turned into a failure here. One whose names
 have changed meanwhile is hidden from vLLM instead, and every rank is asked to report once more, as failed.
+
+When a load fails:
+
+    rank       ends the copy that it is in, and answers that job alone as failed (`worker.jobs.LoadTasks.fail`)
+    scheduler  hears of it when every rank has reported (`_record_loads`); vLLM computes the tokens
+    request    is `LoadState.FAILED`, and steps aside once before it is scheduled again (`Admission._steps_aside_once`)
+    tiers      keep what arrived (`TierState.loaded`). Failures in a row pause L2 (`LoadPause`), a block's own make it absent (`Doubts`)
 """
 
 from __future__ import annotations

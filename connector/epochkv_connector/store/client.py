@@ -645,8 +645,7 @@ class StoreClient:
         if defect is Defect.LAYOUT:
             self._warn(f"defect {defect}", logging.WARNING, _OTHER_LAYOUT, transfer.key)
         else:
-            text = "object %s is not what was put there (%s): treated as a miss"
-            self._warn(f"defect {defect}", logging.WARNING, text, transfer.key, defect)
+            self._warn(f"defect {defect}", logging.WARNING, "object %s is not what was put there (%s): a miss", transfer.key, defect)
             if len(self._defective) >= 1000:  # most are of names that nobody uses any more
                 self._defective.clear()
             if checksum:  # who checks less might take parts of the old and the new bytes for the object

@@ -61,8 +61,7 @@ class Counters:
             return dict(self._values)
 
 
-AGAIN_SECONDS = 60.0
-"""Between two warnings of one kind."""
+AGAIN_SECONDS = 60.0  # between two warnings of one kind
 
 
 class StoreOutcome(enum.StrEnum):

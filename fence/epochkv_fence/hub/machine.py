@@ -597,7 +597,6 @@ def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
     )
     engines = with_majority(views)
     return PoolSnapshot(
-        uid=hub.config.uid,
         leading=hub.leading,
         target=record.target,
         published=record.published,

@@ -473,10 +473,8 @@ class Router:
 
     def _log_refused_key(self, address: str) -> None:
         who = address or "an unknown address"
-        self._log_refused(who, f"rejected a client at {who}: its key is not authorized for any pool of this hub, or was retired")
-
-    def _log_refused(self, topic: str, text: str) -> None:
-        self._refusals(topic, logging.WARNING, "%s. %s", text, GIVE_KEYS)
+        text = "rejected a client at %s: its key is not authorized for any pool of this hub, or was retired. %s"
+        self._refusals(who, logging.WARNING, text, who, GIVE_KEYS)
 
     def _take(self) -> None:
         """Receive one message and put it into its pool's queue, which is cheap whatever it says."""
@@ -578,7 +576,7 @@ class Router:
         self._counters[EVENT_COUNTERS.get(event, "other_events")] += 1
         if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and int(seen["value"]) == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             text = "a connection failed its CURVE handshake: a client with the hub.pub of another hub, or nobody's client"
-            self._log_refused("handshake", text)
+            self._refusals("handshake", logging.WARNING, "%s. %s", text, GIVE_KEYS)
 
     # ------------------------------------------------------------------ out
 

@@ -157,8 +157,7 @@ class ServedPool(PoolLimits):
     def failed(self, counters: Counter[str]) -> None:
         """A step raised what is being handled: count it, and log it now and then."""
         counters["pool_step_failed"] += 1
-        text = "pool %s: the hub failed to take a step, and tries again; other pools go on"
-        self._traces("", logging.ERROR, text, self.config.name, exc_info=True)
+        self._traces("", logging.ERROR, "pool %s: the hub failed to take a step, and tries again", self.config.name, exc_info=True)
 
     def back_off(self) -> None:
         """A tick or round of it failed, so the next one waits."""

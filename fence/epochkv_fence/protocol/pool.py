@@ -159,7 +159,6 @@ class PoolSnapshot:
     target: int = 0
     published: int = 0
     engines: Sequence[EngineView] = ()
-    uid: str = ""
     leading: bool = True
     asked: int = 0
     started_at: float | None = None

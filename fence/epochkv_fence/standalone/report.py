@@ -33,7 +33,7 @@ def compare(before: PoolSnapshot | None, now: PoolSnapshot) -> list[LogLine]:
     if now.leading if before is None else before.leading != now.leading:
         lines.append(_leading(now))
     if before is None:
-        before = PoolSnapshot(now.target, now.published, uid=now.uid, leading=now.leading, asked=now.asked, reclaimed=now.reclaimed)
+        before = PoolSnapshot(now.target, now.published, leading=now.leading, asked=now.asked, reclaimed=now.reclaimed)
     lines += _engines(before, now)
     if before.leading or not now.leading:  # what the record held when this hub began to lead is told by that line alone
         lines += _epochs(before, now)

@@ -95,9 +95,8 @@ class _NudgesWithoutEnd(Hub):
         if not isinstance(event, ev.Tick):
             return super().step(event, now)
         instances.nudge_at = now
-        nudges: list[ev.Action] = (
-            [ev.Send(instance.peer, Nudge(name)) for name, instance in instances.known.items()] if self.state.leading else []
-        )
+        known = instances.known if self.state.leading else {}
+        nudges: list[ev.Action] = [ev.Send(instance.peer, Nudge(name)) for name, instance in known.items()]
         return [*super().step(event, now), *nudges]
 
     def tick_at(self) -> float:

@@ -372,7 +372,8 @@ async def test_asyncio_does_all_of_it(world: HubWorld) -> None:
     engines = holding(world)
 
     async with await AsyncPool.connect(world.folder) as pool:
-        assert (pool.name, pool.uid) == ("policy", world.snapshot().uid)
+        assert world.hub is not None
+        assert (pool.name, pool.uid) == ("policy", world.hub.uid)
         before = await pool.weights()
         async with pool.weight_update("step-1", timeout_s=20) as update:
             push(engines, NEW)

@@ -25,8 +25,7 @@ def engine(
 
 
 def pool(*engines: EngineView, leading: bool = True, target: int = 0, published: int = 0, **extra: object) -> PoolSnapshot:
-    made = PoolSnapshot(target, published, list(engines), leading=leading, asked=target)
-    return replace(made, **extra)  # type: ignore[arg-type]
+    return PoolSnapshot(target, published, engines, leading=leading, asked=target, **extra)  # type: ignore[arg-type]
 
 
 def texts(before: PoolSnapshot | None, now: PoolSnapshot) -> list[str]:

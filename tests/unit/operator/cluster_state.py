@@ -58,11 +58,9 @@ def waiting(container: str, reason: str, message: str = "", **extra: Any) -> Jso
     return {"containerStatuses": [state]}
 
 
-def rank(
-    name: str, epoch: int | None = 7, *, alive: bool = True, converged: bool = True, weights: str | None = "a" * 32, **extra: Any
-) -> EngineView:
+def rank(name: str, epoch: int | None = 7, *, alive: bool = True, weights: str | None = "a" * 32, **extra: Any) -> EngineView:
     """One engine process as the hub knows it, in a pod of this name."""
-    instance = extra.pop("instance", name.encode())
+    instance, converged = extra.pop("instance", name.encode()), extra.pop("converged", True)
     fields = {"engine": "rollout", "pod": name, "weights": bytes.fromhex(weights) if weights else None, **extra}
     return EngineView(instance, epoch, converged, alive, **fields)
 

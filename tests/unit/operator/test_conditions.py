@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,13 +49,10 @@ ONE = {"replicas": 1}
 NO_CLAIM = '0/1 nodes are available: persistentvolumeclaim "models" not found.'
 CRASHED = waiting("engine", "CrashLoopBackOff", lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=4)
 L1 = pool("l1")
+late = partial(rank, epoch=6, converged=False)
 ETCD = {"backend": "Etcd", "etcd": {"endpoints": ["etcd-0:2379", "etcd-1:2379"]}}
 EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory.\nThreshold 100Mi"}
 SHUT_DOWN = {"phase": "Failed", "reason": "Terminated", "message": "Pod was terminated in response to imminent node shutdown."}
-
-
-def late(name: str, epoch: int | None = 6, **extra: Any) -> EngineView:
-    return rank(name, epoch, converged=False, **extra)
 
 
 def unscheduled(message: str) -> Json:
@@ -180,19 +178,9 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (HubView(7, 7, origin=Source.SPEC), "True", "Published", "no engine uses an epoch below 7"),
         # A trainer or an engine asked for more than the spec, or was first with the same.
         (HubView(9, 9), "True", "EpochAhead", "7 resets nothing: somebody else raised the pool to epoch 9. Set 10 or higher"),
-        (
-            HubView(9, 9, origin=Source.TRAINER),
-            "True",
-            "EpochAhead",
-            "an epoch below 9; spec.resetEpoch 7 resets nothing: a trainer raised",
-        ),
+        (HubView(9, 9, origin=Source.TRAINER), "True", "EpochAhead", "an epoch below 9; spec.resetEpoch 7 resets nothing: a trainer"),
         (HubView(7, 7, origin=Source.TRAINER), "True", "EpochAhead", "7 resets nothing: a trainer raised the pool to epoch 7. Set 8"),
-        (
-            HubView(7, 7, origin=Source.ENGINE),
-            "True",
-            "EpochAhead",
-            "an engine whose own caches were reset raised the pool to epoch 7. Set 8",
-        ),
+        (HubView(7, 7, origin=Source.ENGINE), "True", "EpochAhead", "an engine whose own caches were reset raised the pool to epoch 7. "),
     ],
 )
 def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:
@@ -292,17 +280,13 @@ def test_drained() -> None:
 
 STORED: Json = {"distributed": {"mooncake": {"store": {"segmentSize": "1Gi"}}}}
 WIPED: Json = {**STORED, "reset": {"reclaimPolicy": "RemoveAll"}}
+FREED = HubView(7, 7, reclaimed=7, reclaimed_keys=12, reclaimed_bytes=4096)
 
 
 @pytest.mark.parametrize(
     ("spec", "hub", "expected", "says"),
     [
-        (
-            STORED,
-            HubView(7, 7, reclaimed=7, reclaimed_keys=12, reclaimed_bytes=4096),
-            ("True", "Reclaimed"),
-            "below 7; 12 keys and 4096 bytes were freed",
-        ),
+        (STORED, FREED, ("True", "Reclaimed"), "below 7; 12 keys and 4096 bytes were freed"),
         (STORED, HubView(7, 7, reclaimed=7), ("True", "Reclaimed"), "nothing to free"),
         (STORED, HubView(7, 7, reclaimed=6, reclaimed_keys=3), ("False", "Reclaiming"), "3 keys and 0 bytes were freed so far"),
         (WIPED, HubView(7, 7, reclaimed=6, wipe_failed=True), ("False", "WipeFailed"), "is the master reachable on its admin port?"),
@@ -338,7 +322,7 @@ def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
 def test_scaled_to_zero_is_ready_and_does_not_serve() -> None:
     idle = engine({"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 0})
     conditions = by_type(engine_conditions(idle, POLICY, Observed(engine_children({}, 0, idle), (), CONVERGED)))
-    assert conditions["Ready"] == conditions["EpochCurrent"] == ("True", "ScaledToZero")
+    assert conditions["Ready"] == conditions["EpochCurrent"] == conditions["TiersUsable"] == ("True", "ScaledToZero")
     assert conditions["Available"] == ("False", "ScaledToZero"), "nothing serves"
 
 
@@ -484,8 +468,6 @@ def test_nobody_knows_before_a_replica_was_heard_from() -> None:
     silent = lacks("p0", alive=False)
     for engines in ([], [silent], [lacks("elsewhere", "TiersOff", "why")]):
         assert of_engine(HubView(7, 7, engines))[:2] == ("Unknown", "NotReporting")
-    idle = {"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 0}
-    assert of_engine(HubView(7, 7), (), spec=idle)[:2] == ("True", "ScaledToZero")
 
 
 def test_a_lack_of_tiers_leaves_readiness_alone_and_fits_into_a_message() -> None:
@@ -623,7 +605,7 @@ def test_external_engines_of_one_name_are_told_apart() -> None:
 
 
 def test_what_was_reclaimed_survives_a_new_operator() -> None:
-    done = HubView(7, 7, reclaimed=7, reclaimed_keys=12, reclaimed_bytes=4096, reclaimed_at=UNIX)
+    done = replace(FREED, reclaimed_at=UNIX)
     first = pool_status(POLICY, Observed(pool_children(), (), done), CONTEXT, {}, NOW)
     assert first["reclaim"] == {"policy": "Delete", "epoch": 7, "keys": 12, "bytes": 4096, "completionTime": "2026-03-01T12:00:00Z"}
     again = pool_status(POLICY, Observed(pool_children(), (), HubView(7, 7)), CONTEXT, first, NOW)

@@ -15,7 +15,6 @@ from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
-from prometheus_client import generate_latest
 
 from epochkv_fence import common
 from epochkv_fence.common import LoopThread
@@ -220,18 +219,14 @@ def sample(outcome: str) -> float | None:
 
 
 def test_what_a_hub_counts_only_grows_whatever_hub_comes_after() -> None:
-    before = sample("pool_step_failed")
-    assert before is not None, "there from the start"
-    counts, counters = HubCounts(), Counter(pool_step_failed=2, unencodable=1, received=7)
-    counts.take(counters)
-    counters["pool_step_failed"] += 3
-    counts.take(counters)
-    counts.take(counters)
+    before, counts, counters = sample("pool_step_failed") or 0.0, HubCounts(), Counter(pool_step_failed=2, received=7)
+    for more in (0, 3, 0):
+        counters["pool_step_failed"] += more
+        counts.take(counters)
     assert sample("pool_step_failed") == before + 5
     HubCounts().take(Counter(pool_step_failed=1))
     assert sample("pool_step_failed") == before + 6
     assert (sample("received") or 0) >= 7
-    assert b'epochkv_hub_messages_total{outcome="unencodable"}' in generate_latest(REGISTRY)
 
 
 def test_every_failure_that_the_hub_counts_is_on_the_page_and_there_from_the_start() -> None:

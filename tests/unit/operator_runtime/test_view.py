@@ -6,13 +6,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from epochkv_fence.protocol.messages import Source
-from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot, WeightsView
+from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot
 from epochkv_operator.hub import service as hub_service
 from epochkv_operator.hub.service import HubService, PoolHistory, _Served, export, old_key_users, view_of
 from epochkv_operator.kube.store import pool_key
 from epochkv_operator.metrics import REGISTRY, forget_pool
-from epochkv_operator.planning.context import KeysView
+from epochkv_operator.planning.context import HubView, KeysView
 
 A, B = b"a" * 16, b"b" * 16
 EMPTY = PoolSnapshot()
@@ -23,18 +22,21 @@ def engine(name: str, epoch: int | None = 1, **changes: object) -> EngineView:
     return msgspec.structs.replace(view, **changes)
 
 
+def seen(snapshot: PoolSnapshot, history: PoolHistory | None = None, now: float = 0.0) -> HubView:
+    view = view_of(snapshot, history or PoolHistory(), now)
+    assert view is not None
+    return view
+
+
 def test_what_was_removed_is_counted_per_reset() -> None:
     history = PoolHistory()
     for keys, num_bytes, reclaimed in ((0, 0, 0), (5, 500, 0), (7, 700, 1)):
         history.take(replace(EMPTY, target=1, published=1, reclaimed_keys=keys, reclaimed_bytes=num_bytes, reclaimed=reclaimed), 1e9)
-    view = view_of(replace(EMPTY, target=1, published=1), history, 0.0)
-    assert view is not None
-    assert (view.reclaimed, view.reclaimed_keys, view.reclaimed_bytes) == (1, 7, 700)
-    assert view.reclaimed_at == 1e9
+    view = seen(replace(EMPTY, target=1, published=1), history)
+    assert (view.reclaimed, view.reclaimed_keys, view.reclaimed_bytes, view.reclaimed_at) == (1, 7, 700, 1e9)
     history.take(replace(EMPTY, target=2, published=1, reclaimed_keys=7, reclaimed_bytes=700, reclaimed=1), 2e9)
     history.take(replace(EMPTY, target=2, published=2, reclaimed_keys=9, reclaimed_bytes=800, reclaimed=2), 3e9)
-    view = view_of(replace(EMPTY, target=2, published=2), history, 0.0)
-    assert view is not None
+    view = seen(replace(EMPTY, target=2, published=2), history)
     assert (view.reclaimed, view.reclaimed_keys, view.reclaimed_bytes) == (2, 2, 100)
 
 
@@ -47,18 +49,10 @@ def test_a_reconciler_or_scrape_in_between_keeps_no_news_back() -> None:
     assert history.news(done) == (False, False)
 
 
-def test_origin_weights_and_outliers() -> None:
-    late, asleep = engine("late", weights=B, majority=A), engine("asleep", weights=None)
-    gone = engine("gone", weights=B, alive=False, converged=False)
-    engines, weights = [engine("first"), late, asleep, gone], [WeightsView(A, "step-3", 1, 30.0), WeightsView(B, "", 1, 90.0)]
-    snapshot = replace(EMPTY, target=1, published=1, engines=engines, weights=weights, origin=Source.TRAINER)
-    view = view_of(snapshot, PoolHistory(), 0.0)
-    assert view is not None
-    assert view.origin is Source.TRAINER
-    groups = [(group.id, group.label, group.engines, group.since_seconds) for group in view.weights]
-    assert groups == [(A.hex(), "step-3", 1, 30.0), (B.hex(), "", 1, 90.0)]
-    assert [(item.engine, item.weights, item.majority) for item in view.diverged] == [("late", B, A)]
-    assert [item.alive for item in view.engines] == [True, True, True, False]
+def test_planning_sees_who_lives_and_who_is_waited_for_while_the_hub_leads() -> None:
+    gone = engine("gone", alive=False)
+    snapshot = replace(EMPTY, engines=[engine("first"), gone, engine("late", alive=False, converged=False)])
+    assert [view.engine for view in seen(snapshot).engines] == ["first", "late"]
     assert view_of(replace(snapshot, leading=False), PoolHistory(), 0.0) is None
 
 
@@ -69,9 +63,7 @@ def test_how_long_engines_differ_is_counted_over_whoever_differs() -> None:
 
     def overdue(snapshot: PoolSnapshot, now: float) -> bool:
         history.take(snapshot, 1e9, now)
-        view = view_of(snapshot, history, now)
-        assert view is not None
-        return view.overdue
+        return seen(snapshot, history, now).overdue
 
     assert [overdue(differ, now) for now in (100.0, 159.9, 160.0)] == [False, False, True]
     assert overdue(replace(EMPTY, engines=[engine("first"), other]), 161.0)
@@ -113,9 +105,7 @@ def test_who_holds_the_older_weights(engines: list[tuple[str, bytes, float, bool
     (most,) = {view.weights for view in views if view.engine not in apart}
     views = [msgspec.structs.replace(view, majority=most) if view.engine in apart else view for view in views]
     views += [engine("other", weights=B, fingerprint="tp4"), engine("gone", weights=b"c" * 16, alive=False)]
-    view = view_of(replace(EMPTY, engines=views), PoolHistory(), 0.0)
-    assert view is not None
-    assert view.older == older
+    assert seen(replace(EMPTY, engines=views)).older == older
 
 
 def test_engines_by_state_and_those_that_differ_are_counted() -> None:
