@@ -59,8 +59,8 @@ GPUs do (read, not run). `tests/scheduler/test_states.py` has these states, on v
 | the prefetch offloader, vLLM's old Ray executor, fp8 scales that an encoder makes as it runs | the engine's own (`OwnCache`) | nothing |
 
 `EPOCHKV_ATTACH` adds the connector, so its rows are those without `EPOCHKV_FENCE`. Caches of an engine's own hit as vLLM's do
-(`tests/scheduler/test_own_cache.py`). Requests with an adapter have no hits beside expert
-rebalancing, the prefetch offloader and vLLM's old Ray executor, because ranks are not asked there, nor on wide models.
+(`tests/scheduler/test_own_cache.py`). Beside expert rebalancing, the prefetch offloader and vLLM's old Ray executor, where ranks are not
+asked, and on wide models, requests with an adapter find what the GPU cache has, and no tier has it.
 
 ## Held by other tests
 
