@@ -102,13 +102,7 @@ LAYERS = (
     Layer("fast", DEV, ("tests/unit/operator*", "tests/unit/hack"), 30, 4, without=NEED_VLLM),
     Layer("fence", DEV, ("tests/unit/fence",), 120, 6, real=True),
     Layer("security", DEV, ("tests/security",), 45, 4, real=True),
-    Layer(
-        "unit-connector",
-        ENGINE,
-        ("tests/unit/connector_*", *NEED_VLLM, "tests/unit/bench", "tests/cuda"),
-        60,
-        beside=True,
-    ),
+    Layer("unit-connector", ENGINE, ("tests/unit/connector_*", *NEED_VLLM, "tests/cuda"), 60, beside=True),
     Layer("scheduler", ENGINE, ("tests/scheduler",), 90, real=True, beside=True),  # plans expire, and idle engines look at weights
     Layer("families", ENGINE, (FAMILIES,), 250, real=True, beside=True),
     Layer("model", DEV, ("tests/model",), 300, beside=True),
