@@ -146,36 +146,16 @@ def test_a_store_that_is_not_the_pools_alone_or_is_to_keep_its_keys_is_not_swept
     assert hub.stores == []
 
 
-def test_while_an_engine_is_there_the_store_is_not_swept() -> None:
-    hub = published(store_admin=True)
-    for _ in range(10):
-        request = asked(hub)
-        answer(hub, request, 1)
-        hub.now += 10.0
-    assert hub.stores == []
-
-
-def test_retain_asks_nobody_until_the_policy_is_changed() -> None:
-    hub = published(reclaim="Retain")
-    live_on(hub, 10.0)
-    assert hub.of(Reclaim) == []
-    hub.step(ev.Configured(config(reclaim="Delete")))
-    request = asked(hub)
-    hub.step(ev.Configured(config(reclaim="Retain")))
-    answer(hub, request, 4)
-    live_on(hub, 60.0)
-    assert len(hub.of(Reclaim)) == 1
-
-
 # ---------------------------------------------------------------------- engines without a client of the store
 def test_an_engine_without_a_client_of_the_store_is_not_asked_beside_one_that_has_one() -> None:
-    hub = published()
-    for _ in range(3):
+    hub = published(store_admin=True)
+    for _ in range(5):
         hub.beat(1, epoch=1, removes=False)
         hub.beat(2, epoch=1)
         hub.step(ev.Tick())
         hub.now += 10.0
     assert {request.instance for request in hub.of(Reclaim)} == {instance(2)}
+    assert hub.stores == [], "an engine is there"
 
 
 @pytest.mark.parametrize("admin", [False, True])
@@ -310,6 +290,7 @@ def test_another_policy_ends_it(hub: Driver) -> None:
     assert hub.stores == [ev.RemoveAll(1)]
     assert hub.of(Reclaim)[-1].below == 1
     hub.step(ev.Configured(config(reclaim="Retain")))
+    answer(hub, hub.of(Reclaim)[-1], 4)
     hub.sent.clear()
     publish(hub, 2)
     later(hub, 2 * LEASE)
