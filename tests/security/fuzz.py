@@ -24,35 +24,10 @@ import zmq
 
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.net.gate import Peers
+from epochkv_fence.protocol import messages as ms
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.agent import Agent, Received, Started
 from epochkv_fence.protocol.agent import Send as AgentSend
-from epochkv_fence.protocol.messages import (
-    MAX_EPOCH,
-    MAX_KEPT,
-    TAGS,
-    VERSION_FRAME,
-    Bump,
-    BumpStatus,
-    EngineStatus,
-    Error,
-    Grant,
-    Heartbeat,
-    Label,
-    Labelled,
-    Leave,
-    Message,
-    Nudge,
-    Propose,
-    Reclaim,
-    Reclaimed,
-    Refusal,
-    Source,
-    Status,
-    WireError,
-    decode,
-    encode,
-)
 from epochkv_fence.protocol.pool import PoolConfig, PoolRecord, ReclaimPolicy, Term
 from tests.security.wire import FakeHub, RawClient, failures, heartbeat
 from tests.support.fence import FenceWorld
@@ -61,41 +36,41 @@ from tests.support.fence import FenceWorld
 # Messages that are almost right, bytes that are not, and documents in between, drawn from a `random.Random`.
 INSTANCES = [bytes([65 + n]) * 16 for n in range(4)]
 WEIGHTS = [bytes([97 + n]) * 16 for n in range(4)]
-CORPUS: list[Message] = [
-    Heartbeat(
+CORPUS: list[ms.Message] = [
+    ms.Heartbeat(
         INSTANCES[0], 7, 3, 12.5, {"hits": 0.5, "l1_bytes": 1e9}, engine="engine", pod="pod-0", fingerprint="f" * 64, weights=WEIGHTS[0]
     ),
-    Heartbeat(INSTANCES[1], 0),
-    Heartbeat(INSTANCES[0], 8, 3, weights=WEIGHTS[1]),
-    Heartbeat(INSTANCES[2], 9, 3, weights_note="rank 1: no answer"),
-    Heartbeat(INSTANCES[3], 9, 3, tiers_off="SavesOnly", tiers_note="loads are off: because"),
-    Heartbeat(INSTANCES[3], 10, 3, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}, rank=1, old_epoch_requests=2, isolated=True),
-    Grant(INSTANCES[0], 7, 4, 30.0),
-    Nudge(INSTANCES[0]),
-    Propose(INSTANCES[1], 5),
-    Bump(1, 4),
-    Bump(2, 5),
-    BumpStatus(1, 4, 4, 3, 2, 1, 0, 30.0),
-    Status(3),
-    Status(4, after=INSTANCES[0]),
-    Status(
-        *(3, 4, 4, 1, [EngineStatus(INSTANCES[0], 4, 12.5, 0.25, 7.5, engine="engine", pod="pod-0", weights=WEIGHTS[0])], 30.0),
-        *(Source.TRAINER, "uid-1", INSTANCES[0], {"61" * 16: "step-42"}),
+    ms.Heartbeat(INSTANCES[1], 0),
+    ms.Heartbeat(INSTANCES[0], 8, 3, weights=WEIGHTS[1]),
+    ms.Heartbeat(INSTANCES[2], 9, 3, weights_note="rank 1: no answer"),
+    ms.Heartbeat(INSTANCES[3], 9, 3, tiers_off="SavesOnly", tiers_note="loads are off: because"),
+    ms.Heartbeat(INSTANCES[3], 10, 3, versions={"epochkv": "0.2.0", "vllm": "0.32.0"}, rank=1, old_epoch_requests=2, isolated=True),
+    ms.Grant(INSTANCES[0], 7, 4, 30.0),
+    ms.Nudge(INSTANCES[0]),
+    ms.Propose(INSTANCES[1], 5),
+    ms.Bump(1, 4),
+    ms.Bump(2, 5),
+    ms.BumpStatus(1, 4, 4, 3, 2, 1, 0, 30.0),
+    ms.Status(3),
+    ms.Status(4, after=INSTANCES[0]),
+    ms.Status(
+        *(3, 4, 4, 1, [ms.EngineStatus(INSTANCES[0], 4, 12.5, 0.25, 7.5, engine="engine", pod="pod-0", weights=WEIGHTS[0])], 30.0),
+        *(ms.Source.TRAINER, "uid-1", INSTANCES[0], {"61" * 16: "step-42"}),
     ),
-    Label(5, WEIGHTS[0], "step-42"),
-    Labelled(5, WEIGHTS[0], "step-42"),
-    Reclaim(INSTANCES[0], 4),
-    Reclaim(INSTANCES[0], 4, WEIGHTS[:2]),
-    Reclaim(INSTANCES[0], 4, WEIGHTS[:2], 7),
-    Reclaimed(INSTANCES[0], 4, 12, 4096, 7),
-    Leave(INSTANCES[0]),
-    Error(Refusal.TAG, "unknown tag"),
+    ms.Label(5, WEIGHTS[0], "step-42"),
+    ms.Labelled(5, WEIGHTS[0], "step-42"),
+    ms.Reclaim(INSTANCES[0], 4),
+    ms.Reclaim(INSTANCES[0], 4, WEIGHTS[:2]),
+    ms.Reclaim(INSTANCES[0], 4, WEIGHTS[:2], 7),
+    ms.Reclaimed(INSTANCES[0], 4, 12, 4096, 7),
+    ms.Leave(INSTANCES[0]),
+    ms.Error(ms.Refusal.TAG, "unknown tag"),
 ]
 EDGES: list[Any] = [
-    None, True, False, 0, 1, -1, 2, 3, 4, 5, 2**31, 2**53, MAX_EPOCH, MAX_EPOCH + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
+    None, True, False, 0, 1, -1, 2, 3, 4, 5, 2**31, 2**53, ms.MAX_EPOCH, ms.MAX_EPOCH + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
     0.0, -0.0, 1e-300, 0.1, 30.0, 1e9, 1e15, 1.7e308, float("inf"), float("-inf"), float("nan"),
     "", "Spec", "size", "step-42", "61" * 16, "\0", "é" * 100, "x" * 253, "x" * 254, "x" * 2000, b"", *INSTANCES, *WEIGHTS,
-    b"z" * 15, b"z" * 17, [], {}, [INSTANCES[0]], [WEIGHTS[0]] * MAX_KEPT, [WEIGHTS[0]] * (MAX_KEPT + 1), {"a": 1.0},
+    b"z" * 15, b"z" * 17, [], {}, [INSTANCES[0]], [WEIGHTS[0]] * ms.MAX_KEPT, [WEIGHTS[0]] * (ms.MAX_KEPT + 1), {"a": 1.0},
     {"x" * 65: 1.0}, {"61" * 16: "x"},
 ]  # fmt: skip
 
@@ -115,7 +90,7 @@ def value(rng: Random, depth: int = 0) -> Any:
 
 def body(rng: Random) -> dict[str, Any]:
     """A message's fields, some of them replaced, taken away or made up."""
-    fields: dict[str, Any] = msgspec.msgpack.decode(encode(rng.choice(CORPUS))[1])
+    fields: dict[str, Any] = msgspec.msgpack.decode(ms.encode(rng.choice(CORPUS))[1])
     for _ in range(rng.choice([0, 1, 1, 2, 3])):
         name = rng.choice(list(fields) or ["type"])
         match rng.randrange(6):
@@ -125,7 +100,7 @@ def body(rng: Random) -> dict[str, Any]:
                 others = "extra", "weights", "weights_note", "tiers_off", "tiers_note", "keep", "labels", "first", ""
                 fields[rng.choice(others)] = value(rng)
             case 2:
-                fields["type"] = rng.choice([*TAGS, "Wipe", "", 3, None])
+                fields["type"] = rng.choice([*ms.TAGS, "Wipe", "", 3, None])
             case _:
                 fields[name] = value(rng)
     return fields
@@ -159,7 +134,7 @@ def frames(rng: Random) -> list[bytes]:
     """What arrives on a socket: mostly a version and a payload."""
     kind = rng.random()
     if kind < 0.85:
-        return [VERSION_FRAME, payload(rng)]
+        return [ms.VERSION_FRAME, payload(rng)]
     if kind < 0.93:
         return [rng.choice([b"", b"\x00", b"\x01", b"\x02\x02", b"\xff" * 20]), payload(rng)]
     return [rng.randbytes(rng.randrange(20)) for _ in range(rng.choice([1, 1, 3, 4, 30]))]
@@ -176,16 +151,16 @@ class Crash(Exception):
 
 
 # ----------------------------------------------------------------------------------------------------- in this process
-def decoder(rng: Random) -> Message | None:
+def decoder(rng: Random) -> ms.Message | None:
     """`messages.decode`: a message or `WireError`, and a message stays what it is when encoded again."""
     given = frames(rng)
     try:
-        message = decode(given)
-    except WireError as error:
+        message = ms.decode(given)
+    except ms.WireError as error:
         if len(error.text) > 70_000:
             raise Crash(f"an error of {len(error.text)} characters") from None
         return None
-    again = decode(encode(message))
+    again = ms.decode(ms.encode(message))
     if again != message and "nan" not in repr(message):
         raise Crash(f"{message!r} became {again!r}")
     return message
@@ -217,7 +192,7 @@ def machines(rng: Random) -> None:
         hub.round_at(now)
         for step in agent.step(Received(message), now):
             if isinstance(step, AgentSend):
-                encode(step.message)
+                ms.encode(step.message)
         agent.deadline()
 
 
@@ -225,7 +200,7 @@ def _perform(hub: Hub, action: ev.Action, rng: Random, now: float) -> None:
     worked = rng.random() < 0.8
     match action:
         case ev.Send(_, message):
-            encode(message)
+            ms.encode(message)
         case ev.Changed():
             pass
         case call:
@@ -249,7 +224,7 @@ class HubPath:
         with contextlib.suppress(zmq.Again):
             self._client.socket.send_multipart(frames(rng), zmq.NOBLOCK)
         while self._client.socket.poll(0):
-            decode(self._client.socket.recv_multipart())
+            ms.decode(self._client.socket.recv_multipart())
         self._number += 1
         if self._number % BATCH == 0:
             self._client.close()
@@ -265,7 +240,7 @@ class HubPath:
             end = time.monotonic() + 30
             while time.monotonic() < end:
                 answer = client.hear(0.5)
-                if isinstance(answer, Grant) and answer.instance == instance:
+                if isinstance(answer, ms.Grant) and answer.instance == instance:
                     break
             else:
                 raise Crash(f"the hub grants no more: {self._hub.counters}")
@@ -315,12 +290,7 @@ def targets() -> Iterator[dict[str, tuple[Target, int]]]:
         stack.callback(world.close)
         hub_path, agent_path = HubPath(world), AgentPath(world)
         stack.callback(agent_path.close)
-        yield {
-            "decoder": (decoder, 4_000),
-            "machines": (machines, 60),
-            "hub": (hub_path, 2 * BATCH),
-            "agent": (agent_path, 2 * BATCH),
-        }
+        yield {"decoder": (decoder, 4_000), "machines": (machines, 60), "hub": (hub_path, 2 * BATCH), "agent": (agent_path, 2 * BATCH)}
 
 
 @contextlib.contextmanager

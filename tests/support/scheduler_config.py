@@ -19,17 +19,8 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
+from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
 
 from epochkv_connector.wire import RankLayout
 
@@ -158,49 +149,49 @@ def _kv_transfer_config(tmp: Path, options: EngineOptions, has_store: bool) -> K
     return KVTransferConfig(kv_connector="EpochKVConnector", kv_connector_module_path=place, kv_connector_extra_config=ours, **given)
 
 
-def rank_kv_cache_config(options: EngineOptions, rank: int = 0) -> KVCacheConfig:
+def rank_kv_cache_config(options: EngineOptions, rank: int = 0) -> specs.KVCacheConfig:
     """What one rank gets: groups of layers of one head."""
     made = []
     for index, kind in enumerate(options.groups):
         names = [f"layer{index}"]
-        spec: KVCacheSpec
+        spec: specs.KVCacheSpec
         if kind == "unlike":
             names.append(f"layer{index}.drafter")
-            spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={names[0]: _full(HEAD), names[1]: _full(7 * HEAD)})
+            spec = specs.UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={names[0]: _full(HEAD), names[1]: _full(7 * HEAD)})
         else:
             names += [f"layer{index}.{number}" for number in range(1, options.num_layers[rank] if options.num_layers else 1)]
             spec = _state(options) if kind == STATE else _attention(kind)
-        made.append(KVCacheGroupSpec(names, spec))
-    return KVCacheConfig(
+        made.append(specs.KVCacheGroupSpec(names, spec))
+    return specs.KVCacheConfig(
         num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=made, prefix_cache_retention_interval=options.retention
     )
 
 
-def _state(options: EngineOptions) -> MambaSpec:
+def _state(options: EngineOptions) -> specs.MambaSpec:
     shapes, dtypes = ((4, 4), (8,)), (torch.float32, torch.float32)
     inside = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1} if options.checkpoints else {}
-    return MambaSpec(
+    return specs.MambaSpec(
         block_size=BLOCK, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align", num_speculative_blocks=options.num_drafts, **inside
     )
 
 
-def _attention(kind: str) -> KVCacheSpec:
+def _attention(kind: str) -> specs.KVCacheSpec:
     if kind == "full":
         return _full(HEAD)
     if kind.startswith(CHUNK):
-        return ChunkedLocalAttentionSpec(**_layer(HEAD), attention_chunk_size=int(kind.removeprefix(CHUNK)))
-    return SlidingWindowSpec(**_layer(HEAD), sliding_window=int(kind))
+        return specs.ChunkedLocalAttentionSpec(**_layer(HEAD), attention_chunk_size=int(kind.removeprefix(CHUNK)))
+    return specs.SlidingWindowSpec(**_layer(HEAD), sliding_window=int(kind))
 
 
 def _layer(head_size: int) -> dict[str, Any]:
     return {"block_size": BLOCK, "num_kv_heads": 1, "head_size": head_size, "dtype": torch.float32}
 
 
-def _full(head_size: int) -> FullAttentionSpec:
-    return FullAttentionSpec(**_layer(head_size))
+def _full(head_size: int) -> specs.FullAttentionSpec:
+    return specs.FullAttentionSpec(**_layer(head_size))
 
 
-def kv_cache_config(options: EngineOptions) -> KVCacheConfig:
+def kv_cache_config(options: EngineOptions) -> specs.KVCacheConfig:
     """What vLLM shows the scheduler role of it."""
     return generate_scheduler_kv_cache_config([rank_kv_cache_config(options, rank) for rank in range(options.num_ranks)])
 
@@ -209,7 +200,7 @@ def rank_layout(options: EngineOptions, rank: int) -> RankLayout:
     """What a rank finds out about its tensors: layers lie in a slot one after the other, between ends of 128 bytes, aligned to 256."""
     payloads = []
     for group in rank_kv_cache_config(options, rank).kv_cache_groups:
-        unlike = isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+        unlike = isinstance(group.kv_cache_spec, specs.UniformTypeKVCacheSpecs)
         payloads.append(group.kv_cache_spec.page_size_bytes * (1 if unlike else len(group.layer_names)))
     stride = -(-(max(payloads) + 256) // 256) * 256
     ring = int((options.extra or {}).get("staging_slots", 64))

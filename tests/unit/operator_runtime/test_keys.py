@@ -8,47 +8,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epochkv_fence.net.keys import generate_keypair
+from epochkv_operator import keys as fence
 from epochkv_operator.control.reconcile import PoolReconciler
-from epochkv_operator.keys import (
-    CHECK,
-    FIELDS,
-    GENERATION,
-    HUB,
-    KEY,
-    PREVIOUS,
-    PUBLIC,
-    ROOT,
-    FenceKeys,
-    FenceSecrets,
-    content,
-    decoded,
-    encoded,
-    follows,
-    made,
-    whole,
-)
 from epochkv_operator.kube.client import ApiError, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.store import Store, indexed, pool_key
 
 POOL, HUB_PUBLIC = "uid-1", generate_keypair().public
 OTHER = generate_keypair()
-KEYS = made(HUB_PUBLIC, 0)
+KEYS = fence.made(HUB_PUBLIC, 0)
 ROTATED = replace(KEYS, client=generate_keypair(), generation=1, previous=KEYS.client.public)
 NO_BINARY = "%" * 40
 """Characters of z85 that stand for a number above 32 bits."""
 
 
 @pytest.mark.parametrize("keys", [KEYS, ROTATED, replace(ROTATED, previous=None)])
-def test_what_was_written_is_whole_for_its_own_pool_alone(keys: FenceKeys) -> None:
-    fields = decoded({"data": encoded(content(keys, POOL))})
-    assert whole(fields, POOL) == keys
-    assert whole(fields, "uid-2") is None
+def test_what_was_written_is_whole_for_its_own_pool_alone(keys: fence.FenceKeys) -> None:
+    fields = fence.decoded({"data": fence.encoded(fence.content(keys, POOL))})
+    assert fence.whole(fields, POOL) == keys
+    assert fence.whole(fields, "uid-2") is None
 
 
 VALUES = {
-    **{PUBLIC: [OTHER.public, KEYS.client.public[::-1], NO_BINARY], KEY: [OTHER.secret, KEYS.client.secret[::-1], NO_BINARY, ""]},
-    **{ROOT: ["ab" * 32, KEYS.root_secret[::-1], ""], GENERATION: ["7", "-1", "many", "1" * 400], CHECK: ["0" * 32, "", "\u00e9"]},
-    PREVIOUS: ["no key", NO_BINARY],
+    fence.PUBLIC: [OTHER.public, KEYS.client.public[::-1], NO_BINARY],
+    fence.KEY: [OTHER.secret, KEYS.client.secret[::-1], NO_BINARY, ""],
+    fence.ROOT: ["ab" * 32, KEYS.root_secret[::-1], ""],
+    fence.GENERATION: ["7", "-1", "many", "1" * 400],
+    fence.CHECK: ["0" * 32, "", "\u00e9"],
+    fence.PREVIOUS: ["no key", NO_BINARY],
 }
 
 
@@ -58,31 +44,31 @@ CASES = [(field, number, value) for field, values in VALUES.items() for number, 
 # Keys are drawn anew in each process, so names of tests cannot hold them.
 @pytest.mark.parametrize(("field", "value"), [pytest.param(field, value, id=f"{field}-{number}") for field, number, value in CASES])
 def test_a_changed_or_missing_field_is_seen(field: str, value: str | None) -> None:
-    fields = {**content(ROTATED, POOL)}
+    fields = {**fence.content(ROTATED, POOL)}
     fields.pop(field)
     if value is not None:
         fields[field] = value
-    found = whole(fields, POOL)
-    assert found == (replace(ROTATED, previous=None) if (field, value) == (PREVIOUS, None) else None)
+    found = fence.whole(fields, POOL)
+    assert found == (replace(ROTATED, previous=None) if (field, value) == (fence.PREVIOUS, None) else None)
 
 
 def test_another_key_of_the_hub_leaves_the_rest_whole() -> None:
     """The hub's key pair may be new: then every Secret has the one before."""
-    assert whole({**content(KEYS, POOL), HUB: OTHER.public}, POOL) == replace(KEYS, hub_public=OTHER.public)
+    assert fence.whole({**fence.content(KEYS, POOL), fence.HUB: OTHER.public}, POOL) == replace(KEYS, hub_public=OTHER.public)
 
 
 def test_only_the_end_of_an_older_key_and_a_rotation_follow() -> None:
     retired = replace(ROTATED, previous=None)
-    assert follows(KEYS, KEYS, None)
-    assert follows(ROTATED, retired, None), "removed by hand, or by the operator before"
-    assert follows(KEYS, ROTATED, None), "rotated by the operator before"
-    assert follows(KEYS, retired, ROTATED.client), "our own rotation, and removed by hand since"
-    assert not follows(KEYS, retired, None), "engines with the older key would be rejected"
-    assert not follows(ROTATED, KEYS, None), "an old copy of the Secret"
-    assert not follows(KEYS, replace(KEYS, previous=OTHER.public), None)
-    assert not follows(KEYS, replace(ROTATED, root_secret="ab" * 32), None)
-    assert not follows(KEYS, replace(ROTATED, previous=OTHER.public), None)
-    assert not follows(KEYS, replace(KEYS, hub_public=OTHER.public), None)
+    assert fence.follows(KEYS, KEYS, None)
+    assert fence.follows(ROTATED, retired, None), "removed by hand, or by the operator before"
+    assert fence.follows(KEYS, ROTATED, None), "rotated by the operator before"
+    assert fence.follows(KEYS, retired, ROTATED.client), "our own rotation, and removed by hand since"
+    assert not fence.follows(KEYS, retired, None), "engines with the older key would be rejected"
+    assert not fence.follows(ROTATED, KEYS, None), "an old copy of the Secret"
+    assert not fence.follows(KEYS, replace(KEYS, previous=OTHER.public), None)
+    assert not fence.follows(KEYS, replace(ROTATED, root_secret="ab" * 32), None)
+    assert not fence.follows(KEYS, replace(ROTATED, previous=OTHER.public), None)
+    assert not fence.follows(KEYS, replace(KEYS, hub_public=OTHER.public), None)
 
 
 async def test_a_secret_that_cannot_be_read_holds_up_nothing_else_of_its_pool() -> None:
@@ -100,12 +86,12 @@ async def test_a_secret_that_cannot_be_read_holds_up_nothing_else_of_its_pool() 
 
     server, pool = Server(), {"metadata": {"namespace": "rl", "name": "policy", "uid": POOL}, "spec": {}}
     reconciler = PoolReconciler.__new__(PoolReconciler)
-    reconciler.secrets, reconciler.store = FenceSecrets(server, HUB_PUBLIC), Store(indexed)
+    reconciler.secrets, reconciler.store = fence.FenceSecrets(server, HUB_PUBLIC), Store(indexed)
     keys, *_ = await reconciler._keys(pool_key("rl", "policy"), pool)
     assert keys is not None
     server.refusal = Unavailable(500, "InternalError", "rpc error: KMS", "GET")
     assert await reconciler._keys(pool_key("rl", "policy"), pool) == (keys, None, server.refusal)
-    reconciler.secrets = FenceSecrets(server, HUB_PUBLIC)
+    reconciler.secrets = fence.FenceSecrets(server, HUB_PUBLIC)
     with pytest.raises(Unavailable):
         await reconciler._keys(pool_key("rl", "policy"), pool)
 
@@ -119,12 +105,16 @@ TEXTS = st.sampled_from(["", "garbage", "0" * 64, NO_BINARY, OTHER.public, OTHER
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.sampled_from(FIELDS), TEXTS | st.none()), st.booleans())
+@given(st.dictionaries(st.sampled_from(fence.FIELDS), TEXTS | st.none()), st.booleans())
 def test_no_edit_raises_or_brings_another_secret_key(edit: dict[str, str | None], rotating: bool) -> None:
     base = ROTATED if rotating else KEYS
-    found = whole({name: value for name, value in ({**content(base, POOL), **edit}).items() if value is not None}, POOL)
+    found = fence.whole({name: value for name, value in ({**fence.content(base, POOL), **edit}).items() if value is not None}, POOL)
     assert found is None or (found.client, found.root_secret, found.generation) == (base.client, base.root_secret, base.generation)
 
 
 def test_fields_that_are_no_text_are_empty() -> None:
-    assert decoded({"data": {KEY: "!", PUBLIC: "/w==", GENERATION: None}}) == {KEY: "", PUBLIC: "", GENERATION: ""}
+    assert fence.decoded({"data": {fence.KEY: "!", fence.PUBLIC: "/w==", fence.GENERATION: None}}) == {
+        fence.KEY: "",
+        fence.PUBLIC: "",
+        fence.GENERATION: "",
+    }
