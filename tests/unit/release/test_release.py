@@ -57,8 +57,11 @@ def test_released_images_are_for_both_processors() -> None:
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_bases_are_pinned_by_digest(name: str) -> None:
-    """vLLM's image is the user's choice; the release workflow finds its digest and builds on that."""
+def test_bases_are_pinned_by_digest_and_images_run_as_nobody_in_particular(name: str) -> None:
+    """vLLM's image is the user's choice; the release workflow finds its digest and builds on that.
+
+    Each stage that is an image ends with the same numeric user, which `runAsNonRoot` can check.
+    """
     text = (ROOT / DOCKERFILES[name]).read_text()
     arguments = dict(re.findall(r"^ARG (\w+)=(\S+)$", text, re.MULTILINE))
     assert set(arguments) <= {"BASE_IMAGE", "VLLM_IMAGE"}
@@ -66,14 +69,8 @@ def test_bases_are_pinned_by_digest(name: str) -> None:
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", text, re.MULTILINE))
     for source in re.findall(r"^FROM (\S+)", text, re.MULTILINE):
         assert source in {"${BASE_IMAGE}", "${VLLM_IMAGE}", *stages}
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_images_run_as_nobody_in_particular(name: str) -> None:
-    """Each stage that is an image ends with the same numeric user, which `runAsNonRoot` can check."""
-    text = (ROOT / DOCKERFILES[name]).read_text()
-    stages = re.split(r"^(?=FROM )", text, flags=re.MULTILINE)[1:]
-    images = [stage for stage in stages if re.search(r"^(CMD|ENTRYPOINT|EXPOSE)", stage, re.MULTILINE)]
+    bodies = re.split(r"^(?=FROM )", text, flags=re.MULTILINE)[1:]
+    images = [stage for stage in bodies if re.search(r"^(CMD|ENTRYPOINT|EXPOSE)", stage, re.MULTILINE)]
     assert images
     assert [re.findall(r"^USER (\S+)$", stage, re.MULTILINE)[-1] for stage in images] == ["65532:65532"] * len(images)
 
@@ -118,15 +115,14 @@ def test_actionlint_has_no_complaint() -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_every_action_is_pinned_by_commit(path: Path) -> None:
+def test_a_workflow_pins_every_action_may_write_where_a_job_says_so_and_runs_no_tag(path: Path) -> None:
+    """`${{ }}` inside a script would run what a tag or a branch is called."""
     lines = [line.strip().removeprefix("- ") for line in path.read_text().splitlines() if re.match(r"\s*(- )?uses:", line)]
     assert lines
     assert [line for line in lines if not STEP.fullmatch(line)] == []
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_nothing_may_write_unless_its_job_says_so(path: Path) -> None:
-    assert workflow(path.stem)["permissions"] == {"contents": "read"}
+    found = workflow(path.stem)
+    assert found["permissions"] == {"contents": "read"}
+    assert [step["run"] for job in found["jobs"].values() for step in job["steps"] if "${{" in step.get("run", "")] == []
 
 
 def test_only_what_publishes_may_write() -> None:
@@ -154,10 +150,3 @@ def test_started_by_hand_it_publishes_nothing() -> None:
     (build,) = [step for step in jobs["images"]["steps"] if "build-push-action" in step.get("uses", "")]
     assert publishing in build["with"]["push"]
     assert (build["with"]["sbom"], build["with"]["provenance"]) == (True, "mode=max")
-
-
-def test_no_script_is_written_by_a_tag() -> None:
-    """`${{ }}` inside a script would run what a tag or a branch is called."""
-    for path in WORKFLOWS:
-        for job in workflow(path.stem)["jobs"].values():
-            assert [step["run"] for step in job["steps"] if "${{" in step.get("run", "")] == []
