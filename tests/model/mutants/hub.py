@@ -124,19 +124,10 @@ def _lead_with_own_published(hub: HubState, event: ev.Acquired) -> ev.Event:
 
 
 QUICK = {**DUEL, "takeovers": 1.0}
-AMBUSHED = {
-    **DUEL,
-    "orders": ("client, reset", "spec, reset"),
-    "ambush": 0.1,
-    "trouble": 0.03,
-    "trainer_restarts": 0.0,
-    "freezes": 0.2,
-    "takeovers": 0.1,
-    "wander": 0.5,
-    "steps": 1200,
-    "engines": 1,
-}
-"""Hubs that freeze and do not know that they were deposed, and two who ask for epochs."""
+FROZEN = {**DUEL, "trouble": 0.03, "trainer_restarts": 0.0, "freezes": 0.2, "takeovers": 0.1, "steps": 1200}
+"""Hubs that freeze and do not know that they were deposed."""
+AMBUSHED = {**FROZEN, "orders": ("client, reset", "spec, reset"), "ambush": 0.1, "wander": 0.5, "engines": 1}
+"""And two who ask for epochs."""
 
 HUB_MUTANTS = {
     "no waiting after leadership": Mutant(Rules(hub=without(settled_at=lambda lead: NEVER)), QUICK),
@@ -171,17 +162,7 @@ HUB_MUTANTS = {
     "a trainer is told a target without a leadership read": Mutant(Rules(hub=without(needs_read=lambda question: False)), AMBUSHED),
     "a trainer is told of a target that the leader may not know": Mutant(
         Rules(hub=without(may_tell=lambda record, epoch: True)),
-        {
-            **DUEL,
-            "orders": ("client, reset",),
-            "trouble": 0.03,
-            "trainer_restarts": 0.0,
-            "ambush": 0.0,
-            "freezes": 0.2,
-            "takeovers": 0.1,
-            "pace": 1.0,
-            "steps": 1200,
-        },
+        {**FROZEN, "orders": ("client, reset",), "ambush": 0.0, "pace": 1.0},
     ),
     "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd)),
     "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause)),
