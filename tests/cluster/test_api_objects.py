@@ -122,32 +122,18 @@ def test_statuses_fit_the_schema(space: Namespace) -> None:
     engine = parse_engine(space.create_engine("rollout", **ENGINE_SPECS["minimal"]))
     execute(space, plan_pool(pool, Observed(), CONTEXT))
     execute(space, plan_engine(engine, pool, Observed(children(space)), CONTEXT))
+
+    def held(number: int) -> Json:
+        return {"fingerprint": f"kind-{number % 9}", "weights": (number % 20).to_bytes(16), "majority": b"\xff" * 16}
+
     crowd = [
-        EngineView(
-            number.to_bytes(16, "big"),
-            epoch=6,
-            converged=False,
-            alive=True,
-            pod=f"ray-{number % 70}",
-            rank=number,
-            old_epoch_requests=1,
-            fingerprint=f"kind-{number % 9}",
-            weights=(number % 20).to_bytes(16, "big"),
-            majority=b"\xff" * 16,
-        )
+        EngineView(number.to_bytes(16), 6, False, True, pod=f"ray-{number % 70}", rank=number, old_epoch_requests=1, **held(number))
         for number in range(80)
     ]
-    removed: Json = {"reclaimed": 6, "reclaimed_keys": 12, "reclaimed_bytes": 2**40, "reclaimed_at": now.timestamp(), "wipe_failed": True}
-    hub = HubView(
-        7,
-        6,
-        crowd,
-        started_at=now.timestamp(),
-        origin=Source.TRAINER,
-        weights=[WeightsView(number.to_bytes(16), "v" * 253, 4, 0.0) for number in range(20)],
-        **removed,
-        keys=KeysView(2, 2, ("ray-1",)),
-    )
+    weights, at = [WeightsView(number.to_bytes(16), "v" * 253, 4, 0.0) for number in range(20)], now.timestamp()
+    told: Json = {"started_at": at, "origin": Source.TRAINER, "weights": weights, "keys": KeysView(2, 2, ("ray-1",))}
+    reclaimed: Json = {"reclaimed": 6, "reclaimed_keys": 12, "reclaimed_bytes": 2**40, "reclaimed_at": at, "wipe_failed": True}
+    hub = HubView(7, 6, crowd, **told, **reclaimed)
     observed = Observed(children(space), (), hub)
     for collection, name, status in (
         (POOLS, "policy", pool_status(pool, observed, CONTEXT, {"granting": True}, now)),

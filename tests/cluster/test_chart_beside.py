@@ -112,9 +112,8 @@ def test_crds_that_helm_does_not_own(bare: ControlPlane, tmp_path: Path) -> None
 def test_crds_never_go_with_a_release_that_serves_only_some_namespaces(bare: ControlPlane, tmp_path: Path) -> None:
     drop_crds(bare)
     some = Release(bare, "some", "some-home", tmp_path)
-    assert "crds.keep=false would delete the pools and engines of every namespace" in some.refused(
-        "watchNamespaces={serve-a}", "crds.keep=false"
-    )
+    told = some.refused("watchNamespaces={serve-a}", "crds.keep=false")
+    assert "crds.keep=false would delete the pools and engines of every namespace" in told
     some.install("watchNamespaces={serve-a}")
     assert "crds.keep=false would delete" in some.refused("watchNamespaces={serve-a}", "crds.keep=false", verb="upgrade")
     some.uninstall()

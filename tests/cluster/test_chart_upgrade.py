@@ -118,11 +118,8 @@ def scale(work: Namespace, replicas: int, operator: OperatorProcess) -> dict[str
 
 
 def chart_of_crds(work: Namespace) -> set[str]:
-    return {
-        item["metadata"]["annotations"]["epochkv.io/chart"]
-        for item in work.request("GET", CRDS)["items"]
-        if item["spec"]["group"] == "epochkv.io"
-    }
+    ours = [item for item in work.request("GET", CRDS)["items"] if item["spec"]["group"] == "epochkv.io"]
+    return {item["metadata"]["annotations"]["epochkv.io/chart"] for item in ours}
 
 
 def fill(work: Namespace, operator: OperatorProcess) -> None:

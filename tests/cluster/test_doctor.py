@@ -53,10 +53,9 @@ class World:
         """Run a command as a person would, with our kubectl, Helm and commands."""
         folders = (self.plane.kubectl.parent, self.plane.helm.parent, Path(sys.executable).parent)
         path = os.pathsep.join([*map(str, folders), os.environ["PATH"]])
-        environ = {**os.environ, "PATH": path, "KUBECONFIG": str(self.plane.kubeconfig)}
-        done = subprocess.run(
-            ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60, env=environ, check=False
-        )
+        env = {**os.environ, "PATH": path, "KUBECONFIG": str(self.plane.kubeconfig)}
+        shell = ["bash", "-c", f"set -o pipefail; {command}"]
+        done = subprocess.run(shell, capture_output=True, text=True, timeout=60, env=env, check=False)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 
     def settle(self) -> None:
@@ -153,11 +152,8 @@ def take_rights_away(space: Namespace) -> None:
             rule["verbs"].remove("get")
     space.request("PUT", f"{ROLE}/epochkv-operator", role)
     wanted = {"namespace": HOME, "verb": "get", "resource": "secrets", "name": "lonely-fence"}
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SubjectAccessReview",
-        "spec": {"user": ACCOUNT, "resourceAttributes": wanted},
-    }
+    spec = {"user": ACCOUNT, "resourceAttributes": wanted}
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
 
     def refused() -> bool:
         answer = space.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)

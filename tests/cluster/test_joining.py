@@ -88,24 +88,25 @@ def env(made: dict[str, Any], name: str) -> dict[str, Any]:
     return {one["name"]: one.get("value", one.get("valueFrom")) for one in container(made, name).get("env", [])}
 
 
-def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
-    namespace.request(
-        "PATCH",
-        f"/api/v1/namespaces/{namespace.name}",
-        {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}},
-        "application/merge-patch+json",
+def not_joined(space: Namespace, name: str, operator: OperatorProcess) -> dict[str, Any]:
+    """The Event that says why this pod has not joined."""
+    return eventually(
+        lambda: next((one for one in space.events("NotJoined") if one["regarding"]["name"] == name), None),
+        lambda: f"an Event; log:\n{operator.tail()}",
     )
+
+
+def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, operator: OperatorProcess) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    namespace.patch("/api/v1/namespaces", namespace.name, {"metadata": {"labels": labels}})
     namespace.create_pool("policy", **POOL)
     namespace.create_pool("other", **POOL | {"local": {"capacity": "1Gi"}}, serve={"weights": "Converged"})
     made = joins(namespace, "plain")
     (init,) = made["spec"]["initContainers"]
     assert init["image"].startswith("epochkv/connector:")
     assert {volume["name"] for volume in made["spec"]["volumes"]} >= {"epochkv", "epochkv-connection", "epochkv-fence"}
-    assert {mount["mountPath"] for mount in container(made, "vllm")["volumeMounts"]} >= {
-        "/epochkv",
-        "/etc/epochkv/connection",
-        "/etc/epochkv/fence",
-    }
+    mounts = {mount["mountPath"] for mount in container(made, "vllm")["volumeMounts"]}
+    assert mounts >= {"/epochkv", "/etc/epochkv/connection", "/etc/epochkv/fence"}
     assert env(made, "vllm").items() >= {"PYTHONPATH": "/epochkv", "EPOCHKV_ATTACH": "1"}.items()
     assert env(made, "vllm")["EPOCHKV_CONFIG"] == "/etc/epochkv/connection/connection.json"
     assert env(made, "vllm")["EPOCHKV_LOCAL_CAPACITY"] == str(2**26), "also when the pool is given another one later"
@@ -157,11 +158,7 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
         ({"epochkv.io/local": "2Pi"}, {}, "of 1Mi to 1Pi"),
         ({"epochkv.io/engine-container": "no"}, {}, 'is "no", and the pod has no such container: vllm'),
         ({"epochkv.io/fence": "yes"}, {}, 'epochkv.io/fence is "yes": it must be "true" or "false"'),
-        (
-            {},
-            {"containers": [{"name": "vllm", **CONTAINER, "env": [BY_FIELD]}]},
-            "container vllm has PYTHONPATH by valueFrom: give it a value",
-        ),
+        ({}, {"containers": [{"name": "vllm", **CONTAINER, "env": [BY_FIELD]}]}, "vllm has PYTHONPATH by valueFrom: give it a value"),
         ({}, {"volumes": [{"name": "epochkv", "emptyDir": {}}]}, "the pod has volume epochkv already"),
         ({"epochkv.io/engines": "0"}, {}, 'epochkv.io/engines is "0": it must be a number of 1 to 64'),
         ({}, {"containers": [{"name": name, **CONTAINER} for name in ("vllm", "epochkv-connector")]}, "has container epochkv-connector"),
@@ -177,10 +174,7 @@ def test_what_cannot_join_starts_without_us_and_says_why(
     made = pod(namespace, "wrong", notes=notes, **spec)
     assert why in made["metadata"]["annotations"]["epochkv.io/rejected"]
     assert "initContainers" not in made["spec"]
-    event = eventually(
-        lambda: next((one for one in namespace.events("NotJoined") if one["regarding"]["name"] == "wrong"), None),
-        lambda: f"an Event; log:\n{operator.tail()}",
-    )
+    event = not_joined(namespace, "wrong", operator)
     assert (event["regarding"]["kind"], event["type"]) == ("Pod", "Warning")
     assert why in event["note"]
 
@@ -337,8 +331,7 @@ def test_other_namespaces_join_while_the_pool_allows_it(whole: Whole, tmp_path: 
 
     assert gate() == ("", ""), "it does not run yet"
     # Labels count, too, and lost copies come back.
-    labels = {"metadata": {"labels": {"rl": "yes"}}}
-    by_label.request("PATCH", f"/api/v1/namespaces/{by_label.name}", labels, "application/merge-patch+json")
+    by_label.patch("/api/v1/namespaces", by_label.name, {"metadata": {"labels": {"rl": "yes"}}})
     home.patch_spec("policy", allowedNamespaces={"names": None, "selector": {"matchLabels": {"rl": "yes"}}})
     eventually(lambda: has_copies(by_label, home) and copies(by_name, home) == (None, None), lambda: f"moved; log:\n{operator.tail()}")
     eventually(lambda: gate() == ("True", "NotGated"), lambda: f"nobody else opens it: {gate()}; log:\n{operator.tail()}")
@@ -366,14 +359,9 @@ def test_a_pod_joins_the_pool_that_it_means_and_no_namesake(whole: Whole) -> Non
     # A label alone means a pool of its own namespace, and none is there.
     lonely = pod(guests, "lonely")
     assert "initContainers" not in lonely["spec"]
-    event = eventually(
-        lambda: next((one for one in guests.events("NotJoined") if one["regarding"]["name"] == "lonely"), None),
-        lambda: f"an Event; log:\n{operator.tail()}",
-    )
-    assert "namespace allowed-b has no such pool" in event["note"]
-    assert (
-        "annotation epochkv.io/pool-namespace of the pod (allowed-a, allowed-c has one, and lets pods of allowed-b join)" in event["note"]
-    )
+    note = not_joined(guests, "lonely", operator)["note"]
+    assert "namespace allowed-b has no such pool" in note
+    assert "annotation epochkv.io/pool-namespace of the pod (allowed-a, allowed-c has one, and lets pods of allowed-b join)" in note
     guests.create_pool("policy", local={"capacity": "16Mi"})
     own = joins(guests, "own")
     assert env(own, "vllm")["EPOCHKV_LOCAL_CAPACITY"] == str(2**24)

@@ -146,9 +146,7 @@ def test_masters_of_which_none_leads_are_not_available(namespace: Namespace, ope
         ready = [{"type": "Ready", "status": "True"}]
         status = {"phase": "Running", "podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}], "conditions": ready}
         namespace.patch(PODS, pod["metadata"]["name"], {"status": status}, "/status")
-    eventually(
-        lambda: (namespace.get(CHILDREN["deployments"], "policy-master") or {})["status"].get("readyReplicas") == 2, "ready to Kubernetes"
-    )
+    eventually(lambda: (namespace.get(CHILDREN["deployments"], "policy-master") or {})["status"].get("readyReplicas") == 2, "ready pods")
 
     def said(status: str, reason: str) -> bool:
         available = condition(namespace.status("policy"), "MasterAvailable")

@@ -18,14 +18,8 @@ ENGINE: dict[str, Any] = {"poolRef": {"name": "policy"}, "model": {"name": "tiny
 
 def settled(space: Namespace, epoch: int) -> bool:
     """Everything is made, reported and published."""
-    expected = {
-        "deployments": {"rollout"},
-        "services": {"rollout"},
-        "serviceaccounts": {"rollout"},
-        "poddisruptionbudgets": {"rollout"},
-        "configmaps": {"policy-connection"},
-        "secrets": {"policy-fence", "epochkv-hub"},
-    }
+    expected = {kind: {"rollout"} for kind in ("deployments", "services", "serviceaccounts", "poddisruptionbudgets")}
+    expected |= {"configmaps": {"policy-connection"}, "secrets": {"policy-fence", "epochkv-hub"}}
     pool, engine = space.status("policy"), space.engine_status("rollout")
     return (
         all(space.names(kind) == names for kind, names in expected.items())

@@ -13,7 +13,7 @@ import pytest
 from hack.cluster.controlplane import ControlPlane
 from hack.other_crds import read_crd
 from hack.waiting import eventually
-from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, condition, leading_operator
+from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, becomes, condition, leading_operator
 
 LWS_CRD, MONITOR_CRD = "leaderworkersets.leaderworkerset.x-k8s.io", "podmonitors.monitoring.coreos.com"
 SETS = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/{}/leaderworkersets"
@@ -55,11 +55,6 @@ def remove(plane: ControlPlane, name: str) -> None:
     eventually(lambda: not plane.api.ok(f"{DEFINITIONS}/{name}"), f"{name} gone")
 
 
-def ready(space: Namespace, name: str, reason: str) -> dict[str, Any] | None:
-    found = condition(space.engine_status(name), "Ready")
-    return found if found.get("reason") == reason else None
-
-
 def groups(space: Namespace) -> dict[str, Any]:
     """Spec of the LeaderWorkerSet."""
     found: dict[str, Any] = (space.get(SETS, "big-nodes") or {})["spec"]
@@ -72,7 +67,7 @@ def test_leaderworkersets_and_monitors_follow_their_kinds(
     with leading_operator(namespace, tmp_path, monitor_label="release=prom"):
         namespace.create_pool("policy", local={"capacity": "64Mi"}, distributed={"mooncake": {"store": {"segmentSize": "64Mi"}}})
         namespace.create_engine("big", **SPANNING)
-        said = eventually(lambda: ready(namespace, "big", "KindNotServed"), "a condition that names the kind")
+        said = becomes(namespace.engine_status, "big", "Ready", reason="KindNotServed")
         assert "LeaderWorkerSets (leaderworkerset.x-k8s.io/v1)" in said["message"]
         assert "install LeaderWorkerSet (https://lws.sigs.k8s.io)" in said["message"]
         assert "big" not in namespace.names("services")

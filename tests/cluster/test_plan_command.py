@@ -67,9 +67,8 @@ def settled(namespace: Namespace) -> None:
     def done() -> bool:
         found = namespace.get(ENGINES, "rollout")
         assert found is not None
-        return (
-            generation(namespace) is not None and (found.get("status") or {}).get("observedGeneration") == found["metadata"]["generation"]
-        )
+        seen = (found.get("status") or {}).get("observedGeneration")
+        return generation(namespace) is not None and bool(seen == found["metadata"]["generation"])
 
     eventually(done, "the engine is reconciled")
 

@@ -161,15 +161,12 @@ def test_pods_with_the_label_share_and_follow_a_reset(setup: Setup, kube: Kube, 
         assert pod["metadata"]["annotations"]["epochkv.io/joined"] == "server"
         assert pod["spec"]["containers"][0]["resources"]["limits"]["memory"] == str(MEMORY + 128 * 2**20)
     joined = [ready(kube, namespace, name) for name, namespace in places.items()]
-    eventually(
-        lambda: (
-            {(one["pod"], one["namespace"]) for one in status(kube)["externalEngines"]}
-            == {(engine.name, namespace) for engine, namespace in zip(joined, places.values(), strict=True)}
-        ),
-        lambda: f"listed: {status(kube)['externalEngines']}",
-        60,
-        0.5,
-    )
+    wanted = {(engine.name, namespace) for engine, namespace in zip(joined, places.values(), strict=True)}
+
+    def listed() -> set[tuple[str, str]]:
+        return {(one["pod"], one["namespace"]) for one in status(kube)["externalEngines"]}
+
+    eventually(lambda: listed() == wanted, lambda: f"listed: {listed()}", 60, 0.5)
     assert status(kube)["engines"]["external"] == 3
 
     ours, reference = kube.engines(NAMESPACE, ENGINE, MODEL), kube.engines(NAMESPACE, REFERENCE, MODEL)[0]

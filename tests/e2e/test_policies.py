@@ -113,10 +113,7 @@ def test_an_engine_answers_everybody_but_on_its_transfer_ports(kube: Kube, pods:
 
 
 def test_a_pod_that_joined_answers_its_pool_on_its_transfer_ports(kube: Kube, pods: None) -> None:
-    host, engine = (
-        address(kube, f"app={MEMBER}"),
-        kube.pods(NAMESPACE, ENGINES)[0],
-    )
+    host, engine = address(kube, f"app={MEMBER}"), kube.pods(NAMESPACE, ENGINES)[0]
     expect(kube, engine["metadata"]["name"], host, TRANSFERS[5], "let in")
     expect(kube, STRANGER, host, TRANSFERS[5], "refused")
 

@@ -111,9 +111,8 @@ class Checks:
         world = self.world
         if page.settling_seconds > 0 or process.term != world.authority.leader:
             return ""
-        missed = [
-            engine for engine in world.engines if engine.live(world.now) and engine.agent.instance not in process.hub.state.instances.known
-        ]
+        known = process.hub.state.instances.known
+        missed = [engine for engine in world.engines if engine.live(world.now) and engine.agent.instance not in known]
         return f"does not know e{missed[0].index}, which has a lease" if missed else ""
 
     # ------------------------------------------------------------------ what somebody was told

@@ -136,9 +136,7 @@ class HubHistory:
     def _wrong_diverged(self, live: dict[bytes, Instance], shown: PoolSnapshot, now: float) -> str:
         wrong = {view.instance: view for view in shown.diverged}
         for fingerprint in {instance.fingerprint for instance in live.values()}:
-            held = {
-                name: instance for name, instance in live.items() if instance.fingerprint == fingerprint and instance.weights is not None
-            }
+            held = {name: one for name, one in live.items() if one.fingerprint == fingerprint and one.weights is not None}
             counts = Counter(instance.weights for instance in held.values())
             others = {name for name in held if name not in wrong}
             agreed = {held[name].weights for name in others}

@@ -39,19 +39,20 @@ def digest(picture: str) -> str:
     return hashlib.sha256(picture.encode()).hexdigest()
 
 
+def run(rig: Any, tokens: list[int] | None, **inputs: Any) -> int:
+    plain = rig.request(TOKENS)
+    rig.scheduler.add_request(Request(plain.request_id, tokens, plain.sampling_params, None, block_hasher=rig.hasher, **inputs))
+    rig.run()
+    return int(rig.cached[plain.request_id]) // BLOCK
+
+
 def serve(rig: Any, picture: str, before: int, salt: str | None = None) -> int:
     """Run the text with the picture of this name behind so many blocks and a token; blocks that were found."""
-    plain = rig.request(TOKENS)
     position = PlaceholderRange(offset=before * BLOCK + 1, length=PATCHES)
     feature = MultiModalFeatureSpec(None, "image", picture.removeprefix(blocks.CONTENT_MARK), position, picture)
-    request = Request(
-        plain.request_id, TOKENS, plain.sampling_params, None, mm_features=[feature], cache_salt=salt, block_hasher=rig.hasher
-    )
     rig.scheduler.max_num_encoder_input_tokens = ENCODER_TOKENS
     rig.scheduler.encoder_cache_manager = EncoderCacheManager(ENCODER_TOKENS)
-    rig.scheduler.add_request(request)
-    rig.run()
-    return int(rig.cached[request.request_id]) // BLOCK
+    return run(rig, TOKENS, mm_features=[feature], cache_salt=salt)
 
 
 def of_tier(tier: str) -> dict[str, Any]:
@@ -159,17 +160,6 @@ JUDGED = {
 """Whether each field of a new request decides KV, and what names then say of it."""
 
 
-def serve_rows(rig: Any, rows: torch.Tensor, is_token: list[bool] | None, tokens: list[int] | None) -> int:
-    """Run a prompt of these rows, of which `is_token` are read from the tokens; blocks that were found."""
-    plain = rig.request(prompt(1, NUM_ROWS))
-    request = Request(
-        plain.request_id, tokens, plain.sampling_params, None, prompt_embeds=rows, prompt_is_token_ids=is_token, block_hasher=rig.hasher
-    )
-    rig.scheduler.add_request(request)
-    rig.run()
-    return int(rig.cached[request.request_id]) // BLOCK
-
-
 @pytest.mark.parametrize("tier", ["gpu", "l1", "l2"])
 def test_rows_that_are_tokens_and_rows_that_are_not_have_different_names(make_rig: MakeRig, tier: str) -> None:
     """The id of the tokens is 0, as vLLM's own stand-in for rows that are none."""
@@ -182,9 +172,9 @@ def test_rows_that_are_tokens_and_rows_that_are_not_have_different_names(make_ri
         (ROWS, None, ids),
         (ROWS.view(torch.bfloat16), None, None),  # the same bytes
     ]
-    for one in prompts:
+    for rows, is_token, tokens in prompts:
         for found in (0, NUM_ROWS // BLOCK):
-            assert serve_rows(rig, *one) == found
+            assert run(rig, tokens, prompt_embeds=rows, prompt_is_token_ids=is_token) == found
             if tier != "gpu":
                 flood(rig)
 

@@ -119,21 +119,16 @@ def test_an_adoption_whose_lease_is_yet_to_begin_is_no_loss(make_rig: MakeRig, c
     """The agent binds the root first and moves the lease then: at the first grant, and at the first one after a hub was away."""
     rig, lines = make_rig(), Lines(caplog)
     rig.lease_until = 0.0
-    rig.adopt(3)
-    rig.connector.scheduler.gauges()
-    assert lines.new() == []
-    rig.lease_until = float("inf")
-    rig.connector.scheduler.gauges()
-    lines.one("INFO", "epoch 3 in use")
-    rig.lease_until = 0.0
-    rig.connector.scheduler.gauges()
-    lines.one("WARNING", "lease on epoch 3 is over")
-    rig.adopt(4)
-    rig.connector.scheduler.gauges()
-    assert lines.new() == []
-    rig.lease_until = float("inf")
-    rig.connector.scheduler.gauges()
-    lines.one("INFO", "epoch 4 in use, back from bypass")
+    for epoch, said in ((3, "epoch 3 in use"), (4, "epoch 4 in use, back from bypass")):
+        rig.adopt(epoch)
+        rig.connector.scheduler.gauges()
+        assert lines.new() == []
+        rig.lease_until = float("inf")
+        rig.connector.scheduler.gauges()
+        lines.one("INFO", said)
+        rig.lease_until = 0.0
+        rig.connector.scheduler.gauges()
+        lines.one("WARNING", f"lease on epoch {epoch} is over")
 
 
 def test_an_engine_that_ends_does_not_warn_of_the_lease_that_it_gives_back(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:

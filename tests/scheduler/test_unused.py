@@ -23,9 +23,7 @@ Prepare = Callable[[Patch], dict[str, Any]]
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [
-        record.getMessage() for record in caplog.records if record.name.startswith("vllm.epochkv") and record.levelno == logging.WARNING
-    ]
+    return [one.getMessage() for one in caplog.records if one.name.startswith("vllm.epochkv") and one.levelno == logging.WARNING]
 
 
 @pytest.fixture(autouse=True)

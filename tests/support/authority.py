@@ -81,14 +81,9 @@ class AuthorityConformance(abc.ABC):
         async with self.fresh() as world:
             authority, _ = await world.take_over()
             other = "00000000-0000-4000-8000-000000000000"
-            with pytest.raises(PoolGone):
-                await authority.load(other)
-            with pytest.raises(PoolGone):
-                await authority.record(other, 1)
-            with pytest.raises(PoolGone):
-                await authority.publish(other, 1)
-            with pytest.raises(PoolGone):
-                await authority.note_granting(other)
+            for call in (authority.load(other), authority.record(other, 1), authority.publish(other, 1), authority.note_granting(other)):
+                with pytest.raises(PoolGone):
+                    await call
             assert await authority.load(world.uid) == PoolRecord()
 
     # ------------------------------------------------------------------ writing (promise 3)

@@ -82,10 +82,7 @@ POOL_CASES = [
     *(pool(f"save-{save}", {"local": LOCAL, "save": save}, "spec.save", "All, Prompts, or the number") for save in ("all", "4096", -1)),
     pool("forgotten-unit", {"local": {"capacity": "64"}}, "capacity", "'64' must be", "at least 1Mi, such as 64Gi"),
     pool("words-as-size", {"local": {"capacity": "lots"}}, "capacity", "a Kubernetes quantity"),
-    *(
-        pool(f"huge-size-{size}", {"local": {"capacity": size}}, f"'{size}' is above 1Pi: check the unit")
-        for size in ("1e30", "2Pi", 2**50 + 1)
-    ),
+    *(pool(f"huge-{size}", {"local": {"capacity": size}}, f"'{size}' is above 1Pi: check the unit") for size in ("1e30", "2Pi", 2**50 + 1)),
     pool("huge-segment", mooncake(store={"segmentSize": "1Ei"}), "segmentSize", "'1Ei' is above 1Pi"),
     pool("no-capacity", {"local": {}}, "capacity: Required value", schema=True),
     pool("boolean-size", {"local": {"capacity": True}}, "capacity", schema=True),
@@ -146,9 +143,7 @@ CHANGES = [
     pool_change("raise-epoch", {"resetEpoch": 1}, {"resetEpoch": 9}),
     pool_change("keep-epoch", {"resetEpoch": 3}, {"resetEpoch": 3, "reset": {"reclaimPolicy": "Retain"}}),
     pool_change("raise-lease", {"reset": {"leaseSeconds": 10}}, {"reset": {"leaseSeconds": 20}}),
-    pool_change(
-        "lower-lease", {"reset": {"leaseSeconds": 40}}, {"reset": {"leaseSeconds": 39}}, "spec.reset.leaseSeconds never goes down: it is 40"
-    ),
+    pool_change("lower-lease", {"reset": {"leaseSeconds": 40}}, {"reset": {"leaseSeconds": 39}}, "leaseSeconds never goes down: it is 40"),
     pool_change("drop-long-lease", {"reset": {"leaseSeconds": 40}}, {}, "spec.reset.leaseSeconds never goes down"),
     pool_change("lower-epoch", {"resetEpoch": 7}, {"resetEpoch": 6}, "spec.resetEpoch", "it is 7; to reset, set 8 or higher"),
     pool_change("largest-step", {"resetEpoch": 7}, {"resetEpoch": 7 + 10**13}),
@@ -161,9 +156,7 @@ CHANGES = [
     pool_change("keys-back", {"keys": {"generation": 2}}, {"keys": {"generation": 1}}, "keys.generation never goes down: it is 2", "set 3"),
     pool_change("add-distributed", {}, {"distributed": MOONCAKE}),
     pool_change("remove-distributed", {"distributed": MOONCAKE}, {}),
-    pool_change(
-        "change-kind", {"distributed": MOONCAKE}, {"distributed": EXTERNAL}, "cannot change between mooncake and external", "new pool"
-    ),
+    pool_change("change-kind", {"distributed": MOONCAKE}, {"distributed": EXTERNAL}, "change between mooncake and external", "new pool"),
     pool_change("scale-store", mooncake(), mooncake(store={**STORE, "replicas": 3})),
     pool_change("become-available", mooncake(), mooncake(master=_ETCD)),
     pool_change("masters-without-etcd", mooncake(master=_ETCD), mooncake(master={"replicas": 3}), "master.replicas is 3"),

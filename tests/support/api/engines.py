@@ -86,9 +86,7 @@ ENGINE_CASES = [
     engine("secret-by-reference", {"env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}]}),
     engine("env-from-elsewhere", {"env": [{"name": "MC_X", "valueFrom": {"fieldRef": {"fieldPath": "a"}}}]}, *ENV),
     engine("env-twice", {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}, "Duplicate value", schema=True),
-    engine(
-        "env-two-sources", {"env": [{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "a"}}}]}, "both value and valueFrom"
-    ),
+    engine("env-two", {"env": [{"name": "A", "value": "1", "valueFrom": {"fieldRef": {"fieldPath": "a"}}}]}, "both value and valueFrom"),
     engine("env-empty-source", {"env": [{"name": "A", "valueFrom": {}}]}, "exactly one of configMapKeyRef"),
     engine("env-bad-name", {"env": [{"name": "A B"}]}, "spec.env[0].name", "'A B' must be a variable's name"),
     engine("env-number", {"env": [{"name": "A", "value": 1}]}, "must be of type string", schema=True),

@@ -123,6 +123,5 @@ def test_schemas_keep_the_conventions_of_kubernetes(crd: Crd) -> None:
     [version] = manifest(crd)["spec"]["versions"]
     assert "status" in version["subresources"]
     schema = version["schema"]["openAPIV3Schema"]
-    assert [
-        f"{path}: {text}" for path, node in nodes(schema, crd.kind) for rule in (oddities, unbounded) for text in rule(path, node)
-    ] == []
+    found = nodes(schema, crd.kind)
+    assert [f"{path}: {text}" for path, node in found for rule in (oddities, unbounded) for text in rule(path, node)] == []

@@ -37,9 +37,7 @@ def golden(name: str, objects: list[Json]) -> None:
     if os.environ.get(UPDATE):
         path.write_text(text)
     assert path.exists(), f"{path.name} does not exist: run with {UPDATE}=1 and review it"
-    assert list(yaml.safe_load_all(path.read_text())) == objects, (
-        f"differs from {path.name}: if intended, run with {UPDATE}=1 and review it"
-    )
+    assert list(yaml.safe_load_all(path.read_text())) == objects, f"differs from {path.name}: if intended, run with {UPDATE}=1"
 
 
 @pytest.mark.parametrize("spec", POOL_SPECS)

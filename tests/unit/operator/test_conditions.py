@@ -178,9 +178,9 @@ def test_children_of_a_namesake_do_not_count() -> None:
         (HubView(7, 7, origin=Source.SPEC), "True", "Published", "no engine uses an epoch below 7"),
         # A trainer or an engine asked for more than the spec, or was first with the same.
         (HubView(9, 9), "True", "EpochAhead", "7 resets nothing: somebody else raised the pool to epoch 9. Set 10 or higher"),
-        (HubView(9, 9, origin=Source.TRAINER), "True", "EpochAhead", "an epoch below 9; spec.resetEpoch 7 resets nothing: a trainer"),
+        (HubView(9, 9, origin=Source.TRAINER), "True", "EpochAhead", "epoch below 9; spec.resetEpoch 7 resets nothing: a trainer raised"),
         (HubView(7, 7, origin=Source.TRAINER), "True", "EpochAhead", "7 resets nothing: a trainer raised the pool to epoch 7. Set 8"),
-        (HubView(7, 7, origin=Source.ENGINE), "True", "EpochAhead", "an engine whose own caches were reset raised the pool to epoch 7. "),
+        (HubView(7, 7, origin=Source.ENGINE), "True", "EpochAhead", "an engine whose own caches were reset raised the pool to epoch 7"),
     ],
 )
 def test_epoch_converged(hub: HubView | None, status: str, reason: str, says: str) -> None:

@@ -114,9 +114,7 @@ def test_a_kind_that_appears_and_goes() -> None:
     assert followed.changes == [frozenset({"PodMonitor"}), frozenset()]
 
 
-@pytest.mark.parametrize(
-    ("misses", "served"), [([DENIED] * 2, True), ([DENIED] * 3, False), ([Unavailable(0, "Timeout", "", "GET")] * 9, True)]
-)
+@pytest.mark.parametrize(("misses", "served"), [([DENIED] * 2, True), ([DENIED] * 3, False), ([Unavailable(0, "", "", "")] * 9, True)])
 def test_what_a_starting_or_silent_api_server_says_is_not_the_end_of_a_kind(misses: list[ApiError], served: bool) -> None:
     followed = Followed(Server(all=[7, *misses, 8]))
     for _ in range(1 + len(misses)):
