@@ -167,7 +167,8 @@ def test_adapters_of_encoders_and_of_wide_models_are_not_named() -> None:
     def why(multimodal: bool, ranks: int = 1, **lora: bool) -> str | None:
         model, parallel = SimpleNamespace(is_multimodal_model=multimodal, is_moe=True), SimpleNamespace(data_parallel_size=ranks)
         adapters = SimpleNamespace(**lora) if lora else None
-        return limits.why_adapters_alone(SimpleNamespace(model_config=model, lora_config=adapters, parallel_config=parallel), None)
+        config = SimpleNamespace(model_config=model, lora_config=adapters, parallel_config=parallel)
+        return limits.why_no_adapters(config) or limits.why_adapters_alone(config, None)
 
     assert why(True, enable_tower_connector_lora=True) is not None
     assert why(True, enable_tower_connector_lora=False) is None

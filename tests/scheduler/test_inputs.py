@@ -5,16 +5,15 @@ On whole engines vLLM's CPU build cannot show pictures without torchvision: its 
 
 import hashlib
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.parse import AudioProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.pooling_params import PoolingParams
+from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine.input_processor import InputProcessor
@@ -83,17 +82,17 @@ def test_pictures_tell_prompts_apart(make_rig: MakeRig, tier: str, groups: tuple
     assert serve(rig, content("two"), before) == WHOLE
 
 
-@pytest.mark.parametrize("picture", [digest("holiday"), blocks.CLIENT_MARK + digest("holiday")], ids=["unmarked", "marked"])
+@pytest.mark.parametrize("picture", [digest("holiday"), blocks.CLIENT_MARK + blocks.owner_of("mine") + "a.png"], ids=["unmarked", "marked"])
 @pytest.mark.parametrize("tier", ["l1", "l2"])
 def test_blocks_behind_an_id_of_a_client_reach_no_tier(make_rig: MakeRig, tier: str, picture: str) -> None:
-    """The client may use it again for other bytes. What stands before it is shared, and so is all of it under a salt."""
+    """The client may use it again for other bytes. What stands before it is shared, and so is all of it if the id is of the salt."""
     rig = make_rig(num_blocks=12, **of_tier(tier), epoch=0)
     assert serve(rig, picture, 2) == 0
     assert serve(rig, picture, 2) == WHOLE, "the engine's own cache is vLLM's matter"
     flood(rig)
     assert serve(rig, picture, 2) == 2
     flood(rig)
-    for found in (0, WHOLE):
+    for found in (0, WHOLE if picture.startswith(blocks.CLIENT_MARK) else 2):
         assert serve(rig, picture, 2, salt="mine") == found
         flood(rig)
 
@@ -107,34 +106,42 @@ def test_ids_of_clients_are_shared_where_the_user_vouches_for_them(make_rig: Mak
 
 @pytest.mark.parametrize("options", [{}, {"sampling_rate": 8000}], ids=["as it is", "hashed with options"])
 def test_vllms_front_end_tells_the_core_which_ids_are_a_clients(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) -> None:
-    """Also one that looks like a digest: it names neither blocks nor encoder outputs as the digest does, or the id of another salt."""
-    made = SimpleNamespace(mm_features=[], cache_salt="mine")
-    monkeypatch.setattr(InputProcessor, "process_inputs", lambda processor: made)
-    for owner, name in ((ProcessorInputs, "get_mm_hashes"), (MultiModalHasher, "hash_kwargs"), (InputProcessor, "_get_mm_identifier")):
+    """No cache has one under a name that a digest has, or the id of another salt, whatever the client writes."""
+    monkeypatch.setattr(BaseRenderer, "_process_tokens", lambda renderer, prompt: prompt["multi_modal_uuids"]["audio"])
+    kept = (ProcessorInputs, "get_mm_hashes"), (InputProcessor, "_get_mm_identifier"), (BaseRenderer, "_process_tokens_async")
+    for owner, name in kept:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
-    items = MultiModalDataItems({"audio": AudioProcessorItems([[0.5], [0.25]])})
-    inputs = ProcessorInputs([1], items, {"audio": [content("holiday"), None]}, hf_processor_mm_kwargs=options)
     processor = InputProcessor.__new__(InputProcessor)
-    plain = inputs.get_mm_hashes("model", "sha256")["audio"]
+    seen: list[str] = []
+
+    def ask(ids: list[str | None]) -> list[str]:
+        items = MultiModalDataItems({"audio": AudioProcessorItems([[0.5], [0.25]])})
+        return ProcessorInputs([1], items, {"audio": ids}, hf_processor_mm_kwargs=options).get_mm_hashes("model", "sha256")["audio"]
+
+    plain = ask([None, None])
     patches.mark_media_ids()
     patches.mark_media_ids()
-    given = inputs.get_mm_hashes("model", "sha256")["audio"]
-    names = [processor._get_mm_identifier(one, None) for one in given]
-    assert names == [blocks.CLIENT_MARK + plain[0], plain[1]]
-    position = PlaceholderRange(offset=3, length=1)
-    made.mm_features = [MultiModalFeatureSpec(None, "audio", name, position, mark) for name, mark in zip(names, given, strict=True)]
-    features = processor.process_inputs().mm_features
-    assert [one.identifier for one in features] == [names[0] + " of mine", names[1]]
-    assert [blocks.first_client_media(Request("r", [1], None, PoolingParams(), mm_features=[one])) for one in features] == [3, None]
+    for salt, name in ((None, plain[0]), (None, content("holiday")), (None, "4:mine:holiday"), ("mine", "holiday"), ("min", "e:holiday")):
+        prompt = {"cache_salt": salt, "multi_modal_uuids": {"audio": [name, None]}}
+        clients, digest = ask(BaseRenderer._process_tokens(None, prompt))  # type: ignore[arg-type]
+        assert processor._get_mm_identifier(digest, None) == plain[1]
+        seen += [clients, processor._get_mm_identifier(clients, None)]
+        for mark, stops in ((clients, salt is None), (digest, False), ("with tensors", True)):
+            feature = MultiModalFeatureSpec(None, "audio", "", PlaceholderRange(offset=3, length=1), mark)
+            request = Request("r", [1], None, PoolingParams(), mm_features=[feature], cache_salt=salt)
+            assert blocks.first_client_media(request) == (3 if stops else None)
+    assert len(set(seen)) == 5
+    assert not set(seen) & {*plain, *map(content, ("holiday",))}
+    assert processor._get_mm_identifier(plain[0], None) != plain[0], "an id that came with tensors"
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    assert blocks.first_client_media(Request("r", [1], None, PoolingParams(), mm_features=features[1:])) == 3
+    assert blocks.first_client_media(request) == 3
 
 
 def test_an_id_of_a_client_is_this_engines_under_the_fence(make_rig: MakeRig) -> None:
     """No connector of vLLM's own stops saving where the id begins."""
     objects: dict[str, Any] = {}
     a, b = (make_rig(FencedRig, stock=MooncakeStore(objects), epoch=0) for _ in range(2))
-    clients = blocks.CLIENT_MARK + digest("holiday")
+    clients = blocks.CLIENT_MARK + blocks.owner_of("mine") + digest("holiday")
     assert [serve(rig, clients, 2) for rig in (a, b, a)] == [0, 0, WHOLE]
     assert [serve(rig, clients, 2, salt="mine") for rig in (a, b)] == [0, WHOLE]
     assert [serve(rig, content("holiday"), 2) for rig in (a, b)] == [0, WHOLE]

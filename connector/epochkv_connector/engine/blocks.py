@@ -80,17 +80,21 @@ CLIENT_MARK, CONTENT_MARK = "id of a client: ", "digest of content: "
 """Before ids of media that `patches.mark_media_ids` has seen a client give, or vLLM make."""
 
 
+def owner_of(salt: str | None) -> str:
+    """What stands before an id of a client, so that ids under two salts are never the same."""
+    return f"{len(salt or '')}:{salt or ''}:"
+
+
 def first_client_media(request: Any) -> int | None:
-    """Position of the first picture, video or sound whose id may be a client's. None: all ids are vLLM's digests of what they stand for, or
-    a salt says whose they are.
+    """Position of the first picture, video or sound whose id may stand for other content, too. None: all ids are vLLM's digests of what
+    they stand for, or of whoever has the request's salt.
 
     Only a front end in which ids are marked can tell. vLLM's Rust front end marks none, and takes a mark from a client as it is.
     """
-    if request.cache_salt:
-        return None
     told = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "0"
+    known = (CONTENT_MARK, CLIENT_MARK + owner_of(request.cache_salt)) if request.cache_salt else CONTENT_MARK
     ids = ((one.mm_position.offset, one.mm_hash or "") for one in request.mm_features)
-    return min((offset for offset, name in ids if not (told and name.startswith(CONTENT_MARK))), default=None)
+    return min((offset for offset, name in ids if not (told and name.startswith(known))), default=None)
 
 
 def hash_seed_is_random(algorithm: str) -> bool:

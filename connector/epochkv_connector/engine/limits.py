@@ -231,12 +231,17 @@ def why_own(vllm_config: Any, executor: Any | None, *, fenced: bool = False) -> 
     return None
 
 
-def why_adapters_alone(vllm_config: Any, own: Own | None) -> str | None:
-    """Why KV of adapters cannot be named by their tensors, in words; None: it can."""
-    if own is not None and not own.asks:
-        return own.why
+def why_no_adapters(vllm_config: Any) -> str | None:
+    """Why KV of adapters is named for one request alone, in words; None: it is not."""
     if is_multimodal(vllm_config) and getattr(getattr(vllm_config, "lora_config", None), "enable_tower_connector_lora", False):
         return "outputs of the encoder are cached by an adapter's name, whatever it holds (enable_tower_connector_lora)"
+    return None
+
+
+def why_adapters_alone(vllm_config: Any, own: Own | None) -> str | None:
+    """Why tensors of this engine's adapters do not say what KV depends on, in words; None: they do."""
+    if own is not None and not own.asks:
+        return own.why
     if is_wide(vllm_config):
         return "experts lie on other data-parallel ranks, and each loads the adapter by itself"
     return None

@@ -11,7 +11,6 @@ pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32), and the logger `vllm` with
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import sys
@@ -20,7 +19,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from epochkv_connector.engine.blocks import CLIENT_MARK, CONTENT_MARK
+from epochkv_connector.engine.blocks import CLIENT_MARK, CONTENT_MARK, owner_of
 from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.naming.root import PIN_ATTRIBUTE
 
@@ -153,37 +152,42 @@ def mark_media_ids() -> None:
     """Let `MultiModalFeatureSpec.mm_hash` say which ids come from clients, and which are digests of content.
 
     vLLM takes an id as it is, or hashes it together with options, and nobody can tell that from a digest of bytes. The identifier, by
-    which vLLM names blocks and outputs of encoders, stays what it would have been where it is a digest. That of a client's id says so, and
-    whose it is (`cache_salt`): else the KV of what a client calls by another's digest would be found, and saved, under that digest.
+    which vLLM names blocks and outputs of encoders, stays what it would have been where it is a digest. A client's id is kept apart from
+    digests, and from the same id under another salt, in every cache: else what a client calls by another's digest would be found, and
+    saved, under that digest. Ids that come with tensors of another front end have no mark, and count as a client's.
     """
-    from vllm.multimodal.hasher import MultiModalHasher
     from vllm.multimodal.processing import ProcessorInputs
     from vllm.v1.engine.input_processor import InputProcessor
 
-    def hashes(function: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (inputs.mm_uuid_items or {}).items()
-        marked = {modality: [one if one is None else CLIENT_MARK + one for one in ids] for modality, ids in given}
-        found = function(dataclasses.replace(inputs, mm_uuid_items=marked), *args, **kwargs)
-        return {modality: [one if one.startswith(CLIENT_MARK) else CONTENT_MARK + one for one in ids] for modality, ids in found.items()}
+    def tokens(function: Callable[..., Any], renderer: Any, prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        whose = owner_of(prompt.get("cache_salt"))
+        given = {
+            modality: [one if one is None else whose + one for one in ([ids] if isinstance(ids, str) else ids)]
+            for modality, ids in (prompt.get("multi_modal_uuids") or {}).items()
+        }
+        return function(renderer, {**prompt, "multi_modal_uuids": given} if given else prompt, *args, **kwargs)
 
-    def digest(function: Callable[..., Any], *args: Any, **parts: Any) -> Any:
-        plain = {name: part.removeprefix(CLIENT_MARK) if isinstance(part, str) else part for name, part in parts.items()}
-        return ("" if all(plain[name] is parts[name] for name in parts) else CLIENT_MARK) + function(*args, **plain)
+    def hashes(function: Callable[..., Any], inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inputs.mm_uuid_items or {}
+        return {
+            modality: [
+                f"{CONTENT_MARK}{found}" if one is None else f"{CLIENT_MARK}{one} {found}"
+                for found, one in zip(ids, given.get(modality) or [None] * len(ids), strict=True)
+            ]
+            for modality, ids in function(inputs, *args, **kwargs).items()
+        }
 
     def identifier(function: Callable[..., Any], processor: Any, mm_hash: str, *args: Any, **kwargs: Any) -> Any:
-        return function(processor, mm_hash.removeprefix(CONTENT_MARK), *args, **kwargs)
+        marked = mm_hash if mm_hash.startswith((CLIENT_MARK, CONTENT_MARK)) else CLIENT_MARK + mm_hash
+        return function(processor, marked.removeprefix(CONTENT_MARK), *args, **kwargs)
 
-    def request(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        made = function(*args, **kwargs)
-        for one in made.mm_features or () if made.cache_salt else ():
-            if (one.mm_hash or "").startswith(CLIENT_MARK):
-                one.identifier += f" of {made.cache_salt}"
-        return made
+    with suppress(ImportError):  # without it, no id is of a salt
+        from vllm.renderers.base import BaseRenderer
 
+        for name in ("_process_tokens", "_process_tokens_async"):
+            wrap(BaseRenderer, name, tokens)
     wrap(ProcessorInputs, "get_mm_hashes", hashes)
-    wrap(MultiModalHasher, "hash_kwargs", digest)
     wrap(InputProcessor, "_get_mm_identifier", identifier)
-    wrap(InputProcessor, "process_inputs", request)
 
 
 class _Instead:

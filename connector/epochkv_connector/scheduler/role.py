@@ -29,7 +29,7 @@ from epochkv_connector.engine import blocks, describe, limits, patches
 from epochkv_connector.engine.interface import running
 from epochkv_connector.guard import Guard
 from epochkv_connector.naming.identity import fingerprint, object_key, older_pattern, other_weights_pattern, pool_prefix
-from epochkv_connector.naming.root import TAG_KEY, Pins, PoolMembership, RootState
+from epochkv_connector.naming.root import TAG_KEY, Pins, PoolMembership, RootState, is_session
 from epochkv_connector.scheduler.requests import Admission, SharedState
 from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps, max_saved
@@ -249,8 +249,8 @@ class SchedulerRole:
         self._link = HubLink(config)
         self._no_l2 = limits.why_no_l2(vllm_config)
         self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None), fenced=fenced)
-        why_alone = limits.why_adapters_alone(vllm_config, self._own)
-        adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, why_alone)
+        whys = limits.why_no_adapters(vllm_config), limits.why_adapters_alone(vllm_config, self._own)
+        adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, *whys)
         self._peers: Peers | None = None
         if self._own is None and limits.is_wide(vllm_config):
             self._own = guard.run("domain", lambda: self._join_domain(ranks, core), lambda: limits.Own(limits.NO_DOMAIN, asks=True))
@@ -258,7 +258,8 @@ class SchedulerRole:
         transfer = patches.parent_config() or vllm_config.kv_transfer_config
         self.pins = self._build_pins(global_root, adapters, limits.handoff_seconds(limits.connectors_of(transfer)))
         if fenced and not config.trust_media_ids:  # no connector of vLLM's own stops where an id of a client begins
-            self.pins.maker.stays_here = lambda request: blocks.first_client_media(request) is not None
+            media = limits.is_multimodal(vllm_config)  # a later input of a session may bring an id
+            self.pins.maker.stays_here = lambda one: blocks.first_client_media(one) is not None or (media and is_session(one))
         self.tiers, self.store_keys = guard.run(
             "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: (None, None)
         )

@@ -227,6 +227,10 @@ class SavePlanner:
                 yield wanted
 
 
+SETTLE_SECONDS = 1.0
+"""For so long an engine goes on for saves that its domain has yet to settle. Where nobody makes passes, none is settled before the next."""
+
+
 class SaveJobs:
     """Jobs for blocks that are worth saving, and what their end gives back."""
 
@@ -238,6 +242,7 @@ class SaveJobs:
         self._jobs: list[SaveJob] = []
         self._agreed: list[int] = []  # saves that ranks wait to hear of
         self._refused: list[int] = []
+        self._num_settling, self._settle_until = 0, 0.0  # saves that every rank has copied, and some rank not settled
 
     def collect(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
         """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps. They are saved
@@ -288,6 +293,7 @@ class SaveJobs:
             case Copied():
                 self._copied(outcome)
             case Settled():
+                self._num_settling -= 1
                 self._agree(outcome)
             case Stored():
                 self.planner.over(outcome.job.moves)
@@ -302,7 +308,9 @@ class SaveJobs:
             self.pool.free(tuple(reversed(done.gpu_blocks)))
         if done.job.namespace is None:  # others wait for the put
             self.planner.over(done.job.moves)
-        elif self._state.jobs.num_ranks > 1 and not done.job.settles:
+        elif done.job.settles:
+            self._num_settling, self._settle_until = self._num_settling + 1, self._state.clock() + SETTLE_SECONDS
+        elif self._state.jobs.num_ranks > 1:
             self._agree(done)
         self._state.counts["blocks_saved"] += len(done.saved)
         if not done.abandoned:
@@ -312,8 +320,11 @@ class SaveJobs:
         (self._refused if done.failed else self._agreed).append(done.job.job_id)
 
     def is_pending(self) -> bool:
-        """Whether a save may still read GPU blocks and is not overdue, or ranks wait to hear that one may be stored, or may not."""
+        """Whether a save may still read GPU blocks and is not overdue, or ranks wait to hear that one may be stored, or may not, or find
+        that out in passes that may be idle ones."""
         jobs = self._state.jobs
+        if self._num_settling and self._state.clock() < self._settle_until:
+            return True
         reading = jobs.num_gpu_blocks > 0 and any(True for _ in jobs.gpu_blocks(self._state.clock()))
         return reading or bool(self._agreed or self._refused)
 

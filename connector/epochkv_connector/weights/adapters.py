@@ -72,15 +72,19 @@ class Adapters:
         counters: `asked`, `changes`, `unknown`, `late`.
         why_alone: why tensors of adapters do not say what KV depends on; None: they do.
         held: digests by id of what the step that is scheduled next computes with; another object when anything has changed.
+    Args:
+        why_not: adapters of this engine are never named, and why.
     """
 
-    def __init__(self, ranks: Ranks, num_ranks: int, clock: Callable[[], float], why_alone: str | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, num_ranks: int, clock: Callable[[], float], why_not: str | None = None, why_alone: str | None = None
+    ) -> None:
         self.counters: Counter[str] = Counter()
         self.held: Mapping[int, bytes | None] = {}
         self._ranks = ranks
         self._num_ranks = num_ranks
         self._clock = clock
-        self.why_alone = why_alone
+        self._why_not, self.why_alone = why_not, why_alone
         self._names: AdapterNames | None = None
         self._may_ask: Callable[[], bool] = lambda: False
         self._known: dict[int, Known] = {}
@@ -199,6 +203,8 @@ class Adapters:
         self._forget(in_use)
 
     def _ask(self, wanted: Wanted) -> tuple[dict[int, tuple[bytes | None, str]] | None, str]:
+        if self._why_not is not None:
+            return None, self._why_not
         if self.why_alone is not None:
             return {adapter_id: (os.urandom(32), "") for adapter_id, *_ in wanted}, ""
         answers, why = answers_of(
@@ -228,7 +234,7 @@ class Adapters:
         if value == before:
             return False
         self.counters["unknown" if value is None else "changes"] += 1
-        if self.why_alone is not None:
+        if value is not None and self.why_alone is not None:
             if not self._said:
                 self._said.add(self.why_alone)
                 logger.warning("EpochKV: the KV of adapters stays in this engine's own GPU cache: %s", self.why_alone)

@@ -262,6 +262,7 @@ class Held:
         silent: how often weights had changed that no call announced.
         began: the domain's pass of the newest step of this rank.
         stepped_at: end of the newest step with tokens of this rank, on the monotonic clock.
+        passed_by: that step had no all-reduce that the domain has seen.
         newest: the comparison that was made since the domain's newest pass; `older`: the one before it.
         layout: how this rank's KV tensors and host slots lie.
         adapters: what it said of its adapters.
@@ -285,6 +286,7 @@ class Held:
     silent: int = 0
     began: int = 0
     stepped_at: float = float("-inf")
+    passed_by: bool = False
     newest: Comparison | None = None
     older: Comparison | None = None
     layout: RankLayout = field(default_factory=RankLayout)
@@ -359,9 +361,10 @@ class Held:
         before, columns = self.confirmed
         self.expected = columns if before == value else ()
 
-    def begin(self) -> None:
-        """A step has begun: the model's pass is the domain's newest one."""
+    def begin(self, idle: bool = False) -> None:
+        """A step has begun: the model's pass is the domain's newest one, unless it is `idle`."""
         self.began = self.domain.passes if self.domain is not None else 0
+        self.passed_by = self.domain is not None and not idle and not self.domain.calls
 
     def compare(self, number: int) -> Comparison:
         """Compare what is there with what question `number` found, behind the forward pass that was issued."""
@@ -542,7 +545,7 @@ def see_domain(worker: Any, number: int, anew: bool) -> Answer:
     if domain is None or domain.alone:
         answer["alone"] = domain.alone if domain is not None else "this worker has not joined the other data-parallel ranks"
         return answer
-    if not domain.calls and held.stepped_at > float("-inf"):
+    if held.passed_by:
         answer["alone"] = "steps of this vLLM pass our all-reduce by, so nobody knows what all ranks hold; use a version that was tested"
         return answer
     if anew:

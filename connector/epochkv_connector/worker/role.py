@@ -346,7 +346,7 @@ class WorkerRole:
         runner: JobRunner | None,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
         compare: Callable[[int], Comparison] | None = None,
-        begin: Callable[[], None] = lambda: None,
+        begin: Callable[[bool], None] = lambda idle: None,
         adapters: HeldAdapters | None = None,
     ) -> None:
         self.rank = rank
@@ -371,7 +371,7 @@ class WorkerRole:
         if self._started:
             return
         self._started, self._idle = True, idle
-        self._begin()
+        self._begin(idle)
         self._pending.take_on(metadata)
         if self.runner is not None:
             self.runner.start_step(metadata)

@@ -91,7 +91,7 @@ async def wait_weights(
     engines: Iterable[str] | None = None,
     timeout_s: float = WEIGHTS_SECONDS,
     label: str | None = None,
-    other_than: Iterable[str] = (),
+    other_than: Iterable[str] | None = None,
     progress: WeightsProgress | None = None,
     only_new: bool = False,
 ) -> WeightsReport:
@@ -107,7 +107,7 @@ async def wait_weights(
         other_than: digests (32 hex digits) of weights that are not new, such as `pool.weights().common` before the push.
         progress: called on another thread with a `WeightsStanding` after every look. A plain function.
         only_new: also raise `WeightsDiverged` where engines held these weights before under a label, or `label` was that of
-            others, or nobody can tell: no weights have a label, and `other_than` is empty. Nothing is called `label` then.
+            others, or nobody can tell: no weights have a label, and `other_than` is None. Nothing is called `label` then.
 
     Returns:
         Who holds what. Its `notes` say what `only_new` would raise for, unless the weights are only called what they were.
@@ -118,7 +118,7 @@ async def wait_weights(
         HubUnreachable: no hub answered in time, or none has noted the label.
         ArgumentError (a ValueError): an argument cannot be meant.
     """
-    names, digests = check_weights(engines, timeout_s, label, other_than)
+    names, digests = check_weights(engines, timeout_s, label, other_than or ())
     called_at = time.monotonic()
     until, pause, show = called_at + max(timeout_s, SETTLE_SECONDS), FIRST_POLL_SECONDS, Reporter(progress)
     while True:
@@ -142,7 +142,7 @@ async def wait_weights(
     if notes and only_new:
         text = f"all engines of pool {status.name} hold the same weights, and they are not new: {'; '.join(notes)}"
         raise WeightsDiverged(text, (), replace(held, notes=notes))
-    if only_new and not digests and not status.labels:
+    if only_new and other_than is None and not status.labels:
         text = f"no weights of pool {status.name} have a label, so nobody can tell whether engines started with these"
         raise WeightsDiverged(f"{text}; label what they start with, or give it as other_than", (), held)
     if label is None:

@@ -261,10 +261,10 @@ class Ranks:
 class Half:
     """What is named: the scheduler role's other side."""
 
-    def __init__(self, num_ranks: int = 1, why_alone: str | None = None) -> None:
+    def __init__(self, num_ranks: int = 1, **whys: str) -> None:
         self.now = 0.0
         self.ranks = Ranks(num_ranks)
-        self.adapters = Adapters(self.ranks, num_ranks, lambda: self.now, why_alone)  # type: ignore[arg-type]  # asks for no weights
+        self.adapters = Adapters(self.ranks, num_ranks, lambda: self.now, **whys)  # type: ignore[arg-type]  # asks for no weights
         self.in_use: dict[int, Any] = {1: request()}
         self.changed: list[set[int]] = []
         self.ended: list[bytes] = []
@@ -408,8 +408,15 @@ def test_what_is_not_loaded_yet_is_asked_for_with_every_step() -> None:
     assert len(half.ranks.asked) == 3
 
 
+def test_adapters_that_are_never_named_are_not_asked_for() -> None:
+    half = Half(why_not="an encoder")
+    half.adapters.of(request())
+    assert half.known() is None
+    assert not half.ranks.asked
+
+
 def test_adapters_that_their_tensors_do_not_name_have_another_name_after_each_call() -> None:
-    half = Half(why_alone="an encoder")
+    half = Half(why_alone="a wide model")
     half.adapters.of(request())
     first = half.known()
     assert first == half.known() is not None

@@ -641,8 +641,10 @@ def test_an_all_reduce_that_passes_us_by_is_said() -> None:
     with ThreadPoolExecutor(1) as pool:
         one = World(1, pool).ranks[0]
     assert not one.see_domain(1, False)[0]["alone"]
-    one.held.compare(0)
-    assert "pass our all-reduce by" in one.see_domain(2, False)[0]["alone"]
+    one.held.begin(idle=True)
+    assert not one.see_domain(2, False)[0]["alone"]
+    one.held.begin()
+    assert "pass our all-reduce by" in one.see_domain(3, False)[0]["alone"]
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (1, 4, 2)])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epochkv_connector.tiers.manager import SETTLE_SECONDS
 from epochkv_connector.tiers.state import Copied, Jobs, Loaded, Outcome, RecentBlocks, Released, Stored
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier, WorkerReport
 from tests.unit.connector_scheduler.rig import PROMPT, SNAP, World, chain, config
@@ -143,6 +144,9 @@ def test_ranks_that_settle_alone_agree_once_all_have(failed: bool) -> None:
         world.tiers.on_acks([ack])
         step = world.tiers.end_step()
         assert step.agreed == step.refused == ()
+    assert world.tiers.saves.is_pending(), "an engine that idles steps on, or nobody would hear of the last rank"
+    world.clock.now += SETTLE_SECONDS
+    assert not world.tiers.saves.is_pending(), "not for ever"
     world.tiers.on_acks(acks[3:])
     step = world.tiers.end_step()
     assert (step.agreed, step.refused) == (((), (job.job_id,)) if failed else ((job.job_id,), ()))
