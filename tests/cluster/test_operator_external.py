@@ -13,18 +13,9 @@ from epochkv_fence.client import Pool, WeightsDiverged
 from epochkv_fence.connection import Connection
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
+from tests.cluster import operator_harness
 from tests.cluster.fence_engines import FIRST_WEIGHTS, FenceEngine
-from tests.cluster.operator_harness import (
-    CHILDREN,
-    LEASES,
-    POOLS,
-    TAKEOVER_SECONDS,
-    Namespace,
-    OperatorProcess,
-    becomes,
-    condition,
-    leading_operator,
-)
+from tests.cluster.operator_harness import CHILDREN, LEASES, POOLS, Namespace, OperatorProcess, becomes, condition, leading_operator
 from tests.cluster.test_operator_reset import published
 
 POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "reset": {"leaseSeconds": 2}}
@@ -94,7 +85,7 @@ def test_an_engine_that_lost_nothing_brings_a_restored_pool_back_up(namespace: N
     report a higher epoch than is recorded, and the pool heals itself. The API server refuses that status from anybody else, so the
     operator meets it as what a new operator process reads.
     """
-    with leading_operator(namespace, tmp_path, lease_duration_seconds=TAKEOVER_SECONDS) as operator:
+    with leading_operator(namespace, tmp_path, lease_duration_seconds=operator_harness.TAKEOVER_SECONDS) as operator:
         namespace.create_pool("policy", **POOL)
         connection = mounted(namespace, tmp_path)
         with joined(connection, "ray") as engine:

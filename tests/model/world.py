@@ -15,26 +15,13 @@ from itertools import accumulate
 from typing import Any
 
 from epochkv_fence.protocol.messages import Bump, Message, Propose, decode, encode
+from tests.model import parts
 from tests.model.authority import Authority
 from tests.model.calm import Calm
 from tests.model.checks import Checks
 from tests.model.engines import EngineSide, Pushes
 from tests.model.hubs import HubSide, Tidings
-from tests.model.parts import (
-    LEASE,
-    LONGER_LEASE,
-    MAX_IN_FLIGHT,
-    SPREAD,
-    SPREAD_WITH_LONGER_LEASE,
-    START,
-    Clock,
-    Engine,
-    HubProcess,
-    Packet,
-    Profile,
-    Rules,
-    Violation,
-)
+from tests.model.parts import START, Clock, Engine, HubProcess, Packet, Profile, Rules, Violation
 from tests.model.store import Removals, Serving, Store
 from tests.model.trainer import Trainer
 
@@ -53,7 +40,7 @@ class Network:
     def post(self, sender: str, receiver: str, message: Message) -> None:
         world = self.world
         self.packets.append(Packet(sender, receiver, message, encode(message), world.late()))
-        if len(self.packets) > MAX_IN_FLIGHT:
+        if len(self.packets) > parts.MAX_IN_FLIGHT:
             world.count("lost")
             self.packets.pop(world.rng.randrange(len(self.packets)))
 
@@ -119,7 +106,7 @@ class World:
         self.calm = False
         self.trace: list[str] = []
         self.counts: dict[str, int] = {}
-        spread = SPREAD_WITH_LONGER_LEASE if self.profile.reconfigures else SPREAD
+        spread = parts.SPREAD_WITH_LONGER_LEASE if self.profile.reconfigures else parts.SPREAD
         slowest = self.rng.uniform(0.8, 1.0)
         self.rates = (slowest, slowest * spread)
         self.config = self.profile.config()
@@ -159,8 +146,8 @@ class World:
 
     def change_config(self) -> None:
         choices: list[dict[str, Any]] = [{"reclaim": policy, "store_admin": True} for policy in ("Delete", "RemoveAll", "Retain")]
-        if self.config.lease_seconds == LEASE:
-            choices.append({"lease_seconds": LONGER_LEASE})
+        if self.config.lease_seconds == parts.LEASE:
+            choices.append({"lease_seconds": parts.LONGER_LEASE})
         change = self.rng.choice(choices)
         self.config = replace(self.config, **change)
         self.count("configurations")

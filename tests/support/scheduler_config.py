@@ -8,17 +8,8 @@ from typing import Any
 
 import torch
 import zmq
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVEventsConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm import config as configs
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
@@ -117,16 +108,16 @@ def vllm_config(tmp: Path, options: EngineOptions, has_store: bool) -> VllmConfi
         model_config=model,
         cache_config=cache,
         scheduler_config=SchedulerConfig(max_model_len=MAX_MODEL_LEN, enable_chunked_prefill=True, **sizes, **off),
-        device_config=DeviceConfig("cpu"),
-        parallel_config=ParallelConfig(),
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if options.kv_events else None,
+        device_config=configs.DeviceConfig("cpu"),
+        parallel_config=configs.ParallelConfig(),
+        kv_events_config=configs.KVEventsConfig(enable_kv_cache_events=True, publisher="null") if options.kv_events else None,
         kv_transfer_config=_kv_transfer_config(tmp, options, has_store),
     )
     config.parallel_config.world_size = options.num_ranks
     if options.num_drafts:
         target: dict[str, Any] = {"target_model_config": model, "target_parallel_config": config.parallel_config}
         drafts = {"num_speculative_tokens": options.num_drafts, "prompt_lookup_max": 2}
-        config.speculative_config = SpeculativeConfig(method="ngram", **drafts, **target)
+        config.speculative_config = configs.SpeculativeConfig(method="ngram", **drafts, **target)
     config.scheduler_config.async_scheduling = options.async_scheduling
     if STATE in options.groups:  # as `MambaModelConfig` does for a model that has such layers
         cache.mamba_cache_mode, cache.mamba_block_size = "align", BLOCK

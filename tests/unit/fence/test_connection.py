@@ -9,17 +9,7 @@ from typing import Any
 
 import pytest
 
-from epochkv_fence.connection import (
-    CLIENT_PUBLIC_ENV,
-    CLIENT_SECRET_ENV,
-    HUB_PUBLIC_ENV,
-    ROOT_SECRET_ENV,
-    ConfigurationError,
-    Connection,
-    HubRef,
-    read_client_keys,
-    read_root_secret,
-)
+from epochkv_fence.connection import ConfigurationError, Connection, HubRef, read_client_keys, read_root_secret
 from epochkv_fence.net.keys import KeyPair, generate_keypair
 
 CONTENT: dict[str, Any] = {"pool": {"name": "policy", "uid": "u-1"}, "hub": {"endpoint": "tcp://hub.example:7700"}}
@@ -99,7 +89,12 @@ def test_what_is_no_file_neither_hangs_nor_fills_the_memory(tmp_path: Path) -> N
             Connection.load(path, {})
 
 
-FILES = {HUB_PUBLIC_ENV: "hub.pub", CLIENT_PUBLIC_ENV: "client.pub", CLIENT_SECRET_ENV: "client.key", ROOT_SECRET_ENV: "root.secret"}
+FILES = {
+    "EPOCHKV_HUB_PUBLIC_KEY": "hub.pub",
+    "EPOCHKV_CLIENT_PUBLIC_KEY": "client.pub",
+    "EPOCHKV_CLIENT_SECRET_KEY": "client.key",
+    "EPOCHKV_ROOT_SECRET": "root.secret",
+}
 
 
 @pytest.mark.parametrize("variable", FILES)
