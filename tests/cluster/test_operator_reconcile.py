@@ -22,10 +22,8 @@ def make_pods_ready(space: Namespace) -> None:
         if any(item["type"] == "Ready" for item in pod["status"].get("conditions") or []):
             continue
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        status = {
-            "phase": "Running",
-            "conditions": [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in ("Ready", "ContainersReady")],
-        }
+        conditions = [{"type": kind, "status": "True", "lastTransitionTime": now} for kind in ("Ready", "ContainersReady")]
+        status = {"phase": "Running", "conditions": conditions}
         path = f"/api/v1/namespaces/{space.name}/pods/{pod['metadata']['name']}/status"
         code, answer = space.plane.api.request("PATCH", path, {"status": status}, "application/merge-patch+json")
         assert code in (200, 404), answer  # 404: its controller was faster

@@ -43,11 +43,8 @@ class _SaysNothing(Hub):
 class _SinceTheLastBeat(Hub):
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().step(event, now)
-        instance = (
-            self.state.instances.known.get(event.message.instance)
-            if isinstance(event, ev.Heard) and isinstance(event.message, Heartbeat)
-            else None
-        )
+        beat = event.message if isinstance(event, ev.Heard) else None
+        instance = self.state.instances.known.get(beat.instance) if isinstance(beat, Heartbeat) else None
         if instance is not None:
             instance.weights_at = instance.heard_at
         return actions

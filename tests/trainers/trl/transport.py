@@ -54,11 +54,8 @@ class Endpoint:
 
 
 def _open_endpoint(init_info: dict[str, Any]) -> Endpoint:
-    return Endpoint(
-        StatelessProcessGroup.create(
-            host=init_info["master_address"], port=init_info["master_port"], rank=0, world_size=init_info["world_size"]
-        )
-    )
+    host, port, size = (init_info[key] for key in ("master_address", "master_port", "world_size"))
+    return Endpoint(StatelessProcessGroup.create(host=host, port=port, rank=0, world_size=size))
 
 
 def _send(iterator: Iterator[Named], group: Endpoint, src: int, post_iter_func: Callable[[Named], torch.Tensor]) -> None:

@@ -126,10 +126,8 @@ def test_a_workflow_pins_every_action_may_write_where_a_job_says_so_and_runs_no_
 
 
 def test_only_what_publishes_may_write() -> None:
-    granted = {
-        name: {right for right, level in job.get("permissions", {}).items() if level == "write"}
-        for name, job in workflow("release")["jobs"].items()
-    }
+    permissions = {name: job.get("permissions", {}) for name, job in workflow("release")["jobs"].items()}
+    granted = {name: {right for right, level in of_it.items() if level == "write"} for name, of_it in permissions.items()}
     assert granted == {
         "check": set(),
         "wheel": {"id-token", "attestations"},
