@@ -26,11 +26,8 @@ from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, ROOT, Names
 HOME, TEAM = "epochkv-system", "team-a"
 ACCOUNT = f"system:serviceaccount:{HOME}:epochkv-operator"
 REFUSED = re.compile(r'cannot (\w+) resource "([\w/]+)" in API group "([\w.]*)" in the namespace "([\w-]+)"')
-POOL: dict[str, Any] = {
-    "local": {"capacity": "64Mi"},
-    "distributed": {"mooncake": {"store": {"replicas": 1, "segmentSize": "64Mi"}}},
-    "reset": {"leaseSeconds": 2},
-}
+L2 = {"mooncake": {"store": {"replicas": 1, "segmentSize": "64Mi"}}}
+POOL: dict[str, Any] = {"local": {"capacity": "64Mi"}, "distributed": L2, "reset": {"leaseSeconds": 2}}
 OPTIONAL_KINDS = {(resource.group, resource.plural) for resource in OPTIONAL}
 RBAC = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/{}"
 MARK = "edited-by-a-person"
@@ -106,11 +103,8 @@ class Rights:
         new = self.refused() - self.granted
         self.granted |= new
         for namespace in {right.namespace for right in new}:
-            rules = [
-                {"apiGroups": [right.group], "resources": [right.resource], "verbs": [right.verb]}
-                for right in sorted(self.granted)
-                if right.namespace == namespace
-            ]
+            here = [right for right in sorted(self.granted) if right.namespace == namespace]
+            rules = [{"apiGroups": [right.group], "resources": [right.resource], "verbs": [right.verb]} for right in here]
             body = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "grown"}, "rules": rules}
             self._plane.api.apply(RBAC.format(namespace, "roles/grown"), body)
 

@@ -19,11 +19,8 @@ from hack.cluster.provider import ClusterError
 from hack.demo.setup import ROOT
 from hack.waiting import eventually
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(os.environ.get("CLUSTER") != "kind", reason="of kind's provider alone: CLUSTER=kind"),
-]
+ON_KIND = pytest.mark.skipif(os.environ.get("CLUSTER") != "kind", reason="of kind's provider alone: CLUSTER=kind")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), ON_KIND]
 NAME = "faults-" + hashlib.sha256(str(ROOT).encode()).hexdigest()[:6]
 NODE = f"{NAME}-control-plane"
 

@@ -18,11 +18,8 @@ from hack.demo.setup import ROOT, Setup
 from hack.engine_api import EngineError
 from hack.waiting import eventually
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(2400),
-    pytest.mark.skipif(os.environ.get("CLUSTER") != "kind", reason="the local provider has one node: CLUSTER=kind"),
-]
+ON_KIND = pytest.mark.skipif(os.environ.get("CLUSTER") != "kind", reason="the local provider has one node: CLUSTER=kind")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400), ON_KIND]
 NAME = "nodes-" + hashlib.sha256(str(ROOT).encode()).hexdigest()[:6]
 STAYS, GOES = f"{NAME}-control-plane", f"{NAME}-worker"
 ENGINES, STORE = f"epochkv.io/engine={ENGINE}", f"epochkv.io/pool={POOL},app.kubernetes.io/component=store"

@@ -16,26 +16,8 @@ from epochkv_operator.planning.engine import desired_engine
 from epochkv_operator.planning.pool import desired_pool
 from epochkv_operator.planning.status import engine_status, pool_status, weights_summary
 from tests.support.planning import CONTEXT, engine, pool
-from tests.unit.operator.cluster_state import (
-    CONVERGED,
-    NOW,
-    PODS,
-    POLICY,
-    ROLLED_OUT,
-    ROLLOUT,
-    Json,
-    by_type,
-    engine_children,
-    engine_pod,
-    master_pod,
-    message,
-    pod,
-    pool_children,
-    rank,
-    ready,
-    waiting,
-    workload,
-)
+from tests.unit.operator import cluster_state as state
+from tests.unit.operator.cluster_state import CONVERGED, NOW, PODS, POLICY, ROLLOUT, Json, by_type, message, pod, pool_children, rank, ready
 
 DENIED = {"type": "ReplicaFailure", "status": "True", "message": 'pods "x" is forbidden: violates PodSecurity "restricted:latest"'}
 QUOTA = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota: requests.memory=9Gi, limited: 8Gi"}
@@ -44,10 +26,10 @@ ROLLING = {"type": "Progressing", "status": "True", "reason": "ReplicaSetUpdated
 READY = {"conditions": [{"type": "Ready", "status": "True"}]}
 RUNNING = {"containerStatuses": [{"name": "engine", "ready": False, "state": {"running": {}}}]}
 PENDING = {"phase": "Pending"}
-NO_IMAGE = waiting("engine", "ImagePullBackOff", "not found")
+NO_IMAGE = state.waiting("engine", "ImagePullBackOff", "not found")
 ONE = {"replicas": 1}
 NO_CLAIM = '0/1 nodes are available: persistentvolumeclaim "models" not found.'
-CRASHED = waiting("engine", "CrashLoopBackOff", lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=4)
+CRASHED = state.waiting("engine", "CrashLoopBackOff", lastState={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=4)
 L1 = pool("l1")
 late = partial(rank, epoch=6, converged=False)
 ETCD = {"backend": "Etcd", "etcd": {"endpoints": ["etcd-0:2379", "etcd-1:2379"]}}
@@ -78,12 +60,12 @@ def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Js
     [
         (ready(1), [], "Available", "1 of 1 replicas of the master are ready"),
         (ONE, [PENDING], "Starting", "are ready: pod policy-master-x is pending"),
-        (ONE, [waiting("master", "ContainerCreating")], "Starting", "kubectl -n rl describe pod policy-master-x"),
+        (ONE, [state.waiting("master", "ContainerCreating")], "Starting", "kubectl -n rl describe pod policy-master-x"),
         (ONE, [READY, PENDING], "Starting", "are ready: pod policy-master-x is pending"),
         (ONE, [RUNNING], "Starting", "pod policy-master-x runs, but its readiness probe does not succeed yet"),
         ({**ready(1), "observedGeneration": 0}, [], "Starting", "the master"),
-        (ONE, [waiting("m", "ErrImageNeverPull")], "ImagePullFailed", "ErrImageNeverPull"),
-        (ONE, [waiting("m", "CreateContainerConfigError", "no secret")], "StartFailed", "no secret"),
+        (ONE, [state.waiting("m", "ErrImageNeverPull")], "ImagePullFailed", "ErrImageNeverPull"),
+        (ONE, [state.waiting("m", "CreateContainerConfigError", "no secret")], "StartFailed", "no secret"),
         (ONE, [CRASHED], "CrashLooping", "restarted 4 times, last exit 137 (OOMKilled)"),
         (ONE, [runs_again(2, 30.0)], "CrashLooping", "last exit 1 (Error); its log ended: ValueError: no such model"),
         # One that ran for long, or failed once, may come up this time.
@@ -98,7 +80,7 @@ def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Js
 )
 def test_master_available(master: Json, pods: list[Json], reason: str, says: str) -> None:
     """`pods`: their statuses."""
-    conditions = pool_conditions(POLICY, Observed(pool_children(master), [master_pod(**status) for status in pods], CONVERGED))
+    conditions = pool_conditions(POLICY, Observed(pool_children(master), [state.master_pod(**status) for status in pods], CONVERGED))
     status = "True" if reason == "Available" else "False"
     assert by_type(conditions)["MasterAvailable"] == (status, reason)
     assert says in message(conditions, "MasterAvailable")
@@ -108,8 +90,9 @@ def test_master_available(master: Json, pods: list[Json], reason: str, says: str
 @pytest.mark.parametrize(("running", "pods", "reason"), [(2, [], "NoLeader"), (1, [], "NoLeader"), (1, [CRASHED], "CrashLooping")])
 def test_masters_of_which_none_leads(running: int, pods: list[Json], reason: str) -> None:
     wanted = pool({"distributed": {"mooncake": {"master": {"replicas": 2, "highAvailability": ETCD}, "store": {"segmentSize": "1Gi"}}}})
-    children = [workload(desired_pool(wanted, CONTEXT), "Deployment", "policy-master", **counts(2, running=running)), *pool_children()[1:]]
-    pods = [master_pod(**status) for status in pods]
+    master = state.workload(desired_pool(wanted, CONTEXT), "Deployment", "policy-master", **counts(2, running=running))
+    children = [master, *pool_children()[1:]]
+    pods = [state.master_pod(**status) for status in pods]
     conditions = pool_conditions(wanted, Observed(children, pods, CONVERGED, leaderless=True))
     assert by_type(conditions)["MasterAvailable"] == by_type(conditions)["Ready"] == ("False", reason)
     assert reason != "NoLeader" or "does etcd-0:2379;etcd-1:2379 answer" in message(conditions, "MasterAvailable")
@@ -118,8 +101,8 @@ def test_masters_of_which_none_leads(running: int, pods: list[Json], reason: str
 
 def test_troubles_of_other_pods_are_not_ours() -> None:
     """Pods of another pool, namespace or component, and pods that are going."""
-    trouble = waiting("master", "ImagePullBackOff")
-    mine = master_pod(**trouble)
+    trouble = state.waiting("master", "ImagePullBackOff")
+    mine = state.master_pod(**trouble)
     others = [
         {**mine, "metadata": {**mine["metadata"], "namespace": "other"}},
         pod("a", {"epochkv.io/pool": "other", "app.kubernetes.io/component": "master"}, **trouble),
@@ -143,7 +126,7 @@ def test_pods_that_ended_are_counted_and_do_not_tell_how_the_living_are() -> Non
 
     def said(status: Json, *living: Json, kind: str = "Available") -> tuple[str, str]:
         hub = HubView(7, 7, [rank(pod["metadata"]["name"]) for pod in living])
-        conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(status), [*gone, *living], hub))
+        conditions = engine_conditions(ROLLOUT, POLICY, Observed(state.engine_children(status), [*gone, *living], hub))
         return by_type(conditions)[kind][1], message(conditions, kind)
 
     missing, pending = revision("y", 2, **NO_IMAGE), revision("y", 2, **PENDING)
@@ -153,7 +136,7 @@ def test_pods_that_ended_are_counted_and_do_not_tell_how_the_living_are() -> Non
     assert said(counts(2, 2, 1), pending)[1].startswith("1 of 2 replicas of the engine are ready: pod y is pending;")
     # The youngest pod of all has ended, and was of another revision.
     assert said(counts(1, 2, 1, ROLLING), missing, kind="Progressing")[0] == "ImagePullFailed"
-    shown = message(engine_conditions(ROLLOUT, None, Observed(engine_children(ready(2)), gone[:1])), "Available")
+    shown = message(engine_conditions(ROLLOUT, None, Observed(state.engine_children(ready(2)), gone[:1])), "Available")
     assert shown.endswith(": 1 Evicted (the last: The node was low on resource: memory. Threshold 100Mi)")
 
 
@@ -197,7 +180,7 @@ def test_conditions_that_do_not_apply_are_absent() -> None:
         assert found - {"Reclaimed"} == {"Ready", "EpochConverged", "WeightsConverged", "TiersUsable", "Drained"}
         assert ("Reclaimed" in found) == (spec == "external")
     alone = engine("no-pool")
-    children = [workload(desired_engine(alone, None, CONTEXT), "Deployment", "rollout", **ready(1))]
+    children = [state.workload(desired_engine(alone, None, CONTEXT), "Deployment", "rollout", **ready(1))]
     said = by_type(engine_conditions(alone, None, Observed(children)))
     assert said == {"Ready": ("True", "Ready"), "Available": ("True", "Available"), "Progressing": ("True", "RolledOut")}
     gone = pool("l1", deletionTimestamp="2026-01-01T00:00:00Z")
@@ -218,7 +201,7 @@ def test_conditions_that_do_not_apply_are_absent() -> None:
     ],
 )
 def test_epoch_current(hub: HubView | None, pods: list[Json], status: str, reason: str) -> None:
-    conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), pods, hub))
+    conditions = engine_conditions(ROLLOUT, POLICY, Observed(state.engine_children(ready(2)), pods, hub))
     assert by_type(conditions)["EpochCurrent"] == (status, reason)
     assert by_type(conditions)["PoolBound"] == ("True", "Bound")
     assert by_type(conditions)["Ready"][0] == status
@@ -229,8 +212,8 @@ def test_every_data_parallel_rank_has_to_report(nodes: int) -> None:
     """Of groups, the ranks of the second pod report for themselves."""
     wanted = engine({"model": {"name": "m"}, "poolRef": {"name": "policy"}, "parallelism": {"tensor": 3, "data": 4, "nodes": nodes}})
     kind, name = ("Deployment", "rollout") if nodes == 1 else ("LeaderWorkerSet", "rollout-nodes")
-    made = workload(desired_engine(wanted, POLICY, LWS), kind, name, **ready(1))
-    pods = [engine_pod("p")] if nodes == 1 else [member(0, index) for index in range(2)]
+    made = state.workload(desired_engine(wanted, POLICY, LWS), kind, name, **ready(1))
+    pods = [state.engine_pod("p")] if nodes == 1 else [member(0, index) for index in range(2)]
     homes = ["p"] * 4 if nodes == 1 else ["rollout-nodes-0"] * 2 + ["rollout-nodes-0-1"] * 2
 
     def told(*epochs: int | None, before: Json | None = None) -> tuple[Any, Json]:
@@ -257,7 +240,7 @@ def test_every_data_parallel_rank_has_to_report(nodes: int) -> None:
 def test_pool_not_found(going: bool) -> None:
     """The engine serves; the condition says what is missing and what to do."""
     target = pool("l1-l2", deletionTimestamp="2026-01-01T00:00:00Z") if going else None
-    conditions = engine_conditions(ROLLOUT, target, Observed(engine_children(ready(2)), PODS))
+    conditions = engine_conditions(ROLLOUT, target, Observed(state.engine_children(ready(2)), PODS))
     lacking = dict.fromkeys(("Ready", "PoolBound", "EpochCurrent"), ("False", "PoolNotFound"))
     assert by_type(conditions) == {**lacking, "Available": ("True", "Available"), "Progressing": ("True", "RolledOut")}
     assert "KVCachePool rl/policy does not exist" in message(conditions, "PoolBound")
@@ -321,14 +304,14 @@ def test_keys_rotated(keys: KeysView | None, expected: Any, says: str) -> None:
 
 def test_scaled_to_zero_is_ready_and_does_not_serve() -> None:
     idle = engine({"model": {"name": "tiny"}, "poolRef": {"name": "policy"}, "replicas": 0})
-    conditions = by_type(engine_conditions(idle, POLICY, Observed(engine_children({}, 0, idle), (), CONVERGED)))
+    conditions = by_type(engine_conditions(idle, POLICY, Observed(state.engine_children({}, 0, idle), (), CONVERGED)))
     assert conditions["Ready"] == conditions["EpochCurrent"] == conditions["TiersUsable"] == ("True", "ScaledToZero")
     assert conditions["Available"] == ("False", "ScaledToZero"), "nothing serves"
 
 
 def test_a_problem_of_the_plan_comes_first() -> None:
     trouble = Problem("InvalidTemplate", "spec.template.spec.containers[engine].command belongs to the operator: use spec.args")
-    conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(ready(2)), PODS, None, trouble))
+    conditions = engine_conditions(ROLLOUT, POLICY, Observed(state.engine_children(ready(2)), PODS, None, trouble))
     assert by_type(conditions)["Ready"] == ("False", "InvalidTemplate")
     assert [condition.type for condition in conditions] == ["Ready", "Available", "PoolBound", "EpochCurrent", "Progressing", "TiersUsable"]
     assert message(conditions, "Ready") == trouble.message
@@ -337,7 +320,7 @@ def test_a_problem_of_the_plan_comes_first() -> None:
 
 def revision(name: str, number: int, second: int | None = None, /, **status: object) -> Json:
     """A pod of the n-th ReplicaSet; later ones are younger, unless `second` says when it was made."""
-    made = engine_pod(name, **status)
+    made = state.engine_pod(name, **status)
     made["metadata"]["labels"]["pod-template-hash"] = f"hash{number}"
     made["metadata"]["creationTimestamp"] = f"2026-03-01T12:00:0{number if second is None else second}Z"
     return made
@@ -348,8 +331,8 @@ def revision(name: str, number: int, second: int | None = None, /, **status: obj
     [
         (ready(2), [], ("True", "RolledOut"), "2 of 2 replicas run the current spec"),
         # A pod that is lost later is no rollout: `Available` says it.
-        (counts(2, 2, 1, ROLLED_OUT), [revision("a", 1, **CRASHED)], ("True", "RolledOut"), "2 of 2"),
-        ({**counts(2, 2, 2, ROLLED_OUT), "observedGeneration": 0}, [], ("True", "RollingOut"), "run the current spec"),
+        (counts(2, 2, 1, state.ROLLED_OUT), [revision("a", 1, **CRASHED)], ("True", "RolledOut"), "2 of 2"),
+        ({**counts(2, 2, 2, state.ROLLED_OUT), "observedGeneration": 0}, [], ("True", "RollingOut"), "run the current spec"),
         (counts(1, 2, 2, ROLLING), [], ("True", "RollingOut"), "1 of 2 replicas run the current spec, 1 an older one"),
         (counts(1, 2, 1, ROLLING), [revision("a", 1), revision("b", 2, **RUNNING)], ("True", "RollingOut"), "pod b runs, but"),
         (counts(1, 2, 1, ROLLING), [revision("a", 1), revision("b", 2, **NO_IMAGE)], ("False", "ImagePullFailed"),
@@ -364,7 +347,7 @@ def revision(name: str, number: int, second: int | None = None, /, **status: obj
     ],
 )  # fmt: skip
 def test_a_rollout(status: Json, pods: list[Json], expected: tuple[str, str], says: str) -> None:
-    conditions = engine_conditions(ROLLOUT, POLICY, Observed(engine_children(status), pods, CONVERGED))
+    conditions = engine_conditions(ROLLOUT, POLICY, Observed(state.engine_children(status), pods, CONVERGED))
     assert by_type(conditions)["Progressing"] == expected
     assert says in message(conditions, "Progressing")
 
@@ -372,14 +355,14 @@ def test_a_rollout(status: Json, pods: list[Json], expected: tuple[str, str], sa
 def test_before_the_workload_and_while_somebody_holds_it() -> None:
     nothing = Observed((), (), CONVERGED, Problem("KindNotServed", "no LeaderWorkerSet"))
     assert by_type(engine_conditions(ROLLOUT, POLICY, nothing))["Progressing"] == ("Unknown", "NotCreated")
-    [deployment] = engine_children(counts(1, 2, 2, ROLLING))
+    [deployment] = state.engine_children(counts(1, 2, 2, ROLLING))
     held = engine_conditions(ROLLOUT, POLICY, Observed([{**deployment, "spec": {**deployment["spec"], "paused": True}}]))
     assert by_type(held)["Progressing"] == ("Unknown", "Paused")
     assert message(held, "Progressing").endswith("kubectl -n rl rollout resume deployment rollout")
 
 
 def test_a_rollout_does_not_make_an_engine_unready() -> None:
-    conditions = engine_conditions(engine("no-pool"), None, Observed(engine_children(counts(1, 2, 2, ROLLING))))
+    conditions = engine_conditions(engine("no-pool"), None, Observed(state.engine_children(counts(1, 2, 2, ROLLING))))
     assert (by_type(conditions)["Ready"], by_type(conditions)["Progressing"]) == (("True", "Ready"), ("True", "RollingOut"))
 
 
@@ -396,7 +379,7 @@ def member(number: int, index: int, **status: object) -> Json:
 
 def spanning(status: Json, *pods: Json) -> Observed:
     """LeaderWorkerSets do not say which generation their status is about."""
-    made = workload(desired_engine(SPANNING, POLICY, LWS), "LeaderWorkerSet", "rollout-nodes", **status)
+    made = state.workload(desired_engine(SPANNING, POLICY, LWS), "LeaderWorkerSet", "rollout-nodes", **status)
     del made["status"]["observedGeneration"]
     hub = replace(CONVERGED, engines=[rank("rollout-nodes-0"), rank("rollout-nodes-1")])
     return Observed([made], pods, hub)
@@ -408,7 +391,7 @@ def spanning(status: Json, *pods: Json) -> Observed:
         ({**ready(2), "conditions": [{"type": "Available", "status": "True"}]}, [], ("True", "Available"), ("True", "RolledOut")),
         ({}, [], ("False", "Starting"), ("True", "RollingOut")),
         (counts(1, 2, 2, {"type": "UpdateInProgress", "status": "True"}), [], ("True", "Updating"), ("True", "RollingOut")),
-        (counts(2, 2, 1, ROLLING), [member(1, 1, **waiting("engine", "ErrImagePull"))], *[("False", "ImagePullFailed")] * 2),
+        (counts(2, 2, 1, ROLLING), [member(1, 1, **state.waiting("engine", "ErrImagePull"))], *[("False", "ImagePullFailed")] * 2),
     ],
 )
 def test_an_engine_that_spans_nodes(status: Json, pods: list[Json], available: tuple[str, str], progressing: tuple[str, str]) -> None:
@@ -671,7 +654,7 @@ def test_a_hub_that_has_just_begun_to_lead_reports_nobody_as_gone() -> None:
     assert gone["engines"]["total"] == 0
     assert {item["type"]: item["status"] for item in gone["conditions"]}["WeightsConverged"] == "True"
 
-    children = engine_children(ready(2))
+    children = state.engine_children(ready(2))
     limited = rank("p1", tiers_off="TiersOff", tiers_note="why")
     before = engine_status(ROLLOUT, POLICY, Observed(children, PODS, HubView(7, 7, [rank("p0"), limited])), {}, NOW)
     young = HubView(7, 7, [rank("p0")], complete=False)
@@ -679,8 +662,8 @@ def test_a_hub_that_has_just_begun_to_lead_reports_nobody_as_gone() -> None:
     lost = engine_status(ROLLOUT, POLICY, Observed(children, PODS, HubView(7, 7, [rank("p0")])), before, later)
     assert {item["type"]: item["reason"] for item in lost["conditions"]}["EpochCurrent"] == "NotReporting"
     # What has nothing to do with the hub is told at once.
-    trouble = engine_children({"replicas": 2, "updatedReplicas": 2})
-    failing = [engine_pod("p0", **waiting("engine", "ImagePullBackOff")), PODS[1]]
+    trouble = state.engine_children({"replicas": 2, "updatedReplicas": 2})
+    failing = [state.engine_pod("p0", **state.waiting("engine", "ImagePullBackOff")), PODS[1]]
     told = engine_status(ROLLOUT, POLICY, Observed(trouble, failing, young), before, later)
     assert {item["type"]: item["reason"] for item in told["conditions"]}["Ready"] == "ImagePullFailed"
 

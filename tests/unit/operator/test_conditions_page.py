@@ -48,13 +48,8 @@ def test_every_reason_is_on_the_page_with_its_status() -> None:
         (reason, status) for call in calls("conditions.py", "Condition") for status in texts(call.args[1]) for reason in texts(call.args[2])
     }
     assert len(written) > 20
-    page = {
-        (reason, status)
-        for section in ("Pools", "Engines")
-        for reasons, _, status, _ in rows(section, 4)
-        for reason in names(reasons)
-        if reason not in PROBLEMS
-    }
+    table = [row for section in ("Pools", "Engines") for row in rows(section, 4)]
+    page = {(reason, status) for reasons, _, status, _ in table for reason in names(reasons) if reason not in PROBLEMS}
     assert len(SHARING) == 7
     assert page == written | {(reason, "False") for reason in (*TIER_REASONS, *SHARING)}
 

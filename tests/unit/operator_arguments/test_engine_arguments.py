@@ -70,10 +70,8 @@ def group(parser: argparse.ArgumentParser, spec: dict[str, Any]) -> tuple[argpar
     context = replace(CONTEXT, served=frozenset({"LeaderWorkerSet"}))
     made = one(desired_engine(engine(spec), pool(), context), "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
     variables = {"$(LWS_LEADER_ADDRESS)": "big-nodes-0.big-nodes.rl", "$(LWS_WORKER_INDEX)": "1", "$(POD_IP)": "10.0.0.7"}
-    args = {
-        role: [variables.get(argument, argument) for argument in made[role]["spec"]["containers"][0]["args"]]
-        for role in ("leaderTemplate", "workerTemplate")
-    }
+    written = {role: made[role]["spec"]["containers"][0]["args"] for role in ("leaderTemplate", "workerTemplate")}
+    args = {role: [variables.get(argument, argument) for argument in arguments] for role, arguments in written.items()}
     commands = FlexibleArgumentParser()
     ServeSubcommand().subparser_init(commands.add_subparsers(dest="subparser"))
     return parser.parse_args(args["leaderTemplate"]), commands.parse_args(args["workerTemplate"])
@@ -104,10 +102,8 @@ def test_vllm_gives_each_pod_of_a_group_its_data_parallel_ranks(parser: argparse
     spec = {"model": model, "parallelism": {"tensor": 2, "data": 4, "expert": True, "nodes": 2}, "args": ["--skip-tokenizer-init"]}
     leader, follower = group(parser, spec)
     follower.model = follower.model_tag  # as `vllm serve` does
-    made = [
-        AsyncEngineArgs.from_cli_args(parsed).create_engine_config(headless=parsed.headless).parallel_config
-        for parsed in (leader, follower)
-    ]
+    whole = [AsyncEngineArgs.from_cli_args(parsed).create_engine_config(headless=parsed.headless) for parsed in (leader, follower)]
+    made = [config.parallel_config for config in whole]
     for config in made:
         assert (config.data_parallel_size, config.data_parallel_size_local, config.nnodes_within_dp) == (4, 2, 1)
         assert (config.data_parallel_external_lb, config.data_parallel_hybrid_lb) == (False, False)
