@@ -199,7 +199,7 @@ class Steps:
         try:
             snapshot = self._state.apply()
             names = snapshot.in_use and bool(scheduled)  # also where nothing is saved: blocks are named, or begun, all the same
-            number = self._weights.digest_number() if names else -1
+            number = self._weights.watch.step_number if names else -1
             if self._state.broken:
                 metadata = self.emergency()
                 metadata.digest_number = number
@@ -228,7 +228,7 @@ class Steps:
         step = tiers.end_step()
         if step.saves:
             self._state.counters["tokens_saved"] += sum(save.num_blocks for save in step.saves) * self._state.hash_block_size
-            number = self._weights.digest_number() if number < 0 else number
+            number = self._weights.watch.step_number if number < 0 else number
         if step.loads:
             self._state.events.offer(self._requests.vllm, step.loads)
             self._requests.send(load.request_id for load in step.loads if not load.prefetch)

@@ -95,10 +95,6 @@ class WeightChanges:
         self._state.broken = True
         self._pins.root.forbid()
 
-    def digest_number(self) -> int:
-        """Of the question that ranks compare their weights with behind this step; -1: nothing is named, or they were never asked."""
-        return self.watch.number if self.watch.value is not None and self.watch.number else -1
-
     def late(self, report: WorkerReport) -> None:
         """Ranks saw other weights, or adapters, behind a step than those that its blocks are named after."""
         try:

@@ -228,6 +228,12 @@ class Watch:
         return self.tells()[1] in (WRITING, STARTED)
 
     @property
+    def step_number(self) -> int:
+        """Of the question that ranks compare their weights with behind the next step: is it still what they answered, by which blocks are
+        named? -1: nothing is named, or they were never asked."""
+        return self.number if self.value is not None and self.number else -1
+
+    @property
     def known(self) -> bytes | None:
         """What decides the answers of the step that is scheduled next; None: unknown."""
         return self.value if self._why_own is None else None

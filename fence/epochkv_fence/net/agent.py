@@ -294,7 +294,7 @@ class Links:
     _poller: zmq.Poller | None = None
 
     def open(self) -> None:
-        """Dial with the keys that were accepted last."""
+        """Dial with the keys that were accepted last. A `Link` is one encrypted socket, which connects again by itself."""
         self._context = zmq.Context()
         self._current = Link(self._context, self.endpoint, self._keys)
 

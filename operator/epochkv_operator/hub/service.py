@@ -251,7 +251,8 @@ class HubService:
         return uids
 
     def seen(self, pool: Json) -> None:
-        """A state of a pool was seen, however late: take its epochs in."""
+        """A state of a pool was seen, however late: take its epochs in. One that no reconcile has brought here yet (`ensure`) has its
+        epochs taken in with that."""
         uid = pool["metadata"]["uid"]
         if uid not in self._served:
             return
