@@ -230,7 +230,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         worker = self._worker
         if worker is None:
             return KVConnectorTransferResults()
-        if self._ends_no_step:
+        if self._ends_no_step:  # an early pipeline stage with drafts, whose `wait_for_save` vLLM never calls
             self.wait_for_save()
         finished, failed = self._guard.run("results", worker.results, lambda: (set(), set()))
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)

@@ -527,16 +527,16 @@ class Pins:
     # ------------------------------------------------------------------ the scheduler's step
 
     def enter_schedule(self) -> None:
-        """The first question of a `schedule()`: acknowledgements wait until `leave_schedule`."""
+        """The first question of a `schedule()` (`Admission.name`): acknowledgements wait until `leave_schedule`."""
         self._inside_schedule = True
 
     def leave_schedule(self) -> None:
-        """The step's metadata is built; the re-hash budget is full again."""
+        """The step's metadata is built (`Steps.build`; without our connector, `engine.fenced`); the re-hash budget is full again."""
         self._inside_schedule = False
         self._rehash_seconds = 0.0
 
     def enter_report(self) -> None:
-        """Load results are being recorded: an acknowledgement must not fall between the check and the record."""
+        """Load results are being recorded (`Steps.take`): an acknowledgement must not fall between the check and the record."""
         self._reporting = True
 
     def leave_report(self) -> None:

@@ -395,7 +395,8 @@ class Comparison:
     A call that writes is announced (`end_device_work`), so a write that begins after the announcement is none of this step's.
 
     Attributes:
-        as_expected: in a domain: all ranks began the latest pass with what question `number` had seen.
+        as_expected: in a domain: all ranks began the latest pass with what question `number` had seen, and have said so since before this
+            step; `settled` knows two passes later.
     """
 
     def __init__(self, held: Held, number: int) -> None:

@@ -113,7 +113,7 @@ class Ranks(Protocol):
 
 
 class WeightNames(Protocol):
-    """What is named after the weights."""
+    """What is named after the weights: `scheduler.weight_changes` passes them to `RootState.hold`, and detaches requests that hold blocks."""
 
     def hold(self, weights: bytes | None) -> None:
         """The engine holds these from now on; None: nobody knows. Called when `Watch.told`, which says why, has changed."""
@@ -375,7 +375,7 @@ class Watch:
         self._follow_domain()
 
     def before_schedule(self) -> None:
-        """Afterwards `value` is what the ranks hold, or None."""
+        """Afterwards `value` is what the ranks hold, or None. Ahead of each `schedule()` of vLLM (`executor.join`)."""
         now = self._clock()
         idle = now - self._scheduled_at > IDLE_SECONDS
         if self._ranks.num_writes != self._writes:

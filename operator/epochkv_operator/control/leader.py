@@ -80,7 +80,7 @@ class HubProxy:
         return self._thread.call(method, self._hub, *args, **kwargs)
 
     def seen(self, pool: Json) -> None:
-        """`HubService.seen`, on the hub's own thread and event loop; nobody waits for it."""
+        """`HubService.seen`, on the hub's own thread and event loop. Nobody waits for it; calls made after it see what it did."""
         self._thread.post(self._hub.seen, pool)
 
 

@@ -1,8 +1,8 @@
 """Status writes and Events: what the operator says about an object.
 
 All status writes go through `StatusWriter`: compare-and-swap on the resourceVersion, re-read and decide again on conflict.
-Two writers share a pool's status in one process (the hub's authority writes epochs, the status writer the rest), and a
-second operator may be alive. The newest state known of each object, from whichever answer, is kept, so that the usual
+Two writers share a pool's status in one process: the hub's authority writes epochs, and the status writer the rest, and epochs that
+somebody has removed. A second operator may be alive. The newest state known of each object, from whichever answer, is kept, so that the usual
 write costs one request and no read.
 """
 
@@ -92,7 +92,7 @@ class StatusWriter:
                     answer = await self._client.patch_status(ref, str(resource_version(obj)), patch, remaining)
             except NotFound as error:
                 raise ObjectGone(f"{ref} is gone") from error
-            except (Conflict, Invalid) as error:
+            except (Conflict, Invalid) as error:  # with `fields`, 422 says that one was not as seen
                 if isinstance(error, Invalid) and not fields:
                     raise
                 attempt += 1
