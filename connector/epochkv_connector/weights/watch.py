@@ -113,7 +113,7 @@ class Ranks(Protocol):
 
 
 class WeightNames(Protocol):
-    """What is named after the weights: `scheduler.weight_changes` passes them to `RootState.hold`, and detaches requests that hold blocks."""
+    """What is named after the weights: `scheduler.weight_changes` passes them to `RootState.hold`, and detaches requests with blocks."""
 
     def hold(self, weights: bytes | None) -> None:
         """The engine holds these from now on; None: nobody knows. Called when `Watch.told`, which says why, has changed."""
