@@ -219,7 +219,8 @@ def main() -> int:
         parser.error(f"no layer runs {', '.join(missing)}: name it in LAYERS")
     layers = [layer for layer in LAYERS if (layer.name in wanted if wanted else args.all or not layer.slow)]
     began = time.time()
-    results = run_all(layers, extra if args.all else ["-m", "not slow", *extra], Durations(cache_root() / "test-durations.json"))
+    took = Durations(cache_root() / f"test{'-all' if args.all else ''}-durations.json")
+    results = run_all(layers, extra if args.all else ["-m", "not slow", *extra], took)
     print("\n".join(["the slowest tests:", *slowest(began), ""]))
     for name, run in results.items():
         print(f"{'ok  ' if run.status == 0 else 'FAIL'} {name:15s} {run.summary}; {clock(run.cpu)} of CPU")
