@@ -79,10 +79,11 @@ class HubView(PoolSnapshot):
         found: list[str] = []
         for fingerprint, majority in {(engine.fingerprint, engine.majority) for engine in self.diverged}:
             members = [one for one in self.engines if one.alive and one.weights is not None and one.fingerprint == fingerprint]
-            pushed = [one for one in members if one.pushed]
-            # Weights came with the first engine that took them.
-            since = {one.weights: max(each.weights_since for each in pushed if each.weights == one.weights) for one in pushed}
-            newest = min(since, key=lambda held: since[held]) if since else majority
+            came: dict[bytes | None, float] = {}  # with the first engine that took them
+            for one in members:
+                if one.pushed:
+                    came[one.weights] = max(one.weights_since, came.get(one.weights, 0.0))
+            newest = min(came, key=lambda held: came[held]) if came else majority
             found += [one.display_name for one in members if one.weights != newest]
         return found
 
