@@ -145,7 +145,7 @@ class Seldom:
             self._said.add(topic)
             unsaid, self._unsaid = self._unsaid, 0
         more = f" ({unsaid} more were not logged)" if unsaid else ""
-        self._logger.log(level, f"{text}%s", *args, more, exc_info=exc_info)
+        self._logger.log(level, f"{text}%s", *args, more, exc_info=exc_info, stacklevel=2)  # the line that says so
 
     def forget(self) -> None:
         """Every topic may be logged again: the state that the lines described is over."""
