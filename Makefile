@@ -33,7 +33,7 @@ setup-cluster: ## What tests of the API server need: packages, Go-built Kubernet
 	@$(if $(filter kind,$(CLUSTER)),true,$(DEV) -m hack.cluster build)
 	@$(SETUP) engine dynamo
 
-setup-pods: ## The same side by side, and the images of pods
+setup-pods: ## Everything that make demo needs, side by side, and the images of pods
 	@$(SETUP) $(SYSTEM) dev
 	@$(DEV) -m hack.demo prepare
 
@@ -197,7 +197,7 @@ fuzz: setup ## Fuzz every decoder and receive path (MINUTES=10)
 lock: ## Compile the pinned environments anew
 	@hack/requirements/lock.sh --upgrade
 
-clean: ## Forget the environments of this checkout (caches in ~/.cache/epochkv stay)
+clean: ## Forget the environments of this checkout (make down first; caches in ~/.cache/epochkv, ~/.cache/uv, ~/.cache/go-build and ~/go stay)
 	@rm -rf .build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .PHONY: help setup setup-engine setup-trainers setup-cluster setup-pods setup-checks setup-groups demo demo-stock demo-cold down test test-all test-fast test-unit test-scheduler test-store test-engine test-cuda test-families test-transfers test-trainers test-cluster test-kills test-e2e test-ipv6 test-kind chaos simulate simulate-mutants lint census generate sbom bench-epoch bench-fence bench-operator bench-connector bench-start bench-staging bench-weights soak compat fuzz lock clean

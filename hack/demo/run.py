@@ -22,7 +22,7 @@ TOGETHER = "binaries, images and vLLM, side by side"
 def plan(bumps: int) -> dict[str, float]:
     """Every step, and about how many seconds it takes on two cores with empty caches."""
     return {
-        TOGETHER: 780,
+        TOGETHER: 420,
         "models": 5,
         "cluster": 25,
         "load images": 15,
