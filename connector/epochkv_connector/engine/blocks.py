@@ -91,6 +91,8 @@ def first_client_media(request: Any) -> int | None:
 
     Only a front end in which ids are marked can tell. vLLM's Rust front end marks none, and takes a mark from a client as it is.
     """
+    if not request.mm_features:
+        return None
     told = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "0"
     known = (CONTENT_MARK, CLIENT_MARK + owner_of(request.cache_salt)) if request.cache_salt else CONTENT_MARK
     ids = ((one.mm_position.offset, one.mm_hash or "") for one in request.mm_features)
