@@ -6,15 +6,14 @@ python -m hack.api_reference --check     fail when a file differs (lint)
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from epochkv_operator.api.base import API_VERSION, Json
 from epochkv_operator.api.generate import CRDS, manifest
+from hack.generated import keep
 
-_COMMAND = "python -m hack.api_reference"
 _PAGE_HEADER = """# API reference
 
 Generated from the models by `python -m hack.api_reference`; do not edit.
@@ -22,23 +21,8 @@ Group and version: `{version}`. Unknown fields are rejected (`kubectl` validates
 """
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 when everything is (now) up to date, 1 when `--check` finds a difference."""
-    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file differs")
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="root of the repository")
-    options = parser.parse_args(arguments)
-    path, text = options.root / "docs" / "reference" / "api.md", _markdown()
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return 0
-    name = path.relative_to(options.root)
-    if options.check:
-        print(f"{name} is not what the models say: run {_COMMAND} and commit the result", file=sys.stderr)
-        return 1
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    print(f"wrote {name}")
-    return 0
+def main() -> int:
+    return keep("hack.api_reference", __doc__, {Path("docs/reference/api.md"): _markdown()})
 
 
 def _markdown() -> str:

@@ -6,7 +6,6 @@ python -m hack.config_reference --check     fail when the page differs (lint)
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,11 +16,11 @@ from msgspec import inspect
 
 from epochkv_connector.config import PAGE, ConnectorConfig
 from epochkv_fence.launch import EXTRA
+from hack.generated import keep
 
-_COMMAND: Final = "python -m hack.config_reference"
 _HEADER: Final = (
     "# Configuration of the connector\n\n"
-    f"Generated from the models by `{_COMMAND}`; do not edit.\n\n"
+    "Generated from the models by `python -m hack.config_reference`; do not edit.\n\n"
     f"These are the keys of `{EXTRA}` in vLLM's `--kv-transfer-config`. The operator writes them into its engines. "
     "[L2 without Kubernetes](../standalone.md) has whole command lines.\n\n"
     "A value that is not allowed, or a key that is not here, ends the start with one line that names it.\n\n"
@@ -71,22 +70,8 @@ def _allowed(kind: inspect.Type, words: Mapping[str, Any]) -> tuple[str, str]:
     return "string", words["allowed"]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 when the page is (now) up to date, 1 when `--check` finds a difference."""
-    parser = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page differs")
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1], help="root of the repository")
-    options = parser.parse_args(arguments)
-    path, text = options.root / PAGE, markdown()
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return 0
-    if options.check:
-        print(f"{PAGE} is not what the models say: run {_COMMAND} and commit the result", file=sys.stderr)
-        return 1
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
+def main() -> int:
+    return keep("hack.config_reference", __doc__, {Path(PAGE): markdown()})
 
 
 if __name__ == "__main__":

@@ -6,21 +6,18 @@ CPUs runs.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from hack.generated import ROOT, keep
 from tests.engine.families import FAMILIES, Family
 from tests.engine.families_elsewhere import ELSEWHERE, Elsewhere
 
-COMMAND: Final = "python -m hack.model_support"
-ROOT: Final = Path(__file__).resolve().parents[1]
-PAGE: Final = ROOT / "docs/reference/models.md"
 TEXT: Final = """# Models
 
-Generated from the tests by `{command}`; do not edit.
+Generated from the tests by `python -m hack.model_support`; do not edit.
 
 EpochKV restores what vLLM caches by prefix. The kind of a layer says which blocks a hit needs: all of them (full attention), those of the
 last window or chunk, or the one block of a recurrent state. Nothing has to be set for any of them.
@@ -104,27 +101,14 @@ def elsewhere_row(entry: Elsewhere) -> str:
 def markdown() -> str:
     """The whole page."""
     return TEXT.format(
-        command=COMMAND,
         families="".join(map(family_row, FAMILIES)),
         refused="".join(refused_line(family) for family in FAMILIES if family.refused),
         elsewhere="".join(map(elsewhere_row, ELSEWHERE)),
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 when the page is (now) up to date, 1 when `--check` finds a difference."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page differs")
-    options = parser.parse_args(arguments)
-    text = markdown()
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    if options.check:
-        print(f"{PAGE.relative_to(ROOT)} is not what the tests say: run {COMMAND} and commit the result", file=sys.stderr)
-        return 1
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 0
+def main() -> int:
+    return keep("hack.model_support", __doc__, {Path("docs/reference/models.md"): markdown()})
 
 
 if __name__ == "__main__":

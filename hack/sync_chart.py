@@ -8,7 +8,6 @@ The chart keeps its CRDs in `templates/`, because Helm never upgrades what lies 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -19,9 +18,9 @@ import yaml
 from epochkv_operator.api.base import GROUP
 from epochkv_operator.api.generate import CRDS, Crd, manifest
 from epochkv_operator.api.resources import rights
+from hack.generated import keep
 
-ROOT = Path(__file__).resolve().parent.parent
-TEMPLATES = ROOT / "charts/epochkv/templates"
+TEMPLATES = Path("charts/epochkv/templates")
 
 HEADER = "{{- /* Made from the models by hack/sync_chart.py; do not edit. */}}\n{{- if .Values.crds.install }}\n"
 KEEP = """\
@@ -67,18 +66,8 @@ def rules() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m hack.sync_chart", description="Copy the CRDs and the rights into the chart.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when a copy differs")
-    check = parser.parse_args().check
-    wanted = {TEMPLATES / "crds" / f"{GROUP}_{crd.plural}.yaml": template(crd) for crd in CRDS}
-    wanted[TEMPLATES / "_rules.tpl"] = rules()
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
-    for path in stale:
-        if check:
-            print(f"{path.relative_to(ROOT)} is not what the operator says: run 'make generate'", file=sys.stderr)
-        else:
-            path.write_text(wanted[path])
-    return 1 if check and stale else 0
+    crds = {TEMPLATES / "crds" / f"{GROUP}_{crd.plural}.yaml": template(crd) for crd in CRDS}
+    return keep("hack.sync_chart", __doc__, {**crds, TEMPLATES / "_rules.tpl": rules()})
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import re
 
+from hack.generated import ROOT
 from hack.observe.catalog import catalog
 from hack.observe.queries import check
-from hack.observe.reference import PAGE, ROOT
+from hack.observe.reference import PAGE
 
 
 def test_queries_of_the_documentation_ask_for_what_exists() -> None:
