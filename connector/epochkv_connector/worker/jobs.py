@@ -683,7 +683,7 @@ class SaveTasks:
                     save.told = True
                     rank.end_phase(save, Phase.SETTLED, False, Stage.COPIED)
         elif settled and self._copied(save.job.job_id) is not None:
-            self._rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
+            rank.guard(partial(self._begin_put, save), partial(self._fail_put, save))
 
     def refuse(self, job_id: int, reason: str = "other_rank", detail: str = "another rank has not copied it") -> None:
         """Some rank has not copied or settled this save: a lone shard is useless, and beside a shard of other weights it would be wrong."""
