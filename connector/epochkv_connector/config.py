@@ -271,7 +271,7 @@ def memory_limit(root: Path = ROOT) -> tuple[int, str] | None:
 
 
 def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
-    """Raise `ConfigurationError` if this machine cannot have what its ranks will take together, as this configuration key says."""
+    """Raise `ConfigurationError` if this machine cannot have what this vLLM's ranks there take together, as this configuration key says."""
     limit, source = memory_limit(root) or (num_bytes, "")
     if num_bytes > limit:
         raise ConfigurationError(

@@ -140,7 +140,7 @@ class RootState:
         self._log = BypassLog()
         self._reason = Reason.UNASSIGNED
         self._state: tuple[str, int, bytes | None] | None = None
-        self.snapshot = Snapshot(-1, False, os.urandom(ROOT_BYTES), None, False)
+        self.snapshot = Snapshot(-1, in_use=False, root=os.urandom(ROOT_BYTES), namespace=None, shared=False)
         self._refresh()
 
     # ------------------------------------------------------------------ what holds now
@@ -224,9 +224,9 @@ class RootState:
             if self._shared_generation is None or self._shared_generation[0] != epoch:
                 self._shared_generation = (epoch, generation)
             # Back from a lost lease: requests pinned to this very root before are current again. Not if weights changed meanwhile.
-            fresh = Snapshot(epoch, True, root, space, True, self._shared_generation[1], weights)
+            fresh = Snapshot(epoch, True, root, space, shared=True, generation=self._shared_generation[1], weights=weights)
         else:
-            fresh = Snapshot(epoch, kind == "private", os.urandom(ROOT_BYTES), None, False, generation, weights)
+            fresh = Snapshot(epoch, kind == "private", os.urandom(ROOT_BYTES), None, shared=False, generation=generation, weights=weights)
         if self._bound and not self.overwritten:
             self._global.bind(fresh.root)
         self.snapshot, self._state = fresh, state

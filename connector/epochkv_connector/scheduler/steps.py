@@ -13,7 +13,8 @@ When a load fails:
     rank       ends the copy that it is in, and answers that job alone as failed (`worker.jobs.LoadTasks.fail`)
     scheduler  hears of it when every rank has reported (`_record_loads`); vLLM computes the tokens
     request    is `LoadState.FAILED`, and steps aside once before it is scheduled again (`Admission._steps_aside_once`)
-    tiers      keep what arrived (`TierState.loaded`). Failures in a row pause L2 (`LoadPause`), a block's own make it absent (`Doubts`)
+    tiers      keep what arrived (`TierState.loaded`). Failures in a row pause L2 (`LoadPause`), a block's own make it absent (`Doubts`).
+               Where names have changed meanwhile, nothing is kept, doubted or counted
 """
 
 from __future__ import annotations

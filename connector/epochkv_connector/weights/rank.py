@@ -390,7 +390,7 @@ class Held:
 
 
 class Comparison:
-    """One comparison, made where the device's work has got to; its result waits for the device.
+    """This rank with its own answer to question `number`, at this place of the device's work; the result waits for the device.
 
     A call that writes is announced (`end_device_work`), so a write that begins after the announcement is none of this step's.
 

@@ -74,7 +74,7 @@ def is_harmless(method: Any) -> bool:
 
 
 def fold(values: Iterable[bytes]) -> bytes:
-    """32 bytes: one digest for an engine, of those of its ranks in their order."""
+    """32 bytes: one digest for an engine, of those of its ranks in their order. They hold unlike shards: nothing compares them."""
     return hashlib.sha256(b"".join(values)).digest()
 
 

@@ -396,7 +396,7 @@ class HubServer:
         self._round_began = -math.inf
         self._effects = Effects(authority, authority_deadline_seconds, stores, store_deadline_seconds, self.counters, self._answer)
         self._alarm = Alarm(self._turn, self.counters)
-        self.receiver = Receiver(self._pools.client, self._hear, self._alarm.now)
+        self.receiver = Receiver(self._pools.client, self._hear, burst_done=self._alarm.now)
         self._router = Router(keys, self.receiver, self.counters)
         self.endpoint = ""
 

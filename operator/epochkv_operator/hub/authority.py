@@ -7,6 +7,7 @@ older leader's late write looks the same. A missing `granting` proves nothing.
 cannot be taken back, only made true. So a hub that finds an epoch without its proof does not take it for published, and proves it as it
 proves every epoch. The proof also says whether any hub of the pool may have granted: `status.granting` could be removed, and the next
 hub would publish without waiting for the grants before it.
+Whether an epoch is proved is decided in `epochkv_fence.hub.machine` (`publish_at`); here the answer is signed and written.
 Leadership is the operator's Lease.
 Reads are plain GETs, which the API server answers from a quorum; never a LIST, a watch cache or `resourceVersion=0`.
 Writes are compare-and-swap: first on the resourceVersion, after a conflict on the record's own fields. So a check made on the state

@@ -78,7 +78,7 @@ def transport(pool: KVCachePool) -> Transport | None:
 
 
 def connection(pool: KVCachePool, context: Context, save: int | str | None = None) -> Json:
-    """The connector's configuration (`kv_connector_extra_config`) for one pool. `save`: an engine's own."""
+    """The connector's configuration (`kv_connector_extra_config`) for a pool's engines and for pods that join. `save`: an engine's own."""
     metadata = pool.metadata
     config: Json = {
         "pool": {"name": metadata.name, "namespace": metadata.namespace, "uid": metadata.uid},
