@@ -162,10 +162,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Meta(
             ge=0,
             le=60_000,
-            description="How long one scheduler step waits for answers of L2, for all its requests together.",
+            description="How long one scheduler step waits for answers of L2, for all its requests together: at most so long, and at most "
+            "a tenth of the last step. A request that is not answered then loses a step.",
             extra={"unit": "milliseconds"},
         ),
-    ] = 1.0
+    ] = 4.0
     lookup_deadline_ms: Annotated[
         float,
         Meta(

@@ -84,6 +84,8 @@ def _family(
     return Family(name, unit, meaning, {source: (value,) for source, value in by_value.items()}, (label,), prefix, values, per_rank)
 
 
+_CALLS = ("exists", "get", "put", "remove", "canary")
+
 # fmt: off
 COUNTERS: tuple[Family, ...] = (
     # hits
@@ -135,7 +137,9 @@ COUNTERS: tuple[Family, ...] = (
         worker_invalidated_under_way="invalidated_under_way"),
     # the store client, workers and scheduler role together
     Family("store_calls", "calls", "Calls to Mooncake.", labels=("call",),
-        sources={f"store_{call}_calls": (call,) for call in ("exists", "get", "put", "remove", "canary")}),
+        sources={f"store_{call}_calls": (call,) for call in _CALLS}),
+    Family("store_call_seconds", "seconds", "Seconds spent in these calls; two may run at once.", labels=("call",),
+        sources={f"store_{call}_call_seconds": (call,) for call in _CALLS}),
     Family("store_objects", "objects", "Objects by call and outcome; for `exists`, only questions without an answer.", labels=("call",
         "outcome"),
         sources={f"store_{call}_{outcome}": (call, outcome) for call in ("exists", "get", "put") for outcome in _OUTCOMES}),

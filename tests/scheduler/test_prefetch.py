@@ -137,7 +137,11 @@ def test_one_step_walks_along_one_prompt() -> None:
     """Hundreds of requests may be answered at once, of which L1 holds everything."""
     walked: list[str] = []
     index = SimpleNamespace(indexed=True, num_slots=64, num_available=64)
-    named: Any = SimpleNamespace(index=index), SimpleNamespace(unasked=lambda name: name), SimpleNamespace(paused=False)
+    named: Any = (
+        SimpleNamespace(index=index),
+        SimpleNamespace(unasked=lambda name: name, is_stale=lambda query: False),
+        SimpleNamespace(paused=False),
+    )
     prefetches = Prefetches(*named, missing=lambda query: walked.append(query) or ())  # type: ignore[arg-type, func-returns-value]
     for name in "abc":
         query: Any = SimpleNamespace(answer=SimpleNamespace(add_done_callback=lambda done: done(None)))

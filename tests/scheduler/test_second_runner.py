@@ -44,21 +44,23 @@ def test_a_resumed_request_is_saved_again(make_rig: MakeRig, second: bool) -> No
 
 
 def test_a_step_with_tokens_is_never_waited_in(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second runner begins loads behind the forward pass, outside of its context."""
+    """The second runner calls `start_load_kv` behind the forward pass, outside of its context; loads have begun before it."""
     rig = make_rig(l1_bytes=None)
     connector: Any = EpochKVConnector(rig.vllm_config, KVConnectorRole.WORKER, rig.kv_cache_config)
     monkeypatch.setattr(kv_connector, "get_kv_transfer_group", lambda: connector)
     active = kv_connector.ActiveKVConnector(rig.vllm_config, {})
     waited: list[float] = []
+    begun: list[StepMetadata] = []
 
     def results(seconds: float) -> Report:
         waited.append(seconds)
         return Report(set(), set(), [])
 
-    connector._worker.runner = SimpleNamespace(start_step=lambda step: None, finish_step=lambda *args: None, results=results, stats=dict)
+    connector._worker.runner = SimpleNamespace(start_step=begun.append, finish_step=lambda *args: None, results=results, stats=dict)
     output = SimpleNamespace(kv_connector_metadata=StepMetadata(), has_sync_kv_loads=False, finished_req_ids=set())
-    for attention in (None, {"layer0": 1}):
+    for step, attention in enumerate((None, {"layer0": 1}), 1):
         pre_forward(active, output, attention)
+        assert len(begun) == step
         active.finish_forward()
         active.post_forward(set())
     active.no_forward(output)

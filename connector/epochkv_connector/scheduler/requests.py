@@ -58,6 +58,7 @@ class LoadEvent(enum.Enum):
 
 _S, _E = LoadState, LoadEvent
 
+_MUST_FAIL = (_S.OVERTAKEN, _S.INVALIDATED, _S.REPEATED, _S.UNSENT)
 TRANSITIONS: dict[LoadState, dict[LoadEvent, LoadState]] = {
     _S.NONE: {_E.PASS: _S.FOREIGN, _E.ACCEPT: _S.ACCEPTED, _E.FAIL_UNSENT: _S.UNSENT, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED},
     _S.FOREIGN: {_E.SUCCEED: _S.NONE, _E.FAIL: _S.FAILED, _E.DISTRUST: _S.REPEATED, _E.SCHEDULE: _S.NONE, _E.FINISH: _S.NONE},
@@ -187,7 +188,7 @@ class Requests:
     @property
     def must_fail(self) -> bool:
         """Whether vLLM waits for a load that must end as a failure."""
-        return bool(self._of(LoadState.OVERTAKEN, LoadState.INVALIDATED, LoadState.REPEATED, LoadState.UNSENT))
+        return any(map(self._in.__getitem__, _MUST_FAIL))
 
     def leak_report(self) -> dict[str, int]:
         loads = {f"{state.value}_loads": len(records) for state, records in self._in.items()}

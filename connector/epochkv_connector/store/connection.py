@@ -458,6 +458,7 @@ class StoreConnection:
             if self.state is not allowed or client is None:
                 return StoreOutcome.DOWN if self.state < StoreState.DRAINING else StoreOutcome.CLOSED
             self.in_flight += 1
+        began = time.monotonic()
         try:
             codes = function(client)
         finally:
@@ -465,6 +466,7 @@ class StoreConnection:
                 self.in_flight -= 1
                 self._changed.notify_all()
         self._counters.add(f"{kind}_calls")
+        self._counters.add(f"{kind}_call_seconds", time.monotonic() - began)
         if StoreOutcome.UNREACHABLE in map(OUTCOMES.get, codes):
             self._open(client, f"{kind} returned {min(codes)}")
             return StoreOutcome.UNREACHABLE

@@ -554,7 +554,6 @@ class LoadJobs:
             refused = len(gpu_blocks) < end - first or (spec.kind is GroupKind.FULL and has_null)
             if not refused and span.first == first and end - first <= len(span.slots) and not has_null:  # which is the rule
                 moves += tuple(_moves(span, gpu_blocks))
-                self._index.read(span.slots[: end - first])
                 dropped += span.slots[end - first :]
             elif refused or (window := self._bind_window(span, first, gpu_blocks, dropped)) is None:
                 return None
@@ -589,7 +588,6 @@ class LoadJobs:
                 return None  # a shrunk hit ends with another window
             slot, name = left.pop(block), span.names[block - span.first]
             moves.append(BlockMove(span.group, block, gpu_block, slot, name, Tier.STORE if slot == ABSENT else Tier.HOST))
-        self._index.read(move.slot for move in moves)
         dropped += left.values()
         return moves
 
@@ -606,9 +604,7 @@ class LoadJobs:
     def _open(self, draft: LoadDraft) -> LoadJob:
         moves = draft.moves
         if draft.num_fetched:
-            slots = self._index.allocate(draft.num_reserved, reserved=True)
-            self._index.read(slots)
-            fresh = itertools.cycle(slots)
+            fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
             moves = tuple(m if m.source is Tier.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
         job = LoadJob(next(self._state.ids), draft.request_id, draft.namespace, moves, self._state.config.job_deadline_seconds)
         self._state.jobs.open_load(job, self._state.clock(), draft.abandoned, reads=draft.num_fetched > 0)
@@ -624,6 +620,7 @@ class LoadJobs:
             self._state.loaded(done)
         if done.job.prefetch:
             return self._planner.prefetches.ended(done)
+        self._index.read(move.slot for move in done.job.moves)
         self._state.counts["loads_done"] += 1
         self._state.counts["loads_failed"] += done.failed
         self._state.counts["blocks_loaded"] += len(done.job.moves) - len(done.doubted)

@@ -1,8 +1,8 @@
 """Asking L2 what it holds, and fetching it early for requests that wait. A dead store holds up nobody, and is not asked while loads fail.
 
 A query begins as early as possible (when the request arrives) on the client's own thread. All queries of one scheduler
-step share one short wait, because answering "ask again" costs the request a whole model step; after a query's deadline
-the answer is what L1 has. Errors are "not there".
+step share one short wait, a tenth of the last step at most, because answering "ask again" costs the request a whole model step.
+After a query's deadline the answer is what L1 has. Errors are "not there".
 
 The master may answer every existence query while no byte arrives (a hung or unreachable store node, foreign objects, a
 client that cannot read). Only the end of a load shows that, and a path that fails for ever would cost every hit a failed load. So
@@ -40,6 +40,9 @@ READ_LEASE_SECONDS = 5.0
 """How long an existence answer is believed. The store's own read lease is 10 s by default, 5 s in older builds
 (Mooncake `types.h`, `default_kv_lease_ttl`)."""
 
+WAIT_SHARE = 0.1
+"""Of a step: how much longer the requests that run may have to wait for those that arrive."""
+
 
 @dataclass(slots=True)
 class Query:
@@ -52,7 +55,7 @@ class Query:
     shards: list[int]  # keys per block
     answer: Future[Sequence[bool]]
     request: RequestView
-    deadline_seconds: float  # from its begin
+    deadline: float
     asked: bool = False  # vLLM has considered the request since
     found: frozenset[Key] | None = None
     late: bool = False  # past its deadline: go on without L2
@@ -71,7 +74,7 @@ class Lookups:
         self._wait_seconds = state.config.lookup_wait_ms / 1e3  # shared by all queries between two calls of `new_step`
         self._deadline_seconds = state.config.lookup_deadline_ms / 1e3  # of one query, from its begin
         self._patience_seconds = state.config.job_deadline_seconds  # the same, where the sender waits until L2 holds its prompt
-        self._budget = self._wait_seconds
+        self._budget, self._stepped_at = self._wait_seconds, self._clock()
         self._queries: dict[str, Query] = {}
 
     def __len__(self) -> int:
@@ -79,18 +82,28 @@ class Lookups:
 
     def new_step(self) -> None:
         """A scheduler step is over: the next one has its own wait."""
-        self._budget = self._wait_seconds
+        before, self._stepped_at = self._stepped_at, self._clock()
+        self._budget = min(self._wait_seconds, WAIT_SHARE * (self._stepped_at - before))
 
     def get(self, request_id: str, namespace: str, root: bytes) -> Query | None:
         """The request's query if it still answers this question, else None (an outdated one is dropped)."""
         query = self._queries.get(request_id)
         if query is None:
             return None
-        fresh = self._clock() < query.begun_at + READ_LEASE_SECONDS
-        if query.namespace == namespace and query.root == root and fresh:
-            return query
-        self.drop(request_id)
-        return None
+        if query.namespace != namespace or query.root != root:
+            self.drop(request_id)
+            return None
+        return self.renew(query) if self.is_stale(query) else query
+
+    def is_stale(self, query: Query) -> bool:
+        return query.answer.done() and self._clock() >= query.begun_at + READ_LEASE_SECONDS
+
+    def renew(self, query: Query) -> Query:
+        """Ask again, as the answer is too old. Once vLLM has asked, the deadline stays: it might answer "ask again" for ever."""
+        fresh = self.begin(query.request, query.namespace, query.root, query.blocks)
+        if query.asked:
+            fresh.deadline = query.deadline
+        return fresh
 
     def begin(self, request: RequestView, namespace: str, root: bytes, blocks: Sequence[Key]) -> Query:
         """Ask for `blocks`; returns at once. Replaces an earlier query of the request."""
@@ -105,15 +118,16 @@ class Lookups:
         # Who waits for L2 has no use for an answer without it.
         seconds = self._deadline_seconds if request.hear_of_l2 is None else self._patience_seconds
         answer = self._client.exists(keys, seconds)
-        query = Query(namespace, root, self._clock(), list(blocks), shards, answer, request, seconds)
+        now = self._clock()
+        query = Query(namespace, root, now, list(blocks), shards, answer, request, now + seconds)
         self._queries[request.request_id] = query
         self._counts["queries_begun"] += 1
         return query
 
     def unasked(self, request_id: str) -> Query | None:
-        """The request's answered query, with `found`, if vLLM has not considered the request since and the answer is believed."""
+        """The request's answered query, with `found`, if vLLM has not considered the request since."""
         query = self._queries.get(request_id)
-        if query is None or query.asked or query.late or not query.answer.done() or self._clock() >= query.begun_at + READ_LEASE_SECONDS:
+        if query is None or query.asked or query.late or not query.answer.done():
             return None
         if query.found is None:
             query.found = self._collect(query)
@@ -137,7 +151,7 @@ class Lookups:
         if query.answer.done():
             query.found = self._collect(query)
             return False
-        if self._clock() < query.begun_at + query.deadline_seconds:
+        if self._clock() < query.deadline:
             return True
         query.late = True
         self._counts["queries_late"] += 1
@@ -301,12 +315,14 @@ class Prefetches:
             room = min(self._index.num_slots // PREFETCH_SHARE - self._num_slots, self._index.num_available, MOST_PREFETCHED)
             if query is not None and room <= 0:
                 break
-            self._answered.popleft()
-            if query is not None:
-                missing = self._missing(query)
-                if missing:
-                    return (self._begin(query, missing[:room]),), cancelled
-                break  # that was a walk along a whole prompt: one for each step
+            request_id = self._answered.popleft()
+            if query is None:
+                continue
+            if self._lookups.is_stale(query):
+                self.watch(request_id, self._lookups.renew(query))
+            elif missing := self._missing(query):
+                return (self._begin(query, missing[:room]),), cancelled
+            break  # that was a walk along a whole prompt: one for each step
         return (), cancelled
 
     def _begin(self, query: Query, missing: Sequence[tuple[int, int, bytes]]) -> LoadJob:

@@ -363,22 +363,23 @@ class WorkerRole:
         self._started = self._finished = True
         self._idle = False
 
-    def new_step(self) -> None:
+    def new_step(self, metadata: StepMetadata) -> None:
+        """Loads begin. The forward pass touches none of their blocks; vLLM 0.32 calls `start` behind it, on a CPU a step later."""
         self._started = self._finished = False
-
-    def start(self, metadata: StepMetadata, *, idle: bool) -> None:
-        """Loads begin. `idle`: the step schedules no tokens, so waiting a millisecond for a completion costs nobody."""
-        if self._started:
-            return
-        self._started, self._idle = True, idle
-        self._begin(idle)
         self._pending.take_on(metadata)
         if self.runner is not None:
             self.runner.start_step(metadata)
 
+    def start(self, *, idle: bool) -> None:
+        """`idle`: the step schedules no tokens, so waiting some milliseconds for a completion costs nobody."""
+        if self._started:
+            return
+        self._started, self._idle = True, idle
+        self._begin(idle)
+
     def finish(self, metadata: StepMetadata) -> None:
         """The forward pass was issued: saves begin behind it."""
-        self.start(metadata, idle=self._idle)
+        self.start(idle=self._idle)
         if self._finished:
             return
         self._finished = True
@@ -395,14 +396,12 @@ class WorkerRole:
         self._comparisons.append(comparison)
         return lambda: comparison.as_expected and comparison.holds(), comparison.settled
 
-    def refuse(self, metadata: StepMetadata) -> None:
+    def refuse(self) -> None:
         """Taking a step has raised: the runner is shut down and gets no more jobs.
 
         Everything pending is answered once. What it is still copying when its shutdown has to go on is answered when that
         ends and not before: the blocks of a load that was reported are given to others at once.
         """
-        if not self._started:
-            self._pending.take_on(metadata)
         self._started = self._finished = True
         if self.runner is not None:
             self._broken, self.runner = self.runner, None
@@ -413,7 +412,7 @@ class WorkerRole:
 
     def retire(self) -> None:
         """Another runner follows, over other KV tensors: this one answers all that is pending, and its host region goes."""
-        self.refuse(StepMetadata())
+        self.refuse()
         before, self._broken, self._unended = self._broken, None, set()
         self._collect()
         if before is not None:  # whatever still writes, writes to that region
@@ -425,7 +424,7 @@ class WorkerRole:
             self._collect(IDLE_WAIT_SECONDS if self._idle else 0.0)
         except Exception as error:
             self._on_error("results", error)
-            self.refuse(StepMetadata())
+            self.refuse()
         finished, failed = self._kept.finished_recving, self._kept.failed_recving
         self._kept = Report(set(), set(), self._kept.acks)
         return finished, failed

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES, MOST_PREFETCHED
+from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES, MOST_PREFETCHED, READ_LEASE_SECONDS
 from epochkv_connector.tiers.state import DOUBT_SECONDS
 from epochkv_connector.wire import JobAck, LoadJob, Phase
 from tests.unit.connector_scheduler.rig import BOTH, PROMPT, SNAP, World, chain, config
@@ -197,6 +197,15 @@ def test_requests_of_one_prompt_fetch_it_once_and_one_at_a_time() -> None:
     world.work()
     assert not world.step().loads, "all of it is there"
     assert [world.answer(f"s{number}") for number in range(10)] == [40] * 10
+
+
+def test_who_waits_longer_than_an_answer_holds_is_asked_for_again() -> None:
+    world = world_with(400)
+    world.stored(PROMPT)
+    world.begin("b")
+    world.clock.now += READ_LEASE_SECONDS
+    assert not world.step().loads
+    assert [len(job.moves) for job in world.step().loads] == [10]
 
 
 def test_a_long_prompt_comes_in_parts() -> None:
