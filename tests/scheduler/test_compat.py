@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import PoolerConfig
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -19,7 +20,8 @@ from tests.support.scheduler import BLOCK, SharedStore
 
 
 def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's reference kernel for MLA on CPUs ignores cached context; scales beside the blocks cannot be restored."""
+    """vLLM's reference kernel for MLA on CPUs ignores cached context; scales beside the blocks cannot be restored; some pooling, and some
+    backends, know no cached part of a prompt."""
     rig = make_rig()
     config = rig.vllm_config
     why = limits.why_no_tiers
@@ -43,6 +45,16 @@ def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, m
         assert why(config) is None
         patch.setattr(config.cache_config, "cache_dtype", "fp8")
         assert "outside of the blocks" in (why(config) or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(config.model_config, "runner_type", "pooling")
+        assert why(config) is None
+        patch.setattr(config.model_config, "pooler_config", PoolerConfig(seq_pooling_type="MEAN"))
+        assert "in one pass" in (why(config) or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(config.cache_config, "enable_prefix_caching", False)
+        assert why(config) is None
+        patch.setenv("VLLM_BATCH_INVARIANT", "1")
+        assert "keeps no prefixes" in (why(config) or "")
     with monkeypatch.context() as patch:
         patch.setattr(config.cache_config, "cache_dtype", "fp8")
         assert why(config) is None

@@ -54,7 +54,8 @@ def spec_of(name: str, **values: Any) -> Any:
         ("MambaSpec", {**STATE, "mamba_cache_mode": "align"}, GroupKind.STATE),
         ("CircularBufferSpec", ATTENTION, GroupKind.PRIVATE),
         ("SlidingWindowMLASpec", {**LATENT, "sliding_window": 48, "bounded_replay": True}, GroupKind.PRIVATE),
-        ("CrossAttentionSpec", ATTENTION, GroupKind.UNSUPPORTED),
+        ("FullAttentionSpec", {**ATTENTION, "non_causal": True}, GroupKind.UNSUPPORTED),
+        ("RSWASpec", {**ATTENTION, "rswa_window": 48}, GroupKind.UNSUPPORTED),
     ],
 )
 def test_the_kind_is_told_by_the_class(name: str, values: dict[str, Any], kind: GroupKind) -> None:
@@ -78,7 +79,6 @@ def test_windows_and_chunks_have_their_length() -> None:
         (layout_of(mamba("none")), "turn prefix caching on"),
         (layout_of(mamba("all")), "set it to 'align'"),
         (layout_of(mamba("align"), drafts=True, stages=2), "turn drafts or pipeline parallelism off"),
-        (layout_of(specs.CrossAttentionSpec(**ATTENTION)), "encoder-decoder models have no prefixes to share"),
         (layout_of(specs.EncoderOnlyAttentionSpec(**ATTENTION)), "does not know this kind of layer"),
     ],
 )

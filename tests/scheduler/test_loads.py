@@ -41,6 +41,25 @@ def test_an_invalidated_load_with_barely_enough_blocks_does_not_hang(make_rig: M
     assert request.request_id in rig.finished
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_of_requests_with_one_prompt_one_loads_it(make_rig: MakeRig, caching: bool) -> None:
+    """The others find it in vLLM's own cache then, and hold no second copy. They wait for one load: where that brings nothing, they go."""
+    rig, tokens = filled(make_rig, num_blocks=40, caching=caching)
+    (worker,) = rig.workers
+    first = begin_load(rig, tokens, max_tokens=4)
+    others = [rig.add(tokens, max_tokens=4) for _ in range(2)]
+    rig.steps(2)
+    assert [job.request_id for job in worker.loads] == [first.request_id]
+    worker.hold_loads = False
+    rig.step()
+    worker.hold_loads = True
+    rig.steps(2)
+    assert len(worker.loads) == (0 if caching else 2)
+    release(rig)
+    rig.run()
+    assert {request.request_id for request in (first, *others)} <= rig.finished
+
+
 @pytest.mark.parametrize("failing", [1, 2])
 def test_a_failed_load_does_not_stand_in_the_way_of_others_that_hold_blocks(make_rig: MakeRig, failing: int, store: SharedStore) -> None:
     """With a sliding window a load holds fewer blocks than computing takes, so the failed one may have to wait for others to end.

@@ -61,9 +61,9 @@ class AheadRig(Rig):
         return count
 
     def preempt_all(self) -> None:
-        """As a reset of running requests does it. vLLM refuses it while a step is under way that may write to their blocks."""
-        while self._in_flight:
-            self.take_in()
+        """As a reset of running requests does it, also while steps are under way: what they sample is dropped."""
+        for request in self.scheduler.running:
+            self.tokens.pop(request.request_id, None)
         self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
     def _forward(self, output: Any) -> ModelRunnerOutput:

@@ -147,10 +147,10 @@ def _kind(vllm_config: Any, group: Any, spec: Any) -> tuple[GroupKind, str]:
         return GroupKind.PRIVATE, ""
     if isinstance(spec, kv_cache_interface.MambaSpec):
         return _state_kind(vllm_config, spec)
+    if getattr(spec, "non_causal", False) or hasattr(spec, "rswa_window"):
+        return GroupKind.UNSUPPORTED, "KV of this model does not depend on the tokens before alone; start the engine without EpochKV"
     if (kind := next((kind for base, kind in _KINDS if isinstance(spec, base)), None)) is not None:
         return kind, ""
-    if type(spec).__name__ == "CrossAttentionSpec":
-        return GroupKind.UNSUPPORTED, "encoder-decoder models have no prefixes to share; start the engine without EpochKV"
     return GroupKind.UNSUPPORTED, "this version of EpochKV does not know this kind of layer; start the engine without EpochKV"
 
 
@@ -281,7 +281,7 @@ def describe_platform(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     """What this machine does to the bytes of a block: packing of CPU kernels by group, ROCm's shuffled layout."""
     if on_cpu():
         return {"machine": platform.machine(), "packing": [_cpu_packing(vllm_config, group) for group in kv_cache_config.kv_cache_groups]}
-    return {"shuffled": is_shuffled()}
+    return {"shuffled": is_set("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT")}
 
 
 def _cpu_packing(vllm_config: Any, group: Any) -> str:
@@ -315,11 +315,11 @@ def has_amx() -> bool:
     return _has("_is_amx_tile_supported")
 
 
-def is_shuffled() -> bool:
-    """Whether ROCm's kernels keep blocks in an order of their own."""
+def is_set(variable: str) -> bool:
+    """Whether this variable of vLLM is on; False where this version has none."""
     from vllm import envs
 
-    return bool(getattr(envs, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False))
+    return bool(getattr(envs, variable, False))
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,7 @@ before it, and `AuxOutputSchedulerConnector` from it on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from epochkv_connector.config import ConnectorConfig, check_fits
@@ -74,6 +74,8 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     check_siblings(siblings)
     check_launcher(vllm_config.parallel_config)
     check_encoder_transfer(vllm_config)
+    if getattr(vllm_config.model_config, "is_encoder_decoder", False):  # vLLM asserts it once the model is loaded
+        raise UnsupportedEngine("encoder-decoder models have no prefixes to share; start the engine without EpochKV")
     if here and config.local is not None:
         given = config.local.capacity_bytes
         check_fits(given, "local.capacity_bytes", given)
@@ -130,31 +132,49 @@ def check_encoder_transfer(vllm_config: Any) -> None:
         )
 
 
+def keep_embeddings_out(resolve: Callable[[Any], None], vllm_config: Any) -> None:
+    """vLLM takes `kv_both` for the receiver of a hand-over: its front end then accepts media as embeddings, and without any. Here nobody
+    brings their KV, and the first such request would end the engine."""
+    if [one.get("kv_connector") for one in connectors_of(vllm_config.kv_transfer_config)] != [NAME]:
+        resolve(vllm_config)
+
+
 def why_no_tiers(vllm_config: Any) -> str | None:
     """Why KV must neither leave nor enter this engine's blocks, in words; None: it may."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    if describe.on_cpu() and bool(getattr(model, "use_mla", False)) and not _cpu_mla_reads_context(vllm_config):
-        return (
-            "this model has multi-head latent attention, and vLLM's reference kernel for it, which runs on CPUs without AMX, ignores "
-            "cached context, so every hit would answer wrongly; use a CPU with AMX or a GPU"
-        )
+    model, cache, on_cpu = vllm_config.model_config, vllm_config.cache_config, describe.on_cpu()
     quantized = str(cache.cache_dtype) not in ("auto", "float16", "bfloat16", "float32")
-    if quantized and not describe.on_cpu() and describe.is_shuffled():
-        return (
+    reasons = (
+        (
+            getattr(model, "runner_type", None) == "pooling" and not model.is_prefix_caching_supported,
+            "this kind of pooling reads a whole prompt in one pass, so vLLM ends where a part is cached; start the engine without EpochKV",
+        ),
+        (
+            describe.is_set("VLLM_BATCH_INVARIANT") and not cache.enable_prefix_caching,
+            "VLLM_BATCH_INVARIANT is set, and vLLM keeps no prefixes, as answers of this attention backend depend on what is cached; "
+            "choose another backend",
+        ),
+        (
+            on_cpu and bool(getattr(model, "use_mla", False)) and not _cpu_mla_reads_context(vllm_config),
+            "this model has multi-head latent attention, and vLLM's reference kernel for it, which runs on CPUs without AMX, ignores "
+            "cached context, so every hit would answer wrongly; use a CPU with AMX or a GPU",
+        ),
+        (
+            quantized and not on_cpu and describe.is_set("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"),
             "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT is set and KV is quantized: its scales lie outside of the blocks, so no connector can "
-            "restore them; unset it, or set kv_cache_dtype to auto"
-        )
-    if _returns_routes(vllm_config) and not _caps_hits():
-        return (
+            "restore them; unset it, or set kv_cache_dtype to auto",
+        ),
+        (
+            _returns_routes(vllm_config) and not _caps_hits(),
             "answers say which experts each token went to, which this version of vLLM knows of no block that a tier brings; use 0.33, or "
-            "leave out --enable-return-routed-experts"
-        )
-    if quantized and bool(getattr(cache, "calculate_kv_scales", False)):  # before 0.32
-        return (
+            "leave out --enable-return-routed-experts",
+        ),
+        (
+            quantized and bool(getattr(cache, "calculate_kv_scales", False)),  # before 0.32
             "calculate_kv_scales is on: each start takes the scales of quantized KV from its first prompt, and another engine would "
-            "read blocks with other ones; turn it off and have the checkpoint bring them"
-        )
-    return None
+            "read blocks with other ones; turn it off and have the checkpoint bring them",
+        ),
+    )
+    return next((why for holds, why in reasons if holds), None)
 
 
 def _returns_routes(vllm_config: Any) -> bool:

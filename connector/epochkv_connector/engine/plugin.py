@@ -137,6 +137,7 @@ def _tiers(config: ConnectorConfig) -> str:
 
 
 def register() -> None:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from epochkv_connector.weights.digest import mark
@@ -144,6 +145,7 @@ def register() -> None:
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     patches.around_arguments(before_engine, check, leave if is_injected() else None)
+    patches.wrap(VllmConfig, "_resolve_mm_embedding_inputs", limits.keep_embeddings_out)
     patches.before_packing(mark)
     fenced.install()
 

@@ -262,19 +262,22 @@ class Steps:
             self._state.fail("request_finished", error)
 
     def reset(self, clear: Callable[[], bool]) -> bool:
-        """vLLM clears its own cache, which it refuses while anybody holds a block of it: saves let go of theirs meanwhile."""
-        held: Sequence[int] = ()
+        """vLLM clears its own cache, which it refuses while anybody holds a block of it. Saves let go of theirs meanwhile, and so do steps
+        under way, which may still write to blocks of preempted requests. Nobody takes a block before it returns."""
+        pool, held = blocks.BlockPoolAdapter(self._state.pool), list[int]()
         try:
             if self._tiers is not None:
                 self._tiers.saves.drop_unsent()  # of requests that have ended since the last step
-                held = self._tiers.saves.let_go()
+                held += self._tiers.saves.read_blocks()
+            held += self._weights.blocks_to_free()
+            pool.free(held)
         except Exception as error:
             self._state.on_error("let_go", error)
+            held = []
         try:
             return clear()
         finally:
-            if self._tiers is not None:
-                self._tiers.saves.hold(held)
+            pool.touch(held)
 
     def take(self, output: Any) -> None:
         """Hide successes that must not be, record the other loads, count acknowledgements."""

@@ -84,6 +84,10 @@ class WeightChanges:
         self._core.model_executor.reset_encoder_cache()
         return True
 
+    def blocks_to_free(self) -> list[int]:
+        """Those that vLLM frees when steps under way have ended: preempted requests had them."""
+        return [block.block_id for _, held in getattr(self._scheduler, "deferred_frees", ()) for block in held]
+
     def lost_blocks(self) -> None:
         """vLLM's own sleep has cleared its cache before. Other calls have not, and where requests hold blocks it cannot be cleared."""
         if self._scheduler is not None and not self._scheduler.reset_prefix_cache() and self._pins.root.reset():

@@ -269,12 +269,18 @@ class HitPlanner:
         self.pause = LoadPause(2 * state.config.job_deadline_seconds, state.clock)
         self.prefetches = Prefetches(state, lookups, self.pause, self._missing)
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
+        self._awaited: dict[str, str] = {}  # whose load a request has waited for
         self._step = 0
         self.is_on_gpu: Callable[[int, bytes], bool] = lambda group, name: False
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for _, g in layout.restored) or 1
 
     def leak_report(self) -> dict[str, int]:
-        plans = {"plans": len(self.plans), "plan_slots": self.plans.num_held, "hits_lacking_slots": len(self._lacking)}
+        plans = {
+            "plans": len(self.plans),
+            "plan_slots": self.plans.num_held,
+            "hits_lacking_slots": len(self._lacking),
+            "hits_awaited": len(self._awaited),
+        }
         return {**plans, "queries": len(self._lookups), **self.prefetches.leak_report()}
 
     def begin(self, req: RequestView, snap: Snapshot) -> None:
@@ -340,7 +346,7 @@ class HitPlanner:
             plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
         self._fill(plan, whole, found)
-        if num_local_tokens + plan.num_tokens < whole and self._await_slots(req.request_id):
+        if self._awaits_load(plan, now) or (num_local_tokens + plan.num_tokens < whole and self._await_slots(req.request_id)):
             self._count["lookups_deferred"] += 1
             return None
         self._open(plan, now)
@@ -349,6 +355,13 @@ class HitPlanner:
     def _is_pending(self, request_id: str, query: Query | None) -> bool:
         """Whether blocks of the request are on their way, or L2 has not said yet which there are."""
         return self.prefetches.is_open(request_id) or (query is not None and self._lookups.is_pending(query))
+
+    def _awaits_load(self, plan: Plan, now: float) -> bool:
+        """Whether another request's load, or prefetch, brings the same first block. vLLM's own cache holds it then: of n rollouts of one
+        prompt, one loads. Only one load is waited for, as it may fail."""
+        first = next(((span.group, span.names[0]) for span in plan.spans if span.names), None)
+        owner, until = self._state.loading.get(first, ("", 0.0)) if first is not None else ("", 0.0)
+        return now < until and owner != plan.request_id and self._awaited.setdefault(plan.request_id, owner) == owner
 
     def _await_slots(self, request_id: str) -> bool:
         """Whether a hit that lacks slots is worth asking for again: saves are open, and it has not waited for them yet."""
@@ -439,6 +452,7 @@ class HitPlanner:
     def forget_request(self, request_id: str) -> None:
         """The hit was not taken, or the request is over: no plan, no query."""
         self._lacking.pop(request_id, None)
+        self._awaited.pop(request_id, None)
         plan = self.take(request_id)
         if plan is not None:
             self._count["plans_aborted"] += plan.num_held > 0
@@ -447,6 +461,7 @@ class HitPlanner:
     def forget_all(self) -> None:
         """The names changed: no plan and no answer holds."""
         self._lacking.clear()
+        self._awaited.clear()
         for plan in self.plans.pop_all():
             self._count["plans_dropped"] += plan.num_held > 0
             self.release(plan)
@@ -534,6 +549,7 @@ class LoadJobs:
             return False
         self._state.counts["plans_committed"] += 1
         self._drafts[req.request_id] = draft
+        self._state.begin_load(req.request_id, draft.moves[0])
         if draft.num_fetched:
             self._planner.pause.begin(req.request_id)
         return True
@@ -616,6 +632,7 @@ class LoadJobs:
             draft.abandoned = True
 
     def loaded(self, done: Loaded) -> None:
+        self._state.loading.pop((done.job.moves[0].group, done.job.moves[0].block_hash), None)
         if not done.abandoned:
             self._state.loaded(done)
         if done.job.prefetch:

@@ -153,7 +153,7 @@ class Lookups:
             return False
         if self._clock() < query.deadline:
             return True
-        query.late = True
+        query.late, query.begun_at = True, self._clock()  # no answer is one, for as long
         self._counts["queries_late"] += 1
         query.answer.cancel()
         return False
@@ -333,6 +333,7 @@ class Prefetches:
         request_id, deadline = query.request.request_id, self._state.config.job_deadline_seconds
         job = LoadJob(next(self._state.ids), request_id, query.namespace, moves, deadline, prefetch=True)
         self._state.jobs.open_load(job, self._state.clock(), reads=True)
+        self._state.begin_load(request_id, moves[0])
         self._under_way[job.job_id] = request_id
         self._slots[request_id] = self._slots.get(request_id, 0) + len(slots)
         self._num_slots += len(slots)

@@ -172,7 +172,8 @@ class SavePlanner:
             if spec.kind is GroupKind.STATE:
                 continue
             gpu_blocks = view.group_block_ids[group]
-            only_kept = spec.kind is GroupKind.SLIDING and not spec.eagle  # drafts' blocks are named later than they are complete
+            # Drafts' blocks are named later than they are complete. With longer windows for drafts, vLLM keeps fewer than hits need.
+            only_kept = spec.kind is GroupKind.SLIDING and not spec.eagle and not spec.extra_retained_tokens
             first = token // spec.block_size
             for block in range(first, first + self._layout.alignment_tokens // spec.block_size):
                 if block >= len(gpu_blocks) or gpu_blocks[block] == pool.null_block_id:
@@ -278,14 +279,9 @@ class SaveJobs:
                     for outcome in self._state.jobs.acknowledge(JobAck(job.job_id, rank, phase, failed=True)):
                         self.apply(outcome)
 
-    def let_go(self) -> Sequence[int]:
-        """Give the GPU blocks back that ranks may still read for open saves, and return them; `hold` them before a step may use them."""
-        blocks = tuple(self._state.jobs.gpu_blocks())
-        self.pool.free(blocks)
-        return blocks
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        self.pool.touch(blocks)
+    def read_blocks(self) -> tuple[int, ...]:
+        """GPU blocks that ranks may still read for open saves."""
+        return tuple(self._state.jobs.gpu_blocks())
 
     def apply(self, outcome: Outcome) -> None:
         """Every rank has ended a part of a save, or touches slots of a job no more."""

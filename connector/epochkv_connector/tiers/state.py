@@ -512,6 +512,7 @@ class TierState:
         is_usable: blocks of this layout can be saved and loaded, and there are slots for them.
         known: what L2 is known to hold.
         doubts: what of it fails to load.
+        loading: the first block of each load under way, whose it is, and when it is waited for no longer.
         listener: told which blocks L1 holds; None: nobody listens.
         hash_block_size, scales: tokens of a hash block, and hash blocks per block of each group; known before the first request.
     """
@@ -530,6 +531,7 @@ class TierState:
         self.known = RecentBlocks(KNOWN_IN_STORE_CAPACITY)
         self.doubts = Doubts(clock)
         self.jobs = Jobs(num_ranks)
+        self.loading: dict[Key, tuple[str, float]] = {}
         self.listener: Listener | None = None
         self.hash_block_size = 0
         self.scales: Sequence[int] = ()
@@ -538,6 +540,9 @@ class TierState:
     def namespace(self, snap: Snapshot) -> str | None:
         """Prefix of the L2 keys of what holds now; None: nothing is looked for in L2, nor put there."""
         return snap.namespace if snap.shared and self.config.distributed is not None else None
+
+    def begin_load(self, request_id: str, first: BlockMove) -> None:
+        self.loading[first.group, first.block_hash] = request_id, self.clock() + 2 * self.config.job_deadline_seconds
 
     def loaded(self, done: Loaded) -> None:
         """Verified L2 bytes in a slot are good on every rank, even when the copy to the GPU came too late."""

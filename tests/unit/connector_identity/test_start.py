@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import vllm
-from vllm.config import ParallelConfig
+from vllm.config import KVTransferConfig, MultiModalConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -115,6 +115,29 @@ def test_an_l1_has_to_fit_once_for_all_ranks_of_a_machine(start: Start, monkeypa
     start(child(local={"capacity_bytes": 1 << 30}), **shape)
     with pytest.raises(ConfigurationError, match="which takes 1073741825 bytes"):
         start(child(local={"capacity_bytes": (1 << 30) + 1}), **shape)
+
+
+def test_an_encoder_decoder_is_refused_before_it_is_loaded(start: Start, base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(base.model_config), "is_encoder_decoder", True)
+    with pytest.raises(UnsupportedEngine, match="no prefixes to share"):
+        start(child())
+
+
+@pytest.mark.parametrize(
+    ("transfer", "accepts"),
+    [(child(), False), (multi(child(), {"kv_connector": "NixlConnector"}), True), ({"kv_connector": "Other"}, True)],
+)
+def test_media_come_as_embeddings_only_where_somebody_brings_their_kv(
+    base: Any, monkeypatch: pytest.MonkeyPatch, transfer: dict[str, Any], accepts: bool
+) -> None:
+    """Otherwise one request with an embedding that is missing ends the engine."""
+    monkeypatch.setattr(base.model_config, "multimodal_config", media := MultiModalConfig())
+    monkeypatch.setattr(VllmConfig, "_resolve_mm_embedding_inputs", VllmConfig._resolve_mm_embedding_inputs)
+    plugin.register()
+    config = copy.copy(base)
+    config.kv_transfer_config = KVTransferConfig(**{"kv_role": "kv_both", **transfer})
+    config._resolve_mm_embedding_inputs()
+    assert (media.enable_mm_embeds, media.allow_missing_mm_embeddings) == (accepts, accepts)
 
 
 @pytest.mark.parametrize("is_dense", [True, False])

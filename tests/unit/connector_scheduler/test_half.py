@@ -12,7 +12,7 @@ import pytest
 
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.tiers.hits import PLAN_TTL_SECONDS
-from epochkv_connector.tiers.layout import CacheLayout, ScheduledRequestView
+from epochkv_connector.tiers.layout import CacheLayout, GroupKind, GroupLayout, ScheduledRequestView
 from epochkv_connector.tiers.lookup import READ_LEASE_SECONDS
 from epochkv_connector.tiers.manager import SavePlanner
 from epochkv_connector.tiers.state import TierState
@@ -189,9 +189,10 @@ def test_a_hit_that_lacks_slots_waits_two_steps_for_saves_that_give_theirs_back(
 
 def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_it_does_not_need() -> None:
     world = World(config(l2=True, staging_slots=8))
-    world.stored(PROMPT)
-    requests = [f"r{number}" for number in range(9)]
-    answers = [world.load(request, PROMPT, SNAP) for request in requests]
+    requests = {f"r{number}": [100 * number + token for token in PROMPT] for number in range(9)}
+    for tokens in requests.values():
+        world.stored(tokens)
+    answers = [world.load(request, tokens, SNAP) for request, tokens in requests.items()]
     assert answers == [(40, True)] * 8 + [(0, None)]
     assert world.tiers.leak_report()["reserved_slots"] == 8
     world.step()
@@ -201,9 +202,9 @@ def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_i
         world.tiers.finish(request)
     world.assert_idle()
     world = World(config(l2=True, staging_slots=17))
-    world.stored(PROMPT)
-    for request in requests:
-        assert world.load(request, PROMPT, SNAP) == (40, True), "the last one gets the only slot that is left"
+    for request, tokens in requests.items():
+        world.stored(tokens)
+        assert world.load(request, tokens, SNAP) == (40, True), "the last one gets the only slot that is left"
     assert world.tiers.leak_report()["reserved_slots"] == 17
     world = World(config(l2=True, staging_slots=40))
     world.stored(PROMPT)
@@ -358,6 +359,16 @@ def test_as_many_are_asked_for_as_there_are_slots_and_the_oldest_first() -> None
     assert planner.continuable(everybody) == ["c", "d"]
     assert draft("c") is not None
     assert planner.continuable(everybody) == ["d"]
+
+
+@pytest.mark.parametrize(("extra", "blocks"), [(0, 10), (2, 20)])
+def test_blocks_that_vllm_does_not_keep_are_saved_where_hits_need_more_than_it_keeps(extra: int, blocks: int) -> None:
+    """vLLM keeps the last blocks of a window; with drafts of several tokens a hit needs one more (MTP with three)."""
+    window = GroupLayout(GroupKind.SLIDING, 4, window_tokens=18, extra_retained_tokens=extra)
+    world = World(L1, CacheLayout((window, GroupLayout(GroupKind.FULL, 4)), 4))
+    world.keeps = lambda: False
+    world.save("a", PROMPT, SNAP)
+    assert world.tiers.stats()["blocks_saved"] == blocks
 
 
 @pytest.mark.parametrize("layout", [FULL, SLIDING_FIRST], ids=["full", "window"])
