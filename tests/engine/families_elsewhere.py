@@ -70,7 +70,24 @@ ELSEWHERE: Final = (
         "refused: `align` is the mode that can be shared",
         REFUSED,
     ),
-    Elsewhere("cross attention", "Whisper and other encoder-decoder models", "refused: there are no prefixes to share", REFUSED),
+    Elsewhere(
+        "cross attention",
+        "Whisper and other encoder-decoder models",
+        "an engine with the connector is refused before it loads; one that is attached or joins stays without it",
+        ("tests/unit/connector_identity/test_start.py", "test_an_encoder_decoder_is_refused_before_it_is_loaded"),
+    ),
+    Elsewhere(
+        "KV that later tokens decide (prefix LM, R-SWA)",
+        "HRM-Text, Unlimited-OCR",
+        "refused",
+        BY_CLASS,
+    ),
+    Elsewhere(
+        "pooling that reads a whole prompt in one pass (MEAN, CLS, STEP)",
+        "embedding models and classifiers",
+        "refused",
+        ("tests/scheduler/test_compat.py", "test_kv_that_would_be_wrong_is_neither_loaded_nor_saved"),
+    ),
     Elsewhere(
         "blocks in host memory (HiSparse)",
         "DeepSeek V3.2 with HiSparse",
