@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 
 import structlog
 
@@ -66,7 +67,7 @@ GATES_AT_ONCE = 8
 @dataclass(eq=False)
 class _Reconciler(ABC):
     """Brings objects of one kind to what they should be. `wake`: look at a key after a delay; `served`: kinds of other projects that there
-    are; `refused`: what this operator may not list, of what objects of a namespace are judged by."""
+    are; `refused`: what this operator may not list, of what objects of a namespace are judged by; `unseen`: where it never could."""
 
     settings: Settings
     store: Store
@@ -78,22 +79,26 @@ class _Reconciler(ABC):
     wake: Callable[[Key, float], None]
     served: Callable[[], frozenset[str]]
     refused: Callable[[str], str]
+    unseen: Container[str | None]
 
     async def reconcile(self, key: Key) -> None:
         """Raises what another try may solve."""
         obj = self.store.get(key.kind, key.namespace, key.name)
-        if obj is None:
+        problem = blind(self.refused(key.namespace)) if key.namespace in self.unseen else None
+        if obj is None and problem is None:
             self.reporter.forget(key)
             await self._forget(key)
             raise ObjectGone(f"{key} is gone")
-        if obj["metadata"].get("deletionTimestamp"):
+        if obj is None or obj["metadata"].get("deletionTimestamp"):
             return
         try:
-            await self._reconcile(key, obj)
+            if problem is None:
+                await self._reconcile(key, obj)
         except InvalidObject as error:
             # Of an engine, it may be the pool: one that cannot be read is not a missing one, so nothing is changed until it can.
-            message = str(error)
-            await self.reporter.report(obj, lambda newest: unready(newest, "InvalidSpec", message, now()))
+            problem = Problem("InvalidSpec", str(error))
+        if problem is not None:
+            await self.reporter.report(obj, partial(unready, reason=problem.reason, message=problem.message, now=now()))
 
     @abstractmethod
     async def _forget(self, key: Key) -> None:
@@ -372,6 +377,7 @@ class PodReconciler:
     secrets: FenceSecrets
     hub: HubProxy
     wake: Callable[[Key, float], None]
+    unseen: Container[str | None]
     _told: dict[Key, tuple[str, str]] = field(default_factory=dict)
     """By name: the uid of the pod, and what was said of it. Nothing more is, unless it has not started."""
 
@@ -381,7 +387,7 @@ class PodReconciler:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
         (uid, said), meant = self._told.get(key, ("", "")), home(pod)
-        if meant is None or (uid == pod["metadata"]["uid"] and said != "NotStarting"):
+        if meant is None or (uid == pod["metadata"]["uid"] and said != "NotStarting") or meant.namespace in self.unseen:
             return
         pool = self.store.get(POOLS.kind, meant.namespace, meant.name)
         if why := explain(pod, self.store):

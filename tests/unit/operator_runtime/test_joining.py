@@ -168,7 +168,7 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
         operator.observed(PODS, "ADDED", gated(f"of-{name}", name, closed))
     executor, reporter = Mock(bring_about=AsyncMock(return_value=(None, None))), Mock(report=AsyncMock(side_effect=lambda obj, do: do(obj)))
     hub, leads = Mock(return_value=HubSnapshot()), Mock(leaderless=Mock(return_value=False))
-    given = (settings, store, executor, reporter, FenceSecrets(server, "h" * 40), hub, server, Mock(), frozenset, Mock(return_value=""))
+    given = (settings, store, executor, reporter, FenceSecrets(server, "h" * 40), hub, server, Mock(), frozenset, Mock(), ())
     pools = PoolReconciler(*given, leads, Copies(server, store, settings), operator.strays)
 
     def opened(version: int, *allowed: str) -> list[str]:
@@ -232,7 +232,7 @@ def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
     view = SimpleNamespace(engines=[SimpleNamespace(pod=name, namespace=namespace) for name, namespace in heard], complete=complete)
     hub = Mock(return_value=SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0))
     store.upsert("Pod", made())
-    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake)
+    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake, ())
     for _ in range(2):
         asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
     told = [call.kwargs for call in reporter.tell.mock_calls]
