@@ -183,28 +183,24 @@ class PoolReconciler(_Reconciler):
         """Write the gates. First those that open: what others make room for has to be there. Returns the error to try again on."""
         if found.look_again is not None:
             self.wake(key, max(found.look_again, GATES_SECONDS))
-        refused, failed = "", None
-        for turns in ([turn for turn in found.turns if turn.opens], [turn for turn in found.turns if not turn.opens]):
-            errors = await self._write(turns) if failed is None and not refused else []
-            refused = next((error.message for error in errors if isinstance(error, Forbidden)), refused)
-            failed = failed or next(iter(errors), None)
+        failed = await self._write([turn for turn in found.turns if turn.opens])
+        without = {turn.group for turn, _ in failed}
+        failed += await self._write([turn for turn in found.turns if not turn.opens and turn.group not in without])
+        errors = [error for _, error in failed]
+        refused = next((error.message for error in errors if isinstance(error, Forbidden)), "")
         if refused != self._forbidden.get(uid, ""):
             self._forbidden[uid] = refused
             self.wake(key, GATES_SECONDS)  # the condition says so
-        if isinstance(failed, Conflict | NotFound):
+        if any(isinstance(error, Conflict | NotFound) for error in errors):
             self.wake(key, GATES_SECONDS)  # the pod is gone, or about to be seen anew
-            return None
-        return None if refused else failed
+        return next((error for error in errors if not isinstance(error, Conflict | Forbidden | NotFound)), None)
 
-    async def _write(self, turns: Sequence[Turn]) -> list[ApiError]:
-        """Some at a time, until one of a pod that is still there fails."""
-        errors: list[ApiError] = []
+    async def _write(self, turns: Sequence[Turn]) -> list[tuple[Turn, ApiError]]:
+        """Some at a time. One that fails holds up no other. Returns those, and why."""
+        answers: list[ApiError | None] = []
         for start in range(0, len(turns), GATES_AT_ONCE):
-            if any(not isinstance(error, Conflict | NotFound) for error in errors):
-                break
-            answers = await asyncio.gather(*map(self._write_gate, turns[start : start + GATES_AT_ONCE]))
-            errors += [answer for answer in answers if answer is not None]
-        return errors
+            answers += await asyncio.gather(*map(self._write_gate, turns[start : start + GATES_AT_ONCE]))
+        return [(turn, error) for turn, error in zip(turns, answers, strict=True) if error is not None]
 
     async def _write_gate(self, turn: Turn) -> ApiError | None:
         try:
@@ -220,15 +216,14 @@ class PoolReconciler(_Reconciler):
 
     async def _forget(self, key: Key) -> None:
         failed = await self._open(key, [*self.store.found(PODS.kind, key.namespace, POOL_LABEL, key.name), *self._guests(key)])
-        if failed is not None:
-            raise failed
         self.secrets.forget(key.namespace, key.name)
         for uid in self.hub(HubService.forget, key.namespace, key.name):
-            self._away.pop(uid, None)
-            self._forbidden.pop(uid, None)
-            self._lives.pop(uid, None)
+            for known in (self._away, self._forbidden, self._lives):
+                known.pop(uid, None)
             log.info("pool gone", object=str(key), uid=uid)
         await self.copies.withdraw(key)
+        if failed is not None:
+            raise failed
 
     def _guests(self, key: Key) -> list[Json]:
         """Pods of other namespaces that mean this pool."""
@@ -237,9 +232,12 @@ class PoolReconciler(_Reconciler):
     async def _open(self, key: Key, pods: Sequence[Json]) -> ApiError | None:
         """Open the gates of pods whose pool is gone or lets them join no more, and of strays: nobody else does. Returns the error to try
         again on."""
-        found = serving([*pods, *self.strays.pop(key, ())], key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now(), time.monotonic())
-        errors = await self._write(found.turns) if found is not None else []
-        return next((error for error in errors if not isinstance(error, Forbidden | NotFound)), None)
+        tried = tuple(strays := self.strays.get(key, []))
+        found = serving([*pods, *tried], key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now(), time.monotonic())
+        failed = await self._write(found.turns if found is not None else ())
+        left = [turn.pod for turn, error in failed if not isinstance(error, Conflict | NotFound)]
+        strays[:] = [pod for pod in strays if pod in left or pod not in tried]
+        return next((error for _, error in failed if not isinstance(error, Forbidden | NotFound)), None)
 
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""
