@@ -30,7 +30,7 @@ from epochkv_operator.hub.service import HubService, HubSnapshot
 from epochkv_operator.keys import FenceKeys, FenceSecrets, PoolKeys, SecretConflict
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.status import ObjectGone
-from epochkv_operator.kube.store import BY_HOME, Key, Store, engine_key, engines_of, home, key_of, pool_of
+from epochkv_operator.kube.store import BY_HOME, Key, Store, affected, engine_key, engines_of, home, key_of, pool_of
 from epochkv_operator.planning.context import Context, HubView, KeysView, Observed, Problem, Serving, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
@@ -166,6 +166,8 @@ class PoolReconciler(_Reconciler):
         """What the gates of the pool's pods should be, those of other namespaces, too."""
         uid, namespace = pool.metadata.uid, pool.metadata.namespace
         pods = [*seen.pods, *(pod for pod in self._guests(key) if not self.copies.left(key, pod))]
+        for one in {one for pod in pods for one in affected(self.store, PODS.kind, pod)} if uid not in self._lives else ():
+            self.wake(one, GATES_SECONDS)  # pods may have joined another pool of this name
         own = {engine["metadata"]["name"]: engine["spec"].get("serve") for engine in engines_of(self.store, namespace, pool.metadata.name)}
         overrides = {name: serve_of(serve) for name, serve in own.items() if serve}
         if seen.hub is not None:
@@ -368,7 +370,7 @@ class EngineReconciler(_Reconciler):
 
 @dataclass(eq=False)
 class PodReconciler:
-    """Says on pods with a pool's label why they did not join it, do not start, or that none of their engines reports; once."""
+    """Says on pods with a pool's label why they did not join it, do not start, or that none of their engines reports; once for a pool."""
 
     store: Store
     reporter: Reporter
@@ -376,25 +378,25 @@ class PodReconciler:
     hub: HubProxy
     wake: Callable[[Key, float], None]
     unseen: Container[str | None]
-    _told: dict[Key, tuple[str, str]] = field(default_factory=dict)
-    """By name: the uid of the pod, and what was said of it. Nothing more is, unless it has not started."""
+    _told: dict[Key, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    """By name: the uids of the pod and of its pool, and what was said of it. Nothing more is, unless it has not started."""
 
     async def reconcile(self, key: Key) -> None:
         pod = self.store.get(key.kind, key.namespace, key.name)
         if pod is None:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
-        (uid, said), meant = self._told.get(key, ("", "")), home(pod)
-        if meant is None or (uid == pod["metadata"]["uid"] and said != "NotStarting") or meant.namespace in self.unseen:
+        (before, said), uids, meant = self._told.get(key, ((), "")), self._uids(pod), home(pod)
+        if meant is None or (before == uids and said != "NotStarting") or meant.namespace in self.unseen:
             return
-        pool = self.store.get(POOLS.kind, meant.namespace, meant.name)
+        pool = self.store.get(*meant)
         if why := explain(pod, self.store):
             self._tell(pod, "NotJoined", why)
         elif JOINED not in (pod["metadata"].get("annotations") or {}):
             return
         elif is_ready(pod) and pool is not None:
             self._ask(key, pod, pool)
-        elif pod["status"].get("phase") == "Pending" and uid != pod["metadata"]["uid"]:
+        elif pod["status"].get("phase") == "Pending" and before != uids:
             self._wait(key, pod, meant, pool)
 
     def _wait(self, key: Key, pod: Json, meant: Key, pool: Json | None) -> None:
@@ -418,13 +420,17 @@ class PodReconciler:
         if view is None or not view.complete:
             self.wake(key, snapshot.incomplete_seconds or lease)  # not sooner: the hub looks at all engines for each pod that asks
         elif any(engine.pod == key.name and engine.namespace in ("", key.namespace) for engine in view.engines):
-            self._told[key] = pod["metadata"]["uid"], ""
+            self._told[key] = self._uids(pod), ""
         else:
             self._tell(pod, "NotReporting", silent(pod, lease), warning=False)
 
     def _tell(self, pod: Json, reason: str, note: str, *, warning: bool = True) -> None:
-        self._told[key_of(pod["kind"], pod)] = pod["metadata"]["uid"], reason
+        self._told[key_of(pod["kind"], pod)] = self._uids(pod), reason
         self.reporter.tell(pod, reason=reason, action="Join", note=note, warning=warning)
+
+    def _uids(self, pod: Json) -> tuple[str, ...]:
+        meant = home(pod)
+        return tuple(one["metadata"]["uid"] for one in (pod, self.store.get(*meant) if meant is not None else None) if one is not None)
 
 
 def _not_ready(pool: KVCachePool, refusal: str) -> Problem:
