@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 
 import structlog
 
@@ -29,7 +30,7 @@ from epochkv_operator.hub.service import HubService, HubSnapshot
 from epochkv_operator.keys import FenceKeys, FenceSecrets, PoolKeys, SecretConflict
 from epochkv_operator.kube.client import ApiError, Conflict, Forbidden, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.status import ObjectGone
-from epochkv_operator.kube.store import BY_HOME, Key, Store, engine_key, engines_of, home, key_of, pool_of
+from epochkv_operator.kube.store import BY_HOME, Key, Store, affected, engine_key, engines_of, home, key_of, pool_of
 from epochkv_operator.planning.context import Context, HubView, KeysView, Observed, Problem, Serving, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
@@ -66,7 +67,7 @@ GATES_AT_ONCE = 8
 @dataclass(eq=False)
 class _Reconciler(ABC):
     """Brings objects of one kind to what they should be. `wake`: look at a key after a delay; `served`: kinds of other projects that there
-    are; `refused`: what this operator may not list, of what objects of a namespace are judged by."""
+    are; `refused`: what this operator may not list, of what objects of a namespace are judged by; `unseen`: where it never could."""
 
     settings: Settings
     store: Store
@@ -78,22 +79,26 @@ class _Reconciler(ABC):
     wake: Callable[[Key, float], None]
     served: Callable[[], frozenset[str]]
     refused: Callable[[str], str]
+    unseen: Container[str | None]
 
     async def reconcile(self, key: Key) -> None:
         """Raises what another try may solve."""
         obj = self.store.get(key.kind, key.namespace, key.name)
-        if obj is None:
+        problem = blind(self.refused(key.namespace)) if key.namespace in self.unseen else None
+        if obj is None and problem is None:
             self.reporter.forget(key)
             await self._forget(key)
             raise ObjectGone(f"{key} is gone")
-        if obj["metadata"].get("deletionTimestamp"):
+        if obj is None or obj["metadata"].get("deletionTimestamp"):
             return
         try:
-            await self._reconcile(key, obj)
+            if problem is None:
+                await self._reconcile(key, obj)
         except InvalidObject as error:
             # Of an engine, it may be the pool: one that cannot be read is not a missing one, so nothing is changed until it can.
-            message = str(error)
-            await self.reporter.report(obj, lambda newest: unready(newest, "InvalidSpec", message, now()))
+            problem = Problem("InvalidSpec", str(error))
+        if problem is not None:
+            await self.reporter.report(obj, partial(unready, reason=problem.reason, message=problem.message, now=now()))
 
     @abstractmethod
     async def _forget(self, key: Key) -> None:
@@ -161,6 +166,8 @@ class PoolReconciler(_Reconciler):
         """What the gates of the pool's pods should be, those of other namespaces, too."""
         uid, namespace = pool.metadata.uid, pool.metadata.namespace
         pods = [*seen.pods, *(pod for pod in self._guests(key) if not self.copies.left(key, pod))]
+        for one in {one for pod in pods for one in affected(self.store, PODS.kind, pod)} if uid not in self._lives else ():
+            self.wake(one, GATES_SECONDS)  # pods may have joined another pool of this name
         own = {engine["metadata"]["name"]: engine["spec"].get("serve") for engine in engines_of(self.store, namespace, pool.metadata.name)}
         overrides = {name: serve_of(serve) for name, serve in own.items() if serve}
         if seen.hub is not None:
@@ -178,28 +185,24 @@ class PoolReconciler(_Reconciler):
         """Write the gates. First those that open: what others make room for has to be there. Returns the error to try again on."""
         if found.look_again is not None:
             self.wake(key, max(found.look_again, GATES_SECONDS))
-        refused, failed = "", None
-        for turns in ([turn for turn in found.turns if turn.opens], [turn for turn in found.turns if not turn.opens]):
-            errors = await self._write(turns) if failed is None and not refused else []
-            refused = next((error.message for error in errors if isinstance(error, Forbidden)), refused)
-            failed = failed or next(iter(errors), None)
+        failed = await self._write([turn for turn in found.turns if turn.opens])
+        without = {turn.group for turn, _ in failed}
+        failed += await self._write([turn for turn in found.turns if not turn.opens and turn.group not in without])
+        errors = [error for _, error in failed]
+        refused = next((error.message for error in errors if isinstance(error, Forbidden)), "")
         if refused != self._forbidden.get(uid, ""):
             self._forbidden[uid] = refused
             self.wake(key, GATES_SECONDS)  # the condition says so
-        if isinstance(failed, Conflict | NotFound):
+        if any(isinstance(error, Conflict | NotFound) for error in errors):
             self.wake(key, GATES_SECONDS)  # the pod is gone, or about to be seen anew
-            return None
-        return None if refused else failed
+        return next((error for error in errors if not isinstance(error, Conflict | Forbidden | NotFound)), None)
 
-    async def _write(self, turns: Sequence[Turn]) -> list[ApiError]:
-        """Some at a time, until one of a pod that is still there fails."""
-        errors: list[ApiError] = []
+    async def _write(self, turns: Sequence[Turn]) -> list[tuple[Turn, ApiError]]:
+        """Some at a time. One that fails holds up no other. Returns those, and why."""
+        answers: list[ApiError | None] = []
         for start in range(0, len(turns), GATES_AT_ONCE):
-            if any(not isinstance(error, Conflict | NotFound) for error in errors):
-                break
-            answers = await asyncio.gather(*map(self._write_gate, turns[start : start + GATES_AT_ONCE]))
-            errors += [answer for answer in answers if answer is not None]
-        return errors
+            answers += await asyncio.gather(*map(self._write_gate, turns[start : start + GATES_AT_ONCE]))
+        return [(turn, error) for turn, error in zip(turns, answers, strict=True) if error is not None]
 
     async def _write_gate(self, turn: Turn) -> ApiError | None:
         try:
@@ -215,15 +218,14 @@ class PoolReconciler(_Reconciler):
 
     async def _forget(self, key: Key) -> None:
         failed = await self._open(key, [*self.store.found(PODS.kind, key.namespace, POOL_LABEL, key.name), *self._guests(key)])
-        if failed is not None:
-            raise failed
         self.secrets.forget(key.namespace, key.name)
         for uid in self.hub(HubService.forget, key.namespace, key.name):
-            self._away.pop(uid, None)
-            self._forbidden.pop(uid, None)
-            self._lives.pop(uid, None)
+            for known in (self._away, self._forbidden, self._lives):
+                known.pop(uid, None)
             log.info("pool gone", object=str(key), uid=uid)
         await self.copies.withdraw(key)
+        if failed is not None:
+            raise failed
 
     def _guests(self, key: Key) -> list[Json]:
         """Pods of other namespaces that mean this pool."""
@@ -232,9 +234,12 @@ class PoolReconciler(_Reconciler):
     async def _open(self, key: Key, pods: Sequence[Json]) -> ApiError | None:
         """Open the gates of pods whose pool is gone or lets them join no more, and of strays: nobody else does. Returns the error to try
         again on."""
-        found = serving([*pods, *self.strays.pop(key, ())], key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now(), time.monotonic())
-        errors = await self._write(found.turns) if found is not None else []
-        return next((error for error in errors if not isinstance(error, Forbidden | NotFound)), None)
+        tried = tuple(strays := self.strays.get(key, []))
+        found = serving([*pods, *tried], key.namespace, ANYTHING, {}, None, {}, {}, 0.0, now(), time.monotonic())
+        failed = await self._write(found.turns if found is not None else ())
+        left = [turn.pod for turn, error in failed if not isinstance(error, Conflict | NotFound)]
+        strays[:] = [pod for pod in strays if pod in left or pod not in tried]
+        return next((error for _, error in failed if not isinstance(error, Forbidden | NotFound)), None)
 
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""
@@ -365,32 +370,33 @@ class EngineReconciler(_Reconciler):
 
 @dataclass(eq=False)
 class PodReconciler:
-    """Says on pods with a pool's label why they did not join it, do not start, or that none of their engines reports; once."""
+    """Says on pods with a pool's label why they did not join it, do not start, or that none of their engines reports; once for a pool."""
 
     store: Store
     reporter: Reporter
     secrets: FenceSecrets
     hub: HubProxy
     wake: Callable[[Key, float], None]
-    _told: dict[Key, tuple[str, str]] = field(default_factory=dict)
-    """By name: the uid of the pod, and what was said of it. Nothing more is, unless it has not started."""
+    unseen: Container[str | None]
+    _told: dict[Key, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+    """By name: the uids of the pod and of its pool, and what was said of it. Nothing more is, unless it has not started."""
 
     async def reconcile(self, key: Key) -> None:
         pod = self.store.get(key.kind, key.namespace, key.name)
         if pod is None:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
-        (uid, said), meant = self._told.get(key, ("", "")), home(pod)
-        if meant is None or (uid == pod["metadata"]["uid"] and said != "NotStarting"):
+        (before, said), uids, meant = self._told.get(key, ((), "")), self._uids(pod), home(pod)
+        if meant is None or (before == uids and said != "NotStarting") or meant.namespace in self.unseen:
             return
-        pool = self.store.get(POOLS.kind, meant.namespace, meant.name)
+        pool = self.store.get(*meant)
         if why := explain(pod, self.store):
             self._tell(pod, "NotJoined", why)
         elif JOINED not in (pod["metadata"].get("annotations") or {}):
             return
         elif is_ready(pod) and pool is not None:
             self._ask(key, pod, pool)
-        elif pod["status"].get("phase") == "Pending" and uid != pod["metadata"]["uid"]:
+        elif pod["status"].get("phase") == "Pending" and before != uids:
             self._wait(key, pod, meant, pool)
 
     def _wait(self, key: Key, pod: Json, meant: Key, pool: Json | None) -> None:
@@ -414,13 +420,17 @@ class PodReconciler:
         if view is None or not view.complete:
             self.wake(key, snapshot.incomplete_seconds or lease)  # not sooner: the hub looks at all engines for each pod that asks
         elif any(engine.pod == key.name and engine.namespace in ("", key.namespace) for engine in view.engines):
-            self._told[key] = pod["metadata"]["uid"], ""
+            self._told[key] = self._uids(pod), ""
         else:
             self._tell(pod, "NotReporting", silent(pod, lease), warning=False)
 
     def _tell(self, pod: Json, reason: str, note: str, *, warning: bool = True) -> None:
-        self._told[key_of(pod["kind"], pod)] = pod["metadata"]["uid"], reason
+        self._told[key_of(pod["kind"], pod)] = self._uids(pod), reason
         self.reporter.tell(pod, reason=reason, action="Join", note=note, warning=warning)
+
+    def _uids(self, pod: Json) -> tuple[str, ...]:
+        meant = home(pod)
+        return tuple(one["metadata"]["uid"] for one in (pod, self.store.get(*meant) if meant is not None else None) if one is not None)
 
 
 def _not_ready(pool: KVCachePool, refusal: str) -> Problem:

@@ -196,10 +196,11 @@ class Operator:
         hub = await leader.serve(keys)
         executor = Executor(client, self.store)
         secrets = FenceSecrets(client, keys.public)
-        given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, watches.served, watches.refused)
+        lists = (watches.served, watches.refused, watches.unseen)
+        given = (self.settings, self.store, executor, reporter, secrets, hub, client, self.queue.add_after, *lists)
         elections = Elections(self.store, self.queue.add)
         pools = PoolReconciler(*given, elections, Copies(client, self.store, self.settings), self.strays)
-        engines, pods = EngineReconciler(*given), PodReconciler(self.store, reporter, secrets, hub, self.queue.add_after)
+        engines, pods = EngineReconciler(*given), PodReconciler(self.store, reporter, secrets, hub, self.queue.add_after, watches.unseen)
         # Pools often: a deleted Secret has no watch that would tell. Engines rarely: whatever they are made from is watched.
         period = 2 * self.settings.resync_seconds
         recheck = {POOLS.kind: min(60.0, period), ENGINES.kind: period}

@@ -65,6 +65,8 @@ class Watches:
     _misses: Counter[Place] = field(default_factory=Counter)
     _served: frozenset[str] = frozenset()
     _refused: dict[Place, str] = field(default_factory=dict)
+    unseen: set[str | None] = field(default_factory=set)
+    """Namespaces of which the store lacks something: a list there was refused when we began, and still is."""
     _tried_at: dict[Resource, float] = field(default_factory=dict)
 
     async def begin(self) -> None:
@@ -80,6 +82,7 @@ class Watches:
     async def complete(self) -> None:
         """Return once the store has all of our own kinds, which kopf has begun to watch."""
         await asyncio.gather(*(self._until_done(resource, self._first) for resource in PRIMARY))
+        self.unseen.update(scope for _, scope in self._refused)
         self._due = time.monotonic() + self._period_seconds
 
     async def compare(self) -> None:
@@ -120,7 +123,8 @@ class Watches:
     async def _begin(self, resource: Resource, scope: str | None) -> None:
         for tries in itertools.count(1):
             if resource in PRIMARY:
-                done = await self._try(resource, lambda kind: self._shown(kind, scope))
+                if done := await self._try(resource, lambda kind: self._shown(kind, scope)):
+                    self._may(resource, scope, None)
             else:
                 version = self._versions[resource, scope] = await self._list(resource, scope)
                 done = version is not None or resource in OPTIONAL
@@ -129,9 +133,9 @@ class Watches:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _lost(self, scope: str | None) -> bool:
-        """One of several namespaces, in which we may list nothing that we serve: it may be gone, and the rights with it. The others do not
-        wait for it."""
-        closed = {place for place in self._scopes if all((kind, place) in self._refused for kind in PRIMARY)}
+        """One of several namespaces, in which we may not list everything: it may be gone, and the rights with it. The others do not wait
+        for it."""
+        closed = {place for _, place in self._refused}
         return scope in closed and len(closed) < len(self._scopes)
 
     async def _follow(self, resource: Resource, scope: str | None) -> None:
@@ -197,6 +201,7 @@ class Watches:
         place, before = (resource, scope), dict(self._refused)
         if error is None:
             self._refused.pop(place, None)
+            self.unseen.intersection_update([where for _, where in self._refused])
         elif isinstance(error, Forbidden):
             self._refused[place] = (error.message or error.reason).strip()
         if self._refused != before:
@@ -217,7 +222,7 @@ class Watches:
 
     async def _first(self, resource: Resource) -> None:
         """Kopf has just begun to watch. What is deleted meanwhile it will not bring, so the list is repeated."""
-        for scope in itertools.filterfalse(self._lost, self._scopes):
+        for scope in itertools.filterfalse(lambda it: (resource, it) in self._refused and self._lost(it), self._scopes):
             since = time.monotonic()
             while True:
                 shown, version = await self._shown(resource, scope)
@@ -241,12 +246,10 @@ class Watches:
 
     async def _shown(self, resource: Resource, scope: str | None) -> tuple[dict[str, int], int]:
         try:
-            shown = await self._client.shown(resource, scope, selector(resource))
+            return await self._client.shown(resource, scope, selector(resource))
         except ApiError as error:
             self._may(resource, scope, error)
             raise
-        self._may(resource, scope, None)
-        return shown
 
     async def _brought(self, resource: Resource, shown: dict[str, int], patience_seconds: float) -> bool:
         """Whether the watch has brought what a LIST showed; False: it has brought nothing of it for too long."""
@@ -267,6 +270,7 @@ class Watches:
                     self._seen(resource, None, obj)
         for obj in self._store.retain(resource.kind, shown, version, scope):
             self._vanished(resource, obj)
+        self._may(resource, scope, None)  # not before: what is looked at then has to be in the store
 
     def _listed(self, resource: Resource) -> None:
         metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()

@@ -121,10 +121,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Turn:
-    """A gate to be written: of this pod, with this condition."""
+    """A gate to be written: of this pod, with this condition. `group`: the pods of which half have to serve."""
 
     pod: Json
     condition: Json
+    group: str
 
     @property
     def opens(self) -> bool:

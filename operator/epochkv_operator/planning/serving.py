@@ -325,7 +325,7 @@ class _Look:
         moved = self._now if pod.gate.get("status") != status else datetime.fromisoformat(pod.gate["lastTransitionTime"])
         names = INSTANCES + ", ".join(sorted(view.instance.hex() for view in pod.views)) if pod.views else ""
         condition = {"type": GATE, "status": status, "reason": reason, "message": _TEXTS[reason] + names}
-        return Turn(pod.obj, {**condition, "lastProbeTime": timestamp(self._now), "lastTransitionTime": timestamp(moved)})
+        return Turn(pod.obj, {**condition, "lastProbeTime": timestamp(self._now), "lastTransitionTime": timestamp(moved)}, pod.group)
 
     def _called(self, weights: str) -> str:
         return self._hub.called(weights) if self._hub is not None else called(weights, "")

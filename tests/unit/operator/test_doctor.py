@@ -3,13 +3,16 @@
 import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from epochkv_fence.cli.doctor import ClusterScope, Finding, Level
+from epochkv_fence.net.keys import generate_keypair
 from epochkv_operator import doctor
 from epochkv_operator.api.resources import rights
 from epochkv_operator.doctor import Operator, judge_lease, judge_object, judge_rights
+from epochkv_operator.keys import content, encoded, made
 from epochkv_operator.kube.client import KubeClient
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
@@ -119,6 +122,15 @@ def test_what_is_well_new_or_going() -> None:
     assert (going.level, "still there" in going.text) == (Level.WARNING, True)
     (crash,) = judge_object(obj("InferenceEngine", condition("Available", "False", "CrashLooping")), NOW)
     assert crash.fix == "kubectl -n rl logs -l epochkv.io/engine=policy --previous --tail=50"
+
+
+@pytest.mark.parametrize(("uid", "fix"), [("u", "kubectl logs"), ("of another pool", "kubectl -n rl delete secret policy-fence ")])
+async def test_a_secret_is_deleted_only_where_it_is_not_whole(uid: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New keys restart all engines: no remedy for an operator that may not read the Secret."""
+    monkeypatch.setattr(doctor, "_get", AsyncMock(return_value={"data": encoded(content(made(generate_keypair().public, 0), uid))}))
+    monkeypatch.setattr(doctor, "probe_hub", AsyncMock(return_value=Mock(dialled="", trouble="key", text="refused")))
+    (found,) = await doctor._hub(Mock(), ClusterScope(hub="tcp://127.0.0.1:7700"), obj(uid="u"))
+    assert found.fix.startswith(fix)
 
 
 async def test_pools_that_were_asked_in_time_count_where_a_hub_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Copies of a pool for namespaces that it allows, by the requests that they cost; and what is said of pods with a pool's label."""
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -12,15 +13,17 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from epochkv_operator.api.resources import PODS, ObjectRef, Resource
+from epochkv_operator.api.resources import PODS, POOLS, ObjectRef, Resource
 from epochkv_operator.control import joining
 from epochkv_operator.control.joining import Copies
 from epochkv_operator.control.reconcile import PodReconciler, PoolReconciler
 from epochkv_operator.control.runtime import Operator
-from epochkv_operator.hub.service import HubSnapshot
+from epochkv_operator.hub.service import HubService, HubSnapshot
 from epochkv_operator.keys import FenceSecrets, made
-from epochkv_operator.kube.client import Conflict, Forbidden, KubeClient, NotFound
+from epochkv_operator.kube.client import Conflict, Forbidden, Invalid, KubeClient, NotFound
+from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Key, Store, indexed, pool_key
+from epochkv_operator.planning.context import Serving, Turn
 from epochkv_operator.settings import Settings
 from tests.support.planning import CONTEXT, pool
 
@@ -36,6 +39,7 @@ class ApiServer(KubeClient):
         self.objects: dict[tuple[str, str, str], Json] = {}
         self.namespaces = set(namespaces)
         self.asked: list[str] = []
+        self.refused: set[str] = set()
         self.version = 0
 
     def _stored(self, resource: Resource, body: Json, uid: str) -> Json:
@@ -70,6 +74,8 @@ class ApiServer(KubeClient):
     async def patch_condition(self, ref: ObjectRef, condition: Json) -> Json:
         if ref.name.startswith("gone"):
             raise NotFound(404, "NotFound", "", "PATCH")
+        if ref.name in self.refused:
+            raise Invalid(422, "Invalid", "", "PATCH")
         self.asked.append(f"{condition['reason']} {ref.name}")
         return gated(ref.name, ref.namespace, condition, version="9")
 
@@ -159,38 +165,59 @@ def gated(name: str, namespace: str, gate: Json, version: str = "1") -> Json:
 
 
 def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
-    """That it has no keys does not say so, nor that a copy is lost."""
+    """That it has no keys does not say so, nor that a copy is lost, nor that it was never seen. A gate that cannot be written holds up
+    nothing else."""
     server, settings = ApiServer("rl", "team"), Settings(namespace="epochkv-system")
-    operator = Operator(settings)
+    operator, wake, unseen, statuses = Operator(settings), Mock(), set[str](), list[Json]()
     store, operator.queue = operator.store, Mock()
     closed = {"type": "epochkv.io/weights", "status": "False", "lastTransitionTime": ago(60.0)}
     for name in ("team", "other"):
         operator.observed(PODS, "ADDED", gated(f"of-{name}", name, closed))
-    executor, reporter = Mock(bring_about=AsyncMock(return_value=(None, None))), Mock(report=AsyncMock(side_effect=lambda obj, do: do(obj)))
-    hub, leads = Mock(return_value=HubSnapshot()), Mock(leaderless=Mock(return_value=False))
-    given = (settings, store, executor, reporter, FenceSecrets(server, "h" * 40), hub, server, Mock(), frozenset, Mock(return_value=""))
-    pools = PoolReconciler(*given, leads, Copies(server, store, settings), operator.strays)
+    executor = Mock(bring_about=AsyncMock(return_value=(None, None)))
+    reporter = Mock(report=AsyncMock(side_effect=lambda obj, do: statuses.append(do(obj))))
+    hub = Mock(side_effect=lambda method, *_, **__: () if method is HubService.forget else HubSnapshot())
+    given = (settings, store, executor, reporter, FenceSecrets(server, "h" * 40), hub, server, wake, frozenset, Mock(return_value="why"))
+    pools = PoolReconciler(*given, unseen, Mock(**{"leaderless.return_value": False}), Copies(server, store, settings), operator.strays)
 
     def opened(version: int, *allowed: str) -> list[str]:
+        """Without a namespace that is allowed, the pool is gone."""
         server.asked.clear()
         spec = {"local": {"capacity": "1Gi"}, "allowedNamespaces": {"names": list(allowed)}, "serve": {"weights": "Converged"}}
         metadata = {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": str(version), "generation": 1}
-        store.upsert("KVCachePool", {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": metadata, "spec": spec})
-        asyncio.run(pools.reconcile(KEY))
+        found = {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": metadata, "spec": spec}
+        operator.observed(POOLS, "MODIFIED" if allowed else "DELETED", found)
+        with contextlib.suppress(ObjectGone, Invalid):
+            asyncio.run(pools.reconcile(KEY))
         return [one for one in server.asked if "of-" in one]
 
     server.objects["Secret", "rl", "policy-fence"] = {"metadata": {}}
     assert opened(1, "team") == ["NotGated of-other"]
+    assert Key("Pod", "team", "of-team") in [call.args[0] for call in wake.mock_calls], "it may have joined another pool"
     server.objects.clear()
     assert opened(2, "team") == []
     (config,) = store.every("ConfigMap")
     store.remove("ConfigMap", server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
     assert opened(3, "team") == []
-    for name in (*(f"gone-{number}" for number in range(8)), "of-nobody"):
+    for name in (*(f"gone-{number}" for number in range(8)), "of-nobody", "of-refused"):
         operator.observed(PODS, "ADDED", gated(name, "team", closed))
         operator.observed(PODS, "DELETED", gated(name, "team", closed, "2"))
+    server.refused = {"of-refused", "of-team"}
     assert opened(4, "team") == ["NotGated of-nobody"], "it has lost its label"
-    assert opened(5, "elsewhere") == ["NotGated of-team"]
+    unseen.add("rl")
+    assert (opened(5), server.asked) == ([], [])
+    assert (opened(6, "team"), statuses[-1]["conditions"][0]["reason"]) == ([], "ReadForbidden")
+    unseen.clear()
+    assert opened(7) == []
+    assert "DELETE Secret team" in server.asked
+    store.remove("ConfigMap", *store.every("ConfigMap"))
+    server.refused = {"of-team"}
+    assert opened(8, "elsewhere") == ["NotGated of-refused"]
+    opens = [("of-team", "True", "a"), *((str(number), "True", "b") for number in range(8))]
+    gates = (("waits", "False", "a"), ("closes", "False", "b"), *opens)
+    turns = [Turn(pod(name, 0.0), {**closed, "status": status, "reason": status}, group) for name, status, group in gates]
+    server.asked.clear()
+    assert isinstance(asyncio.run(pools._turn(KEY, "u", Serving(turns=tuple(turns)))), Invalid)
+    assert server.asked == [*(f"True {number}" for number in range(8)), "False closes"]
 
 
 def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitializing") -> Json:
@@ -232,7 +259,7 @@ def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
     view = SimpleNamespace(engines=[SimpleNamespace(pod=name, namespace=namespace) for name, namespace in heard], complete=complete)
     hub = Mock(return_value=SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0))
     store.upsert("Pod", made())
-    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake)
+    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake, ())
     for _ in range(2):
         asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
     told = [call.kwargs for call in reporter.tell.mock_calls]
@@ -241,3 +268,8 @@ def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
     woke = [call.args[1] for call in wake.mock_calls]
     assert len(woke) == (2 if said == "" else 0)
     assert all(15 < delay <= 30 for delay in woke), "a thousand pods that ask each second leave the hub no time"
+    metadata = {"namespace": "rl", "name": "policy", "uid": "made again", "resourceVersion": "2"}
+    store.upsert("KVCachePool", {"metadata": metadata, "spec": {"reset": {"leaseSeconds": 30}}})
+    view.engines.clear()
+    asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
+    assert said is not None or reporter.tell.mock_calls[0].kwargs["reason"] == "NotReporting", "it joined the pool before"

@@ -27,7 +27,7 @@ def thing(uid: str, version: int) -> Json:
 
 
 class Server:
-    """Answers lists from a script for each scope (the last answer stays), and watches from another. A number is an empty list."""
+    """Answers lists from a script for each scope, or kind in it (the last answer stays), watches from another. A number: an empty list."""
 
     def __init__(self, **lists: list[Any]) -> None:
         self.lists = lists
@@ -36,15 +36,15 @@ class Server:
 
     async def pages(self, resource: Resource, scope: str | None, selector: str) -> AsyncIterator[tuple[list[Json], int]]:
         await asyncio.sleep(0)
-        script = self.lists[scope or "all"]
+        script = self.lists.get(f"{scope}/{resource.kind}") or self.lists[scope or "all"]
         answer = script.pop(0) if len(script) > 1 else script[0]
         if isinstance(answer, ApiError):
             raise answer
         yield answer if isinstance(answer, tuple) else ([], answer)
 
     async def shown(self, resource: Resource, scope: str | None, selector: str) -> tuple[dict[str, int], int]:
-        [(_, version)] = [page async for page in self.pages(resource, scope, selector)]
-        return {}, version
+        [(page, version)] = [page async for page in self.pages(resource, scope, selector)]
+        return {obj["metadata"]["uid"]: version for obj in page}, version
 
     async def watch(self, resource: Resource, scope: str | None, version: str, selector: str) -> AsyncIterator[Json]:
         self.watched_from.append(version)
@@ -101,7 +101,7 @@ class Followed:
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ABSENT_SECONDS", "RETRY_SECONDS", "AGAIN_SECONDS"):
+    for name in ("ABSENT_SECONDS", "RETRY_SECONDS", "AGAIN_SECONDS", "PATIENCE_SECONDS"):
         monkeypatch.setattr(watch, name, 0.01)
 
 
@@ -153,16 +153,25 @@ def test_a_namespace_that_is_refused_is_no_reason_to_end_the_process_nor_to_comp
 
 
 def test_the_other_namespaces_have_a_hub_where_one_is_refused_from_the_start() -> None:
-    """A new process after a namespace was deleted. Where all are refused, it waits: an API server that starts does that."""
+    """A new process after a namespace was deleted, or a right. Where all are refused, it waits: an API server that starts does that."""
 
     async def begin(**lists: list[Any]) -> Followed:
-        followed = Followed(Server(**lists), *lists)
+        followed = Followed(Server(**lists), *(name for name in lists if "/" not in name))
         async with asyncio.timeout(1 if "b" not in lists else 20):
             await followed.watches.begin()
             await followed.watches.complete()
         return followed
 
-    assert asyncio.run(begin(a=[7], b=[DENIED])).watches.refused("b")
+    for denied in ({"b": [DENIED]}, {"b": [7], "b/NetworkPolicy": [DENIED]}, {"b": [7], "b/KVCachePool": [DENIED]}):
+        begun = asyncio.run(begin(a=[7], **denied))
+        watches, pools = begun.watches, list[list[Json]]()
+        assert watches.unseen == {"b"}
+        watches._client.lists = {"a": [7], "b": [([thing("x", 3)], 7)]}  # type: ignore[attr-defined]
+        watches._changed = lambda it=begun, found=pools: found.append(it.store.every(POOLS.kind))  # type: ignore[misc]
+        for resource in watch.COMPARED:
+            asyncio.run(watches._compare(resource))
+        assert watches.unseen == set()
+        assert all(pools), "looked at when they are there"
     with pytest.raises(TimeoutError):
         asyncio.run(begin(a=[DENIED]))
 
