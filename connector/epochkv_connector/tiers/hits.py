@@ -269,18 +269,14 @@ class HitPlanner:
         self.pause = LoadPause(2 * state.config.job_deadline_seconds, state.clock)
         self.prefetches = Prefetches(state, lookups, self.pause, self._missing)
         self._lacking: dict[str, int] = {}  # since which step a request's hit waits for slots
-        self._awaited: dict[str, str] = {}  # whose load a request has waited for
+        self._awaited: dict[str, tuple[Key, str]] = {}  # whose load of which block a request has waited for
         self._step = 0
         self.is_on_gpu: Callable[[int, bytes], bool] = lambda group, name: False
         self._unit_blocks = sum(layout.alignment_tokens // max(1, g.block_size) for _, g in layout.restored) or 1
 
     def leak_report(self) -> dict[str, int]:
-        plans = {
-            "plans": len(self.plans),
-            "plan_slots": self.plans.num_held,
-            "hits_lacking_slots": len(self._lacking),
-            "hits_awaited": len(self._awaited),
-        }
+        plans = {"plans": len(self.plans), "plan_slots": self.plans.num_held}
+        plans |= {"hits_lacking_slots": len(self._lacking), "hits_awaited": len(self._awaited)}
         return {**plans, "queries": len(self._lookups), **self.prefetches.leak_report()}
 
     def begin(self, req: RequestView, snap: Snapshot) -> None:
@@ -333,7 +329,7 @@ class HitPlanner:
         found = self.find(req)
         query = self._query(req, found, snap, num_local_tokens, max_tokens)
         plan = Plan(req.request_id, snap.root, num_local_tokens, namespace, now + PLAN_TTL_SECONDS)
-        if self._is_pending(req.request_id, query):
+        if self._is_pending(req.request_id, query, now):
             self._count["lookups_deferred"] += 1
             return None
         if query is not None and query.found is not None:
@@ -352,16 +348,22 @@ class HitPlanner:
         self._open(plan, now)
         return plan.num_tokens
 
-    def _is_pending(self, request_id: str, query: Query | None) -> bool:
+    def _is_pending(self, request_id: str, query: Query | None, now: float) -> bool:
         """Whether blocks of the request are on their way, or L2 has not said yet which there are."""
-        return self.prefetches.is_open(request_id) or (query is not None and self._lookups.is_pending(query))
+        first, awaited = self._awaited.get(request_id, ((0, b""), ""))
+        owner, until = self._state.loading.get(first, ("", 0.0))
+        on_their_way = (owner == awaited and now < until) or self.prefetches.is_open(request_id)
+        return on_their_way or (query is not None and self._lookups.is_pending(query))
 
     def _awaits_load(self, plan: Plan, now: float) -> bool:
         """Whether another request's load, or prefetch, brings the same first block. vLLM's own cache holds it then: of n rollouts of one
         prompt, one loads. Only one load is waited for, as it may fail."""
         first = next(((span.group, span.names[0]) for span in plan.spans if span.names), None)
         owner, until = self._state.loading.get(first, ("", 0.0)) if first is not None else ("", 0.0)
-        return now < until and owner != plan.request_id and self._awaited.setdefault(plan.request_id, owner) == owner
+        if first is None or now >= until or owner == plan.request_id or plan.request_id in self._awaited:
+            return False
+        self._awaited[plan.request_id] = first, owner
+        return True
 
     def _await_slots(self, request_id: str) -> bool:
         """Whether a hit that lacks slots is worth asking for again: saves are open, and it has not waited for them yet."""
