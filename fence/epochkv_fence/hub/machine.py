@@ -370,7 +370,7 @@ def acquire(hub: HubState, term: Term, found: PoolRecord, now: float) -> list[ev
     hub.record.lead(found)
     hub.labels.lead(found.labels)
     hub.instances.forget_at = now + hub.config.fence_timeout_seconds
-    older_epochs(hub, now + hub.config.reclaim_seconds)
+    older_epochs(hub, now + hub.config.reclaim_seconds, sweep=False)
     unheld_weights(hub, now + hub.config.grace_seconds)
     actions = raise_target(hub, found.target, found.origin, now) or [ev.Changed(), *hub.instances.nudge(now)]
     highest = max((instance.epoch or 0 for instance in hub.instances.known.values()), default=0)
@@ -404,7 +404,7 @@ def configure(hub: HubState, config: PoolConfig, now: float) -> list[ev.Action]:
             instance.keys_changed(before.client_public_keys, config.client_public_keys)
     if config.reclaim != before.reclaim:
         stop(hub)
-        older_epochs(hub, now)
+        older_epochs(hub, now, sweep=False)
         unheld_weights(hub, now)
     return [ev.Changed()]
 
@@ -502,10 +502,10 @@ def after_publication(hub: HubState, now: float) -> None:
         older_epochs(hub, now)
 
 
-def older_epochs(hub: HubState, at: float) -> None:
-    """The store may hold keys of epochs below the published one."""
+def older_epochs(hub: HubState, at: float, *, sweep: bool = True) -> None:
+    """The store may hold keys of epochs below the published one. `sweep`: see `Reclaimer.start`."""
     if hub.leading and hub.rules.may_remove(hub.config):
-        hub.reclaimer.start(hub.record.published, at)
+        hub.reclaimer.start(hub.record.published, at, sweep=sweep)
 
 
 def unheld_weights(hub: HubState, at: float) -> None:

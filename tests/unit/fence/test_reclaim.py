@@ -146,6 +146,28 @@ def test_a_store_that_is_not_the_pools_alone_or_is_to_keep_its_keys_is_not_swept
     assert hub.stores == []
 
 
+@pytest.mark.parametrize("how", ["another hub published", "another policy"])
+def test_a_store_is_swept_only_for_an_epoch_that_was_published_just_now(how: str) -> None:
+    """Later it may be full of keys of the published epoch, which engines use when they come back."""
+    hub = published(store_admin=True, reclaim="Retain")
+    if how == "another policy":
+        hub.step(ev.Configured(config(store_admin=True)))
+    else:
+        hub = Driver(store_admin=True)
+        hub.lead(target=1, published=1, granting=True)
+    for _ in range(3):
+        left(hub)
+    assert hub.stores == []
+    hub.now += 10.0
+    assert asked(hub).below == 1, "engines remove the older ones"
+    hub.ask(2)
+    hub.wait(HOLD)
+    hub.round()
+    for _ in range(3):
+        left(hub)
+    assert (hub.published[-1], hub.stores) == (2, [ev.RemoveAll(2, sweep=True)])
+
+
 # ---------------------------------------------------------------------- engines without a client of the store
 def test_an_engine_without_a_client_of_the_store_is_not_asked_beside_one_that_has_one() -> None:
     hub = published(store_admin=True)
