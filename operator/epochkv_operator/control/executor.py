@@ -11,7 +11,7 @@ import structlog
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.api.resources import BY_KIND, Resource, identity
-from epochkv_operator.kube.client import MERGE_PATCH, ApiError, Conflict, Invalid, Json, KubeClient, NotFound
+from epochkv_operator.kube.client import JSON_PATCH, MERGE_PATCH, UNTYPED, ApiError, Conflict, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning.context import Observed, Problem
 from epochkv_operator.planning.names import controller_of
@@ -20,6 +20,7 @@ from epochkv_operator.planning.plan import Plan
 log = structlog.get_logger(__name__)
 
 
+PATCHER = f"{MANAGED_BY}-patch"
 MAX_SILENT = 2
 """Requests without an answer until the API server counts as gone: each may take its whole deadline."""
 
@@ -123,18 +124,27 @@ class Executor:
     async def _send(self, resource: Resource, desired: Json, live: Json | None) -> Json:
         """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its name,
         an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there. So it is with
-        `rollingUpdate`, which the API server has added to a Deployment by itself, once the type is `Recreate`."""
+        `rollingUpdate`, which the API server has added to a Deployment by itself, once the type is `Recreate`.
+
+        A patch drops a field that the schema does not have, so such an apply stays refused. A patch also owns what it set, beside our
+        applies, which could not take that away any more. So its entry of `managedFields` goes."""
         namespace = desired["metadata"]["namespace"]
         try:
             return await self._client.apply(resource, namespace, desired)
-        except Invalid:
-            if live is None or "spec" not in desired:
+        except Invalid as error:
+            if live is None or "spec" not in desired or UNTYPED in error.message:
                 raise
             with contextlib.suppress(Invalid):  # the first refusal says more
                 path, spec = resource.path(namespace, desired["metadata"]["name"]), desired["spec"]
                 if "strategy" in spec:
                     spec = {**spec, "strategy": {"rollingUpdate": None, **spec["strategy"]}}
-                await self._client.request("PATCH", path, query={"fieldManager": MANAGED_BY}, body={"spec": spec}, content_type=MERGE_PATCH)
+                query = {"fieldManager": PATCHER}
+                patched = await self._client.request("PATCH", path, query=query, body={"spec": spec}, content_type=MERGE_PATCH)
+                for place, entry in enumerate(patched["metadata"]["managedFields"]):
+                    if entry["manager"] == PATCHER:
+                        where = f"/metadata/managedFields/{place}"
+                        operations = [{"op": "test", "path": where, "value": entry}, {"op": "remove", "path": where}]
+                        await self._client.request("PATCH", path, body=operations, content_type=JSON_PATCH)
                 return await self._client.apply(resource, namespace, desired)
             raise
 

@@ -295,7 +295,7 @@ class Deployments(Client):
         return {}
 
     async def request(self, verb: str, path: str, *, body: Any = None, **_: Any) -> Json:
-        return self.written(body)
+        return self.written(body) | {"metadata": {"managedFields": []}}
 
     async def apply(self, resource: Resource, namespace: str, body: Json) -> Json:
         if resource.kind == "Deployment":
