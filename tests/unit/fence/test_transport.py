@@ -4,8 +4,9 @@ import gc
 import logging
 import os
 import threading
+import time
 from collections import Counter
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from epochkv_fence.common import SayOnce
 from epochkv_fence.net.agent import AgentThread, EngineIdentity, GuardedEngine, Mailbox
 from epochkv_fence.net.server import HubServer, UnknownPool
 from epochkv_fence.protocol.agent import RemoveOld
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import AuthorityError, EngineView
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
 from tests.support.hub import using
@@ -52,6 +53,17 @@ def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fenc
     assert agent.view.lease_until == before
     fence.thread.call(fence.authority.gate.set)
     eventually(lambda: agent.view.lease_until > before)
+
+
+def test_reads_that_fail_at_once_are_repeated_with_a_pause(fence: FenceWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of an API server that is overloaded, and says so."""
+    hub = fence.hub()
+    fence.agent(hub.endpoint)
+    monkeypatch.setattr(fence.authority, "verify", AsyncMock(side_effect=AuthorityError("429")))
+    fence.request(hub, 1)
+    began = time.monotonic()
+    eventually(lambda: hub.counters["verify_failed"] >= 6, "a reset is open")
+    assert time.monotonic() - began > 1.0
 
 
 def test_an_agent_that_has_ended_leaves_no_file_open(fence: FenceWorld) -> None:
