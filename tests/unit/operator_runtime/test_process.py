@@ -122,6 +122,20 @@ async def test_a_lease_is_ours_and_is_given_back_over_writes_without_an_answer()
     assert server.lease["spec"]["holderIdentity"] == ""
 
 
+async def test_who_labels_a_lease_does_not_renew_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = OneLease()
+    holder = LeaseHolder(server, "a", "lease", "me", duration_seconds=15)
+    now = 0.0
+    monkeypatch.setattr("epochkv_operator.kube.lease.time.monotonic", lambda: now)
+    for now, renewed in ((0.0, "a"), (10.0, "b"), (20.0, "b")):
+        version, held = str(int(now) + 1), {"holderIdentity": "another", "leaseTransitions": 7, "renewTime": renewed}
+        server.lease = {"metadata": {"resourceVersion": version, "labels": {"seen": version}}, "spec": held}
+        assert await holder._try_acquire() is None
+    now = 26.0
+    server.lease = {**server.lease, "metadata": {"resourceVersion": "27", "labels": {}}}
+    assert await holder._try_acquire() == Term("me", 8)
+
+
 async def test_a_standby_that_hears_nothing_connects_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection has the CA that it began with. A refusal is an answer."""
     server = OneLease()
