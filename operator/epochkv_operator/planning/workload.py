@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from epochkv_operator.planning.context import Json
-from epochkv_operator.planning.names import controller_of
+from epochkv_operator.planning.names import HASH_ANNOTATION, controller_of
 
 _IMAGE_REASONS = (
     "ErrImagePull",
@@ -166,9 +166,8 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
     status = workload.get("status") or {}
     metadata = workload["metadata"]
     wanted = workload["spec"].get("replicas", 1)
-    # LeaderWorkerSets do not say which spec their status is about.
     seen = status.get("observedGeneration", 0) >= metadata.get("generation", 1) if workload["kind"] != "LeaderWorkerSet" else bool(status)
-    ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
+    ready, updated = status.get("readyReplicas", 0), _updated(workload, pods)
     replicas = status.get("replicas", 0)
     if seen and ready >= wanted and updated >= wanted and replicas <= max(wanted, updated):
         text = f"{ready} of {wanted} replicas of {what} are ready" if wanted else f"{what} is scaled to zero: no pod runs, and none serves"
@@ -178,6 +177,17 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
         reason, text = "Updating", f"{updated} of {wanted} replicas run the current spec"
     counts = f"{ready} of {wanted} replicas of {what} are ready"
     return Health(wanted, replicas, ready, updated, reason, f"{counts}: {text}" if text else counts)
+
+
+def _updated(workload: Json, pods: Sequence[Json]) -> int:
+    """Replicas that run the current spec. A LeaderWorkerSet does not say which spec its status is about, but the first pod of a group
+    has the digest of its own."""
+    said: int = (workload.get("status") or {}).get("updatedReplicas", 0)
+    if workload["kind"] != "LeaderWorkerSet":
+        return said
+    made = [workload["spec"]["leaderWorkerTemplate"]["leaderTemplate"], *pods]
+    current, *theirs = ((one["metadata"].get("annotations") or {}).get(HASH_ANNOTATION) for one in made)
+    return min(said, theirs.count(current))
 
 
 def _trouble(workload: Json, pods: Sequence[Json]) -> tuple[str, str] | None:

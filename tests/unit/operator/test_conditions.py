@@ -384,9 +384,11 @@ def member(number: int, index: int, **status: object) -> Json:
 
 
 def spanning(status: Json, *pods: Json) -> Observed:
-    """LeaderWorkerSets do not say which generation their status is about."""
+    """LeaderWorkerSets do not say which generation their status is about. The first pod of each group is of the current template."""
     made = state.workload(desired_engine(SPANNING, POLICY, LWS), "LeaderWorkerSet", "rollout-nodes", **status)
     del made["status"]["observedGeneration"]
+    for leader in [one for one in pods if one["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"]:
+        leader["metadata"]["annotations"] = made["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["annotations"]
     hub = replace(CONVERGED, engines=[rank("rollout-nodes-0"), rank("rollout-nodes-1")])
     return Observed([made], pods, hub)
 
@@ -403,6 +405,14 @@ def spanning(status: Json, *pods: Json) -> Observed:
 def test_an_engine_that_spans_nodes(status: Json, pods: list[Json], available: tuple[str, str], progressing: tuple[str, str]) -> None:
     conditions = by_type(engine_conditions(SPANNING, POLICY, spanning(status, member(0, 0), member(0, 1), member(1, 0), *pods)))
     assert (conditions["Available"], conditions["Progressing"]) == (available, progressing)
+
+
+def test_a_status_that_is_about_the_older_spec_ends_no_rollout() -> None:
+    observed = spanning(ready(2), member(0, 0), member(1, 0))
+    observed.pods[1]["metadata"]["annotations"] = {}
+    conditions = engine_conditions(SPANNING, POLICY, observed)
+    assert (by_type(conditions)["Available"], by_type(conditions)["Progressing"]) == (("True", "Updating"), ("True", "RollingOut"))
+    assert "1 of 2 replicas run the current spec" in message(conditions, "Progressing")
 
 
 def test_replicas_of_an_engine_that_spans_nodes_are_groups() -> None:
