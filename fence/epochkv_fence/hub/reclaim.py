@@ -2,8 +2,8 @@
 
 Engines remove keys by prefix: those of older epochs, and of weights that no engine holds. The hub asks one engine at a time,
 each time another, until one finds none. Of older epochs it asks once more, because saves under way may land after the first
-answer. When no engine can answer, and the store is this pool's alone, the hub has the store swept instead. A sweep takes every key.
-So the hub that saw the publication may order one; for a later hub, the store may be full of keys of the published epoch.
+answer. When no engine can answer, and the store is this pool's alone, the hub that saw the publication has the store swept instead.
+A sweep takes every key, and for a later hub the store may be full of keys of the published epoch.
 
 Under the reclaim policy `RemoveAll` the hub has the store wiped first, which gives memory back at once. Keys that somebody
 reads stay, and engines remove them afterwards. A wipe also takes what engines saved since the publication. So the hub wipes
@@ -206,7 +206,10 @@ class Reclaimer:
             self._idle_since = None
             self._turn += 1  # another one each time, because the next may remove what this one cannot
             chosen = able[self._turn % len(able)]
-            self._note(_Request(chosen.instance, published, self._changes if asked else 0))
+            self._number += 1
+            self._open[self._number] = _Request(chosen.instance, published, self._changes if asked else 0)
+            if len(self._open) > MAX_OPEN:  # some engines never answer
+                del self._open[next(iter(self._open))]
             return [ev.Send(chosen.peer, Reclaim(chosen.instance, published, asked, self._number))]
         if self._idle_since is None:
             self._idle_since = now
@@ -216,13 +219,6 @@ class Reclaimer:
             self._sweeping = published
             return [ev.RemoveAll(published, sweep=True)]
         return []
-
-    def _note(self, request: _Request) -> None:
-        """Remember a request. Some engines never answer, so the oldest requests go."""
-        self._number += 1
-        self._open[self._number] = request
-        while len(self._open) > MAX_OPEN:
-            del self._open[next(iter(self._open))]
 
     def answered(self, answer: Reclaimed, published: int) -> bool:
         """Take the first answer of an engine to its request; return whether it says anything new.

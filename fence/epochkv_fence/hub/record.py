@@ -259,10 +259,8 @@ class Record:
         return self.recording is None and self.wanted > self.durable
 
     def ask(self, ask: Ask) -> bool:
-        """The highest epoch asked for counts, and of asks for one epoch the first. Returns whether this one counts.
-
-        The API server limits the steps of `spec.resetEpoch`; those of trainers and engines are limited here.
-        """
+        """The highest epoch asked for counts, and of asks for one epoch the first. Returns whether this one counts."""
+        # The API server limits the steps of the spec.
         limit = MAX_EPOCH if ask.origin is Source.SPEC else min(MAX_EPOCH, self.wanted + MAX_EPOCH_STEP)
         counts = self.wanted < ask.epoch <= limit
         if counts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 
@@ -124,10 +125,8 @@ class Executor:
     async def _send(self, resource: Resource, desired: Json, live: Json | None) -> Json:
         """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its name,
         an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there. So it is with
-        `rollingUpdate`, which the API server has added to a Deployment by itself, once the type is `Recreate`.
-
-        A patch drops a field that the schema does not have, so such an apply stays refused. A patch also owns what it set, beside our
-        applies, which could not take that away any more. So its entry of `managedFields` goes."""
+        `rollingUpdate`, which the API server has added to a Deployment by itself, once the type is `Recreate`. Not so with a
+        field that the schema lacks: a patch would drop it. The patch's entry goes, or no later apply could take away what it set."""
         namespace = desired["metadata"]["namespace"]
         try:
             return await self._client.apply(resource, namespace, desired)
@@ -138,13 +137,11 @@ class Executor:
                 path, spec = resource.path(namespace, desired["metadata"]["name"]), desired["spec"]
                 if "strategy" in spec:
                     spec = {**spec, "strategy": {"rollingUpdate": None, **spec["strategy"]}}
-                query = {"fieldManager": PATCHER}
-                patched = await self._client.request("PATCH", path, query=query, body={"spec": spec}, content_type=MERGE_PATCH)
-                for place, entry in enumerate(patched["metadata"]["managedFields"]):
-                    if entry["manager"] == PATCHER:
-                        where = f"/metadata/managedFields/{place}"
-                        operations = [{"op": "test", "path": where, "value": entry}, {"op": "remove", "path": where}]
-                        await self._client.request("PATCH", path, body=operations, content_type=JSON_PATCH)
+                patch, query = partial(self._client.request, "PATCH", path), {"fieldManager": PATCHER}
+                entries = (await patch(query=query, body={"spec": spec}, content_type=MERGE_PATCH))["metadata"]["managedFields"]
+                for place in [place for place, entry in enumerate(entries) if entry["manager"] == PATCHER]:
+                    where = {"path": f"/metadata/managedFields/{place}"}
+                    await patch(body=[{"op": "test", "value": entries[place], **where}, {"op": "remove", **where}], content_type=JSON_PATCH)
                 return await self._client.apply(resource, namespace, desired)
             raise
 

@@ -91,21 +91,19 @@ class LeaseHolder:
         Raises:
             LeaseLost: another holder, or no renewal within two thirds of the duration.
         """
+        error: ApiError | None = None
         while True:
-            await asyncio.sleep(self.renew_seconds)
-            error: ApiError | None = None
-            while True:
-                remaining = self.renewed_at + self.deadline_seconds - time.monotonic()
-                if remaining <= 0:
-                    raise LeaseLost(f"Lease {self.place} could not be renewed for {self.deadline_seconds:g} s: {error}")
-                try:
-                    await self._renew(min(remaining, self.renew_seconds))
-                    if error is not None:
-                        self.recovered()
-                    break
-                except ApiError as failure:
-                    error = failure
-                    await asyncio.sleep(min(1.0, self.renew_seconds / 4))
+            await asyncio.sleep(self.renew_seconds if error is None else min(1.0, self.renew_seconds / 4))
+            remaining = self.renewed_at + self.deadline_seconds - time.monotonic()
+            if remaining <= 0:
+                raise LeaseLost(f"Lease {self.place} could not be renewed for {self.deadline_seconds:g} s: {error}")
+            try:
+                await self._renew(min(remaining, self.renew_seconds))
+                if error is not None:
+                    self.recovered()
+                error = None
+            except ApiError as failure:
+                error = failure
 
     async def release(self) -> None:
         """Give the Lease back so that a standby takes over at once. Best effort: a failure only makes the standby wait."""

@@ -291,9 +291,7 @@ def _reclaimed(pool: KVCachePool, hub: HubView | None) -> Condition | None:
         return None
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
-    gave = "there was nothing to free"
-    if hub.reclaimed_keys:
-        gave = f"{hub.reclaimed_keys} keys and {hub.reclaimed_bytes} bytes were freed"
+    gave = f"{hub.reclaimed_keys} keys and {hub.reclaimed_bytes} bytes were freed" if hub.reclaimed_keys else "there was nothing to free"
     if hub.reclaimed >= hub.published:
         return Condition(kind, "True", "Reclaimed", f"the store holds nothing of epochs below {hub.published}; {gave}")
     if hub.wipe_failed:

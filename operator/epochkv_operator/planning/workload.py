@@ -167,7 +167,11 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
     metadata = workload["metadata"]
     wanted = workload["spec"].get("replicas", 1)
     seen = status.get("observedGeneration", 0) >= metadata.get("generation", 1) if workload["kind"] != "LeaderWorkerSet" else bool(status)
-    ready, updated = status.get("readyReplicas", 0), _updated(workload, pods)
+    ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
+    if workload["kind"] == "LeaderWorkerSet":  # its status does not say which spec it is about; the first pod of each group does
+        made = [workload["spec"]["leaderWorkerTemplate"]["leaderTemplate"], *pods]
+        current, *theirs = ((one["metadata"].get("annotations") or {}).get(HASH_ANNOTATION) for one in made)
+        updated = min(updated, theirs.count(current))
     replicas = status.get("replicas", 0)
     if seen and ready >= wanted and updated >= wanted and replicas <= max(wanted, updated):
         text = f"{ready} of {wanted} replicas of {what} are ready" if wanted else f"{what} is scaled to zero: no pod runs, and none serves"
@@ -177,17 +181,6 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
         reason, text = "Updating", f"{updated} of {wanted} replicas run the current spec"
     counts = f"{ready} of {wanted} replicas of {what} are ready"
     return Health(wanted, replicas, ready, updated, reason, f"{counts}: {text}" if text else counts)
-
-
-def _updated(workload: Json, pods: Sequence[Json]) -> int:
-    """Replicas that run the current spec. A LeaderWorkerSet does not say which spec its status is about, but the first pod of a group
-    has the digest of its own."""
-    said: int = (workload.get("status") or {}).get("updatedReplicas", 0)
-    if workload["kind"] != "LeaderWorkerSet":
-        return said
-    made = [workload["spec"]["leaderWorkerTemplate"]["leaderTemplate"], *pods]
-    current, *theirs = ((one["metadata"].get("annotations") or {}).get(HASH_ANNOTATION) for one in made)
-    return min(said, theirs.count(current))
 
 
 def _trouble(workload: Json, pods: Sequence[Json]) -> tuple[str, str] | None:
