@@ -144,8 +144,8 @@ def test_a_port_that_somebody_renumbered_is_put_right(
     eventually(lambda: condition(state(owner), "Ready").get("reason") != "ApplyRefused", "applied")
 
     def ours() -> list[str]:
-        entries = (namespace.get(CHILDREN[kind], name) or {})["metadata"]["managedFields"]
-        return [entry["operation"] for entry in entries if entry["manager"].startswith("epochkv-operator")]
+        found = namespace.get(CHILDREN[kind], name)["metadata"]["managedFields"]
+        return [entry["operation"] for entry in found if entry["manager"].startswith("epochkv-operator")]
 
     eventually(lambda: ours() == ["Apply"], "what a patch owns, too, no later apply takes away")
 
