@@ -91,7 +91,7 @@ class Checks:
             raise Violation(f"V: {who} hears of other weights and does not say that something has changed")
         for action in actions:
             if isinstance(action, ev.RemoveAll) and not told.found < action.epoch <= self.published:
-                raise Violation(f"R: {who} empties the store for {action.epoch}, which is not one of {told.found + 1} to {self.published}")
+                raise Violation(f"R: {who} empties the store for {action.epoch}; it found {told.found}, and {self.published} is published")
             if not isinstance(action, ev.Send):
                 continue
             if isinstance(action.message, Reclaim) and (wrong := told.wrong_sweep(hub, action.message, now)):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
 import pytest
@@ -125,10 +125,10 @@ async def test_a_lease_is_ours_and_is_given_back_over_writes_without_an_answer()
 async def test_who_labels_a_lease_does_not_renew_it(monkeypatch: pytest.MonkeyPatch) -> None:
     server = OneLease()
     holder = LeaseHolder(server, "a", "lease", "me", duration_seconds=15)
-    monkeypatch.setattr("epochkv_operator.kube.lease.time.monotonic", lambda: now)
-    for now, renewed, taken in ((0.0, "a", None), (10.0, "b", None), (20.0, "b", None), (26.0, "b", Term("me", 8))):
+    monkeypatch.setattr("epochkv_operator.kube.lease.time.monotonic", clock := Mock(return_value=0.0))
+    for clock.return_value, renewed, taken in ((0, "a", None), (10, "b", None), (20, "b", None), (26, "b", Term("me", 8))):
         held = {"holderIdentity": "another", "leaseTransitions": 7, "renewTime": renewed}
-        server.lease = {"metadata": {"resourceVersion": str(int(now))}, "spec": held}
+        server.lease = {"metadata": {"resourceVersion": str(clock.return_value)}, "spec": held}
         assert await holder._try_acquire() == taken
 
 
