@@ -83,12 +83,11 @@ def test_leaderworkersets_and_monitors_follow_their_kinds(
             assert template["spec"]["containers"][0]["resources"]["limits"]["memory"] == "1088Mi"
         assert namespace.get(CHILDREN["deployments"], "big") is None
 
-        # What LeaderWorkerSet's controller would say.
+        # What LeaderWorkerSet's controller would say, but of which spec? No pod has the digest of ours.
         status = {"replicas": 2, "readyReplicas": 2, "updatedReplicas": 2, "hpaPodSelector": "x"}
         namespace.patch(SETS, "big-nodes", {"status": status}, "/status")
-        available = eventually(lambda: condition(namespace.engine_status("big"), "Available").get("reason") == "Available", "seen")
-        assert available
-        assert condition(namespace.engine_status("big"), "Progressing")["reason"] == "RolledOut"
+        becomes(namespace.engine_status, "big", "Available", reason="Updating")
+        assert condition(namespace.engine_status("big"), "Progressing")["reason"] == "RollingOut"
 
         # Edited by hand, scaled by an autoscaler, gone: as with any other child.
         namespace.patch(SETS, "big-nodes", {"spec": {"leaderWorkerTemplate": {"size": 7}}})

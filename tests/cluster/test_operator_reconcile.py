@@ -143,6 +143,12 @@ def test_a_port_that_somebody_renumbered_is_put_right(
     state = namespace.status if owner == "policy" else namespace.engine_status
     eventually(lambda: condition(state(owner), "Ready").get("reason") != "ApplyRefused", "applied")
 
+    def ours() -> list[str]:
+        found = (namespace.get(CHILDREN[kind], name) or {})["metadata"]["managedFields"]
+        return [entry["operation"] for entry in found if entry["manager"].startswith("epochkv-operator")]
+
+    eventually(lambda: ours() == ["Apply"], "what a patch owns, too, no later apply takes away")
+
 
 def test_an_engine_whose_pool_vanishes_serves_without_cache(namespace: Namespace, operator: OperatorProcess) -> None:
     namespace.create_pool("policy", **L1_AND_L2)
@@ -188,6 +194,9 @@ def test_an_object_that_the_api_server_refuses_is_a_condition_not_a_crash(namesp
     assert refused["status"] == "False"
     namespace.patch(ENGINES, "rollout", {"spec": {"template": None}})
     eventually(lambda: namespace.get(CHILDREN["deployments"], "rollout"), "made after the fix")
+    namespace.patch(ENGINES, "rollout", {"spec": {"replicas": 3, "template": {"spec": {"nodeSelectr": {"disk": "fast"}}}}})
+    becomes(namespace.engine_status, "rollout", "Ready", reason="ApplyRefused")
+    assert (namespace.get(CHILDREN["deployments"], "rollout") or {})["spec"]["replicas"] == 1, "all of it, or nothing"
 
 
 def test_what_a_pool_left_behind_belongs_to_the_next_one(namespace: Namespace, operator: OperatorProcess) -> None:

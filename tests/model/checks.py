@@ -90,8 +90,8 @@ class Checks:
         if new_weights and not any(isinstance(action, ev.Changed) for action in actions):
             raise Violation(f"V: {who} hears of other weights and does not say that something has changed")
         for action in actions:
-            if isinstance(action, ev.RemoveAll) and not action.sweep and action.epoch > self.published:
-                raise Violation(f"R: {who} has the store wiped for {action.epoch}; published is {self.published}")
+            if isinstance(action, ev.RemoveAll) and not told.found < action.epoch <= self.published:
+                raise Violation(f"R: {who} empties the store for {action.epoch}; it found {told.found}, and {self.published} is published")
             if not isinstance(action, ev.Send):
                 continue
             if isinstance(action.message, Reclaim) and (wrong := told.wrong_sweep(hub, action.message, now)):

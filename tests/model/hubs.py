@@ -54,7 +54,7 @@ class HubSide:
         world = self.world
         now = process.clock.read(world.now)
         if isinstance(event, ev.Acquired):
-            process.history.led_at = now
+            process.history.led_at, process.history.found = now, event.record.published
         actions = process.hub.step(event, now)
         world.checks.shown(process, actions, now, new_weights=new_weights)
         if isinstance(event, ev.Observed) and process.hub.state.leading:

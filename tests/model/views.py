@@ -42,13 +42,14 @@ class HubHistory:
     Attributes:
         instances: those that it remembers.
         reported: when weights were last reported, by a heartbeat that was an engine instance's newest when it came.
-        led_at: when it acquired leadership last.
+        led_at, found: when it acquired leadership last, and the epoch that was published by then.
     """
 
     instances: dict[bytes, Instance] = field(default_factory=dict)
     departed: set[bytes] = field(default_factory=set)
     reported: dict[bytes, float] = field(default_factory=dict)
     led_at: float = float("inf")
+    found: int = 0
 
     def hear(self, beat: Heartbeat, known: bool, now: float) -> bool:
         """A heartbeat comes; `known`: the hub remembers its instance. Returns whether what it says of weights is new."""

@@ -33,6 +33,7 @@ from epochkv_fence.hub.record import (
 )
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import (
+    MAX_EPOCH_STEP,
     MAX_NAME,
     Bump,
     BumpStatus,
@@ -330,6 +331,9 @@ def _leave(hub: HubState, instance: bytes, now: float) -> list[ev.Action]:
 def _bump(hub: HubState, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
     """A hub that does not lead yet takes the ask, too, and answers it when it leads."""
     actions = ask(hub, bump.epoch, Source.TRAINER, now)
+    if hub.leading and bump.epoch > hub.record.wanted:
+        text = f"epoch {bump.epoch} is more than {MAX_EPOCH_STEP} above {hub.record.wanted}, and an epoch never goes down again"
+        return [ev.Send(peer, Error(Refusal.LIMIT, text))]
     if bump.epoch > hub.record.published:
         hub.waiters.wait(peer, bump.request, bump.epoch)
     if not hub.leading:
@@ -370,7 +374,7 @@ def acquire(hub: HubState, term: Term, found: PoolRecord, now: float) -> list[ev
     hub.record.lead(found)
     hub.labels.lead(found.labels)
     hub.instances.forget_at = now + hub.config.fence_timeout_seconds
-    older_epochs(hub, now + hub.config.reclaim_seconds)
+    older_epochs(hub, now + hub.config.reclaim_seconds, sweep=False)
     unheld_weights(hub, now + hub.config.grace_seconds)
     actions = raise_target(hub, found.target, found.origin, now) or [ev.Changed(), *hub.instances.nudge(now)]
     highest = max((instance.epoch or 0 for instance in hub.instances.known.values()), default=0)
@@ -404,7 +408,7 @@ def configure(hub: HubState, config: PoolConfig, now: float) -> list[ev.Action]:
             instance.keys_changed(before.client_public_keys, config.client_public_keys)
     if config.reclaim != before.reclaim:
         stop(hub)
-        older_epochs(hub, now)
+        older_epochs(hub, now, sweep=False)
         unheld_weights(hub, now)
     return [ev.Changed()]
 
@@ -421,8 +425,10 @@ def heal(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
     """An engine reports `epoch`. If a restored record has lost it, the hub asks for it again."""
     if not hub.leading or not hub.rules.above_record(hub.record, epoch):
         return []
-    hub.lead.settled_at = max(hub.lead.settled_at, now + hub.rules.fence_timeout_seconds(hub.config))
-    return ask(hub, epoch, Source.ENGINE, now)
+    actions = ask(hub, epoch, Source.ENGINE, now)
+    if hub.record.wanted >= epoch:
+        hub.lead.settled_at = max(hub.lead.settled_at, now + hub.rules.fence_timeout_seconds(hub.config))
+    return actions
 
 
 def write_target(hub: HubState, now: float) -> list[ev.Action]:
@@ -502,10 +508,10 @@ def after_publication(hub: HubState, now: float) -> None:
         older_epochs(hub, now)
 
 
-def older_epochs(hub: HubState, at: float) -> None:
-    """The store may hold keys of epochs below the published one."""
+def older_epochs(hub: HubState, at: float, *, sweep: bool = True) -> None:
+    """The store may hold keys of epochs below the published one. `sweep`: see `Reclaimer.start`."""
     if hub.leading and hub.rules.may_remove(hub.config):
-        hub.reclaimer.start(hub.record.published, at)
+        hub.reclaimer.start(hub.record.published, at, sweep=sweep)
 
 
 def unheld_weights(hub: HubState, at: float) -> None:

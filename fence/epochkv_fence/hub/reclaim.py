@@ -2,7 +2,8 @@
 
 Engines remove keys by prefix: those of older epochs, and of weights that no engine holds. The hub asks one engine at a time,
 each time another, until one finds none. Of older epochs it asks once more, because saves under way may land after the first
-answer. When no engine can answer, and the store is this pool's alone, the hub has the store swept instead.
+answer. When no engine can answer, and the store is this pool's alone, the hub that saw the publication has the store swept instead.
+A sweep takes every key, and for a later hub the store may be full of keys of the published epoch.
 
 Under the reclaim policy `RemoveAll` the hub has the store wiped first, which gives memory back at once. Keys that somebody
 reads stay, and engines remove them afterwards. A wipe also takes what engines saved since the publication. So the hub wipes
@@ -156,6 +157,7 @@ class Reclaimer:
         self._open: dict[int, _Request] = {}
         self._idle_since: float | None = None
         self._sweeping: int | None = None
+        self._may_sweep = False
 
     def stop(self) -> None:
         """Ask no engine any more, until `start`."""
@@ -163,8 +165,9 @@ class Reclaimer:
         self._open.clear()
         self._idle_since = self._sweeping = None
 
-    def start(self, published: int, at: float) -> None:
-        """Keys below `published` are garbage."""
+    def start(self, published: int, at: float, *, sweep: bool) -> None:
+        """Keys below `published` are garbage. `sweep`: it was published just now, so a sweep takes hardly any other keys."""
+        self._may_sweep = sweep
         if published > self._confirmed_below:
             self.due_at = min(self.due_at, at)
 
@@ -203,22 +206,19 @@ class Reclaimer:
             self._idle_since = None
             self._turn += 1  # another one each time, because the next may remove what this one cannot
             chosen = able[self._turn % len(able)]
-            self._note(_Request(chosen.instance, published, self._changes if asked else 0))
+            self._number += 1
+            self._open[self._number] = _Request(chosen.instance, published, self._changes if asked else 0)
+            if len(self._open) > MAX_OPEN:  # some engines never answer
+                del self._open[next(iter(self._open))]
             return [ev.Send(chosen.peer, Reclaim(chosen.instance, published, asked, self._number))]
         if self._idle_since is None:
             self._idle_since = now
         # No engine could answer for a lease and margin, and the store is not busy with the sweep before.
-        if epochs and config.store_admin and self._sweeping is None and now >= self._idle_since + config.fence_timeout_seconds:
+        may_sweep = epochs and self._may_sweep and config.store_admin and self._sweeping is None
+        if may_sweep and now >= self._idle_since + config.fence_timeout_seconds:
             self._sweeping = published
             return [ev.RemoveAll(published, sweep=True)]
         return []
-
-    def _note(self, request: _Request) -> None:
-        """Remember a request. Some engines never answer, so the oldest requests go."""
-        self._number += 1
-        self._open[self._number] = request
-        while len(self._open) > MAX_OPEN:
-            del self._open[next(iter(self._open))]
 
     def answered(self, answer: Reclaimed, published: int) -> bool:
         """Take the first answer of an engine to its request; return whether it says anything new.

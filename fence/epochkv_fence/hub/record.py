@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from epochkv_fence.protocol import pool as ev
-from epochkv_fence.protocol.messages import MAX_COUNT, MAX_EPOCH, Heartbeat, Label, Labelled, Nudge, Source, Status
+from epochkv_fence.protocol.messages import MAX_COUNT, MAX_EPOCH, MAX_EPOCH_STEP, Heartbeat, Label, Labelled, Nudge, Source, Status
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolRecord, Term, merged_labels
 
 NEVER: Final = -math.inf
@@ -260,7 +260,9 @@ class Record:
 
     def ask(self, ask: Ask) -> bool:
         """The highest epoch asked for counts, and of asks for one epoch the first. Returns whether this one counts."""
-        counts = self.wanted < ask.epoch <= MAX_EPOCH
+        # The API server limits the steps of the spec.
+        limit = MAX_EPOCH if ask.origin is Source.SPEC else min(MAX_EPOCH, self.wanted + MAX_EPOCH_STEP)
+        counts = self.wanted < ask.epoch <= limit
         if counts:
             self.asked = ask
         return counts

@@ -393,7 +393,7 @@ class HubServer:
         self._term: Term | None = None
         self._round_number = 0
         self._round_running = False
-        self._round_began = -math.inf
+        self._round_after = -math.inf
         self._effects = Effects(authority, authority_deadline_seconds, stores, store_deadline_seconds, self.counters, self._answer)
         self._alarm = Alarm(self._turn, self.counters)
         self.receiver = Receiver(self._pools.client, self._hear, burst_done=self._alarm.now)
@@ -485,10 +485,10 @@ class HubServer:
         due = min([due, *(pool.report(self._on_change, now) for pool in self._pools)])
         if not self._round_running and self._term is not None:
             round_due = min((pool.round_at(self.counters, now) for pool in self._pools), default=math.inf)
-            round_due = max(round_due, self._round_began + ROUND_GAP_SECONDS)
+            round_due = max(round_due, self._round_after)
             if round_due <= now:
                 self._round_running = True
-                self._round_began = now
+                self._round_after = now + ROUND_GAP_SECONDS
                 self._effects.spawn(self._round(self._term))
             else:
                 due = min(due, round_due)
@@ -519,6 +519,8 @@ class HubServer:
             if not any(pool.hub.round_open for pool in begun):
                 return
             leads = await self._effects.verify(term)
+            if leads is None:
+                self._round_after = now + ev.RETRY_SECONDS
             if self._term != term:
                 return
             if leads is False:

@@ -19,6 +19,8 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024
 INSTANCE_BYTES: Final = 16
 WEIGHTS_BYTES: Final = 16
 MAX_EPOCH: Final = 2**53 - 1  # what JSON and YAML readers carry exactly
+MAX_EPOCH_STEP: Final = 10**13
+"""By which one ask may raise the epoch: a timestamp in milliseconds fits, and a typing error leaves room for hundreds more."""
 MAX_COUNT: Final = 2**63 - 1
 MAX_STATS: Final = 64
 MAX_STAT_NAME: Final = 64

@@ -328,7 +328,7 @@ class Authority(Protocol):
 
 
 RETRY_SECONDS: Final = 0.25
-"""After a write that failed, before the next one."""
+"""After a write or a leadership read that failed, before the next one."""
 
 # --------------------------------------------------------------------------------------------------------------- actions
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from epochkv_fence.protocol.messages import MAX_EPOCH_STEP
 from epochkv_fence.protocol.pool import margin_seconds
 from epochkv_operator.api.base import (
     API_VERSION,
@@ -55,10 +56,6 @@ class Ssd(ApiModel):
     storage_class_name: Annotated[str | None, Field(min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] = None
     """Class of the volume; the cluster's default when unset. For another kind of volume, give `template` a volume named `ssd`: a file
     system of its own, as Mooncake fills it."""
-
-
-MAX_EPOCH_STEP: Final = 10**13
-"""By which one edit may raise `spec.resetEpoch`: a timestamp in milliseconds fits, and a typing error leaves room for hundreds more."""
 
 
 class Reset(ApiModel):

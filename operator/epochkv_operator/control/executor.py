@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
 from epochkv_operator.api.resources import BY_KIND, Resource, identity
-from epochkv_operator.kube.client import MERGE_PATCH, ApiError, Conflict, Invalid, Json, KubeClient, NotFound
+from epochkv_operator.kube.client import JSON_PATCH, MERGE_PATCH, UNTYPED, ApiError, Conflict, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning.context import Observed, Problem
 from epochkv_operator.planning.names import controller_of
@@ -20,6 +21,7 @@ from epochkv_operator.planning.plan import Plan
 log = structlog.get_logger(__name__)
 
 
+PATCHER = f"{MANAGED_BY}-patch"
 MAX_SILENT = 2
 """Requests without an answer until the API server counts as gone: each may take its whole deadline."""
 
@@ -123,18 +125,23 @@ class Executor:
     async def _send(self, resource: Resource, desired: Json, live: Json | None) -> Json:
         """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its name,
         an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there. So it is with
-        `rollingUpdate`, which the API server has added to a Deployment by itself, once the type is `Recreate`."""
+        `rollingUpdate`, which the API server has added to a Deployment by itself, once the type is `Recreate`. Not so with a
+        field that the schema lacks: a patch would drop it. The patch's entry goes, or no later apply could take away what it set."""
         namespace = desired["metadata"]["namespace"]
         try:
             return await self._client.apply(resource, namespace, desired)
-        except Invalid:
-            if live is None or "spec" not in desired:
+        except Invalid as error:
+            if live is None or "spec" not in desired or UNTYPED in error.message:
                 raise
             with contextlib.suppress(Invalid):  # the first refusal says more
                 path, spec = resource.path(namespace, desired["metadata"]["name"]), desired["spec"]
                 if "strategy" in spec:
                     spec = {**spec, "strategy": {"rollingUpdate": None, **spec["strategy"]}}
-                await self._client.request("PATCH", path, query={"fieldManager": MANAGED_BY}, body={"spec": spec}, content_type=MERGE_PATCH)
+                patch, query = partial(self._client.request, "PATCH", path), {"fieldManager": PATCHER}
+                entries = (await patch(query=query, body={"spec": spec}, content_type=MERGE_PATCH))["metadata"]["managedFields"]
+                for place in [place for place, entry in enumerate(entries) if entry["manager"] == PATCHER]:
+                    where = {"path": f"/metadata/managedFields/{place}"}
+                    await patch(body=[{"op": "test", "value": entries[place], **where}, {"op": "remove", **where}], content_type=JSON_PATCH)
                 return await self._client.apply(resource, namespace, desired)
             raise
 

@@ -2,8 +2,8 @@
 
 A Lease alone does not fence: a frozen holder may wake up believing in it. So every grant and every publication
 verifies it by a quorum read against the *term*: holder and transitions. The holder's identity is drawn anew at every
-process start, hence a term never comes back. Whether a foreign Lease has expired is judged by how long its record
-stayed unchanged on our own monotonic clock; the times written in it are never compared with ours.
+process start, hence a term never comes back. Whether a foreign Lease has expired is judged by how long its term and time of
+renewal stayed unchanged on our own monotonic clock; that time is never compared with ours.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LeaseHolder:
         """Called when the Lease was renewed after a try that failed."""
         self._client = client
         self._lease: Json = {}
-        self._seen: tuple[str, float] = ("", 0.0)  # version of a foreign record, and when it was first seen
+        self._seen: tuple[object, float] = (None, 0.0)  # term and renewal of a foreign record, and when they were first seen
 
     async def acquire(self) -> Term:
         """Wait until the Lease is ours. Raises `Unavailable`: nothing has answered for `SILENT_SECONDS`."""
@@ -91,21 +91,19 @@ class LeaseHolder:
         Raises:
             LeaseLost: another holder, or no renewal within two thirds of the duration.
         """
+        error: ApiError | None = None
         while True:
-            await asyncio.sleep(self.renew_seconds)
-            error: ApiError | None = None
-            while True:
-                remaining = self.renewed_at + self.deadline_seconds - time.monotonic()
-                if remaining <= 0:
-                    raise LeaseLost(f"Lease {self.place} could not be renewed for {self.deadline_seconds:g} s: {error}")
-                try:
-                    await self._renew(min(remaining, self.renew_seconds))
-                    if error is not None:
-                        self.recovered()
-                    break
-                except ApiError as failure:
-                    error = failure
-                    await asyncio.sleep(min(1.0, self.renew_seconds / 4))
+            await asyncio.sleep(self.renew_seconds if error is None else min(1.0, self.renew_seconds / 4))
+            remaining = self.renewed_at + self.deadline_seconds - time.monotonic()
+            if remaining <= 0:
+                raise LeaseLost(f"Lease {self.place} could not be renewed for {self.deadline_seconds:g} s: {error}")
+            try:
+                await self._renew(min(remaining, self.renew_seconds))
+                if error is not None:
+                    self.recovered()
+                error = None
+            except ApiError as failure:
+                error = failure
 
     async def release(self) -> None:
         """Give the Lease back so that a standby takes over at once. Best effort: a failure only makes the standby wait."""
@@ -130,10 +128,10 @@ class LeaseHolder:
             body = {"apiVersion": LEASES.api_version, "kind": LEASES.kind, "metadata": metadata}
             self._lease = await self._client.create(LEASES, self.namespace, body)  # held by nobody yet
         spec = self._lease.get("spec", {})
-        version = self._lease["metadata"]["resourceVersion"]
+        renewal = term_of(self._lease), spec.get("renewTime")  # others may write the rest, such as labels
         now_monotonic = time.monotonic()
-        if self._seen[0] != version:
-            self._seen = (version, now_monotonic)
+        if self._seen[0] != renewal:
+            self._seen = (renewal, now_monotonic)
         expired = now_monotonic - self._seen[1] >= (spec.get("leaseDurationSeconds") or self.duration_seconds)
         if spec.get("holderIdentity") not in (None, "", self.identity) and not expired:  # ours: by a write that had no answer
             return None

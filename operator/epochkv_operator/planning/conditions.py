@@ -291,17 +291,15 @@ def _reclaimed(pool: KVCachePool, hub: HubView | None) -> Condition | None:
         return None
     if hub is None:
         return Condition(kind, "Unknown", "HubUnavailable", _NO_HUB)
-    gave = "there was nothing to free"
-    if hub.reclaimed_keys:
-        gave = f"{hub.reclaimed_keys} keys and {hub.reclaimed_bytes} bytes were freed"
+    gave = f"{hub.reclaimed_keys} keys and {hub.reclaimed_bytes} bytes were freed" if hub.reclaimed_keys else "there was nothing to free"
     if hub.reclaimed >= hub.published:
         return Condition(kind, "True", "Reclaimed", f"the store holds nothing of epochs below {hub.published}; {gave}")
     if hub.wipe_failed:
         text = f"the store could not be emptied in time after epoch {hub.published} was published"
         remedy = "nobody finds the old KV, it only takes memory, and removing it goes on; is the master reachable on its admin port?"
         return Condition(kind, "False", "WipeFailed", f"{text}: {remedy}")
-    if not hub.engines and pool.spec.distributed.external is not None:
-        return Condition(kind, "False", "NoEngine", "old KV in an external store is removed by an engine, and none is connected")
+    if not hub.engines and (pool.spec.distributed.external is not None or hub.published_at is None):
+        return Condition(kind, "False", "NoEngine", "only an engine can tell old KV from new in the store, and none is connected")
     return Condition(kind, "False", "Reclaiming", f"old KV is being removed from the store; nothing waits for it; {gave} so far")
 
 

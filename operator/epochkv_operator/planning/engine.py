@@ -16,6 +16,7 @@ from epochkv_operator.planning.names import (
     CONNECTION_ANNOTATION,
     CREDENTIALS_DIR,
     ENGINE_PORT,
+    HASH_ANNOTATION,
     component_name,
     digest,
     engine_account,
@@ -307,19 +308,21 @@ def leader_worker_set(engine: InferenceEngine, pool: KVCachePool | None, context
             " (leaderworkerset.x-k8s.io/v1), or the operator may not list them: install LeaderWorkerSet (https://lws.sigs.k8s.io); pods"
             " start within half a minute after that"
         )
+    group = {
+        "size": engine.spec.parallelism.nodes,
+        # A rank that was restarted alone finds nobody who waits for it.
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": (leader := pod_template(engine, pool, context)),
+        "workerTemplate": follower_template(engine, pool, context),
+    }
+    leader["metadata"]["annotations"] = {**leader["metadata"].get("annotations", {}), HASH_ANNOTATION: digest(group)}
     return {
         "spec": {
             "replicas": engine.spec.replicas,
             "startupPolicy": "LeaderCreated",  # the first pod waits for the others before it is ready
             "rolloutStrategy": {"type": "RollingUpdate", "rollingUpdateConfiguration": engine.spec.update_strategy.model_dump()},
             "networkConfig": {"subdomainPolicy": "Shared"},
-            "leaderWorkerTemplate": {
-                "size": engine.spec.parallelism.nodes,
-                # A rank that was restarted alone finds nobody who waits for it.
-                "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": pod_template(engine, pool, context),
-                "workerTemplate": follower_template(engine, pool, context),
-            },
+            "leaderWorkerTemplate": group,
         }
     }
 

@@ -54,7 +54,7 @@ def pool_status(pool: KVCachePool, observed: Observed, context: Context, previou
         allowed = conditions_by_type(previous).get("NamespacesAllowed")
         found = [allowed if allowed and one["type"] == allowed["type"] else one for one in found]
     status: Json = {
-        "conditions": _kept(found, previous, ("WeightsConverged", "TiersUsable", "Drained")) if partial else found,
+        "conditions": _kept(found, previous, ("WeightsConverged", "TiersUsable", "Drained", "Reclaimed")) if partial else found,
         "observedGeneration": pool.metadata.generation,
     }
     _add_epochs(status, observed.hub, previous)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from epochkv_operator.planning.context import Json
-from epochkv_operator.planning.names import controller_of
+from epochkv_operator.planning.names import HASH_ANNOTATION, controller_of
 
 _IMAGE_REASONS = (
     "ErrImagePull",
@@ -166,9 +166,12 @@ def _health(workload: Json | None, pods: Sequence[Json], what: str) -> Health:
     status = workload.get("status") or {}
     metadata = workload["metadata"]
     wanted = workload["spec"].get("replicas", 1)
-    # LeaderWorkerSets do not say which spec their status is about.
     seen = status.get("observedGeneration", 0) >= metadata.get("generation", 1) if workload["kind"] != "LeaderWorkerSet" else bool(status)
     ready, updated = status.get("readyReplicas", 0), status.get("updatedReplicas", 0)
+    if workload["kind"] == "LeaderWorkerSet":  # its status does not say which spec it is about; the first pod of each group does
+        made = [workload["spec"]["leaderWorkerTemplate"]["leaderTemplate"], *pods]
+        current, *theirs = ((one["metadata"].get("annotations") or {}).get(HASH_ANNOTATION) for one in made)
+        updated = min(updated, theirs.count(current))
     replicas = status.get("replicas", 0)
     if seen and ready >= wanted and updated >= wanted and replicas <= max(wanted, updated):
         text = f"{ready} of {wanted} replicas of {what} are ready" if wanted else f"{what} is scaled to zero: no pod runs, and none serves"

@@ -85,8 +85,13 @@ def _below(action: ev.Action, epoch: int) -> ev.Action:
 
 
 class _NeverStarts(Reclaimer):
-    def start(self, published: int, at: float) -> None:
+    def start(self, published: int, at: float, *, sweep: bool) -> None:
         return
+
+
+class _SweepsAnyEpoch(Reclaimer):
+    def start(self, published: int, at: float, *, sweep: bool) -> None:
+        super().start(published, at, sweep=True)
 
 
 class _AsksOnce(Reclaimer):
@@ -179,6 +184,7 @@ STORE_MUTANTS = {
     "a wipe that failed is not tried again": Mutant(Rules(hub=with_part(wiper=_WipesOnce)), {**WIPING, "store_fails": 0.6}),
     "a wipe is never given up": Mutant(Rules(hub=with_part(wiper=_Untiring)), FAILING),
     "keys are removed before publication": Mutant(Rules(hub=_DeletesBelowTarget), DELETING),
+    "a later hub sweeps the store": Mutant(Rules(hub=with_part(reclaimer=_SweepsAnyEpoch)), {**DELETING, "store_admin": True}),
     "keys are removed once": Mutant(Rules(hub=with_part(reclaimer=_AsksOnce)), {**DELETING, "busy_store": True}),
     "keys are never removed": Mutant(Rules(hub=_DeletesNothing), DELETING),
     "weights are kept for no time": Mutant(Rules(hub=with_part(reported=_NoGrace)), LONG),

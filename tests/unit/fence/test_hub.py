@@ -365,6 +365,16 @@ def test_no_epoch_is_left_after_the_last(hub: Driver) -> None:
     assert hub.hub.snapshot(hub.now).asked == MAX_EPOCH
 
 
+def test_one_message_cannot_use_up_all_epochs(hub: Driver) -> None:
+    hub.now += HOLD
+    hub.beat(1, epoch=MAX_EPOCH)
+    for epoch in (MAX_EPOCH, 10**13, 2 * 10**13 + 1):
+        hub.hear(Bump(1, epoch))
+    hub.round()
+    assert [error.code for error in hub.of(Error)] == [Refusal.LIMIT] * 2
+    assert hub.kinds()[-2:] == [("RecordTarget", 10**13), ("Publish", 10**13)], "and nothing waits for such an engine"
+
+
 def test_the_record_names_who_asked(hub: Driver) -> None:
     hub.hear(Propose(instance(1), 1))
     hub.ask(2)

@@ -4,8 +4,9 @@ import gc
 import logging
 import os
 import threading
+import time
 from collections import Counter
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -13,7 +14,7 @@ from epochkv_fence.common import SayOnce
 from epochkv_fence.net.agent import AgentThread, EngineIdentity, GuardedEngine, Mailbox
 from epochkv_fence.net.server import HubServer, UnknownPool
 from epochkv_fence.protocol.agent import RemoveOld
-from epochkv_fence.protocol.pool import EngineView
+from epochkv_fence.protocol.pool import AuthorityError, EngineView
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
 from tests.support.hub import using
@@ -40,7 +41,7 @@ def test_an_engine_inside_schedule_does_not_say_that_it_leaves(fence: FenceWorld
     assert len(fence.thread.call(lambda: hub.snapshot(POOL)).engines) == 2, "a request may still be admitted with what it found"
 
 
-def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fence: FenceWorld) -> None:
+def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fence: FenceWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = fence.hub(deadline=0.1)
     agent, _ = fence.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
@@ -52,6 +53,11 @@ def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fenc
     assert agent.view.lease_until == before
     fence.thread.call(fence.authority.gate.set)
     eventually(lambda: agent.view.lease_until > before)
+    monkeypatch.setattr(fence.authority, "verify", AsyncMock(side_effect=AuthorityError("429")))
+    failed, began = hub.counters["verify_failed"], time.monotonic()
+    fence.request(hub, 1)
+    eventually(lambda: hub.counters["verify_failed"] >= failed + 6, "a reset is open")
+    assert time.monotonic() - began > 1.0, "who is overloaded has a pause between two reads"
 
 
 def test_an_agent_that_has_ended_leaves_no_file_open(fence: FenceWorld) -> None:
@@ -97,17 +103,13 @@ def test_an_engine_that_cannot_adopt_shares_nothing_and_says_so_once(fence: Fenc
     assert caplog.text.count("cannot adopt epoch 0") == 1
 
 
-def test_nobody_listens(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
-    agent, engine = fence.agent("tcp://127.0.0.1:1")
-    eventually(lambda: "no connection to the hub" in caplog.text, seconds=15)
-    assert engine.adopted == []
-    assert agent.stop()
-
-
-def test_an_endpoint_that_is_none_is_logged_and_never_raised(fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
-    agent, _ = fence.agent("nonsense://x")
-    eventually(lambda: "the agent's session failed" in caplog.text)
-    assert agent.view == (None, 0.0)
+@pytest.mark.parametrize(
+    ("endpoint", "said"), [("tcp://127.0.0.1:1", "no connection to the hub"), ("nonsense://x", "the agent's session failed")]
+)
+def test_nobody_listens(endpoint: str, said: str, fence: FenceWorld, caplog: pytest.LogCaptureFixture) -> None:
+    agent, engine = fence.agent(endpoint)
+    eventually(lambda: said in caplog.text, seconds=15)
+    assert (engine.adopted, agent.view) == ([], (None, 0.0))
     assert agent.stop()
 
 

@@ -271,7 +271,8 @@ FREED = HubView(7, 7, reclaimed=7, reclaimed_keys=12, reclaimed_bytes=4096)
     [
         (STORED, FREED, ("True", "Reclaimed"), "below 7; 12 keys and 4096 bytes were freed"),
         (STORED, HubView(7, 7, reclaimed=7), ("True", "Reclaimed"), "nothing to free"),
-        (STORED, HubView(7, 7, reclaimed=6, reclaimed_keys=3), ("False", "Reclaiming"), "3 keys and 0 bytes were freed so far"),
+        (STORED, HubView(7, 7, reclaimed=6), ("False", "NoEngine"), "none is connected"),  # an earlier hub published
+        (STORED, HubView(7, 7, published_at=1.0, reclaimed=6, reclaimed_keys=3), ("False", "Reclaiming"), "3 keys and 0 bytes were freed"),
         (WIPED, HubView(7, 7, reclaimed=6, wipe_failed=True), ("False", "WipeFailed"), "is the master reachable on its admin port?"),
         ({"distributed": {"external": {"masterAddress": "a:1"}}}, HubView(7, 7, reclaimed=6), ("False", "NoEngine"), "none is connected"),
         ({**STORED, "reset": {"reclaimPolicy": "Retain"}}, HubView(7, 7), None, ""),
@@ -378,9 +379,11 @@ def member(number: int, index: int, **status: object) -> Json:
 
 
 def spanning(status: Json, *pods: Json) -> Observed:
-    """LeaderWorkerSets do not say which generation their status is about."""
+    """LeaderWorkerSets do not say which generation their status is about. The first pod of each group is of the current template."""
     made = state.workload(desired_engine(SPANNING, POLICY, LWS), "LeaderWorkerSet", "rollout-nodes", **status)
     del made["status"]["observedGeneration"]
+    for leader in [one for one in pods if one["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] == "0"]:
+        leader["metadata"]["annotations"] = made["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["metadata"]["annotations"]
     hub = replace(CONVERGED, engines=[rank("rollout-nodes-0"), rank("rollout-nodes-1")])
     return Observed([made], pods, hub)
 
@@ -397,6 +400,14 @@ def spanning(status: Json, *pods: Json) -> Observed:
 def test_an_engine_that_spans_nodes(status: Json, pods: list[Json], available: tuple[str, str], progressing: tuple[str, str]) -> None:
     conditions = by_type(engine_conditions(SPANNING, POLICY, spanning(status, member(0, 0), member(0, 1), member(1, 0), *pods)))
     assert (conditions["Available"], conditions["Progressing"]) == (available, progressing)
+
+
+def test_a_status_that_is_about_the_older_spec_ends_no_rollout() -> None:
+    observed = spanning(ready(2), member(0, 0), member(1, 0))
+    observed.pods[1]["metadata"]["annotations"] = {}
+    conditions = engine_conditions(SPANNING, POLICY, observed)
+    assert (by_type(conditions)["Available"], by_type(conditions)["Progressing"]) == (("True", "Updating"), ("True", "RollingOut"))
+    assert "1 of 2 replicas run the current spec" in message(conditions, "Progressing")
 
 
 def test_replicas_of_an_engine_that_spans_nodes_are_groups() -> None:
