@@ -72,17 +72,8 @@ class StateError(AuthorityError):
     """The state directory cannot be used; the message names it and the remedy."""
 
 
-class StateHeld(StateError):
-    """Another process holds the state directory. `pid`: of that process, as it wrote it down; None when that is not known."""
-
-    def __init__(self, directory: Path, pid: int | None) -> None:
-        self.pid = pid
-        who = f"process {pid}" if pid is not None else "another process"
-        super().__init__(f"{directory} is held by {who}, which serves this pool; stop it first, or give another --state")
-
-
-def hold(path: Path, held: Callable[[int | None], StateError], seconds: float = 0.0) -> int:
-    """Lock this file for as long as what is returned is open; raises `held(pid of who has it)` when nobody lets it go in time."""
+def hold(path: Path, held: Callable[[str], StateError], seconds: float = 0.0) -> int:
+    """Lock this file for as long as what is returned is open; raises `held(who has it)` when nobody lets it go in time."""
     lock, until = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), time.monotonic() + seconds
     while True:
         try:
@@ -92,7 +83,7 @@ def hold(path: Path, held: Callable[[int | None], StateError], seconds: float = 
             if time.monotonic() >= until:
                 text = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
                 os.close(lock)
-                raise held(int(text) if text.isdecimal() else None) from error
+                raise held(f"process {text}" if text.isdecimal() else "another process") from error
         except OSError as error:
             os.close(lock)
             raise StateError(f"{path}: its file system has no locks ({error.strerror}): use a --state directory on a local disk") from error
@@ -116,12 +107,11 @@ class Database:
         """Take the directory, making it and its database on first use.
 
         Raises:
-            StateHeld: another process has it.
-            StateError: it cannot be read or written, or holds something else.
+            StateError: another process has it, it cannot be read or written, or it holds something else.
         """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = hold(self.directory / "hub.lock", lambda pid: StateHeld(self.directory, pid))
+            self._lock = hold(self.directory / "hub.lock", self._held)
             self._connect()
         except sqlite3.Error as error:
             raise self.unusable(error) from error
@@ -212,12 +202,15 @@ class Database:
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             return self._corrupt(str(error))
         if name.startswith("SQLITE_BUSY"):
-            return StateHeld(self.directory, None)
+            return self._held("another process")
         if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
             return StateError(f"{self.path} cannot be written ({error}): is the disk full? Nothing is granted or published until it can be")
         if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
             return StateError(f"{self.path} cannot be written ({error}); give a --state directory that this user can write")
         return StateError(f"{self.path}: {error}")
+
+    def _held(self, who: str) -> StateError:
+        return StateError(f"{self.directory} is held by {who}, which serves this pool; stop it first, or give another --state")
 
     def _corrupt(self, detail: str) -> StateError:
         return StateError(
