@@ -14,11 +14,9 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import queue
 import secrets
 import socket
 import sqlite3
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +24,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from epochkv_fence.common import fulfil
+from epochkv_fence.common import LoopThread, fulfil
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 
@@ -258,7 +256,7 @@ class SqliteAuthority:
         self.why_deposed = "another hub leads now"
         self._deadline = deadline_seconds
         self._database = Database(self.directory)
-        self._worker = _Worker()
+        self._thread = LoopThread("epochkv-state", 0.0)  # not waited for at its end: a disk may hang
         self._closed = False
 
     @classmethod
@@ -277,7 +275,7 @@ class SqliteAuthority:
         with contextlib.suppress(AuthorityError):
             await self._call("close", self._database.close)
         self._closed = True
-        self._worker.stop()
+        self._thread.stop()
 
     # ------------------------------------------------------------------ what a hub asks
 
@@ -393,39 +391,18 @@ class SqliteAuthority:
         return await self._call(what, work)
 
     async def _call(self, what: str, work: Callable[[], T], deadline_seconds: float | None = None) -> T:
-        """On the worker thread; one that was not begun when its caller gave up is never begun."""
+        """On the thread; one that was not begun when its caller gave up is never begun."""
         seconds = self._deadline if deadline_seconds is None else deadline_seconds
         if self._closed:
             raise self._database.given_back()
+        done: Future[T] = Future()
+        self._thread.post(fulfil, done, work)
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.wrap_future(self._worker.submit(work))
+                return await asyncio.wrap_future(done)
         except TimeoutError as error:
             raise AuthorityError(f"{what}: the disk under {self.directory} did not answer within {seconds:g} s") from error
         except sqlite3.Error as error:
             raise self._database.unusable(error) from error
         except OSError as error:
             raise AuthorityError(f"{what}: {self.directory}: {error.strerror or error}") from error
-
-
-class _Worker:
-    """One daemon thread that does calls in order. Not an executor: those are joined at exit, and a disk may hang."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="epochkv-state", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._queue.put((future, work))
-        return future
-
-    def stop(self) -> None:
-        """End after what is queued."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            fulfil(*item)
-            del item

@@ -300,7 +300,7 @@ async def test_a_disk_that_hangs_is_an_error_and_never_blocks_the_loop(tmp_path:
     authority = await SqliteAuthority.open(tmp_path, deadline_seconds=0.2)
     uid = await authority.ensure_pool("policy", 1.0)
     hang = threading.Event()
-    authority._worker.submit(hang.wait)  # the thread is where a write that does not return would leave it
+    authority._thread.post(hang.wait)  # the thread is where a write that does not return would leave it
     ticks = 0
 
     async def tick() -> None:
