@@ -97,7 +97,7 @@ class Database:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.path = directory / "state.db"
-        self._lock: int | None = None
+        self._opened = contextlib.ExitStack()
         self._connection: sqlite3.Connection | None = None
         self._inode: tuple[int, int] | None = None
 
@@ -109,7 +109,7 @@ class Database:
         """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = hold(self.directory / "hub.lock", self._held)
+            self._opened.callback(os.close, hold(self.directory / "hub.lock", self._held))
             self._connect()
         except sqlite3.Error as error:
             raise self.unusable(error) from error
@@ -118,14 +118,8 @@ class Database:
             raise StateError(text) from error
 
     def close(self) -> None:
-        connection, self._connection = self._connection, None
-        lock, self._lock = self._lock, None
-        try:
-            if connection is not None:
-                connection.close()
-        finally:
-            if lock is not None:
-                os.close(lock)
+        self._connection = None
+        self._opened.close()
 
     @property
     def connection(self) -> sqlite3.Connection:
@@ -159,6 +153,7 @@ class Database:
     def _connect(self) -> None:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = self._connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
+        self._opened.callback(connection.close)
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
             connection.execute(f"PRAGMA {pragma}")
         with self.transaction():  # takes SQLite's lock, for the life of the process
