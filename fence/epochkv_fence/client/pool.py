@@ -113,7 +113,6 @@ EXTRA_SECONDS: Final = 5.0
 async def open_session(connection: Connection, timeout_s: float) -> Session:
     """Connect, on the background loop, and prove that a hub answers and serves the right pool."""
     session = Session(connection)
-    await session.start()
     try:
         await session.greet(timeout_s)
     except BaseException:
