@@ -30,7 +30,7 @@ def _markdown() -> str:
     parts = [_PAGE_HEADER.format(version=API_VERSION)]
     for crd in CRDS:
         schema = manifest(crd)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-        parts.append(f"\n## {crd.kind} (`{crd.short_name}`)\n\n{schema['description']}\n")
+        parts.append(f"\n## {crd.resource.kind} (`{crd.short_name}`)\n\n{schema['description']}\n")
         for section in ("spec", "status"):
             parts.append(f"\n### {section}\n\n| field | type | default | meaning |\n|---|---|---|---|\n")
             parts.extend(_rows(schema["properties"][section], section))

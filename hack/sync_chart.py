@@ -66,7 +66,7 @@ def rules() -> str:
 
 
 def main() -> int:
-    crds = {TEMPLATES / "crds" / f"{GROUP}_{crd.plural}.yaml": template(crd) for crd in CRDS}
+    crds = {TEMPLATES / "crds" / f"{crd.resource.group}_{crd.resource.plural}.yaml": template(crd) for crd in CRDS}
     return keep("hack.sync_chart", __doc__, {**crds, TEMPLATES / "_rules.tpl": rules()})
 
 

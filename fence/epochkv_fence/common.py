@@ -49,7 +49,7 @@ async def end(tasks: Collection[asyncio.Task[Any]], seconds: float) -> None:
 
 
 class LoopThread:
-    """An event loop on a daemon thread of its own. Nothing that runs there may block: others wait for it."""
+    """An event loop on a daemon thread of its own. What blocks there holds up all else that is to run there."""
 
     def __init__(self, name: str, stop_seconds: float) -> None:
         self.loop = asyncio.new_event_loop()

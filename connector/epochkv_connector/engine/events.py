@@ -167,7 +167,7 @@ class Outgoing:
 
     Args:
         is_private: whether no other request will find the blocks of this one.
-        on_error: called with the error that ended the stream.
+        on_error: called with the error that ended the stream, or the events of L1.
 
     Attributes:
         host: events of L1.
@@ -175,8 +175,8 @@ class Outgoing:
         enabled: vLLM publishes events. Any thread.
     """
 
-    def __init__(self, host: HostEvents, is_private: Callable[[Any], bool], on_error: Callable[[str, Exception], None]) -> None:
-        self.host = host
+    def __init__(self, is_private: Callable[[Any], bool], on_error: Callable[[str, Exception], None]) -> None:
+        self.host = HostEvents(self, on_error)
         self.pool: Any = None
         self.enabled = False
         self._is_private = is_private
@@ -192,7 +192,7 @@ class Outgoing:
             chained = (number for number, group in enumerate(groups) if group.kind is GroupKind.FULL)
             self._stream = EventStream(chained, self.host.all_found)
             patches.around_events(block_pool, self._of_request, self._taken)
-        self.host.bind(self, tiers)
+        self.host.bind(tiers)
 
     @property
     def waiting(self) -> bool:
@@ -264,9 +264,9 @@ def _safely(work: Callable[Concatenate[HostEvents, P], None]) -> Callable[Concat
 class HostEvents:
     """Told which blocks L1 holds (`tiers.state`); tells routers. Scheduler thread only. An error ends these events; `on_error` gets it."""
 
-    def __init__(self, on_error: Callable[[str, Exception], None]) -> None:
+    def __init__(self, outgoing: Outgoing, on_error: Callable[[str, Exception], None]) -> None:
         self._on_error = on_error
-        self._outgoing: Outgoing | None = None
+        self._outgoing = outgoing
         self._over = True  # until somebody listens
         self._sizes: list[int] = []
         self._hash_block_size = 0
@@ -276,13 +276,12 @@ class HostEvents:
         self._announced: set[Key] = set()
         self._found: list[Key] = []
 
-    def bind(self, outgoing: Outgoing, tiers: TierManager | None) -> None:
-        """The queue that events go into, and the tier manager whose L1 is told of, if it has one."""
-        self._outgoing = outgoing
-        if not outgoing.enabled or tiers is None or not tiers.state.index.indexed:
+    def bind(self, tiers: TierManager | None) -> None:
+        """The tier manager whose L1 is told of, if it has one."""
+        if not self._outgoing.enabled or tiers is None or not tiers.state.index.indexed:
             return
         self._sizes = [group.block_size for group in tiers.state.layout.groups]
-        self._hash_block_size = hash_block_size_of(outgoing.pool)
+        self._hash_block_size = hash_block_size_of(self._outgoing.pool)
         self._max_offered = 2 * tiers.state.index.num_slots
         self._over = False
         tiers.state.listener = self
@@ -335,7 +334,6 @@ class HostEvents:
         self._announced.add(key)
 
     def _queue(self, event: Any) -> None:
-        assert self._outgoing is not None, "until somebody listens, nothing is told"
         self._outgoing.pool.kv_event_queue.append(event)
 
     def _event(self, key: Key) -> Any:
@@ -381,7 +379,7 @@ class HostEvents:
         Args:
             drop_pending: a reset, which forgets events that were not taken yet. Where only names changed, they precede the clearing.
         """
-        if self._outgoing is not None and self._outgoing.enabled:
+        if self._outgoing.enabled:
             from vllm.distributed.kv_events import AllBlocksCleared
 
             if drop_pending:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epochkv_connector.engine import blocks, patches
-from epochkv_connector.engine.events import HostEvents, Outgoing
+from epochkv_connector.engine.events import Outgoing
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.naming.root import Pins, Repin, awaits_transfer, is_private
 from epochkv_connector.scheduler.stamps import Stamps
@@ -223,8 +223,8 @@ class SharedState:
         self.on_error = on_error
         self.counters: Counter[str] = Counter()
         self.requests = Requests(self.counters)
-        self.events = HostEvents(on_error)
-        self.outgoing = Outgoing(self.events, lambda request: is_private(pins, request), on_error)
+        self.outgoing = Outgoing(lambda request: is_private(pins, request), on_error)
+        self.events = self.outgoing.host
         self.applied: Snapshot = pins.root.snapshot
         self.broken = False
         self.manager: Any = None

@@ -393,8 +393,6 @@ class HostRegion:
             OSError: the kernel refuses the mapping, or has no memory for it.
             RuntimeError: the driver refuses to page-lock it.
         """
-        assert num_slots > 0
-        assert stride > 0
         self.num_slots = num_slots
         self.stride = stride
         self.num_bytes = num_slots * stride

@@ -235,14 +235,6 @@ NOT_STARTED: Final = "COMMAND was not started, so nothing was pushed"
 ENDED_WELL: Final = "COMMAND ended well; `epochkv weights` shows which engines hold what"
 
 
-class CommandFailed(Exception):
-    """The command ended with a status other than 0."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"the command ended with status {status}")
-        self.status = status
-
-
 def update(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What pushes the weights, after `--`.")],
     version: Annotated[str, typer.Option("--version", metavar="V", help="Label of the new weights; the newest label counts.")],
@@ -294,11 +286,9 @@ def _push(command: Sequence[str], version: str, config: str | None, timeout: flo
         ):
             status = run(command, environment(os.environ, config, version), to_stderr=output is Output.JSON)
             if status != 0:
-                raise CommandFailed(status)
+                say_error(f"the command ended with status {status}; `epochkv weights` shows which engines hold what")
+                raise typer.Exit(status)
             has_ended = True
-    except CommandFailed as error:
-        say_error(f"{error}; `epochkv weights` shows which engines hold what")
-        raise typer.Exit(error.status) from None
     except PoolError as error:
         if isinstance(error, WeightsDiverged) and output is Output.JSON:
             render.show_weights(error.report, output)

@@ -262,8 +262,7 @@ def judge_pool(now: PoolStatus, option: str = "") -> list[Finding]:
 
 def _epoch(now: PoolStatus, option: str) -> Iterator[Finding]:
     if not now.converged:
-        late = [engine.name for engine in now.engines if engine.state == "behind"]
-        waits = f"waits for {listed(late)}" if late else "waits for leases that are out"
+        waits = f"waits for {listed(now.laggards)}" if now.laggards else "waits for leases that are out"
         text = f"epoch {now.target} is asked for and {now.published} is published: it {waits}"
         yield Finding("epoch", Level.WARNING, text, f"epochkv wait {now.target}{option}")
 

@@ -39,11 +39,6 @@ class Background:
         self._thread = LoopThread("epochkv-client", STOP_SECONDS)
         self._finalizer = weakref.finalize(self, _stop, self._thread, self._pid)
 
-    @property
-    def usable(self) -> bool:
-        """Neither stopped nor another process's."""
-        return self._finalizer.alive and os.getpid() == self._pid
-
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine there.
 
@@ -118,7 +113,6 @@ EXTRA_SECONDS: Final = 5.0
 async def open_session(connection: Connection, timeout_s: float) -> Session:
     """Connect, on the background loop, and prove that a hub answers and serves the right pool."""
     session = Session(connection)
-    await session.start()
     try:
         await session.greet(timeout_s)
     except BaseException:
@@ -130,23 +124,22 @@ async def open_session(connection: Connection, timeout_s: float) -> Session:
 class Face:
     """What `Pool` and `AsyncPool` have in common: one connection, which lives on a thread of its own. Use `connect`."""
 
-    def __init__(self, connection: Connection, background: Background, session: Session) -> None:
-        self._connection = connection
+    def __init__(self, background: Background, session: Session) -> None:
         self._background = background
         self._session = session
 
     @property
     def name(self) -> str:
         """Of the pool, as its configuration says."""
-        return self._connection.pool.name
+        return self._session.connection.pool.name
 
     @property
     def uid(self) -> str:
         """Of the pool; never reused."""
-        return self._connection.pool.uid
+        return self._session.connection.pool.uid
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name} at {self._connection.hub.endpoint}>"
+        return f"<{type(self).__name__} {self.name} at {self._session.connection.hub.endpoint}>"
 
 
 def _blocking(call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]], extra_s: float = 0.0) -> Callable[Concatenate[Pool, P], T]:
@@ -191,7 +184,7 @@ class Pool(Face):
         except BaseException:
             background.stop()
             raise
-        return cls(connection, background, session)
+        return cls(background, session)
 
     status = _blocking(Session.status)
     weights = _blocking(pushes.weights)
@@ -238,11 +231,10 @@ class Pool(Face):
 
     def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""
-        if self._background.usable:
-            try:
-                self._background.run(self._session.close(), 1.0)
-            except PoolError as error:
-                logger.debug("closing: %s", error)
+        try:
+            self._background.run(self._session.close(), 1.0)
+        except PoolError as error:
+            logger.debug("closing: %s", error)
         self._background.stop()
 
     def __enter__(self) -> Self:
@@ -285,7 +277,7 @@ class AsyncPool(Face):
         except BaseException:
             background.stop()
             raise
-        return cls(connection, background, session)
+        return cls(background, session)
 
     status = _awaited(Session.status)
     reset = _awaited(resets.reset)
@@ -312,9 +304,8 @@ class AsyncPool(Face):
 
     async def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""
-        if self._background.usable:
-            with contextlib.suppress(PoolClosed):  # by another task meanwhile
-                await self._do(self._session.close())
+        with contextlib.suppress(PoolClosed):  # before, or by another task meanwhile
+            await self._do(self._session.close())
         await asyncio.to_thread(self._background.stop)
 
     async def _do(self, work: Coroutine[Any, Any, T]) -> T:

@@ -51,7 +51,6 @@ async def probe_hub(connection: Connection) -> HubAnswer | NoHub:
     if dialled != "open":
         return NoHub(endpoint, dialled, why)
     session = Session(connection)
-    await session.start()
     try:
         await session.greet(HUB_SECONDS)
         before = time.monotonic()

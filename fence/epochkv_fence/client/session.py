@@ -97,11 +97,6 @@ class Session:
 
     # ------------------------------------------------------------------ life
 
-    async def start(self) -> None:
-        """Begin to dial. Raises `ConfigurationError`: the credentials cannot be used."""
-        keys = self.connection.client_keys()
-        self._task = asyncio.get_running_loop().create_task(self._run(keys))
-
     async def close(self) -> None:
         """Hang up; returns at once."""
         if self._task is not None:
@@ -144,7 +139,12 @@ class Session:
     # ------------------------------------------------------------------ the state of the pool, asked until it is answered
 
     async def greet(self, timeout_s: float) -> None:
-        """Prove that a hub answers, takes our key and serves the right pool. It does not wait long for a hub that refuses the key."""
+        """Dial, and prove that a hub answers, takes our key and serves the right pool. It does not wait long for a hub that refuses the key.
+
+        Raises:
+            ConfigurationError: the credentials cannot be used.
+        """
+        self._task = asyncio.create_task(self._run(self.connection.client_keys()))
         with self.conversation() as conversation:
             await self.page(conversation, None, time.monotonic() + timeout_s, REFUSED_SECONDS)
 

@@ -14,11 +14,9 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import queue
 import secrets
 import socket
 import sqlite3
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +24,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from epochkv_fence.common import fulfil
+from epochkv_fence.common import LoopThread, fulfil
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
 
@@ -72,17 +70,8 @@ class StateError(AuthorityError):
     """The state directory cannot be used; the message names it and the remedy."""
 
 
-class StateHeld(StateError):
-    """Another process holds the state directory. `pid`: of that process, as it wrote it down; None when that is not known."""
-
-    def __init__(self, directory: Path, pid: int | None) -> None:
-        self.pid = pid
-        who = f"process {pid}" if pid is not None else "another process"
-        super().__init__(f"{directory} is held by {who}, which serves this pool; stop it first, or give another --state")
-
-
-def hold(path: Path, held: Callable[[int | None], StateError], seconds: float = 0.0) -> int:
-    """Lock this file for as long as what is returned is open; raises `held(pid of who has it)` when nobody lets it go in time."""
+def hold(path: Path, held: Callable[[str], StateError], seconds: float = 0.0) -> int:
+    """Lock this file for as long as what is returned is open; raises `held(who has it)` when nobody lets it go in time."""
     lock, until = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), time.monotonic() + seconds
     while True:
         try:
@@ -92,7 +81,7 @@ def hold(path: Path, held: Callable[[int | None], StateError], seconds: float = 
             if time.monotonic() >= until:
                 text = os.pread(lock, 32, 0).decode("ascii", "replace").strip()
                 os.close(lock)
-                raise held(int(text) if text.isdecimal() else None) from error
+                raise held(f"process {text}" if text.isdecimal() else "another process") from error
         except OSError as error:
             os.close(lock)
             raise StateError(f"{path}: its file system has no locks ({error.strerror}): use a --state directory on a local disk") from error
@@ -108,7 +97,7 @@ class Database:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.path = directory / "state.db"
-        self._lock: int | None = None
+        self._opened = contextlib.ExitStack()
         self._connection: sqlite3.Connection | None = None
         self._inode: tuple[int, int] | None = None
 
@@ -116,12 +105,11 @@ class Database:
         """Take the directory, making it and its database on first use.
 
         Raises:
-            StateHeld: another process has it.
-            StateError: it cannot be read or written, or holds something else.
+            StateError: another process has it, it cannot be read or written, or it holds something else.
         """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = hold(self.directory / "hub.lock", lambda pid: StateHeld(self.directory, pid))
+            self._opened.callback(os.close, hold(self.directory / "hub.lock", self._held))
             self._connect()
         except sqlite3.Error as error:
             raise self.unusable(error) from error
@@ -130,14 +118,8 @@ class Database:
             raise StateError(text) from error
 
     def close(self) -> None:
-        connection, self._connection = self._connection, None
-        lock, self._lock = self._lock, None
-        try:
-            if connection is not None:
-                connection.close()
-        finally:
-            if lock is not None:
-                os.close(lock)
+        self._connection = None
+        self._opened.close()
 
     @property
     def connection(self) -> sqlite3.Connection:
@@ -171,6 +153,7 @@ class Database:
     def _connect(self) -> None:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         connection = self._connection = sqlite3.connect(self.path, timeout=0, isolation_level=None, check_same_thread=False)
+        self._opened.callback(connection.close)
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = FULL"):
             connection.execute(f"PRAGMA {pragma}")
         with self.transaction():  # takes SQLite's lock, for the life of the process
@@ -212,12 +195,15 @@ class Database:
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             return self._corrupt(str(error))
         if name.startswith("SQLITE_BUSY"):
-            return StateHeld(self.directory, None)
+            return self._held("another process")
         if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
             return StateError(f"{self.path} cannot be written ({error}): is the disk full? Nothing is granted or published until it can be")
         if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
             return StateError(f"{self.path} cannot be written ({error}); give a --state directory that this user can write")
         return StateError(f"{self.path}: {error}")
+
+    def _held(self, who: str) -> StateError:
+        return StateError(f"{self.directory} is held by {who}, which serves this pool; stop it first, or give another --state")
 
     def _corrupt(self, detail: str) -> StateError:
         return StateError(
@@ -265,7 +251,7 @@ class SqliteAuthority:
         self.why_deposed = "another hub leads now"
         self._deadline = deadline_seconds
         self._database = Database(self.directory)
-        self._worker = _Worker()
+        self._thread = LoopThread("epochkv-state", 0.0)  # not waited for at its end: a disk may hang
         self._closed = False
 
     @classmethod
@@ -284,7 +270,7 @@ class SqliteAuthority:
         with contextlib.suppress(AuthorityError):
             await self._call("close", self._database.close)
         self._closed = True
-        self._worker.stop()
+        self._thread.stop()
 
     # ------------------------------------------------------------------ what a hub asks
 
@@ -400,39 +386,18 @@ class SqliteAuthority:
         return await self._call(what, work)
 
     async def _call(self, what: str, work: Callable[[], T], deadline_seconds: float | None = None) -> T:
-        """On the worker thread; one that was not begun when its caller gave up is never begun."""
+        """On the thread; one that was not begun when its caller gave up is never begun."""
         seconds = self._deadline if deadline_seconds is None else deadline_seconds
         if self._closed:
             raise self._database.given_back()
+        done: Future[T] = Future()
+        self._thread.post(fulfil, done, work)
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.wrap_future(self._worker.submit(work))
+                return await asyncio.wrap_future(done)
         except TimeoutError as error:
             raise AuthorityError(f"{what}: the disk under {self.directory} did not answer within {seconds:g} s") from error
         except sqlite3.Error as error:
             raise self._database.unusable(error) from error
         except OSError as error:
             raise AuthorityError(f"{what}: {self.directory}: {error.strerror or error}") from error
-
-
-class _Worker:
-    """One daemon thread that does calls in order. Not an executor: those are joined at exit, and a disk may hang."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="epochkv-state", daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._queue.put((future, work))
-        return future
-
-    def stop(self) -> None:
-        """End after what is queued."""
-        self._queue.put(None)
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            fulfil(*item)
-            del item

@@ -242,8 +242,7 @@ def _locked(directory: Path) -> Iterator[None]:
     """Hub and `keys rotate` change the same files. Who has the lock writes its process id into it."""
     path = directory / "keys.lock"
 
-    def held(pid: int | None) -> StateError:
-        who = f"process {pid}" if pid is not None else "another process"
+    def held(who: str) -> StateError:
         return StateError(f"{path} has been held by {who} for {LOCK_SECONDS:g} s; end that process and try again")
 
     try:

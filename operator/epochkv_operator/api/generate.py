@@ -7,9 +7,10 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from epochkv_operator.api.base import GROUP, VERSION, Json
+from epochkv_operator.api.base import Json
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool
+from epochkv_operator.api.resources import ENGINES, POOLS, Resource
 
 _DROPPED: Final = ("title", "$defs")
 _ORDER: Final = ("description", "type", "format", "anyOf", "enum", "default", "required", "properties", "items")
@@ -28,24 +29,20 @@ class Crd:
     """What a CRD says beyond its schema."""
 
     model: type[BaseModel]
-    plural: str
+    resource: Resource
     short_name: str
     columns: tuple[Json, ...]
     scale: Json
     selectable: tuple[str, ...] = ()
 
     @property
-    def kind(self) -> str:
-        return self.model.__name__
-
-    @property
     def name(self) -> str:
-        return f"{self.plural}.{GROUP}"
+        return f"{self.resource.plural}.{self.resource.group}"
 
 
 POOL = Crd(
     KVCachePool,
-    "kvcachepools",
+    POOLS,
     "kvp",
     (
         _column("Ready", "string", _condition("Ready", "status")),
@@ -69,7 +66,7 @@ POOL = Crd(
 )
 ENGINE = Crd(
     InferenceEngine,
-    "inferenceengines",
+    ENGINES,
     "ie",
     (
         _column("Ready", "string", _condition("Ready", "status")),
@@ -106,7 +103,7 @@ def manifest(crd: Crd) -> Json:
     # For tools that wait, which take an object without a status for one that is well.
     schema["properties"]["status"]["default"] = {"observedGeneration": -1}
     version: Json = {
-        "name": VERSION,
+        "name": crd.resource.version,
         "served": True,
         "storage": True,
         "subresources": {"status": {}, "scale": crd.scale},
@@ -120,11 +117,11 @@ def manifest(crd: Crd) -> Json:
         "kind": "CustomResourceDefinition",
         "metadata": {"name": crd.name},
         "spec": {
-            "group": GROUP,
+            "group": crd.resource.group,
             "names": {
-                "kind": crd.kind,
-                "plural": crd.plural,
-                "singular": crd.kind.lower(),
+                "kind": crd.resource.kind,
+                "plural": crd.resource.plural,
+                "singular": crd.resource.kind.lower(),
                 "shortNames": [crd.short_name],
                 "categories": ["inference"],
             },

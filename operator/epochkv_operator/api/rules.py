@@ -29,7 +29,7 @@ def violations(obj: Json) -> list[str]:
 
 @cache
 def _schemas() -> dict[str, Json]:
-    return {crd.kind: manifest(crd)["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in CRDS}
+    return {crd.resource.kind: manifest(crd)["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for crd in CRDS}
 
 
 def _with_defaults(schema: Json, value: Any) -> Any:

@@ -118,10 +118,10 @@ def unbounded(path: str, node: Json) -> Iterator[str]:
         yield "a boolean"
 
 
-@pytest.mark.parametrize("crd", CRDS, ids=lambda crd: crd.kind)
+@pytest.mark.parametrize("crd", CRDS, ids=lambda crd: crd.resource.kind)
 def test_schemas_keep_the_conventions_of_kubernetes(crd: Crd) -> None:
     [version] = manifest(crd)["spec"]["versions"]
     assert "status" in version["subresources"]
     schema = version["schema"]["openAPIV3Schema"]
-    found = nodes(schema, crd.kind)
+    found = nodes(schema, crd.resource.kind)
     assert [f"{path}: {text}" for path, node in found for rule in (oddities, unbounded) for text in rule(path, node)] == []
