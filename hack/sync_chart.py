@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from epochkv_operator.api.base import GROUP
 from epochkv_operator.api.generate import CRDS, Crd, manifest
 from epochkv_operator.api.resources import rights
 from hack.generated import keep

@@ -69,10 +69,6 @@ class BlockLayout:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
@@ -93,17 +89,15 @@ def group_view(caches: Mapping[str, KVCache], spec: GroupSpec, num_blocks: int) 
     Raises:
         LayoutError: a layer is missing, or its layout is ambiguous or unsupported.
     """
-    tensors = _tensors_of(caches, spec)
-    if not tensors:  # the layers are on other pipeline stages
-        return GroupView(num_blocks, (), 0)
-    device = tensors[0][1].device
+    tensors = _tensors_of(caches, spec)  # none where the layers are on other pipeline stages
     layouts: list[tuple[Tensor, BlockLayout]] = []
     for name, tensor in tensors:
-        if tensor.device != device:
-            raise LayoutError(f"{name} is on {tensor.device}, {tensors[0][0]} on {device}; one group lies on one device")
+        first, other = tensors[0]
+        if tensor.device != other.device:
+            raise LayoutError(f"{name} is on {tensor.device}, {first} on {other.device}; one group lies on one device")
         layouts.append((tensor, block_layout(name, tensor, num_blocks)))
     parts = [_bytes_view(t, lay.offset, (num_blocks, *lay.shape), (lay.block_stride, *lay.strides)) for t, lay in layouts]
-    return GroupView(num_blocks=num_blocks, parts=tuple(parts), payload_bytes=sum(layout.num_bytes for _, layout in layouts))
+    return GroupView(num_blocks=num_blocks, parts=tuple(parts), payload_bytes=sum(math.prod(layout.shape) for _, layout in layouts))
 
 
 def layout_digest(

@@ -55,14 +55,8 @@ epoch is recorded and not published (leases fence the engines that did not ackno
 state; 130 interrupted. `update` also ends with the status of COMMAND when it failed (128 + n for signal n), 126 if COMMAND cannot be
 executed, 127 if there is no such command. `doctor` ends with 1 when something is wrong, and with 2 when some checks could not run.
 """
-OPTIONS: Final = {
-    "epoch": "--epoch",
-    "label": "--version",
-    "timeout_s": "--timeout",
-    "on_failure": "--on-failure",
-    "only_new": "--only-new",
-}
-"""What the command line calls the client's parameters."""
+OPTIONS: Final = {"label": "--version", "timeout_s": "--timeout"}
+"""What the command line calls the client's parameters, where that is another name."""
 STATUSES: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Exit], ...]] = (
     ((ResetTimeout, WeightsDiverged), Exit.NOT_IN_TIME),
     (HubUnreachable, Exit.UNREACHABLE),
@@ -140,7 +134,8 @@ def run() -> None:
     try:
         app(prog_name="epochkv")
     except ArgumentError as error:
-        _end(ValueError(f"{OPTIONS.get(error.parameter, error.parameter)} {error.problem}"), Exit.USAGE)
+        option = OPTIONS.get(error.parameter, f"--{error.parameter.replace('_', '-')}")
+        _end(ValueError(f"{option} {error.problem}"), Exit.USAGE)
     except (PoolError, StateError, OSError, ValueError) as error:
         _end(error, next(status for kinds, status in STATUSES if isinstance(error, kinds)))
 

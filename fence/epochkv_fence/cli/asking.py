@@ -204,11 +204,11 @@ def engines(
     if weights is not None:
         held = (one for one in found.engines if one.weights and is_called(one.weights, found.labels.get(one.weights, ""), weights))
         found = replace(found, engines=tuple(held))
-        if not found.engines:
-            say_error(f"no live engine holds {weights}; `epochkv weights` shows what they hold")
-    if found.engines or output is Output.JSON or weights is None:
+    nobody = weights is not None and not found.engines
+    if output is Output.JSON or not nobody:
         render.show_engines(found, output)
-    if weights is not None and not found.engines:
+    if nobody:
+        say_error(f"no live engine holds {weights}; `epochkv weights` shows what they hold")
         raise typer.Exit(Exit.FAILED)
 
 

@@ -156,9 +156,6 @@ def shown_weights(found: WeightsReport) -> str:
 
 
 def show_reset(reset: Reset, output: Output, wait: bool = True) -> None:
-    if output is Output.JSON:
-        show_json(asdict(reset))
-        return
     if reset.noop:
         text = f"epoch {reset.epoch} was published before, so nothing was reset; without --epoch the next one is raised"
     elif reset.published:
@@ -167,21 +164,20 @@ def show_reset(reset: Reset, output: Output, wait: bool = True) -> None:
         text = f"epoch {reset.epoch} recorded in {reset.duration_s:.3f} s; `epochkv wait {reset.epoch}` waits until it is published"
     else:
         text = f"epoch {reset.epoch} recorded, not published in {reset.duration_s:.1f} s; who does not answer is fenced by its lease"
-    print(text)
-    _show_engines_of(reset)
+    _show_outcome(reset, output, text)
 
 
 def show_wait(reset: Reset, output: Output) -> None:
     """The outcome of `wait`, which is published: otherwise it is an error."""
+    waited = "" if reset.duration_s < SHOWN_SECONDS else f" (waited {reset.duration_s:.1f} s)"
+    _show_outcome(reset, output, f"epoch {reset.epoch} is published: {proved(reset.engines)}{waited}")
+
+
+def _show_outcome(reset: Reset, output: Output, text: str) -> None:
     if output is Output.JSON:
         show_json(asdict(reset))
         return
-    waited = "" if reset.duration_s < SHOWN_SECONDS else f" (waited {reset.duration_s:.1f} s)"
-    print(f"epoch {reset.epoch} is published: {proved(reset.engines)}{waited}")
-    _show_engines_of(reset)
-
-
-def _show_engines_of(reset: Reset) -> None:
+    print(text)
     if reset.old_epoch_requests:
         go = "request continues with what it" if reset.old_epoch_requests == 1 else "requests continue with what they"
         print(f"{reset.old_epoch_requests} running {go} held")

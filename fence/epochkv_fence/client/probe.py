@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from epochkv_fence.client.results import HubUnreachable, KeyRefused, PoolStatus, WrongPool
-from epochkv_fence.client.session import NO_HANDSHAKE, Session, resolve
+from epochkv_fence.client.session import Session, resolve
 from epochkv_fence.connection import Connection, check_endpoint
 
 DIAL_SECONDS: Final = 3.0
@@ -21,8 +21,8 @@ HUB_SECONDS: Final = 8.0
 ETCD: Final = "etcd://"
 
 Dialled = Literal["open", "refused", "silent", "unresolved", "unroutable"]
-Trouble = Literal["", "key", "handshake", "pool"]
-"""Why the hub rejects a connection that it takes: our key, its own key as we have it, or the pool that we name."""
+Trouble = Literal["", "key", "pool"]
+"""Why the hub rejects a connection that it takes: our key (or its own, as we have it), or the pool that we name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,7 @@ async def probe_hub(connection: Connection) -> HubAnswer | NoHub:
     except WrongPool as error:
         return NoHub(endpoint, dialled, str(error), "pool")
     except HubUnreachable as error:
-        trouble: Trouble = "key" if isinstance(error, KeyRefused) else ""
-        return NoHub(endpoint, dialled, str(error), "handshake" if session.problem == NO_HANDSHAKE else trouble)
+        return NoHub(endpoint, dialled, str(error), "key" if isinstance(error, KeyRefused) else "")
     finally:
         await session.close()
 

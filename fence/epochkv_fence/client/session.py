@@ -139,7 +139,7 @@ class Session:
     # ------------------------------------------------------------------ the state of the pool, asked until it is answered
 
     async def greet(self, timeout_s: float) -> None:
-        """Dial, and prove that a hub answers, takes our key and serves the right pool. It does not wait long for a hub that refuses the key.
+        """Dial, and prove that a hub answers, takes our key and serves the right pool. A hub that refuses the key is not waited for long.
 
         Raises:
             ConfigurationError: the credentials cannot be used.

@@ -146,31 +146,26 @@ class StandaloneHub:
             ConfigurationError: the address cannot be listened on.
             StateError: the state cannot be used.
         """
-        try:
-            await self._start()
-        except BaseException:
-            await self.stop()
-            raise
-
-    async def _start(self) -> None:
         options = self.options
-        authority = await SqliteAuthority.open(options.state)
-        self._opened.push_async_callback(authority.close)
-        directory = authority.directory
-        self.uid = await authority.ensure_pool(options.pool, options.lease_seconds)
-        keys = await asyncio.to_thread(ensure_keys, directory, self.uid)
-        server = await self._listen(keys, authority)
-        config = PoolConfig(
-            self.uid, options.pool, keys.accepted, options.lease_seconds, options.reclaim, store_admin=bool(options.store_admin)
-        )
-        self.keys = KeyWatch(directory, server, config)
-        server.set_pool(self.keys.config)
-        self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
-        self.connection_file = await asyncio.to_thread(write_client, directory, keys, options.pool, self.endpoint)
-        server.lead(await authority.acquire())
-        self._serve_metrics(server)
-        for work in (self._report(server), self.keys.run()):
-            self._opened.push_async_callback(end, [asyncio.create_task(work)], END_SECONDS)
+        async with self._opened as opened:  # unless all of it succeeds, nothing stays open
+            authority = await SqliteAuthority.open(options.state)
+            self._opened.push_async_callback(authority.close)
+            directory = authority.directory
+            self.uid = await authority.ensure_pool(options.pool, options.lease_seconds)
+            keys = await asyncio.to_thread(ensure_keys, directory, self.uid)
+            server = await self._listen(keys, authority)
+            config = PoolConfig(
+                self.uid, options.pool, keys.accepted, options.lease_seconds, options.reclaim, store_admin=bool(options.store_admin)
+            )
+            self.keys = KeyWatch(directory, server, config)
+            server.set_pool(self.keys.config)
+            self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
+            self.connection_file = await asyncio.to_thread(write_client, directory, keys, options.pool, self.endpoint)
+            server.lead(await authority.acquire())
+            self._serve_metrics(server)
+            for work in (self._report(server), self.keys.run()):
+                self._opened.push_async_callback(end, [asyncio.create_task(work)], END_SECONDS)
+            self._opened = opened.pop_all()
 
     async def _listen(self, keys: Keys, authority: SqliteAuthority) -> HubServer:
         self.server = server = HubServer(

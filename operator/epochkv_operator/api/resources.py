@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from epochkv_operator.api.base import GROUP, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, VERSION
@@ -129,33 +130,32 @@ class Right:
 
 def rights(home: str, scopes: Sequence[str | None]) -> list[Right]:
     """All that an operator needs that runs in `home` and serves `scopes` (None: the whole cluster)."""
-    own = (
-        (LEASES, "get", LEASE),
-        (LEASES, "update", LEASE),
-        (LEASES, "create", ""),
-        (SECRETS, "get", HUB_SECRET),
-        (SECRETS, "delete", HUB_SECRET),
-        (SECRETS, "create", ""),
-        (EVENTS, "create", ""),
-    )
-    served = (right for scope in scopes for right in _served(scope))
-    return [*served, *(Right(resource.group, resource.plural, verb, home, name) for resource, verb, name in own)]
+    return [
+        *(right for scope in scopes for right in _served(scope)),
+        *_rights(home, LEASES, ("get", "update"), LEASE),
+        *_rights(home, LEASES, ("create",)),
+        *_rights(home, SECRETS, ("get", "delete"), HUB_SECRET),
+        *_rights(home, SECRETS, ("create",)),
+        *_rights(home, EVENTS, ("create",)),
+    ]
+
+
+def _rights(namespace: str | None, resource: Resource, verbs: Iterable[str], name: str = "", subresource: str = "") -> list[Right]:
+    return [Right(resource.group, resource.plural, verb, namespace, name, subresource) for verb in verbs]
 
 
 def _served(scope: str | None) -> Iterable[Right]:
-    def right(resource: Resource, verbs: Iterable[str], subresource: str = "") -> list[Right]:
-        return [Right(resource.group, resource.plural, verb, scope, "", subresource) for verb in verbs]
-
+    right = partial(_rights, scope)
     for resource in PRIMARY:
         yield from right(resource, READ)
-        yield from right(resource, ("patch",), "status")
+        yield from right(resource, ("patch",), subresource="status")
     for resource in (*CHILDREN, *OPTIONAL):
         yield from right(resource, KEEP if resource in KEPT else (*KEEP, "delete"))
     yield from right(CONFIGMAPS, ("update",))  # copies for other namespaces, as they were read
     yield from right(PODS, ("list", "watch"))
     if scope is None:  # for `allowedNamespaces.selector`
         yield from right(NAMESPACES, ("list",))
-    yield from right(PODS, ("patch",), "status")
+    yield from right(PODS, ("patch",), subresource="status")
     # The names of the pools' Secrets are not known beforehand, so a role cannot list them.
     yield from right(SECRETS, ("get", "create", "update", "delete"))
     yield from right(EVENTS, ("create",))

@@ -1,5 +1,6 @@
 """Every layout that can be cut into blocks is copied byte for byte, every other one is refused by name; and how many slots a rank has."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,7 +216,7 @@ def test_padded_pages_are_copied_without_the_padding() -> None:
 def test_ambiguous_and_impossible_shapes_are_refused(shape: tuple[int, ...], num_blocks: int, message: str | None) -> None:
     tensor = torch.zeros(shape)
     if message is None:
-        assert block_layout("layer", tensor, num_blocks).num_bytes * num_blocks == tensor.numel() * 4
+        assert math.prod(block_layout("layer", tensor, num_blocks).shape) * num_blocks == tensor.numel() * 4
     else:
         with pytest.raises(LayoutError, match=message):
             block_layout("layer", tensor, num_blocks)

@@ -154,11 +154,8 @@ def test_a_nudge_asks_for_a_heartbeat_and_a_flood_of_them_for_few() -> None:
     assert agent.step(ag.Received(Nudge(OTHER)), 102.0) == []
     flood = [agent.step(ag.Received(Nudge(INSTANCE)), 102.0 + i * 1e-5) for i in range(1000)]  # 10 ms
     assert sum(map(len, flood)) <= 3
-
-
-def test_a_nudge_just_after_a_heartbeat_is_answered_a_moment_later() -> None:
     agent = at_epoch(1)
-    assert agent.step(ag.Received(Nudge(INSTANCE)), 100.001) == []
+    assert agent.step(ag.Received(Nudge(INSTANCE)), 100.001) == [], "just after a heartbeat it is answered a moment later"
     assert agent.deadline() == pytest.approx(100.005)
     assert agent.step(ag.Tick(), 100.006) == [ag.Beat(2, 1)]
 

@@ -49,7 +49,6 @@ WRITER = """
 import asyncio, sys
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.standalone.authority import SqliteAuthority
-from epochkv_fence.protocol.messages import Source
 
 async def main():
     authority = await SqliteAuthority.open(sys.argv[1])

@@ -33,14 +33,11 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *extra: str) -> Run:
     return run_layer(layer, ["-p", "no:cacheprovider", *extra], sys.stdout.buffer)
 
 
-def test_one_that_fails_once_passes_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fails_once_passes_and_is_named_and_one_that_fails_twice_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(tmp_path, monkeypatch, "-m", "not slow")
     assert found.status == 0
     assert found.summary.startswith("1 failed, 1 deselected")
     assert found.summary.endswith("; passed on a second run: test_it.py::test_flaky[a slow one]")
-
-
-def test_one_that_fails_again_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tmp_path, monkeypatch, "-k", "broken").status == 1
 
 

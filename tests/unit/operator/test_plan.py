@@ -42,14 +42,6 @@ def names(objects: tuple[Json, ...]) -> set[str]:
     return {f"{obj['kind']}/{obj['metadata']['name']}" for obj in objects}
 
 
-@pytest.mark.parametrize("spec", POOL_SPECS)
-def test_second_plan_is_empty(spec: str) -> None:
-    assert plan_pool(pool(spec), Observed(settle_pool(spec)), CONTEXT) == Plan()
-    for wanted in (pool(spec), None):
-        first = plan_engine(engine("full"), wanted, Observed(), CONTEXT)
-        assert plan_engine(engine("full"), wanted, Observed(served(first.apply)), CONTEXT) == Plan()
-
-
 def test_a_changed_spec_touches_only_what_it_changes() -> None:
     scaled = copy.deepcopy(POOL_SPECS["l1-l2"])
     scaled["distributed"]["mooncake"]["store"]["replicas"] = 3
@@ -184,15 +176,6 @@ def test_what_a_deleted_namesake_left_behind_is_taken_over(plan_of: Callable[[Ob
     for obj in left:
         obj["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "somebody"
     assert plan_of(Observed(left)).apply == ()
-
-
-def test_an_invalid_template_changes_nothing() -> None:
-    live = served(plan_engine(engine(), pool(), Observed(), CONTEXT).apply)
-    wrong = engine({**ENGINE_SPECS["minimal"], "replicas": 9, "template": {"spec": {"containers": [{"name": "engine", "args": ["x"]}]}}})
-    plan = plan_engine(wrong, pool(), Observed(live), CONTEXT)
-    assert (plan.apply, plan.delete) == ((), ())
-    assert plan.problem is not None
-    assert plan.problem.reason == "InvalidTemplate"
 
 
 KINDS = replace(CONTEXT, served=frozenset({"LeaderWorkerSet"}))

@@ -140,12 +140,9 @@ def test_the_command_shows_what_a_wide_engine_is_computed_into(tmp_path: Path, c
     [line] = [line for line in output.splitlines() if line.startswith("    each pod: ")]
     assert line.startswith("    each pod: 96Gi of memory, vLLM with ")
     assert " --tensor-parallel-size 2 --data-parallel-size 4 --enable-expert-parallel --nnodes 2 " in line
-
-
-def test_memory_that_is_only_requested_is_shown_beside_other_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = engine(resources={"limits": {"nvidia.com/gpu": "1"}, "requests": {"memory": "32Gi"}})
     _, output, _ = inside(capsys, "plan", "-f", str(write(tmp_path / "f.yaml", asked, pool())))
-    assert "    each pod: 33Gi of memory, vLLM with " in output
+    assert "    each pod: 33Gi of memory, vLLM with " in output, "what is only requested is shown beside other limits"
 
 
 @pytest.mark.parametrize("number", [2**70, -(2**70)])
