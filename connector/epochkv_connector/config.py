@@ -166,7 +166,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             "a tenth of the last step. A request that is not answered then loses a step.",
             extra={"unit": "milliseconds"},
         ),
-    ] = 4.0
+    ] = 50.0
     lookup_deadline_ms: Annotated[
         float,
         Meta(
