@@ -27,7 +27,7 @@ from epochkv_fence import quantity
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import Output, show_json
 from epochkv_fence.client.probe import HubAnswer, NoHub, is_inside, probe_hub, probe_master
-from epochkv_fence.client.results import PoolStatus, report
+from epochkv_fence.client.results import PoolStatus, WeightsReport, report
 from epochkv_fence.connection import (
     ATTACH_ENV,
     CAPACITY_ENV,
@@ -39,7 +39,7 @@ from epochkv_fence.connection import (
     read_document,
 )
 from epochkv_fence.net.keys import CLIENT_SECRET_FILE
-from epochkv_fence.protocol.pool import called, listed
+from epochkv_fence.protocol.pool import listed
 
 logger = logging.getLogger(__name__)
 GROUP: Final = "epochkv.doctor"
@@ -247,11 +247,10 @@ def fix_of_hub(answer: NoHub) -> str:
 def judge_pool(now: PoolStatus, option: str = "") -> list[Finding]:
     """What the hub says of the pool and its engines that is not as it should be, in its own words."""
     found = [*_epoch(now, option), *_engines(now)]
-    groups = report(now.engines, now.labels).groups
-    if len(groups) > len({group.fingerprint for group in groups}):
-        parts = "; ".join(f"{called(group.id, group.label)}: {listed(group.engines)}" for group in groups)
+    known = WeightsReport(report(now.engines, now.labels).groups)
+    if known.groups and not known.equal:
         fix = f"epochkv weights{option}   # push again to those that missed a push"
-        found.append(Finding("weights", Level.WARNING, f"engines hold different weights, and share less: {parts}", fix))
+        found.append(Finding("weights", Level.WARNING, f"engines hold different weights, and share less: {known}", fix))
     versions = sorted({engine.versions["mooncake"] for engine in now.engines if "mooncake" in engine.versions})
     if len(versions) > 1:
         text = f"engines run different versions of Mooncake ({', '.join(versions)}), which may misread each other's bytes"

@@ -107,12 +107,9 @@ def test_one_cause_is_one_line() -> None:
     assert [one.text.partition(":")[0] for one in alone] == ["EpochCurrent=False for 5m00s (NotReporting), and so TiersUsable"]
 
 
-def test_an_engine_that_somebody_scaled_to_zero_is_well() -> None:
-    asked = [condition("Ready", "True", "ScaledToZero"), condition("Available", "False", "ScaledToZero")]
-    assert list(judge_object(obj("InferenceEngine", *asked), NOW)) == []
-
-
 def test_what_is_well_new_or_going() -> None:
+    asked = [condition("Ready", "True", "ScaledToZero"), condition("Available", "False", "ScaledToZero")]
+    assert list(judge_object(obj("InferenceEngine", *asked), NOW)) == [], "somebody scaled it to zero"
     assert list(judge_object(obj("InferenceEngine", condition("Ready", "True", "Ready")), NOW)) == []
     (problem,) = judge_object(obj("InferenceEngine", condition("Ready", "False", "InvalidTemplate")), NOW)
     assert (problem.level, problem.about) == (Level.WRONG, "engine rl/policy")
