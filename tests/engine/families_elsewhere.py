@@ -76,12 +76,7 @@ ELSEWHERE: Final = (
         "an engine with the connector is refused before it loads; one that is attached or joins stays without it",
         ("tests/unit/connector_identity/test_start.py", "test_an_encoder_decoder_is_refused_before_it_is_loaded"),
     ),
-    Elsewhere(
-        "KV that later tokens decide (prefix LM, R-SWA)",
-        "HRM-Text, Unlimited-OCR",
-        "refused",
-        BY_CLASS,
-    ),
+    Elsewhere("KV that later tokens decide (prefix LM, R-SWA)", "HRM-Text, Unlimited-OCR", "refused", BY_CLASS),
     Elsewhere(
         "pooling that reads a whole prompt in one pass (MEAN, CLS, STEP)",
         "embedding models and classifiers",

@@ -6,10 +6,11 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from epochkv_fence import common
 from epochkv_fence.net.agent import AgentThread, EngineIdentity
 from epochkv_fence.net.keys import ClientKeys, generate_keypair
 from epochkv_fence.net.server import HubServer
@@ -118,22 +119,14 @@ class FakeEngine:
         return left, 10 * left
 
 
-class LoopThread:
-    """An event loop in a thread, so that hub and agents run as apart as they do in real life."""
+class LoopThread(common.LoopThread):
+    """Hub and agents run as apart as they do in real life."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
+        super().__init__("test", 5.0)
 
-    def run(self, work: Coroutine[Any, Any, T], timeout: float = 30.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout: float = 30.0) -> T:  # type: ignore[override]  # tests wait for it
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout)
-
-    def call(self, work: Callable[[], T], timeout: float = 30.0) -> T:
-        async def wrapper() -> T:
-            return work()
-
-        return self.run(wrapper(), timeout)
 
     def freeze(self) -> threading.Event:
         """Stop everything in this loop, as SIGSTOP would, until the event that is returned is set."""
@@ -147,10 +140,7 @@ class LoopThread:
         assert frozen.wait(10)
         return thawed
 
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(5)
-        self.loop.close()
+    close = common.LoopThread.stop
 
 
 class FenceWorld:

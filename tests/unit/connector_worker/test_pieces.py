@@ -109,33 +109,43 @@ def test_what_has_arrived_is_copied_while_the_rest_is_fetched(store: ObedientSto
     store.release(request)
 
 
-@pytest.mark.parametrize("end", ["fetch", "invalidation", "sleep"])
-def test_a_load_that_fails_while_a_part_is_copied_ends_with_it(store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+@pytest.mark.parametrize("num_slots", [2, BLOCKS])
+@pytest.mark.parametrize("end", ["fetch", "invalidation", "sleep", "deadline", "shutdown"])
+def test_a_load_that_fails_while_a_part_is_copied_ends_with_it(
+    store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str, num_slots: int
+) -> None:
+    """The copy may be that of a piece, or of what has arrived of the only one."""
     rig = filled(store)
     store.policy = lambda kind, transfers: None
     copies = HeldCopies(monkeypatch, "scatter")
-    rig.step(loads=[long_load(num_slots=BLOCKS)])
+    rig.step(loads=[long_load(num_slots=num_slots, deadline=0.2 if end == "deadline" else 20.0)])
     (request,) = store.open
-    store.bring(request, 3)
+    store.bring(request, min(3, num_slots))
     assert copies.began.wait(10)
-    if end == "fetch":
-        store.answer(request, StoreOutcome.TRANSFER)
-    elif end == "invalidation":
-        rig.step(invalidated=["r1"])
-    else:
-        assert rig.worker.settle_for_sleep(0.1) == 1
+    match end:
+        case "fetch":
+            store.answer(request, StoreOutcome.TRANSFER)
+        case "invalidation":
+            rig.step(invalidated=["r1"])
+        case "sleep":
+            assert rig.worker.settle_for_sleep(0.1) == 1
+        case "shutdown":
+            assert not rig.worker.shutdown(0.1), "a copy is under way"
+        case _:
+            eventually(lambda: rig.worker._loads.open()[0].deadline < time.monotonic(), "past the deadline", 5)
     rig.collect()
     assert rig.finished == {}, "its blocks are being written"
     copies.go_on.set()
     ack = rig.until_acked(1, Phase.LOADED)
-    assert (ack.failed, ack.filled_slots) == (True, (0, 1, 2))
+    assert (ack.failed, ack.filled_slots) == (True, (0, 1, 2) if num_slots == BLOCKS else ())
     before = rig.kv.clone()
-    store.bring(request, 5)  # too late
+    store.bring(request, min(5, num_slots))  # too late
     store.release(request)
     for _ in range(3):
         rig.collect(0.001)
     assert torch.equal(rig.kv, before)
     assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
+    assert len(store.seen) == 1, "no second piece was begun"
 
 
 def test_a_prefetch_fills_slots_and_is_reported_to_nobody(store: ObedientStore) -> None:
@@ -174,26 +184,3 @@ def test_a_block_that_is_missing_in_a_later_piece_fails_the_load_and_blames_no_s
     assert (ack.failed, ack.filled_slots) == (True, ())
     assert len(store.seen) == 3
     assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
-
-
-@pytest.mark.parametrize("end", ["invalidation", "deadline", "shutdown"])
-def test_what_comes_while_a_piece_is_copied_ends_the_load_with_it(store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    rig = filled(store)
-    copies = HeldCopies(monkeypatch, "scatter")
-    rig.step(loads=[long_load(deadline=0.2 if end == "deadline" else 20.0)])
-    assert copies.began.wait(10)
-    if end == "invalidation":
-        rig.step(invalidated=["r1"])
-    elif end == "shutdown":
-        assert not rig.worker.shutdown(0.1), "a copy is under way"
-    else:
-        eventually(lambda: rig.worker._loads.open()[0].deadline < time.monotonic(), "past the deadline", 5)
-    rig.collect()
-    assert rig.finished == {}, "its blocks are being written"
-    copies.go_on.set()
-    ack = rig.until_acked(1, Phase.LOADED)
-    assert (ack.failed, ack.busy_slots) == (True, ())
-    for _ in range(3):
-        rig.collect()
-    assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
-    assert len(store.seen) == 1, "the second piece was not begun"
