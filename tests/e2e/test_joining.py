@@ -27,7 +27,7 @@ IN = {"epochkv.io/pool-namespace": NAMESPACE}
 """Annotation of pods of another namespace."""
 COPIED = ("-l", f"epochkv.io/pool={POOL},epochkv.io/shared=true", "-o", "name")
 MEMORY = 5 * 2**30
-TRIES = 3
+TRIES = 10
 
 
 def pod_spec(**more: Any) -> dict[str, Any]:

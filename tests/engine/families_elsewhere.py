@@ -24,6 +24,8 @@ class Elsewhere:
 
 KINDS: Final = "tests/scheduler/test_kinds.py"
 BY_CLASS: Final = (KINDS, "test_the_kind_is_told_by_the_class")
+START: Final = ("tests/unit/connector_identity/test_start.py", "test_an_encoder_decoder_is_refused_before_it_is_loaded")
+WRONG: Final = ("tests/scheduler/test_compat.py", "test_kv_that_would_be_wrong_is_neither_loaded_nor_saved")
 REFUSED: Final = (KINDS, "test_what_cannot_be_restored_says_what_would_help")
 
 ELSEWHERE: Final = (
@@ -70,19 +72,9 @@ ELSEWHERE: Final = (
         "refused: `align` is the mode that can be shared",
         REFUSED,
     ),
-    Elsewhere(
-        "cross attention",
-        "Whisper and other encoder-decoder models",
-        "an engine with the connector is refused before it loads; one that is attached or joins stays without it",
-        ("tests/unit/connector_identity/test_start.py", "test_an_encoder_decoder_is_refused_before_it_is_loaded"),
-    ),
+    Elsewhere("cross attention", "Whisper and other encoder-decoder models", "refused; attached, they stay without EpochKV", START),
     Elsewhere("KV that later tokens decide (prefix LM, R-SWA)", "HRM-Text, Unlimited-OCR", "refused", BY_CLASS),
-    Elsewhere(
-        "pooling that reads a whole prompt in one pass (MEAN, CLS, STEP)",
-        "embedding models and classifiers",
-        "refused",
-        ("tests/scheduler/test_compat.py", "test_kv_that_would_be_wrong_is_neither_loaded_nor_saved"),
-    ),
+    Elsewhere("pooling of a whole prompt in one pass (MEAN, CLS, STEP)", "embedding models, classifiers", "refused", WRONG),
     Elsewhere(
         "blocks in host memory (HiSparse)",
         "DeepSeek V3.2 with HiSparse",

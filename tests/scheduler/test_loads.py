@@ -46,10 +46,9 @@ def test_of_requests_with_one_prompt_one_loads_it(make_rig: MakeRig, caching: bo
     """The others find it in vLLM's own cache then, and hold no second copy. They wait for one load: where that brings nothing, they go."""
     rig, tokens = filled(make_rig, num_blocks=40, caching=caching)
     (worker,) = rig.workers
-    first = begin_load(rig, tokens, max_tokens=4)
-    others = [rig.add(tokens, max_tokens=4) for _ in range(2)]
+    requests = [begin_load(rig, tokens, max_tokens=4), rig.add(tokens, max_tokens=4), rig.add(tokens, max_tokens=4)]
     rig.steps(2)
-    assert [job.request_id for job in worker.loads] == [first.request_id]
+    assert [job.request_id for job in worker.loads] == [requests[0].request_id]
     worker.hold_loads = False
     rig.step()
     worker.hold_loads = True
@@ -57,7 +56,7 @@ def test_of_requests_with_one_prompt_one_loads_it(make_rig: MakeRig, caching: bo
     assert len(worker.loads) == (0 if caching else 2)
     release(rig)
     rig.run()
-    assert {request.request_id for request in (first, *others)} <= rig.finished
+    assert {request.request_id for request in requests} <= rig.finished
 
 
 @pytest.mark.parametrize("failing", [1, 2])

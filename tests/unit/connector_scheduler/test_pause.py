@@ -204,8 +204,7 @@ def test_who_waits_longer_than_an_answer_holds_is_asked_for_again() -> None:
     world.stored(PROMPT)
     world.begin("b")
     world.clock.now += READ_LEASE_SECONDS
-    assert not world.step().loads
-    assert [len(job.moves) for job in world.step().loads] == [10]
+    assert [[len(job.moves) for job in world.step().loads] for _ in range(2)] == [[], [10]]
 
 
 def test_a_long_prompt_comes_in_parts() -> None:
