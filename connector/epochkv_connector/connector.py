@@ -197,12 +197,17 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:  # the runner never registered: answer all the same
             rank = describe.worker_rank(self._vllm_config)
             self._worker = WorkerRole(rank, None, self._guard.note, adapters=held_by(self._engine_id).adapters)
-        self._step("start_step", lambda worker, metadata: worker.new_step(metadata))
+        self._worker.new_step()
+        if describe.on_cpu():  # vLLM 0.32 calls `start_load_kv` behind the forward pass, which is no work of another device here
+            self._step("start_step", lambda worker, metadata: worker.take(metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads have begun. vLLM's second model runner calls this outside of the pass's context, and says how many tokens there were."""
+        """Loads begin; they touch only blocks that no forward pass uses.
+
+        vLLM's second model runner calls this behind the forward pass, outside of its context, and says how many tokens there were.
+        """
         idle = "num_tokens" not in kwargs and getattr(forward_context, "attn_metadata", None) is None
-        self._step("start_step", lambda worker, _: worker.start(idle=idle))
+        self._step("start_step", lambda worker, metadata: worker.start(metadata, idle=idle))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous."""
@@ -220,7 +225,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
-        self._guard.run(where, lambda: work(worker, metadata), worker.refuse)
+        self._guard.run(where, lambda: work(worker, metadata), lambda: worker.refuse(metadata))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended on this rank since the last call, each exactly once."""

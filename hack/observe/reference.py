@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -23,6 +24,14 @@ def page(text: str) -> str:
         before, _, rest = text.partition(begin)
         text = f"{before}{begin}\n{table()}\n{end}{rest.partition(end)[2]}"
     return text
+
+
+def queries(text: str) -> list[str]:
+    """The PromQL of the page's tables with two columns, written by hand."""
+    cells = [cell for line in text.splitlines() if line.count("|") == 3 for cell in re.findall(r"\| `(.+)` \|$", line)]
+    found = [cell for cell in cells if re.search(r"==|rate|increase", cell)]
+    assert found, f"{PAGE} had a table of queries"
+    return found
 
 
 def _connector(kind: str) -> str:

@@ -145,9 +145,8 @@ def test_a_change_behind_the_last_step_is_heard_although_no_step_follows(make_ri
     worker.hold_saves = True
     rig.add(TOKENS)
     output = rig.scheduler.schedule()
-    step = StepMetadata(digest_number=output.kv_connector_metadata.digest_number)
-    rank.new_step(step)
-    rank.finish(step)
+    rank.new_step()
+    rank.finish(StepMetadata(digest_number=output.kv_connector_metadata.digest_number))
     with monkeypatch.context() as patch:
         patch.setattr(rig.executor, "looked", lambda metadata: None)
         rig.write_past("w1")

@@ -139,7 +139,7 @@ class BlockPoolAdapter:
 
     @property
     def null_block_id(self) -> int:
-        """Id of the placeholder block; it is never touched or freed (0.32 counts references to it, 0.33 does not)."""
+        """Id of the placeholder block; 0.32 counts references to it, 0.33 does not."""
         return int(self._pool.null_block.block_id)
 
     def num_references(self, block_id: int) -> int:

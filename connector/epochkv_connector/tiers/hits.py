@@ -283,26 +283,31 @@ class HitPlanner:
         """Start asking L2 for what L1 does not hold, before the scheduler needs the answer. Returns at once."""
         max_tokens = self._max_tokens(req)
         if self._state.is_usable and (max_tokens > 0 or req.hear_of_l2 is not None):
-            query = self._query(req, self.find(req), snap, 0, max_tokens)
+            query = self._query(req, self.find(req), self._state.namespace(snap), snap.root, 0, max_tokens)
             if query is not None:
                 self.prefetches.watch(req.request_id, query)
 
     def _missing(self, query: Query) -> list[tuple[int, int, bytes]]:
         """See `lookup.Missing`. What L1 holds of the hit is its newest then, so that no prefetch evicts it."""
-        found = self.find(query.request)
+        found, max_tokens = self.find(query.request), self._max_tokens(query.request)
+        if self._lookups.is_stale(query):
+            if (fresh := self._query(query.request, found, query.namespace, query.root, 0, max_tokens)) is not None:
+                self.prefetches.watch(query.request.request_id, fresh)
+            return []
         assert query.found is not None
         found.remote = self._state.doubts.without(query.found)
-        total = longest_hit(self._layout, 0, self._max_tokens(query.request), found.present, found.first_absent)
+        total = longest_hit(self._layout, 0, max_tokens, found.present, found.first_absent)
         spans = [found.locate(group, needed_range(spec, 0, total)) for group, spec in self._layout.restored]
         held = [slot for span in spans for slot in span.held()]
         self._index.pin(held)
         self._index.unpin(reversed(held))
-        return [
+        missing = [
             (span.group, block, name)
             for span in spans
             for block, (name, slot) in enumerate(zip(span.names, span.slots, strict=True), span.first)
             if slot == ABSENT and not self.is_on_gpu(span.group, name)
         ]
+        return [] if missing and (missing[-1][0], missing[-1][2]) in self._state.loading else missing
 
     def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> int | None:
         """How many tokens beyond the local ones the tiers give, held by a plan; the same question again finds the same plan.
@@ -327,7 +332,7 @@ class HitPlanner:
         if max_tokens <= num_local_tokens and req.hear_of_l2 is None:
             return 0
         found = self.find(req)
-        query = self._query(req, found, snap, num_local_tokens, max_tokens)
+        query = self._query(req, found, namespace, snap.root, num_local_tokens, max_tokens)
         plan = Plan(req.request_id, snap.root, num_local_tokens, namespace, now + PLAN_TTL_SECONDS)
         if self._is_pending(req.request_id, query, now):
             self._count["lookups_deferred"] += 1
@@ -341,8 +346,10 @@ class HitPlanner:
                 found.remote = self._state.doubts.without(query.found)
             plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
-        self._fill(plan, whole, found)
-        if self._awaits_load(plan, now) or (num_local_tokens + plan.num_tokens < whole and self._await_slots(req.request_id)):
+        awaits = whole > num_local_tokens and self._awaits_load(req.request_id, whole, found, now)
+        if not awaits:
+            self._fill(plan, whole, found)
+        if awaits or (num_local_tokens + plan.num_tokens < whole and self._await_slots(req.request_id)):
             self._count["lookups_deferred"] += 1
             return None
         self._open(plan, now)
@@ -350,20 +357,28 @@ class HitPlanner:
 
     def _is_pending(self, request_id: str, query: Query | None, now: float) -> bool:
         """Whether blocks of the request are on their way, or L2 has not said yet which there are."""
-        first, awaited = self._awaited.get(request_id, ((0, b""), ""))
-        owner, until = self._state.loading.get(first, ("", 0.0))
+        last, awaited = self._awaited.get(request_id, ((0, b""), ""))
+        owner, until = self._state.loading.get(last, ("", 0.0))
         on_their_way = (owner == awaited and now < until) or self.prefetches.is_open(request_id)
         return on_their_way or (query is not None and self._lookups.is_pending(query))
 
-    def _awaits_load(self, plan: Plan, now: float) -> bool:
-        """Whether another request's load, or prefetch, brings the same first block. vLLM's own cache holds it then: of n rollouts of one
-        prompt, one loads. Only one load is waited for, as it may fail."""
-        first = next(((span.group, span.names[0]) for span in plan.spans if span.names), None)
-        owner, until = self._state.loading.get(first, ("", 0.0)) if first is not None else ("", 0.0)
-        if first is None or now >= until or owner == plan.request_id or plan.request_id in self._awaited:
+    def _awaits_load(self, request_id: str, total: int, found: PromptBlocks, now: float) -> bool:
+        """Whether another request's load, or prefetch, brings this very hit. vLLM's own cache holds it then: of n rollouts of one prompt,
+        one loads. Only one load is waited for: it may fail."""
+        group, spec = self._layout.restored[-1]
+        end = cdiv(total, spec.block_size)
+        last = group, bytes(found.blocks(group, end - 1, end).names[0])
+        owner, until = self._state.loading.get(last, ("", 0.0))
+        if now >= until or owner == request_id or request_id in self._awaited:
             return False
-        self._awaited[plan.request_id] = first, owner
+        self._awaited[request_id] = last, owner
         return True
+
+    def load_failed(self, request_id: str) -> None:
+        """Who has waited for it does not wait for L2 once more."""
+        for waiter, (_, owner) in self._awaited.items():
+            if owner == request_id:
+                self._lookups.give_up(waiter)
 
     def _await_slots(self, request_id: str) -> bool:
         """Whether a hit that lacks slots is worth asking for again: saves are open, and it has not waited for them yet."""
@@ -376,9 +391,10 @@ class HitPlanner:
     def find(self, req: RequestView) -> PromptBlocks:
         return PromptBlocks(self._index, req.block_hashes, self._state.scales)
 
-    def _query(self, req: RequestView, found: PromptBlocks, snap: Snapshot, local: int, max_tokens: int) -> Query | None:
+    def _query(
+        self, req: RequestView, found: PromptBlocks, namespace: str | None, root: bytes, local: int, max_tokens: int
+    ) -> Query | None:
         """The request's L2 query, begun if need be; None when L2 is not to be asked."""
-        namespace = self._state.namespace(snap)
         if namespace is None:
             return None
         if req.hear_of_l2 is not None:
@@ -386,15 +402,15 @@ class HitPlanner:
         elif not self.pause.allows():
             self._count["lookups_paused"] += 1
             return None
-        query = self._lookups.get(req.request_id, namespace, snap.root)
-        if query is not None:
+        query = self._lookups.get(req.request_id, namespace, root)
+        if query is not None and not self._lookups.is_stale(query):
             return query
         wanted: list[Key] = []
         for group, spec in self._layout.restored:
             span = found.blocks(group, local // spec.block_size, max_tokens // spec.block_size + (1 if spec.eagle else 0))
             slots = zip(span.names, span.slots, strict=True)
             wanted += [(group, name) for name, slot in slots if slot == ABSENT or req.hear_of_l2 is not None]
-        return self._lookups.begin(req, namespace, snap.root, wanted) if wanted else None
+        return self._lookups.begin(req, namespace, root, wanted) if wanted else None
 
     def _fill(self, plan: Plan, total: int, found: PromptBlocks) -> None:
         """Make the plan promise the longest hit up to `total` tokens that can be held. Takes nothing yet."""
@@ -551,7 +567,7 @@ class LoadJobs:
             return False
         self._state.counts["plans_committed"] += 1
         self._drafts[req.request_id] = draft
-        self._state.begin_load(req.request_id, draft.moves[0])
+        self._state.begin_load(req.request_id, draft.moves[-1])
         if draft.num_fetched:
             self._planner.pause.begin(req.request_id)
         return True
@@ -634,7 +650,9 @@ class LoadJobs:
             draft.abandoned = True
 
     def loaded(self, done: Loaded) -> None:
-        self._state.loading.pop((done.job.moves[0].group, done.job.moves[0].block_hash), None)
+        self._state.end_load(done.job.request_id, done.job.moves[-1])
+        if done.failed and not done.abandoned:
+            self._planner.load_failed(done.job.request_id)
         if not done.abandoned:
             self._state.loaded(done)
         if done.job.prefetch:

@@ -86,27 +86,22 @@ class Lookups:
         self._budget = min(self._wait_seconds, WAIT_SHARE * (self._stepped_at - before))
 
     def get(self, request_id: str, namespace: str, root: bytes) -> Query | None:
-        """The request's query if it still answers this question, else None (an outdated one is dropped)."""
+        """The request's query if it is this question, else None (another one is dropped). Its answer may be too old (`is_stale`)."""
         query = self._queries.get(request_id)
         if query is None:
             return None
-        if query.namespace != namespace or query.root != root:
-            self.drop(request_id)
-            return None
-        return self.renew(query) if self.is_stale(query) else query
+        if query.namespace == namespace and query.root == root:
+            return query
+        self.drop(request_id)
+        return None
 
     def is_stale(self, query: Query) -> bool:
         return query.answer.done() and self._clock() >= query.begun_at + READ_LEASE_SECONDS
 
-    def renew(self, query: Query) -> Query:
-        """Ask again, as the answer is too old. Once vLLM has asked, the deadline stays: it might answer "ask again" for ever."""
-        fresh = self.begin(query.request, query.namespace, query.root, query.blocks)
-        if query.asked:
-            fresh.deadline = query.deadline
-        return fresh
-
     def begin(self, request: RequestView, namespace: str, root: bytes, blocks: Sequence[Key]) -> Query:
-        """Ask for `blocks`; returns at once. Replaces an earlier query of the request."""
+        """Ask for `blocks`; returns at once. Replaces an earlier query of the request, whose deadline stays where its answer came too late
+        for vLLM: in long steps, that might be asked again for ever."""
+        before = self._queries.get(request.request_id)
         self.drop(request.request_id)
         keys: list[str] = []
         shards: list[int] = []
@@ -119,7 +114,8 @@ class Lookups:
         seconds = self._deadline_seconds if request.hear_of_l2 is None else self._patience_seconds
         answer = self._client.exists(keys, seconds)
         now = self._clock()
-        query = Query(namespace, root, now, list(blocks), shards, answer, request, now + seconds)
+        deadline = before.deadline if before is not None and before.asked and before.found is None else now + seconds
+        query = Query(namespace, root, now, list(blocks), shards, answer, request, deadline)
         self._queries[request.request_id] = query
         self._counts["queries_begun"] += 1
         return query
@@ -262,7 +258,8 @@ MOST_PREFETCHED = 1024
 NO_GPU_BLOCK = -1
 
 Missing = Callable[[Query], Sequence[tuple[int, int, bytes]]]
-"""(group, block, name) of what a hit needs, L2 holds, and neither L1 nor the GPU does, in chain order."""
+"""(group, block, name) of what a hit needs, L2 holds, and neither L1 nor the GPU does, in chain order. Of an answer that is too old: none,
+and L2 is asked again."""
 
 
 class Prefetches:
@@ -315,14 +312,12 @@ class Prefetches:
             room = min(self._index.num_slots // PREFETCH_SHARE - self._num_slots, self._index.num_available, MOST_PREFETCHED)
             if query is not None and room <= 0:
                 break
-            request_id = self._answered.popleft()
-            if query is None:
-                continue
-            if self._lookups.is_stale(query):
-                self.watch(request_id, self._lookups.renew(query))
-            elif missing := self._missing(query):
-                return (self._begin(query, missing[:room]),), cancelled
-            break  # that was a walk along a whole prompt: one for each step
+            self._answered.popleft()
+            if query is not None:
+                missing = self._missing(query)
+                if missing:
+                    return (self._begin(query, missing[:room]),), cancelled
+                break  # that was a walk along a whole prompt: one for each step
         return (), cancelled
 
     def _begin(self, query: Query, missing: Sequence[tuple[int, int, bytes]]) -> LoadJob:
@@ -333,7 +328,7 @@ class Prefetches:
         request_id, deadline = query.request.request_id, self._state.config.job_deadline_seconds
         job = LoadJob(next(self._state.ids), request_id, query.namespace, moves, deadline, prefetch=True)
         self._state.jobs.open_load(job, self._state.clock(), reads=True)
-        self._state.begin_load(request_id, moves[0])
+        self._state.begin_load(request_id, moves[-1])
         self._under_way[job.job_id] = request_id
         self._slots[request_id] = self._slots.get(request_id, 0) + len(slots)
         self._num_slots += len(slots)

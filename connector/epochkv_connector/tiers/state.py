@@ -512,7 +512,7 @@ class TierState:
         is_usable: blocks of this layout can be saved and loaded, and there are slots for them.
         known: what L2 is known to hold.
         doubts: what of it fails to load.
-        loading: the first block of each load under way, whose it is, and when it is waited for no longer.
+        loading: the last block of each load under way, whose it is, and when it is waited for no longer.
         listener: told which blocks L1 holds; None: nobody listens.
         hash_block_size, scales: tokens of a hash block, and hash blocks per block of each group; known before the first request.
     """
@@ -541,8 +541,14 @@ class TierState:
         """Prefix of the L2 keys of what holds now; None: nothing is looked for in L2, nor put there."""
         return snap.namespace if snap.shared and self.config.distributed is not None else None
 
-    def begin_load(self, request_id: str, first: BlockMove) -> None:
-        self.loading[first.group, first.block_hash] = request_id, self.clock() + 2 * self.config.job_deadline_seconds
+    def begin_load(self, request_id: str, last: BlockMove) -> None:
+        key, now = (last.group, last.block_hash), self.clock()
+        if self.loading.get(key, ("", 0.0))[1] <= now:
+            self.loading[key] = request_id, now + 2 * self.config.job_deadline_seconds
+
+    def end_load(self, request_id: str, last: BlockMove) -> None:
+        if self.loading.get((last.group, last.block_hash), ("", 0.0))[0] == request_id:
+            del self.loading[last.group, last.block_hash]
 
     def loaded(self, done: Loaded) -> None:
         """Verified L2 bytes in a slot are good on every rank, even when the copy to the GPU came too late."""

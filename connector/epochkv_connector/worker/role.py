@@ -360,18 +360,24 @@ class WorkerRole:
         self._pending = _Pending()
         self._broken: JobRunner | None = None  # it raised; asked for ever, as slots may be released late
         self._unended: set[int] = set()  # its jobs that it may still be working on
-        self._started = self._finished = True
+        self._taken = self._started = self._finished = True
         self._idle = False
 
-    def new_step(self, metadata: StepMetadata) -> None:
-        """Loads begin. The forward pass touches none of their blocks; vLLM 0.32 calls `start` behind it, on a CPU a step later."""
-        self._started = self._finished = False
+    def new_step(self) -> None:
+        self._taken = self._started = self._finished = False
+
+    def take(self, metadata: StepMetadata) -> None:
+        """Loads begin; the forward pass touches none of their blocks."""
+        if self._taken:
+            return
+        self._taken = True
         self._pending.take_on(metadata)
         if self.runner is not None:
             self.runner.start_step(metadata)
 
-    def start(self, *, idle: bool) -> None:
-        """`idle`: the step schedules no tokens, so waiting some milliseconds for a completion costs nobody."""
+    def start(self, metadata: StepMetadata, *, idle: bool) -> None:
+        """`idle`: the step schedules no tokens, so waiting a millisecond for a completion costs nobody."""
+        self.take(metadata)
         if self._started:
             return
         self._started, self._idle = True, idle
@@ -379,7 +385,7 @@ class WorkerRole:
 
     def finish(self, metadata: StepMetadata) -> None:
         """The forward pass was issued: saves begin behind it."""
-        self.start(idle=self._idle)
+        self.start(metadata, idle=self._idle)
         if self._finished:
             return
         self._finished = True
@@ -396,13 +402,15 @@ class WorkerRole:
         self._comparisons.append(comparison)
         return lambda: comparison.as_expected and comparison.holds(), comparison.settled
 
-    def refuse(self) -> None:
+    def refuse(self, metadata: StepMetadata) -> None:
         """Taking a step has raised: the runner is shut down and gets no more jobs.
 
         Everything pending is answered once. What it is still copying when its shutdown has to go on is answered when that
         ends and not before: the blocks of a load that was reported are given to others at once.
         """
-        self._started = self._finished = True
+        if not self._taken:
+            self._pending.take_on(metadata)
+        self._taken = self._started = self._finished = True
         if self.runner is not None:
             self._broken, self.runner = self.runner, None
             self._unended = set(self._pending.jobs)
@@ -412,7 +420,7 @@ class WorkerRole:
 
     def retire(self) -> None:
         """Another runner follows, over other KV tensors: this one answers all that is pending, and its host region goes."""
-        self.refuse()
+        self.refuse(StepMetadata())
         before, self._broken, self._unended = self._broken, None, set()
         self._collect()
         if before is not None:  # whatever still writes, writes to that region
@@ -424,7 +432,7 @@ class WorkerRole:
             self._collect(IDLE_WAIT_SECONDS if self._idle else 0.0)
         except Exception as error:
             self._on_error("results", error)
-            self.refuse()
+            self.refuse(StepMetadata())
         finished, failed = self._kept.finished_recving, self._kept.failed_recving
         self._kept = Report(set(), set(), self._kept.acks)
         return finished, failed

@@ -181,7 +181,7 @@ def test_a_worker_saves_nothing_of_a_step_that_used_other_tensors_and_reports_it
 
     def step(*adapters: tuple[int, int]) -> list[tuple[int, int]]:
         rank.adapters.set_active_adapters({request(load_inplace=True)}, None)
-        side.new_step(StepMetadata(adapters=adapters))
+        side.new_step()
         side.finish(StepMetadata(adapters=adapters))
         return side.acks().replaced
 

@@ -56,6 +56,16 @@ def test_a_slow_store_defers_until_the_deadline_then_l1_answers(late_answer: boo
     assert len(world.store.queries) == 1 + late_answer
 
 
+def test_who_waited_for_a_load_that_failed_does_not_wait_for_l2_once_more() -> None:
+    world = World(L2)
+    world.stored(PROMPT)
+    assert world.load("a", PROMPT, SNAP) == (40, True)
+    assert world.answer("b") is None
+    world.step()
+    world.work("drop")
+    assert world.answer("b") == 0
+
+
 @pytest.mark.parametrize("milliseconds", [20.0, 5000.0])
 def test_the_store_may_take_as_long_as_the_deadline_says(milliseconds: float) -> None:
     """The client has no limit of its own: one of a second made misses of lookups that were given five."""

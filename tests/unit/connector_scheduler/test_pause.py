@@ -201,9 +201,11 @@ def test_requests_of_one_prompt_fetch_it_once_and_one_at_a_time() -> None:
 
 def test_who_waits_longer_than_an_answer_holds_is_asked_for_again() -> None:
     world = world_with(400)
+    world.save("a", PROMPT[:20], SNAP)
     world.stored(PROMPT)
     world.begin("b")
     world.clock.now += READ_LEASE_SECONDS
+    world.tiers.state.index.clear()  # which was not asked of L2 before
     assert [[len(job.moves) for job in world.step().loads] for _ in range(2)] == [[], [10]]
 
 

@@ -88,14 +88,14 @@ class Side(Rig):
     def step(self, finish: bool = True, raising: str = "", **parts: Any) -> None:
         """One step as the connector makes it; `raising`: the call of the runner that raises."""
         metadata = StepMetadata(**parts)
+        self.side.new_step()
         if raising:
             setattr(self.side.runner, raising, self._raise)
         try:
-            self.side.new_step(metadata)
-            self.side.start(idle=True)
+            self.side.start(metadata, idle=True)
             self.side.finish(metadata)
         except MemoryError:
-            self.side.refuse()
+            self.side.refuse(metadata)
         self.collect()
 
     @staticmethod
@@ -151,7 +151,7 @@ def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.Monk
     assert copies.began.wait(10)
     side.step(raising="start_step", loads=[load(3, [move(1, 0, 1)])])
     for _ in range(1, num_errors):
-        side.side.refuse()
+        side.side.refuse(StepMetadata())
         side.collect()
     assert side.finished == {"r3": 1}
     copies.go_on.set()
@@ -166,9 +166,10 @@ def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
     step = StepMetadata(loads=(load(1, one),), saves=(save(2, one, NAMESPACE), save(3, one)), invalidated=("c",))
     there = pickle.loads(pickle.dumps(step))  # as vLLM tells a rank in another process
     assert there == step
-    side.new_step(there)
-    side.start(idle=True)
+    side.new_step()
+    side.start(there, idle=True)
     side.finish(there)
+    side.start(there, idle=True)  # asked twice, as vLLM does
     assert side.results() == ({"r1", "c"}, {"r1", "c"})
     assert side.results() == (set(), set())
     acks = [(ack.job_id, ack.phase, ack.failed) for ack in side.acks().acks]
@@ -179,7 +180,8 @@ def test_a_rank_that_cannot_be_staged_answers_every_job_once() -> None:
 def test_what_a_drain_collects_is_kept_for_the_next_results() -> None:
     """An in-process engine drains between steps; a load that ended meanwhile must still be reported to vLLM, once."""
     side = WorkerRole(0, None)
-    side.new_step(StepMetadata(loads=(load(1, []),)))
+    side.new_step()
+    side.start(StepMetadata(loads=(load(1, []),)), idle=False)
     assert [ack.job_id for ack in side.drain(0.0).acks] == [1]
     assert side.results() == ({"r1"}, {"r1"})
     assert side.acks().acks == []
