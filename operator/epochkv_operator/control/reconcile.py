@@ -198,22 +198,27 @@ class PoolReconciler(_Reconciler):
         return next((error for error in errors if not isinstance(error, Conflict | Forbidden | NotFound)), None)
 
     async def _write(self, turns: Sequence[Turn]) -> list[tuple[Turn, ApiError]]:
-        """Some at a time. One that fails holds up no other. Returns those, and why."""
-        answers: list[ApiError | None] = []
+        """Some at a time. One that fails holds up no other. A namespace that forbids so many in a row is not asked again. Returns those
+        that fail, and why."""
+        answers, refusals = list[ApiError | None](), dict[str, list[ApiError]]()
         for start in range(0, len(turns), GATES_AT_ONCE):
-            answers += await asyncio.gather(*map(self._write_gate, turns[start : start + GATES_AT_ONCE]))
+            answers += await asyncio.gather(*(self._write_gate(turn, refusals) for turn in turns[start : start + GATES_AT_ONCE]))
         return [(turn, error) for turn, error in zip(turns, answers, strict=True) if error is not None]
 
-    async def _write_gate(self, turn: Turn) -> ApiError | None:
+    async def _write_gate(self, turn: Turn, refusals: dict[str, list[ApiError]]) -> ApiError | None:
+        ref = ref_of(turn.pod)
+        if len(refused := refusals.setdefault(ref.namespace, [])) >= GATES_AT_ONCE:
+            return refused[0]
         try:
-            answer = await self.client.patch_condition(ref_of(turn.pod), turn.condition)
+            answer = await self.client.patch_condition(ref, turn.condition)
         except ApiError as error:
+            refused += [error] if isinstance(error, Forbidden) else []
             return error
+        refused.clear()  # it was one pod that was forbidden, such as by a policy
         if home(answer) is not None:  # else nobody would tell us when it goes
             self.store.upsert(PODS.kind, answer)
         metrics.API_WRITES.labels(kind=PODS.kind, operation="gate").inc()
-        about = f"{turn.pod['metadata']['namespace']}/{turn.pod['metadata']['name']}"
-        log.info("gate written", pod=about, status=turn.condition["status"], reason=turn.condition["reason"])
+        log.info("gate written", pod=f"{ref.namespace}/{ref.name}", status=turn.condition["status"], reason=turn.condition["reason"])
         return None
 
     async def _forget(self, key: Key) -> None:
@@ -345,8 +350,7 @@ class EngineReconciler(_Reconciler):
 
         Events of pools and engines overtake each other, and an engine that is first made without its pool starts twice.
         """
-        known = self.store.get(POOLS.kind, namespace, name)
-        if known is not None:
+        if (known := self.store.get(POOLS.kind, namespace, name)) is not None:
             return known
         try:
             return await self.client.get(POOLS, namespace, name)
