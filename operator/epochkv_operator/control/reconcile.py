@@ -155,10 +155,9 @@ class PoolReconciler(_Reconciler):
         errors.append(await self._open(key, [pod for pod in self._guests(key) if self.copies.left(key, pod)]))
         if not snapshot.known and keys is not None:
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
-        if snapshot.incomplete_seconds > 0:
-            self.wake(key, snapshot.incomplete_seconds)  # what is not known by then is gone
-        if snapshot.overdue_seconds > 0:
-            self.wake(key, snapshot.overdue_seconds)
+        for seconds in (snapshot.incomplete_seconds, snapshot.overdue_seconds):  # what is not known by the first is gone
+            if seconds > 0:
+                self.wake(key, seconds)
         if (again := next(filter(None, errors), None)) is not None:
             raise again
 
@@ -391,7 +390,10 @@ class PodReconciler:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
         (before, said), uids, meant = self._told.get(key, ((), "")), self._uids(pod), home(pod)
-        if meant is None or (before == uids and said != "NotStarting") or meant.namespace in self.unseen:
+        if meant is None or (before == uids and said != "NotStarting"):
+            return
+        if meant.namespace in self.unseen or key.namespace in self.unseen:
+            self.wake(key, START_SECONDS)  # nobody else looks at it when the right is back
             return
         pool = self.store.get(*meant)
         if why := explain(pod, self.store):

@@ -252,22 +252,22 @@ def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
     made: Callable[[], Json], heard: list[tuple[str, str]], complete: bool, said: str | None
 ) -> None:
     """`said`: None where there is nothing to say, and empty as long as nobody can tell."""
-    store, reporter, wake = Store(indexed), Mock(), Mock()
+    store, reporter, unseen, wake = Store(indexed), Mock(), {"team"}, Mock(side_effect=lambda *_: unseen.clear())
     for place in (("rl", "policy"), ("team", "refused")):
         metadata = {"namespace": place[0], "name": place[1], "uid": place[1], "resourceVersion": "1"}
         store.upsert("KVCachePool", {"metadata": metadata, "spec": {"reset": {"leaseSeconds": 30}}})
     view = SimpleNamespace(engines=[SimpleNamespace(pod=name, namespace=namespace) for name, namespace in heard], complete=complete)
     hub = Mock(return_value=SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0))
     store.upsert("Pod", made())
-    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake, ())
-    for _ in range(2):
+    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake, unseen)
+    for _ in range(3):
         asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
     told = [call.kwargs for call in reporter.tell.mock_calls]
     assert [bool(re.match(said or "-", f"{about['reason']}: {about['note']}")) for about in told] == [True] * bool(said)
     assert all(about["warning"] is not (said == SILENT) for about in told), "a pod of a larger engine has no engine of its own"
     woke = [call.args[1] for call in wake.mock_calls]
-    assert len(woke) == (2 if said == "" else 0)
-    assert all(15 < delay <= 30 for delay in woke), "a thousand pods that ask each second leave the hub no time"
+    assert len(woke) == (3 if said == "" else 1), "of a namespace that is not seen nobody can tell"
+    assert all(15 < delay <= 30 for delay in woke[1:]), "a thousand pods that ask each second leave the hub no time"
     metadata = {"namespace": "rl", "name": "policy", "uid": "made again", "resourceVersion": "2"}
     store.upsert("KVCachePool", {"metadata": metadata, "spec": {"reset": {"leaseSeconds": 30}}})
     view.engines.clear()
