@@ -118,7 +118,7 @@ def reset(
     timeout: Timeout = RESET_SECONDS,
     on_failure: OnFailure = "bypass",
     force: Annotated[
-        bool, typer.Option("--force", help="Accept an epoch that is more than a million above the target. It never goes down again.")
+        bool, typer.Option("--force", help="Accept an epoch from a million to 10^13 above the target, which never goes down again.")
     ] = False,
     output: Out = Output.TABLE,
 ) -> None:

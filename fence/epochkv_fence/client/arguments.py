@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-from epochkv_fence.protocol.messages import MAX_EPOCH, MAX_NAME
+from epochkv_fence.protocol.messages import MAX_EPOCH, MAX_EPOCH_STEP, MAX_NAME
 
 MAX_JUMP: Final = 1_000_000
 """How far above the target an epoch may be asked for without force: ten years of a reset every five minutes."""
@@ -67,8 +67,9 @@ def check_weights(
     return names, digests
 
 
-def check_jump(epoch: int, target: int) -> None:
-    """Raise for an epoch that can only be a slip of the hand: a target never goes down again, and epochs end at 2^53 - 1."""
-    if epoch - target > MAX_JUMP:
-        problem = f"is {epoch}, and the pool's target is {target}; a target never goes down again, so a jump of more than {MAX_JUMP} needs"
-        raise ArgumentError("epoch", f"{problem} force. Nothing was asked of the pool")
+def check_jump(epoch: int, target: int, force: bool) -> None:
+    """Raise for an epoch that can only be a slip of the hand, or that no hub takes: a target never goes down again, and epochs end."""
+    if (jump := epoch - target) > (MAX_EPOCH_STEP if force else MAX_JUMP):
+        problem = f"is {epoch}, and the pool's target is {target}; a target never goes down again, so a jump of more than"
+        limit = f"{MAX_JUMP} needs force" if jump <= MAX_EPOCH_STEP else f"{MAX_EPOCH_STEP} is refused, with force, too"
+        raise ArgumentError("epoch", f"{problem} {limit}. Nothing was asked of the pool")

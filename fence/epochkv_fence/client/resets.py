@@ -156,7 +156,7 @@ async def reset(
             laggards' names (their leases fence them), `crash` raises `ResetTimeout`.
         progress: called on another thread with a `Standing` at every change, and about once a second while it takes.
             What it raises is logged once and changes nothing. A plain function.
-        force: also an `epoch` more than a million above the target, which no reset brings down again.
+        force: also an `epoch` more than a million above the target (at most 10^13), which no reset brings down again.
 
     Raises:
         ResetNotRecorded: whatever `on_failure` says. Engines go on with the KV they have.
@@ -171,8 +171,8 @@ async def reset(
             page = await session.page(conversation, None, until)
     except HubUnreachable as error:
         raise await _not_recorded(session, epoch, timeout_s) from error
-    if epoch is not None and not force:
-        check_jump(epoch, page.target)
+    if epoch is not None:
+        check_jump(epoch, page.target, force)
     if epoch is None and page.target >= MAX_EPOCH:
         raise PoolError(f"the pool is at epoch {page.target}, which is the highest there is; make a new pool")
     number = epoch if epoch is not None else page.target + 1

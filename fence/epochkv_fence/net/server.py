@@ -520,7 +520,7 @@ class HubServer:
                 return
             leads = await self._effects.verify(term)
             if leads is None:
-                self._round_after = now + ev.RETRY_SECONDS
+                self._round_after = time.monotonic() + ev.RETRY_SECONDS
             if self._term != term:
                 return
             if leads is False:

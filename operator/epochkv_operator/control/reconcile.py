@@ -155,10 +155,9 @@ class PoolReconciler(_Reconciler):
         errors.append(await self._open(key, [pod for pod in self._guests(key) if self.copies.left(key, pod)]))
         if not snapshot.known and keys is not None:
             return  # a new hub is about to read the pool's record, and wakes this pool then; until then it would look leaderless
-        if snapshot.incomplete_seconds > 0:
-            self.wake(key, snapshot.incomplete_seconds)  # what is not known by then is gone
-        if snapshot.overdue_seconds > 0:
-            self.wake(key, snapshot.overdue_seconds)
+        for seconds in (snapshot.incomplete_seconds, snapshot.overdue_seconds):  # what is not known by the first is gone
+            if seconds > 0:
+                self.wake(key, seconds)
         if (again := next(filter(None, errors), None)) is not None:
             raise again
 
@@ -198,22 +197,27 @@ class PoolReconciler(_Reconciler):
         return next((error for error in errors if not isinstance(error, Conflict | Forbidden | NotFound)), None)
 
     async def _write(self, turns: Sequence[Turn]) -> list[tuple[Turn, ApiError]]:
-        """Some at a time. One that fails holds up no other. Returns those, and why."""
-        answers: list[ApiError | None] = []
+        """Some at a time. One that fails holds up no other. A namespace that forbids so many in a row is not asked again. Returns those
+        that fail, and why."""
+        answers, refusals = list[ApiError | None](), dict[str, list[ApiError]]()
         for start in range(0, len(turns), GATES_AT_ONCE):
-            answers += await asyncio.gather(*map(self._write_gate, turns[start : start + GATES_AT_ONCE]))
+            answers += await asyncio.gather(*(self._write_gate(turn, refusals) for turn in turns[start : start + GATES_AT_ONCE]))
         return [(turn, error) for turn, error in zip(turns, answers, strict=True) if error is not None]
 
-    async def _write_gate(self, turn: Turn) -> ApiError | None:
+    async def _write_gate(self, turn: Turn, refusals: dict[str, list[ApiError]]) -> ApiError | None:
+        ref = ref_of(turn.pod)
+        if len(refused := refusals.setdefault(ref.namespace, [])) >= GATES_AT_ONCE:
+            return refused[0]
         try:
-            answer = await self.client.patch_condition(ref_of(turn.pod), turn.condition)
+            answer = await self.client.patch_condition(ref, turn.condition)
         except ApiError as error:
+            refused += [error] if isinstance(error, Forbidden) else []
             return error
+        refused.clear()  # it was one pod that was forbidden, such as by a policy
         if home(answer) is not None:  # else nobody would tell us when it goes
             self.store.upsert(PODS.kind, answer)
         metrics.API_WRITES.labels(kind=PODS.kind, operation="gate").inc()
-        about = f"{turn.pod['metadata']['namespace']}/{turn.pod['metadata']['name']}"
-        log.info("gate written", pod=about, status=turn.condition["status"], reason=turn.condition["reason"])
+        log.info("gate written", pod=f"{ref.namespace}/{ref.name}", status=turn.condition["status"], reason=turn.condition["reason"])
         return None
 
     async def _forget(self, key: Key) -> None:
@@ -345,8 +349,7 @@ class EngineReconciler(_Reconciler):
 
         Events of pools and engines overtake each other, and an engine that is first made without its pool starts twice.
         """
-        known = self.store.get(POOLS.kind, namespace, name)
-        if known is not None:
+        if (known := self.store.get(POOLS.kind, namespace, name)) is not None:
             return known
         try:
             return await self.client.get(POOLS, namespace, name)
@@ -387,7 +390,10 @@ class PodReconciler:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
         (before, said), uids, meant = self._told.get(key, ((), "")), self._uids(pod), home(pod)
-        if meant is None or (before == uids and said != "NotStarting") or meant.namespace in self.unseen:
+        if meant is None or (before == uids and said != "NotStarting"):
+            return
+        if meant.namespace in self.unseen or key.namespace in self.unseen:
+            self.wake(key, START_SECONDS)  # nobody else looks at it when the right is back
             return
         pool = self.store.get(*meant)
         if why := explain(pod, self.store):

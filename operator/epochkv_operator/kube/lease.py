@@ -1,9 +1,8 @@
 """Leadership by a `coordination.k8s.io` Lease, taken in `main()` around everything that writes.
 
-A Lease alone does not fence: a frozen holder may wake up believing in it. So every grant and every publication
-verifies it by a quorum read against the *term*: holder and transitions. The holder's identity is drawn anew at every
-process start, hence a term never comes back. Whether a foreign Lease has expired is judged by how long its term and time of
-renewal stayed unchanged on our own monotonic clock; that time is never compared with ours.
+A Lease alone does not fence: a frozen holder may wake up believing in it. So every grant and every publication verifies it by a quorum
+read against the *term*: holder and transitions. Every process start draws a new identity, hence a term never comes back. A foreign Lease
+has expired when its term and renewal stayed unchanged for long enough by our monotonic clock. Its times are never compared with ours.
 """
 
 from __future__ import annotations

@@ -308,11 +308,11 @@ def leader_worker_set(engine: InferenceEngine, pool: KVCachePool | None, context
             " (leaderworkerset.x-k8s.io/v1), or the operator may not list them: install LeaderWorkerSet (https://lws.sigs.k8s.io); pods"
             " start within half a minute after that"
         )
+    leader = pod_template(engine, pool, context)
     group = {
         "size": engine.spec.parallelism.nodes,
-        # A rank that was restarted alone finds nobody who waits for it.
-        "restartPolicy": "RecreateGroupOnPodRestart",
-        "leaderTemplate": (leader := pod_template(engine, pool, context)),
+        "restartPolicy": "RecreateGroupOnPodRestart",  # a rank that was restarted alone finds nobody who waits for it
+        "leaderTemplate": leader,
         "workerTemplate": follower_template(engine, pool, context),
     }
     leader["metadata"]["annotations"] = {**leader["metadata"].get("annotations", {}), HASH_ANNOTATION: digest(group)}

@@ -193,13 +193,13 @@ def test_an_epoch_that_can_only_be_a_slip_is_refused_unless_forced(world: HubWor
     assert pool.reset(epoch=1_000_000).published
     with pytest.raises(ArgumentError, match=r"epoch is 2000001, and the pool's target is 1000000; a target never goes down again"):
         pool.reset(epoch=2_000_001)
-    config = ("--config", str(world.folder))
-    code, _, errors = inside(capsys, "reset", *config, "--epoch", "999999999999")
-    assert (code, errors.startswith("epochkv: --epoch is 999999999999, and the pool's target is 1000000")) == (2, True)
-    assert "force" in errors
+    config = ("--config", str(world.folder), "--timeout", "20")
+    for given, limit in ((["999999999999"], "1000000 needs force"), (["99999999999999", "--force"], "10000000000000 is refused")):
+        code, _, errors = inside(capsys, "reset", *config, "--epoch", *given)
+        named = errors.startswith(f"epochkv: --epoch is {given[0]}, and the pool's target is 1000000")
+        assert (code, named, limit in errors) == (2, True, True)
     assert world.snapshot().target == 1_000_000
-    assert pool.reset(epoch=2_000_000).epoch == 2_000_000
-    assert pool.reset(epoch=5).noop  # below the target, however far
+    assert (pool.reset(epoch=2_000_000).epoch, pool.reset(epoch=5).noop) == (2_000_000, True), "below the target, however far"
     assert inside(capsys, "reset", *config, "--epoch", "4000000", "--force")[0] == 0
     assert pool.reset(epoch=9_000_000, force=True).epoch == 9_000_000
 

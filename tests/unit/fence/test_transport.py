@@ -1,12 +1,13 @@
 """Agents and hubs over real sockets on loopback, with an authority in memory."""
 
+import asyncio
 import gc
 import logging
 import os
 import threading
 import time
 from collections import Counter
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from epochkv_fence.common import SayOnce
 from epochkv_fence.net.agent import AgentThread, EngineIdentity, GuardedEngine, Mailbox
 from epochkv_fence.net.server import HubServer, UnknownPool
 from epochkv_fence.protocol.agent import RemoveOld
-from epochkv_fence.protocol.pool import AuthorityError, EngineView
+from epochkv_fence.protocol.pool import EngineView
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
 from tests.support.hub import using
@@ -42,22 +43,21 @@ def test_an_engine_inside_schedule_does_not_say_that_it_leaves(fence: FenceWorld
 
 
 def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fence: FenceWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = fence.hub(deadline=0.1)
+    hub = fence.hub(deadline=0.25)
     agent, _ = fence.agent(hub.endpoint)
     eventually(lambda: agent.view.epoch == 0)
     fence.thread.call(fence.authority.gate.clear)
     before = agent.view.lease_until
     agent.poke()
     eventually(lambda: hub.counters["verify_failed"] >= 2)
-    assert hub.leading
-    assert agent.view.lease_until == before
+    assert (hub.leading, agent.view.lease_until) == (True, before)
     fence.thread.call(fence.authority.gate.set)
     eventually(lambda: agent.view.lease_until > before)
-    monkeypatch.setattr(fence.authority, "verify", AsyncMock(side_effect=AuthorityError("429")))
+    monkeypatch.setattr(fence.authority, "verify", lambda term: asyncio.sleep(60))
     failed, began = hub.counters["verify_failed"], time.monotonic()
     fence.request(hub, 1)
-    eventually(lambda: hub.counters["verify_failed"] >= failed + 6, "a reset is open")
-    assert time.monotonic() - began > 1.0, "who is overloaded has a pause between two reads"
+    eventually(lambda: hub.counters["verify_failed"] >= failed + 4, "a reset is open")
+    assert time.monotonic() - began > 1.4, "who is overloaded has a pause between two reads"
 
 
 def test_an_agent_that_has_ended_leaves_no_file_open(fence: FenceWorld) -> None:

@@ -77,6 +77,8 @@ class ApiServer(KubeClient):
         if ref.name in self.refused:
             raise Invalid(422, "Invalid", "", "PATCH")
         self.asked.append(f"{condition['reason']} {ref.name}")
+        if ref.name == "no right":
+            raise Forbidden(403, "Forbidden", "", "PATCH")
         return gated(ref.name, ref.namespace, condition, version="9")
 
 
@@ -125,8 +127,7 @@ def test_a_namespace_that_is_not_there_is_asked_for_once_in_a_while(monkeypatch:
     assert rig.problem() == ("NamespaceNotFound", "there is no namespace nowhere")
     clock[0] += joining.CHECK_SECONDS
     rig.server.namespaces.add("nowhere")
-    assert "POST ConfigMap nowhere" in rig.keep("nowhere", "team")
-    assert rig.problem() is None
+    assert ("POST ConfigMap nowhere" in rig.keep("nowhere", "team"), rig.problem()) == (True, None)
     other = pool({"allowedNamespaces": {"names": ["other"]}, "local": {"capacity": "1Gi"}})
     assert rig.copies.told(KEY, other) is None, "nobody has looked at this list"
 
@@ -207,17 +208,16 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
     assert (opened(5), server.asked) == ([], [])
     assert (opened(6, "team"), statuses[-1]["conditions"][0]["reason"]) == ([], "ReadForbidden")
     unseen.clear()
-    assert opened(7) == []
-    assert "DELETE Secret team" in server.asked
+    assert (opened(7), "DELETE Secret team" in server.asked) == ([], True)
     store.remove("ConfigMap", *store.every("ConfigMap"))
     server.refused = {"of-team"}
     assert opened(8, "elsewhere") == ["NotGated of-refused"]
     opens = [("of-team", "True", "a"), *((str(number), "True", "b") for number in range(8))]
-    gates = (("waits", "False", "a"), ("closes", "False", "b"), *opens)
-    turns = [Turn(pod(name, 0.0), {**closed, "status": status, "reason": status}, group) for name, status, group in gates]
+    gates = (*[("no right", "True", "c")] * 40, ("last", "False", "c"), ("waits", "False", "a"), ("closes", "False", "b"), *opens)
+    turns = [Turn(pod(name, 0.0, group), {**closed, "status": status, "reason": status}, group) for name, status, group in gates]
     server.asked.clear()
     assert isinstance(asyncio.run(pools._turn(KEY, "u", Serving(turns=tuple(turns)))), Invalid)
-    assert server.asked == [*(f"True {number}" for number in range(8)), "False closes"]
+    assert server.asked == [*["True no right"] * 8, *(f"True {number}" for number in range(8)), "False closes"]
 
 
 def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitializing") -> Json:
@@ -252,22 +252,22 @@ def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
     made: Callable[[], Json], heard: list[tuple[str, str]], complete: bool, said: str | None
 ) -> None:
     """`said`: None where there is nothing to say, and empty as long as nobody can tell."""
-    store, reporter, wake = Store(indexed), Mock(), Mock()
+    store, reporter, unseen, wake = Store(indexed), Mock(), {"team"}, Mock(side_effect=lambda *_: unseen.clear())
     for place in (("rl", "policy"), ("team", "refused")):
         metadata = {"namespace": place[0], "name": place[1], "uid": place[1], "resourceVersion": "1"}
         store.upsert("KVCachePool", {"metadata": metadata, "spec": {"reset": {"leaseSeconds": 30}}})
     view = SimpleNamespace(engines=[SimpleNamespace(pod=name, namespace=namespace) for name, namespace in heard], complete=complete)
     hub = Mock(return_value=SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0))
     store.upsert("Pod", made())
-    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake, ())
-    for _ in range(2):
+    pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake, unseen)
+    for _ in range(3):
         asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
     told = [call.kwargs for call in reporter.tell.mock_calls]
     assert [bool(re.match(said or "-", f"{about['reason']}: {about['note']}")) for about in told] == [True] * bool(said)
     assert all(about["warning"] is not (said == SILENT) for about in told), "a pod of a larger engine has no engine of its own"
     woke = [call.args[1] for call in wake.mock_calls]
-    assert len(woke) == (2 if said == "" else 0)
-    assert all(15 < delay <= 30 for delay in woke), "a thousand pods that ask each second leave the hub no time"
+    assert len(woke) == (3 if said == "" else 1), "of a namespace that is not seen nobody can tell"
+    assert all(15 < delay <= 30 for delay in woke[1:]), "a thousand pods that ask each second leave the hub no time"
     metadata = {"namespace": "rl", "name": "policy", "uid": "made again", "resourceVersion": "2"}
     store.upsert("KVCachePool", {"metadata": metadata, "spec": {"reset": {"leaseSeconds": 30}}})
     view.engines.clear()
