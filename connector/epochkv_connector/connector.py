@@ -202,10 +202,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._step("start_step", lambda worker, metadata: worker.take(metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads begin; they touch only blocks that no forward pass uses.
-
-        vLLM's second model runner calls this behind the forward pass, outside of its context, and says how many tokens there were.
-        """
+        """Loads begin. vLLM's second model runner calls this outside of the forward pass's context, and tells the number of tokens."""
         idle = "num_tokens" not in kwargs and getattr(forward_context, "attn_metadata", None) is None
         self._step("start_step", lambda worker, metadata: worker.start(metadata, idle=idle))
 

@@ -651,10 +651,10 @@ class LoadJobs:
 
     def loaded(self, done: Loaded) -> None:
         self._state.end_load(done.job.request_id, done.job.moves[-1])
-        if done.failed and not done.abandoned:
-            self._planner.load_failed(done.job.request_id)
         if not done.abandoned:
             self._state.loaded(done)
+            if done.failed:
+                self._planner.load_failed(done.job.request_id)
         if done.job.prefetch:
             return self._planner.prefetches.ended(done)
         self._index.read(move.slot for move in done.job.moves)

@@ -360,11 +360,11 @@ class WorkerRole:
         self._pending = _Pending()
         self._broken: JobRunner | None = None  # it raised; asked for ever, as slots may be released late
         self._unended: set[int] = set()  # its jobs that it may still be working on
-        self._taken = self._started = self._finished = True
+        self._taken = self._finished = True
         self._idle = False
 
     def new_step(self) -> None:
-        self._taken = self._started = self._finished = False
+        self._taken = self._finished = False
 
     def take(self, metadata: StepMetadata) -> None:
         """Loads begin; the forward pass touches none of their blocks."""
@@ -378,14 +378,12 @@ class WorkerRole:
     def start(self, metadata: StepMetadata, *, idle: bool) -> None:
         """`idle`: the step schedules no tokens, so waiting a millisecond for a completion costs nobody."""
         self.take(metadata)
-        if self._started:
-            return
-        self._started, self._idle = True, idle
+        self._idle = idle
         self._begin(idle)
 
     def finish(self, metadata: StepMetadata) -> None:
         """The forward pass was issued: saves begin behind it."""
-        self.start(metadata, idle=self._idle)
+        self.take(metadata)
         if self._finished:
             return
         self._finished = True
@@ -410,7 +408,7 @@ class WorkerRole:
         """
         if not self._taken:
             self._pending.take_on(metadata)
-        self._taken = self._started = self._finished = True
+        self._taken = self._finished = True
         if self.runner is not None:
             self._broken, self.runner = self.runner, None
             self._unended = set(self._pending.jobs)
