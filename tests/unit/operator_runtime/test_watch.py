@@ -171,7 +171,7 @@ def test_the_other_namespaces_have_a_hub_where_one_is_refused_from_the_start() -
         for resource in watch.COMPARED:
             asyncio.run(watches._compare(resource))
         assert watches.unseen == set()
-        assert set(pools) == {True}, "looked at when they are there"
+        assert min(map(len, pools), default=0), "looked at, and when they are there"
     with pytest.raises(TimeoutError):
         asyncio.run(begin(a=[DENIED]))
 
