@@ -100,7 +100,7 @@ def test_an_engine_without_requests_is_stepped_until_saves_that_let_go_are_ackno
 @pytest.mark.unclean
 def test_what_fails_while_saves_let_go_is_no_error_of_vllms(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.serve(prompt(1, LENGTH))
-    monkeypatch.setattr(rig.tiers.saves, "read_blocks", lambda: 1 // 0)
+    monkeypatch.setattr(rig.tiers.state.jobs, "gpu_blocks", lambda: 1 // 0)
     assert rig.scheduler.reset_prefix_cache()
     assert rig.connector._guard.errors["let_go"] == 1
 

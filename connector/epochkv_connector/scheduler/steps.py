@@ -268,7 +268,7 @@ class Steps:
         try:
             if self._tiers is not None:
                 self._tiers.saves.drop_unsent()  # of requests that have ended since the last step
-                held += self._tiers.saves.read_blocks()
+                held += self._tiers.state.jobs.gpu_blocks()  # which ranks may still read
             held += self._weights.blocks_to_free()
             pool.free(held)
         except Exception as error:

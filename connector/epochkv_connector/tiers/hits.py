@@ -307,7 +307,7 @@ class HitPlanner:
             for block, (name, slot) in enumerate(zip(span.names, span.slots, strict=True), span.first)
             if slot == ABSENT and not self.is_on_gpu(span.group, name)
         ]
-        return [] if missing and (missing[-1][0], missing[-1][2]) in self._state.loading else missing
+        return [] if missing and self._state.loader((missing[-1][0], missing[-1][2])) else missing
 
     def answer(self, req: RequestView, num_local_tokens: int, snap: Snapshot) -> int | None:
         """How many tokens beyond the local ones the tiers give, held by a plan; the same question again finds the same plan.
@@ -334,7 +334,7 @@ class HitPlanner:
         found = self.find(req)
         query = self._query(req, found, namespace, snap.root, num_local_tokens, max_tokens)
         plan = Plan(req.request_id, snap.root, num_local_tokens, namespace, now + PLAN_TTL_SECONDS)
-        if self._is_pending(req.request_id, query, now):
+        if self._is_pending(req.request_id, query):
             self._count["lookups_deferred"] += 1
             return None
         if query is not None and query.found is not None:
@@ -346,7 +346,7 @@ class HitPlanner:
                 found.remote = self._state.doubts.without(query.found)
             plan.valid_until = query.begun_at + READ_LEASE_SECONDS
         whole = longest_hit(self._layout, num_local_tokens, max_tokens, found.present, found.first_absent)
-        awaits = whole > num_local_tokens and self._awaits_load(req.request_id, whole, found, now)
+        awaits = whole > num_local_tokens and self._awaits_load(req.request_id, whole, found)
         if not awaits:
             self._fill(plan, whole, found)
         if awaits or (num_local_tokens + plan.num_tokens < whole and self._await_slots(req.request_id)):
@@ -355,21 +355,20 @@ class HitPlanner:
         self._open(plan, now)
         return plan.num_tokens
 
-    def _is_pending(self, request_id: str, query: Query | None, now: float) -> bool:
+    def _is_pending(self, request_id: str, query: Query | None) -> bool:
         """Whether blocks of the request are on their way, or L2 has not said yet which there are."""
         last, awaited = self._awaited.get(request_id, ((0, b""), ""))
-        owner, until = self._state.loading.get(last, ("", 0.0))
-        on_their_way = (owner == awaited and now < until) or self.prefetches.is_open(request_id)
-        return on_their_way or (query is not None and self._lookups.is_pending(query))
+        on_their_way = (awaited and self._state.loader(last) == awaited) or self.prefetches.is_open(request_id)
+        return bool(on_their_way) or (query is not None and self._lookups.is_pending(query))
 
-    def _awaits_load(self, request_id: str, total: int, found: PromptBlocks, now: float) -> bool:
+    def _awaits_load(self, request_id: str, total: int, found: PromptBlocks) -> bool:
         """Whether another request's load, or prefetch, brings this very hit. vLLM's own cache holds it then: of n rollouts of one prompt,
         one loads. Only one load is waited for: it may fail."""
         group, spec = self._layout.restored[-1]
         end = cdiv(total, spec.block_size)
         last = group, bytes(found.blocks(group, end - 1, end).names[0])
-        owner, until = self._state.loading.get(last, ("", 0.0))
-        if now >= until or owner == request_id or request_id in self._awaited:
+        owner = self._state.loader(last)
+        if owner in ("", request_id) or request_id in self._awaited:
             return False
         self._awaited[request_id] = last, owner
         return True

@@ -279,10 +279,6 @@ class SaveJobs:
                     for outcome in self._state.jobs.acknowledge(JobAck(job.job_id, rank, phase, failed=True)):
                         self.apply(outcome)
 
-    def read_blocks(self) -> tuple[int, ...]:
-        """GPU blocks that ranks may still read for open saves."""
-        return tuple(self._state.jobs.gpu_blocks())
-
     def apply(self, outcome: Outcome) -> None:
         """Every rank has ended a part of a save, or touches slots of a job no more."""
         match outcome:

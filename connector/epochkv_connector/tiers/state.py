@@ -541,14 +541,19 @@ class TierState:
         """Prefix of the L2 keys of what holds now; None: nothing is looked for in L2, nor put there."""
         return snap.namespace if snap.shared and self.config.distributed is not None else None
 
+    def loader(self, last: Key) -> str:
+        """The request whose load brings this block last; empty: none that is worth waiting for."""
+        request_id, until = self.loading.get(last, ("", 0.0))
+        return request_id if self.clock() < until else ""
+
     def begin_load(self, request_id: str, last: BlockMove) -> None:
-        key, now = (last.group, last.block_hash), self.clock()
-        if self.loading.get(key, ("", 0.0))[1] <= now:
-            self.loading[key] = request_id, now + 2 * self.config.job_deadline_seconds
+        if not self.loader(key := (last.group, last.block_hash)):
+            self.loading[key] = request_id, self.clock() + 2 * self.config.job_deadline_seconds
 
     def end_load(self, request_id: str, last: BlockMove) -> None:
-        if self.loading.get((last.group, last.block_hash), ("", 0.0))[0] == request_id:
-            del self.loading[last.group, last.block_hash]
+        key = last.group, last.block_hash
+        if key in self.loading and self.loading[key][0] == request_id:
+            del self.loading[key]
 
     def loaded(self, done: Loaded) -> None:
         """Verified L2 bytes in a slot are good on every rank, even when the copy to the GPU came too late."""
