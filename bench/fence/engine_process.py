@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 
+from epochkv_fence.common import lease_clock
 from epochkv_fence.net.agent import AgentThread, EngineIdentity
 from epochkv_fence.net.keys import ClientKeys
 
@@ -69,7 +70,8 @@ def main() -> None:
         view = agent.view
         if view != told:
             told = view
-            print(json.dumps({"epoch": view.epoch, "lease_until": view.lease_until, "at": time.monotonic()}), flush=True)
+            until = view.lease_until and view.lease_until - lease_clock.ahead  # on the clock of other processes
+            print(json.dumps({"epoch": view.epoch, "lease_until": until, "at": time.monotonic()}), flush=True)
     agent.stop()
 
 

@@ -101,6 +101,29 @@ class LoopThread:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# The clock of leases.
+
+
+class LeaseClock:
+    """Seconds that go on while a machine is suspended, or while this process lies in an image from which it is restored.
+
+    The monotonic clock stands still then, and the wall clock does not. A wall clock that is set back changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        wall = time.time()  # first: a thread that waits between the two lines must not look suspended
+        now = time.monotonic()
+        self.ahead = max(self.ahead, wall - now)
+        return now + self.ahead
+
+
+lease_clock: Final = LeaseClock()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Log lines that come once per change, so that a fault which lasts does not fill the log.
 
 

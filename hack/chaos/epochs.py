@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from epochkv_fence.common import lease_clock
 from epochkv_fence.net.keys import ClientKeys
 from tests.cluster.fence_engines import FenceEngine, client_keys
 from tests.cluster.operator_harness import CHILDREN, POOLS, Namespace
@@ -94,7 +94,7 @@ class EpochWatch:
             self._problem(f"{about}: epoch {epoch} of target {target}, and only {asked} was asked for")
         for engine in list(pool.engines):
             view = engine.agent.view
-            if view.epoch is not None and view.epoch < epoch and time.monotonic() < view.lease_until:
+            if view.epoch is not None and view.epoch < epoch and lease_clock() < view.lease_until:
                 self._problem(f"{about}: epoch {epoch} is published, and an engine may use {view.epoch}")
         pool.target, pool.epoch = target, epoch
 

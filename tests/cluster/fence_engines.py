@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 import secrets
-import time
 from collections.abc import Callable
 from typing import Any
 
+from epochkv_fence.common import lease_clock
 from epochkv_fence.net.agent import AgentThread, EngineIdentity
 from epochkv_fence.net.keys import ClientKeys
 from tests.support.fence import FakeEngine
@@ -63,7 +63,7 @@ class FenceEngine(FakeEngine):
     @property
     def leased(self) -> bool:
         """Whether it may use its epoch right now."""
-        return time.monotonic() < self.agent.view.lease_until
+        return lease_clock() < self.agent.view.lease_until
 
     def push(self, holds: bytes | str) -> None:
         """Other weights, or why nobody knows them; the hub is told at once."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from epochkv_fence.common import lease_clock
 from epochkv_fence.net.agent import AgentThread
 from epochkv_fence.net.gate import MAX_PEERS, Bucket, Peers
 from epochkv_fence.net.server import HubServer
@@ -35,7 +36,7 @@ def leases_held_for(seconds: float, agents: list[AgentThread]) -> Callable[[], b
     until = time.monotonic() + seconds
 
     def looked() -> bool:
-        assert all(time.monotonic() < agent.view.lease_until for agent in agents), "a lease was lost"
+        assert all(lease_clock() < agent.view.lease_until for agent in agents), "a lease was lost"
         return time.monotonic() >= until
 
     return looked
@@ -51,7 +52,7 @@ def stands(world: FenceWorld, hub: HubServer, proof: str, at_least: int) -> None
     world.request(hub, 1)
     eventually(lambda: world.published() == 1, "published")
     assert world.authority.published[0][0] < began + LEASE  # by agreement, not by waiting for leases
-    assert all(agent.view.epoch == 1 and time.monotonic() < agent.view.lease_until for agent in agents)
+    assert all(agent.view.epoch == 1 and lease_clock() < agent.view.lease_until for agent in agents)
     flooded = hub.counters[proof]
     eventually(lambda: hub.counters[proof] > flooded, "it was going on all the time")
     assert failures(hub) == {}

@@ -234,7 +234,7 @@ class LeaseWatch:
             for agent in self._agents:
                 view = agent.view
                 self.looks += 1
-                self.gaps += view.epoch is None or time.monotonic() >= view.lease_until
+                self.gaps += view.epoch is None or common.lease_clock() >= view.lease_until
 
     def __enter__(self) -> LeaseWatch:
         self._thread.start()

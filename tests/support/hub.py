@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from epochkv_fence.client import Pool
+from epochkv_fence.common import lease_clock
 from epochkv_fence.connection import Connection
 from epochkv_fence.net.agent import AgentThread, EngineIdentity
 from epochkv_fence.protocol.pool import PoolSnapshot
@@ -93,7 +94,7 @@ class Agents:
 def using(agent: AgentThread, epoch: int) -> bool:
     """It may use that epoch, under a live lease."""
     view = agent.view
-    return view.epoch == epoch and time.monotonic() < view.lease_until
+    return view.epoch == epoch and lease_clock() < view.lease_until
 
 
 class HubWorld:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from epochkv_connector.naming.identity import ROOT_BYTES, Pin, Snapshot, adapter_root, embeddings_root, engine_root, namespace, shared_root
 from epochkv_connector.weights.adapters import Adapters
+from epochkv_fence.common import lease_clock
 
 if TYPE_CHECKING:
     from epochkv_connector.engine.blocks import BlockHashing, GlobalRoot, Hasher
@@ -176,7 +177,7 @@ class RootState:
         return ""
 
     def _refresh(self) -> None:
-        if self._settled and time.monotonic() < self._lease_until() and self._global.is_bound(self.snapshot.root):
+        if self._settled and lease_clock() < self._lease_until() and self._global.is_bound(self.snapshot.root):
             return
         if self._bound and not self.overwritten and not self._global.is_bound(self.snapshot.root):
             self.overwritten = True
@@ -208,7 +209,7 @@ class RootState:
             (self.epoch < 0, Reason.UNASSIGNED),
             (self.waiting_after_reset, Reason.LOCAL_RESET),
             ((self.epoch, self.weights) in self._ended, Reason.WEIGHTS_ENDED),
-            (time.monotonic() >= self._lease_until(), Reason.NO_LEASE),
+            (lease_clock() >= self._lease_until(), Reason.NO_LEASE),
         )
         return next((reason for holds, reason in reasons if holds), Reason.IN_USE)
 

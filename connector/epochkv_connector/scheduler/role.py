@@ -44,6 +44,7 @@ from epochkv_connector.weights.executor import EngineRanks, join
 from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import object_bytes
+from epochkv_fence.common import lease_clock
 from epochkv_fence.connection import read_client_keys, read_root_secret
 from epochkv_fence.net.agent import AgentHooks, AgentThread, EngineIdentity
 from epochkv_fence.net.keys import ClientKeys
@@ -109,7 +110,7 @@ class HubLink:
             logger.warning("EpochKV serves without the pool's caches: %s", self.problem)
 
     def lease_until(self) -> float:
-        """End of the lease on the monotonic clock; 0.0 without one."""
+        """End of the lease on `lease_clock`; 0.0 without one."""
         return self._thread.view.lease_until if self._thread is not None else 0.0
 
     def counts(self) -> dict[str, int]:
@@ -444,7 +445,7 @@ class SchedulerRole:
             "waiting_after_reset": root.waiting_after_reset,
             "root_overwritten": root.overwritten,
             "hub_unusable": self._link.problem is not None,
-            "lease_remaining_seconds": max(0.0, self._link.lease_until() - time.monotonic()),
+            "lease_remaining_seconds": max(0.0, self._link.lease_until() - lease_clock()),
             "errors": sum(dict(self._guard.errors).values()),
         }
         if self.tiers is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -16,12 +17,13 @@ from typing import Final, Protocol, TypeVar
 
 import zmq
 
-from epochkv_fence.common import SayOnce, on_daemon_thread
+from epochkv_fence.common import SayOnce, lease_clock, on_daemon_thread
 from epochkv_fence.net.dealer import Link, LinkEvent
 from epochkv_fence.net.keys import ClientKeys, KeyReader
 from epochkv_fence.protocol import agent as ag
 from epochkv_fence.protocol.agent import BEATS_PER_LEASE, Event, RemoveOld
 from epochkv_fence.protocol.messages import (
+    INSTANCE_BYTES,
     MAX_NAME,
     MAX_STAT_NAME,
     MAX_STATS,
@@ -153,7 +155,7 @@ class EngineIdentity:
 class GuardedEngine:
     """Asks the hooks. Used by the agent's thread; `remove_old` begins a thread of its own."""
 
-    _instance: bytes
+    instance: bytes
     _identity: EngineIdentity
     _hooks: AgentHooks
     _mailbox: Mailbox
@@ -210,7 +212,7 @@ class GuardedEngine:
             self._pushed = self._pushed or self._held not in (None, weights)
             self._held = weights
         return Heartbeat(
-            instance=self._instance,
+            instance=self.instance,
             seq=seq,
             epoch=epoch,
             old_epoch_requests=max(0, self._ask("old_epoch_requests", self._hooks.old_epoch_requests, 0)),
@@ -254,7 +256,7 @@ class GuardedEngine:
     def _remove_old(self, asked: RemoveOld) -> None:
         answer = self._hooks.reclaim(asked.below, asked.keep)
         removed, num_bytes = answer if isinstance(answer, tuple) else (answer, 0)
-        self._mailbox.send(Reclaimed(self._instance, asked.below, max(0, removed), max(0, num_bytes), asked.number))
+        self._mailbox.send(Reclaimed(self.instance, asked.below, max(0, removed), max(0, num_bytes), asked.number))
 
     def _removed(self, done: Future[None]) -> None:
         self._removing = False
@@ -398,6 +400,8 @@ UNREACHABLE_AFTER_SECONDS: Final = 5.0
 LEAVE_SECONDS: Final = 0.5
 """For telling the hub that this engine ends: for the step under way to end, and again for the message to get out."""
 MAX_POLL_SECONDS: Final = 1.0
+MISSED_SECONDS: Final = 1.0
+"""A wall clock that goes ahead of the monotonic one by more, within one turn: time was missed. One that is set ahead looks alike."""
 
 
 class AgentThread:
@@ -434,6 +438,7 @@ class AgentThread:
         self._stopping = threading.Event()
         self._started = False
         self._settling_since: float | None = None
+        self._ahead = lease_clock.ahead
         self._disconnected_at = time.monotonic()
 
     # ------------------------------------------------------------------ any thread
@@ -445,7 +450,7 @@ class AgentThread:
 
     @property
     def view(self) -> ag.View:
-        """Epoch and lease, replaced as one object. The epoch may be used while `time.monotonic() < lease_until`."""
+        """Epoch and lease, replaced as one object. The epoch may be used while `lease_clock() < lease_until`."""
         return self._view
 
     def start(self) -> None:
@@ -513,7 +518,7 @@ class AgentThread:
 
     def _poll_ms(self) -> int:
         now = time.monotonic()
-        wait = min(self._agent.deadline() - now, MAX_POLL_SECONDS)
+        wait = min(self._agent.deadline() - lease_clock(), MAX_POLL_SECONDS)
         if not self._started:
             wait = min(wait, READY_POLL_SECONDS)
         if self._settling_since is not None:
@@ -528,12 +533,16 @@ class AgentThread:
         if self._settling_since is not None and not self._engine.busy:
             self._settling_since = None
             self._step(ag.Settled())
-        now = time.monotonic()
-        if now >= self._agent.deadline():
+        now, lease_now = time.monotonic(), lease_clock()
+        if lease_clock.ahead > self._ahead + MISSED_SECONDS:
+            self._engine.instance = secrets.token_bytes(INSTANCE_BYTES)
+            self._step(ag.Woke(self._engine.instance))
+        self._ahead = lease_clock.ahead
+        if lease_now >= self._agent.deadline():
             self._step(ag.Tick())
         explained = self._links.current.connected or self._say.state("hub") in ("refused", "handshake")
         if not explained and now >= self._disconnected_at + UNREACHABLE_AFTER_SECONDS:
-            until = "sharing nothing when the lease is over" if now < self._view.lease_until else "sharing nothing until there is one"
+            until = "sharing nothing when the lease is over" if lease_now < self._view.lease_until else "sharing nothing until there is one"
             self._say("hub", "unreachable", logging.WARNING, "no connection to the hub at %s; %s, retrying", self.endpoint, until)
         self._links.redial(now)
         self._links.read_keys(self._agent.lease_seconds, now)
@@ -590,7 +599,7 @@ class AgentThread:
     # ------------------------------------------------------------------ the state machine
 
     def _step(self, event: ag.Event) -> None:
-        actions = self._agent.step(event, time.monotonic())
+        actions = self._agent.step(event, lease_clock())
         self._view = self._agent.view
         for action in actions:
             self._do(action)

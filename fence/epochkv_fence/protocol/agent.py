@@ -72,11 +72,20 @@ class Proposed(msgspec.Struct, frozen=True):
     epoch: int
 
 
+class Woke(msgspec.Struct, frozen=True):
+    """Time was missed: the machine was suspended, or this process was restored from an image, perhaps not as the only one.
+
+    Processes of one instance would answer for each other. So this one goes on as `instance`, without a lease.
+    """
+
+    instance: bytes
+
+
 class Left(msgspec.Struct, frozen=True):
     """The engine shuts down, and its scheduler thread is outside `schedule()`: it admits nothing more. Nothing follows."""
 
 
-Event = Started | Tick | Poked | Received | Adopted | AdoptFailed | Settled | Proposed | Left
+Event = Started | Tick | Poked | Received | Adopted | AdoptFailed | Settled | Proposed | Woke | Left
 
 
 # --------------------------------------------------------------------------------------------------------------- actions
@@ -157,7 +166,7 @@ class Agent:
         self._sent_at: dict[int, float] = {}
         self._beat_due = 0.0
         self._last_beat = float("-inf")
-        self._proposal: Propose | None = None
+        self._proposal: int | None = None
 
     # ------------------------------------------------------------------ reading
 
@@ -195,6 +204,10 @@ class Agent:
                 return self._settled(now)
             case Proposed(epoch):
                 return self._proposed(epoch)
+            case Woke(instance):
+                self.instance, self.lease_until = instance, NO_LEASE
+                self._sent_at.clear()
+                return self._poked(now)
             case Left():
                 return self._leave()
 
@@ -254,7 +267,7 @@ class Agent:
         self._pending = None
         self.epoch = epoch
         self.lease_until = max(self.lease_until, pending.lease_end)
-        if self._proposal is not None and self._proposal.epoch <= epoch:
+        if self._proposal is not None and self._proposal <= epoch:
             self._proposal = None
         self._settling = True
         return [Settle()]
@@ -306,9 +319,9 @@ class Agent:
             return []
         if self.epoch is not None and epoch <= self.epoch:
             return []  # adopted since the reset
-        if self._proposal is None or epoch >= self._proposal.epoch:
-            self._proposal = Propose(self.instance, epoch)
+        if self._proposal is None or epoch >= self._proposal:
+            self._proposal = epoch
         return self._proposals()
 
     def _proposals(self) -> list[Action]:
-        return [] if self._proposal is None else [Send(self._proposal)]
+        return [] if self._proposal is None else [Send(Propose(self.instance, self._proposal))]

@@ -179,6 +179,16 @@ def test_a_proposal_is_repeated_until_its_epoch_is_reached() -> None:
     assert agent.step(ag.Settled(), 110.0) == [ag.Beat(3, 5)]
 
 
+def test_who_missed_time_goes_on_as_another_instance_without_a_lease() -> None:
+    agent, other = at_epoch(1), bytes(16)
+    agent.step(ag.Proposed(5), 101.0)
+    agent.step(ag.Poked(), 101.0)
+    assert agent.step(ag.Woke(other), 105.0) == [ag.Beat(3, 1), ag.Send(Propose(other, 5))]
+    assert agent.view == (1, ag.NO_LEASE)
+    assert agent.step(grant(2, 1), 105.0) == [], "it was for the instance before"
+    assert agent.view.lease_until == ag.NO_LEASE
+
+
 def test_of_two_resets_the_higher_epoch_is_proposed_and_none_that_was_left_meanwhile() -> None:
     agent = at_epoch(4)
     assert agent.step(ag.Proposed(4), 101.0) == []

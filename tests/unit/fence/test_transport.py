@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from epochkv_fence.common import SayOnce
+from epochkv_fence.common import SayOnce, lease_clock
 from epochkv_fence.net.agent import AgentThread, EngineIdentity, GuardedEngine, Mailbox
 from epochkv_fence.net.server import HubServer, UnknownPool
 from epochkv_fence.protocol.agent import RemoveOld
@@ -58,6 +58,24 @@ def test_a_read_that_does_not_answer_grants_nothing_but_is_no_stepping_down(fenc
     fence.request(hub, 1)
     eventually(lambda: hub.counters["verify_failed"] >= failed + 4, "a reset is open")
     assert time.monotonic() - began > 1.4, "who is overloaded has a pause between two reads"
+
+
+def test_a_process_that_missed_time_has_no_lease_and_is_another_instance(fence: FenceWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after suspension, or in a pod that is restored from an image: the monotonic clock stood still."""
+
+    def instances() -> set[str]:
+        return {engine.instance for engine in fence.thread.call(lambda: hub.snapshot(POOL)).engines}
+
+    hub, ((agent, _),) = serving(fence, 1)
+    (before,), lease, wall = instances(), agent.view.lease_until, time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + 3600)
+    assert lease_clock() > lease, "at once, on whichever thread asks"
+    eventually(lambda: instances() > {before}, "nobody is heard for it")
+    eventually(lambda: agent.view.lease_until > lease + 3600 and using(agent, 0), "it is granted anew")
+    monkeypatch.undo()
+    assert using(agent, 0), "a wall clock that is set back changes nothing"
+    fence.request(hub, 1)
+    eventually(lambda: using(agent, 1), "it follows resets")
 
 
 def test_an_agent_that_has_ended_leaves_no_file_open(fence: FenceWorld) -> None:

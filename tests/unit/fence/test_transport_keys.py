@@ -1,11 +1,11 @@
 """A pool's client key is replaced while engines serve: nobody's lease ends, whichever side learns of the new key first."""
 
 import threading
-import time
 from typing import Any
 
 import pytest
 
+from epochkv_fence.common import lease_clock
 from epochkv_fence.hub import machine
 from epochkv_fence.hub.machine import Hub, HubState
 from epochkv_fence.net.agent import AgentThread
@@ -53,7 +53,7 @@ def serving(fence: FenceWorld, num_agents: int = 4) -> tuple[HubServer, Vault, l
     hub = fence.hub()
     vault = Vault(fence.client_keys)
     made = [fence.agent(hub.endpoint, credentials=vault) for _ in range(num_agents)]
-    eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent, _ in made), "everyone may use the pool")
+    eventually(lambda: all(lease_clock() < agent.view.lease_until for agent, _ in made), "everyone may use the pool")
     return hub, vault, [agent for agent, _ in made], [engine for _, engine in made]
 
 
@@ -96,9 +96,9 @@ def test_a_key_that_was_dropped_too_early_costs_a_rejoin_and_nothing_else(fence:
     eventually(lambda: hub.counters["refused_pool"] >= 1, "its open connection speaks for no pool any more")
     reads = vault.num_reads
     eventually(lambda: vault.num_reads > reads, "it looks for new keys at once")
-    eventually(lambda: time.monotonic() >= agents[0].view.lease_until, "it shares nothing")
+    eventually(lambda: lease_clock() >= agents[0].view.lease_until, "it shares nothing")
     vault.keys = ClientKeys(fence.hub_pair.public, *new)
-    eventually(lambda: time.monotonic() < agents[0].view.lease_until, "it is back")
+    eventually(lambda: lease_clock() < agents[0].view.lease_until, "it is back")
     assert agents[0].view.epoch == 0
     assert engines[0].adopted == [0]
 
@@ -154,7 +154,7 @@ def test_the_hubs_own_key_is_replaced(fence: FenceWorld) -> None:
     assert successor.counters["received"] == 0
     vault.keys = fence.client_keys
     eventually(lambda: all(agent.counters["key_changes"] == 1 for agent in agents))
-    eventually(lambda: all(time.monotonic() < agent.view.lease_until for agent in agents))
+    eventually(lambda: all(lease_clock() < agent.view.lease_until for agent in agents))
 
 
 # -------------------------------------------- what goes wrong with one pool, or with one message, harms nothing else
