@@ -118,7 +118,7 @@ def go_version() -> str:
     try:
         return subprocess.run(["go", "env", "GOVERSION"], check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError) as error:
-        raise ClusterError(f"cannot run 'go env GOVERSION' ({error}): install Go 1.26 or newer to build the cluster's binaries") from error
+        raise ClusterError(f"cannot run 'go env GOVERSION' ({error}): install Go 1.26.7 or newer to build the binaries") from error
 
 
 def module_hash(module: Module, version: str, tools: Path = TOOLS) -> str:

@@ -25,7 +25,7 @@ class UnsupportedEngine(RuntimeError):
 def unsupported(found: str) -> str:
     """The sentence for this version."""
     first, last = TESTED_VERSIONS
-    return f"vLLM {found} is not supported: EpochKV was tested with {first[0]}.{first[1]} to {last[0]}.{last[1]}; install one of these"
+    return f"vLLM {found} is not supported: EpochKV takes {first[0]}.{first[1]} to {last[0]}.{last[1]}; install one of these"
 
 
 def running() -> dict[str, str]:

@@ -300,7 +300,7 @@ def why_no_l2(vllm_config: Any) -> str | None:
     if blocks.hash_seed_is_random(algorithm):
         return (
             f"block hashes ({algorithm}) have a random seed in each process; "
-            "set PYTHONHASHSEED to one value in the whole pool, or use --prefix-caching-hash-algo sha256"
+            "use --prefix-caching-hash-algo sha256, or set PYTHONHASHSEED to one value in the whole pool"
         )
     if _returns_routes(vllm_config):
         return (

@@ -86,7 +86,7 @@ def test_kustomize_labels_pods_and_no_selector(tmp_path: Path) -> None:
     assert one["spec"]["selector"] == selector
     for made in (one["spec"]["template"], several["spec"]["leaderWorkerTemplate"]["workerTemplate"]):
         assert made["metadata"]["labels"] == {"llm-d.ai/role": "decode", LABEL: POOL}
-        assert made["spec"]["containers"][0]["image"] == "docker.io/vllm/vllm-openai:v0.33.0"
+        assert made["spec"]["containers"][0]["image"] == "docker.io/vllm/vllm-openai:v0.32.0"
 
 
 def test_labels_of_pods_stand_where_the_platforms_take_them() -> None:

@@ -46,7 +46,7 @@ def test_only_a_pod_that_joined_by_its_label_is_left_alone(
     assert registered == (["plugin"] if joins else [])
     (*lines,) = (line for line in caplog.messages if "stays as it is" in line)
     assert len(set(lines)) == (not joins)  # two handlers may have it
-    assert all("vLLM 0.29.1 is not supported: EpochKV was tested with 0.30 to 0.33" in line for line in lines)
+    assert all("vLLM 0.29.1 is not supported: EpochKV takes 0.30 to 0.33" in line for line in lines)
 
 
 def test_a_vllm_without_the_names_that_a_connector_needs_stays_as_it_is(tmp_path: Path) -> None:

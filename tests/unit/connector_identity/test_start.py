@@ -236,7 +236,7 @@ def test_a_vllm_without_the_names_we_need_is_a_sentence(tmp_path: Path, module: 
     code = f"from types import SimpleNamespace as N; import epochkv_connector.{module} as m; m.check({config})"
     status, lines = run("-c", code, cwd=tmp_path)
     assert status == 1
-    assert "vLLM 0.11.0 is not supported: EpochKV was tested with 0.30 to 0.33; install one of these" in lines[-1]
+    assert "vLLM 0.11.0 is not supported: EpochKV takes 0.30 to 0.33; install one of these" in lines[-1]
 
 
 def test_the_versions_that_a_hub_is_told_are_those_of_the_installed_packages() -> None:

@@ -68,3 +68,11 @@ def test_every_reason_of_a_workload_is_on_the_page() -> None:
     made = [call.args[4] for call in calls("workload.py", "Health") if len(call.args) > 4]
     found = {text for node in (*pairs, *made) for text in texts(node) if REASON.fullmatch(text)}
     assert {reason for row in rows("Workloads", 3) for reason in names(row[0])} == found
+
+
+def test_every_event_is_on_the_page() -> None:
+    """Those that no condition brings: their reasons are strings, with two capitals, where they are told."""
+    files = (*CONTROL.glob("*.py"), CONTROL.parent / "keys.py")
+    told = {name for path in files for name in re.findall(r'(?:tell|emit)\(.*?"([A-Z][a-z]+[A-Z]\w+)"', path.read_text())}
+    assert len(told) > 5
+    assert {reason for row in rows("Events", 2) for reason in names(row[0])} == told
