@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import random
 import socket
+from collections import deque
+
+_claims: deque[socket.socket] = deque(maxlen=100)
+"""Names that no other process of this machine can take: two that pick a port at one moment would both find it free."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -14,11 +18,15 @@ def free_ports(count: int) -> list[int]:
     """
     found: list[int] = []
     for port in random.SystemRandom().sample(range(20000, 32000), 2000):
+        claim = socket.socket(socket.AF_UNIX)
         with socket.socket() as probe:
             try:
+                claim.bind(f"\0epochkv-port-{port}")
                 probe.bind(("127.0.0.1", port))
             except OSError:
+                claim.close()
                 continue
+        _claims.append(claim)
         found.append(port)
         if len(found) == count:
             return found
