@@ -6,7 +6,8 @@ import random
 import socket
 from collections import deque
 
-_claims: deque[socket.socket] = deque(maxlen=100)
+MAX_CLAIMS = 100
+_claims: deque[socket.socket] = deque()
 """Names that no other process of this machine can take: two that pick a port at one moment would both find it free."""
 
 
@@ -27,6 +28,8 @@ def free_ports(count: int) -> list[int]:
                 claim.close()
                 continue
         _claims.append(claim)
+        if len(_claims) > MAX_CLAIMS:
+            _claims.popleft().close()
         found.append(port)
         if len(found) == count:
             return found
