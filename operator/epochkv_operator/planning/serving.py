@@ -161,7 +161,7 @@ def serving(
     if default.weights == ANY and all(one.weights == ANY for one in overrides.values()) and not any(map(has_gate, pods)):
         return None
     views = _by_pod(pods, home, hub.engines if hub is not None else ())
-    seen = [_pod(pod, default, overrides, views, lives, clock) for pod in pods if _counts(pod)]
+    seen = [_pod(pod, home, default, overrides, views, lives, clock) for pod in pods if _counts(pod)]
     views |= {_place(pod.obj): pod.views for pod in seen}
     live = [view for found in views.values() for view in found if view.weights is not None]
     pushes: dict[Kind, float] = {}
@@ -376,23 +376,25 @@ def _counts(pod: Json) -> bool:
 
 def _pod(
     pod: Json,
+    home: str,
     default: Serve,
     overrides: Mapping[str, Serve],
     views: Mapping[Place, Sequence[EngineView]],
     lives: Mapping[str, Life],
     clock: float,
 ) -> _Pod:
-    engine, gate = (pod["metadata"].get("labels") or {}).get(ENGINE_LABEL), condition_of(pod, GATE)
+    (space, name), gate = _place(pod), condition_of(pod, GATE)
+    engine = (pod["metadata"].get("labels") or {}).get(ENGINE_LABEL, "") if space == home else ""  # a guest writes its labels itself
     life = lives.get(pod["metadata"]["uid"], Life(""))
     latest = [view for view in views.get(_place(pod), ()) if life.over is None or clock - view.silent_seconds >= life.over]
     known = frozenset(filter(None, str(gate.get("message", "")).partition(INSTANCES)[2].split(", ")))
     named = known.issuperset(view.instance.hex() for view in latest)
     return _Pod(
         obj=pod,
-        name=pod["metadata"]["name"],
+        name=name,
         uid=pod["metadata"]["uid"],
-        serve=ANYTHING if _is_worker(pod) else overrides.get(str(engine), default) if engine else default,
-        group=engine or str(controller_of(pod).get("uid") or _place(pod)),
+        serve=ANYTHING if _is_worker(pod) else overrides.get(engine, default),
+        group="/".join((space, engine or controller_of(pod).get("uid") or name)),
         gate=gate,
         ready=clock - life.ready if life.ready is not None else None,
         views=tuple(latest),

@@ -280,6 +280,13 @@ def test_guests_do_not_decide_for_others() -> None:
     assert found.weights == {("rl", ""): STEP_1, ("guest", ""): BASE}
     assert turns(found) == {"a": ("True", "Holds")}, "the guest's"
     assert look([gated("a")], [holds("a", STEP_1), *outside]).weights == {("rl", ""): STEP_2}
+    # Nor are they pods of an engine that they name by its label.
+    theirs = [gated(name, "True") for name in "cdefgh"]
+    for pod in theirs:
+        pod["metadata"] |= {"namespace": "guest"}
+    good = [*(holds(name, STEP_1, namespace="guest") for name in "cdefgh"), *ELSEWHERE]
+    assert look([gated("a", "True"), gated("b", "True"), *theirs], [OLD, holds("a", BASE), *good]).stays == ("a",)
+    assert look(theirs, good, Serve(), overrides={"rollout": Serve(weights="step-9", strict=True)}).held == ()
 
 
 def test_without_a_majority_gates_open_once_a_push_is_over() -> None:
