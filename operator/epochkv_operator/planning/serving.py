@@ -322,10 +322,11 @@ class _Look:
         status = str(verdict.status)
         if (pod.gate.get("status"), pod.gate.get("reason")) == (status, reason) and not (verdict.status and (pod.new or not pod.named)):
             return None
-        moved = self._now if pod.gate.get("status") != status else datetime.fromisoformat(pod.gate["lastTransitionTime"])
+        now = timestamp(self._now)
+        moved = pod.gate.get("lastTransitionTime") if pod.gate.get("status") == status else None  # who writes by hand leaves it out
         names = INSTANCES + ", ".join(sorted(view.instance.hex() for view in pod.views)) if pod.views else ""
         condition = {"type": GATE, "status": status, "reason": reason, "message": _TEXTS[reason] + names}
-        return Turn(pod.obj, {**condition, "lastProbeTime": timestamp(self._now), "lastTransitionTime": timestamp(moved)}, pod.group)
+        return Turn(pod.obj, {**condition, "lastProbeTime": now, "lastTransitionTime": moved or now}, pod.group)
 
     def _called(self, weights: str) -> str:
         return self._hub.called(weights) if self._hub is not None else called(weights, "")
