@@ -53,7 +53,7 @@ FIXES: Final = {
     "PoolNotFound": "kubectl -n {ns} get kvp   # create the pool that spec.poolRef names",
     "HubUnavailable": "kubectl get leases -A -l app.kubernetes.io/managed-by=epochkv-operator   # who leads?",
     "WaitingForEngines": "kubectl -n {ns} get kvp {name} -o jsonpath='{{.status.reset.laggards}}'   # then: kubectl -n {ns} delete pod POD",
-    "NotReporting": "kubectl -n {ns} logs -l epochkv.io/engine={name} --tail=200 | grep -i epochkv",
+    "NotReporting": "kubectl -n {ns} logs -l epochkv.io/{word}={name} --tail=200 | grep -i epochkv",
     "NoLeader": "kubectl -n {ns} logs -l epochkv.io/pool={name},app.kubernetes.io/component=master --tail=20   # and look at etcd",
     "SecretConflict": "kubectl -n {ns} delete secret {name}-fence",
     "CrashLooping": "kubectl -n {ns} logs -l epochkv.io/{word}={name} --previous --tail=50",
