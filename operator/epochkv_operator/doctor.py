@@ -38,7 +38,7 @@ PATIENCE_SECONDS: Final = 60.0
 """What rolls or resets takes so long without being stuck."""
 START_SECONDS: Final = 1800.0
 """The same for pods that start, and for what waits for them: an engine reads its weights. One that fails has another reason before that."""
-STARTING: Final = ("Starting", "NotCreated", "RollingOut", "NotReporting", "Advancing")
+STARTING: Final = ("Starting", "NotCreated", "SchedulingGated", "RollingOut", "NotReporting", "Advancing")
 SLACK_SECONDS: Final = 3.0
 """Two clocks that tell whole seconds, and an answer on its way."""
 OPERATOR: Final = "app.kubernetes.io/part-of=epochkv,app.kubernetes.io/component=operator"
