@@ -40,8 +40,11 @@ def slim(kind: str, obj: Json) -> Json:
         if notes := metadata.get("annotations"):
             metadata["annotations"] = {name: note for name, note in notes.items() if name.startswith(f"{GROUP}/")}
         pool = (metadata.get("labels") or {}).get(POOL_LABEL)
-        secrets = [str((volume.get("secret") or {}).get("secretName")) for volume in spec.get("volumes") or ()]
-        if any(name.startswith(f"{pool}-") and name.endswith("-fence") for name in secrets):
+        volumes = spec.get("volumes") or ()
+        sources = [*volumes, *(one for volume in volumes for one in (volume.get("projected") or {}).get("sources") or ())]
+        secrets = [source["secret"] for source in sources if source.get("secret")]
+        names = [str(secret.get("secretName") or secret.get("name")) for secret in secrets]
+        if any(name.startswith(f"{pool}-") and name.endswith("-fence") for name in names):
             slimmed["x-mounts-keys"] = True
         if has_gate(obj):
             slimmed[GATED] = True
