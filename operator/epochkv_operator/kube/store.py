@@ -18,7 +18,6 @@ from epochkv_operator.api.resources import CONFIGMAPS, ENGINES, PODS, POOLS
 
 Json = dict[str, Any]
 TOMBSTONE_SECONDS = 600.0
-LARGE: Final = 2**16
 
 
 def resource_version(obj: Json) -> int:
@@ -42,14 +41,13 @@ def slim(kind: str, obj: Json) -> Json:
         pool = (metadata.get("labels") or {}).get(POOL_LABEL)
         volumes = spec.get("volumes") or ()
         sources = [*volumes, *(one for volume in volumes for one in (volume.get("projected") or {}).get("sources") or ())]
-        secrets = [source["secret"] for source in sources if source.get("secret")]
-        names = [str(secret.get("secretName") or secret.get("name")) for secret in secrets]
+        names = [str(one["secret"].get("secretName") or one["secret"].get("name")) for one in sources if one.get("secret")]
         if any(name.startswith(f"{pool}-") and name.endswith("-fence") for name in names):
             slimmed["x-mounts-keys"] = True
         if has_gate(obj):
             slimmed[GATED] = True
     if kind == CONFIGMAPS.kind:
-        slimmed |= {name: {} for name in ("data", "binaryData") if len(str(obj.get(name))) > LARGE}
+        slimmed |= {name: {} for name in ("data", "binaryData") if len(str(obj.get(name))) > 2**16}
     if scaled:
         slimmed["x-scaled-by-others"] = True
     return slimmed
