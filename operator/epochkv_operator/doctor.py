@@ -38,7 +38,7 @@ PATIENCE_SECONDS: Final = 60.0
 """What rolls or resets takes so long without being stuck."""
 START_SECONDS: Final = 1800.0
 """The same for pods that start, and for what waits for them: an engine reads its weights. One that fails has another reason before that."""
-STARTING: Final = ("Starting", "NotCreated", "RollingOut", "NotReporting", "Advancing")
+STARTING: Final = ("Starting", "NotCreated", "SchedulingGated", "RollingOut", "NotReporting", "Advancing")
 SLACK_SECONDS: Final = 3.0
 """Two clocks that tell whole seconds, and an answer on its way."""
 OPERATOR: Final = "app.kubernetes.io/part-of=epochkv,app.kubernetes.io/component=operator"
@@ -53,7 +53,7 @@ FIXES: Final = {
     "PoolNotFound": "kubectl -n {ns} get kvp   # create the pool that spec.poolRef names",
     "HubUnavailable": "kubectl get leases -A -l app.kubernetes.io/managed-by=epochkv-operator   # who leads?",
     "WaitingForEngines": "kubectl -n {ns} get kvp {name} -o jsonpath='{{.status.reset.laggards}}'   # then: kubectl -n {ns} delete pod POD",
-    "NotReporting": "kubectl -n {ns} logs -l epochkv.io/engine={name} --tail=200 | grep -i epochkv",
+    "NotReporting": "kubectl -n {ns} logs -l epochkv.io/{word}={name} --tail=200 | grep -i epochkv",
     "NoLeader": "kubectl -n {ns} logs -l epochkv.io/pool={name},app.kubernetes.io/component=master --tail=20   # and look at etcd",
     "SecretConflict": "kubectl -n {ns} delete secret {name}-fence",
     "CrashLooping": "kubectl -n {ns} logs -l epochkv.io/{word}={name} --previous --tail=50",

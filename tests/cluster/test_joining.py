@@ -114,7 +114,7 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     assert not init.get("resources")
 
     # The container that asks for an accelerator; what the pod has already stays, L1 comes on top.
-    given = [{"name": "PYTHONPATH", "value": "/mine"}, {"name": "POD_NAME", "value": "me"}]
+    given = [{"name": name, "value": value} for name, value in (("PYTHONPATH", "/a"), ("PYTHONPATH", "/mine"), ("POD_NAME", "me"))]
     containers = [{"name": "proxy", **CONTAINER}, {"name": "vllm", **CONTAINER, "resources": GPU, "env": given}]
     download, models = {"name": "download", **CONTAINER}, {"name": "models", "emptyDir": {}}
     two = pod(namespace, "two", containers=containers, initContainers=[download], volumes=[models])
@@ -147,6 +147,8 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     assert "initContainers" not in pod(namespace, "strange", pool=None)["spec"]
     by_hand = [{"name": "fence", "secret": {"secretName": "policy-fence"}}]
     assert "initContainers" not in pod(namespace, "by-hand", volumes=by_hand)["spec"]
+    projected = [{"name": "fence", "projected": {"sources": [{"secret": {"name": "policy-fence"}}]}}]
+    assert "initContainers" not in pod(namespace, "projected", volumes=projected)["spec"]
     assert {one["regarding"]["name"] for one in namespace.events("NotJoined")} <= {"plain-0", "plain-1"}
 
 

@@ -175,25 +175,22 @@ PodSecurity = Literal["restricted", "platform"]
 platform that assigns them and refuses others, such as OpenShift. Everything else that Pod Security `restricted` asks for is in both."""
 
 
+_OWNED: Final = "keys under epochkv.io/ and app.kubernetes.io/ belong to the operator: use a prefix of your own"
+_OWN_KEYS: Final = Field(
+    max_length=64,
+    json_schema_extra=rules(
+        rule("self.all(k, !k.startsWith('epochkv.io/') && !k.startsWith('app.kubernetes.io/'))", _OWNED, reason="FieldValueForbidden")
+    ),
+)
+
+
 class TemplateMetadata(ApiModel):
     """Labels and annotations added to the pods."""
 
-    labels: Annotated[
-        dict[str, Annotated[str, Field(max_length=63)]] | None,
-        Field(
-            max_length=64,
-            json_schema_extra=rules(
-                rule(
-                    "self.all(k, !k.startsWith('epochkv.io/') && !k.startsWith('app.kubernetes.io/'))",
-                    "labels under epochkv.io/ and app.kubernetes.io/ belong to the operator: use a prefix of your own",
-                    reason="FieldValueForbidden",
-                )
-            ),
-        ),
-    ] = None
+    labels: Annotated[dict[str, Annotated[str, Field(max_length=63)]] | None, _OWN_KEYS] = None
     """Labels added to the pods. Those under `epochkv.io/` and `app.kubernetes.io/` belong to the operator."""
-    annotations: Annotated[dict[str, Annotated[str, Field(max_length=16384)]] | None, Field(max_length=64)] = None
-    """Annotations added to the pods."""
+    annotations: Annotated[dict[str, Annotated[str, Field(max_length=16384)]] | None, _OWN_KEYS] = None
+    """Annotations added to the pods. Those under `epochkv.io/` and `app.kubernetes.io/` belong to the operator."""
 
 
 class PodTemplate(ApiModel):

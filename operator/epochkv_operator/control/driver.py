@@ -21,7 +21,7 @@ import structlog
 from epochkv_operator.api.base import GROUP
 from epochkv_operator.api.resources import PRIMARY, Resource
 from epochkv_operator.kube import watch
-from epochkv_operator.kube.client import KubeClient
+from epochkv_operator.kube.client import LIST_CHUNK, KubeClient
 from epochkv_operator.settings import LEASE, Settings
 
 log = structlog.get_logger(__name__)
@@ -69,7 +69,7 @@ def kopf_settings() -> kopf.OperatorSettings:
     result.watching.server_timeout = 60
     result.watching.client_timeout = 65.0
     result.watching.reconnect_backoff = 0.1
-    result.watching.chunk_size = 200
+    result.watching.chunk_size = LIST_CHUNK
     result.queueing.exit_timeout = 0.5
     result.persistence.diffbase_storage = _NoHistory()
     return result

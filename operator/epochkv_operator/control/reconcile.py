@@ -146,7 +146,10 @@ class PoolReconciler(_Reconciler):
             seen = replace(seen, serving=found, leaderless=self.elections.leaderless(pool.metadata.uid), shared=shared)
             return pool_status(pool, seen, context, status, now()) if snapshot.known or keys is None else status
 
-        await self.reporter.report(obj, compute)
+        try:
+            await self.reporter.report(obj, compute)
+        except ApiError as error:  # gates and keys do not wait for it
+            errors.append(error)
         if found is not None:
             errors.append(await self._turn(key, pool.metadata.uid, found))
         errors.append(await self.copies.keep(key, pool, keys, context))

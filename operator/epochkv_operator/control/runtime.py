@@ -246,8 +246,8 @@ class Operator:
         if resource is POOLS:
             delay = OPEN_SECONDS if hub is not None and hub(HubService.resetting, obj["metadata"]["uid"]) else 0.0
             engines = ENGINES_SECONDS if before is not None and only_epochs_differ(before, obj) else delay
-        elif before is not None and before["metadata"].get("labels") != obj["metadata"].get("labels"):
-            self._enqueue(resource, before)  # whose it was by them
+        elif before is not None and (before["metadata"].get("labels") != obj["metadata"].get("labels") or home(before) != home(obj)):
+            self._enqueue(resource, before)  # whose it was
         self._enqueue(resource, obj, delay, engines)
 
     def _enqueue(self, resource: Resource, obj: Json, delay_seconds: float = 0.0, engines_seconds: float = 0.0) -> None:

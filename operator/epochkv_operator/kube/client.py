@@ -35,7 +35,7 @@ JSON_PATCH = "application/json-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 UNTYPED = "failed to create typed patch object"
 """How the API server answers, with 500, to an apply of a field that the schema does not have."""
-LIST_CHUNK = 200
+LIST_CHUNK = 50  # each may have more than 1 MiB: anybody may give an object the label by which we list
 JSON = "application/json"
 SHOWN_ACCEPT = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 

@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from epochkv_operator.api.base import ENGINE_LABEL, GATED, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, POOL_NAMESPACE, has_gate
-from epochkv_operator.api.resources import ENGINES, PODS, POOLS
+from epochkv_operator.api.base import ENGINE_LABEL, GATED, GROUP, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, POOL_NAMESPACE, has_gate
+from epochkv_operator.api.resources import CONFIGMAPS, ENGINES, PODS, POOLS
 
 Json = dict[str, Any]
 TOMBSTONE_SECONDS = 600.0
@@ -26,7 +26,8 @@ def resource_version(obj: Json) -> int:
 
 def slim(kind: str, obj: Json) -> Json:
     """The object without what nobody asks for: managedFields (most of its bytes), except one fact, whether an autoscaler owns the replica
-    count; and the spec of a pod, of which there are many, except whether it mounts the keys of its pool, and whether it has our gate."""
+    count; large data of a ConfigMap, which is not ours then; and the spec and others' annotations of a pod, of which there are many, except
+    whether it mounts the keys of its pool, and whether it has our gate."""
     metadata = dict(obj["metadata"])
     fields = metadata.pop("managedFields", None) or []
     scaled = any(
@@ -35,12 +36,18 @@ def slim(kind: str, obj: Json) -> Json:
     slimmed = {**obj, "metadata": metadata}
     if kind == PODS.kind:
         spec = slimmed.pop("spec", None) or {}
+        if notes := metadata.get("annotations"):
+            metadata["annotations"] = {name: note for name, note in notes.items() if name.startswith(f"{GROUP}/")}
         pool = (metadata.get("labels") or {}).get(POOL_LABEL)
-        secrets = [str((volume.get("secret") or {}).get("secretName")) for volume in spec.get("volumes") or ()]
-        if any(name.startswith(f"{pool}-") and name.endswith("-fence") for name in secrets):
+        volumes = spec.get("volumes") or ()
+        sources = [*volumes, *(one for volume in volumes for one in (volume.get("projected") or {}).get("sources") or ())]
+        names = [str(one["secret"].get("secretName") or one["secret"].get("name")) for one in sources if one.get("secret")]
+        if any(name.startswith(f"{pool}-") and name.endswith("-fence") for name in names):
             slimmed["x-mounts-keys"] = True
         if has_gate(obj):
             slimmed[GATED] = True
+    if kind == CONFIGMAPS.kind:
+        slimmed |= {name: {} for name in ("data", "binaryData") if len(str(obj.get(name))) > 2**16}
     if scaled:
         slimmed["x-scaled-by-others"] = True
     return slimmed

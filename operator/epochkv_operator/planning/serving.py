@@ -47,6 +47,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import inf
 from typing import Any, Final
 
 import msgspec
@@ -161,7 +162,7 @@ def serving(
     if default.weights == ANY and all(one.weights == ANY for one in overrides.values()) and not any(map(has_gate, pods)):
         return None
     views = _by_pod(pods, home, hub.engines if hub is not None else ())
-    seen = [_pod(pod, default, overrides, views, lives, clock) for pod in pods if _counts(pod)]
+    seen = [_pod(pod, home, default, overrides, views, lives, clock) for pod in pods if _counts(pod)]
     views |= {_place(pod.obj): pod.views for pod in seen}
     live = [view for found in views.values() for view in found if view.weights is not None]
     pushes: dict[Kind, float] = {}
@@ -242,21 +243,20 @@ class _Look:
             return _Verdict(True, "NotGated")
         if self._hub is None:
             return self._unsaid(pod, "HubUnavailable", self._lease - self._away)
-        wanted = {_kind(view): self._wanted(serve, _kind(view)) for view in pod.views}
         if not pod.views or any(view.weights is None for view in pod.views):
             return self._silent(pod, self._hub)
-        if serve.weights == CONVERGED and not all(wanted.values()):
+        if serve.weights == CONVERGED and not all(_kind(view) in self._weights for view in pod.views):
             held = min(view.weights_since for view in pod.views)
             return self._unsaid(pod, "NoMajority", PUSH_SECONDS - held if self._hub.complete else None)
-        apart = [view for view in pod.views if _hex(view) not in wanted[_kind(view)]]
+        apart = [view for view in pod.views if not self._serves(serve, view)]
         if not apart:
             return _Verdict(None if any(view.updating for view in pod.views) else True, "Holds")
-        return self._judge_others(pod, apart, wanted)
+        return self._judge_others(pod, apart)
 
-    def _judge_others(self, pod: _Pod, apart: Sequence[EngineView], wanted: Mapping[Kind, frozenset[str]]) -> _Verdict:
+    def _judge_others(self, pod: _Pod, apart: Sequence[EngineView]) -> _Verdict:
         """The pod is known to hold others."""
         if pod.serve.weights == CONVERGED:
-            left = self._ahead(apart, wanted) if pod.open and not pod.new else None
+            left = self._ahead(apart) if pod.open and not pod.new else None
             return _Verdict(None, wait=left) if left is not None else _Verdict(False, "OtherWeights")
         if self._named(pod.serve.weights) or pod.serve.strict or (pod.open and pod.new):
             return _Verdict(False, "OtherWeights")
@@ -277,22 +277,19 @@ class _Look:
             return _Verdict(not pod.serve.strict, why)
         return _Verdict(False, "Starting", wait=left) if pod.open and pod.new else _Verdict(None, wait=left)
 
-    def _wanted(self, serve: Serve, kind: Kind) -> frozenset[str]:
-        if serve.weights != CONVERGED:
-            return self._named(serve.weights)
-        return frozenset(self._weights[one] for one in (kind,) if one in self._weights)
+    def _serves(self, serve: Serve, view: EngineView) -> bool:
+        """Whether what the engine holds may serve."""
+        held = _hex(view)
+        return held == self._weights[_kind(view)] if serve.weights == CONVERGED else held in self._named(serve.weights)
 
     def _named(self, name: str) -> frozenset[str]:
         groups = self._hub.weights if self._hub is not None else ()
         return frozenset(group.id for group in groups if is_called(group.id, group.label, name))
 
-    def _ahead(self, apart: Sequence[EngineView], wanted: Mapping[Kind, frozenset[str]]) -> float | None:
+    def _ahead(self, apart: Sequence[EngineView]) -> float | None:
         """For how much longer the pod may be ahead; None: it is not."""
-        for view in apart:
-            kind = _kind(view)
-            came = [self._came[kind, weights] for weights in wanted[kind] if (kind, weights) in self._came]
-            if came and view.weights_since >= max(came):
-                return None
+        if any(view.weights_since >= self._came.get((_kind(view), self._weights[_kind(view)]), inf) for view in apart):
+            return None
         left = PUSH_SECONDS - max(view.weights_since for view in apart)
         left = max(left, *(self._pushes.get(_kind(view), 0.0) for view in apart))
         return left if left > 0 else None
@@ -322,10 +319,11 @@ class _Look:
         status = str(verdict.status)
         if (pod.gate.get("status"), pod.gate.get("reason")) == (status, reason) and not (verdict.status and (pod.new or not pod.named)):
             return None
-        moved = self._now if pod.gate.get("status") != status else datetime.fromisoformat(pod.gate["lastTransitionTime"])
+        now = timestamp(self._now)
+        moved = pod.gate.get("lastTransitionTime") if pod.gate.get("status") == status else None  # who writes by hand leaves it out
         names = INSTANCES + ", ".join(sorted(view.instance.hex() for view in pod.views)) if pod.views else ""
         condition = {"type": GATE, "status": status, "reason": reason, "message": _TEXTS[reason] + names}
-        return Turn(pod.obj, {**condition, "lastProbeTime": timestamp(self._now), "lastTransitionTime": timestamp(moved)}, pod.group)
+        return Turn(pod.obj, {**condition, "lastProbeTime": now, "lastTransitionTime": moved or now}, pod.group)
 
     def _called(self, weights: str) -> str:
         return self._hub.called(weights) if self._hub is not None else called(weights, "")
@@ -376,23 +374,25 @@ def _counts(pod: Json) -> bool:
 
 def _pod(
     pod: Json,
+    home: str,
     default: Serve,
     overrides: Mapping[str, Serve],
     views: Mapping[Place, Sequence[EngineView]],
     lives: Mapping[str, Life],
     clock: float,
 ) -> _Pod:
-    engine, gate = (pod["metadata"].get("labels") or {}).get(ENGINE_LABEL), condition_of(pod, GATE)
+    (space, name), gate = _place(pod), condition_of(pod, GATE)
+    engine = (pod["metadata"].get("labels") or {}).get(ENGINE_LABEL, "") if space == home else ""  # a guest writes its labels itself
     life = lives.get(pod["metadata"]["uid"], Life(""))
     latest = [view for view in views.get(_place(pod), ()) if life.over is None or clock - view.silent_seconds >= life.over]
     known = frozenset(filter(None, str(gate.get("message", "")).partition(INSTANCES)[2].split(", ")))
     named = known.issuperset(view.instance.hex() for view in latest)
     return _Pod(
         obj=pod,
-        name=pod["metadata"]["name"],
+        name=name,
         uid=pod["metadata"]["uid"],
-        serve=ANYTHING if _is_worker(pod) else overrides.get(str(engine), default) if engine else default,
-        group=engine or str(controller_of(pod).get("uid") or _place(pod)),
+        serve=ANYTHING if _is_worker(pod) else overrides.get(engine, default),
+        group="/".join((space, engine or controller_of(pod).get("uid") or name)),
         gate=gate,
         ready=clock - life.ready if life.ready is not None else None,
         views=tuple(latest),

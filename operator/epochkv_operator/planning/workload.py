@@ -236,11 +236,14 @@ def pod_trouble(pod: Json) -> tuple[str, str] | None:
             return "CrashLooping", f"container {container['name']} of pod {name} {_last_exit(container)}"
         if reason in _CONFIG_REASONS:
             return "StartFailed", f"container {container['name']} of pod {name} cannot start: {detail or reason}"
-    for condition in status.get("conditions") or []:
-        if condition.get("type") == "PodScheduled" and condition.get("reason") == "Unschedulable":
-            said, look = condition.get("message", ""), f"kubectl -n {pod['metadata']['namespace']} get pvc"
-            waits = f"waits for a claim that is missing or has no volume ({look})"
-            return "Unschedulable", f"pod {name} {waits if 'persistentvolumeclaim' in said.lower() else 'fits on no node'}: {said}"
+    scheduled = condition_of(pod, "PodScheduled")
+    if (gated := scheduled.get("reason") == "SchedulingGated") or scheduled.get("reason") == "Unschedulable":
+        said, why = scheduled.get("message", ""), "fits on no node"
+        if gated:
+            why = "is held by a scheduling gate, such as Kueue's until there is quota"
+        elif "persistentvolumeclaim" in said.lower():
+            why = f"waits for a claim that is missing or has no volume (kubectl -n {pod['metadata']['namespace']} get pvc)"
+        return "SchedulingGated" if gated else "Unschedulable", f"pod {name} {why}: {said}"
     return None
 
 

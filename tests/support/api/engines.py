@@ -153,6 +153,7 @@ ENGINE_CASES = [
     engine("every-address", {"args": ["--host=::"]}),
     engine("one-address", {"args": ["--host=::1"]}, "--host belongs to the operator", "as with --host=::"),
     engine("args-number", {"args": [1]}, "must be of type string", schema=True),
+    engine("owned-note", {"template": {"metadata": {"annotations": {"epochkv.io/pool-namespace": "x"}}}}, "belong", "prefix of your own"),
     engine("owned-label", {"template": {"metadata": {"labels": {"app.kubernetes.io/name": "x"}}}}, "belong", "prefix of your own"),
     engine("name-too-long", {}, "metadata.name must be at most 40 characters", name="e" * 41),
 ]

@@ -37,8 +37,8 @@ EVICTED = {"phase": "Failed", "reason": "Evicted", "message": "The node was low 
 SHUT_DOWN = {"phase": "Failed", "reason": "Terminated", "message": "Pod was terminated in response to imminent node shutdown."}
 
 
-def unscheduled(message: str) -> Json:
-    return {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]}
+def unscheduled(message: str, reason: str = "Unschedulable") -> Json:
+    return {"conditions": [{"type": "PodScheduled", "status": "False", "reason": reason, "message": message}]}
 
 
 def runs_again(restarts: int, seconds: float) -> Json:
@@ -72,6 +72,7 @@ def counts(updated: int, replicas: int = 2, running: int = 2, *said: Json) -> Js
         (ONE, [runs_again(2, 900.0)], "Starting", "last exit 1 (Error); its log ended: ValueError: no such model, and it"),
         (ONE, [runs_again(1, 30.0)], "Starting", "was restarted 1 time, last exit 1"),
         (ONE, [unscheduled("Insufficient memory")], "Unschedulable", "fits on no node: Insufficient memory"),
+        (ONE, [unscheduled("", "SchedulingGated")], "SchedulingGated", "is held by a scheduling gate"),
         (ONE, [unscheduled(NO_CLAIM)], "Unschedulable", "waits for a claim that is missing or has no volume (kubectl -n rl get pvc): 0/1"),
         (counts(0, 0, 0, DENIED), [], "PodSecurityDenied", "violates PodSecurity"),
         (counts(0, 0, 0, QUOTA), [], "CreateFailed", "exceeded quota"),

@@ -119,6 +119,8 @@ def test_what_is_well_new_or_going() -> None:
     assert (going.level, "still there" in going.text) == (Level.WARNING, True)
     (crash,) = judge_object(obj("InferenceEngine", condition("Available", "False", "CrashLooping")), NOW)
     assert crash.fix == "kubectl -n rl logs -l epochkv.io/engine=policy --previous --tail=50"
+    (silent,) = judge_object(obj("KVCachePool", condition("ServingGate", "False", "NotReporting")), NOW)
+    assert silent.fix.startswith("kubectl -n rl logs -l epochkv.io/pool=policy ")
 
 
 @pytest.mark.parametrize(("uid", "fix"), [("u", "kubectl logs"), ("of another pool", "kubectl -n rl delete secret policy-fence ")])

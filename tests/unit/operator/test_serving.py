@@ -29,7 +29,7 @@ GATE = "epochkv.io/weights"
 
 
 def ago(seconds: float) -> str:
-    return (NOW - timedelta(seconds=seconds)).isoformat(timespec="seconds")
+    return (NOW - timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def gated(
@@ -280,6 +280,13 @@ def test_guests_do_not_decide_for_others() -> None:
     assert found.weights == {("rl", ""): STEP_1, ("guest", ""): BASE}
     assert turns(found) == {"a": ("True", "Holds")}, "the guest's"
     assert look([gated("a")], [holds("a", STEP_1), *outside]).weights == {("rl", ""): STEP_2}
+    # Nor are they pods of an engine that they name by its label.
+    theirs = [gated(name, "True") for name in "cdefgh"]
+    for pod in theirs:
+        pod["metadata"] |= {"namespace": "guest"}
+    good = [*(holds(name, STEP_1, namespace="guest") for name in "cdefgh"), *ELSEWHERE]
+    assert look([gated("a", "True"), gated("b", "True"), *theirs], [OLD, holds("a", BASE), *good]).stays == ("a",)
+    assert look(theirs, good, Serve(), overrides={"rollout": Serve(weights="step-9", strict=True)}).held == ()
 
 
 def test_without_a_majority_gates_open_once_a_push_is_over() -> None:
@@ -316,7 +323,7 @@ def test_an_operator_that_takes_over_closes_what_was_started_meanwhile(ahead: fl
     [turn] = look(pods, [*others, right], now=now).turns
     assert (turn.condition["status"], turn.condition["reason"]) == ("True", "Holds")
     assert turn.condition["message"] == f"its engines hold the weights that serve; engine instances {named(right)}"
-    assert turn.condition["lastTransitionTime"] == ago(500.0).replace("+00:00", "Z")
+    assert turn.condition["lastTransitionTime"] == ago(500.0)
     pods[1]["status"]["conditions"][-1] = turn.condition
     assert turns(look(pods, [*others, right], now=now)) == {}
 
@@ -395,6 +402,10 @@ def test_a_time_is_kept_while_the_status_stays() -> None:
     [turn] = look([gated("a", "False", since=400.0), gated("b", "True")], [holds("b", STEP_1)], STRICT).turns
     assert (turn.condition["reason"], turn.condition["lastTransitionTime"]) == ("Unknown", "2026-03-01T11:53:20Z")
     assert turn.condition["lastProbeTime"] == "2026-03-01T12:00:00Z"
+    by_hand = gated("a")
+    by_hand["status"]["conditions"].append({"type": GATE, "status": "True"})
+    [turn] = look([by_hand], [holds("a", STEP_1)]).turns
+    assert turn.condition["lastTransitionTime"] == "2026-03-01T12:00:00Z"
 
 
 @pytest.mark.parametrize(

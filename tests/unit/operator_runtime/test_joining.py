@@ -166,8 +166,8 @@ def gated(name: str, namespace: str, gate: Json, version: str = "1") -> Json:
 
 
 def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
-    """That it has no keys does not say so, nor that a copy is lost, nor that it was never seen. A gate that cannot be written holds up
-    nothing else."""
+    """That it has no keys does not say so, nor that a copy is lost, nor that it was never seen. A gate or a status that cannot be written
+    holds up nothing else."""
     server, settings = ApiServer("rl", "team"), Settings(namespace="epochkv-system")
     operator, wake, unseen, statuses = Operator(settings), Mock(), set[str](), list[Json]()
     store, operator.queue = operator.store, Mock()
@@ -175,7 +175,12 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
     for name in ("team", "other"):
         operator.observed(PODS, "ADDED", gated(f"of-{name}", name, closed))
     executor = Mock(bring_about=AsyncMock(return_value=(None, None)))
-    reporter = Mock(report=AsyncMock(side_effect=lambda obj, do: statuses.append(do(obj))))
+
+    def refuse(obj: Json, do: Callable[[Json], Json]) -> None:
+        statuses.append(do(obj))
+        raise Forbidden(403, "Forbidden", "the status may not be written", "PATCH")
+
+    reporter = Mock(report=AsyncMock(side_effect=refuse))
     hub = Mock(side_effect=lambda method, *_, **__: () if method is HubService.forget else HubSnapshot())
     given = (settings, store, executor, reporter, FenceSecrets(server, "h" * 40), hub, server, wake, frozenset, Mock(return_value="why"))
     pools = PoolReconciler(*given, unseen, Mock(**{"leaderless.return_value": False}), Copies(server, store, settings), operator.strays)
@@ -187,7 +192,7 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
         metadata = {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": str(version), "generation": 1}
         found = {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": metadata, "spec": spec}
         operator.observed(POOLS, "MODIFIED" if allowed else "DELETED", found)
-        with contextlib.suppress(ObjectGone, Invalid):
+        with contextlib.suppress(ObjectGone, Invalid, Forbidden):
             asyncio.run(pools.reconcile(KEY))
         return [one for one in server.asked if "of-" in one]
 

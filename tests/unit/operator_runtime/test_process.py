@@ -31,7 +31,7 @@ from epochkv_operator.kube import lease
 from epochkv_operator.kube.client import Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.lease import LeaseHolder
 from epochkv_operator.kube.status import EventRecorder
-from epochkv_operator.kube.store import Store, engine_key, indexed
+from epochkv_operator.kube.store import Key, Store, engine_key, indexed, pool_key
 from epochkv_operator.metrics import HUB_FAULTS, REGISTRY, HubCounts
 from epochkv_operator.planning.context import Observed
 from epochkv_operator.planning.plan import plan_pool
@@ -157,13 +157,18 @@ def test_kopf_tries_again_for_as_long_as_it_is_refused() -> None:
     assert list(islice(backoffs, 3)) == [0.2, 0.5, 1.0], "each request begins with the short ones"
 
 
-def test_an_engine_whose_deployment_loses_its_label_is_looked_at() -> None:
-    operator = Operator(Settings("epochkv-system"))
-    for version, labels in enumerate(({"epochkv.io/pool": "policy", "epochkv.io/engine": "rollout"}, {"epochkv.io/pool": "policy"}), 1):
-        metadata = {"uid": "u", "name": "rollout", "namespace": "a", "resourceVersion": str(version), "labels": labels}
+@pytest.mark.parametrize(
+    ("labels", "notes", "left"),
+    [({"epochkv.io/engine": "rollout"}, {}, engine_key("a", "rollout")), ({}, {"epochkv.io/pool-namespace": "b"}, pool_key("a", "policy"))],
+)
+def test_what_an_object_leaves_is_looked_at(labels: Json, notes: Json, left: Key) -> None:
+    """It loses an engine's label, or means a pool of another namespace."""
+    operator, pool_label = Operator(Settings("epochkv-system")), {"epochkv.io/pool": "policy"}
+    for version, changed in enumerate(({"labels": pool_label | labels}, {"labels": pool_label, "annotations": notes}), 1):
+        metadata = {"uid": "u", "name": "rollout", "namespace": "a", "resourceVersion": str(version), **changed}
         operator.queue = WorkQueue()
         operator.observed(DEPLOYMENTS, "MODIFIED", {"metadata": metadata})
-    assert engine_key("a", "rollout") in {asyncio.run(operator.queue.get()) for _ in range(len(operator.queue))}
+    assert left in {asyncio.run(operator.queue.get()) for _ in range(len(operator.queue))}
 
 
 async def answers(probes: Probes, binds: tuple[str, str], urls: list[str]) -> list[int]:

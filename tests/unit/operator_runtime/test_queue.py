@@ -235,6 +235,19 @@ def test_managed_fields_are_dropped_but_an_autoscalers_claim_is_remembered() -> 
     assert slim("Deployment", body) == obj("d", "u", 1)
 
 
+def test_what_is_kept_of_pods_and_config_maps() -> None:
+    pod, notes = obj("p", "u", 1), {"epochkv.io/joined": "vllm"}
+    pod["metadata"]["annotations"] = notes | {"example/note": "x" * 2**17}
+    assert slim("Pod", pod)["metadata"]["annotations"] == notes
+    for name, mounted in (("policy-fence", True), ("policy-tokens", False)):
+        labels, volumes = {POOL_LABEL: "policy"}, [{"projected": {"sources": [{"secret": {"name": name}}]}}]
+        mounting = {"metadata": {**pod["metadata"], "labels": labels}, "spec": {"volumes": volumes}}
+        assert slim("Pod", mounting).get("x-mounts-keys", False) is mounted
+    config = {**obj("c", "u", 1), "data": {"file": "x" * 2**15}}
+    assert slim("ConfigMap", config) == config
+    assert slim("ConfigMap", {**config, "data": {"file": "x" * 2**20}})["data"] == {}
+
+
 @pytest.mark.parametrize(
     ("change", "only_epochs"),
     [
