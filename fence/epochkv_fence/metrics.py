@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any, Final
 
 from epochkv_fence.protocol.pool import ENGINE_STATES, PoolSnapshot
@@ -61,7 +62,11 @@ def exposition(pool: str, snapshot: PoolSnapshot, counters: dict[str, int], leas
     return "\n".join(lines) + "\n"
 
 
-class _IPv6Server(ThreadingHTTPServer):
+class _Server(ThreadingTCPServer):  # no `HTTPServer`: that asks DNS for this host's name, and DNS may hang
+    allow_reuse_address = daemon_threads = True
+
+
+class _IPv6Server(_Server):
     address_family = socket.AF_INET6
 
 
@@ -98,8 +103,7 @@ class MetricsServer:
 
         host, port = address
         ipv6 = host.startswith("[") or (host == "*" and socket.has_dualstack_ipv6())
-        self._server = (_IPv6Server if ipv6 else ThreadingHTTPServer)((host.strip("[]*"), port), Handler)
-        self._server.daemon_threads = True
+        self._server = (_IPv6Server if ipv6 else _Server)((host.strip("[]*"), port), Handler)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="epochkv-metrics", daemon=True

@@ -53,6 +53,7 @@ class StoreAdmin(Protocol):
 
 
 DEADLINE_SECONDS: Final = 10.0
+CONNECT_SECONDS: Final = 2.0
 MAX_ANSWER_BYTES: Final = 1 << 20
 REMOVE_ALL: Final = "/api/v1/remove_all?force=false"
 STANDBY: Final = b"service plane is not active"
@@ -150,7 +151,7 @@ class _Master:
         """The body of an answer with status 200."""
         what = f"{self._url}{path}"
         parts = urlsplit(self._url)
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self._left(what))
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=min(CONNECT_SECONDS, self._left(what)))
         try:
             try:
                 connection.connect()

@@ -22,7 +22,7 @@ from epochkv_fence.cli import asking, doctor, hub, warm
 from epochkv_fence.cli.exits import Exit
 from epochkv_fence.cli.render import say_error
 from epochkv_fence.client import ArgumentError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
-from epochkv_fence.standalone.authority import StateError
+from epochkv_fence.protocol.pool import AuthorityError
 from epochkv_fence.version import VERSION
 
 GROUP: Final = "epochkv.commands"
@@ -60,7 +60,7 @@ OPTIONS: Final = {"label": "--version", "timeout_s": "--timeout"}
 STATUSES: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Exit], ...]] = (
     ((ResetTimeout, WeightsDiverged), Exit.NOT_IN_TIME),
     (HubUnreachable, Exit.UNREACHABLE),
-    (StateError, Exit.STATE),
+    (AuthorityError, Exit.STATE),
     ((PoolError, OSError), Exit.FAILED),
     (ValueError, Exit.USAGE),
 )
@@ -136,7 +136,7 @@ def run() -> None:
     except ArgumentError as error:
         option = OPTIONS.get(error.parameter, f"--{error.parameter.replace('_', '-')}")
         _end(ValueError(f"{option} {error.problem}"), Exit.USAGE)
-    except (PoolError, StateError, OSError, ValueError) as error:
+    except (PoolError, AuthorityError, OSError, ValueError) as error:
         _end(error, next(status for kinds, status in STATUSES if isinstance(error, kinds)))
 
 

@@ -52,14 +52,6 @@ Timeout = Annotated[
     float,
     typer.Option("--timeout", metavar="SECONDS", help="Give up after this time. The command gives up after 30 s if no hub has answered."),
 ]
-OnFailure = Annotated[
-    str,
-    typer.Option(
-        "--on-failure",
-        metavar="bypass|crash",
-        help="When the epoch is recorded and not published in time: bypass says so and exits with 3, crash also prints an error.",
-    ),
-]
 
 
 CONNECT_SECONDS: Final = 30.0
@@ -116,7 +108,6 @@ def reset(
     ] = None,
     wait: Annotated[bool, typer.Option(help="Wait until it is published.")] = True,
     timeout: Timeout = RESET_SECONDS,
-    on_failure: OnFailure = "bypass",
     force: Annotated[
         bool, typer.Option("--force", help="Accept an epoch from a million to 10^13 above the target, which never goes down again.")
     ] = False,
@@ -136,14 +127,7 @@ def reset(
     with interruptible(f". {NOTHING_ASKED}"):
         pool = connect(config, timeout, NOTHING_ASKED)
     with interruptible(MAY_BE_RECORDED), closing(pool), _asking(output):
-        done = pool.reset(
-            epoch,
-            wait=wait,
-            timeout_s=timeout,
-            on_failure=on_failure,  # type: ignore[arg-type]
-            progress=StatusLine(render.reset_waits_for),
-            force=force,
-        )
+        done = pool.reset(epoch, wait=wait, timeout_s=timeout, progress=StatusLine(render.reset_waits_for), force=force)
     render.show_reset(done, output, wait)
     if wait and not done.published:
         raise typer.Exit(Exit.NOT_IN_TIME)

@@ -233,8 +233,9 @@ def fix_of_hub(answer: NoHub) -> str:
     """What to do where no hub answers."""
     host, _, port = answer.endpoint.removeprefix("tcp://").rpartition(":")
     if answer.dialled == "open":
-        return {"pool": "take connection.json and keys from one pool", "": "look at the log of the hub: does it hang?"}.get(
-            answer.trouble, COPY
+        hangs = "look at the log of the hub: does it hang?"
+        return {"pool": "take connection.json and keys from one pool", "key": f"{COPY}; if that does not help, {hangs}"}.get(
+            answer.trouble, hangs
         )
     return {
         "unresolved": f"getent hosts {host}   # or start the hub with --advertise tcp://ADDRESS:{port}, and copy STATE/client again",
@@ -256,7 +257,7 @@ def judge_pool(now: PoolStatus, option: str = "") -> list[Finding]:
         text = f"engines run different versions of Mooncake ({', '.join(versions)}), which may misread each other's bytes"
         found.append(Finding("versions", Level.WRONG, text, "give all engines and stores one image, or one wheel of Mooncake"))
     well = f"epoch {now.published} is published, {len(now.engines)} engines connected"
-    return found or [Finding("engines", Level.OK, f"{well}, and none stalls, shares nothing or lacks a tier")]
+    return found or [Finding("engines", Level.OK, f"{well}, and none that is awake stalls, shares nothing or lacks a tier")]
 
 
 def _epoch(now: PoolStatus, option: str) -> Iterator[Finding]:
@@ -275,9 +276,9 @@ def _engines(now: PoolStatus) -> Iterator[Finding]:
             text = f"{engine.name} is at epoch {engine.epoch}, and {now.published} is published: if that lasts, it stalls"
             level = Level.WRONG if engine.age_seconds > now.lease_seconds else Level.WARNING
             yield Finding("engines", level, text, "end its process, and start it again")
-        elif engine.state == "unknown":
-            text = f"{engine.name} shares nothing: {engine.weights_note or 'its weights are not known yet'}"
-            yield Finding("engines", Level.WARNING, text)
+        elif engine.state in ("unknown", "isolated"):
+            why = "its names of this epoch are given up; it has asked for the next" if engine.weights else "its weights are not known yet"
+            yield Finding("engines", Level.WARNING, f"{engine.name} shares nothing: {engine.weights_note or why}")
         elif engine.silent_seconds > 2 / 3 * now.lease_seconds:
             text = f"{engine.name} was last heard {engine.silent_seconds:.0f} s ago, and has a lease of {now.lease_seconds:.0f} s"
             yield Finding("engines", Level.WARNING, text, "look whether its process runs and reaches the hub")
@@ -326,8 +327,10 @@ def check_plugins(environ: Mapping[str, str], there: Callable[[str], Collection[
         ("VLLM_PLUGINS", f"vLLM does not load epochkv: {ATTACH_ENV} and {FENCE_ENV} do nothing, and engines share nothing"),
         ("VERL_USE_EXTERNAL_PLUGINS", "verl does not load epochkv, and refuses the block kv_store"),
     ):
-        names = [part.strip() for part in environ.get(name, "epochkv").lower().split(",")]
-        if not {"epochkv", "auto" if name.startswith("VERL") else "epochkv"} & set(names):
-            rest = [part for part in names if part not in ("", "none")]
+        given = environ.get(name, "epochkv").split(",")
+        names = [part.strip() for part in given]
+        loads = {"epochkv", "auto"} & {one.lower() for one in names} if name.startswith("VERL") else "epochkv" in given
+        if not loads:  # vLLM takes a name as it is, blanks and all
+            rest = [one for one in names if one.lower() not in ("", "none", "epochkv")]
             wrong(f"{name} is {environ[name]!r}, so {lost}", f"export {name}={','.join((*rest, 'epochkv'))}")
     return found

@@ -126,7 +126,7 @@ async def serve(made: StandaloneHub, log_format: LogFormat) -> Exit:
         logger.info(text, extra={"fields": fields})
         if log_format == "text":
             print(introduction(made), flush=True)
-        await made.wait()
+        await made.lost.wait()
     except asyncio.CancelledError:
         if not signalled:
             raise

@@ -25,6 +25,9 @@ class ArgumentError(ValueError):
         self.parameter = parameter
         self.problem = problem
 
+    def __reduce__(self) -> tuple[object, ...]:  # as of `PoolError`
+        return type(self).__new__, (type(self), *self.args), vars(self)
+
 
 def _need(fits: bool, parameter: str, given: object, remedy: str) -> None:
     if not fits:

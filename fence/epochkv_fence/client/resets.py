@@ -161,6 +161,7 @@ async def reset(
     Raises:
         ResetNotRecorded: whatever `on_failure` says. Engines go on with the KV they have.
         ResetTimeout: with `on_failure="crash"`.
+        WrongPool: the keys are those of another pool by now, such as a new one of the same name.
         ArgumentError (a ValueError): an argument cannot be meant.
     """
     check_reset(epoch, timeout_s, on_failure)
@@ -264,10 +265,15 @@ async def wait(session: Session, epoch: int, timeout_s: float = RESET_SECONDS, p
     report(ask.standing())
     if not ask.noop:
         await _pursue(session, ask, lambda: ask.published, report, asks=False)
-    page, engines = await session.engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
+    engines: list[EngineStatus] = []
+    try:
+        page, engines = await session.engines(time.monotonic() + MAX_RETRY_SECONDS)
+    except HubUnreachable:
+        if not ask.published:
+            raise
     if not ask.noop and page.target >= epoch:  # as long as nobody asks, nobody is waited for
         ask.see(page, engines)
-    reset = ask.outcome(page.published >= epoch, len(engines), sum(engine.old_epoch_requests for engine in engines))
+    reset = ask.outcome(ask.published or page.published >= epoch, page.total, sum(engine.old_epoch_requests for engine in engines))
     if not reset.published:
         unasked = (
             f"epoch {epoch} is not published after {timeout_s:g} s: nobody has asked for it (the target is {page.target}). "

@@ -325,6 +325,9 @@ def _since(engines: Iterable[Engine]) -> float:
 class PoolError(Exception):
     """Base of everything that this client raises for reasons outside the caller's code."""
 
+    def __reduce__(self) -> tuple[object, ...]:  # to be raised in another process: of Ray, of multiprocessing
+        return type(self).__new__, (type(self), *self.args), vars(self)
+
 
 class HubUnreachable(PoolError):
     """No hub answered in time. Whether something was asked for and recorded is unknown: ask again."""

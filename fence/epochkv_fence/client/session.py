@@ -9,7 +9,6 @@ import math
 import secrets
 import socket
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,7 +22,20 @@ from epochkv_fence.connection import ConfigurationError, Connection, check_endpo
 from epochkv_fence.net.dealer import REDIAL_SECONDS, Link, LinkEvent
 from epochkv_fence.net.gate import SocketReader
 from epochkv_fence.net.keys import ClientKeys
-from epochkv_fence.protocol.messages import BumpStatus, EngineStatus, Error, Labelled, Message, Refusal, Status, WireError, decode, encode
+from epochkv_fence.protocol.messages import (
+    Bump,
+    BumpStatus,
+    EngineStatus,
+    Error,
+    Label,
+    Labelled,
+    Message,
+    Refusal,
+    Status,
+    WireError,
+    decode,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +54,7 @@ MAX_RETRY_SECONDS: Final = 2.0
 REFUSED_SECONDS: Final = 2.0
 """A starting hub refuses keys until it knows its pools; a key that it refuses for longer is wrong."""
 
+Question = Status | Bump | Label
 Answer = Status | BumpStatus | Labelled
 
 
@@ -53,13 +66,18 @@ class Conversation:
     request: int
     _queue: asyncio.Queue[Answer | None] = field(default_factory=asyncio.Queue)
 
-    async def answers(self, message: Message, first_pause: float, most: float, until: float) -> AsyncIterator[Answer | None]:
-        """Ask until `until`, after pauses that double: the answers, and None each time before it asks again."""
-        pause = first_pause
+    async def answers(self, message: Question, first_pause: float, most: float, until: float) -> AsyncIterator[Answer | None]:
+        """Ask until `until`, after pauses that double: the answers, and None each time before it asks again. Raises `WrongPool`."""
+        pause, connection = first_pause, self._session.connection
         while True:
             self._session.send(message)
             again = min(until, time.monotonic() + pause)
             while (answer := await self._next(again - time.monotonic())) is not None:
+                if isinstance(answer, Status) and answer.pool and answer.pool != (pool := connection.pool).uid:
+                    raise WrongPool(
+                        f"the key speaks for the pool with uid {answer.pool}, and {connection.origin} names {pool.name} with uid "
+                        f"{pool.uid}; take both from one pool"
+                    )
                 yield answer
             yield None
             if time.monotonic() >= until:
@@ -84,11 +102,10 @@ class Session:
     """The connection of one client, and what it asks there."""
 
     connection: Connection
-    counters: Counter[str] = field(default_factory=Counter)
-    """What was sent, received and dropped, by reason."""
     problem: str = NOBODY
     """Why there is no answer, in words."""
     _link: Link | None = None
+    _proven: ClientKeys | None = None  # a hub has said that they are our pool's
     _readers: list[SocketReader] = field(default_factory=list)
     _task: asyncio.Task[None] | None = None
     _conversations: dict[int, Conversation] = field(default_factory=dict)
@@ -114,10 +131,12 @@ class Session:
         finally:
             del self._conversations[made.request]
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Question) -> None:
         """Best effort: without a connection it is dropped, and asked for again when there is one."""
         if self._link is not None:
-            self.counters["sent" if self._link.send(encode(message)) else "unsent"] += 1
+            if self._link.keys != self._proven:  # newer ones may be those of a new pool with our pool's name, which gets no ask of ours
+                message = Status(message.request)
+            self._link.send(encode(message))
             self._readers[0].kick()
 
     async def explain(self) -> str:
@@ -125,8 +144,6 @@ class Session:
         if self.problem == NOBODY:
             try:
                 await resolve(*check_endpoint(self.connection.hub.endpoint, "the hub's endpoint"), RESOLVE_SECONDS)
-            except TimeoutError:
-                pass
             except OSError as error:
                 return str(error)
         return self.problem
@@ -175,13 +192,8 @@ class Session:
         question = Status(conversation.request, after=after)
         async for answer in conversation.answers(question, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
             if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
-                if answer.pool and answer.pool != (pool := self.connection.pool).uid:
-                    raise WrongPool(
-                        f"the key speaks for the pool with uid {answer.pool}, and {self.connection.origin} names {pool.name} with uid "
-                        f"{pool.uid}; take both from one pool"
-                    )
                 return answer
-            if answer is None and self.refused_seconds > refused_seconds:
+            if answer is None and self.refused_seconds > refused_seconds and self.problem == KEY_REFUSED:
                 break
         raise await self.unreachable()
 
@@ -193,7 +205,7 @@ class Session:
     # ------------------------------------------------------------------ the connection
 
     async def _run(self, keys: ClientKeys) -> None:
-        """Until it is cancelled. The context ends here, on its own thread: ended by garbage collection it could wait for ever."""
+        """Until it is cancelled. The context ends here, on a thread of its own: it waits for a look-up of a name that is under way."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             while True:
@@ -207,7 +219,7 @@ class Session:
                 await asyncio.sleep(TEND_SECONDS)
         finally:
             self._hang_up()
-            context.destroy(linger=0)
+            on_daemon_thread(context.term, "epochkv-context")
 
     def _tend(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClientKeys) -> None:
         """Dial when that is due, with the keys that there are by then: they may have been rotated."""
@@ -232,36 +244,30 @@ class Session:
         self._link, self._readers = None, []
 
     def _receive(self, link: Link) -> None:
-        frames = link.receive()
+        redial_at, frames = link.redial_at, link.receive()
         if frames is None:
             raise zmq.Again
         try:
             message = decode(frames)
         except WireError as error:
-            self.counters["wire_errors"] += 1
             self.problem = f"the hub's answer is not one: {error.text}"
             return
+        if isinstance(message, Status) and message.pool == self.connection.pool.uid:
+            self._proven = link.keys
         if self._take(message):
-            link.redial_at = time.monotonic() + REDIAL_SECONDS
+            link.redial_at = min(redial_at, time.monotonic() + REDIAL_SECONDS)  # the hub may say so once a second
 
     def _take(self, message: Message) -> bool:
         """Returns whether this connection is of no use any more: its key was accepted when it was made, and is not now."""
         match message:
             case Status(request=request) | BumpStatus(request=request) | Labelled(request=request):
-                conversation = self._conversations.get(request)
-                if conversation is None:
-                    self.counters["late"] += 1
-                else:
-                    self.counters["answers"] += 1
+                if conversation := self._conversations.get(request):
                     conversation.put(message)
             case Error(code, text):
-                self.counters["refused"] += 1
                 self.problem = f"the hub rejected a message: {text}"
                 if code is Refusal.POOL:
                     self._refused_since = self._refused_since or time.monotonic()
                     return True
-            case _:
-                self.counters["unexpected"] += 1
         return False
 
     def _watch(self, link: Link) -> None:

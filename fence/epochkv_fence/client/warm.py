@@ -153,22 +153,24 @@ class _Server:
     def __init__(self, url: str, deadline: float, model: str | None) -> None:
         self.name, self._deadline = url, deadline
         self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know the cluster's names
-        self._model = model or str(self._ask("/v1/models")["data"][0]["id"])
+        self._model = model or str(self._ask("/v1/models", lambda answer: answer["data"][0]["id"]))
 
     def ask(self, prompt: str | list[int] | Mapping[str, Any]) -> tuple[int, Any]:
         asked = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
         body = {**asked, "model": self._model, "max_tokens": 1, "temperature": 0, "detokenize": False, "kv_transfer_params": ASKED}
-        answer = self._ask("/v1/chat/completions" if "messages" in asked else "/v1/completions", body)
-        return int(answer["usage"]["prompt_tokens"]), answer.get("kv_transfer_params")
+        path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
+        return self._ask(path, lambda answer: (int(answer["usage"]["prompt_tokens"]), answer.get("kv_transfer_params")), body)
 
-    def _ask(self, path: str, body: Any = None) -> Any:
+    def _ask(self, path: str, read: Callable[[Any], T], body: Any = None) -> T:
         key = os.environ.get("VLLM_API_KEY", "").strip()  # one that ends in a newline would be told in the error
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         try:
             request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode(), headers)
             with self._direct.open(request, timeout=max(0.1, self._deadline - time.monotonic())) as answer:
-                return json.load(answer)
+                return read(json.load(answer))
         except urllib.error.HTTPError as error:
             raise WarmFailed(f"{self.name}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise WarmFailed(f"{self.name}{path}: {error}") from None
+        except (LookupError, TypeError, AttributeError) as error:
+            raise WarmFailed(f"{self.name}{path}: an answer as of no OpenAI server ({error!r})") from None

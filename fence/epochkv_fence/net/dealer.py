@@ -149,7 +149,7 @@ class Link:
             if event is LinkEvent.CONNECTED:
                 self.connected = True
             elif event in (LinkEvent.REFUSED, LinkEvent.NO_HANDSHAKE):
-                self.redial_at = time.monotonic() + REDIAL_SECONDS
+                self.redial_at = min(self.redial_at, time.monotonic() + REDIAL_SECONDS)  # a failed handshake is repeated
             elif event is LinkEvent.DISCONNECTED:
                 if not self.connected:
                     continue

@@ -86,8 +86,9 @@ def hold(path: Path, held: Callable[[str], StateError], seconds: float = 0.0) ->
             os.close(lock)
             raise StateError(f"{path}: its file system has no locks ({error.strerror}): use a --state directory on a local disk") from error
         time.sleep(0.05)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    with contextlib.suppress(OSError):  # the disk is full: only messages show who has it
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
 
 

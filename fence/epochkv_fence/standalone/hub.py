@@ -114,13 +114,14 @@ END_SECONDS: Final = 2.0
 
 
 class StandaloneHub:
-    """Start, `wait`, stop. Everything runs on one event loop.
+    """Start, wait until it has `lost`, stop. Everything runs on one event loop.
 
     Attributes:
         uid: of the pool, once started.
         endpoint: what clients dial, once started.
         connection_file: what they join with.
         stores: reaches the pool's store.
+        lost: set when it has lost its state. The log says why; it cannot lead again in this process.
         server, keys: the hub itself, and what watches its keys, once started.
     """
 
@@ -137,7 +138,7 @@ class StandaloneHub:
         self.stores: StoreAdmin | None = MooncakeAdmin(lambda uid: urls) if urls else None
         self._opened = contextlib.AsyncExitStack()
         self._changed = asyncio.Event()
-        self._lost = asyncio.Event()
+        self.lost = asyncio.Event()
 
     async def start(self) -> None:
         """Take the state, listen, lead.
@@ -161,8 +162,8 @@ class StandaloneHub:
             server.set_pool(self.keys.config)
             self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
             self.connection_file = await asyncio.to_thread(write_client, directory, keys, options.pool, self.endpoint)
-            server.lead(await authority.acquire())
             self._serve_metrics(server)
+            server.lead(await authority.acquire())
             for work in (self._report(server), self.keys.run()):
                 self._opened.push_async_callback(end, [asyncio.create_task(work)], END_SECONDS)
             self._opened = opened.pop_all()
@@ -173,7 +174,7 @@ class StandaloneHub:
             keys.hub,
             authority,
             on_change=lambda uid: self._changed.set(),
-            on_step_down=self._lost.set,
+            on_step_down=self.lost.set,
             why_deposed=lambda: authority.why_deposed,
             stores=self.stores,
         )
@@ -222,13 +223,6 @@ class StandaloneHub:
                 logger.log(line.level, line.text, extra={"fields": {"pool": self.options.pool, **line.fields}})
             before = now
             await asyncio.sleep(max(REPORT_SECONDS, REPORT_SHARE * (time.monotonic() - began)))
-
-    async def wait(self) -> None:
-        """Return when this hub has lost its state.
-
-        The reason is in the log; it cannot lead again in this process.
-        """
-        await self._lost.wait()
 
     async def stop(self) -> None:
         """Step down, hang up and give the state back; engines keep their leases. Returns within seconds. Safe to call twice."""

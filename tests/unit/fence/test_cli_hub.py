@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,9 +21,11 @@ from epochkv_fence.client import Pool
 from epochkv_fence.common import lease_clock
 from epochkv_fence.connection import ConfigurationError
 from epochkv_fence.net.keys import generate_keypair
+from epochkv_fence.protocol.pool import AuthorityError
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.loopback import free_port, has_ipv6
 from hack.waiting import eventually
+from tests.support.cli import inside
 from tests.support.fence import NEW, OLD, LoopThread, engine_with, push
 from tests.support.hub import Agents, HubProcess, altered, epochkv, using
 
@@ -208,12 +211,16 @@ def test_keys_are_rotated_under_a_running_hub(tmp_path: Path) -> None:
             fixed.stop()
 
 
-def test_keys_of_a_directory_that_has_none(tmp_path: Path) -> None:
+def test_keys_of_a_directory_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for command in ("rotate", "retire"):
         done = epochkv("keys", command, "--state", str(tmp_path))
         assert done.returncode == 5
         assert "holds no keys; give the --state directory" in done.stderr
         assert epochkv("keys", command, "--state", str(tmp_path / "absent")).returncode == 5
+    monkeypatch.setattr("epochkv_fence.cli.hub.retire_previous", Mock(side_effect=AuthorityError("the disk did not answer")))
+    assert inside(capsys, "keys", "retire", "--state", "x") == (5, "", "epochkv: the disk did not answer\n")
 
 
 # ---------------------------------------------------------------------------------------------------------- words of the log
@@ -251,7 +258,8 @@ def test_a_pool_has_a_name_that_kubernetes_would_take(tmp_path: Path, name: str)
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize("dialled", ["127.0.0.1", "[::1]"])
-def test_a_hub_listens_on_both_families(tmp_path: Path, dialled: str) -> None:
+def test_a_hub_listens_on_both_families(tmp_path: Path, dialled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(socket, "getfqdn")  # which asks a DNS that may hang
     with closing(LoopThread()) as loop:
         hub = StandaloneHub(HubOptions("policy", "tcp://*:0", tmp_path / "state", metrics="*:0"))
         loop.run(hub.start())

@@ -122,6 +122,13 @@ def test_who_is_interrupted_does_not_wait_for_the_others_which_are_asked_no_more
     assert time.monotonic() < began + 40
 
 
+@pytest.mark.parametrize(("verb", "path"), [("do_GET", "/v1/models"), ("do_POST", "/v1/completions")])
+def test_an_answer_that_lacks_what_it_is_asked_for(engine: tuple[type[Engine], str], verb: str, path: str) -> None:
+    setattr(engine[0], verb, lambda self: self._answer({"data": []}))
+    with pytest.raises(WarmFailed, match=f"{path}: an answer as of no OpenAI server"):
+        warm(["a"], engine[1], timeout_s=2.0)
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://a b:1", "engine", ""])
 def test_nobody_is_there(url: str) -> None:
     with pytest.raises(WarmFailed, match=f"{url}/v1/models"):

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -417,12 +418,8 @@ async def test_asyncio_a_pool_that_is_closed_ends_what_waits(world: HubWorld) ->
     pool = await AsyncPool.connect(world.folder)
     looked = asyncio.Event()
     loop = asyncio.get_running_loop()
-
-    def note(standing: WeightsStanding) -> None:
-        loop.call_soon_threadsafe(looked.set)
-
-    wait = pool.wait_weights(timeout_s=600, other_than=[OLD.hex()], progress=note)
-    task = asyncio.create_task(wait)
+    note = Mock(side_effect=lambda _: loop.call_soon_threadsafe(looked.set))
+    task = asyncio.create_task(pool.wait_weights(timeout_s=600, other_than=[OLD.hex()], progress=note))
     await looked.wait()
     await pool.close()
     with pytest.raises(PoolClosed):

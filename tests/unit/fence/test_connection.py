@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +124,9 @@ def test_a_missing_or_broken_key_is_named_and_never_shown(folder: Path, by: str,
 def test_a_pair_that_is_being_replaced_is_read_again(folder: Path) -> None:
     fresh = generate_keypair()
     (folder / "client.key").write_text(fresh.secret)
-
-    def rest() -> None:
-        time.sleep(0.02)
-        (folder / "client.pub").write_text(fresh.public)
-
     with pytest.raises(ConfigurationError, match="does not belong"):
         read_client_keys(HubRef("tcp://h:1", str(folder)))
-    thread = threading.Thread(target=rest)
+    thread = threading.Timer(0.02, (folder / "client.pub").write_text, (fresh.public,))
     thread.start()
     try:
         assert read_client_keys(HubRef("tcp://h:1", str(folder))).public == fresh.public

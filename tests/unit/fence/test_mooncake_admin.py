@@ -83,12 +83,15 @@ def test_an_answer_that_is_none_is_an_error(body: bytes) -> None:
         remove_all(url)
 
 
-def test_a_standby_and_a_master_that_cannot_be_reached_are_passed_over() -> None:
+def test_a_standby_and_masters_that_cannot_be_reached_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epochkv_fence.mooncake_admin.CONNECT_SECONDS", 0.3)
+    full = socket.create_server(("127.0.0.1", 0), backlog=0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        nobody, silent = (f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in (listener, full))
     handle, _ = working()
     with server(lambda sock, line: answer(sock, b"service plane is not active", "503 X")) as standby, server(handle) as leader:
-        assert remove_all(standby, nobody, leader) == Removed(3, 4000)
+        with full, socket.create_connection(full.getsockname()):  # the next one gets no answer
+            assert remove_all(silent, standby, nobody, leader) == Removed(3, 4000)
         with pytest.raises(StoreAdminError, match="HTTP 503: service plane is not active"):
             remove_all(standby)
 

@@ -19,7 +19,7 @@ import pytest
 
 from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import Authority, AuthorityError, PoolRecord, Term
-from epochkv_fence.standalone.authority import SqliteAuthority, StateError
+from epochkv_fence.standalone.authority import SqliteAuthority, StateError, hold
 from tests.support.authority import Authorities, AuthorityConformance
 
 
@@ -293,6 +293,8 @@ def test_a_write_that_the_disk_refuses_is_an_error_and_the_next_one_works(tmp_pa
     assert after == "1 True"
     assert last == "3"
     assert record_of(tmp_path)[0].target == 3
+    for _ in range(2):  # a lock needs no room on the disk, and ends
+        os.close(hold(Path("/dev/full"), StateError))
 
 
 async def test_a_disk_that_hangs_is_an_error_and_never_blocks_the_loop(tmp_path: Path) -> None:
