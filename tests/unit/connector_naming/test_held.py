@@ -7,6 +7,7 @@ digest, although no tensor of the model may show it any more.
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from torch import nn
 
 from epochkv_connector.engine import patches
 from epochkv_connector.weights import digest as packing
-from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Unreadable, digest, mark, models, packed, weights
-from epochkv_connector.weights.rank import Held
+from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Unreadable, digest, is_of_experts, mark, models, packed, weights
+from epochkv_connector.weights.rank import Held, Places
 
 
 class Worker:
@@ -166,18 +167,22 @@ def test_vllms_own_adapter_layers_are_known_by_their_module() -> None:
         assert kind.__module__.startswith("vllm.lora.")
 
 
-def test_tensors_that_a_quant_method_keeps_are_weights() -> None:
+def test_tensors_that_objects_beside_a_layer_keep_are_weights() -> None:
+    """Its quantisation, the one before adapters took that's place, a scheme, the sinks that attention has copied."""
     model = Model()
-    worker = Worker(model)
-    before = value(worker)
-    method: Any = model.layers[0].proj.quant_method
-    method.scales = torch.ones(3)
-    method.parts = [torch.ones(2), torch.ones(2)]
-    with_them = value(worker)
-    assert with_them != before
-    assert {"layers.0.proj.quant_method.scales", "layers.0.proj.quant_method.parts.1"} <= set(names(worker))
-    method.parts[1][0] = 5
-    assert value(worker) not in (before, with_them)
+    layer, worker = model.layers[0].proj, Worker(model)
+    kept = {name: torch.ones(2) for name in ("quant_method.parts.1", "quant_method.scale", "scheme._input_scale", "impl.sinks")}
+    layer.quant_method.parts = [None, kept["quant_method.parts.1"]]
+    layer.quant_method.old_quant_method = SimpleNamespace(scale=kept["quant_method.scale"])
+    layer.scheme = SimpleNamespace(_input_scale=kept["scheme._input_scale"])
+    layer.impl = SimpleNamespace(sinks=kept["impl.sinks"], scratch=torch.zeros(3))
+    plain = set(names(Worker(Model())))
+    assert set(names(worker)) - plain == {f"layers.0.proj.{name}" for name in kept}
+    seen = {value(worker)}
+    for tensor in kept.values():
+        tensor[0] = 5
+        seen.add(value(worker))
+    assert len(seen) == 5
 
 
 def test_a_quant_method_that_is_a_module_is_walked_once() -> None:
@@ -206,17 +211,48 @@ def test_a_drafter_counts_under_names_of_its_own() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- weights that kernels hide
-def test_a_layer_without_sizes_whose_parameter_was_emptied_has_no_digest_either() -> None:
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.quant_method = QuantMethod()
-            self.w13_weight = nn.Parameter(torch.empty(0))
+class Fused(nn.Module):
+    def __init__(self, hidden_size: int = 0, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        self.quant_method: Any = QuantMethod()
+        self.local_num_experts, self.hidden_size, self.intermediate_size_per_partition = 2, hidden_size, hidden_size
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
+
+@pytest.mark.parametrize("layer", [Fused(w13_weight=torch.empty(0)), Fused(64, w2_bias=torch.zeros(2, 64))], ids=["emptied", "deleted"])
+def test_experts_whose_weights_are_nowhere_to_be_seen_have_no_digest_either(layer: Fused) -> None:
     model = Model()
-    model.layers[0].experts = Fused()
+    model.layers[0].experts = layer
     with pytest.raises(Unreadable, match=r"layers\.0\.experts"):
         names(Worker(model))
+
+
+def test_experts_inside_objects_of_a_library_of_kernels_are_weights() -> None:
+    """As vLLM's Triton kernels for MXFP4 keep those of gpt-oss, and their scales; they delete the parameters."""
+
+    class Held(SimpleNamespace):
+        __module__ = "triton_kernels.tensor"
+
+    model, layer = Model(), Fused(64, w2_bias=torch.zeros(2, 64))
+    weight, scale = torch.zeros(2, 64, 64, dtype=torch.uint8), torch.ones(2, 64, 4, dtype=torch.uint8)
+    layer.w13_weight = Held(storage=Held(data=weight), shape=[2, 128, 64])
+    layer.quant_method.w13_precision_config = Held(weight_scale=Held(storage=Held(data=scale)), flex_ctx=None)
+    model.layers[0].experts = layer
+    worker = Worker(model)
+    experts = {name for name in names(worker) if is_of_experts(name)}
+    kept = {"w13_weight.storage.data", "quant_method.w13_precision_config.weight_scale.storage.data"}
+    assert {f"layers.0.experts.{name}" for name in kept} < experts
+    seen = [value(worker)]
+    for tensor in (weight, scale):
+        sample = packing.Sample(weights(worker))
+        tensor[1, 5] += 1
+        assert not sample.holds()
+        seen.append(value(worker))
+    places = Places(worker)
+    layer.w13_weight.storage.data = weight.clone()
+    assert not places.stay()
+    assert len(set(seen)) == 3
 
 
 def test_a_bias_alone_does_not_pass_for_the_weights() -> None:
