@@ -6,7 +6,8 @@ next step is scheduled:
 
 - a call that loads, unloads or pins an adapter, whoever made it: asked at once, so that requests which follow have their names;
 - any other call to the workers that is not known to be harmless: it may hold adapters, too, or write to them;
-- a request for an adapter that nobody asked about: the ranks load it, as vLLM would with the next step;
+- a request for an adapter that nobody asked about, or that vLLM may have dropped since: the ranks load it, as vLLM would with the next
+  step;
 - a request that loads in place: vLLM reads it again, and so do we before it is named;
 - a step in which vLLM has read other tensors again by itself (`late`).
 
@@ -74,17 +75,24 @@ class Adapters:
         held: digests by id of what the step that is scheduled next computes with; another object when anything has changed.
     Args:
         why_not: adapters of this engine are never named, and why.
+        num_kept: how many of them a rank keeps.
     """
 
     def __init__(
-        self, ranks: Ranks, num_ranks: int, clock: Callable[[], float], why_not: str | None = None, why_alone: str | None = None
+        self,
+        ranks: Ranks,
+        num_ranks: int,
+        clock: Callable[[], float],
+        why_not: str | None = None,
+        why_alone: str | None = None,
+        num_kept: int = 0,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.held: Mapping[int, bytes | None] = {}
         self._ranks = ranks
         self._num_ranks = num_ranks
         self._clock = clock
-        self._why_not, self.why_alone = why_not, why_alone
+        self._why_not, self.why_alone, self._num_kept = why_not, why_alone, num_kept
         self._names: AdapterNames | None = None
         self._may_ask: Callable[[], bool] = lambda: False
         self._known: dict[int, Known] = {}
@@ -113,10 +121,15 @@ class Adapters:
         return known
 
     def arrived(self, request: Any) -> None:
-        """A new request uses it. vLLM reads it again with every step of such a request."""
+        """A new request uses it, which nobody counts yet. vLLM reads it again with every step of one that loads in place, and once if it
+        had more adapters than it keeps: files may have changed."""
+        adapter_id = int(request.lora_int_id)
         if getattr(request, "load_inplace", False):
             self.of(request)
-            self._suspected[int(request.lora_int_id)] = True
+            self._suspected[adapter_id] = True
+        elif len(self._known) > self._num_kept and self.why_alone is None:
+            if self._names is not None and adapter_id not in self._names.adapters_in_use():
+                self._suspected.setdefault(adapter_id, False)
 
     def version(self, adapter_id: int) -> int:
         """Of what this id stands for now; -1: nothing that is known."""
