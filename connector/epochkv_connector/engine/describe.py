@@ -169,7 +169,9 @@ def _state_kind(vllm_config: Any, spec: Any) -> tuple[GroupKind, str]:
 
 
 def tokens_per_step(vllm_config: Any) -> int:
-    """New tokens that a request may get in one step, at most."""
+    """New tokens that a request may get in one step, at most. 0: several steps decide a token, as in diffusion models."""
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        return 0
     drafts = getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", None) or 0
     return 1 + int(drafts)
 

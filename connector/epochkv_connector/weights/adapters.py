@@ -123,13 +123,12 @@ class Adapters:
     def arrived(self, request: Any) -> None:
         """A new request uses it, which nobody counts yet. vLLM reads it again with every step of one that loads in place, and once if it
         had more adapters than it keeps: files may have changed."""
-        adapter_id = int(request.lora_int_id)
+        adapter_id, drops = int(request.lora_int_id), len(self._known) > self._num_kept and self.why_alone is None
         if getattr(request, "load_inplace", False):
             self.of(request)
             self._suspected[adapter_id] = True
-        elif len(self._known) > self._num_kept and self.why_alone is None:
-            if self._names is not None and adapter_id not in self._names.adapters_in_use():
-                self._suspected.setdefault(adapter_id, False)
+        elif drops and self._names is not None and adapter_id not in self._names.adapters_in_use():
+            self._suspected.setdefault(adapter_id, False)
 
     def version(self, adapter_id: int) -> int:
         """Of what this id stands for now; -1: nothing that is known."""
