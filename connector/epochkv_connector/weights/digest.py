@@ -360,10 +360,10 @@ def packed(worker: Any) -> list[list[str]]:
     return [[name, str(module.__dict__[PACKED])] for name, module in _modules(worker) if module.__dict__.get(PACKED) is not None]
 
 
-def scales(worker: Any) -> list[list[Any]]:
-    """What attention layers keep of the scales of their KV as numbers: name of the layer, then those of queries, keys and values."""
-    numbers = ((name, [module.__dict__.get(f"_{one}_scale_float", 1.0) for one in "qkv"]) for name, module in _modules(worker))
-    return [[name, *of_layer] for name, of_layer in numbers if of_layer != [1.0, 1.0, 1.0]]
+def scales(worker: Any, which: str, unset: float | None) -> list[list[Any]]:
+    """What attention layers keep of scales as numbers: name of the layer, then those of `which` (q, k, v: its KV, o: outputs)."""
+    numbers = ((name, [module.__dict__.get(f"_{one}_scale_float", unset) for one in which]) for name, module in _modules(worker))
+    return [[name, *of_layer] for name, of_layer in numbers if set(of_layer) != {unset}]
 
 
 def _own(module: torch.nn.Module) -> Iterator[Home]:

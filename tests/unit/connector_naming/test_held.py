@@ -135,6 +135,8 @@ def test_scales_that_kernels_took_at_first_stay_in_the_name() -> None:
     plain, changed, fresh = named(one, 1.0), named(one, 2.0), named(other, 2.0)
     assert len({plain, changed, fresh}) == 3
     assert named(one, 1.0) == plain
+    model.layers[1]._o_scale_float = 3.0
+    assert named(one, 1.0) == named(Held(), 1.0) != plain, "that of outputs is always what it was at first"
 
 
 def test_adapters_do_not_count_and_what_is_below_them_keeps_its_name() -> None:
