@@ -16,10 +16,10 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import platform
 import re
 from collections.abc import Iterable
+from importlib.metadata import version
 from typing import Any
 
 import vllm
@@ -33,8 +33,12 @@ _KINDS = (
     (kv_cache_interface.ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
 )
 
-_DISPATCH = "VLLM_DEEPEPLL_NVFP4_DISPATCH"
-"""1: tokens go to other ranks' experts in 4 bits."""
+_KERNELS = ("moe_backend", "linear_backend", "linear_backend_per_quant")
+_NUMBERS = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+)  # fmt: skip
+"""Variables of vLLM that say in which numbers a pass computes, or which experts it takes."""
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
@@ -210,7 +214,9 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "max_model_len": _plain(getattr(model, "max_model_len", None)),  # picks LongRoPE factors and Llama 4's temperature
         "dtype": str(model.dtype),
         "quantization": [_plain(getattr(model, name, None)) for name in ("quantization", "quantization_config")],
-        "media": _options(getattr(model, "multimodal_config", None), _MEDIA_CAPACITIES),
+        "media": _media(model),
+        "kernels": [_plain(getattr(getattr(vllm_config, "kernel_config", None), name, None)) for name in _KERNELS],
+        "numbers": [_plain(getattr(vllm.envs, name, None)) for name in _NUMBERS],
         "cache_dtype": str(cache.cache_dtype),
         "skip_layers": sorted(str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
         "layout": _plain(getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)),
@@ -244,10 +250,15 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
 
 
 def _domain(vllm_config: Any) -> list[Any]:
-    """How experts lie on data-parallel ranks, how tokens get there, and in which numbers. Which rank computes a token decides nothing."""
+    """How experts lie on data-parallel ranks, and how tokens get there. Which rank computes a token decides nothing."""
     names = ("data_parallel_size", "enable_expert_parallel", "all2all_backend", "expert_placement_strategy")
-    kernels = getattr(getattr(vllm_config, "kernel_config", None), "moe_backend", None)
-    return [*(_plain(getattr(vllm_config.parallel_config, name, None)) for name in names), _plain(kernels), os.environ.get(_DISPATCH, "0")]
+    return [_plain(getattr(vllm_config.parallel_config, name, None)) for name in names]
+
+
+def _media(model: Any) -> list[Any] | None:
+    """How media are read and normalised, which hashes of their bytes do not tell; None: there are none."""
+    options = _options(getattr(model, "multimodal_config", None), _MEDIA_CAPACITIES)
+    return options and [options, _plain(getattr(model, "hf_image_processor_config", None)), version("transformers")]
 
 
 def describe_adapters(vllm_config: Any) -> str:
