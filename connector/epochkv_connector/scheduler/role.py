@@ -382,7 +382,7 @@ class SchedulerRole:
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
-        tag = self.pins.maker.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
+        tag = self.pins.maker.tag(request) if self._may_hand_off(request) else None
         self.steps.save_last_blocks(request)
         self.pins.release(request)
         self.requests.finish(request.request_id)
