@@ -56,10 +56,22 @@ def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, m
         assert "calculate_kv_scales is on" in (why(config) or "")
 
 
+def test_hashes_that_go_on_with_the_last_picture_name_those_before_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM 0.30's hasher does where a request has hashes."""
+    monkeypatch.setattr(kv_cache_utils, "_gen_mm_extra_hash_keys", kv_cache_utils._gen_mm_extra_hash_keys)
+    monkeypatch.delattr(kv_cache_utils, "get_mm_features_in_window", raising=False)
+    patches.mend_hashes()
+    places = {"a": 4, "b": 20, "c": 40}
+    pictures = [SimpleNamespace(identifier=one, mm_position=SimpleNamespace(offset=at, length=8)) for one, at in places.items()]
+    request: Any = SimpleNamespace(lora_request=None, cache_salt=None, mm_features=pictures, prompt_embeds=None)
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 16, 48, -1)
+    assert [name for key in keys or () for name in key if name in places] == ["b", "c"]
+
+
 def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", kv_cache_utils._gen_lora_extra_hash_keys)
-    patches.hide_adapters_from_hashes()
-    patches.hide_adapters_from_hashes()  # a second engine of the process
+    patches.mend_hashes()
+    patches.mend_hashes()  # a second engine of the process
 
     def keys(pin: Pin | None) -> Any:
         request = SimpleNamespace(lora_request=LoRARequest("a", 1, "/a"), cache_salt=None, mm_features=[], prompt_embeds=None)

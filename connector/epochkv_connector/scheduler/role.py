@@ -353,7 +353,7 @@ class SchedulerRole:
         weights.adapters = adapters
         asks = self._own is None or self._own.asks
         adapters.join(weights, lambda: not asks or watch.value is not None)
-        patches.hide_adapters_from_hashes()
+        patches.mend_hashes()
         if self._own is not None:
             watch.keep_own(self._own.why, asks=self._own.asks)
         if core is not None and scheduler is not None:
