@@ -33,11 +33,7 @@ _KINDS = (
     (kv_cache_interface.ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
 )
 
-_KERNELS = ("moe_backend", "linear_backend", "linear_backend_per_quant")
-_NUMBERS = (
-    "VLLM_B12X_MOE_FP4_FORCE_A16", "VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
-)  # fmt: skip
+_NUMBERS = ("B12X_MOE_FP4_FORCE_A16", "DEEPEPLL_NVFP4_DISPATCH", "MOE_ROUTING_SIMULATION_STRATEGY", "ROCM_QUICK_REDUCE_QUANTIZATION")
 """Variables of vLLM that say in which numbers a pass computes, or which experts it takes."""
 
 
@@ -205,7 +201,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     for hash algorithms that pickle.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    algorithm = str(cache.prefix_caching_hash_algo)
+    algorithm, media = str(cache.prefix_caching_hash_algo), _options(getattr(model, "multimodal_config", None), _MEDIA_CAPACITIES)
     speculative = getattr(vllm_config, "speculative_config", None)
     return {
         "vllm": vllm.__version__,
@@ -214,9 +210,10 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "max_model_len": _plain(getattr(model, "max_model_len", None)),  # picks LongRoPE factors and Llama 4's temperature
         "dtype": str(model.dtype),
         "quantization": [_plain(getattr(model, name, None)) for name in ("quantization", "quantization_config")],
-        "media": _media(model),
-        "kernels": [_plain(getattr(getattr(vllm_config, "kernel_config", None), name, None)) for name in _KERNELS],
-        "numbers": [_plain(getattr(vllm.envs, name, None)) for name in _NUMBERS],
+        # Hashes of media do not tell how their bytes are normalised.
+        "media": media and [media, _plain(getattr(model, "hf_image_processor_config", None)), version("transformers")],
+        "kernels": _options(getattr(vllm_config, "kernel_config", None)),
+        "numbers": [_plain(getattr(vllm.envs, f"VLLM_{name}", None)) for name in _NUMBERS],
         "cache_dtype": str(cache.cache_dtype),
         "skip_layers": sorted(str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
         "layout": _plain(getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)),
@@ -253,12 +250,6 @@ def _domain(vllm_config: Any) -> list[Any]:
     """How experts lie on data-parallel ranks, and how tokens get there. Which rank computes a token decides nothing."""
     names = ("data_parallel_size", "enable_expert_parallel", "all2all_backend", "expert_placement_strategy")
     return [_plain(getattr(vllm_config.parallel_config, name, None)) for name in names]
-
-
-def _media(model: Any) -> list[Any] | None:
-    """How media are read and normalised, which hashes of their bytes do not tell; None: there are none."""
-    options = _options(getattr(model, "multimodal_config", None), _MEDIA_CAPACITIES)
-    return options and [options, _plain(getattr(model, "hf_image_processor_config", None)), version("transformers")]
 
 
 def describe_adapters(vllm_config: Any) -> str:

@@ -72,27 +72,21 @@ class Adapters:
     Attributes:
         counters: `asked`, `changes`, `unknown`, `late`.
         why_alone: why tensors of adapters do not say what KV depends on; None: they do.
+        num_kept: of how many adapters a rank keeps the tensors, at least.
         held: digests by id of what the step that is scheduled next computes with; another object when anything has changed.
     Args:
         why_not: adapters of this engine are never named, and why.
-        num_kept: how many of them a rank keeps.
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        num_ranks: int,
-        clock: Callable[[], float],
-        why_not: str | None = None,
-        why_alone: str | None = None,
-        num_kept: int = 0,
+        self, ranks: Ranks, num_ranks: int, clock: Callable[[], float], why_not: str | None = None, why_alone: str | None = None
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.held: Mapping[int, bytes | None] = {}
         self._ranks = ranks
         self._num_ranks = num_ranks
         self._clock = clock
-        self._why_not, self.why_alone, self._num_kept = why_not, why_alone, num_kept
+        self._why_not, self.why_alone, self.num_kept = why_not, why_alone, 0
         self._names: AdapterNames | None = None
         self._may_ask: Callable[[], bool] = lambda: False
         self._known: dict[int, Known] = {}
@@ -123,7 +117,7 @@ class Adapters:
     def arrived(self, request: Any) -> None:
         """A new request uses it, which nobody counts yet. vLLM reads it again with every step of one that loads in place, and once if it
         had more adapters than it keeps: files may have changed."""
-        adapter_id, drops = int(request.lora_int_id), len(self._known) > self._num_kept and self.why_alone is None
+        adapter_id, drops = int(request.lora_int_id), len(self._known) > self.num_kept and self.why_alone is None
         if getattr(request, "load_inplace", False):
             self.of(request)
             self._suspected[adapter_id] = True

@@ -261,7 +261,7 @@ class Ranks:
 class Half:
     """What is named: the scheduler role's other side."""
 
-    def __init__(self, num_ranks: int = 1, **whys: Any) -> None:
+    def __init__(self, num_ranks: int = 1, **whys: str) -> None:
         self.now = 0.0
         self.ranks = Ranks(num_ranks)
         self.adapters = Adapters(self.ranks, num_ranks, lambda: self.now, **whys)  # type: ignore[arg-type]  # asks for no weights
@@ -300,14 +300,14 @@ def test_ranks_are_asked_once_and_then_when_something_may_have_changed() -> None
     assert half.changed == [{1}], "the same tensors are no change"
 
 
-def test_ranks_that_keep_all_adapters_are_asked_for_none_again() -> None:
+def test_ranks_are_asked_for_an_adapter_that_they_may_have_dropped() -> None:
+    half = Half()
+    half.ranks.values[2] = "two"
+    for number in (1, 2):
+        half.adapters.calling("add_lora", request(number))
     for num_kept, in_use, asked in ((2, {}, 1), (1, {1: request()}, 1), (1, {}, 2)):
-        half = Half(num_kept=num_kept)
-        half.ranks.values[2] = "two"
-        half.adapters.calling("add_lora", request(1))
-        half.adapters.calling("add_lora", request(2))
+        half.adapters.num_kept, half.in_use = num_kept, in_use
         half.known()
-        half.in_use = in_use
         half.adapters.arrived(request(1))
         half.known()
         assert len(half.ranks.asked) == asked

@@ -119,7 +119,6 @@ class Rank:
         self.ended.add((self.world.epoch, weights))
         self.world.epoch += at_once
 
-    def tell(self) -> None: ...
     def clear_encoder(self) -> bool:
         return True
 
