@@ -393,7 +393,7 @@ def _inside(name: str, *steps: tuple[Any, Any, Any]) -> Iterator[Home]:
     value = steps[-1][2]
     if isinstance(value, torch.Tensor):
         yield Home(name, value, steps)
-    elif type(value).__module__.partition(".")[0] in KERNEL_LIBRARIES:
+    elif type(value).__module__.removeprefix("vllm.third_party.").partition(".")[0] in KERNEL_LIBRARIES:
         kept = getattr(value, "__dict__", {})
         for attribute, one in kept.items():
             yield from _inside(f"{name}.{attribute}", *steps, (kept, attribute, one))

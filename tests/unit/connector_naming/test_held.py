@@ -17,7 +17,7 @@ from torch import nn
 
 from epochkv_connector.engine import patches
 from epochkv_connector.weights import digest as packing
-from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Unreadable, digest, is_of_experts, mark, models, packed, weights
+from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Unreadable, digest, mark, models, packed, weights
 from epochkv_connector.weights.rank import Held, Places
 
 
@@ -214,57 +214,49 @@ def test_a_drafter_counts_under_names_of_its_own() -> None:
 
 # ---------------------------------------------------------------------------------------------- weights that kernels hide
 class Fused(nn.Module):
-    def __init__(self, hidden_size: int = 0, **tensors: torch.Tensor) -> None:
+    def __init__(self, size: int, **tensors: torch.Tensor) -> None:
         super().__init__()
         self.quant_method: Any = QuantMethod()
-        self.local_num_experts, self.hidden_size, self.intermediate_size_per_partition = 2, hidden_size, hidden_size
+        self.local_num_experts, self.hidden_size, self.intermediate_size_per_partition = 2, size, size
         for name, tensor in tensors.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
-@pytest.mark.parametrize("layer", [Fused(w13_weight=torch.empty(0)), Fused(64, w2_bias=torch.zeros(2, 64))], ids=["emptied", "deleted"])
-def test_experts_whose_weights_are_nowhere_to_be_seen_have_no_digest_either(layer: Fused) -> None:
+def with_bias_alone() -> nn.Module:
+    layer = Linear(4096, 4096)
+    layer.weight, layer.bias = nn.Parameter(torch.empty(0)), nn.Parameter(torch.zeros(4096))
+    return layer
+
+
+HIDING = {"emptied": Fused(0, w13_weight=torch.empty(0)), "deleted": Fused(64, w2_bias=torch.zeros(2, 64)), "linear": with_bias_alone()}
+
+
+@pytest.mark.parametrize("layer", HIDING.values(), ids=HIDING.keys())
+def test_a_layer_whose_weights_are_nowhere_to_be_seen_has_no_digest(layer: nn.Module) -> None:
+    """Whatever it shows beside them."""
     model = Model()
-    model.layers[0].experts = layer
-    with pytest.raises(Unreadable, match=r"layers\.0\.experts"):
-        names(Worker(model))
-
-
-def test_experts_inside_objects_of_a_library_of_kernels_are_weights() -> None:
-    """As vLLM's Triton kernels for MXFP4 keep those of gpt-oss, and their scales; they delete the parameters."""
-
-    class Held(SimpleNamespace):
-        __module__ = "triton_kernels.tensor"
-
-    model, layer = Model(), Fused(64, w2_bias=torch.zeros(2, 64))
-    weight, scale = torch.zeros(2, 64, 64, dtype=torch.uint8), torch.ones(2, 64, 4, dtype=torch.uint8)
-    layer.w13_weight = Held(storage=Held(data=weight), shape=[2, 128, 64])
-    layer.quant_method.w13_precision_config = Held(weight_scale=Held(storage=Held(data=scale)), flex_ctx=None)
-    model.layers[0].experts = layer
-    worker = Worker(model)
-    experts = {name for name in names(worker) if is_of_experts(name)}
-    kept = {"w13_weight.storage.data", "quant_method.w13_precision_config.weight_scale.storage.data"}
-    assert {f"layers.0.experts.{name}" for name in kept} < experts
-    seen = [value(worker)]
-    for tensor in (weight, scale):
-        sample = packing.Sample(weights(worker))
-        tensor[1, 5] += 1
-        assert not sample.holds()
-        seen.append(value(worker))
-    places = Places(worker)
-    layer.w13_weight.storage.data = weight.clone()
-    assert not places.stay()
-    assert len(set(seen)) == 3
-
-
-def test_a_bias_alone_does_not_pass_for_the_weights() -> None:
-    model = Model()
-    layer = model.layers[0].proj
-    layer.input_size_per_partition = layer.output_size_per_partition = 4096
-    layer.weight = nn.Parameter(torch.empty(0))
-    layer.bias = nn.Parameter(torch.zeros(4096))
+    model.layers[0].proj = layer
     with pytest.raises(Unreadable, match=r"layers\.0\.proj were packed away.*VLLM_PLUGINS"):
         names(Worker(model))
+
+
+@pytest.mark.parametrize("library", ["triton_kernels", "vllm.third_party.triton_kernels", "b12x"])
+def test_experts_inside_objects_of_a_library_of_kernels_are_weights(library: str) -> None:
+    """As vLLM's Triton kernels for MXFP4 keep those of gpt-oss, and their scales; they delete the parameters."""
+    held: Any = type("Held", (SimpleNamespace,), {"__module__": f"{library}.tensor"})
+    model, layer, weight, scale = Model(), Fused(64), torch.zeros(2, 64, 64), torch.ones(2, 64, 4)
+    layer.w13_weight, layer.quant_method.w13_config = held(storage=held(data=weight)), held(weight_scale=held(data=scale))
+    model.layers[0].experts = layer
+    worker = Worker(model)
+    seen, places = {value(worker)}, Places(worker)
+    for tensor in (weight, scale):
+        sample = packing.Sample(weights(worker))
+        tensor.add_(1)
+        assert not sample.holds()
+        seen.add(value(worker))
+    assert len(seen) == 3
+    layer.w13_weight.storage.data = weight.clone()
+    assert not places.stay()
 
 
 def test_what_was_packed_under_our_eyes_is_known_by_its_digest() -> None:
