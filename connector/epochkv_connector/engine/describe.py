@@ -210,8 +210,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "max_model_len": _plain(getattr(model, "max_model_len", None)),  # picks LongRoPE factors and Llama 4's temperature
         "dtype": str(model.dtype),
         "quantization": [_plain(getattr(model, name, None)) for name in ("quantization", "quantization_config")],
-        # Hashes of media do not tell how their bytes are normalised.
-        "media": media and [media, _plain(getattr(model, "hf_image_processor_config", None)), version("transformers")],
+        "media": media and [media, _plain(getattr(model, "hf_image_processor_config", None)), version("transformers")],  # beyond bytes
         "kernels": _options(getattr(vllm_config, "kernel_config", None)),
         "numbers": [_plain(getattr(vllm.envs, f"VLLM_{name}", None)) for name in _NUMBERS],
         "cache_dtype": str(cache.cache_dtype),
@@ -298,7 +297,7 @@ def _cpu_packing(vllm_config: Any, group: Any) -> str:
         cache_dtype = vllm_config.cache_config.cache_dtype
         return str(_get_attn_isa(vllm_config.model_config.dtype, int(spec.block_size), getattr(inner, "head_size", None), cache_dtype))
     except Exception:  # another version's function, or a model that it refuses
-        return f"{UNKNOWN}, amx {has_amx()}, avx512 {_has('_is_avx512_supported')}"
+        return f"{UNKNOWN}, amx {_has('_is_amx_tile_supported')}, avx512 {_has('_is_avx512_supported')}"
 
 
 def on_cpu() -> bool:
@@ -312,11 +311,6 @@ def _has(instructions: str) -> bool:
 
     look = getattr(torch.cpu, instructions, None)
     return bool(look()) if look is not None else False
-
-
-def has_amx() -> bool:
-    """Whether this CPU has AMX tiles."""
-    return _has("_is_amx_tile_supported")
 
 
 def is_set(variable: str) -> bool:

@@ -148,12 +148,9 @@ def mend_hashes() -> None:
         pin = getattr(request, PIN_ATTRIBUTE, None)
         return [] if pin is not None and pin.adapter else list(keys_of(request))
 
-    def from_first(keys_of: Callable[..., Any], request: Any, start: int, end: int, first: int) -> Any:
-        return keys_of(request, start, end, max(first, 0))
-
     wrap(kv_cache_utils, "_gen_lora_extra_hash_keys", unless_pinned)
     if not hasattr(kv_cache_utils, "get_mm_features_in_window"):
-        wrap(kv_cache_utils, "_gen_mm_extra_hash_keys", from_first)
+        wrap(kv_cache_utils, "_gen_mm_extra_hash_keys", lambda keys_of, *where: keys_of(*where[:3], max(where[3], 0)))
 
 
 def mark_media_ids() -> None:

@@ -407,8 +407,7 @@ def _check_visible(name: str, module: torch.nn.Module, num_bytes: int) -> None:
     if getattr(module, "quant_method", None) is None or PACKED in module.__dict__:
         return
     linear = [getattr(module, f"{side}_size_per_partition", getattr(module, f"{side}_size", 0)) for side in ("input", "output")]
-    # Each expert has two matrices; the third, which only some have, is not counted.
-    experts = [2, *(getattr(module, name, 0) for name in ("local_num_experts", "hidden_size", "intermediate_size_per_partition"))]
+    experts = [2, *(getattr(module, name, 0) for name in ("local_num_experts", "hidden_size", "intermediate_size_per_partition"))]  # or 3
     num_weights = max(math.prod(size if isinstance(size, int) else 0 for size in sizes) for sizes in (linear, experts))
     emptied = any(parameter is not None and not parameter.numel() for parameter in module._parameters.values())
     if num_bytes * 8 < num_weights or (emptied and not num_bytes):  # less than a bit for each is no quantisation
