@@ -257,7 +257,10 @@ def test_files_of_an_adapter_that_vllm_has_dropped_are_read_before_its_next_requ
     rig.executor.disk[PATH] = "other"
     assert [serve(rig, one, TOKENS) for _ in range(2)] == [0, ALL]
     assert rig.executor.adapters[0].loads == [PATH, "/b", PATH]
-    assert rig.side.weights.adapters.counters["late"] == 0
+    adapters = rig.side.weights.adapters
+    adapters.num_kept, asked = 2, adapters.counters["asked"]
+    assert serve(rig, one, TOKENS) == ALL
+    assert (adapters.counters["asked"], adapters.counters["late"]) == (asked, 0), "where both have room, nobody asks again"
 
 
 # ---------------------------------------------------------------------------------------------- unknown

@@ -300,19 +300,6 @@ def test_ranks_are_asked_once_and_then_when_something_may_have_changed() -> None
     assert half.changed == [{1}], "the same tensors are no change"
 
 
-def test_ranks_are_asked_for_an_adapter_that_they_may_have_dropped() -> None:
-    half = Half()
-    half.ranks.values[2] = "two"
-    for number in (1, 2):
-        half.adapters.calling("add_lora", request(number))
-    for num_kept, in_use, asked in ((2, {}, 1), (1, {1: request()}, 1), (1, {}, 2)):
-        half.adapters.num_kept, half.in_use = num_kept, in_use
-        half.known()
-        half.adapters.arrived(request(1))
-        half.known()
-        assert len(half.ranks.asked) == asked
-
-
 def test_a_turn_never_comes_back() -> None:
     half = Half()
     versions = [half.adapters.of(request()).version]

@@ -169,22 +169,29 @@ def test_vllms_own_adapter_layers_are_known_by_their_module() -> None:
         assert kind.__module__.startswith("vllm.lora.")
 
 
-def test_tensors_that_objects_beside_a_layer_keep_are_weights() -> None:
-    """Its quantisation, the one before adapters took that's place, a scheme, the sinks that attention has copied."""
-    model = Model()
+@pytest.mark.parametrize("library", ["triton_kernels", "vllm.third_party.triton_kernels", "b12x"])
+def test_tensors_that_objects_beside_a_layer_keep_are_weights(library: str) -> None:
+    """Its quantisation, the one whose place adapters took, a scheme, sinks that attention has copied; and objects in which libraries of
+    kernels keep packed weights, as those of gpt-oss and their scales."""
+    held: Any = type("Held", (SimpleNamespace,), {"__module__": f"{library}.tensor"})
+    model, one = Model(), [torch.ones(2) for _ in range(6)]
     layer, worker = model.layers[0].proj, Worker(model)
-    kept = {name: torch.ones(2) for name in ("quant_method.parts.1", "quant_method.scale", "scheme._input_scale", "impl.sinks")}
-    layer.quant_method.parts = [None, kept["quant_method.parts.1"]]
-    layer.quant_method.old_quant_method = SimpleNamespace(scale=kept["quant_method.scale"])
-    layer.scheme = SimpleNamespace(_input_scale=kept["scheme._input_scale"])
-    layer.impl = SimpleNamespace(sinks=kept["impl.sinks"], scratch=torch.zeros(3))
-    plain = set(names(Worker(Model())))
-    assert set(names(worker)) - plain == {f"layers.0.proj.{name}" for name in kept}
-    seen = {value(worker)}
-    for tensor in kept.values():
+    layer.quant_method.parts, layer.quant_method.scale = [None, one[0]], held(weight_scale=held(data=one[1]))
+    layer.quant_method.old_quant_method = SimpleNamespace(old=one[2])
+    layer.scheme, layer.impl = SimpleNamespace(_input_scale=one[3]), SimpleNamespace(sinks=one[4], scratch=torch.zeros(3))
+    layer.w13_weight = held(storage=held(data=one[5]), shape=[2])
+    kept = ("quant_method.parts.1", "quant_method.scale.weight_scale.data", "quant_method.old", "scheme._input_scale", "impl.sinks")
+    added = set(names(worker)) - set(names(Worker(Model())))
+    assert added == {f"layers.0.proj.{name}" for name in (*kept, "w13_weight.storage.data")}
+    seen, places = {value(worker)}, Places(worker)
+    for tensor in one:
+        sample = packing.Sample(weights(worker))
         tensor[0] = 5
+        assert not sample.holds()
         seen.add(value(worker))
-    assert len(seen) == 5
+    assert len(seen) == 7
+    layer.w13_weight.storage.data = one[5].clone()
+    assert not places.stay()
 
 
 def test_a_quant_method_that_is_a_module_is_walked_once() -> None:
@@ -238,25 +245,6 @@ def test_a_layer_whose_weights_are_nowhere_to_be_seen_has_no_digest(layer: nn.Mo
     model.layers[0].proj = layer
     with pytest.raises(Unreadable, match=r"layers\.0\.proj were packed away.*VLLM_PLUGINS"):
         names(Worker(model))
-
-
-@pytest.mark.parametrize("library", ["triton_kernels", "vllm.third_party.triton_kernels", "b12x"])
-def test_experts_inside_objects_of_a_library_of_kernels_are_weights(library: str) -> None:
-    """As vLLM's Triton kernels for MXFP4 keep those of gpt-oss, and their scales; they delete the parameters."""
-    held: Any = type("Held", (SimpleNamespace,), {"__module__": f"{library}.tensor"})
-    model, layer, weight, scale = Model(), Fused(64), torch.zeros(2, 64, 64), torch.ones(2, 64, 4)
-    layer.w13_weight, layer.quant_method.w13_config = held(storage=held(data=weight)), held(weight_scale=held(data=scale))
-    model.layers[0].experts = layer
-    worker = Worker(model)
-    seen, places = {value(worker)}, Places(worker)
-    for tensor in (weight, scale):
-        sample = packing.Sample(weights(worker))
-        tensor.add_(1)
-        assert not sample.holds()
-        seen.add(value(worker))
-    assert len(seen) == 3
-    layer.w13_weight.storage.data = weight.clone()
-    assert not places.stay()
 
 
 def test_what_was_packed_under_our_eyes_is_known_by_its_digest() -> None:
