@@ -368,7 +368,7 @@ FAMILIES: Final = (
         hit=0,
         arguments={"block_size": None},
         refused="vLLM's reference kernel for it, which runs on CPUs without AMX, ignores cached context",
-        remedy="Use a GPU, or a CPU with AMX.",
+        remedy="Use a GPU.",
         sliced=True,
     ),
 )

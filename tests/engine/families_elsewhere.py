@@ -30,7 +30,7 @@ REFUSED: Final = (KINDS, "test_what_cannot_be_restored_says_what_would_help")
 
 ELSEWHERE: Final = (
     Elsewhere(
-        "latent attention on GPUs, and on CPUs with AMX",
+        "latent attention on GPUs",
         "DeepSeek V3 and R1, Kimi K2, GLM-4.7-Flash",
         "all blocks, as full attention. Ranks that hold equal blocks put each of them once",
         ("tests/unit/connector_worker/test_worker_half.py", "test_replicas_of_a_shard_put_each_block_once"),
@@ -74,6 +74,7 @@ ELSEWHERE: Final = (
     ),
     Elsewhere("cross attention", "Whisper and other encoder-decoder models", "refused; attached, they stay without EpochKV", START),
     Elsewhere("KV that later tokens decide (prefix LM, R-SWA)", "HRM-Text, Unlimited-OCR", "refused", BY_CLASS),
+    Elsewhere("answers by diffusion", "DiffusionGemma", "refused", WRONG),
     Elsewhere("pooling of a whole prompt in one pass (MEAN, CLS, STEP)", "embedding models, classifiers", "refused", WRONG),
     Elsewhere(
         "blocks in host memory (HiSparse)",

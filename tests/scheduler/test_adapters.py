@@ -219,13 +219,15 @@ def test_requests_that_load_in_place_are_named_by_what_they_load(make: MakeRig) 
 # ---------------------------------------------------------------------------------------------- read again by itself
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_files_that_were_overwritten_and_read_again_are_saved_under_no_name(make: MakeRig, store: SharedStore, num_ranks: int) -> None:
-    """Nobody said a word, so the request has the name of before: its ranks see that, save nothing, and the name ends here."""
+    """The request waited meanwhile, so it has the name of before: its ranks see that, save nothing, and the name ends here."""
     rig = make(num_adapters=1, num_ranks=num_ranks)
     one, two, again = adapter(1), adapter(2, "/b", name="b"), adapter(3, "/copy", name="c")
     load(rig, one, "one")
+    running = add(rig, one, prompt(1, LENGTH), 2 * BLOCK)
+    rig.side.weights.adapters.before_schedule()  # of a step that had no room for it
     load(rig, two, "two")
     rig.executor.disk[PATH] = "other"
-    running = run_a_little(rig, one, prompt(1, LENGTH), 2 * BLOCK)
+    rig.steps(3)
     assert not store.objects
     assert rig.side.weights.adapters.counters["late"] >= 1
     rig.run()
@@ -243,6 +245,22 @@ def test_files_that_were_overwritten_and_read_again_are_saved_under_no_name(make
     elsewhere = make(num_ranks=num_ranks)
     load(elsewhere, adapter(9, "/x"), "other")
     assert serve(elsewhere, adapter(9, "/x"), prompt(2, LENGTH)) == ALL
+
+
+def test_files_of_an_adapter_that_vllm_has_dropped_are_read_before_its_next_request_is_named(make: MakeRig) -> None:
+    """What vLLM keeps is not read again."""
+    rig = make(num_adapters=1)
+    one, two = adapter(1), adapter(2, "/b", name="b")
+    load(rig, one, "one")
+    assert [serve(rig, one, TOKENS) for _ in range(2)] == [0, ALL]
+    load(rig, two, "two")
+    rig.executor.disk[PATH] = "other"
+    assert [serve(rig, one, TOKENS) for _ in range(2)] == [0, ALL]
+    assert rig.executor.adapters[0].loads == [PATH, "/b", PATH]
+    adapters = rig.side.weights.adapters
+    adapters.num_kept, asked = 2, adapters.counters["asked"]
+    assert serve(rig, one, TOKENS) == ALL
+    assert (adapters.counters["asked"], adapters.counters["late"]) == (asked, 0), "where both have room, nobody asks again"
 
 
 # ---------------------------------------------------------------------------------------------- unknown

@@ -4,11 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import PoolerConfig
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 
@@ -20,25 +18,21 @@ from tests.support.scheduler import BLOCK, SharedStore
 
 
 def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's reference kernel for MLA on CPUs ignores cached context; scales beside the blocks cannot be restored; some pooling, and some
-    backends, know no cached part of a prompt."""
+    """vLLM's reference kernel for MLA on CPUs ignores cached context; a draft of diffusion has not the KV of its tokens; scales beside the
+    blocks cannot be restored; some pooling, and some backends, know no cached part of a prompt."""
     rig = make_rig()
     config = rig.vllm_config
     why = limits.why_no_tiers
     assert why(config) is None
     with monkeypatch.context() as patch:
         patch.setattr(type(config.model_config), "use_mla", True)
-        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         assert "ignores cached context" in (why(config) or "")
-        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-        assert why(config) is None
-        patch.setattr(config.attention_config, "backend", AttentionBackendEnum.CPU_MLA)
-        assert "ignores cached context" in (why(config) or "")
-        patch.setattr(config.model_config.hf_config, "model_type", "deepseek_v4")  # has kernels of its own where there is AMX
-        assert why(config) is None
         patch.setattr(describe, "on_cpu", lambda: False)
-        patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         assert why(config) is None
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(config.model_config), "is_diffusion", True)  # a cached property
+        assert "by diffusion" in (why(config) or "")
+        assert describe.tokens_per_step(config) == 0
     with monkeypatch.context() as patch:
         patch.setattr(describe, "on_cpu", lambda: False)
         patch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
@@ -62,10 +56,22 @@ def test_kv_that_would_be_wrong_is_neither_loaded_nor_saved(make_rig: MakeRig, m
         assert "calculate_kv_scales is on" in (why(config) or "")
 
 
+def test_hashes_that_go_on_with_the_last_picture_name_those_before_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM 0.30's hasher does where a request has hashes."""
+    monkeypatch.setattr(kv_cache_utils, "_gen_mm_extra_hash_keys", kv_cache_utils._gen_mm_extra_hash_keys)
+    monkeypatch.delattr(kv_cache_utils, "get_mm_features_in_window", raising=False)
+    patches.mend_hashes()
+    places = {"a": 4, "b": 20, "c": 40}
+    pictures = [SimpleNamespace(identifier=one, mm_position=SimpleNamespace(offset=at, length=8)) for one, at in places.items()]
+    request: Any = SimpleNamespace(lora_request=None, cache_salt=None, mm_features=pictures, prompt_embeds=None)
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, 16, 48, -1)
+    assert [name for key in keys or () for name in key if name in places] == ["b", "c"]
+
+
 def test_hashes_of_requests_that_we_have_pinned_say_nothing_of_an_adapters_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", kv_cache_utils._gen_lora_extra_hash_keys)
-    patches.hide_adapters_from_hashes()
-    patches.hide_adapters_from_hashes()  # a second engine of the process
+    patches.mend_hashes()
+    patches.mend_hashes()  # a second engine of the process
 
     def keys(pin: Pin | None) -> Any:
         request = SimpleNamespace(lora_request=LoRARequest("a", 1, "/a"), cache_salt=None, mm_features=[], prompt_embeds=None)

@@ -56,6 +56,7 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig, monkeypatch
         (spec, "num_kv_heads", 4),
         (spec, "head_size", 64),
         (cache, "kv_cache_layout", "HND"),
+        *((config.kernel_config, name, "another") for name in ("moe_backend", "linear_backend", "linear_backend_per_quant")),
         (config.model_config.hf_config, "rms_norm_eps", 1e-5),
         (cache.kv_cache_groups[0], "layer_names", ["other"]),
     ]
@@ -68,11 +69,13 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig, monkeypatch
         "enable_expert_parallel": config.parallel_config,
         "all2all_backend": config.parallel_config,
         "expert_placement_strategy": config.parallel_config,
-        "moe_backend": config.kernel_config,
     }
     several = {fingerprint_of(rig), *(changed(rig, part, name, "another") for name, part in wide.items())}
-    monkeypatch.setenv("VLLM_DEEPEPLL_NVFP4_DISPATCH", "1")
-    assert len(several | {fingerprint_of(rig)}) == 2 + len(wide)
+    numbers = {"DEEPEPLL_NVFP4_DISPATCH": "1", "B12X_MOE_FP4_FORCE_A16": "1", "ROCM_QUICK_REDUCE_QUANTIZATION": "INT8"}
+    for name, value in {**numbers, "MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}.items():
+        monkeypatch.setenv(f"VLLM_{name}", value)
+        several.add(fingerprint_of(rig))
+    assert len(several) == 1 + len(wide) + 4
 
 
 def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_rig: MakeRig) -> None:
@@ -87,14 +90,17 @@ def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_r
     assert fingerprint_of(rig) not in seen
 
 
-def test_the_fingerprint_names_how_media_are_read(make_rig: MakeRig) -> None:
+def test_the_fingerprint_names_how_media_are_read(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make_rig()
     options: list[Any] = [{}, {"mm_processor_kwargs": {"max_pixels": 3136}}, {"media_io_kwargs": {"video": {"num_frames": 8}}}]
     options += [{"video_pruning_rate": 0.5}, {"mm_processor_cache_gb": 1}]
     model = rig.vllm_config.model_config
     plain, *others = (changed(rig, model, "multimodal_config", MultiModalConfig(**given)) for given in options)
-    assert len({plain, *others}) == 4
     assert others[-1] == plain, "how much is kept decides nothing"
+    model.multimodal_config = MultiModalConfig()
+    others.append(changed(rig, model, "hf_image_processor_config", {"image_mean": [0.5, 0.5, 0.5]}))
+    monkeypatch.setattr(describe, "version", lambda package: f"another {package}")
+    assert len({plain, *others, fingerprint_of(rig)}) == 6
 
 
 def test_an_engine_of_another_layout_finds_nothing_under_its_own_names(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,12 +251,12 @@ W1, W2 = b"1" * 32, b"2" * 32
 class Steps:
     """A request, and steps that sample a token each. A rank's report of a step may come with the results of the next."""
 
-    def __init__(self, **request: Any) -> None:
+    def __init__(self, tokens_per_step: int = 1, **request: Any) -> None:
         self.watch = SimpleNamespace(known=W1, overwritten=None, found={5: W1}.get)
         self.root = SimpleNamespace(snapshot=SimpleNamespace(epoch=0), lost="")
         self.adapters = SimpleNamespace(held={}, found=lambda adapter, number: b"a")
         told: Any = (lambda: self.watch), self.adapters, self.root, lambda request: (0, 0)
-        self.stamps = Stamps(*told, all_requests=True, tokens_per_step=1)
+        self.stamps = Stamps(*told, all_requests=True, tokens_per_step=tokens_per_step)
         self.request = SimpleNamespace(request_id="r", num_output_tokens=0, kv_transfer_params=None, lora_request=None, **request)
         self.stamps.open(self.request)
 
@@ -270,6 +270,12 @@ class Steps:
     def told(self, key: str = "weights") -> list[tuple[int, str]]:
         tokens = self.stamps.finish(self.request)["tokens"]  # type: ignore[index]
         return [(one["from_token"], one[key]) for one in tokens]
+
+
+def test_tokens_that_several_steps_decide_are_of_unknown_weights() -> None:
+    steps = Steps(tokens_per_step=0)
+    steps.step(new=0)
+    assert steps.told() == [(0, UNKNOWN)]
 
 
 @pytest.mark.parametrize("between", [W1, W2, None], ids=["nothing", "a push", "a push under way"])

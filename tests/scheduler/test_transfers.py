@@ -5,6 +5,7 @@ once, or when the consumer is told to. It brings what the producer's blocks hold
 """
 
 from collections.abc import Callable, Mapping, Set
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,11 +199,13 @@ def test_kv_under_another_tag_belongs_to_its_request_alone(make_rig: MakeRig, sp
 
 @pytest.mark.unclean
 def test_the_tag_is_beside_what_nixl_says(make_rig: MakeRig) -> None:
-    producer, _ = engines(make_rig)
+    producer, consumer = engines(make_rig)
     handed = producer.produce(TOKENS)
+    lengths = [SimpleNamespace(kv_transfer_params=handed, num_prompt_tokens=LENGTH + more) for more in (0, 1)]
+    assert [consumer.pins.maker.vouches(one) for one in lengths] == [True, False], "NIXL counts blocks from the end"
     assert handed["do_remote_prefill"] is True
     assert handed["remote_engine_id"] == producer.engine_id
-    assert set(handed["epochkv_tag"]) == {"pool", "epoch", "fingerprint", "weights", "made", "seconds"}
+    assert set(handed["epochkv_tag"]) == {"pool", "epoch", "fingerprint", "weights", "tokens", "made", "seconds"}
     assert handed["epochkv_tag"]["seconds"] == 15.0
 
 

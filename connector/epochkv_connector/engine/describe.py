@@ -16,10 +16,10 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import platform
 import re
 from collections.abc import Iterable
+from importlib.metadata import version
 from typing import Any
 
 import vllm
@@ -33,8 +33,8 @@ _KINDS = (
     (kv_cache_interface.ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
 )
 
-_DISPATCH = "VLLM_DEEPEPLL_NVFP4_DISPATCH"
-"""1: tokens go to other ranks' experts in 4 bits."""
+_NUMBERS = ("B12X_MOE_FP4_FORCE_A16", "DEEPEPLL_NVFP4_DISPATCH", "MOE_ROUTING_SIMULATION_STRATEGY", "ROCM_QUICK_REDUCE_QUANTIZATION")
+"""Variables of vLLM that say in which numbers a pass computes, or which experts it takes."""
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
@@ -169,7 +169,9 @@ def _state_kind(vllm_config: Any, spec: Any) -> tuple[GroupKind, str]:
 
 
 def tokens_per_step(vllm_config: Any) -> int:
-    """New tokens that a request may get in one step, at most."""
+    """New tokens that a request may get in one step, at most. 0: several steps decide a token, as in diffusion models."""
+    if getattr(vllm_config.model_config, "is_diffusion", False):
+        return 0
     drafts = getattr(getattr(vllm_config, "speculative_config", None), "num_speculative_tokens", None) or 0
     return 1 + int(drafts)
 
@@ -199,7 +201,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     for hash algorithms that pickle.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    algorithm = str(cache.prefix_caching_hash_algo)
+    algorithm, media = str(cache.prefix_caching_hash_algo), _options(getattr(model, "multimodal_config", None), _MEDIA_CAPACITIES)
     speculative = getattr(vllm_config, "speculative_config", None)
     return {
         "vllm": vllm.__version__,
@@ -208,7 +210,9 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "max_model_len": _plain(getattr(model, "max_model_len", None)),  # picks LongRoPE factors and Llama 4's temperature
         "dtype": str(model.dtype),
         "quantization": [_plain(getattr(model, name, None)) for name in ("quantization", "quantization_config")],
-        "media": _options(getattr(model, "multimodal_config", None), _MEDIA_CAPACITIES),
+        "media": media and [media, _plain(getattr(model, "hf_image_processor_config", None)), version("transformers")],  # beyond bytes
+        "kernels": _options(getattr(vllm_config, "kernel_config", None)),
+        "numbers": [_plain(getattr(vllm.envs, f"VLLM_{name}", None)) for name in _NUMBERS],
         "cache_dtype": str(cache.cache_dtype),
         "skip_layers": sorted(str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
         "layout": _plain(getattr(kv_cache_config, "kv_cache_layout", None) or getattr(cache, "kv_cache_layout", None)),
@@ -242,10 +246,9 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
 
 
 def _domain(vllm_config: Any) -> list[Any]:
-    """How experts lie on data-parallel ranks, how tokens get there, and in which numbers. Which rank computes a token decides nothing."""
+    """How experts lie on data-parallel ranks, and how tokens get there. Which rank computes a token decides nothing."""
     names = ("data_parallel_size", "enable_expert_parallel", "all2all_backend", "expert_placement_strategy")
-    kernels = getattr(getattr(vllm_config, "kernel_config", None), "moe_backend", None)
-    return [*(_plain(getattr(vllm_config.parallel_config, name, None)) for name in names), _plain(kernels), os.environ.get(_DISPATCH, "0")]
+    return [_plain(getattr(vllm_config.parallel_config, name, None)) for name in names]
 
 
 def describe_adapters(vllm_config: Any) -> str:
@@ -294,7 +297,7 @@ def _cpu_packing(vllm_config: Any, group: Any) -> str:
         cache_dtype = vllm_config.cache_config.cache_dtype
         return str(_get_attn_isa(vllm_config.model_config.dtype, int(spec.block_size), getattr(inner, "head_size", None), cache_dtype))
     except Exception:  # another version's function, or a model that it refuses
-        return f"{UNKNOWN}, amx {has_amx()}, avx512 {_has('_is_avx512_supported')}"
+        return f"{UNKNOWN}, amx {_has('_is_amx_tile_supported')}, avx512 {_has('_is_avx512_supported')}"
 
 
 def on_cpu() -> bool:
@@ -308,11 +311,6 @@ def _has(instructions: str) -> bool:
 
     look = getattr(torch.cpu, instructions, None)
     return bool(look()) if look is not None else False
-
-
-def has_amx() -> bool:
-    """Whether this CPU has AMX tiles."""
-    return _has("_is_amx_tile_supported")
 
 
 def is_set(variable: str) -> bool:

@@ -3,8 +3,8 @@
 Whether an engine with the connector may start is decided in `check_start` alone (with the fence, in `fenced`). It is asked twice. Whoever
 makes an engine asks before a model is loaded (`plugin`). The connector asks in every process of the engine, which may have been started
 without the plugin.
-Knows of vLLM 0.30 to 0.33: fields of its configurations, names of executors, `AttentionBackendEnum` of 0.32, `calculate_kv_scales`
-before it, and `AuxOutputSchedulerConnector` from it on.
+Knows of vLLM 0.30 to 0.33: fields of its configurations, names of executors, `calculate_kv_scales` before 0.32, and
+`AuxOutputSchedulerConnector` from it on.
 """
 
 from __future__ import annotations
@@ -154,9 +154,14 @@ def why_no_tiers(vllm_config: Any) -> str | None:
             "choose another backend",
         ),
         (
-            on_cpu and bool(getattr(model, "use_mla", False)) and not _cpu_mla_reads_context(vllm_config),
+            on_cpu and bool(getattr(model, "use_mla", False)),
             "this model has multi-head latent attention, and vLLM's reference kernel for it, which runs on CPUs without AMX, ignores "
-            "cached context, so every hit would answer wrongly; use a CPU with AMX or a GPU",
+            "cached context, so every hit would answer wrongly; the one for AMX hides its weights; use a GPU",
+        ),
+        (
+            bool(getattr(model, "is_diffusion", False)),
+            "this model writes answers by diffusion, and vLLM counts tokens as computed whose KV is that of a draft "
+            "(diffusion_read_only); start the engine without EpochKV",
         ),
         (
             quantized and not on_cpu and describe.is_set("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"),
@@ -190,18 +195,6 @@ def _caps_hits() -> bool:
     except ImportError:
         return False
     return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
-
-
-def _cpu_mla_reads_context(vllm_config: Any) -> bool:
-    """Whether a kernel that reads cached context runs (as `CpuPlatform.get_attn_backend_cls` chooses)."""
-    from vllm.v1.attention.backends import registry
-
-    kinds = registry.AttentionBackendEnum.__members__
-    asked = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
-    if not describe.has_amx() or "AMX_MLA" not in kinds:
-        return False
-    own_kernels = getattr(vllm_config.model_config.hf_config, "model_type", None) == "deepseek_v4"
-    return own_kernels or asked is None or asked is not kinds.get("CPU_MLA")
 
 
 class Own(NamedTuple):

@@ -1,6 +1,6 @@
 """What stands in for hooks that vLLM lacks: functions of vLLM that we wrap, and objects that we find among our callers.
 
-Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys`,
+Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys` and `_gen_mm_extra_hash_keys`,
 `KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`,
 `v1.core.sched.scheduler.Scheduler` and `MultiConnector`, `Scheduler._pause_state`, the all-reduces of `v1.worker.dp_utils` and
 `v1.worker.gpu.dp_utils`, the input queue of `EngineCore`, `ProcessorInputs.get_mm_hashes`, `MultiModalHasher.hash_kwargs` and
@@ -138,14 +138,19 @@ def after_scheduler(build: Callable[[Any], None]) -> None:
     Scheduler.__init__ = __init__
 
 
-def hide_adapters_from_hashes() -> None:
-    """Leave an adapter's name and path out of the block hashes of pinned requests: their root says which adapter it is."""
+def mend_hashes() -> None:
+    """Leave an adapter's name and path out of the block hashes of pinned requests: their root says which adapter it is.
+
+    vLLM 0.30 continues a request's hashes with its last picture, whatever pictures are before it; there, look at all of them.
+    """
 
     def unless_pinned(keys_of: Callable[[Any], list[Any]], request: Any) -> list[Any]:
         pin = getattr(request, PIN_ATTRIBUTE, None)
         return [] if pin is not None and pin.adapter else list(keys_of(request))
 
     wrap(kv_cache_utils, "_gen_lora_extra_hash_keys", unless_pinned)
+    if not hasattr(kv_cache_utils, "get_mm_features_in_window"):
+        wrap(kv_cache_utils, "_gen_mm_extra_hash_keys", lambda keys_of, *where: keys_of(*where[:3], max(where[3], 0)))
 
 
 def mark_media_ids() -> None:

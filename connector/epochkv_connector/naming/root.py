@@ -465,7 +465,7 @@ class PinMaker:
 
     def vouches(self, request: Any) -> bool:
         """Whether KV that another engine brings for this request may have our names: that engine has shown our tag, a short time ago."""
-        shown, own = _params_of(request).get(TAG_KEY), self._names(getattr(request, "lora_request", None))
+        shown, own = _params_of(request).get(TAG_KEY), self._names(request)
         if own is None or not isinstance(shown, Mapping):  # without a tag nothing is vouched for, also where we have none ourselves
             return False
         made, seconds = shown.get("made"), shown.get("seconds")
@@ -473,18 +473,20 @@ class PinMaker:
             return False
         return {**own, "made": made, "seconds": seconds} == shown and abs(self.clock() - made) <= seconds
 
-    def tag(self, adapter: Any | None) -> dict[str, Any] | None:
-        """`(pool, epoch, fingerprint, weights)` of what holds now, and the adapter, for `kv_transfer_params`; with the time, and for how
-        many seconds the blocks are surely kept. None unless the root is shared."""
-        names = self._names(adapter)
+    def tag(self, request: Any) -> dict[str, Any] | None:
+        """`(pool, epoch, fingerprint, weights)` of what holds now, the adapter and the prompt's length, for `kv_transfer_params`; with the
+        time, and for how many seconds the blocks are surely kept. None unless the root is shared."""
+        names = self._names(request)
         return None if names is None else {**names, "made": self.clock(), "seconds": self._root.member.handoff_seconds}
 
-    def _names(self, adapter: Any | None) -> dict[str, Any] | None:
-        snapshot, member = self._root.snapshot, self._root.member
+    def _names(self, request: Any) -> dict[str, Any] | None:
+        """NIXL counts blocks from the prompt's end: with another length, it writes them to the wrong places (vllm#50558)."""
+        snapshot, member, adapter = self._root.snapshot, self._root.member, getattr(request, "lora_request", None)
         if not snapshot.shared or snapshot.weights is None:
             return None
         weights = snapshot.weights.hex()
         tag = {"pool": member.pool_uid, "epoch": snapshot.epoch, "fingerprint": member.fingerprint, "weights": weights}
+        tag["tokens"] = request.num_prompt_tokens
         if adapter is None:
             return tag
         value = self._adapters.of(adapter).value

@@ -252,6 +252,7 @@ class SchedulerRole:
         self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None), fenced=fenced)
         whys = limits.why_no_adapters(vllm_config), limits.why_adapters_alone(vllm_config, self._own)
         adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, *whys)
+        adapters.num_kept = int(getattr(getattr(vllm_config, "lora_config", None), "max_cpu_loras", None) or 0)
         self._peers: Peers | None = None
         if self._own is None and limits.is_wide(vllm_config):
             self._own = guard.run("domain", lambda: self._join_domain(ranks, core), lambda: limits.Own(limits.NO_DOMAIN, asks=True))
@@ -353,7 +354,7 @@ class SchedulerRole:
         weights.adapters = adapters
         asks = self._own is None or self._own.asks
         adapters.join(weights, lambda: not asks or watch.value is not None)
-        patches.hide_adapters_from_hashes()
+        patches.mend_hashes()
         if self._own is not None:
             watch.keep_own(self._own.why, asks=self._own.asks)
         if core is not None and scheduler is not None:
@@ -374,15 +375,15 @@ class SchedulerRole:
 
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
-        self.requests.see(request)
         if (adapter := getattr(request, "lora_request", None)) is not None:
             self.weights.adapters.arrived(adapter)
+        self.requests.see(request)
         self.stamps.open(request)
         self.admission.arrive(request)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; GPU pins protect its saves, so frees are never delayed."""
-        tag = self.pins.maker.tag(getattr(request, "lora_request", None)) if self._may_hand_off(request) else None
+        tag = self.pins.maker.tag(request) if self._may_hand_off(request) else None
         self.steps.save_last_blocks(request)
         self.pins.release(request)
         self.requests.finish(request.request_id)

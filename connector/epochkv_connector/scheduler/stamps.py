@@ -91,7 +91,7 @@ class Stamps:
         root: of the names, whose epoch a stamp says.
         stored: of a request: how many tokens of its prompt L2 is known to hold, and how many it can.
         all_requests: each request gets one.
-        tokens_per_step: that a request may gain in one step, at most.
+        tokens_per_step: that a request may gain in one step, at most; 0: several steps decide a token, so nobody knows what made it.
     """
 
     def __init__(
@@ -183,7 +183,8 @@ class Stamps:
 
     def scheduled(self, scheduler_output: Any) -> None:
         """A step was scheduled, and some request wants a stamp."""
-        held = Held(self._watch().known, self._adapters.held) if not self._root.lost else Held()  # nobody follows changes any more
+        follows = self._tokens_per_step and not self._root.lost  # else nobody follows changes any more
+        held = Held(self._watch().known, self._adapters.held) if follows else Held()
         self._steps.append((scheduler_output, held))
         for new in scheduler_output.scheduled_new_reqs:  # on GPUs also those that resume
             if (stamp := self._open.get(new.req_id)) is not None and not stamp.cached:

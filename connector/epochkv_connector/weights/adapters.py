@@ -6,7 +6,8 @@ next step is scheduled:
 
 - a call that loads, unloads or pins an adapter, whoever made it: asked at once, so that requests which follow have their names;
 - any other call to the workers that is not known to be harmless: it may hold adapters, too, or write to them;
-- a request for an adapter that nobody asked about: the ranks load it, as vLLM would with the next step;
+- a request for an adapter that nobody asked about, or that vLLM may have dropped since: the ranks load it, as vLLM would with the next
+  step;
 - a request that loads in place: vLLM reads it again, and so do we before it is named;
 - a step in which vLLM has read other tensors again by itself (`late`).
 
@@ -71,6 +72,7 @@ class Adapters:
     Attributes:
         counters: `asked`, `changes`, `unknown`, `late`.
         why_alone: why tensors of adapters do not say what KV depends on; None: they do.
+        num_kept: of how many adapters a rank keeps the tensors, at least.
         held: digests by id of what the step that is scheduled next computes with; another object when anything has changed.
     Args:
         why_not: adapters of this engine are never named, and why.
@@ -84,7 +86,7 @@ class Adapters:
         self._ranks = ranks
         self._num_ranks = num_ranks
         self._clock = clock
-        self._why_not, self.why_alone = why_not, why_alone
+        self._why_not, self.why_alone, self.num_kept = why_not, why_alone, 0
         self._names: AdapterNames | None = None
         self._may_ask: Callable[[], bool] = lambda: False
         self._known: dict[int, Known] = {}
@@ -113,10 +115,14 @@ class Adapters:
         return known
 
     def arrived(self, request: Any) -> None:
-        """A new request uses it. vLLM reads it again with every step of such a request."""
+        """A new request uses it, which nobody counts yet. vLLM reads it again with every step of one that loads in place, and once if it
+        had more adapters than it keeps: files may have changed."""
+        adapter_id, drops = int(request.lora_int_id), len(self._known) > self.num_kept and self.why_alone is None
         if getattr(request, "load_inplace", False):
             self.of(request)
-            self._suspected[int(request.lora_int_id)] = True
+            self._suspected[adapter_id] = True
+        elif drops and self._names is not None and adapter_id not in self._names.adapters_in_use():
+            self._suspected.setdefault(adapter_id, False)
 
     def version(self, adapter_id: int) -> int:
         """Of what this id stands for now; -1: nothing that is known."""

@@ -10,7 +10,8 @@ there. It is the backstop; the hook on the executor is the mechanism. One compar
 chance of 4e-8.
 
 Weights are everything that a worker's models hold, less a short list with reasons: parameters and buffers by name, and plain tensors
-that modules keep as attributes, since some kernels put repacked weights there. If a layer hides its weights, the engine has no digest.
+that modules, and objects of theirs, keep as attributes, since some kernels put repacked weights there. If a layer hides its weights,
+the engine has no digest.
 One kind may: vLLM's CPU backend hands most linear weights to oneDNN, keeps an opaque handle and empties the parameter (69 % of a small
 model's parameters). The functions that do so are wrapped in every process (`engine.patches.before_packing`), and `mark` takes a digest
 while the weights are still there.
@@ -293,8 +294,8 @@ SCRATCH = (
 )  # fmt: skip
 """The same of plain attributes that forward passes write to: rows for the tokens of a step, indices, KV."""
 
-MIN_BITS_PER_WEIGHT = 1
-"""Of any quantisation: a linear layer with less than this to be seen hides its weights."""
+KERNEL_LIBRARIES = ("triton_kernels", "b12x")
+"""They keep packed weights in objects of their own, which layers hold in place of tensors."""
 
 
 def models(worker: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -334,7 +335,7 @@ def homes(worker: Any) -> Iterator[Home]:
         _check_visible(name, module, num_bytes)
 
 
-_EXPERTS = re.compile(r"(?:^|\.)(?:routed_)?experts\.(?:(?:w13|w2)_[^.]*)?$")
+_EXPERTS = re.compile(r"(?:^|\.)(?:routed_)?experts\.(?:(?:(?:quant_method\.)?(?:w13|w2)_|_b12x_prepared_experts\.).*)?$")
 
 
 def is_of_experts(name: str) -> bool:
@@ -359,10 +360,10 @@ def packed(worker: Any) -> list[list[str]]:
     return [[name, str(module.__dict__[PACKED])] for name, module in _modules(worker) if module.__dict__.get(PACKED) is not None]
 
 
-def scales(worker: Any) -> list[list[Any]]:
-    """What attention layers keep of the scales of their KV as numbers: name of the layer, then those of queries, keys and values."""
-    numbers = ((name, [module.__dict__.get(f"_{one}_scale_float", 1.0) for one in "qkv"]) for name, module in _modules(worker))
-    return [[name, *of_layer] for name, of_layer in numbers if of_layer != [1.0, 1.0, 1.0]]
+def scales(worker: Any, which: str, unset: float | None) -> list[list[Any]]:
+    """What attention layers keep of scales as numbers: name of the layer, then those of `which` (q, k, v: its KV, o: outputs)."""
+    numbers = ((name, [module.__dict__.get(f"_{one}_scale_float", unset) for one in which]) for name, module in _modules(worker))
+    return [[name, *of_layer] for name, of_layer in numbers if set(of_layer) != {unset}]
 
 
 def _own(module: torch.nn.Module) -> Iterator[Home]:
@@ -370,18 +371,32 @@ def _own(module: torch.nn.Module) -> Iterator[Home]:
         for attribute, tensor in table.items():
             if tensor is not None:
                 yield Home(attribute, tensor, ((table, attribute, tensor),))
-    for prefix, holder in (("", module), ("quant_method.", module.__dict__.get("quant_method") or module._modules.get("quant_method"))):
+    impl = getattr(module.__dict__.get("impl"), "__dict__", {})  # of attention: kernels copy sinks, and may go on with the copy
+    yield from _inside("impl.sinks", (impl, "sinks", impl.get("sinks")))
+    method = module.__dict__.get("quant_method") or module._modules.get("quant_method")
+    replaced = getattr(method, "old_quant_method", None)  # experts with adapters
+    scheme = module.__dict__.get("scheme")  # compressed tensors
+    for prefix, holder in (("", module), ("quant_method.", method), ("quant_method.", replaced), ("scheme.", scheme)):
         kept = getattr(holder, "__dict__", {})
         for attribute, value in kept.items():
             if _has_end(attribute, SCRATCH):
                 continue
             step = (kept, attribute, value)
-            if isinstance(value, torch.Tensor):
-                yield Home(prefix + attribute, value, (step,))
-            elif isinstance(value, (list, tuple)):
+            yield from _inside(prefix + attribute, step)
+            if isinstance(value, (list, tuple)):
                 for index, one in enumerate(value):
-                    if isinstance(one, torch.Tensor):
-                        yield Home(f"{prefix}{attribute}.{index}", one, (step, (value, index, one)))
+                    yield from _inside(f"{prefix}{attribute}.{index}", step, (value, index, one))
+
+
+def _inside(name: str, *steps: tuple[Any, Any, Any]) -> Iterator[Home]:
+    """The tensor that the last step leads to, or those in an object of a library."""
+    value = steps[-1][2]
+    if isinstance(value, torch.Tensor):
+        yield Home(name, value, steps)
+    elif type(value).__module__.removeprefix("vllm.third_party.").partition(".")[0] in KERNEL_LIBRARIES:
+        kept = getattr(value, "__dict__", {})
+        for attribute, one in kept.items():
+            yield from _inside(f"{name}.{attribute}", *steps, (kept, attribute, one))
 
 
 def _has_end(name: str, endings: Iterable[str]) -> bool:
@@ -391,11 +406,12 @@ def _has_end(name: str, endings: Iterable[str]) -> bool:
 def _check_visible(name: str, module: torch.nn.Module, num_bytes: int) -> None:
     if getattr(module, "quant_method", None) is None or PACKED in module.__dict__:
         return
-    sizes = [getattr(module, f"{side}_size_per_partition", getattr(module, f"{side}_size", 0)) for side in ("input", "output")]
-    num_weights = math.prod(size if isinstance(size, int) else 0 for size in sizes)  # of a linear layer; 0: this is none
+    linear = [getattr(module, f"{side}_size_per_partition", getattr(module, f"{side}_size", 0)) for side in ("input", "output")]
+    experts = [2, *(getattr(module, name, 0) for name in ("local_num_experts", "hidden_size", "intermediate_size_per_partition"))]  # or 3
+    num_weights = max(math.prod(size if isinstance(size, int) else 0 for size in sizes) for sizes in (linear, experts))
     emptied = any(parameter is not None and not parameter.numel() for parameter in module._parameters.values())
-    if num_bytes * 8 < num_weights * MIN_BITS_PER_WEIGHT or (emptied and not num_bytes):
+    if num_bytes * 8 < num_weights or (emptied and not num_bytes):  # less than a bit for each is no quantisation
         raise Unreadable(
-            f"the weights of {name[:-1]} were packed away by a kernel before anybody looked at them; "
-            "let vLLM load the plugin 'epochkv' in every process (VLLM_PLUGINS)"
+            f"the weights of {name[:-1]} were packed away by a kernel before anybody looked at them; choose another kernel, "
+            "or on a CPU let vLLM load the plugin 'epochkv' in every process (VLLM_PLUGINS)"
         )

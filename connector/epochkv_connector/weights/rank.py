@@ -298,10 +298,11 @@ class Held:
 
     def scales_of(self, worker: Any) -> list[list[Any]]:
         """The scales of attention layers, and what they were at first where that differs: FlashInfer's kernels go on with what they took
-        from the layer at their first forward pass (vLLM 0.32, `v1/attention/backends/flashinfer.py`)."""
-        found = scales(worker)
+        from the layer at their first forward pass (vLLM 0.32, `v1/attention/backends/flashinfer.py`). That of outputs, which they keep at
+        the layer, stays as they found it."""
+        found, outputs = scales(worker, "qkv", 1.0), scales(worker, "o", None)
         self.scales = found if self.scales is None else self.scales
-        return found if found == self.scales else [*found, ["at first", *self.scales]]
+        return [*found, *outputs] if found == self.scales else [*found, *outputs, ["at first", *self.scales]]
 
     def sleep(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """vLLM's, whoever calls it; so are `discard` and `wake_up`."""

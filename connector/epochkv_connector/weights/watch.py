@@ -125,9 +125,6 @@ class WeightNames(Protocol):
     def keep_own(self, why: str) -> None:
         """From now on this engine names for itself alone."""
 
-    def tell(self) -> None:
-        """`Watch.told` has changed, and nothing else."""
-
     def clear_encoder(self) -> bool:
         """Forget outputs of an encoder that were made with other weights; False: some are in use still."""
 
@@ -281,7 +278,7 @@ class Watch:
             self._digest()
         elif self._suspicion and self.value is not None and self.told[1] != WRITING:
             self.told = (None, WRITING)
-            self._names.tell()
+            self._names.hold(self.value)
 
     def suspect(self, why: str) -> None:
         """Weights may be other ones from now on."""

@@ -81,7 +81,9 @@ def page_lock(address: int, num_bytes: int) -> None:
     code = runtime().cudaHostRegister(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(0))
     if code != 0:
         runtime().cudaGetLastError()
-        raise RuntimeError(f"cudaHostRegister returned CUDA error {code}")
+        forbidden = "this device forbids page-locking of host memory, as confidential GPUs do"
+        remedy = forbidden if code in NOT_SUPPORTED else "lower local.capacity_bytes or staging_slots"
+        raise RuntimeError(f"cudaHostRegister returned CUDA error {code}; {remedy}")
 
 
 def page_unlock(address: int) -> None:
@@ -367,8 +369,9 @@ def populate(address: int, num_bytes: int) -> None:
     logger.info("EpochKV: %s of host memory populated in %.1f s", shown_size(num_bytes), time.monotonic() - began)
 
 
-PIN_CHUNK_BYTES = 64 << 30
-"""One registration with the driver is never larger."""
+PIN_CHUNK_BYTES = 1 << 30
+"""One registration with the driver is hardly larger. Linux 6.11 to 6.13 refuse more than 2 GB, and while one lasts, CUDA calls of other
+processes on the machine wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,10 +432,7 @@ class HostRegion:
                 page_lock(self.address + start, size)
             except RuntimeError as error:
                 self.unpin()
-                raise RuntimeError(
-                    f"bytes {start} to {start + size} of {self.num_bytes} of host memory cannot be page-locked: {error}; "
-                    "lower local.capacity_bytes or staging_slots"
-                ) from error
+                raise RuntimeError(f"bytes {start} to {start + size} of {self.num_bytes} cannot be page-locked: {error}") from error
             self._pinned.append(self.address + start)
 
 

@@ -119,7 +119,6 @@ class Rank:
         self.ended.add((self.world.epoch, weights))
         self.world.epoch += at_once
 
-    def tell(self) -> None: ...
     def clear_encoder(self) -> bool:
         return True
 
@@ -717,6 +716,8 @@ def test_a_rank_that_suspects_while_others_are_asked_foretells_nothing_that_nobo
         ("model.layers.0.mlp.experts.routed_experts.w13_weight", True),
         ("model.layers.0.mlp.experts.w2_weight_scale_inv", True),
         ("model.layers.0.mlp.experts.", True),  # packed away
+        ("model.layers.0.mlp.experts.quant_method.w2_precision_config.weight_scale.storage.data", True),
+        ("model.layers.0.mlp.experts._b12x_prepared_experts.w1", True),
         ("model.layers.0.mlp.experts.e_score_correction_bias", False),  # every rank has it
         ("model.layers.0.mlp.gate.weight", False),
         ("model.layers.0.mlp.shared_experts.gate_up_proj.weight", False),

@@ -95,13 +95,13 @@ class Joined:
         self.watch._digest_at = 0.0  # a machine that stood still during the first look owes the next one no pause
         self.executor.calls.clear()
 
-    def tell(self, *_: object, **__: object) -> None:
+    def hold(self, *_: object, **__: object) -> None:
         """Nobody listens, and nothing is named here."""
 
     def end(self, *_: object, **__: object) -> None:
         raise AssertionError("not here")
 
-    hold, keep_own, lost_blocks = tell, end, end
+    keep_own = lost_blocks = end
 
     def clear_encoder(self) -> bool:
         return True

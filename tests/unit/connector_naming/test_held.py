@@ -7,6 +7,7 @@ digest, although no tensor of the model may show it any more.
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 from epochkv_connector.engine import patches
 from epochkv_connector.weights import digest as packing
 from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Unreadable, digest, mark, models, packed, weights
-from epochkv_connector.weights.rank import Held
+from epochkv_connector.weights.rank import Held, Places
 
 
 class Worker:
@@ -134,6 +135,8 @@ def test_scales_that_kernels_took_at_first_stay_in_the_name() -> None:
     plain, changed, fresh = named(one, 1.0), named(one, 2.0), named(other, 2.0)
     assert len({plain, changed, fresh}) == 3
     assert named(one, 1.0) == plain
+    model.layers[1]._o_scale_float = 3.0
+    assert named(one, 1.0) == named(Held(), 1.0) != plain, "that of outputs is always what it was at first"
 
 
 def test_adapters_do_not_count_and_what_is_below_them_keeps_its_name() -> None:
@@ -166,18 +169,29 @@ def test_vllms_own_adapter_layers_are_known_by_their_module() -> None:
         assert kind.__module__.startswith("vllm.lora.")
 
 
-def test_tensors_that_a_quant_method_keeps_are_weights() -> None:
-    model = Model()
-    worker = Worker(model)
-    before = value(worker)
-    method: Any = model.layers[0].proj.quant_method
-    method.scales = torch.ones(3)
-    method.parts = [torch.ones(2), torch.ones(2)]
-    with_them = value(worker)
-    assert with_them != before
-    assert {"layers.0.proj.quant_method.scales", "layers.0.proj.quant_method.parts.1"} <= set(names(worker))
-    method.parts[1][0] = 5
-    assert value(worker) not in (before, with_them)
+@pytest.mark.parametrize("library", ["triton_kernels", "vllm.third_party.triton_kernels", "b12x"])
+def test_tensors_that_objects_beside_a_layer_keep_are_weights(library: str) -> None:
+    """Its quantisation, the one whose place adapters took, a scheme, sinks that attention has copied; and objects in which libraries of
+    kernels keep packed weights, as those of gpt-oss and their scales."""
+    held: Any = type("Held", (SimpleNamespace,), {"__module__": f"{library}.tensor"})
+    model, one = Model(), [torch.ones(2) for _ in range(6)]
+    layer, worker = model.layers[0].proj, Worker(model)
+    layer.quant_method.parts, layer.quant_method.scale = [None, one[0]], held(weight_scale=held(data=one[1]))
+    layer.quant_method.old_quant_method = SimpleNamespace(old=one[2])
+    layer.scheme, layer.impl = SimpleNamespace(_input_scale=one[3]), SimpleNamespace(sinks=one[4], scratch=torch.zeros(3))
+    layer.w13_weight = held(storage=held(data=one[5]), shape=[2])
+    kept = ("quant_method.parts.1", "quant_method.scale.weight_scale.data", "quant_method.old", "scheme._input_scale", "impl.sinks")
+    added = set(names(worker)) - set(names(Worker(Model())))
+    assert added == {f"layers.0.proj.{name}" for name in (*kept, "w13_weight.storage.data")}
+    seen, places = {value(worker)}, Places(worker)
+    for tensor in one:
+        sample = packing.Sample(weights(worker))
+        tensor[0] = 5
+        assert not sample.holds()
+        seen.add(value(worker))
+    assert len(seen) == 7
+    layer.w13_weight.storage.data = one[5].clone()
+    assert not places.stay()
 
 
 def test_a_quant_method_that_is_a_module_is_walked_once() -> None:
@@ -206,25 +220,29 @@ def test_a_drafter_counts_under_names_of_its_own() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- weights that kernels hide
-def test_a_layer_without_sizes_whose_parameter_was_emptied_has_no_digest_either() -> None:
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.quant_method = QuantMethod()
-            self.w13_weight = nn.Parameter(torch.empty(0))
+class Fused(nn.Module):
+    def __init__(self, size: int, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        self.quant_method: Any = QuantMethod()
+        self.local_num_experts, self.hidden_size, self.intermediate_size_per_partition = 2, size, size
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
+
+def with_bias_alone() -> nn.Module:
+    layer = Linear(4096, 4096)
+    layer.weight, layer.bias = nn.Parameter(torch.empty(0)), nn.Parameter(torch.zeros(4096))
+    return layer
+
+
+HIDING = {"emptied": Fused(0, w13_weight=torch.empty(0)), "deleted": Fused(64, w2_bias=torch.zeros(2, 64)), "linear": with_bias_alone()}
+
+
+@pytest.mark.parametrize("layer", HIDING.values(), ids=HIDING.keys())
+def test_a_layer_whose_weights_are_nowhere_to_be_seen_has_no_digest(layer: nn.Module) -> None:
+    """Whatever it shows beside them."""
     model = Model()
-    model.layers[0].experts = Fused()
-    with pytest.raises(Unreadable, match=r"layers\.0\.experts"):
-        names(Worker(model))
-
-
-def test_a_bias_alone_does_not_pass_for_the_weights() -> None:
-    model = Model()
-    layer = model.layers[0].proj
-    layer.input_size_per_partition = layer.output_size_per_partition = 4096
-    layer.weight = nn.Parameter(torch.empty(0))
-    layer.bias = nn.Parameter(torch.zeros(4096))
+    model.layers[0].proj = layer
     with pytest.raises(Unreadable, match=r"layers\.0\.proj were packed away.*VLLM_PLUGINS"):
         names(Worker(model))
 

@@ -29,7 +29,6 @@ class World:
 
     def __init__(self, *weights: str, has_encoder: bool = False) -> None:
         self.ranks = list(weights or ("a",))
-        self.told: list[Any] = []
         self.log: list[Any] = []
         self.now = 1000.0
         self.seconds = 0.0
@@ -71,9 +70,6 @@ class World:
 
     def keep_own(self, why: str) -> None:
         self.log.append("own")
-
-    def tell(self) -> None:
-        self.told.append(self.watch.told)
 
     def lost_blocks(self) -> None:
         self.log.append("lost")
@@ -216,7 +212,7 @@ def test_an_idle_engine_looks_at_once_after_a_lone_call_and_nobody_hears_of_it(w
     world.log.clear()
     world.watch.called(idle=True)
     assert world.log == ["ask"]
-    assert (world.told, world.watch.pending) == ([], False)
+    assert not world.watch.pending
 
 
 def test_who_asks_during_a_long_call_hears_that_weights_are_written_and_the_hub_hears_of_its_end(world: World) -> None:
@@ -250,7 +246,7 @@ def test_while_calls_follow_each_other_nobody_is_told_that_the_weights_are_known
         world.watch.called(idle=True)
     assert world.watch.value == fold([digest_of("ab")]), "the first call was looked at"
     assert world.watch.told[0] is None
-    assert world.told == [world.watch.told]
+    assert world.log[-1] == ("hold", world.watch.value), "so the hub is told, too"
     world.now += 0.3
     world.watch.when_idle()
     assert world.watch.told == (fold([digest_of("abcd")]), "")
