@@ -109,6 +109,19 @@ def test_its_gpu_cache_finds_what_an_adapter_has_computed_until_it_is_loaded_aga
     assert serve(rig, adapter(), TOKENS) == 0, "no tier has it"
 
 
+def test_weights_that_a_kernel_hides_are_seen_with_the_first_look(make_rig: MakeRig) -> None:
+    store = SharedStore()
+    rig = make_rig(store=store, num_ranks=2, epoch=0)
+    rig.executor.answers = lambda answer: {**answer, "weights": None, "note": "hidden", "alone": "hidden"} if answer["rank"] else answer
+    call(rig)
+    assert [found(rig), found(rig)] == [0, WHOLE]
+    call(rig)
+    assert found(rig) == 0, "the call may have written"
+    assert store.objects == {}
+    assert rig.connector.scheduler.hooks.weights() == (None, "hidden")
+    assert rig.connector.scheduler.tiers_told()[0] == "OwnCache"
+
+
 def call(rig: Any) -> None:
     """A call that may write, and writes the same again."""
     rig.executor.collective_rpc("never_heard_of")

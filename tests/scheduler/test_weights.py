@@ -206,7 +206,7 @@ def test_a_rank_that_cannot_say_makes_the_engine_share_nothing_and_say_so_once(m
     found(rig)
     assert rig.connector.scheduler.gauges()["weights_known"] == 1.0
     before = len(store.objects)
-    rig.executor.answers = lambda answer: alter(answer, weights=None, note="they were packed away") if answer["rank"] else answer
+    rig.executor.answers = lambda answer: alter(answer, weights=None, note="it could not look") if answer["rank"] else answer
     rig.weights = "w1"
     logging.getLogger("vllm").propagate = True
     with caplog.at_level(logging.WARNING, logger="vllm.epochkv.weights"):

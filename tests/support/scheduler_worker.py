@@ -147,7 +147,7 @@ class FakeExecutor:
         held = self.ranks[index]
         self.asked[index] = (number, held)
         value = hashlib.sha256(held.encode()).digest()
-        return self.answers({"number": number, "weights": value, "note": "", "rank": index, "naps": 0})
+        return self.answers({"number": number, "weights": value, "note": "", "rank": index, "naps": 0, "alone": ""})
 
     def _of_ours(self, method: Any, args: tuple[Any, ...]) -> list[Any] | None:
         if method is rank_calls.digest_weights:

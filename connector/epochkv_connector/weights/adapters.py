@@ -213,7 +213,7 @@ class Adapters:
             return None, self._why_not
         if self.why_alone is not None:
             return {adapter_id: (os.urandom(32), "") for adapter_id, *_ in wanted}, ""
-        answers, why = answers_of(
+        answers, why, _ = answers_of(
             lambda: self._ranks.digest_adapters(self._number, wanted, self._afresh), self._number, self._num_ranks, "adapters", dict
         )
         if not answers:

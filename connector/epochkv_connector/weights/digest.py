@@ -48,6 +48,10 @@ class Unreadable(RuntimeError):
     """These tensors have no digest now; the message says which one and why."""
 
 
+class Hidden(Unreadable):
+    """A kernel keeps them where nobody sees them, for good."""
+
+
 def why_unreadable(error: Exception) -> str:
     """In words. Any error means the same: whatever these tensors are, they have no digest."""
     return str(error) if isinstance(error, Unreadable) else f"{type(error).__name__}: {error}"
@@ -411,7 +415,7 @@ def _check_visible(name: str, module: torch.nn.Module, num_bytes: int) -> None:
     num_weights = max(math.prod(size if isinstance(size, int) else 0 for size in sizes) for sizes in (linear, experts))
     emptied = any(parameter is not None and not parameter.numel() for parameter in module._parameters.values())
     if num_bytes * 8 < num_weights or (emptied and not num_bytes):  # less than a bit for each is no quantisation
-        raise Unreadable(
+        raise Hidden(
             f"the weights of {name[:-1]} were packed away by a kernel before anybody looked at them; choose another kernel, "
             "or on a CPU let vLLM load the plugin 'epochkv' in every process (VLLM_PLUGINS)"
         )

@@ -23,6 +23,7 @@ from epochkv_connector.engine import patches
 from epochkv_connector.engine.describe import engine_id, layers_digest
 from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS
 from epochkv_connector.weights.digest import (
+    Hidden,
     Sample,
     Unreadable,
     digest,
@@ -480,9 +481,9 @@ def _notice_writes(model: Any, held: Held) -> None:
 def digest_weights(worker: Any, number: int) -> Answer:
     """Digest everything this rank holds, and draw a new sample. In a domain, `rest` is a digest of what is of no routed expert.
 
-    No bytes: memory is unmapped, and was not looked at. `naps`: see `Held`.
+    No bytes: memory is unmapped, and was not looked at. `naps`: see `Held`. `alone`: why there will never be a digest.
     """
-    answer: Answer = {"number": number, "weights": None, "note": "", "rank": getattr(worker, "rank", 0), "naps": 0}
+    answer: Answer = {"number": number, "weights": None, "note": "", "rank": getattr(worker, "rank", 0), "naps": 0, "alone": ""}
     held: Held | None = None
     try:
         held = _held(worker)
@@ -507,6 +508,7 @@ def digest_weights(worker: Any, number: int) -> Answer:
         answer["weights"] = found
     except Exception as error:
         answer["note"] = why_unreadable(error)
+        answer["alone"] = answer["note"] if isinstance(error, Hidden) else ""
     if held is not None and held.value is None:
         held.number = number
     return answer

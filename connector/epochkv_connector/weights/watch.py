@@ -85,16 +85,19 @@ def own_digest(digests: Iterable[bytes]) -> bytes:
 
 def answers_of(
     call: Callable[[], Sequence[dict[str, Any]]], number: int, num_ranks: int, what: str, kind: type
-) -> tuple[list[dict[str, Any]], str]:
-    """What the ranks have answered to question `number`, in their order; or nothing, and why: each has to say `what`, of this `kind`."""
+) -> tuple[list[dict[str, Any]], str, str]:
+    """What the ranks have answered to question `number`, in their order; or nothing, and why: each has to say `what`, of this `kind`.
+    Then why this engine has to keep its cache to itself, if a rank says so."""
     try:
         answers = sorted(call(), key=lambda answer: int(answer["rank"]))
         if len(answers) != num_ranks or any(answer["number"] != number for answer in answers):
-            return [], f"{len(answers)} of {num_ranks} ranks answered, or they answered another question"
+            return [], f"{len(answers)} of {num_ranks} ranks answered, or they answered another question", ""
     except Exception as error:
-        return [], f"the ranks could not be asked: {error!r}"
+        return [], f"the ranks could not be asked: {error!r}", ""
     silent = next((answer for answer in answers if not isinstance(answer[what], kind)), None)
-    return ([], f"rank {silent['rank']}: {silent['note']}") if silent is not None else (answers, "")
+    if silent is None:
+        return answers, "", ""
+    return [], f"rank {silent['rank']}: {silent['note']}", next((answer["alone"] for answer in answers if answer.get("alone")), "")
 
 
 class Ranks(Protocol):
@@ -432,7 +435,10 @@ class Watch:
         self.counters["digests"] += 1
         self._sampled, self._steps = True, 0
         began = self._clock()
-        answers, note = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
+        answers, note, alone = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
+        if alone and self._why_own is None:
+            self._keep_to_itself(alone, asks=False)
+            return
         if (naps := sum(answer["naps"] for answer in answers)) > self._naps:
             self._naps = naps
             self._names.lost_blocks()
@@ -480,11 +486,11 @@ class Watch:
             said.extend(self._ranks.see_domain(number, anew))
             return said
 
-        answers, note = answers_of(ask, number, self._num_ranks, "columns", tuple)
+        answers, note, alone = answers_of(ask, number, self._num_ranks, "columns", tuple)
         self._hear_of_writes([answer["silent"] for answer in sorted(said, key=lambda answer: int(answer["rank"]))])
         if not all(answer["knows"] for answer in said):  # nobody compares for an engine that names nothing
             self.suspect("they changed without a call")
-        if alone := next((answer["alone"] for answer in said if answer["alone"]), ""):
+        if alone:
             self._keep_to_itself(alone, asks=True)
         elif answers:
             self.number, self._confirmed, self._patience = number, True, 0.0

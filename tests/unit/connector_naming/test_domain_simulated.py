@@ -90,7 +90,7 @@ class Rank:
 
         held.sample = SimpleNamespace(compare=compare)  # type: ignore[assignment]
         held.places = SimpleNamespace(stay=lambda: True)  # type: ignore[assignment]
-        return [{"number": number, "weights": held.value, "rest": held.value, "note": "", "rank": 0, "naps": 0}]
+        return [{"number": number, "weights": held.value, "rest": held.value, "note": "", "rank": 0, "naps": 0, "alone": ""}]
 
     def are_asleep(self) -> bool:
         return False

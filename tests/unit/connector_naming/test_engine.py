@@ -35,7 +35,7 @@ class Executor:
         if name == self.fails:
             raise RuntimeError(f"{name} has failed")
         if method is rank.digest_weights:
-            return [{"number": args[0], "weights": b"" if self.is_sleeping else self.held, "note": "", "rank": 0, "naps": 0}]
+            return [{"number": args[0], "weights": b"" if self.is_sleeping else self.held, "note": "", "rank": 0, "naps": 0, "alone": ""}]
         if method is rank.is_asleep:
             return [False, self.is_sleeping]
         if method is rank.settle_for_sleep:

@@ -51,7 +51,7 @@ class World:
         self.log.append("ask")
         self.now += self.seconds
         self.asked = list(self.ranks)
-        said = {"number": number, "note": "", "naps": self.naps}
+        said = {"number": number, "note": "", "naps": self.naps, "alone": ""}
         held = [b"" if self.asleep else digest_of(held) for held in self.ranks]
         return self.answers([{"rank": index, "weights": weights, **said} for index, weights in enumerate(held)])
 
