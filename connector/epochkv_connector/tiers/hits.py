@@ -403,7 +403,6 @@ class HitPlanner:
         if req.hear_of_l2 is not None:
             local, max_tokens = 0, len(req.block_hashes) * self._state.hash_block_size
         elif not self.pause.allows():
-            self._count["lookups_paused"] += 1
             return None
         query = self._lookups.get(req.request_id, namespace, root)
         if query is not None and not self._lookups.is_stale(query):

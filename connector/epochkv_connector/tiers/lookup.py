@@ -167,7 +167,6 @@ class Lookups:
             if shards and all(answers[position : position + shards]):
                 found.add(block)
             position += shards
-        self._counts["blocks_absent"] += len(query.blocks) - len(found)
         return frozenset(found)
 
     def drop(self, request_id: str) -> None:
