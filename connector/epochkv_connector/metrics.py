@@ -90,8 +90,8 @@ _CALLS = ("exists", "get", "put", "remove", "canary")
 COUNTERS: tuple[Family, ...] = (
     # hits
     _family("lookup_calls", "calls", "Times that the scheduler asked for external hits, repeated questions included.", "lookups"),
-    _family("lookups", "lookups", "Answered lookups, by result.", label="result", plans_opened="hit", lookups_missed="miss",
-        lookups_deferred="deferred", lookups_paused="paused"),
+    _family("lookups", "lookups", "Answers to lookups. Of one request `deferred` (ask again) may come in every step, the others once.",
+        label="result", plans_opened="hit", lookups_missed="miss", lookups_deferred="deferred"),
     _family("hit_tokens", "tokens", "Prompt tokens of accepted hits, by the tier that held them.", label="tier", tokens_hit_host="L1",
         tokens_hit_store="L2"),
     _family("hits_shrunk", "hits", "Hits cut because host slots were short."),
@@ -99,7 +99,6 @@ COUNTERS: tuple[Family, ...] = (
         plans_expired="expired", plans_over_cap="over_cap", plans_dropped="dropped"),
     _family("store_queries", "queries", "Existence queries of lookups to L2.", label="event", queries_begun="begun", queries_late="late",
         queries_failed="failed"),
-    _family("store_blocks_absent", "blocks", "Blocks that L2 was asked for and did not hold.", "blocks_absent"),
     # loads and saves, as the scheduler role sees them
     _family("loads", "loads", "Loads that every rank has reported.", "loads_done"),
     _family("loads_failed", "loads", "Loads that missed at least one block; the request is recomputed."),
@@ -109,7 +108,6 @@ COUNTERS: tuple[Family, ...] = (
     _family("saves", "jobs", "Save jobs sent to the workers.", "saves_emitted"),
     _family("saves_deferred", "units", "Saves put off for lack of host slots."),
     _family("states_lost", "units", "Recurrent states not saved for lack of host slots."),
-    _family("save_tokens", "tokens", "Tokens of the save jobs sent to the workers.", "tokens_saved"),
     _family("blocks", "blocks", "Blocks moved, by what happened to them.", label="event", blocks_loaded="loaded",
         blocks_prefetched="prefetched", blocks_saved="saved", blocks_stored="stored"),
     _family("evictions", "blocks", "Blocks evicted from L1."),
@@ -133,8 +131,6 @@ COUNTERS: tuple[Family, ...] = (
     _family("save_failures", "jobs", "Saves that failed on a rank before they were in host memory.", label="reason",
         prefix="worker_save_failed_", values=_JOB),
     _family("put_drops", "jobs", "Saves that did not reach L2, by reason.", label="reason", prefix="worker_save_put_dropped_", values=_PUT),
-    _family("worker_events", "orders", "Orders to fail a load that reached a rank.", label="event", worker_invalidated="invalidated",
-        worker_invalidated_under_way="invalidated_under_way"),
     # the store client, workers and scheduler role together
     Family("store_calls", "calls", "Calls to Mooncake.", labels=("call",),
         sources={f"store_{call}_calls": (call,) for call in _CALLS}),

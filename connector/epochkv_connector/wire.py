@@ -91,7 +91,6 @@ class SaveJob(msgspec.Struct, frozen=True):
     job_id: int
     request_id: str
     namespace: str | None
-    num_blocks: int  # that it covers, in units of the hash block size
     moves: tuple[BlockMove, ...]
     deadline_seconds: float
     settles: bool = False  # in a domain, each of several ranks finds out alone whether the step was what its names say

@@ -210,10 +210,10 @@ def test_a_hung_store_node_costs_a_few_loads_and_then_nothing(pair: FaultyPair) 
         assert pair.seen(pair.b, "loads_failed") >= failed + 3
         assert pair.seen(pair.b, "loads_paused") == 1
         pair.grows(pair.b, hung, *HUNG_LOADS)
-        skipped = pair.seen(pair.b, "lookups_paused")
-        with ThreadPoolExecutor(3) as threads:  # at most one is a trial, the others do not even ask
+        failed = pair.total(pair.b, "loads_failed")
+        with ThreadPoolExecutor(3) as threads:
             assert [answer.cached for answer in threads.map(lambda prompt: pair.ask(pair.b, prompt), saved[3:])] == [0, 0, 0]
-        pair.grows(pair.b, skipped, "lookups_paused")
+        assert pair.total(pair.b, "loads_failed") <= failed + 1, "more than one trial"
     finally:
         pair.store.thaw()
     pair.shares()

@@ -265,7 +265,7 @@ def check_asleep(rig: SleepingRig) -> None:
         return
     worker, ours = rig.executor.worker, next(rig.strangers)
     moves = (BlockMove(0, 0, 1, 1, b"h" * 32),)
-    load, save = LoadJob(ours, "asleep", None, moves, 30.0), SaveJob(ours + 1, "asleep", None, 1, moves, 30.0)
+    load, save = LoadJob(ours, "asleep", None, moves, 30.0), SaveJob(ours + 1, "asleep", None, moves, 30.0)
     worker.start_step(StepMetadata(loads=(load,), saves=(save,)))
     finished, failed = worker.results()
     acks = worker.poll_acks().acks

@@ -36,7 +36,6 @@ def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig, store: SharedStore) -
     """L1 has the first half of a prompt, L2 all of it."""
     writer = quiet(make_rig(store=store, epoch=0))
     writer.serve(TOKENS)
-    assert report(writer)["counters"]["tokens_saved"] == 8 * BLOCK
     reader = quiet(make_rig(store=store, epoch=0))  # after the first: they share vLLM's global
     reader.serve(TOKENS[: 4 * BLOCK + 1])
     report(reader)

@@ -119,7 +119,7 @@ def holds_blocks(request: Any) -> bool:
 
 def num_named_blocks(manager: Any, request: Any, block_pool: Any) -> int:
     """How many of the request's hash blocks vLLM has named in its own cache."""
-    size = hash_block_size_of(block_pool)
+    size = int(block_pool.hash_block_size)
     managers = manager.coordinator.single_type_managers
     named = (one.num_cached_block.get(request.request_id, 0) * int(one.block_size) // size for one in managers)
     return min(max(named, default=0), len(request.block_hashes))
@@ -192,14 +192,9 @@ def group_block_ids(kv_cache_manager: Any, request_id: str) -> tuple[Sequence[in
     return tuple(map(_Ids, kv_cache_manager.get_blocks(request_id).blocks))
 
 
-def hash_block_size_of(block_pool: Any) -> int:
-    """Tokens per block hash: only the bound block pool knows (the configuration's value is None)."""
-    return int(block_pool.hash_block_size)
-
-
 def has_finer_hashes(manager: Any) -> bool:
     """Whether blocks of a group have several hashes, so that vLLM's own hits may end inside of one: it tells connectors of whole blocks."""
-    size = hash_block_size_of(manager.block_pool)
+    size = int(manager.block_pool.hash_block_size)
     return any(int(one.block_size) > size for one in manager.coordinator.single_type_managers)
 
 

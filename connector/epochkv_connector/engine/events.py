@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from epochkv_connector.engine import patches
-from epochkv_connector.engine.blocks import hash_block_size_of
 from epochkv_connector.engine.interface import kv_cache_utils
 from epochkv_connector.tiers.layout import GroupKind
 from epochkv_connector.tiers.state import Key
@@ -281,7 +280,7 @@ class HostEvents:
         if not self._outgoing.enabled or tiers is None or not tiers.state.index.indexed:
             return
         self._sizes = [group.block_size for group in tiers.state.layout.groups]
-        self._hash_block_size = hash_block_size_of(self._outgoing.pool)
+        self._hash_block_size = tiers.state.hash_block_size
         self._max_offered = 2 * tiers.state.index.num_slots
         self._over = False
         tiers.state.listener = self

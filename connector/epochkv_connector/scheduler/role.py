@@ -364,9 +364,9 @@ class SchedulerRole:
         self._guard.run("weights", watch.before_schedule, weights.break_off)
 
     def bind(self, manager: Any) -> None:
-        """The cache manager exists: learn the hash block size and reach the GPU block pool."""
+        """The cache manager exists: learn the hash block size, which the configuration lacks, and reach the GPU block pool."""
         state, block_pool = self.state, manager.block_pool
-        state.manager, state.pool, state.hash_block_size = manager, block_pool, blocks.hash_block_size_of(block_pool)
+        state.manager, state.pool, state.hash_block_size = manager, block_pool, int(block_pool.hash_block_size)
         self.hashing.hash_block_size = state.hash_block_size
         patches.around(manager, "reset_prefix_cache", self.steps.reset)  # vLLM tells connectors afterwards, if at all
         if self.tiers is not None:

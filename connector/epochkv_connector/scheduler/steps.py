@@ -228,7 +228,6 @@ class Steps:
         """The jobs that go out with this step, and what ranks compare behind it."""
         step = tiers.end_step()
         if step.saves:
-            self._state.counters["tokens_saved"] += sum(save.num_blocks for save in step.saves) * self._state.hash_block_size
             number = self._weights.watch.step_number if number < 0 else number
         if step.loads:
             self._state.events.offer(self._requests.vllm, step.loads)

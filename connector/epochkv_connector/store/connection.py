@@ -427,14 +427,16 @@ class StoreConnection:
         return True
 
     def finish_close(self, timeout: float) -> bool:
-        """Wait for calls in flight, then close. After `begin_close`; may be called again.
+        """Wait for the manager and for calls in flight, then close. After `begin_close`; may be called again.
 
         Returns:
-            False if a call was still in flight after `timeout` seconds: closing would be a crash, so the client stays open
-            and the end of the process tries again.
+            False if a call was still in flight after `timeout` seconds, or memory still being registered: closing would be a crash, so the
+            client stays open and the end of the process tries again.
         """
+        if self._manager.is_alive():
+            self._manager.join(timeout)
         with self._changed:
-            idle = self._changed.wait_for(lambda: self.in_flight == 0, timeout)
+            idle = self._changed.wait_for(lambda: self.in_flight == 0, timeout) and not self._manager.is_alive()
             if idle:
                 client, self._client = self._client, None
         if idle:
@@ -443,8 +445,6 @@ class StoreConnection:
             _UNCLOSED.discard(self)
         else:
             logger.warning("the store client still has a call in flight after %.1f s; it is left open", timeout)
-        if self._manager.is_alive():
-            self._manager.join(timeout)
         with self._changed:
             self.state = StoreState.CLOSED
             self._changed.notify_all()

@@ -332,9 +332,12 @@ class HitPlanner:
         if max_tokens <= num_local_tokens and req.hear_of_l2 is None:
             return 0
         found = self.find(req)
-        query = self._query(req, found, namespace, snap.root, num_local_tokens, max_tokens)
+        on_its_way = self._is_on_its_way(req.request_id) or (
+            req.hear_of_l2 is None and self._awaits_load(req.request_id, max_tokens, found)  # L2's answer may be late
+        )
+        query = None if on_its_way else self._query(req, found, namespace, snap.root, num_local_tokens, max_tokens)
         plan = Plan(req.request_id, snap.root, num_local_tokens, namespace, now + PLAN_TTL_SECONDS)
-        if self._is_pending(req.request_id, query):
+        if on_its_way or (query is not None and self._lookups.is_pending(query)):
             self._count["lookups_deferred"] += 1
             return None
         if query is not None and query.found is not None:
@@ -355,15 +358,14 @@ class HitPlanner:
         self._open(plan, now)
         return plan.num_tokens
 
-    def _is_pending(self, request_id: str, query: Query | None) -> bool:
-        """Whether blocks of the request are on their way, or L2 has not said yet which there are."""
-        last, awaited = self._awaited.get(request_id, ((0, b""), ""))
-        on_their_way = (awaited and self._state.loader(last) == awaited) or self.prefetches.is_open(request_id)
-        return bool(on_their_way) or (query is not None and self._lookups.is_pending(query))
+    def _is_on_its_way(self, request_id: str) -> bool:
+        """Whether blocks of the request are. Asked first: it costs no walk along the prompt."""
+        last, owner = self._awaited.get(request_id, ((0, b""), ""))
+        return bool(owner and self._state.loader(last) == owner) or self.prefetches.is_open(request_id)
 
     def _awaits_load(self, request_id: str, total: int, found: PromptBlocks) -> bool:
         """Whether another request's load, or prefetch, brings this very hit. vLLM's own cache holds it then: of n rollouts of one prompt,
-        one loads. Only one load is waited for: it may fail."""
+        one loads. Only one that succeeds is waited for: vLLM's cache may be off."""
         group, spec = self._layout.restored[-1]
         end = cdiv(total, spec.block_size)
         last = group, bytes(found.blocks(group, end - 1, end).names[0])
@@ -373,10 +375,12 @@ class HitPlanner:
         self._awaited[request_id] = last, owner
         return True
 
-    def load_failed(self, request_id: str) -> None:
-        """Who has waited for it does not wait for L2 once more."""
-        for waiter, (_, owner) in self._awaited.items():
-            if owner == request_id:
+    def free_waiters(self, request_id: str, failed: bool) -> None:
+        """vLLM's own cache does not hold what they have waited for: one loads what came, and the others wait for that load. After a failure
+        they do not wait for L2 once more."""
+        for waiter in [waiter for waiter, (_, owner) in self._awaited.items() if owner == request_id]:
+            del self._awaited[waiter]
+            if failed:
                 self._lookups.give_up(waiter)
 
     def _await_slots(self, request_id: str) -> bool:
@@ -399,7 +403,6 @@ class HitPlanner:
         if req.hear_of_l2 is not None:
             local, max_tokens = 0, len(req.block_hashes) * self._state.hash_block_size
         elif not self.pause.allows():
-            self._count["lookups_paused"] += 1
             return None
         query = self._lookups.get(req.request_id, namespace, root)
         if query is not None and not self._lookups.is_stale(query):
@@ -650,10 +653,12 @@ class LoadJobs:
 
     def loaded(self, done: Loaded) -> None:
         self._state.end_load(done.job.request_id, done.job.moves[-1])
+        if done.job.prefetch and not self._planner.prefetches.is_open(done.job.request_id):
+            done = msgspec.structs.replace(done, failed=False, doubted=())  # cancelled: L2 may hold what did not come
         if not done.abandoned:
             self._state.loaded(done)
-            if done.failed:
-                self._planner.load_failed(done.job.request_id)
+            if done.failed or done.job.prefetch:
+                self._planner.free_waiters(done.job.request_id, done.failed)
         if done.job.prefetch:
             return self._planner.prefetches.ended(done)
         self._index.read(move.slot for move in done.job.moves)

@@ -167,7 +167,6 @@ class Lookups:
             if shards and all(answers[position : position + shards]):
                 found.add(block)
             position += shards
-        self._counts["blocks_absent"] += len(query.blocks) - len(found)
         return frozenset(found)
 
     def drop(self, request_id: str) -> None:
@@ -332,18 +331,18 @@ class Prefetches:
         self._under_way[job.job_id] = request_id
         self._slots[request_id] = self._slots.get(request_id, 0) + len(slots)
         self._num_slots += len(slots)
-        self._state.counts["blocks_prefetched"] += len(slots)
         return job
 
     def ended(self, done: Loaded) -> None:
-        """Every rank has reported one. After a failure its request is not told of L2 any more."""
+        """Every rank has reported one. After a failure its request is not told of L2 any more. One that was cancelled says nothing."""
         request_id = self._under_way.pop(done.job.job_id, None)
+        self._state.counts["blocks_prefetched"] += len(done.filled)
         if request_id is None:
             return
+        self._pause.end(request_id, not done.failed)
         if done.failed:
             self._state.doubts.add(block_keys(done.doubted))
             self.release(request_id)
             self._lookups.give_up(request_id)
         else:
-            self._pause.end(request_id, True)
             self._answered.appendleft(request_id)  # there may be more of it

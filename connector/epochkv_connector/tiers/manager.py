@@ -125,12 +125,10 @@ class SavePlanner:
         moves = self._take(wanted)
         for state in self._states(view, namespace, pool, is_first=start == 0):
             moves += self._take(state)
-            last = (state[0].block + 1) * self._layout.groups[state[0].group].block_size
-            start, token = min(start, max(0, last - unit)), max(token, last)
         if not moves:
             return None
         job_id, deadline = next(self._state.ids), self._state.config.job_deadline_seconds
-        return SaveJob(job_id, view.request_id, namespace, (token - start) // size, tuple(moves), deadline, self._state.settles)
+        return SaveJob(job_id, view.request_id, namespace, tuple(moves), deadline, self._state.settles)
 
     def _behind_held(self, view: ScheduledRequestView, token: int, end: int, namespace: str | None, pool: BlockPoolAdapter) -> int:
         """Where the first unit from `token` on begins that may have something to save. Of a long hit, every tier has each block."""
@@ -429,6 +427,7 @@ class TierManager:
             "busy_slots": self.state.jobs.num_busy_slots,
             "jobs": len(self.state.jobs),
             "loads": self.state.jobs.num_loads,
+            "loading": len(self.state.loading),
             "gpu_blocks": self.state.jobs.num_gpu_blocks,
             **self.hits.leak_report(),
             **self.loads.leak_report(),

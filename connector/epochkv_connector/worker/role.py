@@ -171,12 +171,9 @@ class JobRunner:
 
     def _invalidate(self, request_id: str) -> None:
         """Report once more, finished and failed; a load of it that is still under way makes that report itself."""
-        if self._loads.invalidate(request_id):
-            self._rank.counters.add("invalidated_under_way")
-            return
-        self._rank.counters.add("invalidated")
-        with self._rank.changed:
-            self._invalidated.append(request_id)
+        if not self._loads.invalidate(request_id):
+            with self._rank.changed:
+                self._invalidated.append(request_id)
 
     def unreleased(self) -> list[int]:
         """Jobs that were acknowledged with busy slots, and no more since."""

@@ -138,7 +138,7 @@ def test_what_the_workers_count_has_a_series() -> None:
     counted = literals("worker", r'counters\.add\("(\w+)"') | {
         f"copy_{kind}_{unit}" for kind in ("load", "save") for unit in ("blocks", "bytes", "seconds")
     }
-    assert len(counted) > 8
+    assert len(counted) > 7
     assert {name for name in counted if metrics.COUNTER_OF.find(f"worker_{name}") is None} == set()
     reasons = literals("worker", r'JobFailed\("(\w+)"') | literals("worker", r'fail(?:_copy|_put)?\((?:load|save|)(?:, )?"(\w+)"')
     assert {"deadline", "no_store", "invalidated", "shutdown", "error", "slot_busy"} <= reasons

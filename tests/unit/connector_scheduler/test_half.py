@@ -50,20 +50,24 @@ def test_a_slow_store_defers_until_the_deadline_then_l1_answers(late_answer: boo
         world.store.answer()
         world.clock.now += READ_LEASE_SECONDS - 0.02  # in a step that lasts longer than the answer holds
     world.clock.now += 0.0201
-    hit = world.answer("b")
-    assert hit == 20
+    assert world.answer("b") == 20
     assert world.tiers.stats()["queries_late"] == 1
     assert len(world.store.queries) == 1 + late_answer
 
 
-def test_who_waited_for_a_load_that_failed_does_not_wait_for_l2_once_more() -> None:
-    world = World(L2)
+def test_who_waits_for_a_load_asks_nothing_and_after_a_failure_does_not_wait_for_l2_once_more() -> None:
+    world = World(BOTH)
     world.stored(PROMPT)
     assert world.load("a", PROMPT, SNAP) == (40, True)
-    assert world.answer("b") is None
+    assert [world.answer("e") for _ in range(2)] == [None] * 2
+    assert len(world.store.queries) == 1, "a question is a walk along the prompt"
+    for waiter in "bcd":
+        world.begin(waiter)
+        assert world.answer(waiter) is None
     world.step()
-    world.work("drop")
-    assert world.answer("b") == 0
+    world.work("partial")
+    assert world.load("b", PROMPT, SNAP) == (36, True)
+    assert [world.answer(waiter) for waiter in "cd"] == [None] * 2, "one loads what came"
 
 
 @pytest.mark.parametrize("milliseconds", [20.0, 5000.0])

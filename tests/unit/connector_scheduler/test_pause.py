@@ -231,16 +231,30 @@ def test_a_success_whose_slots_the_store_still_holds_is_a_success() -> None:
     assert world.answer("b") == 40
 
 
-def test_prefetches_that_fail_pause_nothing() -> None:
+def test_who_waits_for_a_prefetch_loses_nothing_when_its_client_goes() -> None:
     world = world_with(400)
     world.stored(PROMPT)
-    for number in range(4):
-        world.begin(f"s{number}")
-        assert bool(world.step().loads) == (number < 2), "blocks that failed twice are not tried again soon"
+    world.begin("a")
+    world.step()
+    assert (world.answer("b"), world.answer("c")) == (None, None)
+    world.finish("a")
+    world.step()
+    world.work()
+    assert world.tiers.stats()["blocks_prefetched"] == 0, "it was cancelled"
+    assert world.load("b", PROMPT, SNAP) == (40, True)
+    assert world.answer("c") is None
+
+
+def test_prefetches_that_fail_pause_l2_but_not_for_one_bad_prompt() -> None:
+    world = world_with(400)
+    for number, tokens in enumerate([PROMPT] * 4 + [prompt(9)]):
+        world.stored(tokens)
+        world.begin(f"s{number}", tokens)
+        assert bool(world.step().loads) == (number not in (2, 3)), "blocks that failed twice are not tried again soon"
         world.work("drop")
-        assert world.answer(f"s{number}") == 0, "and no second wait"
+        assert world.answer(f"s{number}", tokens) == 0, "and no second wait"
         world.tiers.finish(f"s{number}")
-    assert not world.tiers.hits.pause.paused
+        assert world.tiers.hits.pause.paused == (number == 4)
 
 
 def test_a_prefetch_that_is_never_heard_of_holds_up_its_request_and_others_for_a_time() -> None:
@@ -261,12 +275,10 @@ def test_a_prefetch_that_is_never_heard_of_holds_up_its_request_and_others_for_a
 
 def test_nothing_is_kept_of_requests_while_l2_is_paused() -> None:
     world = world_with(400)
-    hits = world.tiers.hits
-    for number in range(3):
-        hits.pause.end(f"x{number}", False)
+    fail_until_paused(world)
     world.clock.now += 60
     for number in range(20):
         world.begin(f"r{number}")
         world.tiers.finish(f"r{number}")
         world.step()
-    assert not hits.prefetches._answered
+    assert not world.tiers.hits.prefetches._answered

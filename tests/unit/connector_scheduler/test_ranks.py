@@ -24,7 +24,7 @@ def table_of(num_ranks: int, num_host: int = 0) -> Jobs:
     table = Jobs(num_ranks)
     tiers = [Tier.HOST] * num_host + [Tier.STORE] * (BLOCKS - num_host)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block]), tier) for block, tier in enumerate(tiers))
-    table.open_save(SaveJob(SAVE, "s", "ns", BLOCKS, moves, 10.0), [10 + block for block in range(BLOCKS)], 0.0)
+    table.open_save(SaveJob(SAVE, "s", "ns", moves, 10.0), [10 + block for block in range(BLOCKS)], 0.0)
     table.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0, reads=True)
     return table
 

@@ -5,6 +5,7 @@ import re
 import struct
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import xxhash
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from epochkv_connector.naming import identity as keys
 from epochkv_connector.store import client as envelope
 from epochkv_connector.store.client import CallSize, Defect, Transfer, first_chunk
-from epochkv_connector.store.connection import AGAIN_SECONDS, StoreSettings, why_setup_failed
+from epochkv_connector.store.connection import AGAIN_SECONDS, Counters, StoreConnection, StoreSettings, why_setup_failed
 from epochkv_fence.common import Seldom
 
 
@@ -198,6 +199,19 @@ def test_each_kind_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> No
     assert say("gone") == []
     warn.forget()
     assert say("gone") == ["loads failed: gone (1 more were not logged)"]
+
+
+def test_who_closes_while_memory_is_being_registered_must_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, registered = threading.Event(), threading.Event()
+    monkeypatch.setattr("epochkv_connector.store.connection.probe_master", lambda *args: "127.0.0.1")
+    monkeypatch.setattr("epochkv_connector.store.connection.MooncakeClient", lambda *args: begun.set() or (registered.wait(9) and Mock()))
+    connection = StoreConnection(StoreSettings("127.0.0.1:1"), [], Counters(), Mock(), Mock())
+    connection.start()
+    assert begun.wait(9)
+    connection.begin_close()
+    assert not connection.finish_close(0.1)
+    registered.set()
+    assert connection.finish_close(9)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def move(block: int, slot: int, name: int, source: Tier = Tier.HOST, copy: bool 
 
 
 def save(job_id: int, moves: Sequence[BlockMove], namespace: str | None = None, deadline: float = 20.0) -> SaveJob:
-    return SaveJob(job_id, f"s{job_id}", namespace, len(moves), tuple(moves), deadline)
+    return SaveJob(job_id, f"s{job_id}", namespace, tuple(moves), deadline)
 
 
 def load(job_id: int, moves: Sequence[BlockMove], namespace: str | None = None, deadline: float = 20.0) -> LoadJob:
