@@ -473,9 +473,6 @@ class Rounds:
             self.beats[record.instance] = (peer, seq)
             self.joining = self.joining or now >= max(record.live_until, record.below_until)
 
-    def drop(self, instance: bytes) -> None:
-        self.beats.pop(instance, None)
-
     def ask(self, peer: bytes, question: Status) -> None:
         """The next round answers this question. Beyond a limit the oldest question goes, because its client asks again."""
         self.questions.append((peer, question))
