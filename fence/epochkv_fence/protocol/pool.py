@@ -14,7 +14,6 @@ from epochkv_fence.protocol.messages import MAX_COUNT, MAX_LABELS, EngineReport,
 SHOWN_DIGITS: Final = 8
 """Of a digest of weights."""
 ReclaimPolicy = Literal["Delete", "RemoveAll", "Retain"]
-RECLAIM_POLICIES: Final[tuple[ReclaimPolicy, ...]] = get_args(ReclaimPolicy)
 EngineState = SharingState | Literal["silent"]
 ENGINE_STATES: Final[tuple[EngineState, ...]] = (*get_args(SharingState), "silent")
 
@@ -52,13 +51,6 @@ class PoolConfig:
     reclaim_seconds: float = 10.0
     store_admin: bool = False
     weights_grace_seconds: float = 600.0
-
-    def __post_init__(self) -> None:
-        assert self.uid
-        assert 0.1 <= self.lease_seconds <= 86_400.0
-        assert self.reclaim_seconds >= 0.1
-        assert self.weights_grace_seconds >= 0.0
-        assert self.reclaim in RECLAIM_POLICIES
 
     @property
     def fence_timeout_seconds(self) -> float:

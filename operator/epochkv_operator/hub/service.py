@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
@@ -179,7 +180,7 @@ class HubService:
         self._deposed = asyncio.Event()
         self._server = HubServer(bind, keys, self._authority, on_change=self._changed, on_step_down=self._deposed.set, stores=stores)
         self._served: dict[str, _Served] = {}
-        self._counts = metrics.HubCounts()
+        self._exported: Counter[str] = Counter()
         self.listening = False
 
     async def start(self) -> None:
@@ -301,7 +302,8 @@ class HubService:
 
     def export_metrics(self) -> None:
         """Set the gauges of every pool and add what the hub has counted since; as a scrape begins."""
-        self._counts.take(dict(self._server.counters))
+        before, self._exported = self._exported, Counter(self._server.counters)
+        metrics.count_messages(self._exported, before)
         for uid, served in self._served.items():
             snapshot = self._server.snapshot(uid)
             served.history.take(snapshot, time.time(), time.monotonic())
