@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from epochkv_fence.hub.record import NEVER, InstanceRecord
 from epochkv_fence.protocol import pool as ev
@@ -119,8 +118,7 @@ class Reported:
         return lost or bool(over)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """What the hub asked of one engine. `changes` counts how often weights had become unheld by then; 0: it asked for epochs only."""
 
     instance: bytes

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import MAX_COUNT, MAX_EPOCH, MAX_EPOCH_STEP, Heartbeat, Label, Labelled, Nudge, Source, Status
@@ -176,8 +176,7 @@ class Instances:
 MAX_LABELLING: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """One ask for an epoch, which the hub first saw at `seen`."""
 
     epoch: int

@@ -19,7 +19,7 @@ import kopf
 import structlog
 
 from epochkv_operator.api.base import GROUP
-from epochkv_operator.api.resources import PRIMARY, Resource
+from epochkv_operator.api.resources import PRIMARY
 from epochkv_operator.kube import watch
 from epochkv_operator.kube.client import LIST_CHUNK, KubeClient
 from epochkv_operator.settings import LEASE, Settings
@@ -82,7 +82,7 @@ def kopf_registry(sink: watch.Seen, gap: Gap, client: KubeClient) -> kopf.Operat
         """The connection that our own client uses: one source for server, CA and credentials."""
         return kopf.AiohttpSession(server=client.configuration.host, aiohttp_session=await client.session(_begin_anew(gap)))
 
-    async def observe(event: kopf.RawEvent, param: Resource, **_: Any) -> None:
+    async def observe(event: kopf.RawEvent, param: Any = None, **_: Any) -> None:
         sink(param, event["type"], dict(event["object"]))
 
     kopf.on.login(id="login", registry=registry)(login)

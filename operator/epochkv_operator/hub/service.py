@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import structlog
 
@@ -124,8 +125,7 @@ WATCHDOG_SECONDS = 1.0
 LOOK_SECONDS = 0.1
 
 
-@dataclass(frozen=True)
-class HubSnapshot:
+class HubSnapshot(NamedTuple):
     """What the hub knows about a pool at one moment.
 
     Attributes:
@@ -278,7 +278,7 @@ class HubService:
         snapshot = served.looked
         led_since = served.history.led_since
         incomplete = led_since + served.config.lease_seconds - now if led_since is not None else 0.0
-        keys = replace(served.keys, old_users=old_key_users(snapshot) if served.keys.accepted > 1 else ())
+        keys = served.keys._replace(old_users=old_key_users(snapshot) if served.keys.accepted > 1 else ())
         view = view_of(snapshot, served.history, now, keys, complete=incomplete <= 0)
         if view is not None:
             doubted = self._doubted(newest, snapshot.published) if newest is not None else 0
