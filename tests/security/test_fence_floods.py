@@ -118,8 +118,7 @@ def test_many_connections_of_one_pool_share_its_limit(world: FenceWorld, hub: Hu
     keys = world.second_pool(hub)
 
     def empty() -> None:
-        holder = hub._pools.client(keys.public)
-        assert holder is not None
+        holder = hub._pools._clients[keys.public]
         holder.pool.bucket.tokens = -(10.0**6)
 
     world.thread.call(empty)
@@ -133,8 +132,7 @@ def test_costly_messages_over_many_connections(world: FenceWorld, hub: HubServer
     keys = world.second_pool(hub, lease_seconds=60.0)
 
     def join() -> None:
-        holder = hub._pools.client(keys.public)
-        assert holder is not None
+        holder = hub._pools._clients[keys.public]
         for number in range(10_000):
             weights = (number % 500 + 1).to_bytes(16, "big")
             hub._hear(holder, b"nobody", Heartbeat(number.to_bytes(16, "big"), 0, 0, weights=weights))
@@ -155,8 +153,7 @@ def test_costly_messages_over_many_connections(world: FenceWorld, hub: HubServer
 
 def test_who_asks_for_too_much_is_told_and_its_pools_heartbeats_are_taken(world: FenceWorld, hub: HubServer) -> None:
     def spend() -> None:
-        holder = hub._pools.client(world.pool_pair.public)
-        assert holder is not None
+        holder = hub._pools._clients[world.pool_pair.public]
         holder.pool.costs.tokens -= 10**6
 
     with raw(hub.endpoint, world.client_keys) as client:
