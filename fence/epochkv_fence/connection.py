@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -99,8 +99,7 @@ class _Needed(msgspec.Struct, frozen=True):
     hub: HubRef
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     """A configuration as it was found: JSON whose paths are absolute, and where it came from, for errors."""
 
     content: dict[str, Any]

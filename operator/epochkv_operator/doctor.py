@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from kubernetes.aio.config import ConfigException
 
@@ -234,8 +233,7 @@ async def _hub(client: KubeClient, scope: ClusterScope, pool: Json) -> list[Find
 # ---------------------------------------------------------------------------------------------------------------- the operator
 
 
-@dataclass(frozen=True)
-class Operator:
+class Operator(NamedTuple):
     """One installation, by its Deployment."""
 
     deployment: Json

@@ -180,10 +180,6 @@ def _place(pool: Json) -> tuple[str, str]:
     return pool["metadata"]["namespace"], component_name(pool["metadata"]["name"], "fence")
 
 
-def _count(operation: str) -> None:
-    metrics.API_WRITES.labels(kind="Secret", operation=operation).inc()
-
-
 # ---- the pools' Secrets ----
 
 
@@ -217,10 +213,6 @@ class PoolKeys:
         """Public keys that the hub has to accept, the newest first. Asked only where there are keys."""
         assert self.keys is not None
         return self.keys.accepted if self.drawn is None else (self.drawn.public, self.keys.client.public)
-
-    def draw(self) -> None:
-        """Draw the pair that the next rotation brings, unless there is one."""
-        self.drawn = self.drawn or generate_keypair()
 
 
 @dataclass(eq=False)
@@ -333,7 +325,7 @@ class FenceSecrets:
         if keys.generation >= generation or keys.previous is not None:
             known.drawn, known.keys = None, keys
             return keys  # done, perhaps by a write of ours whose answer was lost; or one rotation is still under way
-        assert known.drawn is not None  # by `draw`, before the hub accepted it
+        assert known.drawn is not None  # before the hub accepted it
         rotated = replace(keys, client=known.drawn, generation=generation, previous=keys.client.public)
         await self._put(pool, found, rotated, f"key generation {generation}")
         return self._remember(known, rotated)
@@ -378,20 +370,19 @@ class FenceSecrets:
             await self._delete(found, why)
             await self._create(pool, keys, why)
             return
-        _count("replace")
+        metrics.API_WRITES.labels(kind=SECRETS.kind, operation="replace").inc()
         log.info("fence secret changed", secret=f"{metadata['namespace']}/{metadata['name']}", reason=why, generation=keys.generation)
 
     async def _create(self, pool: Json, keys: FenceKeys, why: str) -> None:
         uid, (namespace, name) = pool["metadata"]["uid"], _place(pool)
         owners = [controller(POOLS.kind, pool["metadata"]["name"], uid)]
         await self._client.create(SECRETS, namespace, manifest(namespace, name, content(keys, uid), self._labels(pool), owners))
-        _count("create")
+        metrics.API_WRITES.labels(kind=SECRETS.kind, operation="create").inc()
         log.info("fence secret created", secret=f"{namespace}/{name}", pool_uid=uid, reason=why)
 
     async def _delete(self, found: Json, why: str) -> None:
         metadata = found["metadata"]
         await self._client.delete(SECRETS, metadata["namespace"], metadata["name"], metadata["uid"])
-        _count("delete")
         log.info("fence secret deleted", secret=f"{metadata['namespace']}/{metadata['name']}", reason=why)
 
     @staticmethod
@@ -469,7 +460,6 @@ class HubSecret:
             if not wrong:
                 return
             await self._client.delete(SECRETS, self._namespace, self._name, found["metadata"]["uid"])
-            _count("delete")
             what = f"was changed by somebody else ({', '.join(wrong)})"
         note = f"Secret {self._namespace}/{self._name} {what}: it is back with the hub's keys"
         remedy = "To give the hub other keys: stop the operator, delete the Secret, start the operator. All engines restart then"
@@ -480,7 +470,7 @@ class HubSecret:
     async def _create(self, pair: KeyPair) -> Json:
         body = manifest(self._namespace, self._name, {HUB: pair.public, HUB_KEY: pair.secret}, {}, [], immutable=True)
         created = await self._client.create(SECRETS, self._namespace, body)
-        _count("create")
+        metrics.API_WRITES.labels(kind=SECRETS.kind, operation="create").inc()
         return created
 
     def _report(self, problem: str, *, unusable: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter as Counts
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -75,14 +75,7 @@ def forget_pool(namespace: str, pool: str) -> None:
             POOL_ENGINES.remove(namespace, pool, state)
 
 
-class HubCounts:
-    """Takes the counters of one hub over into `HUB_MESSAGES`: they only grow, and so does the metric, whatever hub comes after."""
-
-    def __init__(self) -> None:
-        self._taken: dict[str, int] = {}
-
-    def take(self, counters: Mapping[str, int]) -> None:
-        """Add what was counted since the last call."""
-        for outcome, count in counters.items():
-            HUB_MESSAGES.labels(outcome=outcome).inc(count - self._taken.get(outcome, 0))
-            self._taken[outcome] = count
+def count_messages(counted: Counts[str], before: Counts[str]) -> None:
+    """Add what a hub has counted since `before` to `HUB_MESSAGES`: they only grow, and so does the metric, whatever hub comes after."""
+    for outcome, count in (counted - before).items():
+        HUB_MESSAGES.labels(outcome=outcome).inc(count)

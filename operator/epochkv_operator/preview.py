@@ -12,9 +12,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 
@@ -45,8 +44,7 @@ class CannotPlan(Exception):
         self.problems = problems
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """A pool or an engine. `before` None: it is new. `source`, its file, None: it is in none, and its pool changes."""
 
     before: Json | None
@@ -56,8 +54,7 @@ class Subject:
     """Where the file has null in a `template`, and `kubectl apply` drops it."""
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What would happen to one of them and to what the operator makes for it."""
 
     subject: Subject

@@ -9,8 +9,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -58,8 +57,7 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value]
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
+class Expansion(NamedTuple):
     """What engines get, and what they will need."""
 
     transfer: dict[str, Any]  # `kv_transfer_config`

@@ -133,7 +133,8 @@ class Hub:
         hub, record = self.state, self.state.record
         match call:
             case ev.RecordTarget(epoch) if ok:
-                return recorded(hub, epoch, now)
+                record.written(epoch)
+                return [*raise_target(hub, epoch, None, now), *write_target(hub, now)]
             case ev.RecordTarget():
                 record.write_failed(now)
             case ev.NoteGranting() if ok:
@@ -146,7 +147,8 @@ class Hub:
             case ev.NoteLabels(labels):
                 hub.labels.write_failed(labels)
             case ev.Publish(epoch) if ok:
-                return published(hub, epoch, now)
+                record.publish_written(epoch)
+                return raise_published(hub, epoch, now)
             case ev.Publish():
                 record.publish_failed(now)
             case ev.RemoveAll() if ok:
@@ -159,7 +161,31 @@ class Hub:
 
     def snapshot(self, now: float) -> PoolSnapshot:
         """The pool at `now`; times are on this hub's clock (the driver turns them into Unix seconds)."""
-        return pool_snapshot(self.state, now)
+        hub = self.state
+        record, reclaimer = hub.record, hub.reclaimer
+        views = sorted(
+            (instance.view(record.target, hub.config, now) for instance in hub.instances.known.values()),
+            key=lambda view: (view.engine, view.pod, view.rank, view.instance),
+        )
+        engines = with_majority(views)
+        return PoolSnapshot(
+            leading=hub.leading,
+            target=record.target,
+            published=record.published,
+            asked=record.wanted,
+            engines=engines,
+            started_at=record.started_at,
+            behind_since=record.behind_since,
+            published_at=record.published_at,
+            reset_seconds=record.reset_seconds,
+            reclaimed=reclaimer.done_below,
+            origin=record.origin,
+            reclaimed_keys=reclaimer.keys,
+            reclaimed_bytes=reclaimer.num_bytes,
+            wipe_failed=hub.wiper.failed,
+            labels=dict(hub.labels.known),
+            weights=groups(engines, hub.labels.known),
+        )
 
     # ------------------------------------------------------------------ rounds
 
@@ -256,7 +282,7 @@ class Hub:
         hub = self.state
         over = hub.instances.forget(lambda instance: hub.rules.may_forget(instance, hub.config, now), hub.config.fence_timeout_seconds, now)
         for instance in over:
-            hub.rounds.drop(instance)
+            hub.rounds.beats.pop(instance, None)
         if not over:
             return []
         engines_changed(hub, now)
@@ -318,7 +344,7 @@ def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now:
 
 
 def _leave(hub: HubState, instance: bytes, now: float) -> list[ev.Action]:
-    hub.rounds.drop(instance)
+    hub.rounds.beats.pop(instance, None)
     if not hub.instances.leave(instance):
         return []
     engines_changed(hub, now)
@@ -441,12 +467,6 @@ def note_granting(hub: HubState, now: float) -> list[ev.Action]:
     return hub.record.note(now) if hub.leading and hub.rounds.beats else []
 
 
-def recorded(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
-    """`epoch` is durable, so the hub may grant it from now on."""
-    hub.record.written(epoch)
-    return [*raise_target(hub, epoch, None, now), *write_target(hub, now)]
-
-
 def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
     """Somebody saw the record. A durable target above our own raises ours, so an old leader's late write is harmless."""
     if not hub.leading:
@@ -460,7 +480,7 @@ def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
 
 
 def raise_target(hub: HubState, target: int, origin: Source | None, now: float) -> list[ev.Action]:
-    """`target` is durable. If it is new, the hub tells engines."""
+    """`target` is durable. If it is new, the hub tells engines, and may grant it from now on."""
     if not hub.record.raise_target(target, origin, now):
         return []
     hub.instances.expect(target)
@@ -480,12 +500,6 @@ def publish_at(hub: HubState) -> float:
         return math.inf
     behind = (hub.rules.fenced_at(hub.instances.known[instance]) for instance in hub.instances.behind)
     return max(hub.rules.settled_at(hub.lead), hub.record.retry_at, max(behind, default=NEVER))
-
-
-def published(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
-    """The publication of `epoch` is durable."""
-    hub.record.publish_written(epoch)
-    return raise_published(hub, epoch, now)
 
 
 def raise_published(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
@@ -544,11 +558,11 @@ def tick(hub: HubState, now: float) -> list[ev.Action]:
 
 
 def _wipe(hub: HubState, now: float) -> list[ev.Action]:
-    if hub.wiper.give_up(now):
-        older_epochs(hub, now)
-        return [ev.Changed()]
     epoch = hub.wiper.next(now)
-    return [] if epoch is None else [ev.RemoveAll(epoch)]
+    if epoch is not None:
+        return [ev.RemoveAll(epoch)]
+    older_epochs(hub, now)
+    return [ev.Changed()]
 
 
 def _ask_engine(hub: HubState, now: float) -> list[ev.Action]:
@@ -587,39 +601,12 @@ def emptied(hub: HubState, call: ev.RemoveAll, keys: int, num_bytes: int | None,
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a hub shows of a pool: a snapshot for people and metrics, and answers for trainers.
+# What a hub shows of a pool: engines by their weights, for people and metrics, and answers for trainers.
 
 
 STATUS_PAGE: Final = 64
 STATUS_PAGE_BYTES: Final = 60_000
 """At most so many bytes of engines and labels go into one page, so that it always fits into a message."""
-
-
-def pool_snapshot(hub: HubState, now: float) -> PoolSnapshot:
-    record, reclaimer = hub.record, hub.reclaimer
-    views = sorted(
-        (instance.view(record.target, hub.config, now) for instance in hub.instances.known.values()),
-        key=lambda view: (view.engine, view.pod, view.rank, view.instance),
-    )
-    engines = with_majority(views)
-    return PoolSnapshot(
-        leading=hub.leading,
-        target=record.target,
-        published=record.published,
-        asked=record.wanted,
-        engines=engines,
-        started_at=record.started_at,
-        behind_since=record.behind_since,
-        published_at=record.published_at,
-        reset_seconds=record.reset_seconds,
-        reclaimed=reclaimer.done_below,
-        origin=record.origin,
-        reclaimed_keys=reclaimer.keys,
-        reclaimed_bytes=reclaimer.num_bytes,
-        wipe_failed=hub.wiper.failed,
-        labels=dict(hub.labels.known),
-        weights=groups(engines, hub.labels.known),
-    )
 
 
 # -------------------------------------------------------------------------------------------------------------- weights

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from epochkv_fence.hub.record import NEVER, InstanceRecord
 from epochkv_fence.protocol import pool as ev
@@ -51,24 +50,18 @@ class Wiper:
         self._wanted = None
 
     def due_at(self) -> float:
-        """When `next` or `give_up` has something to do; infinity: the store is wiped for the newest published epoch, or was given up."""
+        """When to ask for the `next`; infinity: the store is wiped for the newest published epoch, or was given up."""
         if self._wanted is None:
             return math.inf
         return self._until if self._running is not None else min(self._retry_at, self._until)
 
     def next(self, now: float) -> int | None:
-        """The epoch to wipe for now. Callers ask at `due_at`, hence never while a wipe is under way."""
-        if self._wanted is None or now < self._retry_at:
+        """The epoch to wipe for now; None: it is too late, and was given up. Callers ask at `due_at`, hence never during a wipe."""
+        if now >= self._until:
+            self._wanted, self.failed = None, True
             return None
         self._running = self._wanted
         return self._wanted
-
-    def give_up(self, now: float) -> bool:
-        """Whether it is too late by now; True once."""
-        if self._wanted is None or now < self._until:
-            return False
-        self._wanted, self.failed = None, True
-        return True
 
     def answered(self, epoch: int) -> bool:
         """The store removed what it could; return whether that was for the newest published epoch."""
@@ -125,8 +118,7 @@ class Reported:
         return lost or bool(over)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """What the hub asked of one engine. `changes` counts how often weights had become unheld by then; 0: it asked for epochs only."""
 
     instance: bytes

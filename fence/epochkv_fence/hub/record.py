@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import MAX_COUNT, MAX_EPOCH, MAX_EPOCH_STEP, Heartbeat, Label, Labelled, Nudge, Source, Status
@@ -176,8 +176,7 @@ class Instances:
 MAX_LABELLING: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """One ask for an epoch, which the hub first saw at `seen`."""
 
     epoch: int
@@ -472,9 +471,6 @@ class Rounds:
         if seq >= self.beats.get(record.instance, (b"", -1))[1]:
             self.beats[record.instance] = (peer, seq)
             self.joining = self.joining or now >= max(record.live_until, record.below_until)
-
-    def drop(self, instance: bytes) -> None:
-        self.beats.pop(instance, None)
 
     def ask(self, peer: bytes, question: Status) -> None:
         """The next round answers this question. Beyond a limit the oldest question goes, because its client asks again."""

@@ -48,10 +48,6 @@ class Bucket:
     tokens: float
     at: float
 
-    @classmethod
-    def full(cls, rate: float, burst: float, now: float) -> Bucket:
-        return cls(rate, burst, burst, now)
-
     def take(self, tokens: float, now: float) -> bool:
         if now > self.at:
             self.tokens = min(self.burst, self.tokens + (now - self.at) * self.rate)
@@ -60,10 +56,6 @@ class Bucket:
             return False
         self.tokens -= tokens
         return True
-
-    def penalise(self, tokens: float) -> None:
-        """Take them in any case; what is missing has to be made up for first."""
-        self.tokens -= tokens
 
 
 @dataclass(slots=True)
@@ -87,7 +79,7 @@ class Peers:
         if peer is None:
             while len(self._peers) >= MAX_PEERS:
                 del self._peers[next(iter(self._peers))]
-            peer = self._peers[name] = Peer(Bucket.full(self._rate, self._burst, now))
+            peer = self._peers[name] = Peer(Bucket(self._rate, self._burst, self._burst, now))
         return peer
 
 
@@ -345,8 +337,8 @@ class PoolLimits:
 
     def __init__(self) -> None:
         now = time.monotonic()
-        self.bucket = Bucket.full(POOL_RATE, POOL_BURST, now)
-        self.costs = Bucket.full(COST_RATE, COST_BURST, now)
+        self.bucket = Bucket(POOL_RATE, POOL_BURST, POOL_BURST, now)
+        self.costs = Bucket(COST_RATE, COST_BURST, COST_BURST, now)
         self.queue = PoolQueue()
 
     def cost(self, message: Message) -> float:
@@ -361,32 +353,31 @@ class Client(NamedTuple):
     key_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Receiver:
-    """Who takes what the clients say.
-
-    Attributes:
-        client: says what a key stands for; None: no pool (any more).
-        take: takes a message that a client sent from a peer.
-        burst_done: called when all that was there has been taken, or enough of it for now.
-    """
-
-    client: Callable[[str], Client | None]
-    take: Callable[[Client, bytes, Message], None]
-    burst_done: Callable[[], None]
-
-
 class Router:
-    """Receives for a `Receiver`; sends to peers. One event loop's; `open` before anything else.
+    """Receives from clients, and sends to peers. One event loop's; `open` before anything else.
+
+    Args:
+        holder: says what a key stands for; None: no pool (any more).
+        hear: takes a message that a client sent from a peer.
+        burst_done: called when all that was there has been taken, or enough of it for now.
 
     Attributes:
         peers: what each connection may still send.
     """
 
-    def __init__(self, keys: KeyPair, receiver: Receiver, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        keys: KeyPair,
+        counters: Counter[str],
+        holder: Callable[[str], Client | None],
+        hear: Callable[[Client, bytes, Message], None],
+        burst_done: Callable[[], None],
+    ) -> None:
         self._keys = keys
-        self._receiver = receiver
         self._counters = counters
+        self._holder = holder
+        self._hear = hear
+        self._burst_done = burst_done
         self.peers = Peers()
         self._turns = Turns()
         self._refusals = Seldom(logger, REFUSED_SECONDS)
@@ -465,7 +456,7 @@ class Router:
     # ------------------------------------------------------------------ in
 
     def _knows(self, key: str, address: str) -> bool:
-        known = self._receiver.client(key) is not None
+        known = self._holder(key) is not None
         self._counters["connections_accepted" if known else "connections_refused"] += 1
         if not known:
             self._log_refused_key(address)
@@ -502,7 +493,7 @@ class Router:
             self._refuse(name, peer, Refusal.LIMIT, TOO_MANY, now)
 
     def _client(self, key: str, name: bytes, peer: Peer, now: float) -> Client | None:
-        client = self._receiver.client(key)
+        client = self._holder(key)
         if client is None:  # its key was accepted when it connected, and is not any more
             self._counters["refused_pool"] += 1
             self._refuse(name, peer, Refusal.POOL, NO_POOL, now)
@@ -511,7 +502,7 @@ class Router:
     def _serve(self) -> None:
         """Hand messages over, in turns, for as long as a burst may last."""
         if self._turns and self._turns.serve(self._hand_over, BURST_SECONDS):
-            self._receiver.burst_done()
+            self._burst_done()
         if self._turns and self._readers:
             self._readers[0].kick()
 
@@ -532,7 +523,7 @@ class Router:
             message = decode(waiting.frames)
         except WireError as error:
             self._counters[f"refused_{error.code.value}"] += 1
-            peer.bucket.penalise(GARBAGE_TOKENS)
+            peer.bucket.tokens -= GARBAGE_TOKENS  # in any case: what is missing has to be made up for first
             self._refuse(name, peer, error.code, error.text[:MAX_TEXT], now)
             return
         cost = client.pool.cost(message)
@@ -541,7 +532,7 @@ class Router:
             self._refuse(name, peer, Refusal.LIMIT, TOO_COSTLY, now)
             return
         self._counters["received"] += 1
-        self._receiver.take(client, name, message)
+        self._hear(client, name, message)
 
     def _receive(self) -> list[zmq.Frame]:
         """Peer and frames of the next message. Of one with too many frames, only the first ones.

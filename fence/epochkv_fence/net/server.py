@@ -17,7 +17,7 @@ import zmq
 from epochkv_fence.common import SayOnce, Seldom, end
 from epochkv_fence.hub.machine import Hub
 from epochkv_fence.mooncake_admin import StoreAdmin, StoreAdminError
-from epochkv_fence.net.gate import INSTANCES_PER_COST, Client, PoolLimits, Receiver, Router
+from epochkv_fence.net.gate import INSTANCES_PER_COST, Client, PoolLimits, Router
 from epochkv_fence.net.keys import KeyPair, check_key
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Bump, Label, Message, Source, Status
@@ -164,10 +164,6 @@ class ServedPool(PoolLimits):
         self.failed_until = time.monotonic() + FAILED_STEP_SECONDS
 
 
-class UnknownPool(LookupError):
-    """The hub has no pool of this uid; `set_pool` first."""
-
-
 class Pools:
     """All pools of one hub. Whoever iterates may add and remove pools meanwhile."""
 
@@ -179,10 +175,7 @@ class Pools:
         return iter(list(self._pools.values()))
 
     def __getitem__(self, uid: str) -> ServedPool:
-        try:
-            return self._pools[uid]
-        except KeyError:
-            raise UnknownPool(f"the hub has no pool with uid {uid!r}; call set_pool first") from None
+        return self._pools[uid]
 
     def __contains__(self, pool: ServedPool) -> bool:
         """The hub still serves this pool. One that was removed and set again is another pool."""
@@ -358,7 +351,7 @@ class HubServer:
     """All pools of one authority.
 
     Use from one event loop; nothing here is thread-safe. Nothing but `start` raises for reasons outside this process. What asks for
-    a pool that this hub does not have raises `UnknownPool`.
+    a pool that this hub does not have raises `KeyError`.
 
     Args:
         bind: such as `tcp://*:7700`; port 0 takes a free one (see `endpoint`).
@@ -396,8 +389,7 @@ class HubServer:
         self._round_after = -math.inf
         self._effects = Effects(authority, authority_deadline_seconds, stores, store_deadline_seconds, self.counters, self._answer)
         self._alarm = Alarm(self._turn, self.counters)
-        self.receiver = Receiver(self._pools.client, self._hear, burst_done=self._alarm.now)
-        self._router = Router(keys, self.receiver, self.counters)
+        self._router = Router(keys, self.counters, self._pools.client, self._hear, self._alarm.now)
         self.endpoint = ""
 
     # ------------------------------------------------------------------ life

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from epochkv_fence.protocol.messages import INSTANCE_BYTES, MAX_EPOCH, Error, Grant, Leave, Message, Nudge, Propose, Reclaim
+from epochkv_fence.protocol.messages import MAX_EPOCH, Error, Grant, Leave, Message, Nudge, Propose, Reclaim
 
 RETRY_SECONDS: Final = 1.0
 """Heartbeat period without a live lease (also before the first grant tells the lease's length)."""
@@ -150,8 +150,6 @@ class Agent:
     """
 
     def __init__(self, instance: bytes) -> None:
-        if len(instance) != INSTANCE_BYTES:
-            raise ValueError(f"instance has {len(instance)} bytes; give {INSTANCE_BYTES} random bytes")
         self.instance = instance
         self.epoch: int | None = None
         self.lease_until = NO_LEASE

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
 
@@ -103,8 +103,7 @@ class EngineView(EngineReport, frozen=True):
         return self.sharing_state(not self.converged) if self.alive else "silent"
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsView:
+class WeightsView(NamedTuple):
     """The live instances that hold the same weights.
 
     Attributes:
@@ -213,8 +212,7 @@ class PoolGone(AuthorityError):
     """The pool (this uid) does not exist any more. The hub waits for its owner to remove it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """One stretch of leadership.
 
     Attributes:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel
 
@@ -24,8 +23,7 @@ def _condition(name: str, part: str) -> str:
     return f'.status.conditions[?(@.type=="{name}")].{part}'
 
 
-@dataclass(frozen=True)
-class Crd:
+class Crd(NamedTuple):
     """What a CRD says beyond its schema."""
 
     model: type[BaseModel]

@@ -8,7 +8,6 @@ One table, because watches, applies and prunes must agree on it. `rights` follow
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -20,8 +19,7 @@ from epochkv_operator.settings import HUB_SECRET, LEASE
 CHILD_SELECTOR: Final = f"{MANAGED_BY_LABEL}={MANAGED_BY}"
 
 
-@dataclass(frozen=True)
-class Resource:
+class Resource(NamedTuple):
     """One kind of the API: `group` is empty for the core group."""
 
     group: str
@@ -105,8 +103,7 @@ KEPT: Final = (SERVICE_ACCOUNTS,)
 """Children that only go with their owner: the garbage collector deletes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Right:
+class Right(NamedTuple):
     """One verb on one resource. `namespace` None: in the whole cluster. `name`: on this object alone; empty: on all."""
 
     group: str

@@ -19,7 +19,7 @@ import kopf
 import structlog
 
 from epochkv_operator.api.base import GROUP
-from epochkv_operator.api.resources import PRIMARY, Resource
+from epochkv_operator.api.resources import PRIMARY
 from epochkv_operator.kube import watch
 from epochkv_operator.kube.client import LIST_CHUNK, KubeClient
 from epochkv_operator.settings import LEASE, Settings
@@ -82,9 +82,12 @@ def kopf_registry(sink: watch.Seen, gap: Gap, client: KubeClient) -> kopf.Operat
         """The connection that our own client uses: one source for server, CA and credentials."""
         return kopf.AiohttpSession(server=client.configuration.host, aiohttp_session=await client.session(_begin_anew(gap)))
 
+    async def observe(event: kopf.RawEvent, param: Any = None, **_: Any) -> None:
+        sink(param, event["type"], dict(event["object"]))
+
     kopf.on.login(id="login", registry=registry)(login)
-    for resource in PRIMARY:
-        _watch(registry, resource, sink)
+    for one in PRIMARY:
+        kopf.on.event(one.group, one.version, one.plural, id=f"observe-{one.plural}", param=one, registry=registry)(observe)
     return registry
 
 
@@ -100,13 +103,6 @@ async def drive(sink: watch.Seen, gap: Gap, client: KubeClient, settings: Settin
         # kopf would ask for the user's name, which a container with a bare user id has not.
         identity=cast(Any, LEASE),
     )
-
-
-def _watch(registry: kopf.OperatorRegistry, resource: Resource, sink: watch.Seen) -> None:
-    async def handler(event: kopf.RawEvent, **_: Any) -> None:
-        sink(resource, event["type"], dict(event["object"]))
-
-    kopf.on.event(resource.group, resource.version, resource.plural, id=f"observe-{resource.plural}", registry=registry)(handler)
 
 
 def _begin_anew(gap: Gap) -> aiohttp.ClientMiddlewareType:

@@ -151,5 +151,4 @@ class Executor:
             await self._client.delete(BY_KIND[child["kind"]], metadata["namespace"], metadata["name"], metadata["uid"])
         except NotFound:
             return
-        metrics.API_WRITES.labels(kind=child["kind"], operation="delete").inc()
         log.info("child deleted", object=about, child=f"{child['kind']} {metadata['name']}", reason=reason)

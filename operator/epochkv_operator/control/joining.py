@@ -197,11 +197,9 @@ class Copies:
             keys = await self._client.get(SECRETS, namespace, secret)
             if home(keys) == key:
                 await self._client.delete(SECRETS, namespace, secret, keys["metadata"]["uid"])
-                metrics.API_WRITES.labels(kind=SECRETS.kind, operation="delete").inc()
         with contextlib.suppress(NotFound):
             if ours is not None:
                 await self._client.delete(CONFIGMAPS, namespace, name, ours["metadata"]["uid"])
-                metrics.API_WRITES.labels(kind=CONFIGMAPS.kind, operation="delete").inc()
         self._known.get(key, set()).discard(namespace)
         log.info("pool no longer shared", pool=f"{key.namespace}/{key.name}", namespace=namespace)
 

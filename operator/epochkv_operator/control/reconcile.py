@@ -17,6 +17,7 @@ from functools import partial
 
 import structlog
 
+from epochkv_fence.net.keys import generate_keypair
 from epochkv_operator import metrics
 from epochkv_operator.api import InferenceEngine, InvalidObject, KVCachePool, parse_engine, parse_pool
 from epochkv_operator.api.base import ENGINE_LABEL, POOL_LABEL
@@ -276,7 +277,7 @@ class PoolReconciler(_Reconciler):
         uid, generation = pool.metadata.uid, pool.spec.keys.generation
         due, known = keys.previous is None and keys.generation < generation, self.secrets.of(uid)
         if due:
-            known.draw()
+            known.drawn = known.drawn or generate_keypair()
 
         def serve(now: FenceKeys) -> None:
             self.hub(HubService.ensure, pool, known.accepted, KeysView(now.generation, len(now.accepted)), new=known.new)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import structlog
 
@@ -123,8 +125,7 @@ WATCHDOG_SECONDS = 1.0
 LOOK_SECONDS = 0.1
 
 
-@dataclass(frozen=True)
-class HubSnapshot:
+class HubSnapshot(NamedTuple):
     """What the hub knows about a pool at one moment.
 
     Attributes:
@@ -179,7 +180,7 @@ class HubService:
         self._deposed = asyncio.Event()
         self._server = HubServer(bind, keys, self._authority, on_change=self._changed, on_step_down=self._deposed.set, stores=stores)
         self._served: dict[str, _Served] = {}
-        self._counts = metrics.HubCounts()
+        self._exported: Counter[str] = Counter()
         self.listening = False
 
     async def start(self) -> None:
@@ -277,7 +278,7 @@ class HubService:
         snapshot = served.looked
         led_since = served.history.led_since
         incomplete = led_since + served.config.lease_seconds - now if led_since is not None else 0.0
-        keys = replace(served.keys, old_users=old_key_users(snapshot) if served.keys.accepted > 1 else ())
+        keys = served.keys._replace(old_users=old_key_users(snapshot) if served.keys.accepted > 1 else ())
         view = view_of(snapshot, served.history, now, keys, complete=incomplete <= 0)
         if view is not None:
             doubted = self._doubted(newest, snapshot.published) if newest is not None else 0
@@ -301,7 +302,8 @@ class HubService:
 
     def export_metrics(self) -> None:
         """Set the gauges of every pool and add what the hub has counted since; as a scrape begins."""
-        self._counts.take(dict(self._server.counters))
+        before, self._exported = self._exported, Counter(self._server.counters)
+        metrics.count_messages(self._exported, before)
         for uid, served in self._served.items():
             snapshot = self._server.snapshot(uid)
             served.history.take(snapshot, time.time(), time.monotonic())

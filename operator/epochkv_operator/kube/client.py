@@ -370,6 +370,7 @@ class KubeClient:
         """Delete exactly this object: a namesake with another uid is left alone (`Conflict`)."""
         options = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         await self.request("DELETE", resource.path(namespace, name), body=options)
+        metrics.API_WRITES.labels(kind=resource.kind, operation="delete").inc()
 
     async def watch(
         self, resource: Resource, namespace: str | None, resource_version: str, label_selector: str = ""

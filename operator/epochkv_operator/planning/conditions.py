@@ -12,7 +12,6 @@ No text holds an age: a pool in which nothing changes is not written to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from epochkv_fence.protocol.messages import TIER_REASONS, Source
@@ -230,7 +229,7 @@ def _ready(parts: Sequence[Condition], problem: Problem | None, good: Condition)
     """`Ready` says the problem, or else what the first part says that is not True, or else `good`."""
     if problem is not None:
         return Condition("Ready", "False", problem.reason, problem.message)
-    return next((replace(part, type="Ready") for part in parts if part.status != "True"), good)
+    return next((part._replace(type="Ready") for part in parts if part.status != "True"), good)
 
 
 def _epoch_converged(pool: KVCachePool, hub: HubView | None) -> Condition:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from epochkv_fence.protocol.pool import EngineView, PoolSnapshot, called
 from epochkv_operator import __version__
@@ -35,8 +35,7 @@ class Context:
     """Noted on every object, never in a pod template: an upgrade of the operator alone restarts nothing."""
 
 
-@dataclass(frozen=True)
-class KeysView:
+class KeysView(NamedTuple):
     """The client keys of the pool."""
 
     generation: int
@@ -92,8 +91,7 @@ class HubView(PoolSnapshot):
         return called(weights, next((group.label for group in self.weights if group.id == weights), ""))
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(NamedTuple):
     """A condition without its times: type, status, a stable reason, a sentence with the remedy."""
 
     type: str
@@ -102,16 +100,14 @@ class Condition:
     message: str
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Why nothing could be planned: a stable reason and a sentence with the remedy."""
 
     reason: str
     message: str
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """What became of `spec.allowedNamespaces`."""
 
     namespaces: Sequence[str]
@@ -119,8 +115,7 @@ class Shared:
     problem: Problem | None = None
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """A gate to be written: of this pod, with this condition. `group`: the pods of which half have to serve."""
 
     pod: Json

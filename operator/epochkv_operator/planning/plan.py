@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from epochkv_fence import quantity
 from epochkv_fence.protocol.pool import listed
@@ -29,8 +28,7 @@ ABSENT: Final = "it does not exist"
 _QUANTITIES: Final = ("limits", "requests", "sizeLimit", "divisor")
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What to do, in order: apply, then delete (with the uid of the object given, as a precondition)."""
 
     apply: tuple[Json, ...] = ()

@@ -45,10 +45,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -82,8 +82,7 @@ Kind = tuple[str, str]
 """Namespace and fingerprint of engines."""
 
 
-@dataclass(frozen=True)
-class Life:
+class Life(NamedTuple):
     """Of an engine's container, as this process has seen it on its own clock.
 
     Attributes:
@@ -104,8 +103,7 @@ def serve_of(given: Json) -> Serve:
     return Serve.model_validate({name: given[name] for name in ("weights", "strict") if name in given})
 
 
-@dataclass(frozen=True)
-class _Pod:
+class _Pod(NamedTuple):
     """What counts of a pod. `ready`: for how many seconds its containers are; `views`: live(p); `named`: whether its gate names them."""
 
     obj: Json
@@ -124,8 +122,7 @@ class _Pod:
         return self.gate.get("status") == "True"
 
 
-@dataclass(frozen=True)
-class _Verdict:
+class _Verdict(NamedTuple):
     """`status` None: as it is. `wait`: it may be another one after so many seconds."""
 
     status: bool | None
@@ -187,7 +184,7 @@ def lives_of(pods: Iterable[Json], before: Mapping[str, Life], clock: float) -> 
         if known.name not in (name, ""):
             known = Life(name, over=clock, gate=condition_of(pod, GATE))
         since = clock if known.ready is None else known.ready
-        found[uid] = replace(known, name=name, ready=since if condition_of(pod, "ContainersReady").get("status") == "True" else None)
+        found[uid] = known._replace(name=name, ready=since if condition_of(pod, "ContainersReady").get("status") == "True" else None)
     return found
 
 

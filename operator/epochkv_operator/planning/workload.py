@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import NamedTuple
 
 from epochkv_operator.planning.context import Json
 from epochkv_operator.planning.names import HASH_ANNOTATION, controller_of
@@ -27,8 +27,7 @@ _LONG_RUN_SECONDS = 600.0
 _CONFIG_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 
 
-@dataclass(frozen=True)
-class Health:
+class Health(NamedTuple):
     """State of one workload. `wanted` is what its spec asks for; the other counts are 0 until the controller has seen that spec."""
 
     wanted: int
@@ -78,7 +77,7 @@ def health(workload: Json | None, pods: Sequence[Json], what: str, asked: int | 
     found = _health(workload, [pod for pod in pods if not ended(pod)], what)
     if workload is None:
         return found
-    return replace(found, message=found.message + _scaled_elsewhere(workload, asked) + _left_over([pod for pod in pods if ended(pod)]))
+    return found._replace(message=found.message + _scaled_elsewhere(workload, asked) + _left_over([pod for pod in pods if ended(pod)]))
 
 
 def without_leader(state: Health, endpoints: str) -> Health:
@@ -87,11 +86,10 @@ def without_leader(state: Health, endpoints: str) -> Health:
     if state.reason not in ("Available", "Updating", "Starting"):
         return state
     remedy = f"they elect a leader through etcd: does {endpoints} answer, and do they reach it? The log of each says what it waits for"
-    return replace(state, reason=reason, message=f"{state.message}; {text}; {remedy}")
+    return state._replace(reason=reason, message=f"{state.message}; {text}; {remedy}")
 
 
-@dataclass(frozen=True)
-class Rollout:
+class Rollout(NamedTuple):
     """How far a change of what pods run has come, as a Deployment says it: a count that changes is no rollout."""
 
     done: bool

@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from epochkv_fence.hub.machine import Hub
-from epochkv_fence.hub.reclaim import Reclaimer, Reported, Wiper
+from epochkv_fence.hub.reclaim import WIPE_SECONDS, Reclaimer, Reported, Wiper
 from epochkv_fence.hub.record import NEVER, RULES, InstanceRecord, Leadership
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
@@ -55,8 +55,9 @@ class _WipesOnce(Wiper):
 
 
 class _Untiring(Wiper):
-    def give_up(self, now: float) -> bool:
-        return False
+    def next(self, now: float) -> int | None:
+        self._until = max(self._until, now + WIPE_SECONDS)
+        return super().next(now)
 
 
 # ------------------------------------------------------------------------------------------------------------ old epochs

@@ -564,9 +564,9 @@ def test_times_are_written_once_whatever_clock_and_hub_come_after() -> None:
     """Ages are told anew with every look; a pool in which nothing changes is not written to."""
     first = status(LATE, {})
     later = NOW + timedelta(hours=1)
-    drifted = [replace(found, since_seconds=found.since_seconds + 3598.0) for found in LATE.weights]
+    drifted = [found._replace(since_seconds=found.since_seconds + 3598.0) for found in LATE.weights]
     assert status(replace(LATE, weights=drifted), first, later) == first
-    successor = [replace(found, since_seconds=0.0) for found in LATE.weights]  # a new hub has known them since it began
+    successor = [found._replace(since_seconds=0.0) for found in LATE.weights]  # a new hub has known them since it began
     assert status(replace(LATE, weights=successor), first, later) == first
     rolled_back = status(replace(LATE, weights=[group(A, 2)]), first, later)
     assert [found["id"] for found in rolled_back["weights"]] == [A]

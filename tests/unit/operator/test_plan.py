@@ -172,7 +172,7 @@ def test_what_a_deleted_namesake_left_behind_is_taken_over(plan_of: Callable[[Ob
     left = settle_pool() + served(plan_engine(engine(), pool(), Observed(), CONTEXT).apply)
     for obj in left:
         del obj["metadata"]["ownerReferences"]
-    assert plan_of(Observed(left)) == replace(plan_of(Observed()), details=plan_of(Observed(left)).details), "with the owner of now"
+    assert plan_of(Observed(left)) == plan_of(Observed())._replace(details=plan_of(Observed(left)).details), "with the owner of now"
     for obj in left:
         obj["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "somebody"
     assert plan_of(Observed(left)).apply == ()

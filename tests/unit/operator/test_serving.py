@@ -80,7 +80,7 @@ def look(pods: Sequence[Json], engines: Sequence[EngineView] | None, serve: Serv
         uid, up = pod["metadata"]["uid"], pod.get("x-up")
         known = {uid: Life("another")} if pod.get("x-ran") else {}
         for life in lives_of([pod], known, CLOCK - (pod.get("x-ran") or 0.0)).values():
-            lives[uid] = replace(life, ready=None if up is None else CLOCK - up)
+            lives[uid] = life._replace(ready=None if up is None else CLOCK - up)
     lives |= more.pop("lives", {})
     before = {("rl", kind): weights for kind, weights in more.pop("before", {"": STEP_1}).items()}
     facts = {name: more.pop(name) for name in ("complete",) if name in more}
