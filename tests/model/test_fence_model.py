@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.model import schedules
-from tests.model.mutants import MUTANTS, SEEN_AT
+from tests.model.mutants import MUTANTS
 from tests.model.parts import ORDERS
 from tests.model.world import simulate
 
@@ -76,7 +76,7 @@ def test_a_schedule_is_replayable() -> None:
 
 @pytest.fixture(scope="module")
 def catches() -> dict[str, schedules.Catch]:
-    return schedules.hunt_all(list(MUTANTS), hints=SEEN_AT)
+    return schedules.hunt_all(list(MUTANTS), hinted=True)
 
 
 @pytest.mark.parametrize("rule", MUTANTS)

@@ -131,39 +131,44 @@ AMBUSHED = {**FROZEN, "orders": ("client, reset", "spec, reset"), "ambush": 0.1,
 
 HUB_MUTANTS = {
     "no waiting after leadership": Mutant(Rules(hub=without(settled_at=lambda lead: NEVER)), QUICK),
-    "no margin for slow clocks": Mutant(Rules(hub=without(fence_timeout_seconds=lambda config: config.lease_seconds)), DUEL),
+    "no margin for slow clocks": Mutant(Rules(hub=without(fence_timeout_seconds=lambda config: config.lease_seconds)), DUEL, seen=47),
     "older grants are not waited for": Mutant(Rules(hub=without(fenced_at=lambda instance: NEVER)), DUEL),
     "grants of the target delay publication": Mutant(
         Rules(hub=without(fenced_at=lambda instance: max(instance.below_until, instance.live_until)))
     ),
-    "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), QUICK),
-    "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), DUEL),
+    "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), QUICK, seen=101),
+    "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), DUEL, seen=40),
     "what an older term evaluated is published": Mutant(
-        Rules(hub=_KeepsRounds, read_in_any_term=True), {**QUICK, "steps": 3000, "trouble": 0.1, "freezes": 0.2}
+        Rules(hub=_KeepsRounds, read_in_any_term=True), {**QUICK, "steps": 3000, "trouble": 0.1, "freezes": 0.2}, rare=True
     ),
     "granting before the note is durable": Mutant(
-        Rules(hub=without(may_grant=lambda record: True)), {**QUICK, "steps": 300, "trouble": 0.1}
+        Rules(hub=without(may_grant=lambda record: True)), {**QUICK, "steps": 300, "trouble": 0.1}, seen=450
     ),
     "granting an epoch before it is durable": Mutant(Rules(hub=_GrantBeforeRecord), QUICK),
-    "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), {**QUICK, "watch": 1.0}),
-    "a new leader keeps the target it remembers": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_target)), QUICK),
+    "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), {**QUICK, "watch": 1.0}, seen=119),
+    "a new leader keeps the target it remembers": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_target)), QUICK, seen=52),
     "instances forgotten while their grants live": Mutant(
         Rules(hub=without(may_forget=lambda instance, config, now: now > instance.heard_at + 1.0))
     ),
     "heard epochs may fall": Mutant(Rules(hub=_HeardMayFall), {"disorder": 0.9}),
-    "an engine above the record raises nothing": Mutant(Rules(hub=without(above_record=lambda record, epoch: False)), {"restores": True}),
+    "an engine above the record raises nothing": Mutant(
+        Rules(hub=without(above_record=lambda record, epoch: False)), {"restores": True}, seen=29
+    ),
     "after a restore a hub believes its memory": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_published)), {"restores": True}),
-    "a failed Record is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.RecordTarget))),
-    "a failed Publish is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.Publish))),
+    "a failed Record is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.RecordTarget)), seen=31),
+    "a failed Publish is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.Publish)), seen=86),
     "a round without an answer never ends": Mutant(Rules(hub=deaf(ev.RoundDropped))),
     "a proposal from an older epoch counts": Mutant(
         Rules(hub=without(proposal_counts=lambda record, epoch: True)), {"orders": ("engines reset together",), "engines": 3}
     ),
-    "a trainer is told a target without a leadership read": Mutant(Rules(hub=without(needs_read=lambda question: False)), AMBUSHED),
+    "a trainer is told a target without a leadership read": Mutant(
+        Rules(hub=without(needs_read=lambda question: False)), AMBUSHED, seen=252
+    ),
     "a trainer is told of a target that the leader may not know": Mutant(
         Rules(hub=without(may_tell=lambda record, epoch: True)),
         {**FROZEN, "orders": ("client, reset",), "ambush": 0.0, "pace": 1.0},
+        seen=596,
     ),
-    "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd)),
+    "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd), seen=22),
     "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause)),
 }

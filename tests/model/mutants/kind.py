@@ -21,10 +21,16 @@ class Mutant:
     Attributes:
         rules: the world without it.
         focus: fields of the profile under which it matters; every one of them is also drawn at random without it.
+        seen: the first seed whose schedule notices it, where that takes a while. When a change of the simulator or of the fence gives
+            that seed another schedule, a hunt goes through all seeds from 0, as for the others.
+        rare: the rule stands behind others: only several rare things together show that it is away, in one of many thousand schedules.
+            Not every test run has to catch it; `python -m hack.simulate mutants --rare` looks for it.
     """
 
     rules: Rules
     focus: dict[str, Any] = field(default_factory=dict)
+    seen: int | None = None
+    rare: bool = False
 
 
 DUEL: dict[str, Any] = {

@@ -191,13 +191,13 @@ STORE_MUTANTS = {
     "a new leader sweeps before it knows its engines": Mutant(Rules(hub=without(engines_known_at=lambda lead, config: NEVER)), SWEEPING),
     "an engine that cannot say holds nothing": Mutant(Rules(hub=without(says_weights=lambda instance: True)), LONG),
     "Retain lets weights be swept": Mutant(Rules(hub=without(may_remove=lambda config: True)), {**LONG, "policy": "Retain"}),
-    "weights are never swept": Mutant(Rules(hub=with_part(reclaimer=_NeverSweeps)), SWEEPING),
-    "weights are swept once a leadership": Mutant(Rules(hub=with_part(reported=_Remembered)), SWEEPING),
-    "what may not be swept yet is forgotten": Mutant(Rules(hub=partial(_ChecksAgain, early=False)), SWEEPING),
+    "weights are never swept": Mutant(Rules(hub=with_part(reclaimer=_NeverSweeps)), SWEEPING, seen=23),
+    "weights are swept once a leadership": Mutant(Rules(hub=with_part(reported=_Remembered)), SWEEPING, seen=44),
+    "what may not be swept yet is forgotten": Mutant(Rules(hub=partial(_ChecksAgain, early=False)), SWEEPING, seen=261),
     "nobody looks again for what to sweep": Mutant(Rules(hub=partial(_ChecksAgain, early=True)), SWEEPING),
-    "any answer ends a sweep": Mutant(Rules(hub=with_part(reclaimer=_AnyAnswerCounts)), {**SWEEPING, "busy_store": True}),
+    "any answer ends a sweep": Mutant(Rules(hub=with_part(reclaimer=_AnyAnswerCounts)), {**SWEEPING, "busy_store": True}, seen=23),
     "an answer to an older sweep counts": Mutant(
-        Rules(hub=with_part(reclaimer=_LateAnswersCount)), {**SWEEPING, "disorder": 0.9, "engines": 1}
+        Rules(hub=with_part(reclaimer=_LateAnswersCount)), {**SWEEPING, "disorder": 0.9, "engines": 1}, seen=989
     ),
     "engines are asked to sweep without end": Mutant(Rules(hub=_AsksWithoutEnd), DELETING),
 }

@@ -127,7 +127,7 @@ WEIGHTS_MUTANTS = {
     "an engine that cannot say has diverged": Mutant(Rules(hub=partial(_Misjudging, seen=_holding_something)), PUSHING),
     "of as many engines the oldest count": Mutant(Rules(hub=partial(_Misjudging, seen=_oldest_first)), PUSHING),
     "a new leader claims to know every engine": Mutant(
-        Rules(hub=_KnowsEverybody), {"orders": ("client, weight update",), "restores": False, "takeovers": 1.0, "idle": 0.0}
+        Rules(hub=_KnowsEverybody), {"orders": ("client, weight update",), "restores": False, "takeovers": 1.0, "idle": 0.0}, seen=193
     ),
     "a label is answered before it is durable": Mutant(Rules(hub=with_part(labels=_LabelsAtOnce)), LABELLING),
     "a new leader reads no labels": Mutant(Rules(hub=misreading(ev.Acquired, _without_labels)), {**LABELLING, "takeovers": 0.3}),
