@@ -33,20 +33,16 @@ class Mutant:
     rare: bool = False
 
 
-DUEL: dict[str, Any] = {
-    "pushes": 0.0,
-    "policy": "Retain",
-    "orders": ("spec, reset",),
-    "idle": 0.0,
-    "restores": False,
-    "reconfigures": False,
-    "told_late": 0.1,
-    "watch": 0.1,
-    "pace": 0.4,
-}
+def of_hub(rule: Any, focus: dict[str, Any] | None = None, **known: Any) -> Mutant:
+    return Mutant(Rules(hub=rule), focus or {}, **known)
+
+
+STEADY: dict[str, Any] = {"restores": False, "reconfigures": False}
+RESETS: dict[str, Any] = {"pushes": 0.0, "policy": "Retain", "orders": ("spec, reset",), "idle": 0.0}
+DUEL: dict[str, Any] = {**STEADY, **RESETS, "told_late": 0.1, "watch": 0.1, "pace": 0.4}
 """Two hubs, and one reset after the other."""
 
-CALM: dict[str, Any] = {"takeovers": 0.02, "trouble": 0.03, "freezes": 0.03, "ambush": 0.0, "restores": False, "reconfigures": False}
+CALM: dict[str, Any] = {**STEADY, "takeovers": 0.02, "trouble": 0.03, "freezes": 0.03, "ambush": 0.0}
 """Hardly any trouble, so that there is time for several resets."""
 
 
