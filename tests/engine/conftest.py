@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from epochkv_fence import client
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from hack import models
 from hack.engine_api import Answer
@@ -264,3 +265,12 @@ def pair(weights: Weights, servers: Nursery, tmp_path_factory: pytest.TempPathFa
                 yield pair
             finally:
                 pair.end()
+
+
+@pytest.fixture(scope="module")
+def trainer(pair: Pair) -> Iterator[client.Pool]:
+    """The trainer's client, as a trainer uses it: with the pool's connection file."""
+    path = pair.folder / "connection.json"
+    path.write_text(json.dumps(pair.pool.connection()))
+    with client.Pool.connect(path) as pool:
+        yield pool

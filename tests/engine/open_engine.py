@@ -81,13 +81,10 @@ class OpenEngine:
     ) -> None:
         self.name, self.log = name, directory / f"{name}.log"
         self._connection: Connection[Any, Any] | None = None
+        small = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 8}
         given = {
+            **small,
             "model": str(model),
-            "skip_tokenizer_init": True,
-            "enforce_eager": True,
-            "dtype": "float32",
-            "max_model_len": 1024,
-            "max_num_seqs": 8,
             "block_size": BLOCK,
             "enable_prefix_caching": prefix_caching,
             "disable_log_stats": False,

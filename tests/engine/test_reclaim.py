@@ -13,12 +13,6 @@ from tests.engine.conftest import BLOCKS, CACHED, LEASE_SECONDS, OBJECT_BYTES, P
 from tests.support.store import parse_key
 
 
-@pytest.fixture(scope="module")
-def trainer(pair: Pair) -> Iterator[client.Pool]:
-    with client.Pool.connect(pair.pool.connection()) as pool:
-        yield pool
-
-
 @contextmanager
 def hung_store(pair: Pair) -> Iterator[None]:
     """The store node stands still; the master goes on."""

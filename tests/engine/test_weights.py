@@ -4,22 +4,10 @@ That KV of other weights is never found is shown elsewhere, and without this cli
 tests share two engines and leave both with the same weights.
 """
 
-import json
-from collections.abc import Iterator
-
 import pytest
 
 from epochkv_fence import client
 from tests.engine.conftest import Pair, Prompts, Reference, Weights
-
-
-@pytest.fixture(scope="module")
-def trainer(pair: Pair) -> Iterator[client.Pool]:
-    """The trainer's client, as a trainer uses it: with the pool's connection file."""
-    path = pair.folder / "connection.json"
-    path.write_text(json.dumps(pair.pool.connection()))
-    with client.Pool.connect(path) as pool:
-        yield pool
 
 
 def test_an_update_waits_for_equal_new_weights_and_gives_them_a_label(

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,10 +86,10 @@ def run_chunk(first: int, count: int, focus: str = "", steps: int | None = None)
     return report
 
 
-def hunt(name: str, budget: int = MUTANT_BUDGET, hint: int | None = None) -> Catch:
-    """Schedules without the rule, until one violates an invariant: of the seed `hint`, and then of all from 0."""
+def hunt(name: str, budget: int = MUTANT_BUDGET, hinted: bool = False) -> Catch:
+    """Schedules without the rule, until one violates an invariant: of `Mutant.seen` if `hinted`, and then of all from 0."""
     mutant = ALL_MUTANTS[name]
-    for number, seed in enumerate(chain([] if hint is None else [hint], range(budget)), 1):
+    for number, seed in enumerate(chain([mutant.seen] if hinted and mutant.seen is not None else [], range(budget)), 1):
         try:
             simulate(seed, mutant.rules, mutant.focus)
         except Violation as violation:
@@ -155,14 +155,14 @@ def hunt_all(
     names: list[str],
     *,
     budget: int = MUTANT_BUDGET,
-    hints: Mapping[str, int] | None = None,
+    hinted: bool = False,
     processes: int | None = None,
     caught: Callable[[Catch], None] | None = None,
 ) -> dict[str, Catch]:
     """Every mutant, side by side; `caught` is called with each as it ends."""
     found: dict[str, Catch] = {}
     with pool(processes) as executor:
-        waiting = {executor.submit(hunt, name, budget, (hints or {}).get(name)) for name in names}
+        waiting = {executor.submit(hunt, name, budget, hinted) for name in names}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:

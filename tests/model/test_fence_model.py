@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.model import schedules
-from tests.model.mutants import MUTANTS, SEEN_AT
+from tests.model.mutants import MUTANTS
 from tests.model.parts import ORDERS
 from tests.model.world import simulate
 
@@ -17,18 +17,8 @@ NEW_SCHEDULES = 6_000
 FOCUS_SCHEDULES = 30
 FAULTS = ("lost", "duplicated", "timeouts", "freezes", "engine restarts", "hub restarts", "takeovers")
 RARER = (
-    "trainer restarts",
-    "configurations",
-    "invalidated loads",
-    "schedules that publish",
-    "proposals",
-    "pushes",
-    "roll-backs",
-    "unknown weights",
-    "labels",
-    "removals",
-    "sweeps",
-    "wipes of the store",
+    *("trainer restarts", "configurations", "invalidated loads", "schedules that publish", "proposals", "pushes", "roll-backs"),
+    *("unknown weights", "labels", "removals", "sweeps", "wipes of the store"),
 )
 pytestmark = pytest.mark.timeout(3_000)  # its layer runs at the lowest priority: on a busy machine each test may take ten times longer
 
@@ -41,12 +31,8 @@ def test_invariants_hold_in_the_fixed_corpus() -> None:
     report = schedules.run(0, FIXED_SCHEDULES)
     assert not report.failures, failures(report)
     assert report.schedules == FIXED_SCHEDULES
-    for fault in FAULTS:
-        assert report.counts[fault] > FIXED_SCHEDULES / 4, f"the corpus hardly contains {fault}: {report.counts}"
-    for event in RARER:
-        assert report.counts[event] > FIXED_SCHEDULES / 20, f"the corpus hardly contains {event}: {report.counts}"
-    for order in ORDERS:
-        assert report.counts[order] > FIXED_SCHEDULES / 20, f"the corpus hardly contains the order {order!r}: {report.counts}"
+    for event, share in {**dict.fromkeys(FAULTS, 4), **dict.fromkeys((*RARER, *ORDERS), 20)}.items():
+        assert report.counts[event] > FIXED_SCHEDULES / share, f"the corpus hardly contains {event!r}: {report.counts}"
     assert report.counts["blocks reused"] > report.counts["blocks computed"] > FIXED_SCHEDULES, report.counts
 
 
@@ -76,7 +62,7 @@ def test_a_schedule_is_replayable() -> None:
 
 @pytest.fixture(scope="module")
 def catches() -> dict[str, schedules.Catch]:
-    return schedules.hunt_all(list(MUTANTS), hints=SEEN_AT)
+    return schedules.hunt_all(list(MUTANTS), hinted=True)
 
 
 @pytest.mark.parametrize("rule", MUTANTS)

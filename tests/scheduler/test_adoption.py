@@ -148,20 +148,6 @@ def test_a_plan_that_an_adoption_overtakes_inside_schedule_is_not_sent(make_rig:
     assert rig.cached[hit.request_id] == 0
 
 
-@pytest.mark.unclean
-def test_the_clearing_event_precedes_events_of_new_blocks(make_rig: MakeRig) -> None:
-    rig = make_rig(kv_events=True, epoch=0)
-    rig.serve(prompt(1, LENGTH))
-    rig.block_pool.take_events()
-    rig.adopt(1)
-    rig.add(prompt(1, LENGTH))
-    rig.scheduler.schedule()
-    kinds = [type(event).__name__ for event in rig.block_pool.take_events()]
-    rig.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    assert kinds[0] == "AllBlocksCleared"
-    assert kinds.count("AllBlocksCleared") == 1
-
-
 @every_layout
 def test_requests_that_a_keep_pause_holds_across_an_adoption(make_rig: MakeRig, store: SharedStore) -> None:
     """`pause(mode="keep")` without clearing: everybody keeps his blocks while weights are pushed and the epoch is raised."""
@@ -276,18 +262,6 @@ def test_saves_under_way_keep_the_names_they_were_born_with(make_rig: MakeRig, l
     assert all("/e0/" in key for key in store.objects), "garbage at worst, never a wrong name"
     assert rig.tiers.stats()["slots_indexed"] == 0, "and not indexed in L1"
     assert found(rig, prompt(1, LENGTH)) == 0
-
-
-def test_l1_of_older_roots_goes_first(make_rig: MakeRig) -> None:
-    rig = make_rig(l1_bytes=20 * 2304, epoch=0)
-    rig.serve(prompt(1, LENGTH))
-    rig.adopt(1, weights="w1")
-    rig.serve(prompt(2, LENGTH))
-    assert rig.tiers.stats()["slots_other_roots"] == 8
-    rig.serve(prompt(3, LENGTH))
-    assert rig.tiers.stats()["slots_other_roots"] == 4
-    rig.scheduler.reset_prefix_cache()
-    assert found(rig, prompt(2, LENGTH)) == 8 * BLOCK, "a block of the current root was evicted before old ones"
 
 
 def test_kv_of_another_engine_without_a_tag_is_private_under_a_private_root_too(make_rig: MakeRig) -> None:

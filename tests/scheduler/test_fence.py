@@ -93,14 +93,17 @@ def test_a_lost_lease_is_bypass_and_its_return_finds_the_old_names_again(rig: An
 
 @pytest.mark.unclean
 @every_layout
-@pytest.mark.parametrize("adopts", [False, True], ids=["lease", "adoption-that-fails"])
-def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, adopts: bool) -> None:
-    """And so does an adoption, though an error of ours keeps its bookkeeping from being done."""
+@pytest.mark.parametrize("event", ["lease", "reset", "adoption-that-fails"])
+def test_a_lease_lost_while_a_load_runs_fails_the_load(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, event: str) -> None:
+    """And so do a local reset, and an adoption though an error of ours keeps its bookkeeping from being done."""
     rig, tokens = filled(make_rig)
     request = begin_load(rig, tokens)
-    if adopts:
+    if adopts := event.startswith("adoption"):
         FailsOnce(rig.tiers, "adopt", monkeypatch)
         rig.adopt(1, weights="w1")
+    elif event == "reset":
+        rig.scheduler.reset_connector_cache()
+        rig.weights = "w1"
     else:
         rig.lease_until = 0.0
     release(rig)

@@ -20,12 +20,11 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.request import Request
 
 from epochkv_connector.engine import blocks, patches
-from tests.scheduler.rigs import MakeRig
+from tests.scheduler.rigs import TOKENS, MakeRig, push_out
 from tests.scheduler.test_fenced import FencedRig, MooncakeStore
-from tests.support.scheduler import BLOCK, SharedStore, prompt
+from tests.support.scheduler import BLOCK, SharedStore
 
-WHOLE = 8
-TOKENS = prompt(1, WHOLE * BLOCK + 3)
+WHOLE = len(TOKENS) // BLOCK
 PATCHES = 4
 ENCODER_TOKENS = 64
 
@@ -59,12 +58,6 @@ def of_tier(tier: str) -> dict[str, Any]:
     return {"l1_bytes": None, "store": SharedStore()} if tier == "l2" else {}
 
 
-def flood(rig: Any) -> None:
-    """Others take every block of the engine's own cache."""
-    for seed in range(100, 108):
-        rig.serve(prompt(seed, len(TOKENS)))
-
-
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("groups", [("full",), ("full", "48")])
 @pytest.mark.parametrize("tier", ["l1", "l2"])
@@ -72,13 +65,13 @@ def test_pictures_tell_prompts_apart(make_rig: MakeRig, tier: str, groups: tuple
     """The first block is hashed by us and the others by vLLM, so the picture stands once in each."""
     rig = make_rig(groups=groups, num_blocks=12 * len(groups), **of_tier(tier), epoch=0)
     assert serve(rig, content("one"), before) == 0
-    flood(rig)
+    push_out(rig)
     assert serve(rig, content("one"), before) == WHOLE
-    flood(rig)
+    push_out(rig)
     loads = rig.tiers.stats()["loads_done"]
     assert serve(rig, content("two"), before) == before
     assert rig.tiers.stats()["loads_done"] - loads == (before > 0)
-    flood(rig)
+    push_out(rig)
     assert serve(rig, content("two"), before) == WHOLE
 
 
@@ -89,19 +82,19 @@ def test_blocks_behind_an_id_of_a_client_reach_no_tier(make_rig: MakeRig, tier: 
     rig = make_rig(num_blocks=12, **of_tier(tier), epoch=0)
     assert serve(rig, picture, 2) == 0
     assert serve(rig, picture, 2) == WHOLE, "the engine's own cache is vLLM's matter"
-    flood(rig)
+    push_out(rig)
     assert serve(rig, picture, 2) == 2
-    flood(rig)
+    push_out(rig)
     for found in (0, WHOLE if picture.startswith(blocks.CLIENT_MARK) else 2):
         assert serve(rig, picture, 2, salt="mine") == found
-        flood(rig)
+        push_out(rig)
 
 
 def test_ids_of_clients_are_shared_where_the_user_vouches_for_them(make_rig: MakeRig) -> None:
     rig = make_rig(num_blocks=12, extra={"trust_media_ids": True}, epoch=0)
     for found in (0, WHOLE):
         assert serve(rig, "holiday.png", 2) == found
-        flood(rig)
+        push_out(rig)
 
 
 @pytest.mark.parametrize("options", [{}, {"sampling_rate": 8000}], ids=["as it is", "hashed with options"])
@@ -183,7 +176,7 @@ def test_rows_that_are_tokens_and_rows_that_are_not_have_different_names(make_ri
         for found in (0, NUM_ROWS // BLOCK):
             assert run(rig, tokens, prompt_embeds=rows, prompt_is_token_ids=is_token) == found
             if tier != "gpu":
-                flood(rig)
+                push_out(rig)
 
 
 def test_every_field_of_a_new_request_is_judged() -> None:

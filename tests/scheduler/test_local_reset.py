@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.scheduler.role import FenceHooks
-from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, begin_load, every_layout, filled, found, release
+from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, found, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 
@@ -116,17 +116,6 @@ def test_a_reset_while_a_request_holds_blocks_leaves_old_kv_unreachable_all_the_
     rig.weights = "w1"
     assert found(rig, tokens) == 0
     assert running.request_id in rig.finished
-
-
-@every_layout
-def test_a_local_reset_invalidates_a_load_under_way(make_rig: MakeRig) -> None:
-    rig, tokens = filled(make_rig)
-    request = begin_load(rig, tokens)
-    rig.scheduler.reset_connector_cache()
-    rig.weights = "w1"
-    release(rig)
-    rig.run()
-    assert rig.cached[request.request_id] == 0
 
 
 def test_a_reset_while_the_lease_is_lost_is_remembered(rig: Any) -> None:

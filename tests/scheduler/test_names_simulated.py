@@ -533,16 +533,9 @@ MUTANTS: dict[str, Mutant] = {
 } | {
     mutant.__name__: mutant
     for mutant in (
-        digest_after_the_step,
-        hook_after_delegating,
-        detach_only_running_requests,
-        detach_whole_requests_late,
-        a_generation_that_returns,
-        puts_before_all_ranks_agree,
-        sample_never_compared,
-        root_without_weights,
-        failed_calls_unnoticed,
-        unknown_weights_keep_their_name,
+        *(digest_after_the_step, hook_after_delegating, detach_only_running_requests, detach_whole_requests_late),
+        *(a_generation_that_returns, puts_before_all_ranks_agree, sample_never_compared, root_without_weights),
+        *(failed_calls_unnoticed, unknown_weights_keep_their_name),
     )
 }
 

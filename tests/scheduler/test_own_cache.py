@@ -10,13 +10,11 @@ from vllm.config import VllmConfig
 
 from epochkv_connector.engine import limits
 from epochkv_connector.naming.root import is_private
-from tests.scheduler.rigs import TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
+from tests.scheduler.rigs import TOKENS, WHOLE, FailsOnce, MakeRig, Patch, found, push_out
 from tests.scheduler.test_adapters import adapter, load, serve
 from tests.scheduler.test_fenced import FencedRig, MooncakeStore, Offloading, Stock
 from tests.support.scheduler import BLOCK, Rig, SharedStore, prompt
 from tests.support.scheduler_worker import FakeExecutor
-
-Patch = pytest.MonkeyPatch
 
 
 class RayDistributedExecutor(FakeExecutor):

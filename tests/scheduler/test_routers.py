@@ -186,6 +186,8 @@ def test_an_eviction_is_told(listened: Listened) -> None:
     rig.adopt(1)
     rig.serve(prompt(3, LENGTH))  # takes the slots of the old root, whose names nobody believes in any more
     news = router.listen()
+    assert rig.tiers.stats()["slots_other_roots"] == 2
+    assert [type(event).__name__ for event in news].index("AllBlocksCleared") == 0
     assert [type(event).__name__ for event in news].count("AllBlocksCleared") == 1
     assert not [event for event in news if type(event).__name__ == "BlockRemoved" and event.medium == "CPU"]
     assert router.blocks("CPU") == findable(rig)

@@ -12,12 +12,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 
 from epochkv_connector.weights import rank
 from epochkv_connector.wire import RankLayout
-from tests.scheduler.rigs import LENGTH, FailsOnce, MakeRig, filled, found
+from tests.scheduler.rigs import LENGTH, FailsOnce, MakeRig, Patch, filled, found
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import EngineOptions, kv_cache_config
 from tests.support.scheduler_worker import FakeExecutor
 
-Patch = pytest.MonkeyPatch
 Prepare = Callable[[Patch], dict[str, Any]]
 """Brings about a state in which an engine lacks tiers; returns options of its rig."""
 
@@ -164,8 +163,9 @@ def test_what_the_user_asked_for_is_said_and_no_problem(make_rig: MakeRig, caplo
     assert reported(rig) == 0.0
 
 
-def test_a_producer_saves_and_never_loads(make_rig: MakeRig) -> None:
-    rig = make_rig(transfer={"kv_role": "kv_producer"}, epoch=0)
+@pytest.mark.parametrize("transfer", [{"kv_role": "kv_producer"}, {"kv_load_failure_policy": "fail"}])
+def test_who_is_to_load_nothing_saves_and_never_loads(make_rig: MakeRig, transfer: dict[str, str]) -> None:
+    rig = make_rig(transfer=transfer, epoch=0)
     assert found(rig) == 0
     assert rig.tiers.stats()["slots_indexed"] == 8  # there to be loaded
     assert rig.block_pool.reset_prefix_cache()

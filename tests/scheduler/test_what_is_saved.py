@@ -18,13 +18,16 @@ from tests.support.scheduler_config import STATE
 PROMPT, ANSWER = 4 * BLOCK, 3 * BLOCK + 1
 
 
+def saved_tokens(rig: Any, tokens: list[int]) -> int:
+    """How long a prefix of these the tiers would give to somebody."""
+    rig.scheduler.reset_prefix_cache()
+    return int(rig.cached[rig.serve([*tokens, 5])])
+
+
 def saved(rig: Any, params: Any = None) -> int:
     """Tokens of a request of 4 blocks and its answer of 3 that the tiers would give to somebody."""
-    request = rig.add(prompt(1, PROMPT), max_tokens=ANSWER, params=params)
-    rig.run()
-    whole = prompt(1, PROMPT) + rig.outputs[request.request_id]
-    rig.scheduler.reset_prefix_cache()
-    return int(rig.cached[rig.serve([*whole, 5])])
+    request = rig.serve(prompt(1, PROMPT), max_tokens=ANSWER, params=params)
+    return saved_tokens(rig, prompt(1, PROMPT) + rig.outputs[request])
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,7 @@ def test_the_tiers_get_what_the_configuration_says(make_rig: MakeRig, store: Sha
 
 
 @pytest.mark.parametrize("asked", ["Prompts", {"max_tokens": 4 * BLOCK}])
+@on_layouts(("full",), ("full", STATE), ("48", "full"))
 def test_a_request_may_say_otherwise(make_rig: MakeRig, asked: Any) -> None:
     assert saved(make_rig(epoch=0), {"epochkv": {"save": asked}}) == 4 * BLOCK
     assert saved(make_rig(epoch=0, extra={"save": "Prompts"}), {"epochkv": {"save": "All"}}) == 7 * BLOCK
@@ -64,21 +68,8 @@ def test_who_waits_is_not_looked_at_in_each_step_after_new_names(make_rig: MakeR
     assert rig.tiers.stats()["blocks_saved"] == 4 + 3 * 5, "of the first, what it had computed; of the others, answers too"
 
 
-@on_layouts(("full", STATE), ("48", "full"))
-def test_layers_with_states_and_windows_end_with_the_prompt_too(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0, extra={"save": "Prompts"})
-    assert saved(rig) == 4 * BLOCK
-
-
 # ------------------------------------------------------------------------------------------ of running requests, also ahead of the model
 PRIVATE = {"hub": False}
-
-
-def saved_tokens(rig: Any, tokens: list[int]) -> int:
-    """How long a prefix of these the tiers would give to somebody."""
-    rig.scheduler.reset_prefix_cache()
-    reader = rig.serve([*tokens, 5])
-    return int(rig.cached[reader])
 
 
 @pytest.mark.parametrize("kind", [Rig, AheadRig, AsyncRig], ids=["Rig", "AheadRig", "AsyncRig"])

@@ -14,6 +14,7 @@ from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
 from epochkv_connector.wire import RankLayout
+from hack.models import Shape
 
 BLOCK = 16
 HEAD = 16
@@ -21,24 +22,7 @@ MAX_MODEL_LEN = 4096
 STATE = "state"
 CHUNK = "chunk"
 
-MODEL_CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+MODEL_CONFIG = {**Shape(hidden=32, intermediate=64, layers=2, heads=2, kv_heads=1, head_dim=16, positions=8192).config(), "eos_token_id": 2}
 
 
 def write_model_dir(path: Path) -> Path:

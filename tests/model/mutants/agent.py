@@ -93,22 +93,23 @@ class _LeavesWithItsLease(Agent):
 
 AGENT_MUTANTS = {
     "lease counted from receipt": Mutant(Rules(agent=_LeaseFromReceipt)),
-    "grants not bound to instances": Mutant(Rules(agent=_AnyInstance), {"trouble": 1.0}),
-    "an engine takes a lower epoch": Mutant(Rules(agent=_AnyEpoch), {**DUEL, "disorder": 0.9}),
+    "grants not bound to instances": Mutant(Rules(agent=_AnyInstance), {"trouble": 1.0}, seen=31),
+    "an engine takes a lower epoch": Mutant(Rules(agent=_AnyEpoch), {**DUEL, "disorder": 0.9}, seen=110),
     "an engine forgets its epoch with its lease": Mutant(
-        Rules(agent=_ForgetsEpoch), {**DUEL, "takeovers": 1.0, "steps": 1200, "disorder": 0.9}
+        Rules(agent=_ForgetsEpoch), {**DUEL, "takeovers": 1.0, "steps": 1200, "disorder": 0.9}, rare=True
     ),
     "the lease moves before the epoch is adopted": Mutant(Rules(agent=_LeaseBeforeAdoption)),
-    "acknowledged before adopted": Mutant(Rules(agent=_AcknowledgeBeforeAdoption)),
-    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), {**DUEL, **CALM, "steps": 1200, "freezes": 0.3}),
-    "an engine instance that leaves keeps its lease": Mutant(Rules(agent=_LeavesWithItsLease), {**DUEL, "trouble": 1.0}),
+    "acknowledged before adopted": Mutant(Rules(agent=_AcknowledgeBeforeAdoption), seen=53),
+    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), {**DUEL, **CALM, "steps": 1200, "freezes": 0.3}, seen=656),
+    "an engine instance that leaves keeps its lease": Mutant(Rules(agent=_LeavesWithItsLease), {**DUEL, "trouble": 1.0}, seen=384),
     "an engine instance leaves inside schedule()": Mutant(
         Rules(leaves_inside_schedule=True),
         {**DUEL, **CALM, "trouble": 1.0, "engines": 1, "steps": 1200, "pace": 0.2, "freezes": 1.0},
+        seen=159,
     ),
-    "a failed adoption is never tried again": Mutant(Rules(agent=_FailedForGood)),
-    "a proposal is sent once": Mutant(Rules(agent=_ProposesOnce)),
-    "a change of weights waits for the next heartbeat": Mutant(Rules(agent=_TellsLater)),
+    "a failed adoption is never tried again": Mutant(Rules(agent=_FailedForGood), seen=138),
+    "a proposal is sent once": Mutant(Rules(agent=_ProposesOnce), seen=232),
+    "a change of weights waits for the next heartbeat": Mutant(Rules(agent=_TellsLater), seen=27),
     "no heartbeats without a lease": Mutant(Rules(agent=_NoRetryWithoutLease)),
     "heartbeats twice as often": Mutant(Rules(agent=_BeatsTwiceAsOften)),
 }
@@ -120,20 +121,20 @@ ALONE = {"restores": False, "trouble": 0.3}
 LABELLING = {"orders": ("client, label",), "pushes": 1.0, "restores": False, "idle": 0.0, "trouble": 0.03, "freezes": 0.03}
 
 OUTSIDE_MUTANTS = {
-    "grants without a leadership read": Mutant(Rules(verify_always=True), {**DUEL, "watch": 1.0, "freezes": 1.0}),
+    "grants without a leadership read": Mutant(Rules(verify_always=True), {**DUEL, "watch": 1.0, "freezes": 1.0}, seen=47),
     "the read before the heartbeats are collected": Mutant(
-        Rules(read_before_collecting=True), {**DUEL, "ambush": 0.1, "trouble": 1.0, "steps": 3000}
+        Rules(read_before_collecting=True), {**DUEL, "ambush": 0.1, "trouble": 1.0, "steps": 3000}, seen=111
     ),
     "the read compares the holder, not the term": Mutant(
-        Rules(holder_only=True), {**DUEL, "takeovers": 1.0, "ambush": 0.1, "steps": 3000, "trouble": 0.3}
+        Rules(holder_only=True), {**DUEL, "takeovers": 1.0, "ambush": 0.1, "steps": 3000, "trouble": 0.3}, rare=True
     ),
-    "a new leader reads the record from a cache": Mutant(Rules(stale_load=True), {**DUEL, "takeovers": 1.0}),
+    "a new leader reads the record from a cache": Mutant(Rules(stale_load=True), {**DUEL, "takeovers": 1.0}, seen=145),
     "a late Record lowers the target": Mutant(Rules(record_lowers=True)),
     "a new leader learns a longer lease late": Mutant(
-        Rules(config_late=True), {**DUEL, "reconfigures": True, "takeovers": 1.0, "steps": 1200}
+        Rules(config_late=True), {**DUEL, "reconfigures": True, "takeovers": 1.0, "steps": 1200}, rare=True
     ),
-    "loads are never invalidated": Mutant(Rules(loads_never_invalidated=True), {**SERVING, "busy_store": True}),
-    "the lease is not checked after a load": Mutant(Rules(lease_unchecked_after_load=True), {**SERVING, "busy_store": True}),
+    "loads are never invalidated": Mutant(Rules(loads_never_invalidated=True), {**SERVING, "busy_store": True}, seen=28),
+    "the lease is not checked after a load": Mutant(Rules(lease_unchecked_after_load=True), {**SERVING, "busy_store": True}, seen=121),
     "saves under the names of old pins": Mutant(Rules(saves_under_old_pins=True), SERVING),
     "an engine shares without a lease": Mutant(Rules(serves_without_lease=True), SERVING),
     "a local reset keeps the names of its epoch": Mutant(

@@ -11,7 +11,7 @@ from epochkv_fence.hub.machine import Hub, HubState
 from epochkv_fence.hub.record import NEVER, Round
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Grant, Heartbeat, Nudge
-from tests.model.mutants.kind import DUEL, Mutant, deaf, deaf_to_failures_of, misreading, without
+from tests.model.mutants.kind import DUEL, Mutant, deaf, deaf_to_failures_of, misreading, of_hub, without
 from tests.model.parts import Rules
 
 
@@ -130,40 +130,37 @@ AMBUSHED = {**FROZEN, "orders": ("client, reset", "spec, reset"), "ambush": 0.1,
 """And two who ask for epochs."""
 
 HUB_MUTANTS = {
-    "no waiting after leadership": Mutant(Rules(hub=without(settled_at=lambda lead: NEVER)), QUICK),
-    "no margin for slow clocks": Mutant(Rules(hub=without(fence_timeout_seconds=lambda config: config.lease_seconds)), DUEL),
-    "older grants are not waited for": Mutant(Rules(hub=without(fenced_at=lambda instance: NEVER)), DUEL),
-    "grants of the target delay publication": Mutant(
-        Rules(hub=without(fenced_at=lambda instance: max(instance.below_until, instance.live_until)))
-    ),
-    "no second read before publishing": Mutant(Rules(hub=_NoSecondRead), QUICK),
-    "the epoch taken before the read": Mutant(Rules(hub=_EpochBeforeRead), DUEL),
+    "no waiting after leadership": of_hub(without(settled_at=lambda lead: NEVER), QUICK),
+    "no margin for slow clocks": of_hub(without(fence_timeout_seconds=lambda config: config.lease_seconds), DUEL, seen=47),
+    "older grants are not waited for": of_hub(without(fenced_at=lambda instance: NEVER), DUEL),
+    "grants of the target delay publication": of_hub(without(fenced_at=lambda instance: max(instance.below_until, instance.live_until))),
+    "no second read before publishing": of_hub(_NoSecondRead, QUICK, seen=101),
+    "the epoch taken before the read": of_hub(_EpochBeforeRead, DUEL, seen=40),
     "what an older term evaluated is published": Mutant(
-        Rules(hub=_KeepsRounds, read_in_any_term=True), {**QUICK, "steps": 3000, "trouble": 0.1, "freezes": 0.2}
+        Rules(hub=_KeepsRounds, read_in_any_term=True), {**QUICK, "steps": 3000, "trouble": 0.1, "freezes": 0.2}, rare=True
     ),
-    "granting before the note is durable": Mutant(
-        Rules(hub=without(may_grant=lambda record: True)), {**QUICK, "steps": 300, "trouble": 0.1}
+    "granting before the note is durable": of_hub(
+        without(may_grant=lambda record: True), {**QUICK, "steps": 300, "trouble": 0.1}, seen=450
     ),
-    "granting an epoch before it is durable": Mutant(Rules(hub=_GrantBeforeRecord), QUICK),
-    "a target seen late leaves older grants uncounted": Mutant(Rules(hub=_LateTargetMovesNothing), {**QUICK, "watch": 1.0}),
-    "a new leader keeps the target it remembers": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_target)), QUICK),
-    "instances forgotten while their grants live": Mutant(
-        Rules(hub=without(may_forget=lambda instance, config, now: now > instance.heard_at + 1.0))
+    "granting an epoch before it is durable": of_hub(_GrantBeforeRecord, QUICK),
+    "a target seen late leaves older grants uncounted": of_hub(_LateTargetMovesNothing, {**QUICK, "watch": 1.0}, seen=119),
+    "a new leader keeps the target it remembers": of_hub(misreading(ev.Acquired, _lead_with_own_target), QUICK, seen=52),
+    "instances forgotten while their grants live": of_hub(without(may_forget=lambda instance, config, now: now > instance.heard_at + 1.0)),
+    "heard epochs may fall": of_hub(_HeardMayFall, {"disorder": 0.9}),
+    "an engine above the record raises nothing": of_hub(without(above_record=lambda record, epoch: False), {"restores": True}, seen=29),
+    "after a restore a hub believes its memory": of_hub(misreading(ev.Acquired, _lead_with_own_published), {"restores": True}),
+    "a failed Record is not tried again": of_hub(deaf_to_failures_of(ev.RecordTarget), seen=31),
+    "a failed Publish is not tried again": of_hub(deaf_to_failures_of(ev.Publish), seen=86),
+    "a round without an answer never ends": of_hub(deaf(ev.RoundDropped)),
+    "a proposal from an older epoch counts": of_hub(
+        without(proposal_counts=lambda record, epoch: True), {"orders": ("engines reset together",), "engines": 3}
     ),
-    "heard epochs may fall": Mutant(Rules(hub=_HeardMayFall), {"disorder": 0.9}),
-    "an engine above the record raises nothing": Mutant(Rules(hub=without(above_record=lambda record, epoch: False)), {"restores": True}),
-    "after a restore a hub believes its memory": Mutant(Rules(hub=misreading(ev.Acquired, _lead_with_own_published)), {"restores": True}),
-    "a failed Record is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.RecordTarget))),
-    "a failed Publish is not tried again": Mutant(Rules(hub=deaf_to_failures_of(ev.Publish))),
-    "a round without an answer never ends": Mutant(Rules(hub=deaf(ev.RoundDropped))),
-    "a proposal from an older epoch counts": Mutant(
-        Rules(hub=without(proposal_counts=lambda record, epoch: True)), {"orders": ("engines reset together",), "engines": 3}
-    ),
-    "a trainer is told a target without a leadership read": Mutant(Rules(hub=without(needs_read=lambda question: False)), AMBUSHED),
-    "a trainer is told of a target that the leader may not know": Mutant(
-        Rules(hub=without(may_tell=lambda record, epoch: True)),
+    "a trainer is told a target without a leadership read": of_hub(without(needs_read=lambda question: False), AMBUSHED, seen=252),
+    "a trainer is told of a target that the leader may not know": of_hub(
+        without(may_tell=lambda record, epoch: True),
         {**FROZEN, "orders": ("client, reset",), "ambush": 0.0, "pace": 1.0},
+        seen=596,
     ),
-    "nudges that never end": Mutant(Rules(hub=_NudgesWithoutEnd)),
-    "leadership reads for nobody": Mutant(Rules(hub=_RoundsWithoutPause)),
+    "nudges that never end": of_hub(_NudgesWithoutEnd, seen=22),
+    "leadership reads for nobody": of_hub(_RoundsWithoutPause),
 }

@@ -21,26 +21,28 @@ class Mutant:
     Attributes:
         rules: the world without it.
         focus: fields of the profile under which it matters; every one of them is also drawn at random without it.
+        seen: the first seed whose schedule notices it, where that takes a while. When a change of the simulator or of the fence gives
+            that seed another schedule, a hunt goes through all seeds from 0, as for the others.
+        rare: the rule stands behind others: only several rare things together show that it is away, in one of many thousand schedules.
+            Not every test run has to catch it; `python -m hack.simulate mutants --rare` looks for it.
     """
 
     rules: Rules
     focus: dict[str, Any] = field(default_factory=dict)
+    seen: int | None = None
+    rare: bool = False
 
 
-DUEL: dict[str, Any] = {
-    "pushes": 0.0,
-    "policy": "Retain",
-    "orders": ("spec, reset",),
-    "idle": 0.0,
-    "restores": False,
-    "reconfigures": False,
-    "told_late": 0.1,
-    "watch": 0.1,
-    "pace": 0.4,
-}
+def of_hub(rule: Any, focus: dict[str, Any] | None = None, **known: Any) -> Mutant:
+    return Mutant(Rules(hub=rule), focus or {}, **known)
+
+
+STEADY: dict[str, Any] = {"restores": False, "reconfigures": False}
+RESETS: dict[str, Any] = {"pushes": 0.0, "policy": "Retain", "orders": ("spec, reset",), "idle": 0.0}
+DUEL: dict[str, Any] = {**STEADY, **RESETS, "told_late": 0.1, "watch": 0.1, "pace": 0.4}
 """Two hubs, and one reset after the other."""
 
-CALM: dict[str, Any] = {"takeovers": 0.02, "trouble": 0.03, "freezes": 0.03, "ambush": 0.0, "restores": False, "reconfigures": False}
+CALM: dict[str, Any] = {**STEADY, "takeovers": 0.02, "trouble": 0.03, "freezes": 0.03, "ambush": 0.0}
 """Hardly any trouble, so that there is time for several resets."""
 
 

@@ -14,8 +14,8 @@ from epochkv_fence.hub.record import NEVER, RULES, InstanceRecord, Leadership
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import PoolConfig
-from tests.model.mutants.kind import CALM, Mutant, with_part, without
-from tests.model.parts import LEASE, Rules
+from tests.model.mutants.kind import CALM, of_hub, with_part, without
+from tests.model.parts import LEASE
 
 # ------------------------------------------------------------------------------------------------------------ the wipe
 
@@ -179,26 +179,26 @@ SWEEPING = {**DELETING, "pushes": 3.0, "trouble": 0.1}
 LONG = {**SWEEPING, **CALM, "steps": 1200, "pace": 0.4}
 
 STORE_MUTANTS = {
-    "the store is wiped before publication": Mutant(Rules(hub=_WipesAtTarget), WIPING),
-    "publication waits for the store": Mutant(Rules(hub=_waits_for_the_wipe), FAILING),
-    "the store is wiped again and again": Mutant(Rules(hub=_WipesAgain), WIPING),
-    "a wipe that failed is not tried again": Mutant(Rules(hub=with_part(wiper=_WipesOnce)), {**WIPING, "store_fails": 0.6}),
-    "a wipe is never given up": Mutant(Rules(hub=with_part(wiper=_Untiring)), FAILING),
-    "keys are removed before publication": Mutant(Rules(hub=_DeletesBelowTarget), DELETING),
-    "a later hub sweeps the store": Mutant(Rules(hub=with_part(reclaimer=_SweepsAnyEpoch)), {**DELETING, "store_admin": True}),
-    "keys are removed once": Mutant(Rules(hub=with_part(reclaimer=_AsksOnce)), {**DELETING, "busy_store": True}),
-    "keys are never removed": Mutant(Rules(hub=_DeletesNothing), DELETING),
-    "weights are kept for no time": Mutant(Rules(hub=with_part(reported=_NoGrace)), LONG),
-    "a new leader sweeps before it knows its engines": Mutant(Rules(hub=without(engines_known_at=lambda lead, config: NEVER)), SWEEPING),
-    "an engine that cannot say holds nothing": Mutant(Rules(hub=without(says_weights=lambda instance: True)), LONG),
-    "Retain lets weights be swept": Mutant(Rules(hub=without(may_remove=lambda config: True)), {**LONG, "policy": "Retain"}),
-    "weights are never swept": Mutant(Rules(hub=with_part(reclaimer=_NeverSweeps)), SWEEPING),
-    "weights are swept once a leadership": Mutant(Rules(hub=with_part(reported=_Remembered)), SWEEPING),
-    "what may not be swept yet is forgotten": Mutant(Rules(hub=partial(_ChecksAgain, early=False)), SWEEPING),
-    "nobody looks again for what to sweep": Mutant(Rules(hub=partial(_ChecksAgain, early=True)), SWEEPING),
-    "any answer ends a sweep": Mutant(Rules(hub=with_part(reclaimer=_AnyAnswerCounts)), {**SWEEPING, "busy_store": True}),
-    "an answer to an older sweep counts": Mutant(
-        Rules(hub=with_part(reclaimer=_LateAnswersCount)), {**SWEEPING, "disorder": 0.9, "engines": 1}
+    "the store is wiped before publication": of_hub(_WipesAtTarget, WIPING),
+    "publication waits for the store": of_hub(_waits_for_the_wipe, FAILING),
+    "the store is wiped again and again": of_hub(_WipesAgain, WIPING),
+    "a wipe that failed is not tried again": of_hub(with_part(wiper=_WipesOnce), {**WIPING, "store_fails": 0.6}),
+    "a wipe is never given up": of_hub(with_part(wiper=_Untiring), FAILING),
+    "keys are removed before publication": of_hub(_DeletesBelowTarget, DELETING),
+    "a later hub sweeps the store": of_hub(with_part(reclaimer=_SweepsAnyEpoch), {**DELETING, "store_admin": True}),
+    "keys are removed once": of_hub(with_part(reclaimer=_AsksOnce), {**DELETING, "busy_store": True}),
+    "keys are never removed": of_hub(_DeletesNothing, DELETING),
+    "weights are kept for no time": of_hub(with_part(reported=_NoGrace), LONG),
+    "a new leader sweeps before it knows its engines": of_hub(without(engines_known_at=lambda lead, config: NEVER), SWEEPING),
+    "an engine that cannot say holds nothing": of_hub(without(says_weights=lambda instance: True), LONG),
+    "Retain lets weights be swept": of_hub(without(may_remove=lambda config: True), {**LONG, "policy": "Retain"}),
+    "weights are never swept": of_hub(with_part(reclaimer=_NeverSweeps), SWEEPING, seen=23),
+    "weights are swept once a leadership": of_hub(with_part(reported=_Remembered), SWEEPING, seen=44),
+    "what may not be swept yet is forgotten": of_hub(partial(_ChecksAgain, early=False), SWEEPING, seen=261),
+    "nobody looks again for what to sweep": of_hub(partial(_ChecksAgain, early=True), SWEEPING),
+    "any answer ends a sweep": of_hub(with_part(reclaimer=_AnyAnswerCounts), {**SWEEPING, "busy_store": True}, seen=23),
+    "an answer to an older sweep counts": of_hub(
+        with_part(reclaimer=_LateAnswersCount), {**SWEEPING, "disorder": 0.9, "engines": 1}, seen=989
     ),
-    "engines are asked to sweep without end": Mutant(Rules(hub=_AsksWithoutEnd), DELETING),
+    "engines are asked to sweep without end": of_hub(_AsksWithoutEnd, DELETING),
 }

@@ -14,8 +14,7 @@ from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Heartbeat, Label, Labelled, Status
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot
 from tests.model.mutants.agent import LABELLING
-from tests.model.mutants.kind import Mutant, misreading, with_part
-from tests.model.parts import Rules
+from tests.model.mutants.kind import misreading, of_hub, with_part
 
 
 def _as_the_newest(hub: HubState, event: ev.Heard) -> ev.Event:
@@ -116,25 +115,19 @@ def _without_labels(hub: HubState, event: ev.Acquired | ev.Observed) -> ev.Event
 PUSHING = {"pushes": 3.0, "trouble": 0.3}
 
 WEIGHTS_MUTANTS = {
-    "late heartbeats say what an engine holds": Mutant(Rules(hub=misreading(ev.Heard, _as_the_newest)), {**PUSHING, "disorder": 0.9}),
-    "other weights are no change": Mutant(Rules(hub=_SaysNothing), PUSHING),
-    "weights are held since the last heartbeat": Mutant(Rules(hub=_SinceTheLastBeat)),
-    "weights are held since this hub heard of them": Mutant(Rules(hub=misreading(ev.Heard, _of_no_age))),
-    "silent engines hold weights": Mutant(Rules(hub=_CountsTheSilent), PUSHING),
-    "engines of different fingerprints diverge": Mutant(
-        Rules(hub=partial(_Misjudging, seen=_of_one_fingerprint)), {**PUSHING, "fingerprints": 2}
+    "late heartbeats say what an engine holds": of_hub(misreading(ev.Heard, _as_the_newest), {**PUSHING, "disorder": 0.9}),
+    "other weights are no change": of_hub(_SaysNothing, PUSHING),
+    "weights are held since the last heartbeat": of_hub(_SinceTheLastBeat),
+    "weights are held since this hub heard of them": of_hub(misreading(ev.Heard, _of_no_age)),
+    "silent engines hold weights": of_hub(_CountsTheSilent, PUSHING),
+    "engines of different fingerprints diverge": of_hub(partial(_Misjudging, seen=_of_one_fingerprint), {**PUSHING, "fingerprints": 2}),
+    "an engine that cannot say has diverged": of_hub(partial(_Misjudging, seen=_holding_something), PUSHING),
+    "of as many engines the oldest count": of_hub(partial(_Misjudging, seen=_oldest_first), PUSHING),
+    "a new leader claims to know every engine": of_hub(
+        _KnowsEverybody, {"orders": ("client, weight update",), "restores": False, "takeovers": 1.0, "idle": 0.0}, seen=193
     ),
-    "an engine that cannot say has diverged": Mutant(Rules(hub=partial(_Misjudging, seen=_holding_something)), PUSHING),
-    "of as many engines the oldest count": Mutant(Rules(hub=partial(_Misjudging, seen=_oldest_first)), PUSHING),
-    "a new leader claims to know every engine": Mutant(
-        Rules(hub=_KnowsEverybody), {"orders": ("client, weight update",), "restores": False, "takeovers": 1.0, "idle": 0.0}
-    ),
-    "a label is answered before it is durable": Mutant(Rules(hub=with_part(labels=_LabelsAtOnce)), LABELLING),
-    "a new leader reads no labels": Mutant(Rules(hub=misreading(ev.Acquired, _without_labels)), {**LABELLING, "takeovers": 0.3}),
-    "labels that another hub wrote are not taken": Mutant(
-        Rules(hub=misreading(ev.Observed, _without_labels)), {**LABELLING, "takeovers": 0.3}
-    ),
-    "a new leader believes the labels it remembers": Mutant(
-        Rules(hub=with_part(labels=_BelievesItsLabels)), {**LABELLING, "takeovers": 1.0}
-    ),
+    "a label is answered before it is durable": of_hub(with_part(labels=_LabelsAtOnce), LABELLING),
+    "a new leader reads no labels": of_hub(misreading(ev.Acquired, _without_labels), {**LABELLING, "takeovers": 0.3}),
+    "labels that another hub wrote are not taken": of_hub(misreading(ev.Observed, _without_labels), {**LABELLING, "takeovers": 0.3}),
+    "a new leader believes the labels it remembers": of_hub(with_part(labels=_BelievesItsLabels), {**LABELLING, "takeovers": 1.0}),
 }

@@ -21,8 +21,6 @@ CACHED = 896
 """Whole blocks of 128 tokens of a prompt of 1,000."""
 START_SECONDS = 480.0
 """Of CPU engines use about 60 each, most of it to import: a busy machine takes minutes."""
-PATIENT = {"lookup_deadline_ms": 5000.0, "job_deadline_seconds": 30.0}
-"""A loaded machine may answer a lookup later than the 20 ms that an engine waits by default, which is a miss and no fault."""
 
 
 def make_model(folder: Path, seed: int) -> Path:

@@ -19,7 +19,8 @@ from hack.standalone.engine import CPU_ENVIRONMENT
 from hack.standalone.mooncake import CLIENT_ENVIRONMENT, Mooncake
 from hack.standalone.pool import Pool
 from hack.waiting import eventually
-from tests.trainers.frameworks.conftest import CACHED, L1_BYTES, PATIENT, START_SECONDS, new_prompt
+from tests.engine.conftest import PATIENT
+from tests.trainers.frameworks.conftest import CACHED, L1_BYTES, START_SECONDS, new_prompt
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -137,6 +137,11 @@ class Run:
     def completions(self) -> list[list[list[int]]]:
         return [batch.completions for batch in self.batches]
 
+    def check(self, expected: Run) -> None:
+        for number, (right, found) in enumerate(zip(expected.completions, self.completions, strict=True)):
+            assert found == right, f"wrong tokens in batch {number}"
+        assert (self.gradients, self.digest) == (expected.gradients, expected.digest)
+
     @property
     def learns(self) -> bool:
         """Every step changes what is generated, so that old KV would show."""

@@ -102,20 +102,11 @@ def test_metrics_are_prometheus_text() -> None:
     snapshot = pool(*engines, target=7, published=6, reset_seconds=0.25, behind_since=900.5, reclaimed_keys=12)
     lines = exposition("policy", snapshot, {"received": 5}, 30.0, 1000.0).splitlines()
     labels = 'namespace="",pool="policy"'
+    pools = {"target_epoch": 7, "published_epoch": 6, "weights_diverged_engines": 0, "last_reset_seconds": 0.25, "reclaimed_keys": 12}
     for line in (
-        f"epochkv_pool_target_epoch{{{labels}}} 7",
-        f"epochkv_pool_published_epoch{{{labels}}} 6",
-        f"epochkv_hub_leading{{{labels}}} 1",
-        f"epochkv_pool_weights_diverged_engines{{{labels}}} 0",
-        f"epochkv_pool_last_reset_seconds{{{labels}}} 0.25",
-        f"epochkv_pool_reset_overdue_seconds{{{labels}}} 66.5",
-        f'epochkv_pool_engines{{{labels},state="sharing"}} 1',
-        f'epochkv_pool_engines{{{labels},state="unknown"}} 1',
-        f'epochkv_pool_engines{{{labels},state="isolated"}} 1',
-        f'epochkv_pool_engines{{{labels},state="behind"}} 1',
-        f'epochkv_pool_engines{{{labels},state="silent"}} 1',
-        f"epochkv_pool_reclaimed_keys{{{labels}}} 12",
-        f'epochkv_hub_messages_total{{{labels},outcome="received"}} 5',
+        *(f"epochkv_pool_{name}{{{labels}}} {value}" for name, value in {**pools, "reset_overdue_seconds": 66.5}.items()),
+        *(f'epochkv_pool_engines{{{labels},state="{state}"}} 1' for state in ("sharing", "unknown", "isolated", "behind", "silent")),
+        *(f"epochkv_hub_leading{{{labels}}} 1", f'epochkv_hub_messages_total{{{labels},outcome="received"}} 5'),
     ):
         assert line in lines, lines
     families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
