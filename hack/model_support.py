@@ -53,7 +53,8 @@ GPUs do (read, not run). `tests/scheduler/test_states.py` has these states, on v
 | experts over data-parallel ranks ([wide models](../wide.md)) | named by what all ranks hold | shared, by every rank with every rank |
 | the same with expert rebalancing (`enable_eplb`) or elastic expert parallelism | the engine's own (`OwnCache`) | nothing |
 | the same under `EPOCHKV_FENCE`, or with a rank that runs without EpochKV | the engine's own (`OwnCache`) | nothing |
-| the prefetch offloader, vLLM's old Ray executor, fp8 scales that an encoder makes as it runs, weights that a kernel hides | the engine's own (`OwnCache`) | nothing |
+| the prefetch offloader, vLLM's old Ray executor, fp8 scales that an encoder makes as it runs | the engine's own (`OwnCache`) | nothing |
+| weights that a kernel keeps where nobody sees them | the engine's own (`OwnCache`) | nothing |
 
 `EPOCHKV_ATTACH` adds the connector, so its rows are those without `EPOCHKV_FENCE`. Caches of an engine's own hit as vLLM's do
 (`tests/scheduler/test_own_cache.py`). Beside expert rebalancing, the prefetch offloader and vLLM's old Ray executor, where ranks are not
