@@ -59,13 +59,9 @@ def test_an_epoch_that_somebody_wrote_is_proved_before_anybody_hears_of_it(names
 
 POOL_EDITS: list[dict[str, Any]] = [
     {"reset": {"completionTime": "2001-01-01T00:00:00Z", "durationMilliseconds": 1}},
-    {"reset": None},
-    {"reset": {"epoch": 500, "origin": "Trainer"}},
-    {"engines": {"total": 1000, "summary": "1000/1000"}},
-    {"weights": [], "weightsSummary": "none"},
-    {"keys": {"generation": 9, "accepted": 9}},
+    *({"reset": None}, {"reset": {"epoch": 500, "origin": "Trainer"}}, {"engines": {"total": 1000, "summary": "1000/1000"}}),
+    *({"weights": [], "weightsSummary": "none"}, {"keys": {"generation": 9, "accepted": 9}}, {"observedGeneration": 77}),
     {"endpoints": {"hub": "tcp://somewhere.else:7700"}},
-    {"observedGeneration": 77},
     {"conditions": [{"type": "Ready", "status": "True", "reason": "ISaySo", "lastTransitionTime": "2001-01-01T00:00:00Z", "message": ""}]},
     {"conditions": None, "externalEngines": None},
 ]

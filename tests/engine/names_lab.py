@@ -237,7 +237,7 @@ class Lab:
         self._held[name] = model
         return engine
 
-    def end(self) -> None:
+    def close(self) -> None:
         with ThreadPoolExecutor() as pool:
             list(pool.map(Engine.end, self._started))
 

@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,9 @@ IN_FLIGHT = 16
 
 @pytest.fixture(scope="module")
 def lab(folder: Path, mooncake: Mooncake, servers: Nursery, weights: Weights, prompts: Prompts, reference: Reference) -> Iterator[Lab]:
-    with open_pool(folder) as pool:
-        lab = Lab(folder, pool, mooncake, servers, weights, prompts, reference)
-        try:
-            lab.begin()
-            yield lab
-        finally:
-            lab.end()
+    with open_pool(folder) as pool, closing(Lab(folder, pool, mooncake, servers, weights, prompts, reference)) as lab:
+        lab.begin()
+        yield lab
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,13 @@ HEAD_DIM = 32
 
 @pytest.fixture(scope="module")
 def lab(folder: Path, mooncake: Mooncake, servers: Nursery, weights: Weights, prompts: Prompts, reference: Reference) -> Iterator[Lab]:
-    with open_pool(folder) as pool:
+    with open_pool(folder) as pool, closing(Lab(folder, pool, mooncake, servers, weights, prompts, reference)) as lab:
         pool.configure(reclaim="Retain")  # or a new epoch removes what `whole` is to look at
-        lab = Lab(folder, pool, mooncake, servers, weights, prompts, reference)
         lab.local_bytes, lab.num_shards = None, NUM_RANKS
         lab.args = ("--tensor-parallel-size", str(NUM_RANKS), "--num-gpu-blocks-override", str(GPU_BLOCKS))
         lab.environ = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(NUM_RANKS)))}
-        try:
-            lab.begin()
-            yield lab
-        finally:
-            lab.end()
+        lab.begin()
+        yield lab
 
 
 def skew(tensors: dict[str, Any]) -> None:

@@ -35,13 +35,8 @@ STORE_LEASE = 1.5
 MAX_IN_FLIGHT = 80
 
 ORDERS = (
-    "spec, reset",
-    "client, reset",
-    "client, reset, no waiting",
-    "client, weight update",
-    "client, label",
-    "engines reset together",
-    "one engine reset",
+    *("spec, reset", "client, reset", "client, reset, no waiting", "client, weight update", "client, label"),
+    *("engines reset together", "one engine reset"),
 )
 Policy = ReclaimPolicy
 

@@ -178,22 +178,12 @@ class World:
     def _choices(self) -> list[tuple[float, Callable[[], object]]]:
         profile = self.profile
         choices: list[tuple[float, Callable[[], object]]] = [
-            (16, self._advance),
-            (45, self.network.deliver),
-            (26, self.engine_side.turn),
-            (24, self.serving.serve),
-            (16, self.hub_side.turn),
-            (24, self.authority.turn),
-            (10, self.trainer.turn),
-            (profile.pushes, self.pushes.turn),
-            (0.6 * profile.trouble, self.engine_side.restart),
-            (0.6 * profile.trouble, self.engine_side.shut_down),
-            (0.3 * profile.trouble, self.hub_side.restart),
-            (profile.trainer_restarts, self.trainer.restart),
-            (1.2 * profile.freezes, self._freeze),
-            (1.4 * profile.takeovers, self.tidings.takeover),
-            (0.6 * profile.told_late, self.tidings.told_late),
-            (0.8 * profile.watch, self.tidings.observe),
+            *((16, self._advance), (45, self.network.deliver), (26, self.engine_side.turn), (24, self.serving.serve)),
+            *((16, self.hub_side.turn), (24, self.authority.turn), (10, self.trainer.turn), (profile.pushes, self.pushes.turn)),
+            *((0.6 * profile.trouble, turn) for turn in (self.engine_side.restart, self.engine_side.shut_down)),
+            *((0.3 * profile.trouble, self.hub_side.restart), (profile.trainer_restarts, self.trainer.restart)),
+            *((1.2 * profile.freezes, self._freeze), (1.4 * profile.takeovers, self.tidings.takeover)),
+            *((0.6 * profile.told_late, self.tidings.told_late), (0.8 * profile.watch, self.tidings.observe)),
         ]
         if profile.restores:
             choices.append((0.3, self.authority.restore))

@@ -14,6 +14,7 @@ Patch = pytest.MonkeyPatch
 LENGTH = 8 * BLOCK + 3
 TOKENS = prompt(1, LENGTH)
 WHOLE = 8 * BLOCK
+SLOT_BYTES = 2304  # one block of the rig's layer: 16 tokens x 2 x 16 x 4 bytes, with header and trailer, aligned
 
 
 def on_layouts(*layouts: tuple[str, ...]) -> pytest.MarkDecorator:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.wire import Tier
-from tests.scheduler.rigs import LENGTH, WHOLE, MakeRig, begin_load, every_layout, filled, found, push_out, release
+from tests.scheduler.rigs import LENGTH, SLOT_BYTES, WHOLE, MakeRig, begin_load, every_layout, filled, found, push_out, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -182,7 +182,6 @@ def test_a_save_outlives_its_request_and_a_namesake_gets_nothing_of_it(make_rig:
 
 
 # ---------------------------------------------------------------------------------------------- allocation in two phases
-SLOT_BYTES = 2304
 
 
 def stored(make_rig: MakeRig, groups: tuple[str, ...], prompts: list[list[int]]) -> SharedStore:

@@ -13,7 +13,7 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from epochkv_connector.wire import Tier
-from tests.scheduler.rigs import MakeRig, abort_one, hold_some, preempt_last, release, work_some
+from tests.scheduler.rigs import SLOT_BYTES, MakeRig, abort_one, hold_some, preempt_last, release, work_some
 from tests.support.scheduler import BLOCK, SharedStore, prompt
 from tests.support.scheduler_config import STATE
 
@@ -31,7 +31,6 @@ reached: dict[str, Counter[str]] = {kind: Counter() for kind in LAYOUTS}
 WEIGHTS = {"step": 110, "add": 30, "adopt": 3, "bypass": 1, "lease": 1, "abort": 4, "preempt": 3, "reset": 1, "hold": 8, "fail": 3}
 WEIGHTS |= {"lose": 3, "shrink": 2, "pause": 1}
 """How often each thing happens beside the others."""
-SLOT_BYTES = 2304  # one block of the rig's layer: 16 tokens x 2 x 16 x 4 bytes, with header and trailer, aligned
 
 
 class Chaos:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 
 from epochkv_connector.engine.events import EventStream, Private, Renamed
 from hack.waiting import eventually
-from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, push_out
+from tests.scheduler.rigs import LENGTH, SLOT_BYTES, TOKENS, MakeRig, push_out
 from tests.support.routers.aibrix import AibrixIndex
 from tests.support.routers.llmd import LlmdIndex
 from tests.support.scheduler import BLOCK, OwnRoot, SharedStore, prompt
@@ -175,7 +175,7 @@ def test_a_router_learns_what_is_in_l1(listened: Listened) -> None:
 
 
 def test_an_eviction_is_told(listened: Listened) -> None:
-    rig, router = listened(l1_bytes=10 * 2304, epoch=0)  # ten blocks
+    rig, router = listened(l1_bytes=10 * SLOT_BYTES, epoch=0)  # ten blocks
     assert rig.tiers.state.index.num_slots == 10
     rig.serve(prompt(1, LENGTH))
     rig.serve(prompt(2, LENGTH))
@@ -320,7 +320,7 @@ def test_an_engine_that_waits_is_woken_when_there_is_something_to_tell(make_rig:
 
 # ---------------------------------------------------------------------- parents first
 def test_blocks_that_are_found_again_are_told_parents_first(listened: Listened) -> None:
-    rig, router = listened(epoch=0, l1_bytes=20 * 2304)
+    rig, router = listened(epoch=0, l1_bytes=20 * SLOT_BYTES)
     for seed in (1, 2, 3):  # the third takes the slots of the first, as they were given up: children first
         rig.serve(prompt(seed, LENGTH))
     router.listen()

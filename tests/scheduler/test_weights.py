@@ -12,7 +12,7 @@ import pytest
 from epochkv_connector.engine import blocks
 from epochkv_connector.wire import StepMetadata
 from epochkv_connector.worker.role import WorkerRole
-from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, alter, begin_load, every_layout, found, preempt_last
+from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, MakeRig, Patch, alter, begin_load, every_layout, found, preempt_last
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 
 
@@ -251,24 +251,20 @@ def broken(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("broken")
 
 
-PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    "watch.before_schedule": lambda rig: (rig.watch, "before_schedule"),
-    "watch.calling": lambda rig: (rig.watch, "calling"),
-    "watch._digest": lambda rig: (rig.watch, "_digest"),
-    "watch._name": lambda rig: (rig.watch, "_name"),
-    "watch._set": lambda rig: (rig.watch, "_set"),
-    "weights.hold": lambda rig: (rig.side.weights, "hold"),
-    "root.hold": lambda rig: (rig.pins.root, "hold"),
-    "pins.detach": lambda rig: (rig.pins, "detach"),
-    "blocks.num_named_blocks": lambda rig: (blocks, "num_named_blocks"),
-    "blocks.holds_blocks": lambda rig: (blocks, "holds_blocks"),
-    "state.apply": lambda rig: (rig.side.state, "apply"),
+OWNERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "watch": (lambda rig: rig.watch, "before_schedule calling _digest _name _set"),
+    "weights": (lambda rig: rig.side.weights, "hold"),
+    "root": (lambda rig: rig.pins.root, "hold"),
+    "pins": (lambda rig: rig.pins, "detach"),
+    "blocks": (lambda rig: blocks, "num_named_blocks holds_blocks"),
+    "state": (lambda rig: rig.side.state, "apply"),
 }
+PLACES = [(owner, name) for owner, (_, names) in OWNERS.items() for name in names.split()]
 
 
 @pytest.mark.unclean
-@pytest.mark.parametrize("place", list(PLACES))
-def test_an_error_of_ours_during_a_change_leaves_nothing_named(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+@pytest.mark.parametrize(("owner", "name"), PLACES)
+def test_an_error_of_ours_during_a_change_leaves_nothing_named(make_rig: MakeRig, monkeypatch: Patch, owner: str, name: str) -> None:
     store = SharedStore()
     rig = make_rig(store=store, epoch=0)
     rig.serve(prompt(3, LENGTH))
@@ -276,7 +272,7 @@ def test_an_error_of_ours_during_a_change_leaves_nothing_named(make_rig: MakeRig
     rig.step()
     before = len(store.objects)
     with monkeypatch.context() as patched:
-        patched.setattr(*PLACES[place](rig), broken)
+        patched.setattr(OWNERS[owner][0](rig), name, broken)
         rig.weights = "w1"
         rig.steps(4)
     assert rig.connector._guard.errors

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.engine import blocks
-from tests.scheduler.rigs import MakeRig, hold_some, on_layouts, release
+from tests.scheduler.rigs import SLOT_BYTES, MakeRig, hold_some, on_layouts, release
 from tests.scheduler.test_random_schedules import Chaos
 from tests.support.ahead import AheadRig, AsyncRig
 from tests.support.scheduler import BLOCK, RequestStatus, Rig, SharedStore, prompt
@@ -173,7 +173,7 @@ class Schedule(Chaos):
 @pytest.mark.parametrize("kind", ["AheadRig", "AsyncRig"])
 def test_no_new_block_is_missed_and_none_is_late(make_rig: MakeRig, kind: str, num_drafts: int, seed: int) -> None:
     source, made = random.Random(f"{kind} {num_drafts} {seed}"), {"AheadRig": AheadRig, "AsyncRig": AsyncRig}[kind]
-    sizes = {"num_blocks": source.choice([40, 60, 200]), "l1_bytes": source.choice([6, 400]) * 2304}
+    sizes = {"num_blocks": source.choice([40, 60, 200]), "l1_bytes": source.choice([6, 400]) * SLOT_BYTES}
     rig = make_rig(made, num_drafts=num_drafts, seed=seed, **sizes, max_batched_tokens=source.choice([24, 64, 8192]))
     schedule = Schedule(rig, None, source, {"step": 120, "add": 25, "abort": 4, "adopt": 2, "reset": 1, "lease": 2, "hold": 6})
     counts = watch(rig)

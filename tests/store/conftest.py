@@ -8,7 +8,7 @@ import pytest
 from epochkv_connector.store.client import NO_LAYOUT, StoreClient, StoreUnavailable
 from epochkv_connector.store.connection import StoreOutcome
 from hack.standalone.mooncake import Mooncake
-from tests.support.store import Memory, settings
+from tests.support.store import Memory, block_keys, put, settings
 
 ConnectTo = Callable[..., StoreClient]
 
@@ -23,6 +23,16 @@ def why_not(client: StoreClient, keys: Sequence[str]) -> StoreOutcome:
     with pytest.raises(StoreUnavailable) as caught:
         client.exists(keys).result(10)
     return caught.value.outcome
+
+
+def holding(stores: Mooncake, connect: ConnectTo, count: int, size: int = 1000) -> tuple[StoreClient, Memory, list[str]]:
+    """A client whose memory has as many blocks, and their keys, under which a new master with a store has them."""
+    memory, keys = Memory(count, size), block_keys(count)
+    stores.start_master()
+    stores.start_store()
+    client = connect(stores.address, memory)
+    assert put(client, memory, keys) == [StoreOutcome.OK] * count
+    return client, memory, keys
 
 
 @pytest.fixture

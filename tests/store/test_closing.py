@@ -16,7 +16,7 @@ from epochkv_connector.store.connection import StoreOutcome, StoreState
 from epochkv_fence.launch import CLIENT_ENVIRONMENT
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
-from tests.store.conftest import ConnectTo, why_not
+from tests.store.conftest import ConnectTo, holding, why_not
 from tests.support.store import Memory, block_keys, get, put, settings
 
 SEGMENT_BYTES = 256 << 20
@@ -53,14 +53,9 @@ def test_a_store_that_waits_for_its_master_ends_when_it_is_told(stores: Mooncake
 def test_a_stall_of_a_store_of_3_seconds_fails_nothing(stores: Mooncake, connect: ConnectTo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", CLIENT_ENVIRONMENT["MC_TCP_STATUS_TIMEOUT_SEC"])
     stores.client_ttl_seconds = 30
-    stores.start_master()
-    store = stores.start_store(SEGMENT_BYTES)
-    memory = Memory(4, 1 << 20)
-    client = connect(stores.address, memory)
-    keys = block_keys(4)
-    assert put(client, memory, keys) == [StoreOutcome.OK] * 4
-    store.freeze()
-    threading.Timer(3.0, store.thaw).start()
+    client, memory, keys = holding(stores, connect, 4, 1 << 20)
+    stores.stores[0].freeze()
+    threading.Timer(3.0, stores.stores[0].thaw).start()
     assert get(client, memory, keys) == [StoreOutcome.OK] * 4
 
 

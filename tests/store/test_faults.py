@@ -15,7 +15,7 @@ from epochkv_connector.store.connection import StoreOutcome, StoreState
 from hack.loopback import free_port
 from hack.standalone.mooncake import Mooncake
 from hack.waiting import eventually
-from tests.store.conftest import ConnectTo, why_not
+from tests.store.conftest import ConnectTo, holding, why_not
 from tests.support.store import Memory, block_keys, get, pattern, put
 
 
@@ -42,14 +42,9 @@ def test_a_master_that_is_absent_at_start_is_joined_when_it_appears(
 
 
 def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Mooncake, connect: ConnectTo) -> None:
-    memory = Memory(2, 1000)
-    master = stores.start_master()
-    stores.start_store()
-    client = connect(stores.address, memory)
-    keys = block_keys(2)
-    assert put(client, memory, keys) == [StoreOutcome.OK] * 2
-
-    master.kill()
+    client, memory, keys = holding(stores, connect, 2)
+    assert stores.master
+    stores.master.kill()
     assert why_not(client, keys) is StoreOutcome.UNREACHABLE
     assert client.state is StoreState.PROBING
     assert client.stats()["breaker_opened"] == 1
@@ -69,14 +64,9 @@ def test_a_killed_master_costs_one_call_and_its_successor_is_used(stores: Moonca
 
 
 def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(stores: Mooncake, connect: ConnectTo) -> None:
-    memory = Memory(2, 1000)
-    master = stores.start_master()
-    stores.start_store()
-    client = connect(stores.address, memory)
-    keys = block_keys(2)
-    assert put(client, memory, keys) == [StoreOutcome.OK] * 2
-
-    master.freeze()
+    client, memory, keys = holding(stores, connect, 2)
+    assert stores.master
+    stores.master.freeze()
     lookup = client.exists(keys, timeout=0.05)
     with pytest.raises(StoreUnavailable) as caught:
         lookup.result(10)
@@ -87,7 +77,7 @@ def test_a_frozen_master_is_a_timeout_for_the_caller_and_then_an_open_breaker(st
     assert client.state is StoreState.PROBING, "a frozen process accepts TCP connections; that alone must not close the breaker"
     assert client.stats()["setups"] == 1, "setup holds the GIL and must not be tried on a frozen master"
 
-    master.thaw()
+    stores.master.thaw()
     assert client.wait_ready(15)
     assert get(client, memory, keys) == [StoreOutcome.OK] * 2
 
@@ -152,15 +142,9 @@ def test_a_client_without_ports_says_so(shared: Mooncake) -> None:
 
 # -- segment owners -------------------------------------------------------------------------------------------------------------
 def test_a_killed_store_is_a_miss_and_another_one_takes_over(stores: Mooncake, connect: ConnectTo) -> None:
-    memory = Memory(2, 1000)
     stores.client_ttl_seconds = 3
-    stores.start_master()
-    store = stores.start_store()
-    client = connect(stores.address, memory)
-    keys = block_keys(2)
-    assert put(client, memory, keys) == [StoreOutcome.OK] * 2
-
-    store.kill()
+    client, memory, keys = holding(stores, connect, 2)
+    stores.stores[0].kill()
     assert client.exists(keys).result(10) == [True, True]  # the master does not know yet
     outcomes = get(client, memory, keys)
     assert outcomes[0] is StoreOutcome.TRANSFER

@@ -118,10 +118,12 @@ AGENT_MUTANTS = {
 # ------------------------------------------ rules that other parts keep: authority, driver, connector, client, owner
 SERVING = {"trouble": 0.1, "takeovers": 0.1}
 ALONE = {"restores": False, "trouble": 0.3}
+TOGETHER = ("engines reset together", "one engine reset")
+TRAINING = {"orders": ("client, reset",), "restores": False}
 LABELLING = {"orders": ("client, label",), "pushes": 1.0, "restores": False, "idle": 0.0, "trouble": 0.03, "freezes": 0.03}
 
 OUTSIDE_MUTANTS = {
-    "grants without a leadership read": Mutant(Rules(verify_always=True), {**DUEL, "watch": 1.0, "freezes": 1.0}, seen=47),
+    "grants without a leadership read": Mutant(Rules(verify_always=True), {**DUEL, "watch": 1.0, "freezes": 1.0}, seen=57),
     "the read before the heartbeats are collected": Mutant(
         Rules(read_before_collecting=True), {**DUEL, "ambush": 0.1, "trouble": 1.0, "steps": 3000}, seen=111
     ),
@@ -137,17 +139,13 @@ OUTSIDE_MUTANTS = {
     "the lease is not checked after a load": Mutant(Rules(lease_unchecked_after_load=True), {**SERVING, "busy_store": True}, seen=121),
     "saves under the names of old pins": Mutant(Rules(saves_under_old_pins=True), SERVING),
     "an engine shares without a lease": Mutant(Rules(serves_without_lease=True), SERVING),
-    "a local reset keeps the names of its epoch": Mutant(
-        Rules(local_reset_keeps_root=True), {**ALONE, "orders": ("engines reset together", "one engine reset")}
-    ),
+    "a local reset keeps the names of its epoch": Mutant(Rules(local_reset_keeps_root=True), {**ALONE, "orders": TOGETHER}),
     "a local reset without a lease waits for no epoch": Mutant(
-        Rules(local_reset_without_floor=True), {**ALONE, "orders": ("engines reset together", "one engine reset", "spec, reset")}
+        Rules(local_reset_without_floor=True), {**ALONE, "orders": (*TOGETHER, "spec, reset")}
     ),
-    "a trainer goes on before publication": Mutant(
-        Rules(trainer_resumes_unpublished=True), {"orders": ("client, reset",), "restores": False}
-    ),
+    "a trainer goes on before publication": Mutant(Rules(trainer_resumes_unpublished=True), TRAINING),
     "a trainer asks above a target of before": Mutant(
-        Rules(trainer_remembers_target=True), {"orders": ("client, reset", "spec, reset"), "restores": False}
+        Rules(trainer_remembers_target=True), {**TRAINING, "orders": ("client, reset", "spec, reset")}
     ),
     "labels replace those on record": Mutant(Rules(labels_replace=True), {**LABELLING, "takeovers": 1.0}),
 }

@@ -131,7 +131,7 @@ AMBUSHED = {**FROZEN, "orders": ("client, reset", "spec, reset"), "ambush": 0.1,
 
 HUB_MUTANTS = {
     "no waiting after leadership": of_hub(without(settled_at=lambda lead: NEVER), QUICK),
-    "no margin for slow clocks": of_hub(without(fence_timeout_seconds=lambda config: config.lease_seconds), DUEL, seen=47),
+    "no margin for slow clocks": of_hub(without(fence_timeout_seconds=lambda config: config.lease_seconds), DUEL, seen=48),
     "older grants are not waited for": of_hub(without(fenced_at=lambda instance: NEVER), DUEL),
     "grants of the target delay publication": of_hub(without(fenced_at=lambda instance: max(instance.below_until, instance.live_until))),
     "no second read before publishing": of_hub(_NoSecondRead, QUICK, seen=101),

@@ -65,12 +65,8 @@ def replicas(
         "names": ["rollout-0", "rollout-1"],
         "environ": {**CPU_ENVIRONMENT, **CLIENT_ENVIRONMENT},
         "engine_kwargs": {
-            "enforce_eager": True,
-            "dtype": "float32",
-            "max_model_len": 2048,
-            "max_num_seqs": 8,
-            "num_gpu_blocks_override": GPU_BLOCKS,
-            "enable_prompt_tokens_details": True,
+            **{"enforce_eager": True, "dtype": "float32", "max_model_len": 2048, "max_num_seqs": 8},
+            **{"num_gpu_blocks_override": GPU_BLOCKS, "enable_prompt_tokens_details": True},
             "kv_transfer_config": pool.connector(L1_BYTES, mooncake.address, **PATIENT),
         },
     }

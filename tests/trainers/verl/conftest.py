@@ -18,6 +18,7 @@ from hack import models
 from hack.standalone.engine import Engine
 from hack.standalone.mooncake import Mooncake
 from hack.standalone.pool import Pool
+from tests.engine import conftest
 from tests.trainers.verl.command_line import enabled
 from tests.trainers.verl.lab import ROOT, WORKER, Verl, World
 
@@ -26,9 +27,7 @@ SHAPE = models.Shape(hidden=128, intermediate=256, layers=4)
 """2.9 MB: a push takes several of verl's buckets of 1 MB."""
 SEEDS = {"base": 1, "new": 2, "third": 3}
 TIERS = ("local.capacity_bytes=67108864",)
-# A loaded machine may answer late, which is a miss and no fault.
-PATIENT = ("lookup_deadline_ms=5000.0", "job_deadline_seconds=30.0")
-PATIENT_ENVIRON = {"MC_RPC_TIMEOUT_MS": "15000", "MC_TCP_STATUS_TIMEOUT_SEC": "20", "MC_TCP_PROGRESS_TIMEOUT_SEC": "20"}
+PATIENT = tuple(f"{name}={value}" for name, value in conftest.PATIENT.items())
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -82,7 +81,7 @@ def world(
         with Mooncake(folder) as mooncake, Pool(folder) as pool:
             keys = (f"extra_config.{one}" for one in (*TIERS, *PATIENT, f"distributed.master_address={mooncake.address}"))
             options = enabled(pool.credentials / "connection.json", "on_failure=crash", *keys)
-            with Verl(weights["base"], folder, options, PATIENT_ENVIRON) as verl:
+            with Verl(weights["base"], folder, options, conftest.PATIENT_ENVIRON) as verl:
                 yield World(verl, pool, mooncake, folder, weights, prompts, expected)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

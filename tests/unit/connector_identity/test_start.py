@@ -84,16 +84,9 @@ def test_a_sibling_that_is_not_allowed_is_refused(start: Start, sibling: dict[st
 @pytest.mark.parametrize(
     "transfer",
     [
-        None,
-        child(),
-        child(local={"capacity_bytes": 1 << 20}),
-        child("OffloadingConnector", **WRONG),
-        multi(),
-        multi(child()),
-        multi(child(), child("NixlConnector")),
-        multi(child("NixlPullConnector"), child()),
-        multi(child("A"), {}),
-        {"kv_connector": "MultiConnector"},
+        *(None, child(), child(local={"capacity_bytes": 1 << 20}), child("OffloadingConnector", **WRONG)),
+        *(multi(), multi(child()), multi(child(), child("NixlConnector")), multi(child("NixlPullConnector"), child())),
+        *(multi(child("A"), {}), {"kv_connector": "MultiConnector"}),
     ],
 )
 def test_everything_else_is_left_to_vllm(start: Start, transfer: dict[str, Any] | None) -> None:

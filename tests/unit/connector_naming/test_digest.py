@@ -154,15 +154,11 @@ def test_a_border_between_tensors_that_moves_shows(way: Way) -> None:
 
 def test_names_types_shapes_and_what_else_is_told_count(way: Way) -> None:
     tensor = many(9, 48, 48)
+    named = [("a", tensor), ("b", tensor), ("a", tensor.view(24, 96)), ("a", tensor.view(torch.int32))]
     values = [
-        digest([("a", tensor)]),
-        digest([("b", tensor)]),
-        digest([("a", tensor.view(24, 96))]),
-        digest([("a", tensor.view(torch.int32))]),
-        digest([("a", tensor)], ["more"]),
-        digest([("a", tensor), ("empty", torch.empty(0))]),
-        digest([("a", tensor), ("empty", torch.empty(0, 3))]),
-        digest([]),
+        *(digest([one]) for one in named),
+        *(digest([("a", tensor), ("empty", torch.empty(shape))]) for shape in ((0,), (0, 3))),
+        *(digest([("a", tensor)], ["more"]), digest([])),
     ]
     assert len(set(values)) == len(values)
 

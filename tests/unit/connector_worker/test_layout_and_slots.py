@@ -138,9 +138,7 @@ def test_the_digest_of_a_layout_tells_everything_that_changes_what_a_byte_is() -
     padded = torch.zeros(5, 4, 16, 8)[:, :2]
     assert digest({"a": a.clone(), "b": padded}) == base
     others = [
-        digest({"b": b, "a": a}),
-        digest({"a": a, "c": b}),
-        digest({"a": a}),
+        *(digest({"b": b, "a": a}), digest({"a": a, "c": b}), digest({"a": a})),
         digest({"a": a, "b": a}),  # shared: its bytes are there once
         digest({"a": a.half(), "b": b.half()}),
         digest({"a": a, "b": b.view(torch.int32)}),
@@ -149,8 +147,7 @@ def test_the_digest_of_a_layout_tells_everything_that_changes_what_a_byte_is() -
         digest({"a": a, "b": torch.zeros(2, 5, 16, 8)}),  # keys first
         digest({"a": a, "b": [b[:, :1], b[:, 1:]]}),
         digest({"a": torch.zeros(10, 2, 8, 8), "b": torch.zeros(10, 2, 8, 8)}),  # two kernel blocks for each
-        digest({"a": a, "b": b}, block_size=32),
-        digest({"a": a, "b": b}, about={"a": "FlashInfer"}),
+        *(digest({"a": a, "b": b}, block_size=32), digest({"a": a, "b": b}, about={"a": "FlashInfer"})),
     ]
     assert len({base, *others}) == 1 + len(others)
     with pytest.raises(LayoutError, match="layer 'c' of a KV cache group was not registered"):

@@ -119,9 +119,7 @@ def test_pods_that_ended_are_counted_and_do_not_tell_how_the_living_are() -> Non
     gone = [
         revision("a", 1, **EVICTED, **RUNNING),
         revision("b", 1, **SHUT_DOWN, **CRASHED),
-        revision("c", 3, phase="Succeeded", message="done"),
-        revision("d", 2, phase="Failed"),
-        revision("e", 1, **EVICTED),
+        *(revision("c", 3, phase="Succeeded", message="done"), revision("d", 2, phase="Failed"), revision("e", 1, **EVICTED)),
     ]
     text = "; pods that ended and were not deleted: 1 Completed, 2 Evicted, 1 Failed, 1 Terminated (the last: done)"
 
