@@ -70,7 +70,7 @@ def main() -> None:
         view = agent.view
         if view != told:
             told = view
-            until = view.lease_until and view.lease_until - lease_clock.ahead  # on the clock of other processes
+            until = view.lease_until and view.lease_until - lease_clock() + time.monotonic()  # on the clock of other processes
             print(json.dumps({"epoch": view.epoch, "lease_until": until, "at": time.monotonic()}), flush=True)
     agent.stop()
 

@@ -105,19 +105,18 @@ class LoopThread:
 
 
 class LeaseClock:
-    """Seconds that go on while a machine is suspended, or while this process lies in an image from which it is restored.
-
-    The monotonic clock stands still then, and the wall clock does not. A wall clock that is set back changes nothing.
-    """
+    """Seconds that go on while a machine is suspended, as Linux's boot clock does, and while this process lies in an image from which it
+    is restored, as the wall clock does. A wall clock that is set back changes nothing."""
 
     def __init__(self) -> None:
-        self.ahead = time.time() - time.monotonic()
+        self.ahead = -math.inf  # how far the wall clock has ever been ahead of the boot clock
+        self()
 
     def __call__(self) -> float:
-        wall = time.time()  # first: a thread that waits between the two lines must not look suspended
-        now = time.monotonic()
-        self.ahead = max(self.ahead, wall - now)
-        return now + self.ahead
+        wall = time.time()  # first: a thread that waits between the two lines must not look restored
+        now = time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+        ahead = self.ahead = max(self.ahead, wall - now)
+        return now + ahead
 
 
 lease_clock: Final = LeaseClock()

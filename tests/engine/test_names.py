@@ -226,18 +226,18 @@ def test_a_push_misses_an_engine_that_restarts_with_base_weights(lab: Lab, weigh
     lab.share(weights.new)
 
 
-def test_without_the_plugin_weights_are_unknown(lab: Lab, weights: Weights) -> None:
+def test_without_the_plugin_weights_are_hidden_and_the_engine_keeps_its_cache_to_itself(lab: Lab, weights: Weights) -> None:
     lab.have(weights.base)
     known = lab.share(weights.base)
     with lab.start("no-plugin", weights.base, {"VLLM_PLUGINS": "none"}) as blind:
-        said = [line for line in blind.process.log.read_text().splitlines() if "the weights are unknown" in line]
+        said = [line for line in blind.process.log.read_text().splitlines() if "keeps its cache to itself" in line]
         assert len(said) == 1, said
         assert "VLLM_PLUGINS" in said[0]
         keys = settled_keys(lab.mooncake)
         for model in (weights.base, weights.new):
             lab.have(model, blind)
-            for _ in range(2):
-                check(blind.complete(known), 0, lab.reference(known, model))
+            for cached in (0, CACHED):
+                check(blind.complete(known), cached, lab.reference(known, model))
         blind.report_metrics(known)
         assert blind.metric("vllm:epochkv_weights_known") == 0
         assert settled_keys(lab.mooncake) <= keys, "an engine that does not know its weights has written to the store"

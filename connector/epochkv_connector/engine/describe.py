@@ -189,6 +189,11 @@ _MEDIA_CAPACITIES = frozenset(
 )  # fmt: skip
 """The same of `MultiModalConfig`. Hashes of media tell what a request asks for, and not how its engine reads them."""
 
+_KERNEL_WARMUP = frozenset(
+    ("enable_jit_warmup", "enable_flashinfer_autotune", "enable_cutedsl_warmup", "enable_rocm_segmented_attn_autotune", "ir_op_priority")
+)
+"""The same of `KernelConfig`. vLLM sets them by its mode of compilation, which does not count either."""
+
 _VOLATILE_HF_KEYS = ("_name_or_path", "transformers_version", "torch_dtype", "_attn_implementation_autoset")
 
 
@@ -211,7 +216,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "quantization": [_plain(getattr(model, name, None)) for name in ("quantization", "quantization_config")],
         "media": media and [media, _plain(getattr(model, "hf_image_processor_config", None)), version("transformers")],  # beyond bytes
-        "kernels": _options(getattr(vllm_config, "kernel_config", None)),
+        "kernels": _options(getattr(vllm_config, "kernel_config", None), _KERNEL_WARMUP),
         "numbers": [_plain(getattr(vllm.envs, f"VLLM_{name}", None)) for name in _NUMBERS],
         "cache_dtype": str(cache.cache_dtype),
         "skip_layers": sorted(str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),

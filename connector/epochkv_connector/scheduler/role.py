@@ -252,7 +252,7 @@ class SchedulerRole:
         self._own = limits.why_own(vllm_config, getattr(core, "model_executor", None), fenced=fenced)
         whys = limits.why_no_adapters(vllm_config), limits.why_adapters_alone(vllm_config, self._own)
         adapters = Adapters(ranks, describe.num_worker_ranks(vllm_config), time.monotonic, *whys)
-        adapters.num_kept = int(getattr(getattr(vllm_config, "lora_config", None), "max_cpu_loras", None) or 0)
+        adapters.num_kept = int(getattr(getattr(vllm_config, "lora_config", None), "max_cpu_loras", None) or 1)
         self._peers: Peers | None = None
         if self._own is None and limits.is_wide(vllm_config):
             self._own = guard.run("domain", lambda: self._join_domain(ranks, core), lambda: limits.Own(limits.NO_DOMAIN, asks=True))

@@ -133,7 +133,7 @@ class Lookups:
         """The request goes on without L2, if it has an open query."""
         query = self._queries.get(request_id)
         if query is not None:
-            query.late, query.found = True, None
+            query.late, query.found, query.begun_at = True, None, self._clock()  # as for an answer that is late
 
     def is_pending(self, query: Query) -> bool:
         """Whether to ask again, after waiting at most what is left of the step's wait; if not, `found` is set unless it is too late."""

@@ -334,7 +334,7 @@ def homes(worker: Any) -> Iterator[Home]:
         num_bytes = 0
         for home in _own(module):
             num_bytes += home.tensor.numel() * home.tensor.element_size()
-            if not _has_end(home.name.partition(".")[0], LEFT_OUT):
+            if not any(_has_end(part, LEFT_OUT) for part in home.name.split(".")):
                 yield Home(name + home.name, home.tensor, home.steps)
         _check_visible(name, module, num_bytes)
 
@@ -383,24 +383,21 @@ def _own(module: torch.nn.Module) -> Iterator[Home]:
     for prefix, holder in (("", module), ("quant_method.", method), ("quant_method.", replaced), ("scheme.", scheme)):
         kept = getattr(holder, "__dict__", {})
         for attribute, value in kept.items():
-            if _has_end(attribute, SCRATCH):
-                continue
-            step = (kept, attribute, value)
-            yield from _inside(prefix + attribute, step)
-            if isinstance(value, (list, tuple)):
-                for index, one in enumerate(value):
-                    yield from _inside(f"{prefix}{attribute}.{index}", step, (value, index, one))
+            yield from _inside(prefix + attribute, (kept, attribute, value))
 
 
 def _inside(name: str, *steps: tuple[Any, Any, Any]) -> Iterator[Home]:
-    """The tensor that the last step leads to, or those in an object of a library."""
-    value = steps[-1][2]
+    """The tensor that the last step leads to, or those in a list or an object of a library."""
+    container, key, value = steps[-1]
+    of_library = type(value).__module__.removeprefix("vllm.third_party.").partition(".")[0] in KERNEL_LIBRARIES
+    if _has_end(str(key), SCRATCH) or any(one is value for *_, one in steps[:-1]):
+        return
     if isinstance(value, torch.Tensor):
         yield Home(name, value, steps)
-    elif type(value).__module__.removeprefix("vllm.third_party.").partition(".")[0] in KERNEL_LIBRARIES:
-        kept = getattr(value, "__dict__", {})
-        for attribute, one in kept.items():
-            yield from _inside(f"{name}.{attribute}", *steps, (kept, attribute, one))
+    elif of_library or (isinstance(value, (list, tuple)) and not isinstance(container, (list, tuple))):
+        kept = getattr(value, "__dict__", {}) if of_library else dict(enumerate(value))
+        for part, one in kept.items():
+            yield from _inside(f"{name}.{part}", *steps, (kept if of_library else value, part, one))
 
 
 def _has_end(name: str, endings: Iterable[str]) -> bool:

@@ -110,9 +110,9 @@ EXTRA_SECONDS: Final = 5.0
 """What a call may take beyond its limit, for naming laggards, a last look, a label."""
 
 
-async def open_session(connection: Connection, timeout_s: float) -> Session:
+async def open_session(config: Config, timeout_s: float) -> Session:
     """Connect, on the background loop, and prove that a hub answers and serves the right pool."""
-    session = Session(connection)
+    session = Session(config if isinstance(config, Connection) else Connection.load(config))
     try:
         await session.greet(timeout_s)
     except BaseException:
@@ -177,10 +177,9 @@ class Pool(Face):
             WrongPool: the keys are those of another pool.
         """
         check_timeout(timeout_s)
-        connection = config if isinstance(config, Connection) else Connection.load(config)
         background = Background()
         try:
-            session = background.run(open_session(connection, timeout_s), timeout_s)
+            session = background.run(open_session(config, timeout_s), timeout_s)
         except BaseException:
             background.stop()
             raise
@@ -270,10 +269,9 @@ class AsyncPool(Face):
     @classmethod
     async def connect(cls, config: Config = None, timeout_s: float = CONNECT_SECONDS) -> AsyncPool:
         check_timeout(timeout_s)
-        connection = config if isinstance(config, Connection) else Connection.load(config)
         background = Background()
         try:
-            session = await asyncio.wrap_future(background.submit(open_session(connection, timeout_s)))
+            session = await asyncio.wrap_future(background.submit(open_session(config, timeout_s)))
         except BaseException:
             background.stop()
             raise

@@ -168,6 +168,11 @@ class GuardedEngine:
     _pushed: bool = False
     _removing: bool = False
 
+    def wake(self) -> bytes:
+        """Be another engine instance from now on."""
+        self.instance, self._born = secrets.token_bytes(INSTANCE_BYTES), time.monotonic()
+        return self.instance
+
     @property
     def ready(self) -> bool:
         return self._ask("ready", self._hooks.ready, False)
@@ -451,7 +456,7 @@ class AgentThread:
     @property
     def view(self) -> ag.View:
         """Epoch and lease, replaced as one object. The epoch may be used while `lease_clock() < lease_until`."""
-        return self._view
+        return self._view if lease_clock.ahead <= self._ahead + MISSED_SECONDS else self._view._replace(lease_until=ag.NO_LEASE)
 
     def start(self) -> None:
         self._thread.start()
@@ -534,10 +539,6 @@ class AgentThread:
             self._settling_since = None
             self._step(ag.Settled())
         now, lease_now = time.monotonic(), lease_clock()
-        if lease_clock.ahead > self._ahead + MISSED_SECONDS:
-            self._engine.instance = secrets.token_bytes(INSTANCE_BYTES)
-            self._step(ag.Woke(self._engine.instance))
-        self._ahead = lease_clock.ahead
         if lease_now >= self._agent.deadline():
             self._step(ag.Tick())
         explained = self._links.current.connected or self._say.state("hub") in ("refused", "handshake")
@@ -599,7 +600,13 @@ class AgentThread:
     # ------------------------------------------------------------------ the state machine
 
     def _step(self, event: ag.Event) -> None:
-        actions = self._agent.step(event, lease_clock())
+        now, before = lease_clock(), self._ahead
+        self._ahead = lease_clock.ahead
+        if self._ahead > before + MISSED_SECONDS:
+            text = "the clock has gone ahead by %.1f s; sharing nothing until there is a lease for another engine instance"
+            self._say("clock", str(now), logging.WARNING, text, self._ahead - before)
+            self._step(ag.Woke(self._engine.wake()))
+        actions = self._agent.step(event, now)
         self._view = self._agent.view
         for action in actions:
             self._do(action)

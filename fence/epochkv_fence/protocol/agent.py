@@ -73,10 +73,8 @@ class Proposed(msgspec.Struct, frozen=True):
 
 
 class Woke(msgspec.Struct, frozen=True):
-    """Time was missed: the machine was suspended, or this process was restored from an image, perhaps not as the only one.
-
-    Processes of one instance would answer for each other. So this one goes on as `instance`, without a lease.
-    """
+    """This process was restored from an image, perhaps not as the only one. Processes of one instance would answer for each other: it
+    goes on as `instance`, without a lease."""
 
     instance: bytes
 
@@ -205,6 +203,7 @@ class Agent:
             case Woke(instance):
                 self.instance, self.lease_until = instance, NO_LEASE
                 self._sent_at.clear()
+                self._pending = self._pending and self._pending._replace(lease_end=NO_LEASE)
                 return self._poked(now)
             case Left():
                 return self._leave()

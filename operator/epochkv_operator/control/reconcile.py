@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -35,7 +35,7 @@ from epochkv_operator.kube.store import BY_HOME, Key, Store, affected, engine_ke
 from epochkv_operator.planning.context import Context, HubView, KeysView, Observed, Problem, Serving, Turn
 from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
-from epochkv_operator.planning.serving import ANYTHING, JOINED, Life, lives_of, serve_of, serving
+from epochkv_operator.planning.serving import ANYTHING, JOINED, Kind, Life, lives_of, serve_of, serving
 from epochkv_operator.planning.status import engine_status, pool_status
 from epochkv_operator.planning.workload import condition_of, is_ready
 from epochkv_operator.settings import Settings
@@ -122,6 +122,8 @@ class PoolReconciler(_Reconciler):
     """By uid of a pool: why gates could not be written."""
     _lives: dict[str, dict[str, Life]] = field(default_factory=dict)
     """By uid of a pool: of the containers behind its gates."""
+    _served: dict[str, Mapping[Kind, str]] = field(default_factory=dict)
+    """By uid of a pool whose status could not be written: what it would say of `servedWeights`."""
 
     async def _reconcile(self, key: Key, obj: Json) -> None:
         pool = parse_pool(obj)
@@ -149,8 +151,11 @@ class PoolReconciler(_Reconciler):
 
         try:
             await self.reporter.report(obj, compute)
+            self._served.pop(pool.metadata.uid, None)
         except ApiError as error:  # gates and keys do not wait for it
             errors.append(error)
+            if found is not None:
+                self._served[pool.metadata.uid] = found.weights
         if found is not None:
             errors.append(await self._turn(key, pool.metadata.uid, found))
         errors.append(await self.copies.keep(key, pool, keys, context))
@@ -177,10 +182,10 @@ class PoolReconciler(_Reconciler):
             self._away.pop(uid, None)
         clock = time.monotonic()
         away = 0.0 if seen.hub is not None else clock - self._away.setdefault(uid, clock)
-        before = {(one["namespace"], one["fingerprint"]): one["id"] for one in status.get("servedWeights") or ()}
+        stored = {(one["namespace"], one["fingerprint"]): one["id"] for one in status.get("servedWeights") or ()}
         lives = self._lives[uid] = lives_of(pods, self._lives.get(uid, {}), clock)
         default, lease = pool.spec.serve or ANYTHING, float(pool.spec.reset.lease_seconds)
-        found = serving(pods, namespace, default, overrides, seen.hub, before, lives, lease, now(), clock, away)
+        found = serving(pods, namespace, default, overrides, seen.hub, self._served.get(uid, stored), lives, lease, now(), clock, away)
         forbidden = self._forbidden.get(uid, "") if self.settings.gates else "the chart's value serve.gates is false"
         return found and replace(found, forbidden=forbidden)
 
@@ -228,7 +233,7 @@ class PoolReconciler(_Reconciler):
         failed = await self._open(key, [*self.store.found(PODS.kind, key.namespace, POOL_LABEL, key.name), *self._guests(key)])
         self.secrets.forget(key.namespace, key.name)
         for uid in self.hub(HubService.forget, key.namespace, key.name):
-            for known in (self._away, self._forbidden, self._lives):
+            for known in (self._away, self._forbidden, self._lives, self._served):
                 known.pop(uid, None)
             log.info("pool gone", object=str(key), uid=uid)
         await self.copies.withdraw(key)

@@ -47,7 +47,8 @@ def slim(kind: str, obj: Json) -> Json:
         if has_gate(obj):
             slimmed[GATED] = True
     if kind == CONFIGMAPS.kind:
-        slimmed |= {name: {} for name in ("data", "binaryData") if len(str(obj.get(name))) > 2**16}
+        for name in ("data", "binaryData"):
+            slimmed |= {name: {key: text for key, text in obj[name].items() if len(text) <= 2**16}} if obj.get(name) else {}
     if scaled:
         slimmed["x-scaled-by-others"] = True
     return slimmed

@@ -17,7 +17,7 @@ from torch import nn
 
 from epochkv_connector.engine import patches
 from epochkv_connector.weights import digest as packing
-from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Unreadable, digest, mark, models, packed, weights
+from epochkv_connector.weights.digest import LEFT_OUT, PACKED, Hidden, digest, mark, models, packed, weights
 from epochkv_connector.weights.rank import Held, Places
 
 
@@ -243,7 +243,7 @@ def test_a_layer_whose_weights_are_nowhere_to_be_seen_has_no_digest(layer: nn.Mo
     """Whatever it shows beside them."""
     model = Model()
     model.layers[0].proj = layer
-    with pytest.raises(Unreadable, match=r"layers\.0\.proj were packed away.*VLLM_PLUGINS"):
+    with pytest.raises(Hidden, match=r"layers\.0\.proj were packed away.*VLLM_PLUGINS"):
         names(Worker(model))
 
 

@@ -112,10 +112,18 @@ def test_what_cannot_be_read_is_unknown_with_a_note_and_raises_nothing(worker: W
     answer = digest_weights(worker, 2)
     assert answer["weights"] is None
     assert says in answer["note"]
-    assert (answer["number"], answer["rank"]) == (2, 3)
+    assert (answer["number"], answer["rank"], answer["alone"]) == (2, 3, "")
     assert not is_unchanged(worker, 2)
     assert not is_unchanged(worker, 1) or worker.held.number == 1  # a rank that is not ours any more keeps its tiers elsewhere
     assert end_device_work(worker) in (True, False)
+
+
+def test_only_weights_that_a_kernel_hides_are_hidden_for_good(worker: Worker) -> None:
+    worker.model.hiding = layer = nn.Linear(2, 2, bias=False)
+    layer.quant_method, layer.weight = Mock(old_quant_method=None), nn.Parameter(torch.empty(0))
+    answer = digest_weights(worker, 1)
+    assert (answer["weights"], answer["alone"]) == (None, answer["note"])
+    assert "hiding" in answer["alone"]
 
 
 def test_a_question_that_failed_leaves_nothing_to_compare_with(worker: Worker) -> None:

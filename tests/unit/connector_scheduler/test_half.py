@@ -65,6 +65,7 @@ def test_who_waits_for_a_load_asks_nothing_and_after_a_failure_does_not_wait_for
         world.begin(waiter)
         assert world.answer(waiter) is None
     world.step()
+    world.clock.now += READ_LEASE_SECONDS
     world.work("partial")
     assert world.load("b", PROMPT, SNAP) == (36, True)
     assert [world.answer(waiter) for waiter in "cd"] == [None] * 2, "one loads what came"

@@ -1,7 +1,10 @@
 """The agent's rules, one by one, under a clock that the test moves."""
 
+import time
+
 import pytest
 
+from epochkv_fence.common import LeaseClock
 from epochkv_fence.protocol import agent as ag
 from epochkv_fence.protocol.messages import MAX_EPOCH, Grant, Leave, Nudge, Propose, Reclaim
 
@@ -187,6 +190,26 @@ def test_who_missed_time_goes_on_as_another_instance_without_a_lease() -> None:
     assert (agent.view.epoch, agent.view.lease_until) == (1, ag.NO_LEASE)
     assert agent.step(grant(2, 1), 105.0) == [], "it was for the instance before"
     assert agent.view.lease_until == ag.NO_LEASE
+
+
+def test_an_adoption_under_way_while_time_was_missed_brings_no_lease() -> None:
+    agent = at_epoch(1)
+    agent.step(ag.Poked(), 101.0)
+    agent.step(grant(2, 2), 101.0)
+    agent.step(ag.Woke(bytes(16)), 103.0)
+    agent.step(ag.Adopted(2), 103.0)
+    assert agent.view == (2, ag.NO_LEASE)
+
+
+def test_the_clock_of_leases_goes_on_whatever_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    boot, wall, clock = time.clock_gettime, time.time, LeaseClock()
+    now = clock()
+    monkeypatch.setattr(time, "time", lambda: wall() - 600)
+    assert now <= clock() < now + 100, "the wall clock was set back"
+    monkeypatch.setattr(time, "clock_gettime", lambda which: boot(which) + 500)
+    assert now + 500 <= clock() < now + 600, "the machine was suspended"
+    monkeypatch.setattr(time, "time", lambda: wall() + 3600)
+    assert now + 3600 <= clock() < now + 3700, "the process was restored"
 
 
 def test_of_two_resets_the_higher_epoch_is_proposed_and_none_that_was_left_meanwhile() -> None:

@@ -441,11 +441,12 @@ def false_hub(answer: Callable[[Question, Report], None]) -> Iterator[Connection
                     assert isinstance(message, Question)
                     answer(message, fake.say)
 
-        threads.submit(serve)
+        serving = threads.submit(serve)
         try:
             yield connection(fake.endpoint, "u", ClientKeys(hub.public, *client))
         finally:
             stopping.set()
+        serving.result()
 
 
 def honest(message: Question, say: Report) -> None:
@@ -479,7 +480,10 @@ GARBAGE: list[list[bytes]] = [
 ]
 
 
-def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() -> None:
+def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, take = list[type](), Session._take
+    monkeypatch.setattr(Session, "_take", lambda self, message: taken.append(type(message)) or take(self, message))
+
     def answer(message: Question, say: Report) -> None:
         for frames in GARBAGE:
             say(frames)
@@ -502,6 +506,7 @@ def test_garbage_strangers_and_duplicates_between_true_answers_change_nothing() 
         reset = pool.reset()
         assert (reset.epoch, reset.published) == (1, True)
         assert [(group.id, group.label) for group in pool.wait_weights(label="step-1").groups] == [(NEW.hex(), "step-1")]
+    assert {Grant, Heartbeat, Error, Labelled} < set(taken)
 
 
 def test_what_a_hub_said_is_published_is_so_though_it_falls_silent() -> None:

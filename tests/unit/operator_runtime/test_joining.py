@@ -5,16 +5,17 @@ import contextlib
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from epochkv_operator.api.resources import PODS, POOLS, ObjectRef, Resource
-from epochkv_operator.control import joining
+from epochkv_operator.control import joining, reconcile
 from epochkv_operator.control.joining import Copies
 from epochkv_operator.control.reconcile import PodReconciler, PoolReconciler
 from epochkv_operator.control.runtime import Operator
@@ -165,12 +166,13 @@ def gated(name: str, namespace: str, gate: Json, version: str = "1") -> Json:
     return {**pod(name, 0.0, namespace, version), "spec": spec, "status": status}
 
 
-def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
+def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """That it has no keys does not say so, nor that a copy is lost, nor that it was never seen. A gate or a status that cannot be written
-    holds up nothing else."""
+    holds up nothing else, and what the status would say of served weights is remembered."""
     server, settings = ApiServer("rl", "team"), Settings(namespace="epochkv-system")
-    operator, wake, unseen, statuses = Operator(settings), Mock(), set[str](), list[Json]()
-    store, operator.queue = operator.store, Mock()
+    operator, wake, unseen, statuses, before = Operator(settings), Mock(), set[str](), list[Json](), list[object]()
+    store, operator.queue, judge, served = operator.store, Mock(), cast(Any, reconcile).serving, {("rl", "fp"): "w"}
+    monkeypatch.setattr(reconcile, "serving", lambda *given: before.append(given[5]) or replace(judge(*given), weights=served))
     closed = {"type": "epochkv.io/weights", "status": "False", "lastTransitionTime": ago(60.0)}
     for name in ("team", "other"):
         operator.observed(PODS, "ADDED", gated(f"of-{name}", name, closed))
@@ -203,7 +205,7 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more() -> None:
     assert opened(2, "team") == []
     (config,) = store.every("ConfigMap")
     store.remove("ConfigMap", server.objects.pop(("ConfigMap", "team", config["metadata"]["name"])))
-    assert opened(3, "team") == []
+    assert (opened(3, "team"), before[::2]) == ([], [{}, served, served])
     for name in (*(f"gone-{number}" for number in range(8)), "of-nobody", "of-refused"):
         operator.observed(PODS, "ADDED", gated(name, "team", closed))
         operator.observed(PODS, "DELETED", gated(name, "team", closed, "2"))
