@@ -72,7 +72,7 @@ _LINES = {
 
 
 class BypassLog:
-    """Logs each change of (reason, highest epoch granted in this engine instance or -1) once."""
+    """Logs each change of (reason, highest epoch adopted in this engine instance or -1) once."""
 
     def __init__(self) -> None:
         self.over = False  # the engine ends, and a lease that it gives back is no news
@@ -112,7 +112,7 @@ class RootState:
     Attributes:
         lock: guards everything here and in `Pins`.
         snapshot: what `refresh` found last. Any thread.
-        epoch: the highest one granted in this engine instance; -1 before the first.
+        epoch: the highest one adopted in this engine instance; -1 before the first.
         weights: digest of what the ranks hold; None: unknown. Any thread.
         overwritten: somebody else has bound vLLM's global: bypass for this engine instance. Any thread.
         names_alone: no digest can say what KV of this engine depends on. Its root is private, and each epoch, reset and possible write
@@ -273,9 +273,9 @@ class RootState:
             self._refresh()
             return self.member.secret is not None and self.epoch >= 0
 
-    def has_ended(self, adapter: bytes) -> bool:
-        """Whether `end` was called for this adapter in this epoch."""
-        return (self.epoch, adapter) in self._ended
+    def has_ended(self, digest: bytes) -> bool:
+        """Whether `end` was called for these weights, or this adapter, in this epoch."""
+        return (self.epoch, digest) in self._ended
 
     def keep_own(self) -> None:
         """From now on this engine names for itself alone."""

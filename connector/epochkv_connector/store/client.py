@@ -374,8 +374,8 @@ _FULL_SECONDS = 1.0
 """After a put that found no space, nothing is put for so long."""
 
 _OTHER_LAYOUT = (
-    "object %s was put by an engine of the same name whose KV tensors are laid out otherwise (another attention backend, order of "
-    "dimensions or layer types): treated as a miss; give both engines the same hardware and --attention-backend, or pools of their own"
+    "object %s was put by an engine with the same fingerprint, whose KV tensors are laid out otherwise (another attention backend, order "
+    "of dimensions or layer types): treated as a miss; give both engines the same hardware and --attention-backend, or pools of their own"
 )
 
 CallStore = Callable[[Sequence[Transfer]], list[int] | StoreOutcome]

@@ -362,7 +362,7 @@ class Rank:
     def tell(self, kind: str, reason: str, detail: str, word: str = "failed") -> None:
         """Count a failure, and say it (`Seldom`)."""
         self.counters.add(f"{kind}_{word}_{reason}")
-        self.warn(f"{kind} {reason}", logging.WARNING, "KV %s %s: %s", kind, word, detail)
+        self.warn(f"{kind} {reason}", logging.WARNING, "EpochKV: %s of KV %s (vLLM computes what is missing): %s", kind, word, detail)
 
     def guard(self, work: Callable[[], None], fail: Callable[[str, str], None]) -> None:
         """Run one job's work; anything it raises fails that job only."""

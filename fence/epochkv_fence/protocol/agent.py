@@ -142,7 +142,7 @@ class Agent:
 
     Attributes:
         epoch: highest epoch adopted in this engine instance; survives lease loss.
-        lease_until: on the driver's monotonic clock; moves only once the granted epoch *is* adopted, so a lease never
+        lease_until: on the lease clock (`common.LeaseClock`); moves only once the granted epoch *is* adopted, so a lease never
             covers the use of a lower one.
         refused: grants dropped, by reason, and proposals that no epoch is left for.
     """
@@ -178,7 +178,7 @@ class Agent:
     # ------------------------------------------------------------------ stepping
 
     def step(self, event: Event, now: float) -> list[Action]:  # noqa: PLR0911 - one line per event
-        """Take one event at `now` (seconds on this engine's monotonic clock)."""
+        """Take one event at `now` (seconds on the lease clock)."""
         if self._left:
             return []
         match event:

@@ -1,1 +1,1 @@
-"""The control loop: watches (those of pools and engines are kopf's) fill a queue, workers reconcile, the status writer reports."""
+"""The control loop: watches (those of pools and engines are kopf's) fill a queue, workers reconcile, the reporter writes statuses."""

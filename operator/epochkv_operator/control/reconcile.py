@@ -1,5 +1,5 @@
-"""Reconciling a KVCachePool (its Secret, its place in the hub, its objects, its status) and an InferenceEngine (its objects around the
-pool it refers to, its status).
+"""Reconciling a KVCachePool (its Secret, its place in the hub, its objects, its status, the gates of its pods, copies of its keys) and an
+InferenceEngine (its objects around the pool it refers to, its status).
 
 No reset is driven here. `spec.resetEpoch` is handed to the hub (`hub/service.py`), which records the epoch (`hub/authority.py`)
 and follows it until it is published (`epochkv_fence/hub/machine.py`).

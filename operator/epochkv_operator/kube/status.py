@@ -1,7 +1,7 @@
 """Status writes and Events: what the operator says about an object.
 
 All status writes go through `StatusWriter`: compare-and-swap on the resourceVersion, re-read and decide again on conflict.
-Two writers share a pool's status in one process: the hub's authority writes epochs, and the status writer the rest, and epochs
+Two writers share a pool's status in one process: the hub's authority writes epochs, and `control/reporter.py` the rest, and epochs
 that somebody has removed. A second operator may be alive. The newest state known of each object, from whichever answer, is
 kept, so that the usual write costs one request and no read.
 """
