@@ -116,12 +116,12 @@ class Adapters:
 
     def arrived(self, request: Any) -> None:
         """A new request uses it, which nobody counts yet. vLLM reads it again with every step of one that loads in place, and once if it
-        had more adapters than it keeps: files may have changed. Where those in use leave no room, reading it now would drop one of them."""
+        had more adapters than it keeps: files may have changed."""
         adapter_id, drops = int(request.lora_int_id), len(self._known) > self.num_kept and self.why_alone is None
         if getattr(request, "load_inplace", False):
             self.of(request)
             self._suspected[adapter_id] = True
-        elif drops and self._names is not None and len(used := self._names.adapters_in_use()) < self.num_kept and adapter_id not in used:
+        elif drops and self._names is not None and adapter_id not in self._names.adapters_in_use():
             self._suspected.setdefault(adapter_id, False)
 
     def version(self, adapter_id: int) -> int:

@@ -389,15 +389,16 @@ def _own(module: torch.nn.Module) -> Iterator[Home]:
 def _inside(name: str, *steps: tuple[Any, Any, Any]) -> Iterator[Home]:
     """The tensor that the last step leads to, or those in a list or an object of a library."""
     container, key, value = steps[-1]
+    many = isinstance(value, (list, tuple))
     of_library = type(value).__module__.removeprefix("vllm.third_party.").partition(".")[0] in KERNEL_LIBRARIES
     if _has_end(str(key), SCRATCH) or any(one is value for *_, one in steps[:-1]):
         return
     if isinstance(value, torch.Tensor):
         yield Home(name, value, steps)
-    elif of_library or (isinstance(value, (list, tuple)) and not isinstance(container, (list, tuple))):
-        kept = getattr(value, "__dict__", {}) if of_library else dict(enumerate(value))
+    elif of_library or (many and not isinstance(container, (list, tuple))):
+        kept = dict(enumerate(value)) if many else getattr(value, "__dict__", {})
         for part, one in kept.items():
-            yield from _inside(f"{name}.{part}", *steps, (kept if of_library else value, part, one))
+            yield from _inside(f"{name}.{part}", *steps, (value if many else kept, part, one))
 
 
 def _has_end(name: str, endings: Iterable[str]) -> bool:

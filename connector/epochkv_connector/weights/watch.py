@@ -436,7 +436,9 @@ class Watch:
         self._sampled, self._steps = True, 0
         began = self._clock()
         answers, note, alone = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
-        if alone and self._peers is None:  # in a domain, KV depends on what others hold, too, and nobody would follow them
+        if (
+            alone and self._why_own is None and self._peers is None
+        ):  # else KV depends on what other ranks hold, and nobody would follow them
             self._keep_to_itself(alone, asks=False)
             return
         if (naps := sum(answer["naps"] for answer in answers)) > self._naps:

@@ -267,7 +267,7 @@ async def wait(session: Session, epoch: int, timeout_s: float = RESET_SECONDS, p
         await _pursue(session, ask, lambda: ask.published, report, asks=False)
     engines: list[EngineStatus] = []
     try:
-        page, engines = await session.engines(max(until, time.monotonic() + MAX_RETRY_SECONDS))
+        page, engines = await session.engines(time.monotonic() + 2 * MAX_RETRY_SECONDS)
     except HubUnreachable:
         if not ask.published:
             raise

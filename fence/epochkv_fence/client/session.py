@@ -254,13 +254,10 @@ class Session:
             return
         if isinstance(message, Status) and message.pool == self.connection.pool.uid and self._proven != link.keys:
             self._proven = link.keys
-            self._ask_again()
+            for conversation in self._conversations.values():
+                conversation.put(None)
         if self._take(message):
             link.redial_at = min(redial_at, time.monotonic() + REDIAL_SECONDS)  # the hub may say so once a second
-
-    def _ask_again(self) -> None:
-        for conversation in self._conversations.values():
-            conversation.put(None)
 
     def _take(self, message: Message) -> bool:
         """Returns whether this connection is of no use any more: its key was accepted when it was made, and is not now."""
@@ -285,7 +282,8 @@ class Session:
                     self.problem = "it is connected and does not answer"
                     self._refused_since = None
                     link.redial_at = math.inf  # what is asked now sets it
-                    self._ask_again()
+                    for conversation in self._conversations.values():
+                        conversation.put(None)
                 case LinkEvent.DISCONNECTED:
                     self.problem = "the connection is lost"
                 case _:

@@ -406,7 +406,7 @@ LEAVE_SECONDS: Final = 0.5
 """For telling the hub that this engine ends: for the step under way to end, and again for the message to get out."""
 MAX_POLL_SECONDS: Final = 1.0
 MISSED_SECONDS: Final = 1.0
-"""A wall clock that goes ahead of the monotonic one by more, within one turn: time was missed. One that is set ahead looks alike."""
+"""A wall clock that goes ahead of the boot clock by more, between two events: this process was restored, or the clock was set."""
 
 
 class AgentThread:
@@ -539,7 +539,7 @@ class AgentThread:
             self._settling_since = None
             self._step(ag.Settled())
         now, lease_now = time.monotonic(), lease_clock()
-        if lease_now >= self._agent.deadline():
+        if lease_now >= self._agent.deadline() or lease_clock.ahead > self._ahead + MISSED_SECONDS:
             self._step(ag.Tick())
         explained = self._links.current.connected or self._say.state("hub") in ("refused", "handshake")
         if not explained and now >= self._disconnected_at + UNREACHABLE_AFTER_SECONDS:
@@ -600,11 +600,12 @@ class AgentThread:
     # ------------------------------------------------------------------ the state machine
 
     def _step(self, event: ag.Event) -> None:
-        now, before = lease_clock(), self._ahead
-        self._ahead = lease_clock.ahead
-        if self._ahead > before + MISSED_SECONDS:
-            text = "the clock has gone ahead by %.1f s; sharing nothing until there is a lease for another engine instance"
-            self._say("clock", str(now), logging.WARNING, text, self._ahead - before)
+        now, missed = lease_clock(), lease_clock.ahead - self._ahead
+        if missed > MISSED_SECONDS:
+            self._view = self._view._replace(lease_until=ag.NO_LEASE)  # first: `view` trusts it again from the next line on
+        self._ahead += missed
+        if missed > MISSED_SECONDS:
+            self._say("clock", str(now), logging.WARNING, "the clock went ahead by %.1f s; asking for a lease as another instance", missed)
             self._step(ag.Woke(self._engine.wake()))
         actions = self._agent.step(event, now)
         self._view = self._agent.view

@@ -154,8 +154,7 @@ class PoolReconciler(_Reconciler):
             self._served.pop(pool.metadata.uid, None)
         except ApiError as error:  # gates and keys do not wait for it
             errors.append(error)
-            if found is not None:
-                self._served[pool.metadata.uid] = found.weights
+            self._served[pool.metadata.uid] = found.weights if found is not None else {}
         if found is not None:
             errors.append(await self._turn(key, pool.metadata.uid, found))
         errors.append(await self.copies.keep(key, pool, keys, context))

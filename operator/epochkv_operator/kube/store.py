@@ -26,7 +26,7 @@ def resource_version(obj: Json) -> int:
 
 def slim(kind: str, obj: Json) -> Json:
     """The object without what nobody asks for: managedFields (most of its bytes), except one fact, whether an autoscaler owns the replica
-    count; large data of a ConfigMap, which is not ours then; and the spec and others' annotations of a pod, of which there are many, except
+    count; large values of a ConfigMap, which are not ours; and the spec and others' annotations of a pod, of which there are many, except
     whether it mounts the keys of its pool, and whether it has our gate."""
     metadata = dict(obj["metadata"])
     fields = metadata.pop("managedFields", None) or []

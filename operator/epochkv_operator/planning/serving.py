@@ -34,8 +34,8 @@ So a push that goes engine by engine changes nothing until W moves to the new we
 and come back with the new ones. A gate changes at most once for each change of what the pod holds or reports, of its instances, and of W:
 nothing else turns a gate back to True.
 
-`control/reconcile.py` writes the gates. W is kept in `status.servedWeights`, and whether an engine was pushed to is its own word: engines
-that merely start, however many, change nothing. A hub that has just begun to lead knows nobody: until each engine has had the time to be heard from, W stays as it was.
+W is kept in `status.servedWeights`, and whether an engine was pushed to is its own word: engines that merely start, however many, change
+nothing. A hub that has just begun to lead knows nobody: until each engine has had the time to be heard from, W stays as it was.
 
 Each gate that is written names live(p), so the next operator knows who is new. Times are compared on one clock, which is this process's
 own and which nobody sets. A node's clock names the lives of a container, and no more.
