@@ -44,7 +44,7 @@ OPENING = 2 * BLOCK_TOKENS + 4
 """Tokens of the prompt of a request that is watched: two blocks, and the third soon begun."""
 MAX_TOKENS = 1700
 """Of its answer, which nobody waits for."""
-SLOW_SECONDS = 0.005
+SLOW_SECONDS = 0.02
 MAX_PREFIXES = 4
 FLIPPED = "model.layers.0.self_attn.k_norm.weight"
 """Times -1: every key of the first layer points the other way, and doing it again takes it back, bit by bit."""

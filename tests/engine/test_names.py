@@ -113,7 +113,7 @@ def stamped(lab: Lab, engine: Engine, num_answers: int) -> None:
     held = [(lab.digest(engine), lab.weights.base, 0.0, 0.0)]
     for number in range(num_answers // NUM_RUNNING):
         held, model = held[-1:], held[-1][1]
-        with Streams(engine, [lab.prompts(OPENING) for _ in range(NUM_RUNNING)], max_tokens=source.randrange(60, 90)) as streams:
+        with Streams(engine, [lab.prompts(OPENING) for _ in range(NUM_RUNNING)], max_tokens=source.randrange(100, 130)) as streams:
             for _ in range(2 - number % 2):
                 streams.move_on(source.randrange(1, 25))
                 model, began, before = lab.weights.after(model), time.monotonic(), len(lab.seen(engine))
