@@ -56,13 +56,13 @@ class Stamp:
 
     @property
     def weights(self) -> str:
-        """The digest of the weights that made the whole answer; empty: they changed, or are unknown for a part of it."""
-        digests = {one.weights for one in self.made}
-        return digests.pop() if len(digests) == 1 and UNKNOWN_WEIGHTS not in digests else ""
+        """The digest of the weights that made the whole answer; empty: they or its adapter changed, or are unknown for a part of it."""
+        policies = {(one.weights, one.adapter) for one in self.made}
+        return self.made[0].weights if len(policies) == 1 and UNKNOWN_WEIGHTS not in policies.pop() else ""
 
     def is_of(self, weights: str) -> bool:
-        """Whether these weights made every token: their label, or the first digits of their digest, 8 at least."""
-        return bool(self.made) and all(one.weights != UNKNOWN_WEIGHTS and is_called(one.weights, one.label, weights) for one in self.made)
+        """Whether these weights made every token, with one adapter or none: their label, or the first digits of their digest, 8 at least."""
+        return self.weights != "" and any(is_called(one.weights, one.label, weights) for one in self.made)
 
 
 def stamps(response: Any) -> list[Stamp | None]:

@@ -23,9 +23,9 @@ from epochkv_fence.protocol.messages import STAMP_KEY, UNKNOWN_WEIGHTS
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
-Names = tuple[str, int | None]
+Names = tuple[str, str, int | None]
 """Weights and epoch."""
-NOBODYS: Final[Names] = ("", None)
+NOBODYS: Final[Names] = ("", "", None)
 AT_ONCE: Final = 8
 WARM_SECONDS: Final = 120.0
 POLL_SECONDS: Final = 0.1
@@ -128,9 +128,9 @@ def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float, over: t
         stored, storable, made = said["stored_tokens"], said["storable_tokens"], said["tokens"]
         if storable == 0:
             raise WarmFailed(f"{engine.name} can store nothing of a prompt of {num_tokens} tokens: it has no L2, or no whole block")
-        weights = made[-1]["weights"] if made else UNKNOWN_WEIGHTS
-        if stored == storable and weights != UNKNOWN_WEIGHTS:
-            return stored, computed, (weights, said.get("epoch"))
+        by = (made[-1]["weights"], made[-1].get("adapter", "")) if made else (UNKNOWN_WEIGHTS, "")
+        if stored == storable and UNKNOWN_WEIGHTS not in by:
+            return stored, computed, (*by, said.get("epoch"))
         if over.wait(POLL_SECONDS) or time.monotonic() > deadline:
             raise WarmFailed(f"{engine.name}: L2 holds {stored} of {storable} tokens of a prompt, and the time is over")
 
