@@ -13,13 +13,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from epochkv_connector.engine import blocks, describe, entry, interface, limits, patches
+from epochkv_connector.engine import blocks, describe, entry, interface, limits, patches, plugin
 from epochkv_connector.engine.interface import (
     KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from epochkv_connector.guard import Guard
@@ -31,9 +29,6 @@ from epochkv_connector.worker.role import JobRunner, WorkerRole, build_runner
 from epochkv_fence.connection import ConfigurationError
 
 logger = logging.getLogger("vllm.epochkv")
-
-KVConnectorMetadata.register(StepMetadata)
-KVConnectorWorkerMetadata.register(WorkerReport)
 
 _local_workers: weakref.WeakValueDictionary[str, EpochKVConnector] = weakref.WeakValueDictionary()
 """Worker objects of this process by vLLM's engine id: an in-process scheduler object finds its worker here."""
@@ -156,6 +151,9 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Clear on every tier. True: the names make it true. False only in the worker role, or if they could not be changed."""
         return self._scheduler is not None and self._guard.run("reset_cache", self._scheduler.reset_cache, lambda: False)
 
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        """Nothing: a MultiConnector tells each child what the others' ranks say of themselves."""
+
     # ------------------------------------------------------------------ worker role
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -241,8 +239,10 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     # ------------------------------------------------------------------ both roles
 
     def get_kv_connector_stats(self) -> EpochKVStats | None:
-        """At most once a second: counters since the last report, and what holds now."""
-        return self._guard.run("stats", self._collect_stats, lambda: None) if self._reporter.due() else None
+        """Counters since the last report, and what holds now: once a second, and when the engine is about to idle."""
+        role = self._scheduler or self._worker
+        idle = role is not None and role.is_idle
+        return self._guard.run("stats", self._collect_stats, lambda: None) if self._reporter.due() or idle else None
 
     def _collect_stats(self) -> EpochKVStats | None:
         if self._scheduler is not None:
@@ -262,6 +262,7 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> EpochKVPromMetrics:
+        plugin.join_front_end()  # no plugin ran here where another process made the configuration, as Ray Serve has it on GPUs
         return EpochKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:

@@ -17,7 +17,6 @@ def transfer_config(extra: Mapping[str, Any], role: str = "kv_both") -> dict[str
         "kv_connector": NAME,
         "kv_connector_module_path": MODULE,
         "kv_role": role,
-        "kv_load_failure_policy": "recompute",
         EXTRA: dict(extra),
     }
 

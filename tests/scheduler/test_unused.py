@@ -50,10 +50,6 @@ def unsupported(patch: Patch) -> dict[str, Any]:
     return {"store": SharedStore(), "groups": ("full", "48"), "caching": False}
 
 
-def policy(patch: Patch) -> dict[str, Any]:
-    return {"transfer": {"kv_load_failure_policy": "fail"}}
-
-
 def scales(patch: Patch) -> dict[str, Any]:
     def change(config: VllmConfig) -> None:
         object.__setattr__(config.cache_config, "cache_dtype", "fp8")
@@ -114,7 +110,6 @@ def refusing(patch: Patch) -> dict[str, Any]:
 
 REASONS: dict[str, tuple[Prepare, str, str, str]] = {
     "layout": (unsupported, "LayoutUnsupported", "no tier is used: KV cache group 1 (MambaSpec)", "turn prefix caching on"),
-    "policy": (policy, "SavesOnly", "loads are off: kv_load_failure_policy is 'fail'", "set it to 'recompute'"),
     "scales": (scales, "TiersOff", "no tier is used: calculate_kv_scales is on", "turn it off"),
     "weights": (experts, "OwnCache", "the engine keeps its cache to itself: expert rebalancing", "turn it off"),
     "seed": (seed, "L1Only", "L2 is off: block hashes (sha256) have a random seed", "set PYTHONHASHSEED"),
@@ -145,9 +140,9 @@ def test_every_reason_is_one_line_with_what_to_change(
 
 WISHES: dict[str, tuple[dict[str, Any], str]] = {
     "nothing": ({}, ""),
-    "a producer": ({"transfer": {"kv_role": "kv_producer", "kv_load_failure_policy": "fail"}}, "loads are off: kv_role"),
+    "a producer": ({"transfer": {"kv_role": "kv_producer"}}, "loads are off: kv_role"),
     "a consumer": ({"transfer": {"kv_role": "kv_consumer"}}, "saves are off: kv_role"),
-    "no tiers": ({"l1_bytes": None, "transfer": {"kv_load_failure_policy": "fail"}}, ""),
+    "no tiers": ({"l1_bytes": None}, ""),
 }
 
 
@@ -163,9 +158,8 @@ def test_what_the_user_asked_for_is_said_and_no_problem(make_rig: MakeRig, caplo
     assert reported(rig) == 0.0
 
 
-@pytest.mark.parametrize("transfer", [{"kv_role": "kv_producer"}, {"kv_load_failure_policy": "fail"}])
-def test_who_is_to_load_nothing_saves_and_never_loads(make_rig: MakeRig, transfer: dict[str, str]) -> None:
-    rig = make_rig(transfer=transfer, epoch=0)
+def test_who_is_to_load_nothing_saves_and_never_loads(make_rig: MakeRig) -> None:
+    rig = make_rig(transfer={"kv_role": "kv_producer"}, epoch=0)
     assert found(rig) == 0
     assert rig.tiers.stats()["slots_indexed"] == 8  # there to be loaded
     assert rig.block_pool.reset_prefix_cache()
@@ -183,11 +177,11 @@ def test_a_consumer_loads_what_others_saved_and_saves_nothing(make_rig: MakeRig,
 
 def test_all_reasons_are_told_at_once_and_the_worst_first(make_rig: MakeRig, monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
     """One restart with all of them changed is enough."""
-    options = {**refusing(monkeypatch), **seed(monkeypatch), **experts(monkeypatch), **policy(monkeypatch)}
+    options = {**refusing(monkeypatch), **seed(monkeypatch), **experts(monkeypatch)}
     with caplog.at_level(logging.WARNING, logger="vllm.epochkv"):
         rig = make_rig(**options)
     (line,) = lines(caplog)
-    places = [line.index(says) for says in ("expert rebalancing", "rank 1 cannot copy", "kv_load_failure_policy", "PYTHONHASHSEED")]
+    places = [line.index(says) for says in ("expert rebalancing", "rank 1 cannot copy", "PYTHONHASHSEED")]
     assert places == sorted(places)
     assert rig.connector.scheduler.hooks.tiers()[0] == "TiersBroken"
 

@@ -119,7 +119,7 @@ def _kv_transfer_config(tmp: Path, options: EngineOptions, has_store: bool) -> K
         ours["local"] = {"capacity_bytes": options.l1_bytes}
     if has_store:
         ours["distributed"] = {"master_address": "127.0.0.1:1"}
-    given: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", **(options.transfer or {})}
+    given: dict[str, Any] = {"kv_role": "kv_both", **(options.transfer or {})}
     place = "epochkv_connector.connector"
     return KVTransferConfig(kv_connector="EpochKVConnector", kv_connector_module_path=place, kv_connector_extra_config=ours, **given)
 

@@ -202,6 +202,7 @@ class Fence:
 
         def schedule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
+                guard.run("apply", role.state.apply, role.weights.break_off)
                 output = function(*args, **kwargs)
                 guard.run("schedule", lambda: self._admit(output), lambda: None)
                 return output
@@ -216,6 +217,9 @@ class Fence:
         def reset(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return guard.run("reset_cache", role.reset_cache, lambda: False) and function(*args, **kwargs)
 
+        def has_requests(function: Callable[[], bool]) -> bool:
+            return function() or role.state.must_tell
+
         def shutdown(function: Callable[[], None]) -> None:
             role.stop()
             function()
@@ -223,6 +227,7 @@ class Fence:
         patches.around(scheduler, "schedule", schedule)
         patches.around(scheduler, "_connector_finished", finish)
         patches.around(scheduler, "reset_connector_cache", reset)
+        patches.around(scheduler, "has_requests", has_requests)
         patches.around(scheduler, "shutdown", shutdown)
 
     def _join_connector(self, connector: Any) -> None:

@@ -48,10 +48,8 @@ def check_version(allow_untested: bool) -> None:
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
-        KVConnectorMetadata,
         KVConnectorRole,
         KVConnectorTransferResults,
-        KVConnectorWorkerMetadata,
         SupportsHMA,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -67,12 +65,10 @@ except ImportError:
 
 __all__ = [
     "KVConnectorBase_V1",
-    "KVConnectorMetadata",
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
-    "KVConnectorWorkerMetadata",
     "SupportsHMA",
     "kv_cache_interface",
     "kv_cache_planning",

@@ -28,18 +28,21 @@ LEASE_SECONDS = 30.0
 
 
 def children_of(transfer: Any) -> list[Mapping[str, Any]]:
-    """Configurations of a MultiConnector's children; empty for any other connector (or None)."""
-    extra = getattr(transfer, "kv_connector_extra_config", None) or {}
-    return list(extra.get("connectors", [])) if getattr(transfer, "kv_connector", None) == MULTI else []
+    """Configurations of what a MultiConnector holds, or what is derived from it; empty for any other connector (or None)."""
+    return _children(getattr(transfer, "kv_connector_extra_config", None))
+
+
+def _children(extra: Any) -> list[Mapping[str, Any]]:
+    return list((extra or {}).get("connectors") or ())
 
 
 def _held(connector: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The connector itself, or what it holds where it is a MultiConnector."""
-    if connector.get("kv_connector") != MULTI:
-        yield connector
-        return
-    for child in (connector.get("kv_connector_extra_config") or {}).get("connectors", []):
+    children = _children(connector.get("kv_connector_extra_config"))
+    for child in children:
         yield from _held(child)
+    if not children:
+        yield connector
 
 
 def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
@@ -48,7 +51,7 @@ def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
         return []
     names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
     whole = {name: getattr(transfer, name) for name in names}
-    return list(_held(whole)) or [whole]
+    return list(_held(whole))
 
 
 def handoff_seconds(connectors: Sequence[Mapping[str, Any]]) -> float:
@@ -321,7 +324,7 @@ def find_unused(
     """Everything at once, so that one restart is enough.
 
     Args:
-        policy: the `kv_load_failure_policy` that vLLM follows.
+        policy: the `kv_load_failure_policy` that vLLM follows: that of a MultiConnector, and of none of its children.
         own, no_l2, layout_problem: of `why_own`, `why_no_l2` and `CacheLayout.problem`.
         error: why the tiers could not be built; empty: they were, or there are none.
         refusals: why a rank takes no job, by rank; empty where it does.
@@ -344,10 +347,7 @@ def find_unused(
     if role == "kv_producer":
         found.append(Unused(NO_LOADS, "kv_role is 'kv_producer', which saves only; set it to 'kv_both' to load as well", None))
     elif policy != "recompute":
-        text = (
-            f"kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute' "
-            "(with a MultiConnector: in its own configuration, where vLLM reads it)"
-        )
+        text = f"the MultiConnector's kv_load_failure_policy is {policy!r}, so a lost block would fail the request; set it to 'recompute'"
         found.append(Unused(NO_LOADS, text, "SavesOnly"))
     if role == "kv_consumer":
         found.append(Unused(NO_SAVES, "kv_role is 'kv_consumer', which loads only; set it to 'kv_both' to save as well", None))

@@ -274,19 +274,23 @@ def wake(engine_core: Any) -> None:
 
 def builders() -> tuple[Any | None, Any | None]:
     """The engine core and the scheduler, or what is derived from them, whose constructors are running, if any."""
-    kinds = [(owner, [base.__name__ for base in type(owner).__mro__]) for owner, _ in _constructors()]
-    core, scheduler = (next((owner for owner, names in kinds if kind in names), None) for kind in ("EngineCore", "Scheduler"))
+    owners = [owner for owner, _ in _constructors()]
+    core, scheduler = (next((owner for owner in owners if kind in _kinds(owner)), None) for kind in ("EngineCore", "Scheduler"))
     return core, scheduler
 
 
 def parent_config() -> Any | None:
-    """The `kv_transfer_config` of the outermost MultiConnector that makes this connector; None: there is none.
+    """The `kv_transfer_config` of the outermost MultiConnector, or what is derived from it, that makes this connector; None: none does.
 
     The children's configuration does not name the parent (each child gets a copy with its own `kv_transfer_config`),
     so the parent is looked up among the callers.
     """
-    parents = [arguments.get("vllm_config") for owner, arguments in _constructors() if type(owner).__name__ == "MultiConnector"]
-    return getattr(parents[-1], "kv_transfer_config", None) if parents else None
+    makers = [arguments.get("vllm_config") for owner, arguments in _constructors() if "MultiConnector" in _kinds(owner)]
+    return getattr(makers[-1], "kv_transfer_config", None) if makers else None
+
+
+def _kinds(owner: Any) -> list[str]:
+    return [base.__name__ for base in type(owner).__mro__]
 
 
 def _constructors() -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -138,16 +138,28 @@ def _tiers(config: ConnectorConfig) -> str:
 
 def register() -> None:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from epochkv_connector.weights.digest import mark
 
-    if NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    _register_name()
     patches.around_arguments(before_engine, check, leave if is_injected() else None)
     patches.wrap(VllmConfig, "_resolve_mm_embedding_inputs", limits.keep_embeddings_out)
     patches.before_packing(mark)
     fenced.install()
+
+
+def _register_name() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+
+
+def join_front_end() -> None:
+    """What requests and answers need where they enter and leave; may be called again."""
+    _register_name()
+    patches.mark_media_ids()
+    answers.install()
 
 
 @_one_line()
@@ -156,8 +168,7 @@ def check(vllm_config: Any) -> None:
     `limits.check_start`, or `SystemExit` with one line in a command of vLLM."""
     describe.note_cores(vllm_config)
     limits.check_before_load(vllm_config)
-    patches.mark_media_ids()
-    answers.install()
+    join_front_end()
     config = fenced.check(vllm_config)
     if config is not None and is_injected():
         _read_keys(config, os.environ)

@@ -46,6 +46,7 @@ from epochkv_connector.wire import RankLayout, common_slots
 from epochkv_connector.worker.layout import object_bytes
 from epochkv_fence.common import lease_clock
 from epochkv_fence.connection import read_client_keys, read_root_secret
+from epochkv_fence.launch import NAME
 from epochkv_fence.net.agent import AgentHooks, AgentThread, EngineIdentity
 from epochkv_fence.net.keys import ClientKeys
 from epochkv_fence.protocol.messages import INSTANCE_BYTES, WEIGHTS_BYTES
@@ -265,6 +266,8 @@ class SchedulerRole:
         self.tiers, self.store_keys = guard.run(
             "tiers", lambda: build_tiers(config, vllm_config, kv_cache_config, layouts or []), lambda: (None, None)
         )
+        if transfer is not None and transfer.kv_connector == NAME:  # vLLM reads it next, and a block that a cache has lost is a miss
+            transfer.kv_load_failure_policy = "recompute"
         policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))  # without a connector nobody loads
         self._unused = self._find_unused(layouts or [], policy)
         off = {one.what for one in self._unused}
@@ -414,6 +417,11 @@ class SchedulerRole:
         """Keep a multiprocess engine stepping: a save holds GPU blocks, ranks wait for word, a load that must fail is not finally
         reported, or routers wait for events. All have deadlines; the last takes one step."""
         return self.requests.must_fail or (self.tiers is not None and self.tiers.saves.is_pending()) or self.state.must_tell
+
+    @property
+    def is_idle(self) -> bool:
+        """No step follows this one unless a request comes."""
+        return len(self.requests) == 0 and not self.has_pending_work
 
     def tiers_told(self) -> tuple[str, str]:
         """What heartbeats say of tiers that this engine cannot use (`limits.told_unused`). Any thread."""

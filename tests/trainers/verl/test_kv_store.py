@@ -35,7 +35,6 @@ def ours(world: HubWorld, **more: Any) -> dict[str, Any]:
         "kv_connector": "EpochKVConnector",
         "kv_connector_module_path": "epochkv_connector.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"config_file": str(world.folder / "connection.json"), **more},
     }
 

@@ -48,7 +48,7 @@ def test_the_engine_gets_what_the_documentation_has_users_write() -> None:
     transfer = joined(ON)
     assert isinstance(transfer, KVTransferConfig)
     assert (transfer.kv_connector, transfer.kv_connector_module_path) == ("EpochKVConnector", "epochkv_connector.connector")
-    assert (transfer.kv_role, transfer.kv_load_failure_policy, transfer.kv_connector_extra_config) == ("kv_both", "recompute", {})
+    assert (transfer.kv_role, transfer.kv_connector_extra_config) == ("kv_both", {})
 
 
 @pytest.mark.parametrize("value", [None, "", "0", " 0 "])

@@ -18,7 +18,6 @@ from tests.support.hub import HubWorld, altered, hub_world
 
 VLLM: dict[str, Any] = {"name": "vllm"}
 PLACE = {"kv_connector": "EpochKVConnector", "kv_connector_module_path": "epochkv_connector.connector"}
-OURS = {**PLACE, "kv_load_failure_policy": "recompute"}
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +72,13 @@ def test_what_verl_would_ignore_or_overwrite_is_refused(rollout: dict[str, Any],
 # ------------------------------------------------------------------ files
 def test_the_pools_file_stands_for_our_connector(world: HubWorld) -> None:
     path = str(world.folder / "connection.json")
-    expected = {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": {"config_file": path}}
+    expected = {**PLACE, "kv_role": "kv_both", "kv_connector_extra_config": {"config_file": path}}
     for given in (block(config_path=path), block(config_path=path, kv_connector="EpochKVConnector")):
         assert resolve(given, VLLM, {}) == expected
     assert resolve(block(), VLLM, {"EPOCHKV_CONFIG": path}) == expected
     more = {"local": {"capacity_bytes": 1 << 30}, "verify": "header"}
     found = resolve(block(config_path=path, extra_config=more, kv_role="kv_producer"), VLLM, {})
-    assert found == {**OURS, "kv_role": "kv_producer", "kv_connector_extra_config": {"config_file": path, **more}}
+    assert found == {**PLACE, "kv_role": "kv_producer", "kv_connector_extra_config": {"config_file": path, **more}}
 
 
 def test_a_document_in_the_drivers_environment_reaches_the_engines(world: HubWorld) -> None:

@@ -418,7 +418,7 @@ def test_replicas_of_an_engine_that_spans_nodes_are_groups() -> None:
     assert status["selector"] == leaders
 
 
-MAMBA, FAIL = "no tier is used: KV cache group 0", "loads are off: kv_load_failure_policy is 'fail'"
+MAMBA, FAIL = "no tier is used: KV cache group 0", "loads are off: the MultiConnector's kv_load_failure_policy is 'fail'"
 
 
 def lacks(name: str, reason: str = "", note: str = "", **extra: Any) -> EngineView:
