@@ -21,24 +21,12 @@ class StoreAdminError(Exception):
     """The store did not answer or refused. What was removed is then unknown; the hub tries again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """What one call removed.
-
-    Attributes:
-        keys: as the store counted them; 0 means that there were none.
-        num_bytes: memory freed; None when the store does not say.
-    """
-
-    keys: int
-    num_bytes: int | None = None
-
-
 class StoreAdmin(Protocol):
     """All calls are made with a deadline by the caller; a call that is cancelled may still take effect later."""
 
-    async def remove_all(self, pool_uid: str) -> Removed:
-        """Remove every key of this pool's store that nobody reads now.
+    async def remove_all(self, pool_uid: str) -> tuple[int, int | None]:
+        """Remove every key of this pool's store that nobody reads now. Returns how many the store has counted, and the bytes that are
+        free now; None: it does not say.
 
         Raises:
             StoreAdminError: no answer, or a refusal; what was removed is then unknown.
@@ -52,7 +40,8 @@ class StoreAdmin(Protocol):
 # a name cannot be ended.
 
 
-DEADLINE_SECONDS: Final = 10.0
+DEADLINE_SECONDS: Final = 7.0
+"""Less than the hub waits (`net.server`), whose sentence does not name the address."""
 CONNECT_SECONDS: Final = 2.0
 MAX_ANSWER_BYTES: Final = 1 << 20
 REMOVE_ALL: Final = "/api/v1/remove_all?force=false"
@@ -75,7 +64,7 @@ class MooncakeAdmin:
     deadline_seconds: float = DEADLINE_SECONDS
     """For one `remove_all`, over all its requests."""
 
-    async def remove_all(self, pool_uid: str) -> Removed:
+    async def remove_all(self, pool_uid: str) -> tuple[int, int | None]:
         """As in `StoreAdmin`. A request that was sent and failed may still be carried out: no other master's answer stands for it."""
         urls = self._url_of(pool_uid)
         if not urls:
@@ -123,7 +112,7 @@ class _Master:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
-    def remove_all(self) -> Removed:
+    def remove_all(self) -> tuple[int, int | None]:
         before = self._allocated()
         answer = self._request("POST", REMOVE_ALL)
         try:
@@ -137,7 +126,7 @@ class _Master:
                 f"{self._url}{REMOVE_ALL}: unexpected answer {answer[:200]!r}; give the address of a Mooncake master's admin port"
             )
         after = self._allocated()
-        return Removed(keys, max(0, before - after) if before is not None and after is not None else None)
+        return keys, max(0, before - after) if before is not None and after is not None else None
 
     def _allocated(self) -> int | None:
         """Bytes that the store's keys take; None when the master does not say."""

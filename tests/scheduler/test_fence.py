@@ -156,7 +156,8 @@ def test_foreign_encoder_outputs_with_pushed_weights_are_refused(make_rig: MakeR
     rig.vllm_config.ec_transfer_config = None
 
 
-def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig) -> None:
+@pytest.mark.parametrize("kind", [MultiConnector, type("PdConnector", (MultiConnector,), {})])
+def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig, kind: type[MultiConnector]) -> None:
     """Also where no command has checked the configuration before."""
     rig = make_rig()
     ours = rig.vllm_config.kv_transfer_config
@@ -166,5 +167,5 @@ def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig)
         kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
     )
     with pytest.raises(UnsupportedEngine, match="OffloadingConnector"):
-        MultiConnector(rig.vllm_config, KVConnectorRole.SCHEDULER, rig.kv_cache_config)
+        kind(rig.vllm_config, KVConnectorRole.SCHEDULER, rig.kv_cache_config)
     rig.vllm_config.kv_transfer_config = ours

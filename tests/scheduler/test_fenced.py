@@ -493,3 +493,12 @@ def test_kv_of_another_engine_has_our_names_only_with_its_tag(make_rig: MakeRig,
     assert consumer.cached[request.request_id] == LENGTH - 1
     assert found(consumer) == (WHOLE if tagged else 0)
     producer.run()
+
+
+def test_an_idle_engine_tells_routers_of_an_epoch(make_rig: MakeRig) -> None:
+    rig = fenced(make_rig, Stock(), kv_events=True)
+    rig.serve(TOKENS)
+    rig.adopt(1)
+    assert rig.scheduler.has_requests(), "vLLM publishes from inside a step"
+    assert 1 <= rig.run() <= 2
+    assert not rig.scheduler.epochkv_fence.role.state.must_tell

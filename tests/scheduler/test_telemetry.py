@@ -49,6 +49,15 @@ def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig, store: SharedStore) -
     assert (counters["tokens_hit_host"], counters["tokens_hit_store"]) == (4 * BLOCK, 4 * BLOCK)
 
 
+def test_an_engine_that_is_about_to_idle_has_told_all(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks in each step, and nobody asks an engine that idles."""
+    rig = quiet(make_rig(epoch=0))
+    told, ask = list[dict[str, Any]](), rig.connector.get_kv_connector_stats
+    monkeypatch.setattr(rig.connector, "get_kv_connector_stats", lambda: told.append(stats.to_dict()) if (stats := ask()) else None)
+    rig.serve(TOKENS)
+    assert sum(one["counters"].get("blocks_saved", 0) for one in told) == len(TOKENS) // BLOCK
+
+
 def test_what_is_not_looked_up_counts_in_vllms_series_and_not_in_ours(make_rig: MakeRig) -> None:
     """The page of metrics says so, and whom to read."""
     rig = quiet(make_rig(epoch=0))

@@ -345,3 +345,4 @@ def test_the_policy_of_the_multiconnector_counts(make_rig: MakeRig, policy: str,
     push_out(producer)
     assert found(producer) == (WHOLE if loads else 0)
     assert producer.scheduler.recompute_kv_load_failures is loads
+    producer.connector.set_xfer_handshake_metadata_pp_aware({(1, 0): None})  # what NIXL's pipeline ranks say of themselves

@@ -202,7 +202,7 @@ class Fence:
 
         def schedule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
-                guard.run("apply", role.state.apply, role.weights.break_off)
+                guard.run("schedule", role.state.apply, role.weights.break_off)
                 output = function(*args, **kwargs)
                 guard.run("schedule", lambda: self._admit(output), lambda: None)
                 return output

@@ -61,7 +61,7 @@ class Stamp:
         return self.made[0].weights if len(policies) == 1 and UNKNOWN_WEIGHTS not in policies.pop() else ""
 
     def is_of(self, weights: str) -> bool:
-        """Whether these weights made every token, with one adapter or none: their label, or the first digits of their digest, 8 at least."""
+        """Whether these weights, with one adapter or none, made every token: a label, or the first digits of a digest, 8 at least."""
         return self.weights != "" and any(is_called(one.weights, one.label, weights) for one in self.made)
 
 

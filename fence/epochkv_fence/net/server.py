@@ -278,8 +278,7 @@ class Effects:
             case ev.RemoveAll():
                 if self._stores is None:
                     raise StoreAdminError("this hub was started without access to any store's admin endpoint")
-                found = await self._stores.remove_all(uid)
-                return found.keys, found.num_bytes
+                return await self._stores.remove_all(uid)
         return 0, None
 
     async def load(self, pool: ServedPool) -> PoolRecord | None:

@@ -44,6 +44,7 @@ def child(name: str = OURS, **keys: Any) -> dict[str, Any]:
 
 
 WRONG: dict[str, Any] = {"local": {"capacity": 1}}
+DERIVED = {**multi(child(**WRONG)), "kv_connector": "PdConnector", "kv_connector_module_path": "elsewhere"}
 SENTENCE = "kv_connector_extra_config: local.capacity is 1, but there is no such key"
 
 Start = Callable[..., Any]
@@ -56,7 +57,7 @@ def start(configured: Callable[..., Any]) -> Start:
     return lambda transfer, **parallel: plugin.check(configured(transfer, **parallel))
 
 
-@pytest.mark.parametrize("transfer", [child(**WRONG), multi(child("Other"), child(**WRONG)), multi(child(**WRONG))])
+@pytest.mark.parametrize("transfer", [child(**WRONG), multi(child("Other"), child(**WRONG)), DERIVED])
 def test_a_wrong_configuration_is_refused_before_anything_is_loaded(start: Start, transfer: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError) as caught:
         start(transfer)

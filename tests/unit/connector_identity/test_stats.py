@@ -5,16 +5,20 @@ has a series.
 import inspect
 import math
 import re
+from inspect import unwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.engine.output_processor import RequestState
 
 import epochkv_connector
 from epochkv_connector import metrics
-from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats
+from epochkv_connector.connector import EpochKVConnector
+from epochkv_connector.stats import EpochKVStats
 from epochkv_connector.store import client as envelope
 from epochkv_connector.store.connection import StoreOutcome
 from epochkv_fence.net import agent
@@ -30,7 +34,7 @@ class Page:
 
         kinds = {kind: made(kind) for kind in (Gauge, Counter, Histogram)}
         config = SimpleNamespace(kv_transfer_config=None)
-        self.metrics = EpochKVPromMetrics(config, kinds, ["engine"], {index: [str(index)] for index in range(engines)})
+        self.metrics = EpochKVConnector.build_prom_metrics(config, kinds, ["engine"], {index: [str(index)] for index in range(engines)})
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"vllm:epochkv_{name}", {"engine": "0", **labels})
@@ -162,3 +166,12 @@ def test_every_guarded_place_is_listed() -> None:
     errors = next(family for family in metrics.COUNTERS if family.name == "errors")
     assert {"get_num_new_matched_tokens", "tiers", "record_loads", "start_step"} <= places
     assert places <= set(errors.values)
+
+
+def test_names_and_stamps_are_there_where_no_plugin_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a replica of Ray Serve on GPUs, whose engine is configured in another process."""
+    monkeypatch.delitem(KVConnectorFactory._registry, "EpochKVConnector", raising=False)
+    monkeypatch.setattr(RequestState, "make_request_output", unwrap(RequestState.make_request_output))
+    Page()
+    assert KVConnectorFactory.get_connector_class_by_name("EpochKVConnector") is EpochKVConnector
+    assert RequestState.make_request_output is not unwrap(RequestState.make_request_output)

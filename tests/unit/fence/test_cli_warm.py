@@ -75,10 +75,10 @@ def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str], monk
 
 
 class Llm:
-    """As vLLM's, which has 100 tokens of the second question cached, and all of it in L2, under the names of its epoch."""
+    """As vLLM's, which has 100 tokens of the second question cached, and all of it in L2, under the names of its epoch, or adapter."""
 
-    def __init__(self, epochs: Iterator[int]) -> None:
-        self.asked, self.epochs = list[Any](), epochs
+    def __init__(self, what: str, values: Iterator[int]) -> None:
+        self.asked, self.what, self.values = list[Any](), what, values
 
     def get_default_sampling_params(self) -> Any:
         return SimpleNamespace(max_tokens=16, temperature=1.0)
@@ -88,17 +88,19 @@ class Llm:
         assert params.extra_args["kv_transfer_params"]["epochkv"] == {"stamp": True, "stored": True, "save": "Prompts"}
         again = prompts[0] in self.asked
         self.asked.append(prompts[0])
-        said = {"tokens": MADE, "epoch": next(self.epochs), "cached_tokens": {"gpu": 100 * again}, "stored_tokens": 128 * again}
-        said["storable_tokens"] = 128
+        said = {"tokens": MADE, "epoch": 0, "cached_tokens": {"gpu": 100 * again}, "stored_tokens": 128 * again, "storable_tokens": 128}
+        value = next(self.values)
+        said |= {"epoch": value} if self.what == "epoch" else {"tokens": [{**MADE[-1], "adapter": f"{value:032x}"}]}
         return [SimpleNamespace(prompt_token_ids=[0] * 130, kv_transfer_params={"epochkv": said})]
 
 
-def test_an_engine_in_this_process_whose_epoch_changes_between_two_prompts() -> None:
-    llm = Llm(itertools.chain([0, 0], itertools.repeat(1)))
+@pytest.mark.parametrize("what", ["epoch", "adapter"])
+def test_an_engine_in_this_process_whose_names_change_between_two_prompts(what: str) -> None:
+    llm = Llm(what, itertools.chain([0, 0], itertools.repeat(1)))
     assert warm(["a", [1, 2, 3]], llm) == Warmed(2, 256, 290, "ab" * 16)
     assert llm.asked == ["a", "a", {"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [1, 2, 3]}, "a"]
     with pytest.raises(WarmFailed, match="changed between prompts"):
-        warm(["a", "b"], Llm(itertools.count()), timeout_s=2.0)
+        warm(["a", "b"], Llm(what, itertools.count()), timeout_s=2.0)
 
 
 @pytest.mark.parametrize(("storable", "says"), [(1 << 20, "tokens of a prompt, and"), (0, "it has no L2")])

@@ -405,6 +405,8 @@ def test_an_answer_of_one_policy_and_one_of_unknown_weights() -> None:
     assert all(stamp.is_of(name) for name in ("step-41", FIRST, FIRST[:8]))
     assert not any(stamp.is_of(name) for name in (FIRST[:7], SECOND, "step-4", ""))
     assert not Stamp((Made(0, FIRST),)).is_of(""), "weights without a label are not called so"
+    swapped = Stamp((Made(0, FIRST, adapter=SECOND), Made(9, FIRST, adapter=FIRST)))
+    assert (swapped.weights, swapped.is_of(FIRST)) == ("", False)
     (stamp,) = stamps({"kv_transfer_params": {"epochkv": {"tokens": [{"from_token": 0, "weights": "unknown"}]}}})
     assert stamp is not None
     assert (stamp.weights, stamp.is_of("unknown")) == ("", False)

@@ -6,7 +6,7 @@ import pytest
 
 from epochkv_fence.common import lease_clock
 from epochkv_fence.hub.reclaim import WIPE_RETRY_SECONDS, WIPE_SECONDS
-from epochkv_fence.mooncake_admin import Removed, StoreAdminError
+from epochkv_fence.mooncake_admin import StoreAdminError
 from epochkv_fence.protocol import pool as ev
 from epochkv_fence.protocol.messages import Reclaim, Reclaimed
 from epochkv_fence.protocol.pool import PoolRecord, Term
@@ -311,7 +311,7 @@ class Store:
     def __init__(self, how: str) -> None:
         self.how = how
 
-    async def remove_all(self, pool_uid: str) -> Removed:
+    async def remove_all(self, pool_uid: str) -> tuple[int, int | None]:
         if self.how == "hangs":
             await asyncio.sleep(3600)
         raise StoreAdminError("the store is told to fail")
