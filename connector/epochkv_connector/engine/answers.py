@@ -4,9 +4,6 @@ vLLM hands `kv_transfer_params` on with the last output of a request, if the eng
 answers by itself, at a stop string or when all are aborted: it keeps the newest stamp for that. Of `n` samples it keeps what the last
 output brought: each output brings those of all samples that have ended. Of several prompts it takes the first one's: all are put
 together. And streamed answers have no such field: the chunk that says why an answer ended gets it.
-
-Knows of vLLM 0.30 to 0.33: `RequestState.make_request_output`, `ParentRequest`, the functions that stream answers (`_STREAMS`), and
-`OpenAIServingCompletion.request_output_to_completion_response`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Requests of vLLM's scheduler, the GPU blocks that they hold, and the hashes of these blocks, under vLLM's root or one of ours.
-
-Knows of vLLM 0.30 to 0.33: `v1.core.kv_cache_utils` (`NONE_HASH`, `hash_block_tokens`, `generate_block_hash_extra_keys`),
-`utils.hashing.get_hash_fn_by_name`, fields of `Request` and `RequestStatus`, `BlockPool` by block id, `KVCacheManager.get_blocks` and
-`coordinator.single_type_managers`, `MultiModalFeatureSpec`, `EncoderCacheManager.cached`, `SchedulerOutput.kv_connector_block_state`;
-from 0.32 on `CacheHitSource`.
-"""
+"""Requests of vLLM's scheduler, the GPU blocks that they hold, and the hashes of these blocks, under vLLM's root or one of ours."""
 
 from __future__ import annotations
 

@@ -4,10 +4,7 @@ The latter, without weights, is plain values that a fingerprint digests. Equal c
 vLLM picks attention backends by itself, CPU kernels pack keys for the instructions that the machine has, some backends keep scales
 beside the blocks. How many bytes a block takes, only ranks know (`wire.RankLayout`).
 
-Knows of vLLM 0.30 to 0.33: fields of its configurations (those it adds are described too), `VllmConfig.instance_id`, the classes of
-KV cache specs, `parallel_state.get_world_group`, `static_forward_context`, the variable for ROCm's shuffled layout; from 0.31 on
-`kv_cache_groups_tp_replicas`, from 0.32 on `use_eagle_block_drop` and `cpu_attn._get_attn_isa`. A name that another version lacks is
-described as unknown.
+A name that another version of vLLM lacks is described as unknown.
 """
 
 from __future__ import annotations

@@ -8,9 +8,6 @@ Events of L1 (`HostEvents`) go through the GPU block pool's queue, in one order 
 gone when the block arrives in L1, so a block is described when its job is sent. What is private is known when blocks are named, and
 what routers know when events are taken, so both ends of that queue are wrapped (`Outgoing`), and `EventStream` decides just before
 vLLM publishes. An error ends what we make of the events and is counted; it leaves vLLM its own, and never reaches the caller.
-
-Knows of vLLM 0.30 to 0.33: the events of `distributed.kv_events`, `BlockPool.kv_event_queue` and `enable_kv_cache_events`, and
-`kv_cache_utils` for hashes and extra keys.
 """
 
 from __future__ import annotations

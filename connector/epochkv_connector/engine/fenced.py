@@ -9,10 +9,6 @@ Requests are named where they enter the scheduler (`add_request`), and again bef
 connectors are asked after that, so they look under the same names. The promise: a request that arrives after an adoption, or that
 waits then without blocks, finds nothing from before it. A request that holds blocks, or whose load is under way, ends on what it had.
 No exception of ours reaches vLLM: a request that cannot be named gets random names.
-
-Knows of vLLM 0.30 to 0.33: fields of its configurations, `OffloadingConnectorScheduler._req_status`,
-`MooncakeStoreScheduler.load_specs` and its lookup client, and the methods of `Scheduler`, `KVCacheManager` and connectors that
-`_join_*` wrap, on the objects of one engine alone.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 Whether an engine with the connector may start is decided in `check_start` alone (with the fence, in `fenced`). It is asked twice. Whoever
 makes an engine asks before a model is loaded (`plugin`). The connector asks in every process of the engine, which may have been started
 without the plugin.
-Knows of vLLM 0.30 to 0.33: fields of its configurations, names of executors, `calculate_kv_scales` before 0.32, and
-`AuxOutputSchedulerConnector` from it on.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""What stands in for hooks that vLLM lacks: functions of vLLM that we wrap, and objects that we find among our callers.
-
-Knows of vLLM 0.30 to 0.33: `EngineArgs.create_engine_config`, `kv_cache_utils._gen_lora_extra_hash_keys` and `_gen_mm_extra_hash_keys`,
-`KVCacheManager.reset_prefix_cache`, the functions of `BlockPool` that queue and take KV events, the constructors of `EngineCore`,
-`v1.core.sched.scheduler.Scheduler` and `MultiConnector`, `Scheduler._pause_state`, the all-reduces of `v1.worker.dp_utils` and
-`v1.worker.gpu.dp_utils`, the input queue of `EngineCore`, `ProcessorInputs.get_mm_hashes`, `MultiModalHasher.hash_kwargs` and
-`InputProcessor._get_mm_identifier`, the functions of the CPU backend that
-pack weights (`CPUInt8ScaledMMLinearKernel` of 0.32), and the logger `vllm` with its handlers.
-"""
+"""What stands in for hooks that vLLM lacks: functions of vLLM that we wrap, and objects that we find among our callers."""
 
 from __future__ import annotations
 

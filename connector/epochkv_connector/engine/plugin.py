@@ -8,8 +8,7 @@ knows of it. The pool comes from `EPOCHKV_CONFIG`; L1 comes from there, too, or 
 
 And it checks configurations early: vLLM makes connectors after it has loaded the model, in processes of their own, so a wrong
 key would end the start minutes later, with one trace per process. The check runs as soon as vLLM has made its configuration, in
-the process that the user started. vLLM's own commands then end with one line. Knows of vLLM 0.30 to 0.33: `KVConnectorFactory`,
-`kv_transfer_config` and `kv_offloading_size` of `EngineArgs`, `KVTransferConfig`.
+the process that the user started. vLLM's own commands then end with one line.
 """
 
 from __future__ import annotations
