@@ -502,3 +502,21 @@ def test_an_idle_engine_tells_routers_of_an_epoch(make_rig: MakeRig) -> None:
     assert rig.scheduler.has_requests(), "vLLM publishes from inside a step"
     assert 1 <= rig.run() <= 2
     assert not rig.scheduler.epochkv_fence.role.state.must_tell
+
+
+def test_the_next_input_of_a_session_is_stored_under_its_own_names(make_rig: MakeRig) -> None:
+    """It comes with its whole block table, which stock adds to the one that it has."""
+    rig, half = fenced(make_rig, Offloading(), num_blocks=24), len(TOKENS) // 2
+    session = rig.request(TOKENS[:half], max_tokens=1)
+    session.resumable = True
+    rig.scheduler.add_request(session)
+    rig.step()
+    more = rig.request(TOKENS[half - 1 :], max_tokens=1, request_id=session.request_id)
+    more.resumable = True
+    rig.scheduler.add_request(more)
+    rig.step()
+    whole = list(session.prompt_token_ids)
+    rig.scheduler.finish_requests(session.request_id, RequestStatus.FINISHED_ABORTED)
+    push_out(rig)
+    again = rig.serve(whole)
+    assert (rig.cached[again] > 0, rig.stale_tokens[again]) == (True, 0)

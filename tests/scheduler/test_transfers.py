@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from epochkv_connector.naming.root import brings_kv
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
 from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, Rig, SharedStore
 
@@ -201,11 +202,21 @@ def test_kv_under_another_tag_belongs_to_its_request_alone(make_rig: MakeRig, sp
 def test_the_tag_is_beside_what_nixl_says(make_rig: MakeRig) -> None:
     producer, consumer = engines(make_rig)
     handed = producer.produce(TOKENS)
-    lengths = [SimpleNamespace(kv_transfer_params=handed, num_prompt_tokens=LENGTH + more) for more in (0, 1)]
-    assert [consumer.pins.maker.vouches(one) for one in lengths] == [True, False], "NIXL counts blocks from the end"
+    tag, maker = handed["epochkv_tag"], consumer.pins.maker
+
+    def vouches(tokens: list[int] = TOKENS, media: str = "", **changes: Any) -> bool:
+        features = [SimpleNamespace(identifier=media)] if media else []
+        return maker.vouches(
+            SimpleNamespace(kv_transfer_params={"epochkv_tag": {**tag, **changes}}, prompt_token_ids=tokens, mm_features=features)
+        )
+
+    assert vouches()
+    others = (vouches([*TOKENS, 1]), vouches([TOKENS[0] + 1, *TOKENS[1:]]), vouches(media="a"), vouches(made=0, seconds=1e12))
+    assert not any(others), "clients see tags, and send them"
+    assert not brings_kv(SimpleNamespace(kv_transfer_params={"remote_prefiller": {"host": "p"}})), "it is looked up by our names"
     assert handed["do_remote_prefill"] is True
     assert handed["remote_engine_id"] == producer.engine_id
-    assert set(handed["epochkv_tag"]) == {"pool", "epoch", "fingerprint", "weights", "tokens", "made", "seconds"}
+    assert set(handed["epochkv_tag"]) == {"pool", "epoch", "fingerprint", "weights", "made", "seconds", "signature"}
     assert handed["epochkv_tag"]["seconds"] == 15.0
 
 

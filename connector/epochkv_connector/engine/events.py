@@ -204,7 +204,7 @@ class Outgoing:
         except Exception as error:
             self._on_error("events", error)
             private = True
-        return [Private(event) for event in events] if private else events
+        return [Private(event) if type(event).__name__ == "BlockStored" else event for event in events] if private else events
 
     def _taken(self, events: list[Any]) -> list[Any]:
         """vLLM is about to publish these."""

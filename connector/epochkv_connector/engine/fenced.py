@@ -92,6 +92,8 @@ KNOWN: dict[str, Callable[[Any, Any, int], None]] = {
 }
 """Connectors that names of ours can stand under, and how each forgets the names of a request but those of the first so many hash blocks.
 Their keys are vLLM's block hashes, or they bring blocks of one request."""
+REFUSED_KEYS = {"spec_module_path": _UNKNOWN, "read_mode": "it loads for requests that bring no KV, under names that others find"}
+"""Of their `kv_connector_extra_config`: what no name of ours stands under, and why."""
 
 
 def is_asked_for(environ: Mapping[str, str] = os.environ) -> bool:
@@ -118,9 +120,12 @@ def check(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> Connecto
     config = ConnectorConfig.parse({}, environ)
     check_version(config.allow_untested_vllm)
     for one in given:
-        why = why_refused(str(one.get("kv_connector")), str(one.get("kv_connector_module_path") or ""))
+        name, extra = str(one.get("kv_connector")), one.get("kv_connector_extra_config") or {}
+        why = why_refused(name, str(one.get("kv_connector_module_path") or ""))
+        for key, lost in REFUSED_KEYS.items():
+            why = f"{key} is set, with which {lost}; leave it out" if why is None and extra.get(key) else why
         if why is not None:
-            raise UnsupportedEngine(f"{FENCE_ENV} is set and the engine has {one.get('kv_connector')}: {why}")
+            raise UnsupportedEngine(f"{FENCE_ENV} is set and the engine has {name}: {why}")
     _check_engine(vllm_config)
     return msgspec.structs.replace(config, local=None, distributed=None)
 
@@ -238,6 +243,12 @@ class Fence:
             guard.run("take", lambda: self._take(output), role.weights.break_off)
             return function(output)
 
+        def build(function: Callable[..., Any], output: Any) -> Any:
+            guard.run("build_connector_meta", lambda: self._forget_blocks(output), role.weights.break_off)
+            return function(output)
+
+        connector.take_events = tuple  # they tell of old names behind a clearing, and of names that one request has alone
+        patches.around(connector, "build_connector_meta", build)
         patches.around(connector, "update_state_after_alloc", allocate)
         patches.around(connector, "update_connector_output", take)
 
@@ -252,6 +263,15 @@ class Fence:
                 KNOWN[type(connector).__name__](connector, request, num_kept)
 
         self.guard.run("renamed", tell, self.role.weights.break_off)
+
+    def _forget_blocks(self, output: Any) -> None:
+        """The next input of a session comes with its whole block table, which OffloadingConnector would add to the one it has."""
+        for connector in leaves(self._scheduler.connector):
+            if type(connector).__name__ == "OffloadingConnector":
+                known = connector.connector_scheduler._req_status
+                for status in filter(None, (known.get(new.req_id) for new in output.scheduled_new_reqs)):
+                    for state in status.group_states:
+                        state.block_ids.clear()
 
     def _admit(self, output: Any) -> None:
         """Tokens of these requests are computed: they keep what they have over an adoption."""

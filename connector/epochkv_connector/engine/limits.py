@@ -35,16 +35,14 @@ def _children(extra: Any) -> list[Mapping[str, Any]]:
 
 
 def _held(connector: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The connector itself, or what it holds where it is a MultiConnector."""
-    children = _children(connector.get("kv_connector_extra_config"))
-    for child in children:
+    """The connector itself, and what it holds where it is a MultiConnector."""
+    yield connector
+    for child in _children(connector.get("kv_connector_extra_config")):
         yield from _held(child)
-    if not children:
-        yield connector
 
 
 def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
-    """Configurations of all connectors of an engine but MultiConnectors: one, what these hold, also through each other, or none."""
+    """Configurations of all connectors of an engine: one, and what MultiConnectors hold, also through each other; or none."""
     if transfer is None or transfer.kv_connector is None:
         return []
     names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
@@ -136,7 +134,8 @@ def check_encoder_transfer(vllm_config: Any) -> None:
 def keep_embeddings_out(resolve: Callable[[Any], None], vllm_config: Any) -> None:
     """vLLM takes `kv_both` for the receiver of a hand-over: its front end then accepts media as embeddings, and without any. Here nobody
     brings their KV, and the first such request would end the engine."""
-    if [one.get("kv_connector") for one in connectors_of(vllm_config.kv_transfer_config)] != [NAME]:
+    given = connectors_of(vllm_config.kv_transfer_config)
+    if [one.get("kv_connector") for one in given if not _children(one.get("kv_connector_extra_config"))] != [NAME]:
         resolve(vllm_config)
 
 

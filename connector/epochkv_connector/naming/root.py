@@ -16,6 +16,8 @@ its further blocks get random names.
 from __future__ import annotations
 
 import enum
+import hmac
+import json
 import logging
 import os
 import threading
@@ -465,32 +467,35 @@ class PinMaker:
 
     def vouches(self, request: Any) -> bool:
         """Whether KV that another engine brings for this request may have our names: that engine has shown our tag, a short time ago."""
-        shown, own = _params_of(request).get(TAG_KEY), self._names(request)
-        if own is None or not isinstance(shown, Mapping):  # without a tag nothing is vouched for, also where we have none ourselves
+        shown = _params_of(request).get(TAG_KEY)
+        if not isinstance(shown, Mapping):
             return False
         made, seconds = shown.get("made"), shown.get("seconds")
         if not isinstance(made, (int, float)) or not isinstance(seconds, (int, float)):
             return False
-        return {**own, "made": made, "seconds": seconds} == shown and abs(self.clock() - made) <= seconds
+        return self._signed(request, made, seconds) == shown and abs(self.clock() - made) <= seconds
 
     def tag(self, request: Any) -> dict[str, Any] | None:
-        """`(pool, epoch, fingerprint, weights)` of what holds now, the adapter and the prompt's length, for `kv_transfer_params`; with the
-        time, and for how many seconds the blocks are surely kept. None unless the root is shared."""
-        names = self._names(request)
-        return None if names is None else {**names, "made": self.clock(), "seconds": self._root.member.handoff_seconds}
+        """`(pool, epoch, fingerprint, weights)` of what holds now and the adapter, for `kv_transfer_params`; with the time, and for how
+        many seconds the blocks are surely kept. None unless the root is shared."""
+        return self._signed(request, self.clock(), self._root.member.handoff_seconds)
 
-    def _names(self, request: Any) -> dict[str, Any] | None:
-        """NIXL counts blocks from the prompt's end: with another length, it writes them to the wrong places (vllm#50558)."""
+    def _signed(self, request: Any, made: float, seconds: float) -> dict[str, Any] | None:
+        """Signed with the pool's secret, for this prompt alone: clients see tags, and send them. NIXL counts blocks from the prompt's end,
+        so with another length it writes them to the wrong places (vllm#50558)."""
         snapshot, member, adapter = self._root.snapshot, self._root.member, getattr(request, "lora_request", None)
-        if not snapshot.shared or snapshot.weights is None:
+        if not snapshot.shared or snapshot.weights is None or member.secret is None or request.prompt_token_ids is None:
             return None
         weights = snapshot.weights.hex()
         tag = {"pool": member.pool_uid, "epoch": snapshot.epoch, "fingerprint": member.fingerprint, "weights": weights}
-        tag["tokens"] = request.num_prompt_tokens
-        if adapter is None:
-            return tag
-        value = self._adapters.of(adapter).value
-        return None if value is None else {**tag, "adapter": value.hex(), "applied": member.adapters_applied}
+        if adapter is not None:
+            if (value := self._adapters.of(adapter).value) is None:
+                return None
+            tag |= {"adapter": value.hex(), "applied": member.adapters_applied}
+        tag |= {"made": made, "seconds": seconds}
+        media = [feature.identifier for feature in request.mm_features or ()]
+        text = json.dumps([tag, list(request.prompt_token_ids), media], sort_keys=True)
+        return {**tag, "signature": hmac.digest(member.secret, text.encode(), "sha256").hex()}
 
 
 class Pins:
@@ -676,5 +681,6 @@ def _params_of(request: Any) -> Mapping[str, Any]:
 
 def brings_kv(request: Any) -> bool:
     """Whether the request's `kv_transfer_params` name KV that another engine brings in (P/D)."""
-    named = (str(key).startswith("remote_") and value is not None for key, value in _params_of(request).items())
+    params = _params_of(request).items()  # what is a mapping tells where to look for our names (the p2p tier of OffloadingConnector)
+    named = (str(key).startswith("remote_") and value is not None and not isinstance(value, Mapping) for key, value in params)
     return awaits_transfer(request) or any(named)

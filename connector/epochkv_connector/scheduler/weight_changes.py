@@ -89,8 +89,10 @@ class WeightChanges:
         return [block.block_id for _, held in getattr(self._scheduler, "deferred_frees", ()) for block in held]
 
     def lost_blocks(self) -> None:
-        """vLLM's own sleep has cleared its cache before. Other calls have not, and where requests hold blocks it cannot be cleared."""
-        if self._scheduler is not None and not self._scheduler.reset_prefix_cache() and self._pins.root.reset():
+        """vLLM's own sleep has cleared its cache before. Other calls have not, and where requests hold blocks it cannot be cleared. Under
+        the fence, another connector may have stores to send yet, so names change."""
+        fenced = hasattr(self._scheduler, "epochkv_fence")
+        if self._scheduler is not None and not self._scheduler.reset_prefix_cache(reset_connector=fenced) and self._pins.root.reset():
             self._state.apply()
             self.ask_for_next_epoch()
 

@@ -289,6 +289,11 @@ def test_a_multiconnector_is_refused_for_what_it_holds(fence: Start) -> None:
     for held in (*inner["connectors"], nested):
         with pytest.raises(UnsupportedEngine, match="the engine has ExampleConnector"):
             fence("MultiConnector", {"connectors": [*children("NixlConnector")["connectors"], held]})
+    with pytest.raises(UnsupportedEngine, match="kv_connector_module_path is mine"):
+        fence("Mine", children("OffloadingConnector"), module="mine")
+    for name, key in (("OffloadingConnector", "spec_module_path"), ("MoRIIOConnector", "read_mode")):
+        with pytest.raises(UnsupportedEngine, match=f"{key} is set, .*; leave it out"):
+            fence(name, {key: "yes"})
 
 
 @pytest.mark.parametrize("extra", [None, children("NixlConnector", "EpochKVConnector")])
