@@ -293,8 +293,9 @@ class PoolReconciler(_Reconciler):
                 keys = await self.secrets.rotate(obj, generation)
             elif keys.previous is not None and self.hub(HubService.old_key_idle_seconds, uid) >= pool.spec.reset.fence_timeout_seconds:
                 keys = await self.secrets.retire(obj)
-        except (Forbidden, Invalid) as error:
-            return keys, Problem("SecretRefused", f"the pool's keys cannot be replaced: {error.message}"), error
+        except ApiError as error:
+            refused = Problem("SecretRefused", f"the pool's keys cannot be replaced: {error.message}")
+            return keys, refused if isinstance(error, Forbidden | Invalid) else None, error
         serve(keys)
         if keys.previous is not None:
             self.wake(key, OLD_KEY_SECONDS)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,9 @@ from epochkv_operator import keys as fence
 from epochkv_operator.control.reconcile import PoolReconciler
 from epochkv_operator.kube.client import ApiError, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.store import Store, indexed, pool_key
+from tests.support.planning import pool
 
-POOL, HUB_PUBLIC = "uid-1", generate_keypair().public
+POOL, KEY, HUB_PUBLIC = "uid-1", pool_key("rl", "policy"), generate_keypair().public
 OTHER = generate_keypair()
 KEYS = fence.made(HUB_PUBLIC, 0)
 ROTATED = replace(KEYS, client=generate_keypair(), generation=1, previous=KEYS.client.public)
@@ -84,16 +86,18 @@ async def test_a_secret_that_cannot_be_read_holds_up_nothing_else_of_its_pool() 
         async def create(self, *_: Any) -> Any:
             return {}
 
-    server, pool = Server(), {"metadata": {"namespace": "rl", "name": "policy", "uid": POOL}, "spec": {}}
+    server, obj = Server(), {"metadata": {"namespace": "rl", "name": "policy", "uid": POOL}, "spec": {}}
     reconciler = PoolReconciler.__new__(PoolReconciler)
     reconciler.secrets, reconciler.store = fence.FenceSecrets(server, HUB_PUBLIC), Store(indexed)
-    keys, *_ = await reconciler._keys(pool_key("rl", "policy"), pool)
+    keys, *_ = await reconciler._keys(KEY, obj)
     assert keys is not None
     server.refusal = Unavailable(500, "InternalError", "rpc error: KMS", "GET")
-    assert await reconciler._keys(pool_key("rl", "policy"), pool) == (keys, None, server.refusal)
+    assert await reconciler._keys(KEY, obj) == (keys, None, server.refusal)
+    reconciler.hub, due = Mock(), pool({"local": {"capacity": "1Gi"}, "keys": {"generation": 1}}, uid=POOL)
+    assert await reconciler._serve(KEY, {**obj, "spec": {"keys": {"generation": 1}}}, due, keys) == (keys, None, server.refusal)
     reconciler.secrets = fence.FenceSecrets(server, HUB_PUBLIC)
     with pytest.raises(Unavailable):
-        await reconciler._keys(pool_key("rl", "policy"), pool)
+        await reconciler._keys(KEY, obj)
 
 
 def test_engines_restart_for_another_hub_or_root_and_not_for_a_rotation() -> None:
