@@ -204,11 +204,6 @@ class PoolKeys:
     """The pair that the next rotation brings; it stays the same one until it is in the Secret."""
 
     @property
-    def decided(self) -> bool:
-        """The keys are known, or known to be impossible to have."""
-        return self.keys is not None or self.conflict
-
-    @property
     def accepted(self) -> tuple[str, ...]:
         """Public keys that the hub has to accept, the newest first. Asked only where there are keys."""
         assert self.keys is not None

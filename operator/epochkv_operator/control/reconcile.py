@@ -256,7 +256,7 @@ class PoolReconciler(_Reconciler):
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""
         uid = obj["metadata"]["uid"]
-        decided = self.secrets.of(uid).decided
+        before = self.secrets.of(uid).keys
         try:
             keys, note = await self.secrets.ensure(obj)
             if note:
@@ -272,7 +272,7 @@ class PoolReconciler(_Reconciler):
                 raise
             return None, Problem("SecretRefused", str(known.refusal)), error
         finally:
-            if not decided:  # engines wait for this, or for the news that there is something to wait for
+            if before is None:  # engines wait for this, or for the news that there is something to wait for
                 for engine in engines_of(self.store, key.namespace, key.name):
                     self.wake(engine_key(key.namespace, engine["metadata"]["name"]), 0.0)
 
@@ -320,8 +320,9 @@ class EngineReconciler(_Reconciler):
         pool_obj = await self._pool(key.namespace, name) if name else None
         engine, pool = parse_engine(obj), parse_pool(pool_obj) if pool_obj is not None else None
         known = self.secrets.of(pool.metadata.uid) if pool is not None else PoolKeys()
-        if pool is not None and pool.metadata.deletion_timestamp is None and not known.decided:
-            # The pool is being reconciled; without its keys the engine would start twice, or wait for a volume.
+        held = known.keys is None and (not known.conflict or self._runs(key, engine))
+        if pool is not None and pool.metadata.deletion_timestamp is None and held:
+            # Without the pool's keys a new engine would start twice, or wait for a volume, and one that runs would be rolled.
             if known.refusal is None:
                 self.wake(key, WAIT_FOR_KEYS_SECONDS)
             else:
@@ -348,10 +349,13 @@ class EngineReconciler(_Reconciler):
 
     def _hold(self, key: Key, engine: InferenceEngine) -> float:
         """Seconds that an engine which has no pods yet may still wait for its pool."""
-        kind, name = workload_of(engine)
-        if self.store.get(kind, key.namespace, name) is not None:
+        if self._runs(key, engine):
             return 0.0
         return self._new.setdefault(key, time.monotonic()) + POOL_WAIT_SECONDS - time.monotonic()
+
+    def _runs(self, key: Key, engine: InferenceEngine) -> bool:
+        kind, name = workload_of(engine)
+        return self.store.get(kind, key.namespace, name) is not None
 
     async def _pool(self, namespace: str, name: str) -> Json | None:
         """The pool, asked for at the API server before it counts as missing.
