@@ -24,6 +24,8 @@ from epochkv_operator.planning.pool import desired_pool
 
 _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
 """What the items of a list are told apart by."""
+_WHOLE: Final = (".spec.selector", ".spec.podSelector", ".spec.ingress")
+"""Where a field that somebody adds lets others in, or leaves out those that are meant. The API server adds none there."""
 ABSENT: Final = "it does not exist"
 _QUANTITIES: Final = ("limits", "requests", "sizeLimit", "divisor")
 
@@ -146,6 +148,8 @@ def _differing(desired: Any, live: Any, path: str) -> Iterator[str]:
         for key, value in desired.items():
             if value != (other := live.get(key)):
                 yield from _differing(value, other, f"{path}.{key}")
+        if path.startswith(_WHOLE):
+            yield from (f"{path}.{key}" for key in live if key not in desired)
     elif isinstance(desired, list) and isinstance(live, list):
         yield from _differing_items(desired, live, path)
     elif desired != live and not _same_quantity(desired, live, path):
