@@ -86,12 +86,12 @@ class _Reconciler(ABC):
         """Raises what another try may solve."""
         obj = self.store.get(key.kind, key.namespace, key.name)
         problem = blind(self.refused(key.namespace)) if key.namespace in self.unseen else None
-        if obj is None and problem is None:
+        if obj is None or obj["metadata"].get("deletionTimestamp"):  # whosever finalizer still holds it
+            if problem is not None:
+                return
             self.reporter.forget(key)
             await self._forget(key)
             raise ObjectGone(f"{key} is gone")
-        if obj is None or obj["metadata"].get("deletionTimestamp"):
-            return
         try:
             if problem is None:
                 await self._reconcile(key, obj)
@@ -103,7 +103,7 @@ class _Reconciler(ABC):
 
     @abstractmethod
     async def _forget(self, key: Key) -> None:
-        """The object is gone: drop what is held for it."""
+        """The object is gone or going: drop what is held for it."""
 
     @abstractmethod
     async def _reconcile(self, key: Key, obj: Json) -> None:
@@ -321,7 +321,7 @@ class EngineReconciler(_Reconciler):
         engine, pool = parse_engine(obj), parse_pool(pool_obj) if pool_obj is not None else None
         known = self.secrets.of(pool.metadata.uid) if pool is not None else PoolKeys()
         held = known.keys is None and (not known.conflict or self._runs(key, engine))
-        if pool is not None and pool.metadata.deletion_timestamp is None and held:
+        if pool is not None and held:
             # Without the pool's keys a new engine would start twice, or wait for a volume, and one that runs would be rolled.
             if known.refusal is None:
                 self.wake(key, WAIT_FOR_KEYS_SECONDS)
@@ -349,25 +349,23 @@ class EngineReconciler(_Reconciler):
 
     def _hold(self, key: Key, engine: InferenceEngine) -> float:
         """Seconds that an engine which has no pods yet may still wait for its pool."""
-        if self._runs(key, engine):
-            return 0.0
-        return self._new.setdefault(key, time.monotonic()) + POOL_WAIT_SECONDS - time.monotonic()
+        now = time.monotonic()
+        return 0.0 if self._runs(key, engine) else self._new.setdefault(key, now) + POOL_WAIT_SECONDS - now
 
     def _runs(self, key: Key, engine: InferenceEngine) -> bool:
         kind, name = workload_of(engine)
         return self.store.get(kind, key.namespace, name) is not None
 
     async def _pool(self, namespace: str, name: str) -> Json | None:
-        """The pool, asked for at the API server before it counts as missing.
+        """The pool, asked for at the API server before it counts as missing. One that is being deleted is missing.
 
         Events of pools and engines overtake each other, and an engine that is first made without its pool starts twice.
         """
-        if (known := self.store.get(POOLS.kind, namespace, name)) is not None:
-            return known
         try:
-            return await self.client.get(POOLS, namespace, name)
+            found = self.store.get(POOLS.kind, namespace, name) or await self.client.get(POOLS, namespace, name)
         except NotFound:
             return None
+        return None if found["metadata"].get("deletionTimestamp") else found
 
     async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> HubSnapshot:
         """Write the status, unless the hub does not know the pool yet; what the hub knows."""

@@ -49,13 +49,8 @@ def plan_pool(pool: KVCachePool, observed: Observed, context: Context) -> Plan:
 
 
 def plan_engine(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, context: Context) -> Plan:
-    """Steps for an engine. `pool` as in `desired_engine`; one that is being deleted counts as gone."""
-    return _plan(engine, lambda: desired_engine(engine, living(pool), context), observed.children, context.served)
-
-
-def living(pool: KVCachePool | None) -> KVCachePool | None:
-    """The pool, or None when it is gone or going."""
-    return None if pool is None or pool.metadata.deletion_timestamp is not None else pool
+    """Steps for an engine. `pool` as in `desired_engine`."""
+    return _plan(engine, lambda: desired_engine(engine, pool, context), observed.children, context.served)
 
 
 def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]], children: Sequence[Json], served: frozenset[str]) -> Plan:

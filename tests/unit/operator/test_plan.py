@@ -135,11 +135,10 @@ def test_only_own_objects_are_deleted() -> None:
         assert plan_pool(pool("l1"), Observed([*connection, candidate]), CONTEXT) == Plan()
 
 
-def test_a_deleted_owner_needs_nothing_and_a_pool_that_is_being_deleted_counts_as_gone() -> None:
+def test_an_owner_that_is_being_deleted_needs_nothing() -> None:
     gone = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
     assert plan_pool(pool("l1-l2", **gone), Observed(), CONTEXT) == Plan()
     assert plan_engine(engine(**gone), pool(), Observed(), CONTEXT) == Plan()
-    assert plan_engine(engine(), pool(**gone), Observed(), CONTEXT) == plan_engine(engine(), None, Observed(), CONTEXT)
 
 
 FOREIGN = {"kind": "Service", "metadata": {"name": "rollout", "namespace": "rl"}}

@@ -31,6 +31,7 @@ from tests.support.planning import CONTEXT, pool
 Json = dict[str, Any]
 KEY = pool_key("rl", "policy")
 KEYS = made("h" * 40, 0)
+GOING = {7: "2026-01-01T00:00:00Z"}
 
 
 class ApiServer(KubeClient):
@@ -188,12 +189,12 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest
     pools = PoolReconciler(*given, unseen, Mock(**{"leaderless.return_value": False}), Copies(server, store, settings), operator.strays)
 
     def opened(version: int, *allowed: str) -> list[str]:
-        """Without a namespace that is allowed, the pool is gone."""
+        """Without a namespace that is allowed, the pool is gone; at 7, somebody else's finalizer holds it."""
         server.asked.clear()
         spec = {"local": {"capacity": "1Gi"}, "allowedNamespaces": {"names": list(allowed)}, "serve": {"weights": "Converged"}}
-        metadata = {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": str(version), "generation": 1}
-        found = {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": metadata, "spec": spec}
-        operator.observed(POOLS, "MODIFIED" if allowed else "DELETED", found)
+        about = {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": str(version), "deletionTimestamp": GOING.get(version)}
+        found = {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": about, "spec": spec}
+        operator.observed(POOLS, "DELETED" if version == 5 else "MODIFIED", found)
         with contextlib.suppress(ObjectGone, Invalid, Forbidden):
             asyncio.run(pools.reconcile(KEY))
         return [one for one in server.asked if "of-" in one]
