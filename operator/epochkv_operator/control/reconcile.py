@@ -268,9 +268,9 @@ class PoolReconciler(_Reconciler):
             known = self.secrets.of(uid)
             if known.keys is not None and error.status:  # rights that are being changed, or a KMS that is away, do not make them wrong
                 return known.keys, None, error
-            if not isinstance(error, Forbidden | Invalid):
+            if known.refusal is None:
                 raise
-            return None, Problem("SecretRefused", str(known.refusal)), error
+            return None, Problem("SecretRefused", known.refusal), error
         finally:
             if before is None:  # engines wait for this, or for the news that there is something to wait for
                 for engine in engines_of(self.store, key.namespace, key.name):

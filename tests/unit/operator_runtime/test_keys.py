@@ -12,7 +12,7 @@ from epochkv_fence.net.keys import generate_keypair
 from epochkv_operator import keys as fence
 from epochkv_operator.control.reconcile import EngineReconciler, PoolReconciler
 from epochkv_operator.hub.service import HubSnapshot
-from epochkv_operator.kube.client import ApiError, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.client import ApiError, Conflict, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.store import Store, engine_key, indexed, pool_key
 from epochkv_operator.settings import Settings
 from tests.support.planning import ENGINE_SPECS, POOL_SPECS, pool
@@ -98,8 +98,11 @@ async def test_a_secret_that_cannot_be_read_holds_up_nothing_else_of_its_pool() 
     reconciler.hub, due = Mock(), pool({"local": {"capacity": "1Gi"}, "keys": {"generation": 1}}, uid=POOL)
     assert await reconciler._serve(KEY, {**obj, "spec": {"keys": {"generation": 1}}}, due, keys) == (keys, None, server.refusal)
     reconciler.secrets = fence.FenceSecrets(server, HUB_PUBLIC)
-    with pytest.raises(Unavailable):
-        await reconciler._keys(KEY, obj)
+    _, problem, _ = await reconciler._keys(KEY, obj)
+    assert (problem and problem.reason, "KMS" in str(problem)) == ("SecretRefused", True), "a new operator"
+    for server.refusal in (Unavailable(0, "Timeout", "", "GET"), Unavailable(429, "", "", "GET"), Conflict(409, "", "", "GET")):
+        with pytest.raises(type(server.refusal)):
+            await reconciler._keys(KEY, obj)
 
 
 @pytest.mark.parametrize("runs", [False, True])
