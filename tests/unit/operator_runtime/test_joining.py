@@ -214,7 +214,7 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest
     assert opened(4, "team") == ["NotGated of-nobody"], "it has lost its label"
     unseen.add("rl")
     assert (opened(5), server.asked) == ([], [])
-    assert (opened(6, "team"), statuses[-1]["conditions"][0]["reason"]) == ([], "ReadForbidden")
+    assert (opened(6, "team"), statuses[-1]["conditions"][0]["reason"], statuses[-1].get("observedGeneration")) == ([], "ReadForbidden", 1)
     unseen.clear()
     assert (opened(7), "DELETE Secret team" in server.asked) == ([], True)
     store.remove("ConfigMap", *store.every("ConfigMap"))
