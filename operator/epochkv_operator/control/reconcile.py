@@ -222,8 +222,9 @@ class PoolReconciler(_Reconciler):
             refused += [error] if isinstance(error, Forbidden) else []
             return error
         refused.clear()  # it was one pod that was forbidden, such as by a policy
-        if home(answer) is not None:  # else nobody would tell us when it goes
-            self.store.upsert(PODS.kind, answer)
+        if home(answer) is not None and self.store.upsert(PODS.kind, answer):  # else nobody would tell us when it goes
+            for key in affected(self.store, PODS.kind, answer):
+                self.wake(key, GATES_SECONDS)  # it may show what a kubelet has changed, and the watch would show nothing new
         metrics.API_WRITES.labels(kind=PODS.kind, operation="gate").inc()
         log.info("gate written", pod=f"{ref.namespace}/{ref.name}", status=turn.condition["status"], reason=turn.condition["reason"])
         return None

@@ -244,7 +244,8 @@ class Operator:
             return
         delay, engines = 0.0, 0.0
         if resource is POOLS:
-            delay = OPEN_SECONDS if hub is not None and hub(HubService.resetting, obj["metadata"]["uid"]) else 0.0
+            with contextlib.suppress(TimeoutError):  # nobody brings this state again
+                delay = OPEN_SECONDS if hub is not None and hub(HubService.resetting, obj["metadata"]["uid"]) else 0.0
             engines = ENGINES_SECONDS if before is not None and only_epochs_differ(before, obj) else delay
         elif before is not None and (before["metadata"].get("labels") != obj["metadata"].get("labels") or home(before) != home(obj)):
             self._enqueue(resource, before)  # whose it was

@@ -223,9 +223,9 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest
     opens = [("of-team", "True", "a"), *((str(number), "True", "b") for number in range(8))]
     gates = (*[("no right", "True", "c")] * 40, ("last", "False", "c"), ("waits", "False", "a"), ("closes", "False", "b"), *opens)
     turns = [Turn(pod(name, 0.0, group), {**closed, "status": status, "reason": status}, group) for name, status, group in gates]
-    server.asked.clear()
     assert isinstance(asyncio.run(pools._turn(KEY, "u", Serving(turns=tuple(turns)))), Invalid)
-    assert server.asked == [*["True no right"] * 8, *(f"True {number}" for number in range(8)), "False closes"]
+    found = [*server.asked[-17:], Key("Pod", "b", "7") in {call.args[0] for call in wake.mock_calls}]  # answers may bring other news
+    assert found == [*["True no right"] * 8, *(f"True {number}" for number in range(8)), "False closes", True]
 
 
 def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitializing") -> Json:

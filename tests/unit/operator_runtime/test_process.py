@@ -171,6 +171,13 @@ def test_what_an_object_leaves_is_looked_at(labels: Json, notes: Json, left: Key
     assert left in {asyncio.run(operator.queue.get()) for _ in range(len(operator.queue))}
 
 
+def test_an_edit_does_not_wait_for_a_hub_that_does_not_answer() -> None:
+    operator = Operator(Settings("epochkv-system"))
+    operator._leader = Mock(port=Mock(side_effect=TimeoutError))
+    operator.observed(POOLS, "MODIFIED", pool_at(3))
+    assert asyncio.run(operator.queue.get()) == pool_key("a", "p")
+
+
 async def answers(probes: Probes, binds: tuple[str, str], urls: list[str]) -> list[int]:
     await probes.serve(*binds)
     try:
