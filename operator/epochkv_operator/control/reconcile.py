@@ -37,7 +37,7 @@ from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.serving import ANYTHING, JOINED, Kind, Life, lives_of, serve_of, serving
 from epochkv_operator.planning.status import engine_status, pool_status
-from epochkv_operator.planning.workload import condition_of, is_ready
+from epochkv_operator.planning.workload import is_ready
 from epochkv_operator.settings import Settings
 
 
@@ -395,9 +395,13 @@ class PodReconciler:
     unseen: Container[str | None]
     _told: dict[Key, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     """By name: the uids of the pod and of its pool, and what was said of it. Nothing more is, unless it has not started."""
+    _ready_since: dict[Key, float] = field(default_factory=dict)
+    """By our clock (monotonic): a kubelet's may be another."""
 
     async def reconcile(self, key: Key) -> None:
         pod = self.store.get(key.kind, key.namespace, key.name)
+        if pod is None or not is_ready(pod):
+            self._ready_since.pop(key, None)
         if pod is None:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
@@ -429,7 +433,7 @@ class PodReconciler:
     def _ask(self, key: Key, pod: Json, pool: Json) -> None:
         """Whether the hub has heard of an engine of this pod, when it has had the time to."""
         lease = float(pool["spec"]["reset"]["leaseSeconds"])
-        ready_seconds = (now() - datetime.fromisoformat(condition_of(pod, "Ready")["lastTransitionTime"])).total_seconds()
+        ready_seconds = time.monotonic() - self._ready_since.setdefault(key, time.monotonic())
         if ready_seconds < lease:
             self.wake(key, lease - ready_seconds)
             return

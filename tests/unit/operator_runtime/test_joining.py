@@ -237,29 +237,32 @@ def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitia
     return {**made, "status": {"phase": "Pending", "initContainerStatuses": [init]}}
 
 
+AHEAD = partial(pod, "one", -3600.0)
+"""A pod of a kubelet whose clock is ahead."""
 SILENT = "NotReporting: .*kubectl logs one -c vllm"
 
 
 @pytest.mark.parametrize(
-    ("made", "heard", "complete", "said"),
+    ("made", "seconds", "heard", "complete", "said"),
     [
-        (partial(pod, "one", 45.0), [], True, SILENT),
-        (partial(pod, "one", 45.0), [("one", "team")], True, None),
-        (partial(pod, "one", 45.0), [("one", "other"), ("two", "team")], True, SILENT),
-        (partial(pod, "one", 45.0), [], False, ""),
-        (partial(pod, "one", 5.0), [], True, ""),
-        (partial(pending, 130.0, "gone", "team"), [], True, "NotStarting: .* KVCachePool gone, which is gone"),
-        (partial(pending, 130.0, "refused", "team"), [], True, "NotStarting: .* KVCachePool refused, which has no keys: quota"),
-        (partial(pending, 130.0, "gone", "rl", "ImagePullBackOff"), [], True, "NotStarting: pod one cannot pull epochkv/connector:1"),
-        (partial(pending, 130.0, "gone", "rl"), [], True, ""),
-        (partial(pending, 110.0, "gone", "team"), [], True, ""),
+        (AHEAD, 45.0, [], True, SILENT),
+        (AHEAD, 45.0, [("one", "team")], True, None),
+        (AHEAD, 45.0, [("one", "other"), ("two", "team")], True, SILENT),
+        (AHEAD, 45.0, [], False, ""),
+        (AHEAD, 5.0, [], True, ""),
+        (partial(pending, 130.0, "gone", "team"), 0.0, [], True, "NotStarting: .* KVCachePool gone, which is gone"),
+        (partial(pending, 130.0, "refused", "team"), 0.0, [], True, "NotStarting: .* KVCachePool refused, which has no keys: quota"),
+        (partial(pending, 130.0, "gone", "rl", "ImagePullBackOff"), 0.0, [], True, "NotStarting: pod one cannot pull epochkv/connector:1"),
+        (partial(pending, 130.0, "gone", "rl"), 0.0, [], True, ""),
+        (partial(pending, 110.0, "gone", "team"), 0.0, [], True, ""),
     ],
     ids=["silent", "reports", "others report", "new hub", "just ready", "pool gone", "no keys", "no image", "guest", "just made"],
 )
 def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
-    made: Callable[[], Json], heard: list[tuple[str, str]], complete: bool, said: str | None
+    monkeypatch: pytest.MonkeyPatch, made: Callable[[], Json], seconds: float, heard: list[Any], complete: bool, said: str | None
 ) -> None:
-    """`said`: None where there is nothing to say, and empty as long as nobody can tell."""
+    """`seconds` after it was seen to be ready. `said`: None where there is nothing to say, and empty as long as nobody can tell."""
+    monkeypatch.setattr(time, "monotonic", clock := Mock(return_value=100.0))
     store, reporter, unseen, wake = Store(indexed), Mock(), {"team"}, Mock(side_effect=lambda *_: unseen.clear())
     for place in (("rl", "policy"), ("team", "refused")):
         metadata = {"namespace": place[0], "name": place[1], "uid": place[1], "resourceVersion": "1"}
@@ -268,13 +271,14 @@ def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
     hub = Mock(return_value=SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0))
     store.upsert("Pod", made())
     pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake, unseen)
-    for _ in range(3):
+    for passed in (0.0, 0.0, seconds):
+        clock.return_value += passed
         asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
     told = [call.kwargs for call in reporter.tell.mock_calls]
     assert [bool(re.match(said or "-", f"{about['reason']}: {about['note']}")) for about in told] == [True] * bool(said)
     assert all(about["warning"] is not (said == SILENT) for about in told), "a pod of a larger engine has no engine of its own"
     woke = [call.args[1] for call in wake.mock_calls]
-    assert len(woke) == (3 if said == "" else 1), "of a namespace that is not seen nobody can tell"
+    assert len(woke) == (3 if said == "" else 1 + bool(seconds)), "of a namespace that is not seen nobody can tell"
     assert all(15 < delay <= 30 for delay in woke[1:]), "a thousand pods that ask each second leave the hub no time"
     metadata = {"namespace": "rl", "name": "policy", "uid": "made again", "resourceVersion": "2"}
     store.upsert("KVCachePool", {"metadata": metadata, "spec": {"reset": {"leaseSeconds": 30}}})
