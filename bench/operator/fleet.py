@@ -111,12 +111,6 @@ class Fleet:
         pods = self.space.request("GET", f"{PODS_PATH.format(self.space.name)}?limit=1")
         return len(pods["items"]) + (pods["metadata"].get("remainingItemCount") or 0) == self.size * self.pods
 
-    def listed(self) -> float:
-        """When the kind that was listed the longest time ago was listed (Unix seconds); 0.0 before."""
-        wanted = "epochkv_operator_last_list_timestamp_seconds{"
-        times = [float(line.rsplit(" ", 1)[1]) for line in self.operator.http("/metrics", 30.0)[1].splitlines() if line.startswith(wanted)]
-        return min(times, default=0.0)
-
     def longest_lag(self, loop: str) -> float:
         """No turn of a loop of the running operator was later than by this (seconds): the upper bound of a bucket of its histogram."""
         text = self.operator.http("/metrics", 30.0)[1]
