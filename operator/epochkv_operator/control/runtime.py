@@ -214,8 +214,6 @@ class Operator:
 
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
         """`watch.Seen`: an object seen by a watch or a list."""
-        obj.setdefault("kind", resource.kind)
-        obj.setdefault("apiVersion", resource.api_version)
         if event_type == "DELETED":
             if self.store.remove(resource.kind, obj):
                 self._gone(resource, obj)
