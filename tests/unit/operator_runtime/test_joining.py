@@ -237,8 +237,7 @@ def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitia
     return {**made, "status": {"phase": "Pending", "initContainerStatuses": [init]}}
 
 
-AHEAD = partial(pod, "one", -3600.0)
-"""A pod of a kubelet whose clock is ahead."""
+AHEAD = partial(pod, "one", -3600.0)  # ready in an hour, says its kubelet's clock
 SILENT = "NotReporting: .*kubectl logs one -c vllm"
 
 
