@@ -98,8 +98,7 @@ async def test_a_secret_that_cannot_be_read_holds_up_nothing_else_of_its_pool() 
     reconciler.hub, due = Mock(), pool({"local": {"capacity": "1Gi"}, "keys": {"generation": 1}}, uid=POOL)
     assert await reconciler._serve(KEY, {**obj, "spec": {"keys": {"generation": 1}}}, due, keys) == (keys, None, server.refusal)
     reconciler.secrets = fence.FenceSecrets(server, HUB_PUBLIC)
-    _, problem, _ = await reconciler._keys(KEY, obj)
-    assert (problem and problem.reason, "KMS" in str(problem)) == ("SecretRefused", True), "a new operator"
+    assert "reason='SecretRefused'" in str(await reconciler._keys(KEY, obj)), "a new operator"
     for server.refusal in (Unavailable(0, "Timeout", "", "GET"), Unavailable(429, "", "", "GET"), Conflict(409, "", "", "GET")):
         with pytest.raises(type(server.refusal)):
             await reconciler._keys(KEY, obj)
