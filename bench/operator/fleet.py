@@ -22,11 +22,12 @@ from bench.bump_to_published import measure
 from bench.fence.parts import Child
 from bench.report import Figure, Progress, Row, percentile
 from epochkv_operator.api.base import GATE
+from epochkv_operator.control.reporter import merge_patch
 from hack.cluster.binaries import build
 from hack.cluster.controlplane import ControlPlane
 from hack.waiting import eventually
 from tests.cluster.fence_engines import client_keys
-from tests.cluster.operator_harness import CHILDREN, ENGINES, Namespace, OperatorProcess, condition, install_crds
+from tests.cluster.operator_harness import CHILDREN, ENGINES, POOLS, Namespace, OperatorProcess, condition, install_crds
 
 ENGINES_OF_A_POOL = 20
 PODS = 5
@@ -111,11 +112,17 @@ class Fleet:
         pods = self.space.request("GET", f"{PODS_PATH.format(self.space.name)}?limit=1")
         return len(pods["items"]) + (pods["metadata"].get("remainingItemCount") or 0) == self.size * self.pods
 
-    def listed(self) -> float:
-        """When the kind that was listed the longest time ago was listed (Unix seconds); 0.0 before."""
-        wanted = "epochkv_operator_last_list_timestamp_seconds{"
-        times = [float(line.rsplit(" ", 1)[1]) for line in self.operator.http("/metrics", 30.0)[1].splitlines() if line.startswith(wanted)]
-        return min(times, default=0.0)
+    def calm(self) -> bool:
+        """Whether every Deployment has the pods of its newest spec, and no key waits."""
+        time.sleep(0.5)
+        deployments = self.space.request("GET", CHILDREN["deployments"].format(self.space.name))["items"]
+        rolled = sum((one.get("status") or {}).get("updatedReplicas") == self.pods for one in deployments)
+        return rolled == self.size and self.operator.metric("epochkv_operator_queue_depth") == 0
+
+    def objects(self) -> dict[str, Any]:
+        """Pools and engines, by kind and name."""
+        items = [one for path in (POOLS, ENGINES) for one in self.space.request("GET", path.format(self.space.name))["items"]]
+        return {f"{one['kind']} {one['metadata']['name']}": one for one in items}
 
     def longest_lag(self, loop: str) -> float:
         """No turn of a loop of the running operator was later than by this (seconds): the upper bound of a bucket of its histogram."""
@@ -140,7 +147,7 @@ class Fleet:
 
     def settle(self) -> None:
         """Return once all pods are there and nothing was written for a while."""
-        self._wait(self.made, "all pods")
+        self._wait(lambda: self.made() and self.calm(), "all pods")
         seen, since, deadline = self.writes(), time.monotonic(), time.monotonic() + PATIENCE
         while time.monotonic() - since < QUIET_SECONDS:
             if time.monotonic() > deadline:
@@ -216,12 +223,17 @@ def reset_times(fleet: Fleet, plane: ControlPlane, bumps: int, progress: Progres
 
 def idle(fleet: Fleet, seconds: float) -> dict[str, float]:
     """What the operator does while nothing happens."""
+    were = fleet.objects()
     before, cpu, began = fleet.writes(), cpu_seconds(fleet.pid), time.monotonic()
     log = fleet.operator.log_file
     read = log.stat().st_size
     time.sleep(seconds)
     found = {"cpu": 100 * (cpu_seconds(fleet.pid) - cpu) / (time.monotonic() - began), "writes": fleet.writes() - before}
     if found["writes"]:
+        for name, one in fleet.objects().items():
+            if one["metadata"]["resourceVersion"] != were[name]["metadata"]["resourceVersion"]:
+                old, new = were[name].get("status") or {}, one.get("status") or {}
+                print(f"    {name} was {merge_patch(new, old)} and is {merge_patch(old, new)}"[:MAX_SHOWN], file=sys.stderr)
         with log.open(errors="replace") as lines:
             lines.seek(read)
             print(f"    what it logged while idle:\n{lines.read()[:MAX_SHOWN]}", file=sys.stderr)

@@ -117,7 +117,7 @@ async def _list(client: KubeClient, resource: Resource, namespace: str | None, s
         items, _ = await _answered(client.list(resource, namespace, selector), f"list {resource.path(namespace)}")
     except NotFound as error:
         raise CannotLook(f"the API server does not know {resource.plural}: the CRDs are not installed", APPLY_CRDS) from error
-    return [{"kind": resource.kind, **item} for item in items]
+    return items
 
 
 # ---------------------------------------------------------------------------------------------------------------- conditions

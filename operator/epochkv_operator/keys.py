@@ -38,7 +38,7 @@ from epochkv_fence.net.keys import CLIENT_FILES, CredentialsError, KeyPair, chec
 from epochkv_operator import metrics
 from epochkv_operator.api.base import OURS, POOL_LABEL, POOL_NAMESPACE
 from epochkv_operator.api.resources import POOLS, SECRETS
-from epochkv_operator.kube.client import AlreadyExists, ApiError, Forbidden, Invalid, Json, KubeClient, NotFound
+from epochkv_operator.kube.client import AlreadyExists, ApiError, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.status import EventRecorder
 from epochkv_operator.planning.names import component_name, controller, copy_name
 
@@ -204,11 +204,6 @@ class PoolKeys:
     """The pair that the next rotation brings; it stays the same one until it is in the Secret."""
 
     @property
-    def decided(self) -> bool:
-        """The keys are known, or known to be impossible to have."""
-        return self.keys is not None or self.conflict
-
-    @property
     def accepted(self) -> tuple[str, ...]:
         """Public keys that the hub has to accept, the newest first. Asked only where there are keys."""
         assert self.keys is not None
@@ -250,8 +245,8 @@ class FenceSecrets:
         except SecretConflict as error:
             known.conflict, known.refusal = True, str(error) if known.keys is None else None
             raise
-        except (Forbidden, Invalid) as error:
-            if known.keys is None:
+        except ApiError as error:
+            if known.keys is None and error.status not in (0, 409, 429):  # these are over in a moment, or not about Secrets alone
                 known.refusal = f"Secret {'/'.join(_place(pool))} with the pool's keys cannot be read or made: {error.message}"
             raise
         known.conflict = False

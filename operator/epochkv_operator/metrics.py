@@ -37,11 +37,6 @@ LOOP_LAG = _histogram(
     ["loop"],
     buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
-LAST_LIST = _gauge(
-    "epochkv_operator_last_list_timestamp_seconds",
-    "When a kind was last listed and compared with what its watch had shown (unix time)",
-    ["kind"],
-)
 MISSED = _counter("epochkv_operator_missed_objects", "Objects that a list showed, and the watches had not brought in time", ["kind"])
 LEADER = _gauge("epochkv_operator_leader", "1 while this process holds the Lease")
 LEASE_RENEWAL_SECONDS = _histogram(

@@ -200,7 +200,8 @@ def _pool_key(obj: Json) -> tuple[str, str]:
 
 
 def _pools(objects: Any) -> Pools:
-    return {identity(obj)[1:]: obj for obj in objects if obj["kind"] == POOLS.kind}
+    """Those that are not being deleted."""
+    return {identity(obj)[1:]: obj for obj in objects if obj["kind"] == POOLS.kind and not obj["metadata"].get("deletionTimestamp")}
 
 
 def _with_uid(obj: Json) -> Json:

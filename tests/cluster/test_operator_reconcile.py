@@ -100,17 +100,20 @@ def test_children_that_somebody_deleted_or_changed_are_put_right(namespace: Name
 
         eventually(back, f"{name} back")
     namespace.patch(CHILDREN["deployments"], "rollout", {"metadata": {"annotations": {"team": "a"}}, "spec": {"replicas": 7}})
+    namespace.patch(CHILDREN["networkpolicies"], "policy-master", {"spec": {"podSelector": {"matchLabels": {"team": "a"}}}})
 
     def put_right() -> bool:
         found = namespace.get(CHILDREN["deployments"], "rollout") or {}
-        return bool(found["spec"]["replicas"] == 2) and found["metadata"]["annotations"]["team"] == "a"
+        selected = (namespace.get(CHILDREN["networkpolicies"], "policy-master") or {})["spec"]["podSelector"]["matchLabels"]
+        return bool(found["spec"]["replicas"] == 2) and found["metadata"]["annotations"]["team"] == "a" and "team" not in selected
 
     eventually(put_right, "replicas put right, and what is not ours stays")
 
     def reasons() -> set[str]:
         return {line["reason"] for line in operator.logged("child applied") if f" {namespace.name}/" in line["object"]}
 
-    eventually(lambda: {"it does not exist", "spec.replicas was changed by somebody else"} <= reasons(), "and logged why")
+    changed = {f"spec.{where} was changed by somebody else" for where in ("replicas", "podSelector.matchLabels.team")}
+    eventually(lambda: {"it does not exist", *changed} <= reasons(), "and logged why")
 
 
 @pytest.mark.parametrize(

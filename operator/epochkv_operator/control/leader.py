@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
-from epochkv_fence.common import LoopThread
+from epochkv_fence.common import LoopThread, lease_clock
 from epochkv_fence.mooncake_admin import MooncakeAdmin
 from epochkv_fence.net.keys import KeyPair
 from epochkv_operator import metrics
@@ -139,11 +139,11 @@ class Leader:
         await self._thread.run(self._hub.run())
 
     def not_leading(self) -> str | None:
-        """Why this process must not write now; None: it may. The answer holds on any thread, and when this process was frozen."""
+        """Why this process must not write now; None: it may. The answer holds on any thread, and after a freeze or a suspension."""
         lease = self._lease
         if lease is None or lease.term is None:
             return "this process does not hold the Lease"
-        age = time.monotonic() - lease.renewed_at
+        age = lease_clock() - lease.renewed_at
         return f"the Lease was last renewed {age:.1f} s ago" if age >= lease.deadline_seconds else None
 
     @property

@@ -37,7 +37,7 @@ from epochkv_operator.planning.engine import workload_of
 from epochkv_operator.planning.plan import plan_engine, plan_pool
 from epochkv_operator.planning.serving import ANYTHING, JOINED, Kind, Life, lives_of, serve_of, serving
 from epochkv_operator.planning.status import engine_status, pool_status
-from epochkv_operator.planning.workload import condition_of, is_ready
+from epochkv_operator.planning.workload import is_ready
 from epochkv_operator.settings import Settings
 
 
@@ -86,12 +86,12 @@ class _Reconciler(ABC):
         """Raises what another try may solve."""
         obj = self.store.get(key.kind, key.namespace, key.name)
         problem = blind(self.refused(key.namespace)) if key.namespace in self.unseen else None
-        if obj is None and problem is None:
+        if obj is None or obj["metadata"].get("deletionTimestamp"):  # whosever finalizer still holds it
+            if problem is not None:
+                return
             self.reporter.forget(key)
             await self._forget(key)
             raise ObjectGone(f"{key} is gone")
-        if obj is None or obj["metadata"].get("deletionTimestamp"):
-            return
         try:
             if problem is None:
                 await self._reconcile(key, obj)
@@ -103,7 +103,7 @@ class _Reconciler(ABC):
 
     @abstractmethod
     async def _forget(self, key: Key) -> None:
-        """The object is gone: drop what is held for it."""
+        """The object is gone or going: drop what is held for it."""
 
     @abstractmethod
     async def _reconcile(self, key: Key, obj: Json) -> None:
@@ -222,8 +222,9 @@ class PoolReconciler(_Reconciler):
             refused += [error] if isinstance(error, Forbidden) else []
             return error
         refused.clear()  # it was one pod that was forbidden, such as by a policy
-        if home(answer) is not None:  # else nobody would tell us when it goes
-            self.store.upsert(PODS.kind, answer)
+        if home(answer) is not None and self.store.upsert(PODS.kind, answer):  # else nobody would tell us when it goes
+            for key in affected(self.store, PODS.kind, answer):
+                self.wake(key, GATES_SECONDS)  # it may show what a kubelet has changed, and the watch would show nothing new
         metrics.API_WRITES.labels(kind=PODS.kind, operation="gate").inc()
         log.info("gate written", pod=f"{ref.namespace}/{ref.name}", status=turn.condition["status"], reason=turn.condition["reason"])
         return None
@@ -256,7 +257,7 @@ class PoolReconciler(_Reconciler):
     async def _keys(self, key: Key, obj: Json) -> tuple[FenceKeys | None, Problem | None, ApiError | None]:
         """The pool's keys, what to tell the user where there are none, and the error to try again on."""
         uid = obj["metadata"]["uid"]
-        decided = self.secrets.of(uid).decided
+        before = self.secrets.of(uid).keys
         try:
             keys, note = await self.secrets.ensure(obj)
             if note:
@@ -268,11 +269,11 @@ class PoolReconciler(_Reconciler):
             known = self.secrets.of(uid)
             if known.keys is not None and error.status:  # rights that are being changed, or a KMS that is away, do not make them wrong
                 return known.keys, None, error
-            if not isinstance(error, Forbidden | Invalid):
+            if known.refusal is None:
                 raise
-            return None, Problem("SecretRefused", str(known.refusal)), error
+            return None, Problem("SecretRefused", known.refusal), error
         finally:
-            if not decided:  # engines wait for this, or for the news that there is something to wait for
+            if before is None:  # engines wait for this, or for the news that there is something to wait for
                 for engine in engines_of(self.store, key.namespace, key.name):
                     self.wake(engine_key(key.namespace, engine["metadata"]["name"]), 0.0)
 
@@ -293,8 +294,9 @@ class PoolReconciler(_Reconciler):
                 keys = await self.secrets.rotate(obj, generation)
             elif keys.previous is not None and self.hub(HubService.old_key_idle_seconds, uid) >= pool.spec.reset.fence_timeout_seconds:
                 keys = await self.secrets.retire(obj)
-        except (Forbidden, Invalid) as error:
-            return keys, Problem("SecretRefused", f"the pool's keys cannot be replaced: {error.message}"), error
+        except ApiError as error:
+            refused = Problem("SecretRefused", f"the pool's keys cannot be replaced: {error.message}")
+            return keys, refused if isinstance(error, Forbidden | Invalid) else None, error
         serve(keys)
         if keys.previous is not None:
             self.wake(key, OLD_KEY_SECONDS)
@@ -319,8 +321,9 @@ class EngineReconciler(_Reconciler):
         pool_obj = await self._pool(key.namespace, name) if name else None
         engine, pool = parse_engine(obj), parse_pool(pool_obj) if pool_obj is not None else None
         known = self.secrets.of(pool.metadata.uid) if pool is not None else PoolKeys()
-        if pool is not None and pool.metadata.deletion_timestamp is None and not known.decided:
-            # The pool is being reconciled; without its keys the engine would start twice, or wait for a volume.
+        held = known.keys is None and (not known.conflict or self._runs(key, engine))
+        if pool is not None and held:
+            # Without the pool's keys a new engine would start twice, or wait for a volume, and one that runs would be rolled.
             if known.refusal is None:
                 self.wake(key, WAIT_FOR_KEYS_SECONDS)
             else:
@@ -347,22 +350,23 @@ class EngineReconciler(_Reconciler):
 
     def _hold(self, key: Key, engine: InferenceEngine) -> float:
         """Seconds that an engine which has no pods yet may still wait for its pool."""
+        now = time.monotonic()
+        return 0.0 if self._runs(key, engine) else self._new.setdefault(key, now) + POOL_WAIT_SECONDS - now
+
+    def _runs(self, key: Key, engine: InferenceEngine) -> bool:
         kind, name = workload_of(engine)
-        if self.store.get(kind, key.namespace, name) is not None:
-            return 0.0
-        return self._new.setdefault(key, time.monotonic()) + POOL_WAIT_SECONDS - time.monotonic()
+        return self.store.get(kind, key.namespace, name) is not None
 
     async def _pool(self, namespace: str, name: str) -> Json | None:
-        """The pool, asked for at the API server before it counts as missing.
+        """The pool, asked for at the API server before it counts as missing. One that is being deleted is missing.
 
         Events of pools and engines overtake each other, and an engine that is first made without its pool starts twice.
         """
-        if (known := self.store.get(POOLS.kind, namespace, name)) is not None:
-            return known
         try:
-            return await self.client.get(POOLS, namespace, name)
+            found = self.store.get(POOLS.kind, namespace, name) or await self.client.get(POOLS, namespace, name)
         except NotFound:
             return None
+        return None if found["metadata"].get("deletionTimestamp") else found
 
     async def _report(self, key: Key, obj: Json, engine: InferenceEngine, pool: KVCachePool | None, problem: Problem | None) -> HubSnapshot:
         """Write the status, unless the hub does not know the pool yet; what the hub knows."""
@@ -391,9 +395,13 @@ class PodReconciler:
     unseen: Container[str | None]
     _told: dict[Key, tuple[tuple[str, ...], str]] = field(default_factory=dict)
     """By name: the uids of the pod and of its pool, and what was said of it. Nothing more is, unless it has not started."""
+    _ready_since: dict[Key, float] = field(default_factory=dict)
+    """By our clock (monotonic): a kubelet's may be another."""
 
     async def reconcile(self, key: Key) -> None:
         pod = self.store.get(key.kind, key.namespace, key.name)
+        if pod is None or not is_ready(pod):
+            self._ready_since.pop(key, None)
         if pod is None:
             self._told.pop(key, None)
             raise ObjectGone(f"{key} is gone")
@@ -425,7 +433,7 @@ class PodReconciler:
     def _ask(self, key: Key, pod: Json, pool: Json) -> None:
         """Whether the hub has heard of an engine of this pod, when it has had the time to."""
         lease = float(pool["spec"]["reset"]["leaseSeconds"])
-        ready_seconds = (now() - datetime.fromisoformat(condition_of(pod, "Ready")["lastTransitionTime"])).total_seconds()
+        ready_seconds = time.monotonic() - self._ready_since.setdefault(key, time.monotonic())
         if ready_seconds < lease:
             self.wake(key, lease - ready_seconds)
             return

@@ -77,10 +77,10 @@ def merge_patch(old: Json, new: Json) -> Json:
 
 def unready(obj: Json, reason: str, message: str, now: datetime) -> Json:
     """The status of an object that this operator cannot judge; everything but `Ready` stays as it was."""
-    before = obj.get("status") or {}
+    before, generation = obj.get("status") or {}, obj["metadata"].get("generation", 1)
     ready = Condition("Ready", "False", reason, message)
     others = [condition for condition in before.get("conditions") or [] if condition["type"] != "Ready"]
-    return {**before, "conditions": [*conditions([ready], before, obj["metadata"].get("generation", 1), now), *others]}
+    return {**before, "observedGeneration": generation, "conditions": [*conditions([ready], before, generation, now), *others]}
 
 
 @dataclass(eq=False)

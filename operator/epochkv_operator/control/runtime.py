@@ -214,8 +214,6 @@ class Operator:
 
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
         """`watch.Seen`: an object seen by a watch or a list."""
-        obj.setdefault("kind", resource.kind)
-        obj.setdefault("apiVersion", resource.api_version)
         if event_type == "DELETED":
             if self.store.remove(resource.kind, obj):
                 self._gone(resource, obj)
@@ -244,7 +242,8 @@ class Operator:
             return
         delay, engines = 0.0, 0.0
         if resource is POOLS:
-            delay = OPEN_SECONDS if hub is not None and hub(HubService.resetting, obj["metadata"]["uid"]) else 0.0
+            with contextlib.suppress(TimeoutError):  # nobody brings this state again
+                delay = OPEN_SECONDS if hub is not None and hub(HubService.resetting, obj["metadata"]["uid"]) else 0.0
             engines = ENGINES_SECONDS if before is not None and only_epochs_differ(before, obj) else delay
         elif before is not None and (before["metadata"].get("labels") != obj["metadata"].get("labels") or home(before) != home(obj)):
             self._enqueue(resource, before)  # whose it was

@@ -24,6 +24,7 @@ K = TypeVar("K", bound=Hashable)
 
 BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_MAX_SECONDS = 30.0
+RETRY_AFTER_MAX_SECONDS = 60.0
 SPREAD_SECONDS = 1.0
 
 
@@ -86,7 +87,7 @@ class WorkQueue(Generic[K]):
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         backoff = BACKOFF_FIRST_SECONDS * 2.0 ** min(failures, 16)
-        delay = max(at_least_seconds, min(BACKOFF_MAX_SECONDS, backoff))
+        delay = max(min(RETRY_AFTER_MAX_SECONDS, at_least_seconds), min(BACKOFF_MAX_SECONDS, backoff))
         self._again.pop(key, None)  # whatever was added meanwhile is covered by the retry, and must not defeat the backoff
         self._release(key)
         self.add_after(key, delay)

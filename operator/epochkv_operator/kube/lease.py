@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import structlog
 
+from epochkv_fence.common import lease_clock
 from epochkv_fence.protocol.pool import Term
 from epochkv_operator import metrics
 from epochkv_operator.api.base import OURS
@@ -52,7 +53,7 @@ class LeaseHolder:
         self.renew_seconds = duration_seconds / 5
         self.deadline_seconds = duration_seconds * 2 / 3
         self.term: Term | None = None
-        self.renewed_at = 0.0
+        self.renewed_at = 0.0  # by `lease_clock`: time for which this machine was suspended counts
         self.recovered: Callable[[], None] = lambda: None
         """Called when the Lease was renewed after a try that failed."""
         self._client = client
@@ -93,7 +94,7 @@ class LeaseHolder:
         error: ApiError | None = None
         while True:
             await asyncio.sleep(self.renew_seconds if error is None else min(1.0, self.renew_seconds / 4))
-            remaining = self.renewed_at + self.deadline_seconds - time.monotonic()
+            remaining = self.renewed_at + self.deadline_seconds - lease_clock()
             if remaining <= 0:
                 raise LeaseLost(f"Lease {self.place} could not be renewed for {self.deadline_seconds:g} s: {error}")
             try:
@@ -128,7 +129,7 @@ class LeaseHolder:
             self._lease = await self._client.create(LEASES, self.namespace, body)  # held by nobody yet
         spec = self._lease.get("spec", {})
         renewal = term_of(self._lease), spec.get("renewTime")  # others may write the rest, such as labels
-        now_monotonic = time.monotonic()
+        now_monotonic, started = time.monotonic(), lease_clock()
         if self._seen[0] != renewal:
             self._seen = (renewal, now_monotonic)
         expired = now_monotonic - self._seen[1] >= (spec.get("leaseDurationSeconds") or self.duration_seconds)
@@ -141,13 +142,13 @@ class LeaseHolder:
             "leaseTransitions": (spec.get("leaseTransitions") or 0) + 1,
         }
         await self._put(taken, self.deadline_seconds)
-        self.renewed_at = now_monotonic
+        self.renewed_at = started
         self.term = term_of(self._lease)
         log.info("lease acquired", lease=self.place, holder=self.identity, transitions=self.term.transitions)
         return self.term
 
     async def _renew(self, deadline_seconds: float) -> None:
-        started = time.monotonic()
+        started = lease_clock()
         assert self.term is not None
         try:
             await self._put_ours({}, deadline_seconds, self.term)

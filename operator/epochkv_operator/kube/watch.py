@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import structlog
@@ -81,7 +82,8 @@ class Watches:
 
     async def complete(self) -> None:
         """Return once the store has all of our own kinds, which kopf has begun to watch."""
-        await asyncio.gather(*(self._until_done(resource, self._first) for resource in PRIMARY))
+        first = partial(self._compare, patience_seconds=START_PATIENCE_SECONDS)
+        await asyncio.gather(*(self._until_done(resource, first) for resource in PRIMARY))
         self.unseen.update(scope for _, scope in self._refused)
         self._due = time.monotonic() + self._period_seconds
 
@@ -220,29 +222,23 @@ class Watches:
 
     # ---- compare ----
 
-    async def _first(self, resource: Resource) -> None:
-        """Kopf has just begun to watch. What is deleted meanwhile it will not bring, so the list is repeated."""
-        for scope in itertools.filterfalse(lambda it: (resource, it) in self._refused and self._lost(it), self._scopes):
-            since = time.monotonic()
-            while True:
-                shown, version = await self._shown(resource, scope)
-                if await self._brought(resource, shown, RETRY_SECONDS) or time.monotonic() - since > START_PATIENCE_SECONDS:
-                    break
-            await self._take_in(resource, scope, shown, version)
-        self._listed(resource)
-
-    async def _compare(self, resource: Resource) -> None:
+    async def _compare(self, resource: Resource, patience_seconds: float = 0.0) -> None:
+        """`patience_seconds`: kopf has just begun to watch, and will not bring what is deleted meanwhile. So long is the list repeated."""
         failed = None
         for scope in self._scopes:  # one that is refused keeps no other from being compared
+            until = time.monotonic() + patience_seconds
             try:
-                shown, version = await self._shown(resource, scope)
-                await self._brought(resource, shown, PATIENCE_SECONDS)
+                while True:
+                    shown, version = await self._shown(resource, scope)
+                    if await self._brought(resource, shown) or time.monotonic() >= until:
+                        break
                 await self._take_in(resource, scope, shown, version)
             except ApiError as error:
-                failed = failed or error
+                if not (patience_seconds and (resource, scope) in self._refused and self._lost(scope)):
+                    failed = failed or error
         if failed is not None:
             raise failed
-        self._listed(resource)
+        metrics.MISSED.labels(kind=resource.kind)  # there from the first list, at 0: an alert on its increase sees the first one
 
     async def _shown(self, resource: Resource, scope: str | None) -> tuple[dict[str, int], int]:
         try:
@@ -251,10 +247,10 @@ class Watches:
             self._may(resource, scope, error)
             raise
 
-    async def _brought(self, resource: Resource, shown: dict[str, int], patience_seconds: float) -> bool:
+    async def _brought(self, resource: Resource, shown: dict[str, int]) -> bool:
         """Whether the watch has brought what a LIST showed; False: it has brought nothing of it for too long."""
         behind, since = self._store.behind(resource.kind, shown), time.monotonic()
-        while behind and time.monotonic() - since < patience_seconds:
+        while behind and time.monotonic() - since < PATIENCE_SECONDS:
             await asyncio.sleep(POLL_SECONDS)
             if (now := self._store.behind(resource.kind, shown)) < behind:
                 behind, since = now, time.monotonic()
@@ -271,10 +267,6 @@ class Watches:
         for obj in self._store.retain(resource.kind, shown, version, scope):
             self._vanished(resource, obj)
         self._may(resource, scope, None)  # not before: what is looked at then has to be in the store
-
-    def _listed(self, resource: Resource) -> None:
-        metrics.LAST_LIST.labels(kind=resource.kind).set_to_current_time()
-        metrics.MISSED.labels(kind=resource.kind)  # there from the first list, at 0: an alert on its increase sees the first one
 
     # ---- tries ----
 

@@ -22,7 +22,6 @@ from epochkv_operator.planning.connection import etcd_endpoints
 from epochkv_operator.planning.context import PUSH_SECONDS, Condition, HubView, Json, Observed, Problem, Serving
 from epochkv_operator.planning.engine import leader_selector, workload_of
 from epochkv_operator.planning.names import component_name, component_selector, engine_selector
-from epochkv_operator.planning.plan import living
 from epochkv_operator.planning.workload import Health, ended, find, health, rollout, select, without_leader
 
 _ASKER: Final = {Source.TRAINER: "a trainer", Source.ENGINE: "an engine whose own caches were reset"}
@@ -63,10 +62,9 @@ def engine_conditions(engine: InferenceEngine, pool: KVCachePool | None, observe
     notes = [_progressing(engine, observed, state)]
     parts = [_workload_condition("Available", state)]
     if engine.spec.pool_ref is not None:
-        bound = living(pool)
-        parts.append(_pool_bound(f"{engine.metadata.namespace}/{engine.spec.pool_ref.name}", bound))
-        parts.append(_epoch_current(engine, bound, observed, state))
-        if bound is not None:
+        parts.append(_pool_bound(f"{engine.metadata.namespace}/{engine.spec.pool_ref.name}", pool))
+        parts.append(_epoch_current(engine, pool, observed, state))
+        if pool is not None:
             notes.append(_engine_tiers(engine, observed, state))
     counted, good = parts, Condition("Ready", "True", "Ready", "the engine serves")
     if state.reason == "ScaledToZero":

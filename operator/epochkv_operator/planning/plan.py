@@ -24,6 +24,8 @@ from epochkv_operator.planning.pool import desired_pool
 
 _ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
 """What the items of a list are told apart by."""
+_WHOLE: Final = (".spec.selector", ".spec.podSelector", ".spec.ingress")
+"""Where a field that somebody adds lets others in, or leaves out those that are meant. The API server adds none there."""
 ABSENT: Final = "it does not exist"
 _QUANTITIES: Final = ("limits", "requests", "sizeLimit", "divisor")
 
@@ -47,13 +49,8 @@ def plan_pool(pool: KVCachePool, observed: Observed, context: Context) -> Plan:
 
 
 def plan_engine(engine: InferenceEngine, pool: KVCachePool | None, observed: Observed, context: Context) -> Plan:
-    """Steps for an engine. `pool` as in `desired_engine`; one that is being deleted counts as gone."""
-    return _plan(engine, lambda: desired_engine(engine, living(pool), context), observed.children, context.served)
-
-
-def living(pool: KVCachePool | None) -> KVCachePool | None:
-    """The pool, or None when it is gone or going."""
-    return None if pool is None or pool.metadata.deletion_timestamp is not None else pool
+    """Steps for an engine. `pool` as in `desired_engine`."""
+    return _plan(engine, lambda: desired_engine(engine, pool, context), observed.children, context.served)
 
 
 def _plan(owner: KVCachePool | InferenceEngine, desire: Callable[[], list[Json]], children: Sequence[Json], served: frozenset[str]) -> Plan:
@@ -146,6 +143,8 @@ def _differing(desired: Any, live: Any, path: str) -> Iterator[str]:
         for key, value in desired.items():
             if value != (other := live.get(key)):
                 yield from _differing(value, other, f"{path}.{key}")
+        if path.startswith(_WHOLE):
+            yield from (f"{path}.{key}" for key in live if key not in desired)
     elif isinstance(desired, list) and isinstance(live, list):
         yield from _differing_items(desired, live, path)
     elif desired != live and not _same_quantity(desired, live, path):

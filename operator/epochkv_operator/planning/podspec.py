@@ -117,7 +117,7 @@ def with_rdma(spec: Json, resource: str | None) -> Json:
     return {**spec, "securityContext": {**security, "runAsUser": 0, "runAsGroup": 0}, "containers": [changed], "volumes": volumes}
 
 
-# k8s.io/api/core/v1: the patchMergeKey of each list under a PodSpec.
+# k8s.io/api/core/v1: the patchMergeKey of each list under a PodSpec. Gates have none, and each type stands once.
 _MERGE_KEYS: Final = {
     "containers": "name",
     "initContainers": "name",
@@ -131,6 +131,7 @@ _MERGE_KEYS: Final = {
     "topologySpreadConstraints": "topologyKey",
     "schedulingGates": "name",
     "resourceClaims": "name",
+    "readinessGates": "conditionType",
 }
 DELETE: Final = {"$patch": "delete"}
 """In the place of a value. `kubectl apply` sends merge patches, in which null is no value: what it says does not arrive."""

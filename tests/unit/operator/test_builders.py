@@ -512,6 +512,7 @@ def test_who_chooses_the_ids_of_pods(default: PodSecurity, own: str, fixed: bool
         ({"initContainers": [{"name": "prepare", "securityContext": [1]}]}, "initContainers[prepare].securityContext is [1]"),
         ({"terminationGracePeriodSeconds": "soon"}, "terminationGracePeriodSeconds is 'soon'; it must be a number of seconds"),
         ({"terminationGracePeriodSeconds": -1}, "terminationGracePeriodSeconds is -1"),
+        ({"readinessGates": 5}, "readinessGates must be a list of objects"),
     ],
 )
 def test_templates_that_are_refused(spec: Json, says: str) -> None:

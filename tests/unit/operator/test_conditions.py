@@ -182,9 +182,7 @@ def test_conditions_that_do_not_apply_are_absent() -> None:
     children = [state.workload(desired_engine(alone, None, CONTEXT), "Deployment", "rollout", **ready(1))]
     said = by_type(engine_conditions(alone, None, Observed(children)))
     assert said == {"Ready": ("True", "Ready"), "Available": ("True", "Available"), "Progressing": ("True", "RolledOut")}
-    gone = pool("l1", deletionTimestamp="2026-01-01T00:00:00Z")
-    for target in (None, gone):
-        assert "TiersUsable" not in by_type(engine_conditions(engine(), target, Observed((), PODS, HubView(7, 7, [rank("p0")]))))
+    assert "TiersUsable" not in by_type(engine_conditions(engine(), None, Observed((), PODS, HubView(7, 7, [rank("p0")]))))
 
 
 @pytest.mark.parametrize(
@@ -235,11 +233,9 @@ def test_every_data_parallel_rank_has_to_report(nodes: int) -> None:
     assert (status["epochReplicas"], status["epoch"]) == (0, 6)
 
 
-@pytest.mark.parametrize("going", [False, True], ids=["missing", "being-deleted"])
-def test_pool_not_found(going: bool) -> None:
+def test_pool_not_found() -> None:
     """The engine serves; the condition says what is missing and what to do."""
-    target = pool("l1-l2", deletionTimestamp="2026-01-01T00:00:00Z") if going else None
-    conditions = engine_conditions(ROLLOUT, target, Observed(state.engine_children(ready(2)), PODS))
+    conditions = engine_conditions(ROLLOUT, None, Observed(state.engine_children(ready(2)), PODS))
     lacking = dict.fromkeys(("Ready", "PoolBound", "EpochCurrent"), ("False", "PoolNotFound"))
     assert by_type(conditions) == {**lacking, "Available": ("True", "Available"), "Progressing": ("True", "RolledOut")}
     assert "KVCachePool rl/policy does not exist" in message(conditions, "PoolBound")

@@ -31,6 +31,7 @@ from tests.support.planning import CONTEXT, pool
 Json = dict[str, Any]
 KEY = pool_key("rl", "policy")
 KEYS = made("h" * 40, 0)
+GOING = {7: "2026-01-01T00:00:00Z"}
 
 
 class ApiServer(KubeClient):
@@ -188,12 +189,12 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest
     pools = PoolReconciler(*given, unseen, Mock(**{"leaderless.return_value": False}), Copies(server, store, settings), operator.strays)
 
     def opened(version: int, *allowed: str) -> list[str]:
-        """Without a namespace that is allowed, the pool is gone."""
+        """Without a namespace that is allowed, the pool is gone; at 7, somebody else's finalizer holds it."""
         server.asked.clear()
         spec = {"local": {"capacity": "1Gi"}, "allowedNamespaces": {"names": list(allowed)}, "serve": {"weights": "Converged"}}
-        metadata = {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": str(version), "generation": 1}
-        found = {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": metadata, "spec": spec}
-        operator.observed(POOLS, "MODIFIED" if allowed else "DELETED", found)
+        about = {"name": "policy", "namespace": "rl", "uid": "u", "resourceVersion": str(version), "deletionTimestamp": GOING.get(version)}
+        found = {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": about, "spec": spec}
+        operator.observed(POOLS, "DELETED" if version == 5 else "MODIFIED", found)
         with contextlib.suppress(ObjectGone, Invalid, Forbidden):
             asyncio.run(pools.reconcile(KEY))
         return [one for one in server.asked if "of-" in one]
@@ -213,7 +214,7 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest
     assert opened(4, "team") == ["NotGated of-nobody"], "it has lost its label"
     unseen.add("rl")
     assert (opened(5), server.asked) == ([], [])
-    assert (opened(6, "team"), statuses[-1]["conditions"][0]["reason"]) == ([], "ReadForbidden")
+    assert (opened(6, "team"), statuses[-1]["conditions"][0]["reason"], statuses[-1].get("observedGeneration")) == ([], "ReadForbidden", 1)
     unseen.clear()
     assert (opened(7), "DELETE Secret team" in server.asked) == ([], True)
     store.remove("ConfigMap", *store.every("ConfigMap"))
@@ -222,9 +223,9 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest
     opens = [("of-team", "True", "a"), *((str(number), "True", "b") for number in range(8))]
     gates = (*[("no right", "True", "c")] * 40, ("last", "False", "c"), ("waits", "False", "a"), ("closes", "False", "b"), *opens)
     turns = [Turn(pod(name, 0.0, group), {**closed, "status": status, "reason": status}, group) for name, status, group in gates]
-    server.asked.clear()
     assert isinstance(asyncio.run(pools._turn(KEY, "u", Serving(turns=tuple(turns)))), Invalid)
-    assert server.asked == [*["True no right"] * 8, *(f"True {number}" for number in range(8)), "False closes"]
+    found = [*server.asked[-17:], Key("Pod", "b", "7") in {call.args[0] for call in wake.mock_calls}]  # answers may bring other news
+    assert found == [*["True no right"] * 8, *(f"True {number}" for number in range(8)), "False closes", True]
 
 
 def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitializing") -> Json:
@@ -236,29 +237,31 @@ def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitia
     return {**made, "status": {"phase": "Pending", "initContainerStatuses": [init]}}
 
 
+AHEAD = partial(pod, "one", -3600.0)  # ready in an hour, says its kubelet's clock
 SILENT = "NotReporting: .*kubectl logs one -c vllm"
 
 
 @pytest.mark.parametrize(
-    ("made", "heard", "complete", "said"),
+    ("made", "seconds", "heard", "complete", "said"),
     [
-        (partial(pod, "one", 45.0), [], True, SILENT),
-        (partial(pod, "one", 45.0), [("one", "team")], True, None),
-        (partial(pod, "one", 45.0), [("one", "other"), ("two", "team")], True, SILENT),
-        (partial(pod, "one", 45.0), [], False, ""),
-        (partial(pod, "one", 5.0), [], True, ""),
-        (partial(pending, 130.0, "gone", "team"), [], True, "NotStarting: .* KVCachePool gone, which is gone"),
-        (partial(pending, 130.0, "refused", "team"), [], True, "NotStarting: .* KVCachePool refused, which has no keys: quota"),
-        (partial(pending, 130.0, "gone", "rl", "ImagePullBackOff"), [], True, "NotStarting: pod one cannot pull epochkv/connector:1"),
-        (partial(pending, 130.0, "gone", "rl"), [], True, ""),
-        (partial(pending, 110.0, "gone", "team"), [], True, ""),
+        (AHEAD, 45.0, [], True, SILENT),
+        (AHEAD, 45.0, [("one", "team")], True, None),
+        (AHEAD, 45.0, [("one", "other"), ("two", "team")], True, SILENT),
+        (AHEAD, 45.0, [], False, ""),
+        (AHEAD, 5.0, [], True, ""),
+        (partial(pending, 130.0, "gone", "team"), 0.0, [], True, "NotStarting: .* KVCachePool gone, which is gone"),
+        (partial(pending, 130.0, "refused", "team"), 0.0, [], True, "NotStarting: .* KVCachePool refused, which has no keys: quota"),
+        (partial(pending, 130.0, "gone", "rl", "ImagePullBackOff"), 0.0, [], True, "NotStarting: pod one cannot pull epochkv/connector:1"),
+        (partial(pending, 130.0, "gone", "rl"), 0.0, [], True, ""),
+        (partial(pending, 110.0, "gone", "team"), 0.0, [], True, ""),
     ],
     ids=["silent", "reports", "others report", "new hub", "just ready", "pool gone", "no keys", "no image", "guest", "just made"],
 )
 def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
-    made: Callable[[], Json], heard: list[tuple[str, str]], complete: bool, said: str | None
+    monkeypatch: pytest.MonkeyPatch, made: Callable[[], Json], seconds: float, heard: list[Any], complete: bool, said: str | None
 ) -> None:
-    """`said`: None where there is nothing to say, and empty as long as nobody can tell."""
+    """`seconds` after it was seen to be ready. `said`: None where there is nothing to say, and empty as long as nobody can tell."""
+    monkeypatch.setattr(time, "monotonic", clock := Mock(return_value=100.0))
     store, reporter, unseen, wake = Store(indexed), Mock(), {"team"}, Mock(side_effect=lambda *_: unseen.clear())
     for place in (("rl", "policy"), ("team", "refused")):
         metadata = {"namespace": place[0], "name": place[1], "uid": place[1], "resourceVersion": "1"}
@@ -267,13 +270,14 @@ def test_a_pod_that_joined_and_does_not_start_or_report_is_named_once(
     hub = Mock(return_value=SimpleNamespace(view=view, incomplete_seconds=0.0 if complete else 20.0))
     store.upsert("Pod", made())
     pods = PodReconciler(store, reporter, Mock(**{"of.return_value.refusal": "quota"}), hub, wake, unseen)
-    for _ in range(3):
+    for passed in (0.0, 0.0, seconds):
+        clock.return_value += passed
         asyncio.run(pods.reconcile(Key("Pod", "team", "one")))
     told = [call.kwargs for call in reporter.tell.mock_calls]
     assert [bool(re.match(said or "-", f"{about['reason']}: {about['note']}")) for about in told] == [True] * bool(said)
     assert all(about["warning"] is not (said == SILENT) for about in told), "a pod of a larger engine has no engine of its own"
     woke = [call.args[1] for call in wake.mock_calls]
-    assert len(woke) == (3 if said == "" else 1), "of a namespace that is not seen nobody can tell"
+    assert len(woke) == (3 if said == "" else 1 + bool(seconds)), "of a namespace that is not seen nobody can tell"
     assert all(15 < delay <= 30 for delay in woke[1:]), "a thousand pods that ask each second leave the hub no time"
     metadata = {"namespace": "rl", "name": "policy", "uid": "made again", "resourceVersion": "2"}
     store.upsert("KVCachePool", {"metadata": metadata, "spec": {"reset": {"leaseSeconds": 30}}})

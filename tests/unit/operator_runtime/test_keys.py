@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import given, settings
@@ -9,11 +10,14 @@ from hypothesis import strategies as st
 
 from epochkv_fence.net.keys import generate_keypair
 from epochkv_operator import keys as fence
-from epochkv_operator.control.reconcile import PoolReconciler
-from epochkv_operator.kube.client import ApiError, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.store import Store, indexed, pool_key
+from epochkv_operator.control.reconcile import EngineReconciler, PoolReconciler
+from epochkv_operator.hub.service import HubSnapshot
+from epochkv_operator.kube.client import ApiError, Conflict, KubeClient, NotFound, Unavailable
+from epochkv_operator.kube.store import Store, engine_key, indexed, pool_key
+from epochkv_operator.settings import Settings
+from tests.support.planning import ENGINE_SPECS, POOL_SPECS, pool
 
-POOL, HUB_PUBLIC = "uid-1", generate_keypair().public
+POOL, KEY, HUB_PUBLIC = "uid-1", pool_key("rl", "policy"), generate_keypair().public
 OTHER = generate_keypair()
 KEYS = fence.made(HUB_PUBLIC, 0)
 ROTATED = replace(KEYS, client=generate_keypair(), generation=1, previous=KEYS.client.public)
@@ -84,16 +88,34 @@ async def test_a_secret_that_cannot_be_read_holds_up_nothing_else_of_its_pool() 
         async def create(self, *_: Any) -> Any:
             return {}
 
-    server, pool = Server(), {"metadata": {"namespace": "rl", "name": "policy", "uid": POOL}, "spec": {}}
+    server, obj = Server(), {"metadata": {"namespace": "rl", "name": "policy", "uid": POOL}, "spec": {}}
     reconciler = PoolReconciler.__new__(PoolReconciler)
     reconciler.secrets, reconciler.store = fence.FenceSecrets(server, HUB_PUBLIC), Store(indexed)
-    keys, *_ = await reconciler._keys(pool_key("rl", "policy"), pool)
+    keys, *_ = await reconciler._keys(KEY, obj)
     assert keys is not None
     server.refusal = Unavailable(500, "InternalError", "rpc error: KMS", "GET")
-    assert await reconciler._keys(pool_key("rl", "policy"), pool) == (keys, None, server.refusal)
+    assert await reconciler._keys(KEY, obj) == (keys, None, server.refusal)
+    reconciler.hub, due = Mock(), pool({"local": {"capacity": "1Gi"}, "keys": {"generation": 1}}, uid=POOL)
+    assert await reconciler._serve(KEY, {**obj, "spec": {"keys": {"generation": 1}}}, due, keys) == (keys, None, server.refusal)
     reconciler.secrets = fence.FenceSecrets(server, HUB_PUBLIC)
-    with pytest.raises(Unavailable):
-        await reconciler._keys(pool_key("rl", "policy"), pool)
+    assert "reason='SecretRefused'" in str(await reconciler._keys(KEY, obj)), "a new operator"
+    for server.refusal in (Unavailable(0, "Timeout", "", "GET"), Unavailable(429, "", "", "GET"), Conflict(409, "", "", "GET")):
+        with pytest.raises(type(server.refusal)):
+            await reconciler._keys(KEY, obj)
+
+
+@pytest.mark.parametrize("runs", [False, True])
+async def test_an_engine_that_runs_is_left_alone_while_nobody_knows_its_keys(runs: bool) -> None:
+    """A new operator finds somebody else's Secret. One that does not run yet serves without sharing."""
+    store, executor = Store(indexed), Mock(bring_about=AsyncMock(return_value=(None, None)))
+    for kind, name in (("KVCachePool", "policy"), ("InferenceEngine", "rollout"), *([("Deployment", "rollout")] if runs else [])):
+        spec = POOL_SPECS["l1"] if kind == "KVCachePool" else ENGINE_SPECS["minimal"]
+        metadata = {"namespace": "rl", "name": name, "uid": kind, "resourceVersion": "1"}
+        store.upsert(kind, {"apiVersion": "epochkv.io/v1alpha1", "kind": kind, "metadata": metadata, "spec": spec})
+    known, hub = fence.PoolKeys(conflict=True, refusal="it is somebody else's"), Mock(return_value=HubSnapshot())
+    given = (store, executor, Mock(report=AsyncMock()), Mock(**{"of.return_value": known}), hub, Mock(), Mock(), frozenset, Mock())
+    await EngineReconciler(Settings("epochkv-system"), *given, ()).reconcile(engine_key("rl", "rollout"))
+    assert executor.bring_about.called is not runs
 
 
 def test_engines_restart_for_another_hub_or_root_and_not_for_a_rotation() -> None:

@@ -29,7 +29,7 @@ from epochkv_operator.control.runtime import Operator, Probes
 from epochkv_operator.control.worker import WorkQueue
 from epochkv_operator.kube import lease
 from epochkv_operator.kube.client import Conflict, Invalid, Json, KubeClient, NotFound, Unavailable
-from epochkv_operator.kube.lease import LeaseHolder
+from epochkv_operator.kube.lease import LeaseHolder, LeaseLost
 from epochkv_operator.kube.status import EventRecorder
 from epochkv_operator.kube.store import Key, Store, engine_key, indexed, pool_key
 from epochkv_operator.metrics import HUB_FAULTS, REGISTRY, count_messages
@@ -133,7 +133,7 @@ async def test_who_labels_a_lease_does_not_renew_it(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_standby_that_hears_nothing_connects_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection has the CA that it began with. A refusal is an answer."""
+    """A connection has the CA that it began with. A refusal is an answer. A machine that was suspended does not lead."""
     server = OneLease()
     answers = [Unavailable(500, "", "", "GET"), Unavailable(0, "", "", "GET"), server.lease]
     connect = AsyncMock(return_value=server)
@@ -144,6 +144,10 @@ async def test_a_standby_that_hears_nothing_connects_anew(monkeypatch: pytest.Mo
     leader = Leader(Settings("a", lease_duration_seconds=1), "me", Store(indexed), print, print, print)
     async with asyncio.timeout(60):
         await leader.acquire()
+        monkeypatch.setattr(common.lease_clock, "ahead", common.lease_clock.ahead + 3600)
+        assert "last renewed 3600" in (leader.not_leading() or "")
+        with pytest.raises(LeaseLost):
+            await leader.hold()
         await leader.close()
     assert connect.await_count == 2
 
@@ -169,6 +173,13 @@ def test_what_an_object_leaves_is_looked_at(labels: Json, notes: Json, left: Key
         operator.queue = WorkQueue()
         operator.observed(DEPLOYMENTS, "MODIFIED", {"metadata": metadata})
     assert left in {asyncio.run(operator.queue.get()) for _ in range(len(operator.queue))}
+
+
+def test_an_edit_does_not_wait_for_a_hub_that_does_not_answer() -> None:
+    operator = Operator(Settings("epochkv-system"))
+    operator._leader = Mock(port=Mock(side_effect=TimeoutError))
+    operator.observed(POOLS, "MODIFIED", pool_at(3))
+    assert asyncio.run(operator.queue.get()) == pool_key("a", "p")
 
 
 async def answers(probes: Probes, binds: tuple[str, str], urls: list[str]) -> list[int]:

@@ -78,25 +78,18 @@ class Followed:
     def _changed(self) -> None:
         self.changes.append(self.watches.served())
 
-    def begin(self) -> frozenset[str]:
-        async def begin() -> None:
-            await asyncio.gather(*(self.watches._begin(self.kind, scope) for scope in self.scopes))
-
-        asyncio.run(begin())
+    async def begin(self) -> frozenset[str]:
+        await asyncio.gather(*(self.watches._begin(self.kind, scope) for scope in self.scopes))
         return self.watches.served()
 
-    def follow(self, until: Callable[[], bool]) -> None:
+    async def follow(self, until: Callable[[], bool]) -> None:
         """Run until then."""
-
-        async def run() -> None:
-            task = asyncio.create_task(self.watches.run())
-            async with asyncio.timeout(20):
-                while not until():
-                    assert not task.done()
-                    await asyncio.sleep(0.005)
-            task.cancel()
-
-        asyncio.run(run())
+        task = asyncio.create_task(self.watches.run())
+        async with asyncio.timeout(20):
+            while not until():
+                assert not task.done()
+                await asyncio.sleep(0.005)
+        task.cancel()
 
 
 @pytest.fixture(autouse=True)
@@ -105,54 +98,50 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watch, name, 0.01)
 
 
-def test_a_kind_that_appears_and_goes() -> None:
+async def test_a_kind_that_appears_and_goes() -> None:
     server = Server(all=[GONE, 7, GONE])
     server.watches = [ApiError(403, "Forbidden", "cut", "WATCH")]
     followed = Followed(server)
-    assert followed.begin() == frozenset()
-    followed.follow(lambda: len(followed.changes) == 2)
+    assert await followed.begin() == frozenset()
+    await followed.follow(lambda: len(followed.changes) == 2)
     assert followed.changes == [frozenset({"PodMonitor"}), frozenset()]
 
 
 @pytest.mark.parametrize(("misses", "served"), [([DENIED] * 2, True), ([DENIED] * 3, False), ([Unavailable(0, "", "", "")] * 9, True)])
-def test_what_a_starting_or_silent_api_server_says_is_not_the_end_of_a_kind(misses: list[ApiError], served: bool) -> None:
+async def test_what_a_starting_or_silent_api_server_says_is_not_the_end_of_a_kind(misses: list[ApiError], served: bool) -> None:
     followed = Followed(Server(all=[7, *misses, 8]))
     for _ in range(1 + len(misses)):
-        followed.begin()
+        await followed.begin()
     assert followed.watches.served() == (frozenset({"PodMonitor"}) if served else frozenset())
-    assert followed.begin() == frozenset({"PodMonitor"})
+    assert await followed.begin() == frozenset({"PodMonitor"})
 
 
-def test_a_kind_that_may_not_be_listed_everywhere_is_not_used() -> None:
+async def test_a_kind_that_may_not_be_listed_everywhere_is_not_used() -> None:
     """Made in one namespace and pruned in the next, over and over, otherwise."""
     followed = Followed(Server(a=[7], b=[DENIED]), "a", "b")
     for _ in range(5):
-        assert followed.begin() == frozenset()
+        assert await followed.begin() == frozenset()
 
 
-def test_a_kind_of_kubernetes_itself_is_waited_for() -> None:
+async def test_a_kind_of_kubernetes_itself_is_waited_for() -> None:
     followed = Followed(Server(all=[DENIED, GONE, Unavailable(0, "Timeout", "", "GET"), ([thing("x", 3)], 7)]), kind=SERVICES)
-    followed.begin()
+    await followed.begin()
     assert followed.seen == [(None, 3)]
 
 
-def test_a_namespace_that_is_refused_is_no_reason_to_end_the_process_nor_to_compare_no_other() -> None:
+async def test_a_namespace_that_is_refused_is_no_reason_to_end_the_process_nor_to_compare_no_other() -> None:
     """It may be gone, and the rights with it: the next process would wait for them, and the other namespaces have no hub."""
     followed = Followed(Server(a=[DENIED], b=[7]), "a", "b")
     followed.store.upsert("Service", {"metadata": {**thing("x", 3)["metadata"], "namespace": "b"}})
     watches = followed.watches
-
-    async def compare() -> None:
-        for resource in watch.COMPARED:
-            assert not await watches._try(resource, watches._compare)
-
     watches._tried_at = dict.fromkeys(watch.COMPARED, -1e6)
-    asyncio.run(compare())
+    for resource in watch.COMPARED:
+        assert not await watches._try(resource, watches._compare)
     assert watches.oldest_list_seconds() < 600
     assert followed.vanished == ["x"]
 
 
-def test_the_other_namespaces_have_a_hub_where_one_is_refused_from_the_start() -> None:
+async def test_the_other_namespaces_have_a_hub_where_one_is_refused_from_the_start() -> None:
     """A new process after a namespace was deleted, or a right. Where all are refused, it waits: an API server that starts does that."""
 
     async def begin(**lists: list[Any]) -> Followed:
@@ -163,28 +152,28 @@ def test_the_other_namespaces_have_a_hub_where_one_is_refused_from_the_start() -
         return followed
 
     for denied in ({"b": [DENIED]}, {"b": [7], "b/NetworkPolicy": [DENIED]}, {"b": [7], "b/KVCachePool": [DENIED]}):
-        begun = asyncio.run(begin(a=[7], **denied))
+        begun = await begin(a=[7], **denied)
         watches, pools = begun.watches, list[list[Json]]()
         assert watches.unseen == {"b"}
         watches._client.lists = {"a": [7], "b": [([thing("x", 3)], 7)]}  # type: ignore[attr-defined]
         watches._changed = lambda it=begun, found=pools: found.append(it.store.every(POOLS.kind))  # type: ignore[misc]
         for resource in watch.COMPARED:
-            asyncio.run(watches._compare(resource))
+            await watches._compare(resource)
         assert watches.unseen == set()
         assert min(map(len, pools), default=0), "looked at, and when they are there"
     with pytest.raises(TimeoutError):
-        asyncio.run(begin(a=[DENIED]))
+        await begin(a=[DENIED])
 
 
-def test_a_watch_goes_on_where_it_was_cut_and_begins_anew_when_its_version_has_expired() -> None:
+async def test_a_watch_goes_on_where_it_was_cut_and_begins_anew_when_its_version_has_expired() -> None:
     server = Server(all=[([thing("x", 3)], 7), ([thing("y", 19)], 20)])
     cut = Unavailable(0, "Unreachable", "cut", "WATCH")
     bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "12"}}}
     added, modified = ({"type": kind, "object": thing("z", version)} for kind, version in (("ADDED", 8), ("MODIFIED", 9)))
     server.watches = [added, cut, modified, bookmark, cut, EXPIRED]
     followed = Followed(server, kind=SERVICES)
-    followed.begin()
-    followed.follow(lambda: len(server.watched_from) > 3)
+    await followed.begin()
+    await followed.follow(lambda: len(server.watched_from) > 3)
     assert server.watched_from[:4] == ["7", "8", "12", "20"]
     assert followed.seen == [(None, 3), ("ADDED", 8), ("MODIFIED", 9), (None, 19)]
     assert sorted(followed.vanished) == ["x", "z"], "what went in the gap"
