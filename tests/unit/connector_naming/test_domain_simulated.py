@@ -26,7 +26,8 @@ from epochkv_connector.weights.digest import is_of_experts
 from epochkv_connector.weights.domain import SETTLED, TOLD_BYTES, UNKNOWN, Column, Domain, Peers, domain_digest
 from epochkv_connector.weights.rank import Comparison, Held
 from epochkv_connector.weights.watch import Watch
-from epochkv_connector.wire import WorkerReport
+from epochkv_connector.wire import StepMetadata, WorkerReport
+from epochkv_connector.worker.role import WorkerRole
 from hack.waiting import eventually
 
 RANKS = 2
@@ -50,6 +51,7 @@ class Rank:
         self.world, self.number = world, number
         self.weights = self.seen = self.drawn = 0
         self.held = Held()
+        self.role = WorkerRole(0, None, compare=self.held.compare, begin=self.held.begin)
         self.held.domain = Domain(RANKS, number, pool, "0", self.held.claim, lambda: None)
         rank._ranks[f"rank{number}"] = self.held
         self.worker = SimpleNamespace(rank=0, vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=f"rank{number}")))
@@ -152,21 +154,23 @@ class Rank:
             self.world.check(self, found, value, stored=name not in self.cache)
 
         def compute(block: Block) -> Callable[[], None]:
-            self.held.begin()
-            if value is None:
-                return lambda: None
-            block = (*block, self.weights)
-            if found is None:
-                self.cache[name] = block
-            comparison = self.held.compare(number)
-            if found is None and comparison.holds() and comparison.as_expected:
-                self.saves.append((comparison, name, block))
+            metadata = StepMetadata(digest_number=-1 if value is None else number)
+            self.role.new_step()
+            self.role.start(metadata, idle=False)
+            report = self.role.acks() if self.world.drafts else None
+            self.role.finish(metadata)
+            report = report or self.role.acks()
+            if value is not None and found is None:
+                self.cache[name] = block = (*block, self.weights)
+                comparison = self.held.newest
+                if comparison is not None and comparison.holds() and comparison.as_expected:
+                    self.saves.append((comparison, name, block))
 
             def behind() -> None:
-                if not comparison.holds():
-                    self.watch.late(number)
-                elif not comparison.as_expected:
-                    self.watch.mixed(number)
+                for late in report.late:
+                    self.watch.late(late)
+                for mixed in report.mixed:
+                    self.watch.mixed(mixed)
 
             return behind
 
@@ -208,7 +212,9 @@ class AllReduce:
 
 
 class World:
-    """All ranks, one store, one clock."""
+    """All ranks, one store, one clock. `drafts`: what a rank reports of a step leaves before its drafts are made, and it compares."""
+
+    drafts = False
 
     def __init__(self, seed: int, pool: ThreadPoolExecutor, kind: type[Rank] = Rank) -> None:
         self.random, self._pool = random.Random(seed), pool
@@ -336,7 +342,15 @@ def run(make_world: MakeWorld) -> Callable[[int], int]:
     return schedules
 
 
-def test_no_block_is_found_or_stored_that_its_name_does_not_describe(run: Callable[[int], int]) -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("device", ["host", "GPU"])
+def test_no_block_is_found_or_stored_that_its_name_does_not_describe(
+    run: Callable[[int], int], device: str, drafts: bool, monkeypatch: Patch
+) -> None:
+    """A GPU ends a pass when the next one is told of."""
+    monkeypatch.setattr(World, "drafts", drafts)
+    if device == "GPU":
+        monkeypatch.setattr(Comparison, "ended", lambda one: one._held.domain.passes > one._pass)
     assert run(SCHEDULES) > 5 * SCHEDULES, "blocks are stored"
 
 
@@ -428,6 +442,11 @@ def mixed(self: Watch, number: int) -> None:
     self._confirmed = False
 
 
+def mixed_a_step_later(patch: Patch) -> None:
+    patch.setattr(World, "drafts", True)
+    patch.setattr(Held, "begin", lambda held, idle, number, begin=Held.begin: begin(held, idle, -1))
+
+
 def stuck(value: Any) -> Any:
     """An attribute that has this value, whatever is written to it."""
     return property(lambda self: value, lambda self, written: None)
@@ -435,7 +454,8 @@ def stuck(value: Any) -> Any:
 
 TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
     "all ranks know what they hold": know_always,
-    "a step is compared": lambda patch: patch.setattr(Comparison, "as_expected", stuck(True), raising=False),
+    "a step is compared": lambda patch: patch.setattr(Held, "is_as_expected", lambda held, number: True),
+    "what a step began with leaves with its results": mixed_a_step_later,
     "the order of ranks counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(sorted(own), rest)),
     "what is beside experts counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(own, b"")),
     "after idling a pass is waited for": never_idle,
@@ -477,7 +497,7 @@ class Stamped(Rank):
         self.stamps.scheduled(output)
 
         def compute(block: Block) -> Callable[[], None]:
-            self.held.begin()
+            self.held.begin(False, number)
             made_with = (*block, self.weights)
             comparison = self.held.compare(number) if number >= 0 else None
 
@@ -640,9 +660,9 @@ def test_an_all_reduce_that_passes_us_by_is_said() -> None:
     with ThreadPoolExecutor(1) as pool:
         one = World(1, pool).ranks[0]
     assert not one.see_domain(1, False)[0]["alone"]
-    one.held.begin(idle=True)
+    one.held.begin(True, -1)
     assert not one.see_domain(2, False)[0]["alone"]
-    one.held.begin()
+    one.held.begin(False, -1)
     assert "pass our all-reduce by" in one.see_domain(3, False)[0]["alone"]
 
 
