@@ -204,6 +204,7 @@ def test_who_waits_longer_than_an_answer_holds_is_asked_for_again() -> None:
     world.save("a", PROMPT[:20], SNAP)
     world.stored(PROMPT)
     world.begin("b")
+    world.begin("c", prompt(1))  # behind whose turn the new answer would be too old again
     world.clock.now += READ_LEASE_SECONDS
     world.tiers.state.index.clear()  # which was not asked of L2 before
     assert [[len(job.moves) for job in world.step().loads] for _ in range(2)] == [[], [10]]
