@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed import HashStore
 from vllm.v1.worker import dp_utils
 
 from epochkv_connector.engine import patches
+from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.weights import domain, rank, watch
 from epochkv_connector.weights.digest import is_of_experts
@@ -656,6 +658,14 @@ def test_a_rank_that_fails_to_look_looks_again() -> None:
         group.step()
     assert not fails
     assert {domain.columns for domain in group.domains.values()} == {tuple(group.claims)}
+
+
+def test_beside_a_core_in_its_users_process_which_has_no_store_no_worker_joins() -> None:
+    """Else it compared each step with what nobody ever sees, and saved nothing."""
+    role, ranks = Mock(), Mock(**{"join_domain.side_effect": AssertionError})
+    own = SchedulerRole._join_domain(role, ranks, SimpleNamespace())
+    assert own is not None
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" in own.why
 
 
 def test_an_all_reduce_that_passes_us_by_is_said() -> None:
