@@ -377,7 +377,7 @@ class SchedulerRole:
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
         if (adapter := getattr(request, "lora_request", None)) is not None:
-            self.weights.adapters.arrived(adapter)
+            self.weights.adapters.arrived(adapter, self.requests.adapters[adapter.lora_int_id])
         self.requests.see(request)
         self.stamps.open(request)
         self.admission.arrive(request)

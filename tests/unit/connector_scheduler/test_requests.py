@@ -18,7 +18,9 @@ class Load:
     def __init__(self, source: random.Random) -> None:
         self.source, self.counters = source, Counter[str]()
         self.requests = Requests(self.counters)
-        self.record: Request = self.requests.see(SimpleNamespace(request_id="r"))
+        request = SimpleNamespace(request_id="r", lora_request=SimpleNamespace(lora_int_id=7))
+        self.record: Request = self.requests.see(request)
+        assert (self.requests.see(request), self.requests.adapters) == (self.record, {7: 1})
         self.overtaken = self.told = False
         self.asked = 0
 
