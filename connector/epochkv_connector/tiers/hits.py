@@ -341,7 +341,7 @@ class HitPlanner:
             self._count["lookups_deferred"] += 1
             return None
         if query is not None and query.found is not None:
-            self._state.known.add(query.found)
+            self._state.known.add(key for key in query.blocks if key in query.found)
             self._state.known.discard(key for key in query.blocks if key not in query.found)
             if req.hear_of_l2 is not None:
                 req.hear_of_l2()
