@@ -205,6 +205,7 @@ class Own(NamedTuple):
 
 
 NO_DOMAIN = "the data-parallel ranks that hold the experts could not be asked to tell each other what they hold"
+NO_STORE = "the engine is in its user's process, where data-parallel ranks cannot tell what they hold; set VLLM_ENABLE_V1_MULTIPROCESSING=1"
 
 
 def is_wide(vllm_config: Any) -> bool:

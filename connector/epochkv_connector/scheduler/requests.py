@@ -82,13 +82,19 @@ class Request:
     steps_aside: bool = False  # its load has failed, and it was not asked about since
     num_offered: int = 0  # how many of its blocks were offered to the tiers, from the first on
     max_saved: int | None = None  # so many of its tokens may be; None: nobody has asked yet
+    adapter: int | None = None
 
 
 class Requests:
-    """All requests that live, and those that ended before their load did. Iterates over the former."""
+    """All requests that live, and those that ended before their load did. Iterates over the former.
+
+    Attributes:
+        adapters: how many of the former use each, by id; None: none.
+    """
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
+        self.adapters: Counter[int | None] = Counter()
         self._live: dict[str, Request] = {}
         self._ended: dict[str, Request] = {}
         self._in: dict[LoadState, dict[str, Request]] = {state: {} for state in LoadState if state is not LoadState.NONE}
@@ -115,6 +121,8 @@ class Requests:
         record = self._live.get(request_id)
         if record is None:
             record = self._live[request_id] = self._ended.pop(request_id, Request(request_id, request))
+            record.adapter = getattr(getattr(request, "lora_request", None), "lora_int_id", None)
+            self.adapters[record.adapter] += 1
         record.vllm = request
         return record
 
@@ -124,6 +132,9 @@ class Requests:
         if record is None:
             return
         record.vllm = None
+        self.adapters[record.adapter] -= 1
+        if not self.adapters[record.adapter]:
+            del self.adapters[record.adapter]
         self.on(record, LoadEvent.FINISH)
         if record.load is not LoadState.NONE:
             self._ended[request_id] = record
@@ -192,7 +203,8 @@ class Requests:
 
     def leak_report(self) -> dict[str, int]:
         loads = {f"{state.value}_loads": len(records) for state, records in self._in.items()}
-        return {"requests": len(self._live), "ended_requests": len(self._ended), "to_name": len(self._to_name), **loads}
+        loads |= {"requests": len(self._live), "ended_requests": len(self._ended), "used_adapters": len(self.adapters)}
+        return {"to_name": len(self._to_name), **loads}
 
 
 class SharedState:

@@ -292,10 +292,11 @@ class SchedulerRole:
 
     def _join_domain(self, ranks: EngineRanks, core: Any) -> limits.Own | None:
         """Before the first step of any rank. None: all workers of this one will tell the others what they hold."""
-        why, parallel = ranks.join_domain(), self._vllm_config.parallel_config
+        store, parallel = getattr(core, "dp_store", None), self._vllm_config.parallel_config
+        why = ranks.join_domain() if store is not None else limits.NO_STORE
         if not why:
             size, rank = int(parallel.data_parallel_size), int(parallel.data_parallel_rank)
-            self._peers = Peers(size, rank, core.dp_store, self._link.poke)
+            self._peers = Peers(size, rank, store, self._link.poke)
         return limits.Own(why, asks=True) if why else None
 
     def _kept_own(self, why: str) -> None:
@@ -379,7 +380,7 @@ class SchedulerRole:
     def on_new_request(self, request: Any) -> None:
         """Pin, and begin the L2 lookup."""
         if (adapter := getattr(request, "lora_request", None)) is not None:
-            self.weights.adapters.arrived(adapter)
+            self.weights.adapters.arrived(adapter, self.requests.adapters[adapter.lora_int_id])
         self.requests.see(request)
         self.stamps.open(request)
         self.admission.arrive(request)

@@ -145,9 +145,7 @@ class SaveCandidates:
         hashes = self._state.names_for_tiers(request)
         if record.max_saved is None:
             record.max_saved = max_saved(request, self._save)
-        if record.max_saved < confirmed:
-            hashes = hashes[: record.max_saved // self._state.hash_block_size]
-        complete = min(confirmed // self._state.hash_block_size, len(hashes))
+        complete = min(min(confirmed, record.max_saved) // self._state.hash_block_size, len(hashes))
         if complete <= record.num_offered and not again and not states:
             return None
         pin = self._pins.pin_of(request)
@@ -157,7 +155,7 @@ class SaveCandidates:
         return ScheduledRequestView(
             request_id=record.request_id,
             num_confirmed_tokens=confirmed,
-            block_hashes=hashes,
+            block_hashes=hashes[:complete] if record.max_saved < confirmed else hashes,
             group_block_ids=blocks.group_block_ids(self._state.manager, record.request_id),
             states=states,
         )

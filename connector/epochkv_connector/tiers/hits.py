@@ -292,7 +292,7 @@ class HitPlanner:
         found, max_tokens = self.find(query.request), self._max_tokens(query.request)
         if self._lookups.is_stale(query):
             if (fresh := self._query(query.request, found, query.namespace, query.root, 0, max_tokens)) is not None:
-                self.prefetches.watch(query.request.request_id, fresh)
+                self.prefetches.watch(query.request.request_id, fresh, again=True)
             return []
         assert query.found is not None
         found.remote = self._state.doubts.without(query.found)
@@ -341,7 +341,7 @@ class HitPlanner:
             self._count["lookups_deferred"] += 1
             return None
         if query is not None and query.found is not None:
-            self._state.known.add(query.found)
+            self._state.known.add(key for key in query.blocks if key in query.found)
             self._state.known.discard(key for key in query.blocks if key not in query.found)
             if req.hear_of_l2 is not None:
                 req.hear_of_l2()

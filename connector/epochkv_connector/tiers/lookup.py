@@ -276,10 +276,11 @@ class Prefetches:
     def leak_report(self) -> dict[str, int]:
         return {"prefetches": len(self._under_way), "prefetch_slots": self._num_slots}
 
-    def watch(self, request_id: str, query: Query) -> None:
-        """The request may have to wait: look at it when its query is answered."""
+    def watch(self, request_id: str, query: Query, *, again: bool = False) -> None:
+        """The request may have to wait: look at it when its query is answered, before others if L2 was asked `again` at its turn."""
         if self._index.indexed:
-            query.answer.add_done_callback(lambda _: self._answered.append(request_id))
+            add = self._answered.appendleft if again else self._answered.append
+            query.answer.add_done_callback(lambda _: add(request_id))
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._under_way.values()
@@ -307,11 +308,12 @@ class Prefetches:
         if self._pause.paused:
             self._answered.clear()
         while self._answered and not self._under_way:
-            query = self._lookups.unasked(self._answered[0])
+            first = self._answered.popleft()  # whoever is put in front of it meanwhile stays
+            query = self._lookups.unasked(first)
             room = min(self._index.num_slots // PREFETCH_SHARE - self._num_slots, self._index.num_available, MOST_PREFETCHED)
             if query is not None and room <= 0:
+                self._answered.appendleft(first)
                 break
-            self._answered.popleft()
             if query is not None:
                 missing = self._missing(query)
                 if missing:

@@ -114,14 +114,14 @@ class Adapters:
             self._suspected.setdefault(adapter_id, False)
         return known
 
-    def arrived(self, request: Any) -> None:
-        """A new request uses it, which nobody counts yet. vLLM reads it again with every step of one that loads in place, and once if it
+    def arrived(self, request: Any, num_others: int) -> None:
+        """A new request uses it, and so many others do. vLLM reads it again with every step of one that loads in place, and once if it
         had more adapters than it keeps: files may have changed."""
         adapter_id, drops = int(request.lora_int_id), len(self._known) > self.num_kept and self.why_alone is None
         if getattr(request, "load_inplace", False):
             self.of(request)
             self._suspected[adapter_id] = True
-        elif drops and self._names is not None and adapter_id not in self._names.adapters_in_use():
+        elif drops and not num_others:
             self._suspected.setdefault(adapter_id, False)
 
     def version(self, adapter_id: int) -> int:

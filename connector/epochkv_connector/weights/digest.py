@@ -25,6 +25,7 @@ import json
 import math
 import random
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -298,6 +299,8 @@ SCRATCH = (
 )  # fmt: skip
 """The same of plain attributes that forward passes write to: rows for the tokens of a step, indices, KV."""
 
+_LEFT_OUT, _SCRATCH = (tuple(f"_{name}" for name in names) for names in (LEFT_OUT, SCRATCH))  # as ends, of names behind an underscore
+
 KERNEL_LIBRARIES = ("triton_kernels", "b12x")
 """They keep packed weights in objects of their own, which layers hold in place of tensors."""
 
@@ -334,7 +337,7 @@ def homes(worker: Any) -> Iterator[Home]:
         num_bytes = 0
         for home in _own(module):
             num_bytes += home.tensor.numel() * home.tensor.element_size()
-            if not any(_has_end(part, LEFT_OUT) for part in home.name.split(".")):
+            if not any(f"_{part}".endswith(_LEFT_OUT) for part in home.name.split(".")):
                 yield Home(name + home.name, home.tensor, home.steps)
         _check_visible(name, module, num_bytes)
 
@@ -370,6 +373,10 @@ def scales(worker: Any, which: str, unset: float | None) -> list[list[Any]]:
     return [[name, *of_layer] for name, of_layer in numbers if set(of_layer) != {unset}]
 
 
+_PLAIN = frozenset((bool, int, float, str, type(None), dict, OrderedDict))
+"""Types of most attributes, in which no tensor is looked for."""
+
+
 def _own(module: torch.nn.Module) -> Iterator[Home]:
     for table in (module._parameters, module._buffers):
         for attribute, tensor in table.items():
@@ -383,7 +390,8 @@ def _own(module: torch.nn.Module) -> Iterator[Home]:
     for prefix, holder in (("", module), ("quant_method.", method), ("quant_method.", replaced), ("scheme.", scheme)):
         kept = getattr(holder, "__dict__", {})
         for attribute, value in kept.items():
-            yield from _inside(prefix + attribute, (kept, attribute, value))
+            if type(value) not in _PLAIN:
+                yield from _inside(prefix + attribute, (kept, attribute, value))
 
 
 def _inside(name: str, *steps: tuple[Any, Any, Any]) -> Iterator[Home]:
@@ -391,7 +399,7 @@ def _inside(name: str, *steps: tuple[Any, Any, Any]) -> Iterator[Home]:
     container, key, value = steps[-1]
     many = isinstance(value, (list, tuple))
     of_library = type(value).__module__.removeprefix("vllm.third_party.").partition(".")[0] in KERNEL_LIBRARIES
-    if _has_end(str(key), SCRATCH) or any(one is value for *_, one in steps[:-1]):
+    if f"_{key}".endswith(_SCRATCH) or any(one is value for *_, one in steps[:-1]):
         return
     if isinstance(value, torch.Tensor):
         yield Home(name, value, steps)
@@ -399,10 +407,6 @@ def _inside(name: str, *steps: tuple[Any, Any, Any]) -> Iterator[Home]:
         kept = dict(enumerate(value)) if many else getattr(value, "__dict__", {})
         for part, one in kept.items():
             yield from _inside(f"{name}.{part}", *steps, (value if many else kept, part, one))
-
-
-def _has_end(name: str, endings: Iterable[str]) -> bool:
-    return any(name == ending or name.endswith(f"_{ending}") for ending in endings)
 
 
 def _check_visible(name: str, module: torch.nn.Module, num_bytes: int) -> None:

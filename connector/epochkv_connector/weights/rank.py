@@ -363,10 +363,17 @@ class Held:
         before, columns = self.confirmed
         self.expected = columns if before == value else ()
 
-    def begin(self, idle: bool = False) -> None:
-        """A step has begun: the model's pass is the domain's newest one, unless it is `idle`."""
+    def begin(self, idle: bool, number: int) -> bool:
+        """A step has begun: the model's pass is the domain's newest one, unless it is `idle`. Whether it began with what question
+        `number` had seen, if any."""
         self.began = self.domain.passes if self.domain is not None else 0
         self.passed_by = self.domain is not None and not idle and not self.domain.calls
+        return number < 0 or self.is_as_expected(number)
+
+    def is_as_expected(self, number: int) -> bool:
+        """In a domain: all ranks began the latest pass with what question `number` had seen, and have said so since before this step."""
+        domain, columns = self.domain, self.expected if self.number == number else ()
+        return domain is None or bool(domain.alone) or (bool(columns) and domain.columns == columns and domain.since <= self.began)
 
     def compare(self, number: int) -> Comparison:
         """Compare what is there with what question `number` found, behind the forward pass that was issued."""
@@ -397,8 +404,7 @@ class Comparison:
     A call that writes is announced (`end_device_work`), so a write that begins after the announcement is none of this step's.
 
     Attributes:
-        as_expected: in a domain: all ranks began the latest pass with what question `number` had seen, and have said so since before this
-            step; `settled` knows two passes later.
+        as_expected: see `Held.is_as_expected`; `settled` knows two passes later.
     """
 
     def __init__(self, held: Held, number: int) -> None:
@@ -413,7 +419,7 @@ class Comparison:
         self._domain = domain = held.domain if held.domain is not None and not held.domain.alone else None
         self._pass = domain.passes if domain is not None else 0  # that of a draft, where there is one
         self._columns = held.expected if held.number == number else ()
-        self.as_expected = domain is None or (bool(self._columns) and domain.columns == self._columns and domain.since <= held.began)
+        self.as_expected = held.is_as_expected(number)
 
     def ended(self) -> bool:
         """The device is past it."""

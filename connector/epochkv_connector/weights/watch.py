@@ -364,13 +364,11 @@ class Watch:
             self._digest()
 
     def passed(self) -> None:
-        """A pass of the domain has run that no step of this engine compares."""
+        """A pass of the domain has run that no step of this engine is in. What samples show, its workers tell in the next one (`claim`)."""
         now, self._confirmed = self._clock(), False
         if self._peers is None or now < self._looked_at + IDLE_SECONDS:
             return
         self._looked_at = now
-        if not self._suspicion and not self._as_asked():
-            self._unseen()
         self.when_idle()
         self._follow_domain()
 
@@ -388,7 +386,8 @@ class Watch:
             elif self.value is not None:
                 self._set(None, WRITING)
         elif idle and not self._as_asked():
-            self._unseen()
+            self.counters["unseen"] += 1
+            self.suspect("they changed while the engine was idle")
             self._digest()
         elif self._waiting is not None:
             self._name(self._waiting, "the encoder's older outputs were dropped")
@@ -402,10 +401,6 @@ class Watch:
         self._scheduled_at = self._clock()
         self._stepped = True
         self._steps += 1
-
-    def _unseen(self) -> None:
-        self.counters["unseen"] += 1
-        self.suspect("they changed while the engine was idle")
 
     def _as_asked(self) -> bool:
         if not self._asks or (self.value is None and self._waiting is None):

@@ -332,7 +332,7 @@ class WorkerRole:
     Args:
         rank: its number, in the order the scheduler role counts ranks.
         runner: executes its jobs; None: this rank cannot be staged, and every job is answered as failed.
-        begin: told of each step, before its forward pass.
+        begin: told of each step, before its forward pass. Whether all ranks of its domain began that as the question of this number saw.
         compare: begins a comparison of the weights with the answer to the question of this number.
         adapters: of this rank.
     """
@@ -343,7 +343,7 @@ class WorkerRole:
         runner: JobRunner | None,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
         compare: Callable[[int], Comparison] | None = None,
-        begin: Callable[[bool], None] = lambda idle: None,
+        begin: Callable[[bool, int], bool] = lambda idle, number: True,
         adapters: HeldAdapters | None = None,
     ) -> None:
         self.rank = rank
@@ -353,6 +353,7 @@ class WorkerRole:
         self._adapters = adapters or HeldAdapters()
         self._replaced: list[tuple[int, int]] = []
         self._comparisons: list[Comparison] = []
+        self._mixed: set[int] = set()
         self._kept = Report(set(), set(), [])
         self._pending = _Pending()
         self._broken: JobRunner | None = None  # it raised; asked for ever, as slots may be released late
@@ -376,7 +377,8 @@ class WorkerRole:
         """`idle`: the step schedules no tokens, so waiting a millisecond for a completion costs nobody."""
         self.take(metadata)
         self.is_idle = idle
-        self._begin(idle)
+        if not self._begin(idle, metadata.digest_number):
+            self._mixed.add(metadata.digest_number)  # where there are drafts, the results leave before `finish` compares
 
     def finish(self, metadata: StepMetadata) -> None:
         """The forward pass was issued: saves begin behind it."""
@@ -435,11 +437,11 @@ class WorkerRole:
     def acks(self) -> WorkerReport:
         acks = list(self._kept.acks)
         self._kept.acks.clear()
-        over = [one for one in self._comparisons if one.ended()]
+        over = [one for one in self._comparisons if one.ended() or not one.as_expected]
         self._comparisons = [one for one in self._comparisons if one not in over]
         replaced, self._replaced = self._replaced, []
-        late = {one.number for one in over if not one.holds()}
-        mixed = {one.number for one in over if not one.as_expected} - late
+        late = {one.number for one in over if one.ended() and not one.holds()}
+        mixed, self._mixed = ({one.number for one in over if not one.as_expected} | self._mixed) - late, set()
         return WorkerReport(acks=acks, late=sorted(late), mixed=sorted(mixed), replaced=replaced)
 
     def drain(self, timeout: float) -> WorkerReport:

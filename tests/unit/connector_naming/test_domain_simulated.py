@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,13 +21,15 @@ from torch.distributed import HashStore
 from vllm.v1.worker import dp_utils
 
 from epochkv_connector.engine import patches
+from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.weights import domain, rank, watch
 from epochkv_connector.weights.digest import is_of_experts
 from epochkv_connector.weights.domain import SETTLED, TOLD_BYTES, UNKNOWN, Column, Domain, Peers, domain_digest
 from epochkv_connector.weights.rank import Comparison, Held
 from epochkv_connector.weights.watch import Watch
-from epochkv_connector.wire import WorkerReport
+from epochkv_connector.wire import StepMetadata, WorkerReport
+from epochkv_connector.worker.role import WorkerRole
 from hack.waiting import eventually
 
 RANKS = 2
@@ -50,6 +53,7 @@ class Rank:
         self.world, self.number = world, number
         self.weights = self.seen = self.drawn = 0
         self.held = Held()
+        self.role = WorkerRole(0, None, compare=self.held.compare, begin=self.held.begin)
         self.held.domain = Domain(RANKS, number, pool, "0", self.held.claim, lambda: None)
         rank._ranks[f"rank{number}"] = self.held
         self.worker = SimpleNamespace(rank=0, vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=f"rank{number}")))
@@ -152,21 +156,23 @@ class Rank:
             self.world.check(self, found, value, stored=name not in self.cache)
 
         def compute(block: Block) -> Callable[[], None]:
-            self.held.begin()
-            if value is None:
-                return lambda: None
-            block = (*block, self.weights)
-            if found is None:
-                self.cache[name] = block
-            comparison = self.held.compare(number)
-            if found is None and comparison.holds() and comparison.as_expected:
-                self.saves.append((comparison, name, block))
+            metadata = StepMetadata(digest_number=-1 if value is None else number)
+            self.role.new_step()
+            self.role.start(metadata, idle=False)
+            report = self.role.acks() if self.world.drafts else None
+            self.role.finish(metadata)
+            report = report or self.role.acks()
+            if value is not None and found is None:
+                self.cache[name] = block = (*block, self.weights)
+                comparison = self.held.newest
+                if comparison is not None and comparison.holds() and comparison.as_expected:
+                    self.saves.append((comparison, name, block))
 
             def behind() -> None:
-                if not comparison.holds():
-                    self.watch.late(number)
-                elif not comparison.as_expected:
-                    self.watch.mixed(number)
+                for late in report.late:
+                    self.watch.late(late)
+                for mixed in report.mixed:
+                    self.watch.mixed(mixed)
 
             return behind
 
@@ -208,7 +214,9 @@ class AllReduce:
 
 
 class World:
-    """All ranks, one store, one clock."""
+    """All ranks, one store, one clock. `drafts`: what a rank reports of a step leaves before its drafts are made, and it compares."""
+
+    drafts = False
 
     def __init__(self, seed: int, pool: ThreadPoolExecutor, kind: type[Rank] = Rank) -> None:
         self.random, self._pool = random.Random(seed), pool
@@ -336,7 +344,15 @@ def run(make_world: MakeWorld) -> Callable[[int], int]:
     return schedules
 
 
-def test_no_block_is_found_or_stored_that_its_name_does_not_describe(run: Callable[[int], int]) -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("device", ["host", "GPU"])
+def test_no_block_is_found_or_stored_that_its_name_does_not_describe(
+    run: Callable[[int], int], device: str, drafts: bool, monkeypatch: Patch
+) -> None:
+    """A GPU ends a pass when the next one is told of."""
+    monkeypatch.setattr(World, "drafts", drafts)
+    if device == "GPU":
+        monkeypatch.setattr(Comparison, "ended", lambda one: one._held.domain.passes > one._pass)
     assert run(SCHEDULES) > 5 * SCHEDULES, "blocks are stored"
 
 
@@ -368,11 +384,13 @@ def test_a_rank_that_is_written_past_vllm_while_it_names_nothing_looks_again(qui
         asker.queue.append(0)
         world.step()
     assert other.watch.value is None
-    other.write(1)
-    for _ in range(200):
-        asker.queue.append(0)
-        world.step()
-    assert None not in [one.watch.value for one in world.ranks]
+    other.are_unchanged = lambda number: pytest.fail("all ranks wait while one without requests asks")  # type: ignore[method-assign]
+    for weights in (1, 2):
+        other.write(weights)
+        for _ in range(200):
+            asker.queue.append(0)
+            world.step()
+        assert [world.meaning[one.watch.value or b""] for one in world.ranks] == [(0, weights, 0), (0, weights, weights)]
 
 
 def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(quiet: World) -> None:
@@ -428,6 +446,11 @@ def mixed(self: Watch, number: int) -> None:
     self._confirmed = False
 
 
+def mixed_a_step_later(patch: Patch) -> None:
+    patch.setattr(World, "drafts", True)
+    patch.setattr(Held, "begin", lambda held, idle, number, begin=Held.begin: begin(held, idle, -1))
+
+
 def stuck(value: Any) -> Any:
     """An attribute that has this value, whatever is written to it."""
     return property(lambda self: value, lambda self, written: None)
@@ -435,7 +458,8 @@ def stuck(value: Any) -> Any:
 
 TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
     "all ranks know what they hold": know_always,
-    "a step is compared": lambda patch: patch.setattr(Comparison, "as_expected", stuck(True), raising=False),
+    "a step is compared": lambda patch: patch.setattr(Held, "is_as_expected", lambda held, number: True),
+    "what a step began with leaves with its results": mixed_a_step_later,
     "the order of ranks counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(sorted(own), rest)),
     "what is beside experts counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(own, b"")),
     "after idling a pass is waited for": never_idle,
@@ -477,7 +501,7 @@ class Stamped(Rank):
         self.stamps.scheduled(output)
 
         def compute(block: Block) -> Callable[[], None]:
-            self.held.begin()
+            self.held.begin(False, number)
             made_with = (*block, self.weights)
             comparison = self.held.compare(number) if number >= 0 else None
 
@@ -636,13 +660,21 @@ def test_a_rank_that_fails_to_look_looks_again() -> None:
     assert {domain.columns for domain in group.domains.values()} == {tuple(group.claims)}
 
 
+def test_beside_a_core_in_its_users_process_which_has_no_store_no_worker_joins() -> None:
+    """Else it compared each step with what nobody ever sees, and saved nothing."""
+    role, ranks = Mock(), Mock(**{"join_domain.side_effect": AssertionError})
+    own = SchedulerRole._join_domain(role, ranks, SimpleNamespace())
+    assert own is not None
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" in own.why
+
+
 def test_an_all_reduce_that_passes_us_by_is_said() -> None:
     with ThreadPoolExecutor(1) as pool:
         one = World(1, pool).ranks[0]
     assert not one.see_domain(1, False)[0]["alone"]
-    one.held.begin(idle=True)
+    one.held.begin(True, -1)
     assert not one.see_domain(2, False)[0]["alone"]
-    one.held.begin()
+    one.held.begin(False, -1)
     assert "pass our all-reduce by" in one.see_domain(3, False)[0]["alone"]
 
 

@@ -190,6 +190,7 @@ def test_a_prefetch_evicts_nothing_of_its_own_hit() -> None:
 def test_requests_of_one_prompt_fetch_it_once_and_one_at_a_time() -> None:
     world = world_with(400)
     world.stored(PROMPT)
+    world.tiers.state.known.capacity = 3
     for number in range(10):
         world.begin(f"s{number}")
     assert [len(job.moves) for job in world.step().loads] == [10]
@@ -197,6 +198,7 @@ def test_requests_of_one_prompt_fetch_it_once_and_one_at_a_time() -> None:
     world.work()
     assert not world.step().loads, "all of it is there"
     assert [world.answer(f"s{number}") for number in range(10)] == [40] * 10
+    assert all((0, name) in world.tiers.state.known for name in chain(SNAP.root, PROMPT)[:3]), "the head of a prompt is forgotten last"
 
 
 def test_who_waits_longer_than_an_answer_holds_is_asked_for_again() -> None:
@@ -204,6 +206,7 @@ def test_who_waits_longer_than_an_answer_holds_is_asked_for_again() -> None:
     world.save("a", PROMPT[:20], SNAP)
     world.stored(PROMPT)
     world.begin("b")
+    world.begin("c", prompt(1))  # behind whose turn the new answer would be too old again
     world.clock.now += READ_LEASE_SECONDS
     world.tiers.state.index.clear()  # which was not asked of L2 before
     assert [[len(job.moves) for job in world.step().loads] for _ in range(2)] == [[], [10]]

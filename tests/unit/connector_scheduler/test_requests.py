@@ -4,10 +4,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request, Requests
+from epochkv_connector.scheduler.steps import SaveCandidates
 
 OPEN = set(LoadState) - {LoadState.NONE, LoadState.FAILED}
 
@@ -18,7 +20,9 @@ class Load:
     def __init__(self, source: random.Random) -> None:
         self.source, self.counters = source, Counter[str]()
         self.requests = Requests(self.counters)
-        self.record: Request = self.requests.see(SimpleNamespace(request_id="r"))
+        request = SimpleNamespace(request_id="r", lora_request=SimpleNamespace(lora_int_id=7))
+        self.record: Request = self.requests.see(request)
+        assert (self.requests.see(request), self.requests.adapters) == (self.record, {7: 1})
         self.overtaken = self.told = False
         self.asked = 0
 
@@ -73,6 +77,13 @@ class Load:
         for _ in range(40):
             self.source.choice([self.step, self.overtake, self.report])()
         assert not any(self.requests.leak_report().values()), self.requests.leak_report()
+
+
+def test_no_step_copies_the_names_of_a_prompt_that_was_saved() -> None:
+    names, vllm = MagicMock(**{"__len__.return_value": 8}), SimpleNamespace(num_prompt_tokens=8, kv_transfer_params=None)
+    state = Mock(hash_block_size=4, **{"names_for_tiers.return_value": names})
+    assert SaveCandidates(state, 1, "Prompts")._view(Request("r", vllm, num_offered=2), 16) is None
+    names.__getitem__.assert_not_called()
 
 
 @pytest.mark.parametrize("seed", range(300))
