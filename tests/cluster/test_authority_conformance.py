@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.protocol.pool import Authority, AuthorityError, PoolGone, PoolRecord, Term
+from epochkv_fence.protocol.pool import Authority, AuthorityError, PoolRecord, Term
 from epochkv_operator.hub.authority import KubernetesAuthority, Proofs, record_of
 from epochkv_operator.kube.client import KubeClient
 from epochkv_operator.kube.lease import LeaseHolder, new_identity
@@ -130,7 +130,7 @@ class TestKubernetesAuthority(AuthorityConformance):
             self.space.delete(POOLS, world.name)
             body = {"apiVersion": "epochkv.io/v1alpha1", "kind": "KVCachePool", "metadata": {"name": world.name}}
             recreated = self.space.create(POOLS, {**body, "spec": {"local": {"capacity": "64Mi"}}})
-            with pytest.raises(PoolGone):
+            with pytest.raises(AuthorityError):
                 await authority.publish(world.uid, 3)
             assert record_of(self.space.get(POOLS, world.name) or {}) == PoolRecord()
             assert recreated["metadata"]["uid"] != world.uid

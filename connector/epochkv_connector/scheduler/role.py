@@ -292,9 +292,10 @@ class SchedulerRole:
 
     def _join_domain(self, ranks: EngineRanks, core: Any) -> limits.Own | None:
         """Before the first step of any rank. None: all workers of this one will tell the others what they hold."""
-        store, parallel = getattr(core, "dp_store", None), self._vllm_config.parallel_config
+        store: Any = getattr(core, "dp_store", None)
         why = ranks.join_domain() if store is not None else limits.NO_STORE
         if not why:
+            parallel = self._vllm_config.parallel_config
             size, rank = int(parallel.data_parallel_size), int(parallel.data_parallel_rank)
             self._peers = Peers(size, rank, store, self._link.poke)
         return limits.Own(why, asks=True) if why else None

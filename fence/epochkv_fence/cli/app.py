@@ -19,8 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from epochkv_fence.cli import asking, doctor, hub, warm
-from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.render import say_error
+from epochkv_fence.cli.render import Exit, say_error
 from epochkv_fence.client import ArgumentError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
 from epochkv_fence.protocol.pool import AuthorityError
 from epochkv_fence.version import VERSION

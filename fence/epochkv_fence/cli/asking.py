@@ -17,8 +17,7 @@ from typing import Annotated, Final
 import typer
 
 from epochkv_fence.cli import render
-from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.render import Output, StatusLine, say_error
+from epochkv_fence.cli.render import Exit, Output, StatusLine, say_error
 from epochkv_fence.client import (
     ConfigurationError,
     Connection,

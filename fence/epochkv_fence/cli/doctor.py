@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import importlib.metadata
 import logging
 import os
 import shlex
 import stat
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from epochkv_fence import quantity
-from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.render import Output, show_json
+from epochkv_fence.cli.render import Exit, Output, show_json
 from epochkv_fence.client.probe import HubAnswer, NoHub, is_inside, probe_hub, probe_master
 from epochkv_fence.client.results import PoolStatus, WeightsReport, report
 from epochkv_fence.connection import (
@@ -153,7 +152,7 @@ def doctor(
 
 def _of_cluster() -> Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]]:
     """Raises `ConfigurationError` where no package examines clusters."""
-    for entry in importlib.metadata.entry_points(group=GROUP, name="cluster"):
+    for entry in entry_points(group=GROUP, name="cluster"):
         with contextlib.suppress(ModuleNotFoundError):
             found: Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]] = entry.load()
             return found
@@ -297,12 +296,7 @@ async def _master(address: str) -> list[Finding]:
     return [Finding("store", Level.WRONG, f"{text}; engines serve without L2 meanwhile", fix, address)]
 
 
-def installed(group: str) -> Collection[str]:
-    """Names of the plugins in this environment."""
-    return importlib.metadata.entry_points(group=group).names
-
-
-def check_plugins(environ: Mapping[str, str], there: Callable[[str], Collection[str]] = installed) -> list[Finding]:
+def check_plugins(environ: Mapping[str, str]) -> list[Finding]:
     """Whether vLLM and verl would load our plugins in processes that are started from this environment.
 
     A process that does not load a plugin runs no code of ours, so it cannot say that `EPOCHKV_ATTACH` did nothing in it.
@@ -316,7 +310,7 @@ def check_plugins(environ: Mapping[str, str], there: Callable[[str], Collection[
         value = environ.get(name, "").strip()
         if value not in ("", "0", "1"):
             wrong(f"{name} is {value!r}; it must be 1, or 0 for off", f"export {name}=1")
-        if value == "1" and "epochkv" not in there("vllm.general_plugins"):
+        if value == "1" and "epochkv" not in entry_points(group="vllm.general_plugins").names:
             wrong(f"{name} is 1, and the connector is not installed here", "pip install '.[connector]'   # in a clone")
     if size := environ.get(CAPACITY_ENV, "").strip():
         with contextlib.suppress(ValueError):

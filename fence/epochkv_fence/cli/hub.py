@@ -16,8 +16,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from epochkv_fence.cli.exits import Exit
-from epochkv_fence.cli.render import say_error
+from epochkv_fence.cli.render import Exit, say_error
 from epochkv_fence.launch import transfer_config
 from epochkv_fence.protocol.pool import ReclaimPolicy
 from epochkv_fence.standalone.credentials import CLIENT_FOLDER, retire_previous, rotate_keys

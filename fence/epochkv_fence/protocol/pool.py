@@ -208,10 +208,6 @@ class AuthorityError(Exception):
     """The authority did not answer or refused. The outcome of a write is then unknown; the hub tries again."""
 
 
-class PoolGone(AuthorityError):
-    """The pool (this uid) does not exist any more. The hub waits for its owner to remove it."""
-
-
 class Term(NamedTuple):
     """One stretch of leadership.
 

@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 
 from epochkv_fence.common import LoopThread, fulfil
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.pool import AuthorityError, PoolRecord, Term, merged_labels
 
 APPLICATION_ID: Final = 0x45504B56  # "EPKV"
 
@@ -298,7 +298,7 @@ class SqliteAuthority:
         return await self._call("verify", read)
 
     async def load(self, pool_uid: str) -> PoolRecord:
-        """What is recorded. Raises `PoolGone`: there is no pool with this uid."""
+        """What is recorded. Raises `AuthorityError`: there is no pool with this uid."""
         return await self._call("load", lambda: self._record_of(self._database.connection, pool_uid))
 
     def _record_of(self, connection: sqlite3.Connection, pool_uid: str) -> PoolRecord:
@@ -369,8 +369,8 @@ class SqliteAuthority:
 
     # ------------------------------------------------------------------ calls
 
-    def _gone(self, pool_uid: str) -> PoolGone:
-        return PoolGone(f"{self.directory} holds no pool with uid {pool_uid}")
+    def _gone(self, pool_uid: str) -> AuthorityError:
+        return AuthorityError(f"{self.directory} holds no pool with uid {pool_uid}")
 
     async def _update(self, what: str, statement: str, values: dict[str, Any]) -> None:
         def write(connection: sqlite3.Connection) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from epochkv_fence.protocol.messages import Source
-from epochkv_fence.protocol.pool import AuthorityError, PoolGone, PoolRecord, Term, merged_labels
+from epochkv_fence.protocol.pool import AuthorityError, PoolRecord, Term, merged_labels
 from epochkv_operator.api.resources import POOLS, ObjectRef
 from epochkv_operator.kube.client import ApiError, Json, NotFound
 from epochkv_operator.kube.lease import LeaseHolder
@@ -180,16 +180,14 @@ class KubernetesAuthority:
         try:
             return self._pools[pool_uid]
         except KeyError:
-            raise PoolGone(f"pool {pool_uid} is not registered with the authority") from None
+            raise AuthorityError(f"pool {pool_uid} is not registered with the authority") from None
 
 
 async def _answered(call: Awaitable[Json]) -> Json:
     """The object. Errors are those of an authority."""
     try:
         return await call
-    except ObjectGone as error:
-        raise PoolGone(str(error)) from error
-    except ApiError as error:
+    except (ObjectGone, ApiError) as error:
         raise AuthorityError(str(error)) from error
 
 

@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,8 +197,11 @@ def test_one_check_that_hangs_or_breaks_costs_no_other() -> None:
         ({"VERL_USE_EXTERNAL_PLUGINS": "x"}, [], "refuses the block kv_store", "export VERL_USE_EXTERNAL_PLUGINS=x,epochkv"),
     ],
 )
-def test_plugins_that_the_environment_leaves_out(environ: dict[str, str], there: list[str], said: str, fix: str) -> None:
-    found = check_plugins(environ, lambda group: there)
+def test_plugins_that_the_environment_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], there: list[str], said: str, fix: str
+) -> None:
+    monkeypatch.setattr("epochkv_fence.cli.doctor.entry_points", lambda group: SimpleNamespace(names=there))
+    found = check_plugins(environ)
     assert [(one.check, one.level) for one in found] == ([("plugins", Level.WRONG)] if said else [])
     assert all(said in one.text and fix in one.fix for one in found)
 
