@@ -46,6 +46,7 @@ def orders(lab: Lab) -> Orders:
     lab.share(lab.weights.base)
     seen = lab.seen(lab.a)
     orders = Orders(lab.folder / "orders", lab.a)
+    lab.wait_named(lab.a)
     lab.share(lab.weights.base)
     assert lab.seen(lab.a) == seen, "a call that writes nothing changes no name"
     return orders

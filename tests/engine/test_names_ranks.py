@@ -57,6 +57,7 @@ def test_one_rank_is_written_to_past_vllm_in_the_middle_of_requests(lab: Lab, we
     """That rank alone sees it. What the other one has of the blocks must not reach the store: the honest engine would add the rest."""
     lab.have(weights.base)
     orders = Orders(lab.folder / "orders", lab.a, rank=1)
+    lab.wait_named(lab.a)
     lab.share(weights.base)
     epoch, late, base = lab.pool.snapshot().target, lab.late(lab.a), lab.digest(lab.a)
     asked: list[list[int]] = []
