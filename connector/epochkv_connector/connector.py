@@ -240,11 +240,11 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> EpochKVStats | None:
         """Counters since the last report, and what holds now: once a second, and when the engine is about to idle."""
-        role = self._scheduler or self._worker
-        idle = role is not None and role.is_idle
-        return self._guard.run("stats", self._collect_stats, lambda: None) if self._reporter.due() or idle else None
+        return self._guard.run("stats", self._collect_stats, lambda: None)
 
     def _collect_stats(self) -> EpochKVStats | None:
+        if not self._reporter.due() and (self._scheduler is None or not self._scheduler.is_idle):
+            return None
         if self._scheduler is not None:
             return self._scheduler.stats()
         if self._worker is None:

@@ -246,7 +246,8 @@ class FenceSecrets:
             known.conflict, known.refusal = True, str(error) if known.keys is None else None
             raise
         except ApiError as error:
-            if known.keys is None and error.status not in (0, 409, 429):  # these are over in a moment, or not about Secrets alone
+            had = error.status >= 500 and "keys" in (pool.get("status") or {})  # a new operator will find them in a moment
+            if known.keys is None and not had and error.status not in (0, 409, 429):  # these, too, or are not about Secrets alone
                 known.refusal = f"Secret {'/'.join(_place(pool))} with the pool's keys cannot be read or made: {error.message}"
             raise
         known.conflict = False

@@ -496,8 +496,9 @@ def test_kv_of_another_engine_has_our_names_only_with_its_tag(make_rig: MakeRig,
 
 
 def test_an_idle_engine_tells_routers_of_an_epoch(make_rig: MakeRig) -> None:
-    rig = fenced(make_rig, Stock(), kv_events=True)
+    rig = fenced(make_rig, Offloading(), kv_events=True)
     rig.serve(TOKENS)
+    assert rig.scheduler.connector.take_events() == ()
     rig.adopt(1)
     assert rig.scheduler.has_requests(), "vLLM publishes from inside a step"
     assert 1 <= rig.run() <= 2

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 
 from epochkv_connector.engine import blocks
+from epochkv_connector.scheduler.role import SchedulerRole
 from tests.scheduler.rigs import TOKENS, MakeRig
 from tests.support.scheduler import BLOCK, SharedStore
+
+
+@pytest.fixture(autouse=True)
+def never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reports when it is asked."""
+    monkeypatch.setattr(SchedulerRole, "is_idle", False)
 
 
 def quiet(rig: Any) -> Any:
@@ -51,6 +58,7 @@ def test_a_hit_from_both_tiers_is_split(make_rig: MakeRig, store: SharedStore) -
 
 def test_an_engine_that_is_about_to_idle_has_told_all(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks in each step, and nobody asks an engine that idles."""
+    monkeypatch.undo()
     rig = quiet(make_rig(epoch=0))
     told, ask = list[dict[str, Any]](), rig.connector.get_kv_connector_stats
     monkeypatch.setattr(rig.connector, "get_kv_connector_stats", lambda: told.append(stats.to_dict()) if (stats := ask()) else None)

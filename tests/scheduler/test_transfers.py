@@ -14,7 +14,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from epochkv_connector.naming.root import brings_kv
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, FailsOnce, MakeRig, found, push_out
 from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, Rig, SharedStore
 
@@ -210,10 +209,9 @@ def test_the_tag_is_beside_what_nixl_says(make_rig: MakeRig) -> None:
             SimpleNamespace(kv_transfer_params={"epochkv_tag": {**tag, **changes}}, prompt_token_ids=tokens, mm_features=features)
         )
 
-    assert vouches()
+    assert vouches(seconds=15), "a proxy writes numbers as it likes"
     others = (vouches([*TOKENS, 1]), vouches([TOKENS[0] + 1, *TOKENS[1:]]), vouches(media="a"), vouches(made=0, seconds=1e12))
     assert not any(others), "clients see tags, and send them"
-    assert not brings_kv(SimpleNamespace(kv_transfer_params={"remote_prefiller": {"host": "p"}})), "it is looked up by our names"
     assert handed["do_remote_prefill"] is True
     assert handed["remote_engine_id"] == producer.engine_id
     assert set(handed["epochkv_tag"]) == {"pool", "epoch", "fingerprint", "weights", "made", "seconds", "signature"}

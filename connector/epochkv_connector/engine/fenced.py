@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -247,7 +248,12 @@ class Fence:
             guard.run("build_connector_meta", lambda: self._forget_blocks(output), role.weights.break_off)
             return function(output)
 
-        connector.take_events = tuple  # they tell of old names behind a clearing, and of names that one request has alone
+        def drop(function: Callable[[], Any]) -> tuple[()]:
+            """They tell of old names behind a clearing, and of names that one request has alone."""
+            deque(function() or (), maxlen=0)
+            return ()
+
+        patches.around(connector, "take_events", drop)
         patches.around(connector, "build_connector_meta", build)
         patches.around(connector, "update_state_after_alloc", allocate)
         patches.around(connector, "update_connector_output", take)

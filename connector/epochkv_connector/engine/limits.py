@@ -53,7 +53,7 @@ def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
 def handoff_seconds(connectors: Sequence[Mapping[str, Any]]) -> float:
     """How long blocks that are handed over surely stay the request's: half of the lease. The other half is for clocks that differ."""
     siblings = [one.get("kv_connector_extra_config") or {} for one in connectors if one.get("kv_connector") != NAME]
-    leases = [extra.get("kv_lease_duration", LEASE_SECONDS) for extra in siblings]
+    leases = [extra.get("kv_lease_duration", LEASE_SECONDS) for extra in siblings if not _children(extra)]
     return min(map(float, leases), default=LEASE_SECONDS) / 2
 
 

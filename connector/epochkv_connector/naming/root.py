@@ -22,6 +22,7 @@ import logging
 import os
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -473,7 +474,7 @@ class PinMaker:
         made, seconds = shown.get("made"), shown.get("seconds")
         if not isinstance(made, (int, float)) or not isinstance(seconds, (int, float)):
             return False
-        return self._signed(request, made, seconds) == shown and abs(self.clock() - made) <= seconds
+        return abs(self.clock() - made) <= seconds and self._signed(request, made, seconds) == shown
 
     def tag(self, request: Any) -> dict[str, Any] | None:
         """`(pool, epoch, fingerprint, weights)` of what holds now and the adapter, for `kv_transfer_params`; with the time, and for how
@@ -484,7 +485,7 @@ class PinMaker:
         """Signed with the pool's secret, for this prompt alone: clients see tags, and send them. NIXL counts blocks from the prompt's end,
         so with another length it writes them to the wrong places (vllm#50558)."""
         snapshot, member, adapter = self._root.snapshot, self._root.member, getattr(request, "lora_request", None)
-        if not snapshot.shared or snapshot.weights is None or member.secret is None or request.prompt_token_ids is None:
+        if not snapshot.shared or snapshot.weights is None or member.secret is None or getattr(request, "prompt_embeds", None) is not None:
             return None
         weights = snapshot.weights.hex()
         tag = {"pool": member.pool_uid, "epoch": snapshot.epoch, "fingerprint": member.fingerprint, "weights": weights}
@@ -492,10 +493,10 @@ class PinMaker:
             if (value := self._adapters.of(adapter).value) is None:
                 return None
             tag |= {"adapter": value.hex(), "applied": member.adapters_applied}
-        tag |= {"made": made, "seconds": seconds}
+        tag |= {"made": float(made), "seconds": float(seconds)}  # a proxy may write 15 for 15.0
         media = [feature.identifier for feature in request.mm_features or ()]
-        text = json.dumps([tag, list(request.prompt_token_ids), media], sort_keys=True)
-        return {**tag, "signature": hmac.digest(member.secret, text.encode(), "sha256").hex()}
+        text = json.dumps([tag, media], sort_keys=True).encode() + array("q", request.prompt_token_ids).tobytes()
+        return {**tag, "signature": hmac.digest(member.secret, text, "sha256").hex()}
 
 
 class Pins:
@@ -681,6 +682,5 @@ def _params_of(request: Any) -> Mapping[str, Any]:
 
 def brings_kv(request: Any) -> bool:
     """Whether the request's `kv_transfer_params` name KV that another engine brings in (P/D)."""
-    params = _params_of(request).items()  # what is a mapping tells where to look for our names (the p2p tier of OffloadingConnector)
-    named = (str(key).startswith("remote_") and value is not None and not isinstance(value, Mapping) for key, value in params)
+    named = (str(key).startswith("remote_") and value is not None for key, value in _params_of(request).items())
     return awaits_transfer(request) or any(named)

@@ -359,7 +359,7 @@ class WorkerRole:
         self._broken: JobRunner | None = None  # it raised; asked for ever, as slots may be released late
         self._unended: set[int] = set()  # its jobs that it may still be working on
         self._taken = self._finished = True
-        self.is_idle = False
+        self._idle = False
 
     def new_step(self) -> None:
         self._taken = self._finished = False
@@ -376,7 +376,7 @@ class WorkerRole:
     def start(self, metadata: StepMetadata, *, idle: bool) -> None:
         """`idle`: the step schedules no tokens, so waiting a millisecond for a completion costs nobody."""
         self.take(metadata)
-        self.is_idle = idle
+        self._idle = idle
         if not self._begin(idle, metadata.digest_number):
             self._mixed.add(metadata.digest_number)  # where there are drafts, the results leave before `finish` compares
 
@@ -426,7 +426,7 @@ class WorkerRole:
     def results(self) -> tuple[set[str], set[str]]:
         """(finished, failed) loads, each once. Never raises: everything is refused when the runner does."""
         try:
-            self._collect(IDLE_WAIT_SECONDS if self.is_idle else 0.0)
+            self._collect(IDLE_WAIT_SECONDS if self._idle else 0.0)
         except Exception as error:
             self._on_error("results", error)
             self.refuse(StepMetadata())

@@ -312,16 +312,19 @@ POOL_WAIT_SECONDS = 5.0
 @dataclass(eq=False)
 class EngineReconciler(_Reconciler):
     _new: dict[Key, float] = field(default_factory=dict)
+    _alone: set[Key] = field(default_factory=set)
+    """Engines that were made without the keys of their pool."""
 
     async def _forget(self, key: Key) -> None:
         self._new.pop(key, None)
+        self._alone.discard(key)
 
     async def _reconcile(self, key: Key, obj: Json) -> None:
         name = pool_of(obj)
         pool_obj = await self._pool(key.namespace, name) if name else None
         engine, pool = parse_engine(obj), parse_pool(pool_obj) if pool_obj is not None else None
         known = self.secrets.of(pool.metadata.uid) if pool is not None else PoolKeys()
-        held = known.keys is None and (not known.conflict or self._runs(key, engine))
+        held = known.keys is None and (not known.conflict or (self._runs(key, engine) and key not in self._alone))
         if pool is not None and held:
             # Without the pool's keys a new engine would start twice, or wait for a volume, and one that runs would be rolled.
             if known.refusal is None:
@@ -335,6 +338,7 @@ class EngineReconciler(_Reconciler):
             text = f"{missing}: pods start when it does, or without it {POOL_WAIT_SECONDS:g} s after the engine"
             await self._report(key, obj, engine, None, Problem("WaitingForPool", text))
             return
+        (self._alone.add if known.keys is None else self._alone.discard)(key)
         context = Context(self.settings, known.keys.revision if known.keys is not None else "", self.served())
         children = observe(self.store, key.namespace, ENGINE_LABEL, key.name)
         problem, again = await self.executor.bring_about(str(key), children, lambda seen: plan_engine(engine, pool, seen, context))

@@ -106,16 +106,24 @@ async def test_a_secret_that_cannot_be_read_holds_up_nothing_else_of_its_pool() 
 
 @pytest.mark.parametrize("runs", [False, True])
 async def test_an_engine_that_runs_is_left_alone_while_nobody_knows_its_keys(runs: bool) -> None:
-    """A new operator finds somebody else's Secret. One that does not run yet serves without sharing."""
+    """A new operator finds somebody else's Secret. One that does not run yet serves without sharing, and is looked after."""
     store, executor = Store(indexed), Mock(bring_about=AsyncMock(return_value=(None, None)))
-    for kind, name in (("KVCachePool", "policy"), ("InferenceEngine", "rollout"), *([("Deployment", "rollout")] if runs else [])):
+
+    def there(kind: str, name: str) -> None:
         spec = POOL_SPECS["l1"] if kind == "KVCachePool" else ENGINE_SPECS["minimal"]
         metadata = {"namespace": "rl", "name": name, "uid": kind, "resourceVersion": "1"}
         store.upsert(kind, {"apiVersion": "epochkv.io/v1alpha1", "kind": kind, "metadata": metadata, "spec": spec})
+
+    there("KVCachePool", "policy")
+    there("InferenceEngine", "rollout")
     known, hub = fence.PoolKeys(conflict=True, refusal="it is somebody else's"), Mock(return_value=HubSnapshot())
     given = (store, executor, Mock(report=AsyncMock()), Mock(**{"of.return_value": known}), hub, Mock(), Mock(), frozenset, Mock())
-    await EngineReconciler(Settings("epochkv-system"), *given, ()).reconcile(engine_key("rl", "rollout"))
-    assert executor.bring_about.called is not runs
+    engines = EngineReconciler(Settings("epochkv-system"), *given, ())
+    if not runs:
+        await engines.reconcile(engine_key("rl", "rollout"))
+    there("Deployment", "rollout")
+    await engines.reconcile(engine_key("rl", "rollout"))
+    assert executor.bring_about.call_count == (0 if runs else 2)
 
 
 def test_engines_restart_for_another_hub_or_root_and_not_for_a_rotation() -> None:
