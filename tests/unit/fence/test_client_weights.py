@@ -111,16 +111,6 @@ def test_a_label_does_not_go_to_weights_of_another_label_without_a_word(world: H
     assert error.report.notes == ("3f2a9c1e (step-1): engines held these weights before, as step-1",)
 
 
-def test_weights_without_a_label_are_known_when_they_come_back(world: HubWorld) -> None:
-    engines, pool = holding(world), world.connect()
-    with pool.weight_update("step-1", timeout_s=20):
-        push(engines, NEW)
-    with pool.weight_update("step-2", timeout_s=20) as update:
-        push(engines, OLD)
-    assert update.report is not None
-    assert update.report.notes == ("0a0a0a0a (step-2): engines held these weights before, as before-step-1",)
-
-
 def test_an_engine_that_missed_the_push_is_named(world: HubWorld) -> None:
     engines, pool = holding(world), world.connect()
     error = missed(pool, lambda: push(engines[:2], NEW))
