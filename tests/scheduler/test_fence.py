@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from epochkv_connector.engine import blocks
 from epochkv_connector.engine.interface import UnsupportedEngine
-from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig, begin_load, every_layout, filled, found, push_out, release
+from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig, begin_load, every_layout, filled, found, release
 from tests.support.scheduler import BLOCK, SharedStore, global_root, prompt, write_credentials
 
 
@@ -47,14 +47,6 @@ def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig, store:
     assert store.objects == {}
     assert store.asked == []
     assert rig.tiers.stats()["slots_indexed"] == 0
-
-
-def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig, store: SharedStore) -> None:
-    rig = make_rig(hub=False, num_blocks=12, store=store)
-    rig.serve(TOKENS)
-    push_out(rig)
-    assert found(rig) == 8 * BLOCK
-    assert (store.objects, store.asked) == ({}, [])  # private names never leave the engine
 
 
 @pytest.mark.parametrize("broken", ["secret", "key", "absent"])
