@@ -1,6 +1,5 @@
 """Every wrong configuration is an error that names the key; keys that cannot be read are not one (the engine serves without a hub)."""
 
-import codecs
 import json
 import math
 from pathlib import Path
@@ -90,17 +89,6 @@ def test_a_wrong_value_in_a_file_names_the_file(tmp_path: Path) -> None:
         ConnectorConfig.parse({"config_file": str(path), "verify": "none"}, {})
     path.write_text(json.dumps({"pool": {"name": "policy", "uid": ""}}))
     with pytest.raises(ConfigurationError, match=rf"{path}: pool.uid is empty"):
-        ConnectorConfig.parse({"config_file": str(path)}, {})
-
-
-def test_a_byte_order_mark_in_a_file_is_taken(tmp_path: Path) -> None:
-    path = tmp_path / "connection.json"
-    path.write_text(json.dumps(POOL), encoding="utf-8-sig")
-    assert path.read_bytes().startswith(codecs.BOM_UTF8)
-    for named in (path, tmp_path):
-        assert ConnectorConfig.parse({"config_file": str(named)}, {}).pool.uid == "u-1"
-    path.write_text(json.dumps(POOL), encoding="utf-16")
-    with pytest.raises(ConfigurationError, match=f"{path} is not a JSON object"):
         ConnectorConfig.parse({"config_file": str(path)}, {})
 
 
