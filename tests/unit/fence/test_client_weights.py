@@ -58,6 +58,10 @@ def test_a_push_that_reaches_everybody_is_proved_and_called(world: HubWorld) -> 
     assert pool.status().labels == {OLD.hex(): "before-step-42", NEW.hex(): "step-42"}
     assert {(engine.weights, engine.state) for engine in pool.engines()} == {(NEW.hex(), "sharing")}
     assert world.snapshot().target == 0, "a push asks for no epoch"
+    push(engines, OLD)
+    eventually(lambda: pool.weights().ids == {OLD.hex()})
+    held = "0a0a0a0a (step-43): engines held these weights before, as before-step-42"
+    assert pool.wait_weights(label="step-43", timeout_s=20).notes == (held,), "weights that nobody had called anything"
 
 
 def test_what_a_push_that_has_returned_left_on_its_way_is_waited_for(world: HubWorld) -> None:
