@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -180,15 +180,6 @@ def requests(rig: PinnedRig, source: random.Random, ready: queue.Queue[Request],
                 continue
 
 
-@pytest.fixture
-def many_switches() -> Iterator[None]:
-    """Threads of CPython take turns every 5 ms; here often enough to meet inside our few microseconds."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(5e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
 def reached(rig: PinnedRig, agent: Agent, count: Counter[str]) -> dict[str, tuple[float, float]]:
     """What happened so far, and how much of it there has to be."""
     stats = rig.tiers.stats()
@@ -204,7 +195,7 @@ def reached(rig: PinnedRig, agent: Agent, count: Counter[str]) -> dict[str, tupl
     }
 
 
-def test_every_name_is_right_under_fast_adoption(make_rig: MakeRig, many_switches: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_name_is_right_under_fast_adoption(make_rig: MakeRig, capsys: pytest.CaptureFixture[str]) -> None:
     store, source = SharedStore(), random.Random(5)
     rig: PinnedRig = make_rig(
         kind=PinnedRig, store=store, num_blocks=24, l1_bytes=60 * 2304, max_batched_tokens=64, max_num_seqs=6, extra={"lookup_wait_ms": 5.0}
@@ -221,6 +212,8 @@ def test_every_name_is_right_under_fast_adoption(make_rig: MakeRig, many_switche
     rig.scheduler._preempt_request = counted
     agent.thread.start()
     maker.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)  # not every 5 ms, but often enough that threads meet inside our few microseconds
     deadline = time.monotonic() + DEADLINE_SECONDS
     try:
         while not rig.wrong and any(x < goal for x, goal in reached(rig, agent, count).values()) and time.monotonic() < deadline:
@@ -231,6 +224,7 @@ def test_every_name_is_right_under_fast_adoption(make_rig: MakeRig, many_switche
             rig.step()
             count["old_epoch_requests"] += rig.pins.old_epoch_requests() > 0
     finally:
+        sys.setswitchinterval(interval)
         agent.stop.set()
         agent.thread.join()
         maker.join()

@@ -44,18 +44,27 @@ def test_a_local_hit_found_under_the_old_root_is_dropped(make_rig: MakeRig, monk
     assert found(rig) == (0 if bypass else 8 * BLOCK)
 
 
-def test_a_load_overtaken_while_our_code_fails_is_no_success(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_load_that_ends_while_our_code_fails(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, failed: bool) -> None:
+    """Overtaken by an adoption, it is no success; failed, it is over, and no adoption overtakes it any more."""
     rig, tokens = filled(make_rig)
-    request = begin_load(rig, tokens)
+    request = begin_load(rig, tokens, max_tokens=2)
+    rig.workers[0].fail_loads = lambda job: failed
     output = rig.scheduler.schedule()
-    rig.adopt(1, weights="w1")
+    if not failed:
+        rig.adopt(1, weights="w1")
     release(rig)
     failure = FailsOnce(rig.side.steps, "_record_loads", monkeypatch)
     rig.update(output)
     assert failure.raised
+    if failed:
+        rig.adopt(1, weights="w1")
     rig.run()
     assert request.request_id in rig.finished
+    rig.adopt(2, weights="w2")
+    rig.serve(prompt(2, LENGTH))
     check_unharmed(rig)
+    assert rig.side.state.counters["invalidated_loads"] == (not failed)
 
 
 def test_one_acknowledgement_that_cannot_be_applied_loses_no_other(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,20 +218,3 @@ def test_a_lost_acknowledgement_of_a_save_holds_nobody_up_beyond_its_deadline(ma
     rig.run()
     assert {request.request_id for request in requests} <= rig.finished
     assert rig.tiers.stats()["jobs_overdue"] == 1
-
-
-def test_loads_that_failed_while_our_code_failed_are_over(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig, tokens = filled(make_rig)
-    request = begin_load(rig, tokens, max_tokens=2)
-    rig.workers[0].fail_loads = lambda job: True
-    release(rig)
-    failure = FailsOnce(rig.side.steps, "_record_loads", monkeypatch)
-    rig.step()
-    assert failure.raised
-    rig.adopt(1, weights="w1")
-    rig.run()
-    assert request.request_id in rig.finished
-    rig.adopt(2, weights="w2")
-    rig.serve(prompt(2, LENGTH))
-    check_unharmed(rig)
-    assert rig.side.state.counters["invalidated_loads"] == 0

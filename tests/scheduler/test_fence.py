@@ -11,10 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from epochkv_connector.connector import EpochKVConnector
 from epochkv_connector.engine import blocks
 from epochkv_connector.engine.interface import UnsupportedEngine
-from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig, begin_load, every_layout, filled, found, push_out, release
+from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig, begin_load, every_layout, filled, found, release
 from tests.support.scheduler import BLOCK, SharedStore, global_root, prompt, write_credentials
 
 
@@ -48,14 +47,6 @@ def test_unassigned_with_pushed_weights_reuses_nothing(make_rig: MakeRig, store:
     assert store.objects == {}
     assert store.asked == []
     assert rig.tiers.stats()["slots_indexed"] == 0
-
-
-def test_without_a_hub_an_engine_uses_l1_under_a_private_root(make_rig: MakeRig, store: SharedStore) -> None:
-    rig = make_rig(hub=False, num_blocks=12, store=store)
-    rig.serve(TOKENS)
-    push_out(rig)
-    assert found(rig) == 8 * BLOCK
-    assert (store.objects, store.asked) == ({}, [])  # private names never leave the engine
 
 
 @pytest.mark.parametrize("broken", ["secret", "key", "absent"])
@@ -147,15 +138,6 @@ def test_an_overwritten_global_is_bypass_for_this_instance(make_rig: MakeRig, st
 
 
 # ---------------------------------------------------------------------------------------------- refusals
-def test_foreign_encoder_outputs_with_pushed_weights_are_refused(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    rig.vllm_config.ec_transfer_config = object()
-    connector = rig.connector
-    with pytest.raises(UnsupportedEngine, match="ec_transfer_config"):
-        EpochKVConnector(rig.vllm_config, connector.role, rig.kv_cache_config)
-    rig.vllm_config.ec_transfer_config = None
-
-
 @pytest.mark.parametrize("kind", [MultiConnector, type("PdConnector", (MultiConnector,), {})])
 def test_a_multiconnector_with_an_untested_sibling_is_refused(make_rig: MakeRig, kind: type[MultiConnector]) -> None:
     """Also where no command has checked the configuration before."""

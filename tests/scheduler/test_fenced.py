@@ -17,7 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from epochkv_connector.engine import patches
 from epochkv_connector.engine.fenced import fence
 from tests.scheduler.rigs import LENGTH, TOKENS, WHOLE, FailsOnce, MakeRig, Patch, found, push_out
-from tests.scheduler.test_transfers import HAND_OVER
+from tests.scheduler.test_transfers import produce, read_blocks
 from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, Rig
 from tests.support.scheduler_config import write_credentials
 from tests.support.scheduler_worker import Content
@@ -33,8 +33,6 @@ class Stock:
         transfer: what `kv_transfer_config` says of it; None: there is no connector.
         hold_loads: loads end when this is taken back.
         hold_lookups: where the store is asked, its answer is not there yet.
-        host: what is kept in host memory, by block.
-        loads: what the scheduler half has ordered.
     """
 
     transfer: ClassVar[Given] = None
@@ -58,12 +56,7 @@ class Stock:
 
 
 class FencedRig(Rig):
-    """One engine that has the fence without our connector.
-
-    Args:
-        stock: its connector's worker half.
-        fenced: False: it is as vLLM made it.
-    """
+    """One engine that has the fence without our connector; if not `fenced`, it is as vLLM made it."""
 
     def __init__(
         self,
@@ -105,15 +98,7 @@ class FencedRig(Rig):
 
 
 class MooncakeStore(Stock):
-    """vLLM's MooncakeStoreConnector; look-ups come before vLLM looks, or with a step between.
-
-    Args:
-        objects: what the store holds, by key; engines share it.
-
-    Attributes:
-        wiped: how often it was emptied.
-        open: what is asked, by request.
-    """
+    """vLLM's MooncakeStoreConnector; look-ups come before vLLM looks, or with a step between. Engines share a store's `objects`."""
 
     transfer: ClassVar[Given] = {"kv_connector": "MooncakeStoreConnector", "kv_connector_extra_config": {"lookup_async": True}}
 
@@ -222,12 +207,7 @@ class SimpleCPUOffload(Stock):
 
 
 class Nixl(Stock):
-    """vLLM's NixlConnector: a read brings what the producer's blocks hold then.
-
-    Attributes:
-        producers: other engines, by the id that NIXL gives them.
-        reading: request -> NIXL's order, until the read ends.
-    """
+    """vLLM's NixlConnector; `producers` and `reading` are those of `test_transfers.TransferRig`."""
 
     transfer: ClassVar[Given] = {"kv_connector": "NixlConnector"}
 
@@ -242,9 +222,7 @@ class Nixl(Stock):
         finished = set()
         for request_id, order in [] if self.hold_loads else list(self.reading.items()):
             producer = self.producers[order.remote.engine_id]
-            for mine, theirs in zip(order.local_block_ids, order.remote.block_ids, strict=True):
-                for to, source in zip(reversed(mine), reversed(theirs), strict=False):
-                    rig.gpu[to] = producer.gpu[source]
+            read_blocks(order, producer, rig)
             producer.stock.sent.add(order.remote.request_id)  # type: ignore[attr-defined]
             finished.add(request_id)
             del self.reading[request_id]
@@ -476,10 +454,7 @@ def transfers(make_rig: MakeRig) -> tuple[FencedRig, FencedRig, dict[str, Any]]:
     assert isinstance(consumer.stock, Nixl)
     config: Any = producer.vllm_config.kv_transfer_config
     consumer.stock.producers[str(config.engine_id)] = producer
-    request = producer.add(TOKENS, params=dict(HAND_OVER))
-    while request.request_id not in producer.finished:
-        producer.step()
-    return producer, consumer, producer.handed[request.request_id]
+    return producer, consumer, produce(producer)
 
 
 @pytest.mark.parametrize("tagged", [True, False])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.scheduler.role import FenceHooks
-from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, found, release
+from tests.scheduler.rigs import LENGTH, TOKENS, MakeRig, found, push_out, release
 from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, global_root, prompt
 
 
@@ -131,11 +131,14 @@ def test_a_reset_while_the_lease_is_lost_is_remembered(rig: Any) -> None:
     assert running.request_id in rig.finished
 
 
-def test_a_reset_without_a_hub_replaces_the_private_root(make_rig: MakeRig) -> None:
-    rig = make_rig(hub=False, num_blocks=12)
+def test_without_a_hub_an_engine_uses_l1_under_a_private_root_which_a_reset_replaces(make_rig: MakeRig, store: SharedStore) -> None:
+    rig = make_rig(hub=False, num_blocks=12, store=store)
     rig.serve(TOKENS)
+    push_out(rig)
+    assert found(rig) == 8 * BLOCK
     root = global_root()
     assert rig.scheduler.reset_prefix_cache(reset_connector=True)
     assert global_root() is not root
     assert found(rig) == 0
     assert found(rig) == 8 * BLOCK
+    assert (store.objects, store.asked) == ({}, [])  # private names never leave the engine

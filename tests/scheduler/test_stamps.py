@@ -3,6 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,6 @@ from tests.support.ahead import AheadRig, AsyncRig
 from tests.support.scheduler import RequestStatus, Rig, SharedStore, prompt
 
 ASKED = {KEY: {"stamp": True}}
-KINDS = pytest.mark.parametrize("kind", [Rig, AheadRig, AsyncRig], ids=["Rig", "AheadRig", "AsyncRig"])
 
 
 def digest(*ranks: str) -> str:
@@ -90,7 +90,7 @@ def test_an_engine_that_only_saves_says_what_l2_holds(make_rig: MakeRig, store: 
     assert (said["stored_tokens"], said["cached_tokens"]) == (WHOLE, {"gpu": 0, "l1": 0, "l2": 0})
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [Rig, AheadRig, AsyncRig, partial(FencedRig, stock=Stock())], ids=["Rig", "AheadRig", "AsyncRig", "fence"])
 def test_an_answer_says_what_made_each_token(make_rig: MakeRig, kind: Callable[..., Rig]) -> None:
     rig = make_rig(kind, epoch=0)
     truth = Truth(rig)
@@ -109,7 +109,7 @@ def test_an_answer_says_what_made_each_token(make_rig: MakeRig, kind: Callable[.
     assert KEY not in rig.handed.get(plain.request_id, {})
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [Rig, AheadRig, AsyncRig])
 @pytest.mark.parametrize("seed", range(12))
 def test_stamps_follow_random_pushes(make_rig: MakeRig, kind: Callable[..., Rig], seed: int) -> None:
     drafts = 0 if kind is AsyncRig else seed % 3
@@ -231,17 +231,6 @@ def test_an_adapter_that_is_replaced_is_another_one(make_rig: MakeRig) -> None:
     made = rig.handed[request.request_id][KEY]["tokens"]
     assert [(one["from_token"], one["weights"]) for one in made] == [(0, digest("w0")), (2, digest("w0"))]
     assert [one["adapter"] for one in made] == [before[:16].hex(), after[:16].hex()]
-
-
-def test_answers_of_an_engine_under_the_fence_say_it_too(make_rig: MakeRig) -> None:
-    rig = make_rig(FencedRig, stock=Stock(), epoch=0)
-    truth = Truth(rig)
-    request = rig.add(TOKENS, max_tokens=6, params=ASKED)
-    rig.steps(3)
-    rig.weights = "w1"
-    rig.run()
-    truth.check(request.request_id)
-    assert rig.handed[request.request_id][KEY]["cached_tokens"] == {"gpu": 0, "l1": 0, "l2": 0}
 
 
 # ------------------------------------------------------------------ what reports and front ends of GPUs bring about, step by step

@@ -21,6 +21,21 @@ HAND_OVER = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engin
 """What a proxy puts into the request to the producer."""
 
 
+def produce(rig: Rig, tokens: list[int] = TOKENS) -> dict[str, Any]:
+    """Compute a prompt for another engine; returns what the answer says of it."""
+    request = rig.add(tokens, params=dict(HAND_OVER))
+    while request.request_id not in rig.finished:
+        rig.step()
+    return rig.handed[request.request_id]
+
+
+def read_blocks(order: Any, producer: Rig, consumer: Rig) -> None:
+    """What NIXL's order asks for, from the end of the prompt."""
+    for mine, theirs in zip(order.local_block_ids, order.remote.block_ids, strict=True):
+        for to, source in zip(reversed(mine), reversed(theirs), strict=False):
+            consumer.gpu[to] = producer.gpu[source]
+
+
 class TransferRig(Rig):
     """An engine with both connectors.
 
@@ -78,9 +93,7 @@ class TransferRig(Rig):
             made.failed_recving = {*(made.failed_recving or ()), request_id}
             made.invalid_block_ids = {*made.invalid_block_ids, *order.local_block_ids[0]}
         elif order.awaiting_kvs:
-            for mine, theirs in zip(order.local_block_ids, order.remote.block_ids, strict=True):
-                for to, source in zip(reversed(mine), reversed(theirs), strict=False):
-                    self.gpu[to] = producer.gpu[source]
+            read_blocks(order, producer, self)
         if order.awaiting_kvs:
             made.finished_recving = {*(made.finished_recving or ()), request_id}
         if not self.fail_reads:
@@ -91,13 +104,6 @@ class TransferRig(Rig):
         gone = self.kept & request_ids if request_ids is not None else set(self.kept)
         self.kept -= gone
         self.sent |= gone
-
-    def produce(self, tokens: list[int], **kwargs: Any) -> dict[str, Any]:
-        """Compute a prompt for another engine; returns what the answer says of it."""
-        request = self.add(tokens, params=dict(HAND_OVER), **kwargs)
-        while request.request_id not in self.finished:
-            self.step()
-        return self.handed[request.request_id]
 
     def take_over(self, tokens: list[int], handed: Mapping[str, Any], **kwargs: Any) -> Request:
         """A request as a proxy sends it on, whose transfer has begun."""
@@ -137,7 +143,7 @@ BLOCKS = WHOLE // BLOCK
 def begin(make_rig: MakeRig, **options: Any) -> tuple[TransferRig, TransferRig, Any]:
     producer, consumer = engines(make_rig, **options)
     consumer.hold_reads = True
-    request = consumer.take_over(TOKENS, producer.produce(TOKENS))
+    request = consumer.take_over(TOKENS, produce(producer))
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert set(consumer.reading) == {request.request_id}
     return producer, consumer, request
@@ -187,7 +193,7 @@ BAD = {
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD.keys())
 def test_kv_under_another_tag_belongs_to_its_request_alone(make_rig: MakeRig, spoil: Any) -> None:
     producer, consumer = engines(make_rig)
-    handed = producer.produce(TOKENS)
+    handed = produce(producer)
     request = consumer.take_over(TOKENS, spoil(handed))
     end(producer, consumer)
     assert consumer.cached[request.request_id] == LENGTH - 1
@@ -200,7 +206,7 @@ def test_kv_under_another_tag_belongs_to_its_request_alone(make_rig: MakeRig, sp
 @pytest.mark.unclean
 def test_the_tag_is_beside_what_nixl_says(make_rig: MakeRig) -> None:
     producer, consumer = engines(make_rig)
-    handed = producer.produce(TOKENS)
+    handed = produce(producer)
     tag, maker = handed["epochkv_tag"], consumer.pins.maker
 
     def vouches(tokens: list[int] = TOKENS, media: str = "", **changes: Any) -> bool:
@@ -234,7 +240,7 @@ def test_a_producer_whose_weights_change_meanwhile_shows_no_tag(make_rig: MakeRi
 @pytest.mark.parametrize(("late", "shared"), [(-6, False), (-4, True), (4, True), (6, False)])
 def test_half_of_the_lease_is_for_clocks_that_differ(make_rig: MakeRig, late: float, shared: bool) -> None:
     producer, consumer = engines(make_rig, lease=10)
-    handed = producer.produce(TOKENS)
+    handed = produce(producer)
     consumer.pins.maker.clock = lambda: handed["epochkv_tag"]["made"] + late
     consumer.take_over(TOKENS, handed)
     end(producer, consumer)
@@ -327,7 +333,7 @@ def test_no_tier_answers_for_what_another_engine_keeps(make_rig: MakeRig, ours_f
     consumer.serve(TOKENS)
     push_out(consumer)
     asked = len(consumer.store.asked)
-    request = consumer.take_over(TOKENS, producer.produce(TOKENS))
+    request = consumer.take_over(TOKENS, produce(producer))
     end(producer, consumer)
     assert consumer.cached[request.request_id] == LENGTH - 1
     assert len(consumer.store.asked) == asked
@@ -340,7 +346,7 @@ def test_a_prompt_that_the_gpu_holds_is_not_read_again(make_rig: MakeRig) -> Non
     producer, consumer = engines(make_rig)
     whole = [*TOKENS[:WHOLE], 7]
     consumer.serve(whole)
-    handed = producer.produce(whole)
+    handed = produce(producer, whole)
     consumer.hold_reads = True
     consumer.take_over(whole, handed)
     assert [len(order.local_block_ids[0]) for order in consumer.reading.values()] == [1]

@@ -22,6 +22,7 @@ from epochkv_fence.net.keys import generate_keypair
 TIERS = {"local": {"capacity_bytes": 1 << 26}, "distributed": {"master_address": "127.0.0.1:50051"}}
 DOCUMENT = {"pool": {"name": "policy", "uid": "u-1"}, "hub": {"endpoint": "tcp://127.0.0.1:7700"}, **TIERS}
 TEXT = json.dumps(DOCUMENT)
+KEYLESS = json.dumps({**DOCUMENT, "hub": {"endpoint": "tcp://h:7700", "credentials_dir": "/nowhere"}})
 HUB, CLIENT = generate_keypair(), generate_keypair()
 KEYS = {"EPOCHKV_HUB_PUBLIC_KEY": HUB.public, "EPOCHKV_CLIENT_PUBLIC_KEY": CLIENT.public, "EPOCHKV_CLIENT_SECRET_KEY": CLIENT.secret}
 ON = {"EPOCHKV_ATTACH": "1", "EPOCHKV_CONFIG": TEXT, "EPOCHKV_ROOT_SECRET": "5a" * 32, **KEYS}
@@ -58,22 +59,15 @@ def test_off_is_off(value: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("given", "num_bytes"),
-    [("64Gi", 64 << 30), ("1.5Gi", 3 << 29), ("500M", 500_000_000), ("68719476736", 64 << 30), (" 1Ki ", 1024), ("1e9", 10**9)],
+    [("0", None), ("64Gi", 64 << 30), ("1.5Gi", 3 << 29), ("500M", 5 * 10**8), ("68719476736", 64 << 30), (" 1Ki ", 1024), ("1e9", 10**9)],
 )
-def test_a_capacity_of_the_environment_wins_over_the_document(given: str, num_bytes: int) -> None:
+def test_a_capacity_of_the_environment_wins_over_the_document(given: str, num_bytes: int | None) -> None:
     environ = {**ON, "EPOCHKV_LOCAL_CAPACITY": given}
     extra = joined(environ).kv_connector_extra_config
-    assert extra == {"local": {"capacity_bytes": num_bytes}}
+    assert extra == {"local": num_bytes and {"capacity_bytes": num_bytes}}
     config = ConnectorConfig.parse(extra, environ)
     assert (config.pool.uid, config.local and config.local.capacity_bytes) == ("u-1", num_bytes)
     assert config.distributed is not None, "L2 still comes from the document"
-
-
-def test_no_l1_wins_over_the_document_too() -> None:
-    environ = {**ON, "EPOCHKV_LOCAL_CAPACITY": "0"}
-    extra = joined(environ).kv_connector_extra_config
-    config = ConnectorConfig.parse(extra, environ)
-    assert (config.local, config.distributed is not None) == (None, True)
 
 
 WRONG: list[tuple[dict[str, str], str]] = [
@@ -132,9 +126,8 @@ def test_arguments_that_are_used_twice_are_joined_once(caplog: pytest.LogCapture
 
 
 def test_an_engine_without_its_keys_does_not_join(caplog: pytest.LogCaptureFixture) -> None:
-    keyless = {**DOCUMENT, "hub": {"endpoint": "tcp://h:7700", "credentials_dir": "/nowhere"}}
     with caplog.at_level(logging.INFO, "epochkv_connector"):
-        assert joined({**ON, "EPOCHKV_CONFIG": json.dumps(keyless)}) is not None
+        assert joined({**ON, "EPOCHKV_CONFIG": KEYLESS}) is not None
     [line] = caplog.messages
     assert line.startswith("EpochKV: EPOCHKV_ATTACH: this engine cannot join pool policy, and will serve in bypass: hub.credentials_dir")
 
@@ -142,7 +135,6 @@ def test_an_engine_without_its_keys_does_not_join(caplog: pytest.LogCaptureFixtu
 # ---------------------------------------------------------------------------------------------- pods that joined by their label
 INJECTED = {"EPOCHKV_INJECTED": "1", **ON}
 FENCED = {**INJECTED, "EPOCHKV_ATTACH": "0", "EPOCHKV_FENCE": "1"}
-KEYLESS = json.dumps({**DOCUMENT, "hub": {"endpoint": "tcp://h:7700", "credentials_dir": "/nowhere"}})
 
 
 class Arguments(SimpleNamespace):

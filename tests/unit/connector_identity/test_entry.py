@@ -27,18 +27,13 @@ def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     log.removeHandler(caplog.handler)
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    calls: list[str] = []
-    monkeypatch.setattr(plugin, "register", lambda: calls.append("plugin"))
-    return calls
-
-
 @pytest.mark.parametrize(("version", "value", "joins"), [("0.32.0", "1", True), ("0.29.1", "1", False), ("0.29.1", "", True)])
 def test_only_a_pod_that_joined_by_its_label_is_left_alone(
-    registered: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, value: str, joins: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, value: str, joins: bool
 ) -> None:
     """Whoever has installed the connector is told by an error (`limits.check_start`)."""
+    registered: list[str] = []
+    monkeypatch.setattr(plugin, "register", lambda: registered.append("plugin"))
     monkeypatch.setattr(vllm, "__version__", version)
     monkeypatch.setenv(injected.INJECTED_ENV, value)
     with caplog.at_level(logging.WARNING, "vllm.epochkv"):

@@ -168,15 +168,15 @@ class Rank:
                 if comparison is not None and comparison.holds() and comparison.as_expected:
                     self.saves.append((comparison, name, block))
 
-            def behind() -> None:
-                for late in report.late:
-                    self.watch.late(late)
-                for mixed in report.mixed:
-                    self.watch.mixed(mixed)
-
-            return behind
+            return lambda: self.hear(report)
 
         return compute
+
+    def hear(self, report: WorkerReport) -> None:
+        for late in report.late:
+            self.watch.late(late)
+        for mixed in report.mixed:
+            self.watch.mixed(mixed)
 
     def put(self) -> None:
         waiting = []
@@ -512,10 +512,7 @@ class Stamped(Rank):
                 elif comparison is not None and not comparison.as_expected:
                     report.mixed.append(number)
                 self.stamps.made(output, [report])
-                for late in report.late:
-                    self.watch.late(late)
-                for mixed in report.mixed:
-                    self.watch.mixed(mixed)
+                self.hear(report)
                 self.answer.num_output_tokens += 1
                 self.answer.made.append(made_with)
                 if self.answer.num_output_tokens == self.answer.life:

@@ -271,21 +271,11 @@ def view(request_id: str, tokens: Sequence[int], root: bytes) -> RequestView:
     return RequestView(request_id, len(tokens), chain(root, tokens))
 
 
-class Clock:
-    """Seconds that pass only when told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class World:
     """The bookkeeping and what vLLM waits for, with pool, store, ranks and clock."""
 
     def __init__(self, cfg: ConnectorConfig, layout: CacheLayout = FULL, ranks: int = 1) -> None:
-        self.clock = Clock()
+        self.now = 1000.0  # seconds that pass only when told
         self.pool = Pool()
         self.keeps: Callable[[], bool] = lambda: True  # whether vLLM keeps the next block of a window in its own cache
         self.store = Store()
@@ -301,7 +291,7 @@ class World:
             num_slots=cfg.local.capacity_bytes // (SLOT_BYTES * ranks) if cfg.local else cfg.staging_slots,
             store=self.store if cfg.distributed else None,  # type: ignore[arg-type]  # a double
             ids=itertools.count(),
-            clock=self.clock,
+            clock=lambda: self.now,
             keys_of=keys_of,
         )
         self.tiers.bind_block_pool(self.pool, HASH_BLOCK)  # type: ignore[arg-type]  # a double

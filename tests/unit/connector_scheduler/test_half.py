@@ -48,8 +48,8 @@ def test_a_slow_store_defers_until_the_deadline_then_l1_answers(late_answer: boo
     assert world.tiers.leak_report()["plans"] == 0
     if late_answer:
         world.store.answer()
-        world.clock.now += READ_LEASE_SECONDS - 0.02  # in a step that lasts longer than the answer holds
-    world.clock.now += 0.0201
+        world.now += READ_LEASE_SECONDS - 0.02  # in a step that lasts longer than the answer holds
+    world.now += 0.0201
     assert world.answer("b") == 20
     assert world.tiers.stats()["queries_late"] == 1
     assert len(world.store.queries) == 1 + late_answer
@@ -65,7 +65,7 @@ def test_who_waits_for_a_load_asks_nothing_and_after_a_failure_does_not_wait_for
         world.begin(waiter)
         assert world.answer(waiter) is None
     world.step()
-    world.clock.now += READ_LEASE_SECONDS
+    world.now += READ_LEASE_SECONDS
     world.work("partial")
     assert world.load("b", PROMPT, SNAP) == (36, True)
     assert [world.answer(waiter) for waiter in "cd"] == [None] * 2, "one loads what came"
@@ -84,7 +84,7 @@ def test_all_lookups_of_a_step_share_one_wait(monkeypatch) -> None:
 
     def wait(futures, timeout):
         waits.append(timeout)
-        world.clock.now += timeout
+        world.now += timeout
         return type("Done", (), {"not_done": set(futures)})()
 
     monkeypatch.setattr("epochkv_connector.tiers.lookup.wait", wait)
@@ -95,7 +95,7 @@ def test_all_lookups_of_a_step_share_one_wait(monkeypatch) -> None:
     assert waits == [0.002]
     world.step()
     for seconds, waited in ((0.01, 0.001), (1.0, 0.002)):
-        world.clock.now += seconds
+        world.now += seconds
         world.step()
         world.answer("r0")
         assert waits.pop() == pytest.approx(waited), "a tenth of the last step at most"
@@ -105,7 +105,7 @@ def test_an_answer_older_than_the_read_lease_is_not_believed() -> None:
     world = World(L2)
     world.stored(PROMPT)
     world.begin("b")
-    world.clock.now += READ_LEASE_SECONDS
+    world.now += READ_LEASE_SECONDS
     world.store.objects.clear()
     assert world.answer("b") == 0
 
@@ -149,7 +149,7 @@ def test_a_block_that_vllm_would_cache_unfilled_fails_before_it_is_sent() -> Non
 
 def test_plans_that_nobody_asks_for_expire_by_time() -> None:
     world = planned()
-    world.clock.now += PLAN_TTL_SECONDS
+    world.now += PLAN_TTL_SECONDS
     world.step()
     assert world.tiers.leak_report()["held_slots"] == 0
     assert world.tiers.stats()["plans_expired"] == 1
@@ -340,7 +340,7 @@ def test_who_waits_until_l2_holds_a_prompt_hears_from_l2_alone(trouble: str, mon
     else:
         world.store.answering = False
         assert world.tiers.hits.answer(asking, 40, SNAP) is None
-        world.clock.now += 1.0
+        world.now += 1.0
         assert world.tiers.hits.answer(asking, 40, SNAP) is None
         world.store.answer()
     assert world.tiers.hits.answer(asking, 40, SNAP) == 0

@@ -256,7 +256,7 @@ class Schedule:
             self.world.store.answer()
 
     def wait(self) -> None:
-        self.world.clock.now += self.random.choice([0.001, 0.03, 1.0, 6.0])
+        self.world.now += self.random.choice([0.001, 0.03, 1.0, 6.0])
 
     def run(self, steps: int) -> None:
         actions = [self.arrive, self.schedule, self.schedule, self.work, self.work, self.work, self.work, self.finish]

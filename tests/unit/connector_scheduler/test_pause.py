@@ -80,7 +80,7 @@ def test_a_block_that_fails_again_counts_as_absent_for_a_while_and_pauses_nothin
     for _ in range(MAX_FAILURES):
         load(world, 1, "partial")
         load(world, 1, tokens=36)
-        world.clock.now += DOUBT_SECONDS
+        world.now += DOUBT_SECONDS
     load(world, 1)
     load(world, 1, "partial")
     assert hit(world, 1) == 40, "a failure after a success is the first"
@@ -92,9 +92,9 @@ def test_a_block_that_fails_again_counts_as_absent_for_a_while_and_pauses_nothin
 
 def test_after_the_pause_one_load_is_tried_and_its_success_opens_the_path(world: World, caplog: pytest.LogCaptureFixture) -> None:
     fail_until_paused(world)
-    world.clock.now += FIRST_PAUSE_SECONDS - 0.01
+    world.now += FIRST_PAUSE_SECONDS - 0.01
     assert hit(world, 99) == 0
-    world.clock.now += 0.02
+    world.now += 0.02
     assert hit(world, 99) == 40, "a lookup that nobody accepts is no trial"
     begin(world, 50)
     assert hit(world, 99) == 0, "a second load before the trial has ended"
@@ -111,9 +111,9 @@ def test_pauses_double_up_to_a_bound_while_trials_fail(world: World) -> None:
     fail_until_paused(world)
     pause, number = FIRST_PAUSE_SECONDS, 100
     for _ in range(8):
-        world.clock.now += pause - 0.01
+        world.now += pause - 0.01
         assert hit(world, 99) == 0
-        world.clock.now += 0.02
+        world.now += 0.02
         load(world, number, "drop")
         number += 1
         pause = min(2 * pause, LAST_PAUSE_SECONDS)
@@ -127,7 +127,7 @@ def test_loads_that_were_under_way_lengthen_no_pause(world: World) -> None:
         begin(world, number)
     world.work("drop")
     assert world.tiers.stats()["load_pauses"] == 1
-    world.clock.now += FIRST_PAUSE_SECONDS + 0.01
+    world.now += FIRST_PAUSE_SECONDS + 0.01
     assert hit(world, 99) == 40
 
 
@@ -144,14 +144,14 @@ def test_a_late_success_of_an_older_load_ends_the_pause(world: World) -> None:
 @pytest.mark.parametrize("heard_of", [True, False])
 def test_a_trial_that_was_invalidated_or_is_never_heard_of_is_no_trial(world: World, heard_of: bool) -> None:
     fail_until_paused(world)
-    world.clock.now += FIRST_PAUSE_SECONDS + 0.01
+    world.now += FIRST_PAUSE_SECONDS + 0.01
     begin(world, 50)
     if heard_of:
         world.tiers.reset()
         world.work("drop")
         world.tiers.finish("r50")
     else:
-        world.clock.now += 2 * L2.job_deadline_seconds + 0.01
+        world.now += 2 * L2.job_deadline_seconds + 0.01
     assert world.tiers.stats()["load_pauses"] == 1
     assert hit(world, 99) == 40
 
@@ -207,7 +207,7 @@ def test_who_waits_longer_than_an_answer_holds_is_asked_for_again() -> None:
     world.stored(PROMPT)
     world.begin("b")
     world.begin("c", prompt(1))  # behind whose turn the new answer would be too old again
-    world.clock.now += READ_LEASE_SECONDS
+    world.now += READ_LEASE_SECONDS
     world.tiers.state.index.clear()  # which was not asked of L2 before
     assert [[len(job.moves) for job in world.step().loads] for _ in range(2)] == [[], [10]]
 
@@ -269,7 +269,7 @@ def test_a_prefetch_that_is_never_heard_of_holds_up_its_request_and_others_for_a
         world.step()
         world.workers[0].work()  # and nobody hears of it
         assert world.answer(f"r{number}", prompt(number)) is None
-        world.clock.now += 2 * BOTH.job_deadline_seconds + 0.1
+        world.now += 2 * BOTH.job_deadline_seconds + 0.1
         world.step()
         assert world.answer(f"r{number}", prompt(number)) == 40
         world.tiers.finish(f"r{number}")
@@ -279,7 +279,7 @@ def test_a_prefetch_that_is_never_heard_of_holds_up_its_request_and_others_for_a
 def test_nothing_is_kept_of_requests_while_l2_is_paused() -> None:
     world = world_with(400)
     fail_until_paused(world)
-    world.clock.now += 60
+    world.now += 60
     for number in range(20):
         world.begin(f"r{number}")
         world.tiers.finish(f"r{number}")

@@ -145,7 +145,7 @@ def test_ranks_that_settle_alone_agree_once_all_have(failed: bool) -> None:
         step = world.tiers.end_step()
         assert step.agreed == step.refused == ()
     assert world.tiers.saves.is_pending(), "an engine that idles steps on, or nobody would hear of the last rank"
-    world.clock.now += SETTLE_SECONDS
+    world.now += SETTLE_SECONDS
     assert not world.tiers.saves.is_pending(), "not for ever"
     world.tiers.on_acks(acks[3:])
     step = world.tiers.end_step()

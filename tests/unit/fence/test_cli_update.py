@@ -15,6 +15,7 @@ import pytest
 
 from epochkv_fence.cli.asking import environment, run
 from epochkv_fence.client import Pool
+from hack.cluster.process import start_time
 from hack.waiting import eventually
 from tests.support.fence import NEW, OLD, Running, engine_with, push
 from tests.support.hub import CLI, Agents, HubProcess, epochkv, using
@@ -122,7 +123,7 @@ def test_signals_reach_the_whole_process_group_of_the_command(hub: HubProcess, t
     child.send_signal(signal.SIGTERM)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 128 + 15
-    eventually(lambda: not alive(shell) and not alive(sleeper), "shell and grandchild are gone")
+    eventually(lambda: start_time(shell) is start_time(sleeper) is None, "shell and grandchild are gone")
     assert errors == "epochkv: the command ended with status 143; `epochkv weights` shows which engines hold what\n"
 
 
@@ -132,13 +133,6 @@ def test_a_signal_that_is_ignored_stays_so_as_under_nohup() -> None:
         assert run(["sh", "-c", "kill -HUP $PPID; kill -HUP $$; exit 7"], os.environ) == 7
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_the_command_has_the_terminal(hub: HubProcess) -> None:

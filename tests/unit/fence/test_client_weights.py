@@ -58,6 +58,10 @@ def test_a_push_that_reaches_everybody_is_proved_and_called(world: HubWorld) -> 
     assert pool.status().labels == {OLD.hex(): "before-step-42", NEW.hex(): "step-42"}
     assert {(engine.weights, engine.state) for engine in pool.engines()} == {(NEW.hex(), "sharing")}
     assert world.snapshot().target == 0, "a push asks for no epoch"
+    push(engines, OLD)
+    eventually(lambda: pool.weights().ids == {OLD.hex()})
+    held = "0a0a0a0a (step-43): engines held these weights before, as before-step-42"
+    assert pool.wait_weights(label="step-43", timeout_s=20).notes == (held,), "weights that nobody had called anything"
 
 
 def test_what_a_push_that_has_returned_left_on_its_way_is_waited_for(world: HubWorld) -> None:
@@ -109,16 +113,6 @@ def test_a_label_does_not_go_to_weights_of_another_label_without_a_word(world: H
     eventually(lambda: pool.weights().ids == {NEW.hex()})
     error = diverged(lambda: pool.wait_weights(label="step-1", timeout_s=20, only_new=True))
     assert error.report.notes == ("3f2a9c1e (step-1): engines held these weights before, as step-1",)
-
-
-def test_weights_without_a_label_are_known_when_they_come_back(world: HubWorld) -> None:
-    engines, pool = holding(world), world.connect()
-    with pool.weight_update("step-1", timeout_s=20):
-        push(engines, NEW)
-    with pool.weight_update("step-2", timeout_s=20) as update:
-        push(engines, OLD)
-    assert update.report is not None
-    assert update.report.notes == ("0a0a0a0a (step-2): engines held these weights before, as before-step-1",)
 
 
 def test_an_engine_that_missed_the_push_is_named(world: HubWorld) -> None:

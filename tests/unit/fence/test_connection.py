@@ -39,6 +39,8 @@ def test_a_file_or_its_folder_is_enough(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(folder.parent)
     assert Connection.load(folder.name, {}).client_keys().hub_public == (folder / "hub.pub").read_text().strip()
     assert Connection.load(None, {"EPOCHKV_CONFIG": str(folder)}).hub.credentials_dir == str(folder)
+    (folder / "connection.json").write_text(json.dumps(CONTENT), encoding="utf-8-sig")
+    assert Connection.load(folder, {}).pool.uid == "u-1", "with a byte order mark"
 
 
 @pytest.mark.parametrize(
@@ -72,8 +74,12 @@ def test_unreadable_files_are_named(folder: Path) -> None:
         Connection.load(str(folder / "absent.json"), {})
     with pytest.raises(ConfigurationError, match=r"EPOCHKV_CONFIG: .*cannot be read"):
         Connection.load(None, {"EPOCHKV_CONFIG": str(folder / "absent.json")})
-    with pytest.raises(ConfigurationError, match="is no path"):
-        Connection.load("a\0b", {})
+    for text, said in (
+        *(("a\0b", "is no path"), ("/", r"'/' is a directory without a connection\.json; give the path of that file")),
+        *(("{garbage", "is not a JSON object"), ('{"pool": {"name": "p", "uid": "u"}, "lookup_wait_ms": NaN}', "is not a JSON object")),
+    ):
+        with pytest.raises(ConfigurationError, match=f"^EPOCHKV_CONFIG.*{said}"):
+            Connection.load(None, {"EPOCHKV_CONFIG": text})
     no_object = r"connection\.json is not a JSON object"
     for content, said in ((b"[1]", no_object), (b"\xff\xfe{", no_object), (b" " * ((1 << 20) + 1), "larger than")):
         (folder / "connection.json").write_bytes(content)

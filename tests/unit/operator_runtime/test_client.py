@@ -83,6 +83,10 @@ async def answered(ask: Asking) -> Any:
         await client.close()
 
 
+async def proxy_of(client: KubeClient) -> Any:
+    return client.configuration.proxy
+
+
 @pytest.mark.parametrize(
     ("server", "variables", "proxy"),
     [
@@ -104,11 +108,7 @@ def test_which_proxy_the_environment_gives(
     write(server)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-    async def found(client: KubeClient) -> Any:
-        return client.configuration.proxy
-
-    assert asyncio.run(answered(found)) == proxy
+    assert asyncio.run(answered(proxy_of)) == proxy
 
 
 @both
@@ -134,11 +134,8 @@ async def test_in_a_cluster_no_proxy_counts(host: str, ask: Asking, write: Calla
         def load(client_configuration: Any) -> None:
             client_configuration.host = host or f"http://127.0.0.1:{port}"
 
-        async def proxy(client: KubeClient) -> Any:
-            return client.configuration.proxy
-
         monkeypatch.setattr(kubernetes_config, "load_incluster_config", load)
-        assert await answered(proxy if host else ask) == (None if host else {"gitVersion": "v1"})
+        assert await answered(proxy_of if host else ask) == (None if host else {"gitVersion": "v1"})
 
 
 def test_a_proxy_that_we_cannot_use_is_named(write: Callable[..., None]) -> None:
