@@ -390,10 +390,10 @@ class Held:
         """What this worker says in the domain's next pass. A comparison that was made before the latest pass has ended by now, so that
         waiting for its result costs nothing; on a CPU, all have."""
         if self.value is not None and self.writes == self.seen:
-            before, self.older = self.older, self.newest or Comparison(self, self.number)
-            self.newest = None
+            before, self.older, self.newest = self.older, self.newest or Comparison(self, self.number), None
             if (before is None or before.holds()) and (not self.older.ended() or self.older.holds()):
                 return self.value[:TOLD_BYTES] + self.silent.to_bytes(4, "little")
+            self.newest = before  # whose result counts, too
             self.forget()
         return UNKNOWN + self.silent.to_bytes(4, "little")
 
