@@ -472,7 +472,7 @@ class Watch:
             return
         # The hub hears of it as soon as this engine, so nobody may find what the domain held before.
         heard, self._heard = self._heard, self._peers.changes
-        anew = heard != self._heard and self._peers.foretold not in (None, self.value)
+        anew = heard != self._heard and (self.value is None or self._peers.foretold != self.value)
         if (self._confirmed and not anew) or self._suspicion or self._own is None:
             return
         self._confirmed = False

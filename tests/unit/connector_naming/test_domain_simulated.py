@@ -62,21 +62,23 @@ class Rank:
         self.queue: list[int] = []
         self.saves: list[tuple[Comparison, tuple[int, bytes, int], Block]] = []
         self.num_writes = 0
-        self.said: tuple[bytes | None, bytes] = (None, b"")
-        self.changes = 0
+        self.said: tuple[bytes | None, bytes, int] = (None, b"", 0)
+        self.heard: list[Any] = []
+        self.foretold: bytes | None = None
+        self.changes, self.polled_at, self.pushed_at = 0, 0.0, 0.0
         self.watch = Watch(self, self, 1, world.clock, peers=self)  # type: ignore[arg-type]
 
-    # as `domain.Peers`, at once
+    # as `domain.Peers`
 
     def say(self, own: bytes | None, rest: bytes = b"") -> None:
-        self.said = own, rest
-        for one in self.world.ranks:
-            one.changes += 1
+        self.said = own, rest, self.said[2] + 1
+        self.poll()
 
-    @property
-    def foretold(self) -> bytes | None:
-        said = [one.said[0] for one in self.world.ranks]
-        return None if None in said else domain.domain_digest(said, self.said[1])  # type: ignore[arg-type]
+    def poll(self) -> None:
+        before, self.heard, self.polled_at = self.heard, [one.said for one in self.world.ranks], self.world.now
+        self.changes += self.heard != before
+        held = [own for own, *_ in self.heard]
+        self.foretold = None if None in held else domain.domain_digest(held, self.said[1])  # type: ignore[arg-type]
 
     # as `watch.Ranks`
 
@@ -131,14 +133,14 @@ class Rank:
     def push(self, weights: int) -> None:
         """By a call, whose writes no sample sees."""
         self.watch.calling("load")
-        self.weights = weights
-        self.world.wrote(self, silent=False)
+        self.weights, self.pushed_at = weights, self.world.now
+        self.world.wrote(silent=False)
         self.watch.called(idle=not self.queue)
 
     def write(self, weights: int) -> None:
         """Past vLLM. Samples see it."""
         self.weights = self.seen = weights
-        self.world.wrote(self, silent=True)
+        self.world.wrote(silent=True)
 
     def schedule(self) -> Callable[[Block], Callable[[], None]] | None:
         """What a step does with the weights of its pass, and behind it; None: there is nothing to do."""
@@ -224,7 +226,6 @@ class World:
         self.meaning: dict[bytes, Block] = {}
         self.store: dict[tuple[int, bytes, int], Block] = {}
         self._passes_since, self._passed_at, self._silent = 9, 0.0, False
-        self._writers: set[int] = set()  # since the newest pass
         self._undo: tuple[Rank, int] | None = None
         self._reduce = AllReduce(RANKS)
         keys = HashStore()
@@ -233,31 +234,31 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def wrote(self, writer: Rank, *, silent: bool) -> None:
-        self._writers.add(writer.number)
+    def wrote(self, *, silent: bool) -> None:
         self._silent = silent or (self._silent and self._passes_since <= domain.SETTLED)
         self._passes_since = 0
 
     def check(self, finder: Rank, found: Block, value: bytes, *, stored: bool) -> None:
-        """A block has to be what its name says, and the name what the ranks hold, but for the time that passes take to tell others."""
+        """A block has to be what its name says, and the name what the ranks hold, but for the time that it takes to tell others."""
         current = (*(one.weights for one in self.ranks), finder.weights)
-        fresh = self.now - self._passed_at <= 0.5
-        silent = self._silent and self._passes_since <= domain.SETTLED
+        silent = self._silent and self._passes_since <= domain.SETTLED and self.now - self._passed_at <= 0.5
         if found != self.meaning[value] and (stored or not silent):
             raise Wrong(f"{found} was found as {self.meaning[value]}")
-        untold = finder.foretold in (None, value)  # and so is the hub
-        unknown = (self._passes_since == 0 and fresh and untold and self._writers - {finder.number}) or silent
-        if found != current and not unknown:
+        pushed_at = max(one.pushed_at for one in self.ranks if one is not finder)
+        untold = self._passes_since == 0 and self.now < pushed_at + domain.LOOK_SECONDS
+        if found != current and not silent and not untold:
             raise Wrong(f"{found} was found while the ranks hold {current}")
 
     def step(self) -> None:
         """One pass of all ranks, dummy ones of those that have nothing to do."""
+        for one in self.ranks:
+            if self.now >= one.polled_at + domain.LOOK_SECONDS:
+                one.poll()
         work = [one.schedule() for one in self.ranks]
         for one, compute in zip(self.ranks, work, strict=True):
             if compute is None:
                 one.watch.before_pass()
         list(self._pool.map(self._all_reduce, self.ranks))
-        self._writers = set()
         writer, before = self.random.choice(self.ranks), 0
         if in_the_middle := self._passes_since > 1 and self.random.random() < 0.05:
             before = writer.weights
@@ -283,7 +284,7 @@ class World:
             one.watch.before_schedule()
         for _ in range(EVENTS):
             one = draw.choice(self.ranks)
-            compared = self._passes_since > 1 or not self._silent  # what is written and written back between comparisons, nobody sees
+            compared = self._passes_since > 1 or not self._silent  # what is written and overwritten between comparisons, nobody sees
             if self._undo is not None and compared and draw.random() < 0.3:
                 (writer, before), self._undo = self._undo, None
                 writer.write(before)
@@ -292,7 +293,7 @@ class World:
                     self.step()
                 case "ask":
                     one.queue.append(draw.randrange(TOKENS))
-                case "push":
+                case "push" if compared:
                     one.push(draw.randrange(3))
                 case "write" if compared:
                     one.write(draw.randrange(3))
@@ -344,15 +345,20 @@ def run(make_world: MakeWorld) -> Callable[[int], int]:
     return schedules
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("device", ["host", "GPU"])
-def test_no_block_is_found_or_stored_that_its_name_does_not_describe(
-    run: Callable[[int], int], device: str, drafts: bool, monkeypatch: Patch
-) -> None:
+@pytest.fixture(params=["host", "GPU"])
+def device(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
     """A GPU ends a pass when the next one is told of."""
-    monkeypatch.setattr(World, "drafts", drafts)
-    if device == "GPU":
+    if request.param == "GPU":
         monkeypatch.setattr(Comparison, "ended", lambda one: one._held.domain.passes > one._pass)
+
+
+on_each_device = pytest.mark.usefixtures("device")
+
+
+@on_each_device
+@pytest.mark.parametrize("drafts", [False, True])
+def test_no_block_is_found_or_stored_that_its_name_does_not_describe(run: Callable[[int], int], drafts: bool, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(World, "drafts", drafts)
     assert run(SCHEDULES) > 5 * SCHEDULES, "blocks are stored"
 
 
@@ -393,6 +399,7 @@ def test_a_rank_that_is_written_past_vllm_while_it_names_nothing_looks_again(qui
         assert [world.meaning[one.watch.value or b""] for one in world.ranks] == [(0, weights, 0), (0, weights, weights)]
 
 
+@on_each_device
 def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(quiet: World) -> None:
     """Names of the step that it was written in are wrong, and the same ones hold again."""
     world = quiet
@@ -407,10 +414,10 @@ def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(q
     name = asker.watch.value
     draw.random = lambda: 1.0
     world.step()
-    assert other.held.silent == 1
     other.write(0)
     for _ in range(100):
         world.step()
+    assert other.held.silent == 1
     asker.queue = [0]
     while asker.queue:
         world.step()
