@@ -118,8 +118,8 @@ def check_launcher(parallel_config: Any) -> None:
     kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}
     if num_ranks > 1 and kinds & {"external_launcher", "ExecutorWithExternalLauncher"}:
         raise UnsupportedEngine(
-            f"distributed_executor_backend is external_launcher with {num_ranks} ranks: each process schedules for its own rank only, "
-            "and ranks that nobody brings together would hang; use 'mp' or 'ray', or start one engine of one rank in each process"
+            f"distributed_executor_backend is external_launcher with {num_ranks} ranks: each process schedules for its own rank only, and "
+            "ranks that nobody brings together would hang; use 'mp' or 'ray', or engines of one rank and data_parallel_size 1"
         )
 
 
