@@ -237,8 +237,6 @@ def why_own(vllm_config: Any, executor: Any | None, *, fenced: bool = False) -> 
     ):
         if holds:
             return Own(why, asks=False)
-    if is_wide(vllm_config) and bool(getattr(parallel, "enable_elastic_ep", False)):
-        return Own("elastic expert parallelism (enable_elastic_ep) changes which ranks hold the experts; turn it off", asks=True)
     if is_wide(vllm_config) and fenced:
         why = "experts lie on other data-parallel ranks, with which EPOCHKV_FENCE compares no step; use EpochKVConnector"
         return Own(why, asks=True)
