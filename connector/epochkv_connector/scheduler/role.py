@@ -289,11 +289,10 @@ class SchedulerRole:
 
     def _join_domain(self, ranks: EngineRanks, core: Any) -> limits.Own | None:
         """Before the first step of any rank. None: all workers of this one will tell the others what they hold."""
-        store, parallel = getattr(core, "dp_store", None), self._vllm_config.parallel_config
-        why = ranks.join_domain() if store is not None else limits.NO_STORE
+        why, parallel = ranks.join_domain() if hasattr(core, "dp_store") else limits.NO_STORE, self._vllm_config.parallel_config
         if not why:
             size, rank = int(parallel.data_parallel_size), int(parallel.data_parallel_rank)
-            self._peers = Peers(size, rank, store, self._link.poke)
+            self._peers = Peers(size, rank, core.dp_store, self._link.poke)
         return limits.Own(why, asks=True) if why else None
 
     def _kept_own(self, why: str) -> None:

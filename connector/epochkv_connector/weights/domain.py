@@ -12,15 +12,11 @@ then writes from which all-reduce on all carry more, two before it; the others l
 again. Who lacks us has said nothing when the first one has ended: then nobody ever carries more, and each rank keeps a cache of its own.
 
 `Domain` lives in each worker. `Peers` lives beside a scheduler, and tells what the domain holds while nobody steps.
-
-Knows of vLLM 0.30 to 0.33: `v1.worker.dp_utils` and `v1.worker.gpu.dp_utils`, which call `torch.distributed.all_reduce` through a name
-`dist` of their own, or `GroupCoordinator.cpu_all_reduce_` (0.33); `DPEngineCoreProc.dp_store`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import threading
 import time
@@ -192,7 +188,6 @@ class Peers:
         self.missing = ""
         self._keys = [f"epochkv/holds/{number}" for number in range(size)]
         self._rank, self._store, self._changed = rank, store, changed
-        self._numbers = itertools.count(1)
         self._holds = UNKNOWN, b""  # both at once, or `foretold` were of weights that nobody had
         self._said = threading.Event()
         self._over = False
@@ -200,7 +195,7 @@ class Peers:
 
     def say(self, own: bytes | None, rest: bytes = b"") -> None:
         """This rank holds weights of this digest now (see `domain_digest`); None: it does not know."""
-        self._holds = (own or UNKNOWN) + next(self._numbers).to_bytes(8, "little"), rest
+        self._holds = (own or UNKNOWN) + time.monotonic_ns().to_bytes(8, "little"), rest  # each time something else
         self._said.set()
 
     def stop(self) -> None:

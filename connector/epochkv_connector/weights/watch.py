@@ -431,9 +431,7 @@ class Watch:
         self._sampled, self._steps = True, 0
         began = self._clock()
         answers, note, alone = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
-        if (
-            alone and self._why_own is None and self._peers is None
-        ):  # else KV depends on what other ranks hold, and nobody would follow them
+        if alone and self._why_own is None and self._peers is None:  # else nobody would follow what KV depends on on other ranks
             self._keep_to_itself(alone, asks=False)
             return
         if (naps := sum(answer["naps"] for answer in answers)) > self._naps:

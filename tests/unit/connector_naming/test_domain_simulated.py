@@ -455,7 +455,7 @@ def mixed(self: Watch, number: int) -> None:
 
 def mixed_a_step_later(patch: Patch) -> None:
     patch.setattr(World, "drafts", True)
-    patch.setattr(Held, "begin", lambda held, idle, number, begin=Held.begin: begin(held, idle, -1))
+    patch.setattr(Held, "begin", lambda held, number, begin=Held.begin: begin(held, -1))
 
 
 def stuck(value: Any) -> Any:
@@ -508,7 +508,7 @@ class Stamped(Rank):
         self.stamps.scheduled(output)
 
         def compute(block: Block) -> Callable[[], None]:
-            self.held.begin(False, number)
+            self.held.begin(number)
             made_with = (*block, self.weights)
             comparison = self.held.compare(number) if number >= 0 else None
 
@@ -673,16 +673,6 @@ def test_beside_a_core_in_its_users_process_which_has_no_store_no_worker_joins()
     own = SchedulerRole._join_domain(role, ranks, SimpleNamespace())
     assert own is not None
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" in own.why
-
-
-def test_an_all_reduce_that_passes_us_by_is_said() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        one = World(1, pool).ranks[0]
-    assert not one.see_domain(1, False)[0]["alone"]
-    one.held.begin(True, -1)
-    assert not one.see_domain(2, False)[0]["alone"]
-    one.held.begin(False, -1)
-    assert "pass our all-reduce by" in one.see_domain(3, False)[0]["alone"]
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (1, 4, 2)])
