@@ -67,6 +67,7 @@ def test_its_gpu_cache_and_l1_work_and_nothing_leaves(make_own: MakeRig, caplog:
         rig = make_own(reason, store=store, num_blocks=12)
     (said,) = {record.getMessage() for record in caplog.records if "keeps its cache to itself" in record.getMessage()}
     assert REASONS[reason][1] in said
+    assert "join_domain" not in rig.executor.calls, "a worker that has joined compares each step with what nobody tells"
     if hub == "a grant":
         rig.adopt(0)
     rig.lease_until = 0.0  # an own root needs none

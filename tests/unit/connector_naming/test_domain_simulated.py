@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch.distributed import HashStore
 from vllm.v1.worker import dp_utils
 
 from epochkv_connector.engine import patches
-from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.weights import domain, rank, watch
 from epochkv_connector.weights.digest import is_of_experts
@@ -63,7 +61,6 @@ class Rank:
         self.saves: list[tuple[Comparison, tuple[int, bytes, int], Block]] = []
         self.num_writes = 0
         self.said: tuple[bytes | None, bytes, int] = (None, b"", 0)
-        self.heard: list[Any] = []
         self.foretold: bytes | None = None
         self.changes, self.polled_at, self.pushed_at = 0, 0.0, 0.0
         self.watch = Watch(self, self, 1, world.clock, peers=self)  # type: ignore[arg-type]
@@ -75,9 +72,8 @@ class Rank:
         self.poll()
 
     def poll(self) -> None:
-        before, self.heard, self.polled_at = self.heard, [one.said for one in self.world.ranks], self.world.now
-        self.changes += self.heard != before
-        held = [own for own, *_ in self.heard]
+        self.polled_at, said = self.world.now, [one.said for one in self.world.ranks]
+        held, self.changes = [own for own, *_ in said], sum(number for *_, number in said)
         self.foretold = None if None in held else domain.domain_digest(held, self.said[1])  # type: ignore[arg-type]
 
     # as `watch.Ranks`
@@ -158,27 +154,31 @@ class Rank:
             self.world.check(self, found, value, stored=name not in self.cache)
 
         def compute(block: Block) -> Callable[[], None]:
-            metadata = StepMetadata(digest_number=-1 if value is None else number)
-            self.role.new_step()
-            self.role.start(metadata, idle=False)
-            report = self.role.acks() if self.world.drafts else None
-            self.role.finish(metadata)
-            report = report or self.role.acks()
+            report = self.work(number if value is not None else -1)
             if value is not None and found is None:
                 self.cache[name] = block = (*block, self.weights)
                 comparison = self.held.newest
                 if comparison is not None and comparison.holds() and comparison.as_expected:
                     self.saves.append((comparison, name, block))
 
-            def behind() -> None:
-                for late in report.late:
-                    self.watch.late(late)
-                for mixed in report.mixed:
-                    self.watch.mixed(mixed)
-
-            return behind
+            return lambda: self.hear(report)
 
         return compute
+
+    def work(self, number: int) -> WorkerReport:
+        """What the worker does in a step."""
+        metadata = StepMetadata(digest_number=number)
+        self.role.new_step()
+        self.role.start(metadata, idle=False)
+        report = self.role.acks() if self.world.drafts else None
+        self.role.finish(metadata)
+        return report or self.role.acks()
+
+    def hear(self, report: WorkerReport) -> None:
+        for late in report.late:
+            self.watch.late(late)
+        for mixed in report.mixed:
+            self.watch.mixed(mixed)
 
     def put(self) -> None:
         waiting = []
@@ -244,9 +244,8 @@ class World:
         silent = self._silent and self._passes_since <= domain.SETTLED and self.now - self._passed_at <= 0.5
         if found != self.meaning[value] and (stored or not silent):
             raise Wrong(f"{found} was found as {self.meaning[value]}")
-        pushed_at = max(one.pushed_at for one in self.ranks if one is not finder)
-        untold = self._passes_since == 0 and self.now < pushed_at + domain.LOOK_SECONDS
-        if found != current and not silent and not untold:
+        late = any(self.now < one.pushed_at + domain.LOOK_SECONDS for one in self.ranks if one is not finder) and self._passes_since == 0
+        if found != current and not silent and not late:
             raise Wrong(f"{found} was found while the ranks hold {current}")
 
     def step(self) -> None:
@@ -352,10 +351,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
         monkeypatch.setattr(Comparison, "ended", lambda one: one._held.domain.passes > one._pass)
 
 
-on_each_device = pytest.mark.usefixtures("device")
-
-
-@on_each_device
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("drafts", [False, True])
 def test_no_block_is_found_or_stored_that_its_name_does_not_describe(run: Callable[[int], int], drafts: bool, monkeypatch: Patch) -> None:
     monkeypatch.setattr(World, "drafts", drafts)
@@ -399,7 +395,7 @@ def test_a_rank_that_is_written_past_vllm_while_it_names_nothing_looks_again(qui
         assert [world.meaning[one.watch.value or b""] for one in world.ranks] == [(0, weights, 0), (0, weights, weights)]
 
 
-@on_each_device
+@pytest.mark.usefixtures("device")
 def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(quiet: World) -> None:
     """Names of the step that it was written in are wrong, and the same ones hold again."""
     world = quiet
@@ -453,11 +449,6 @@ def mixed(self: Watch, number: int) -> None:
     self._confirmed = False
 
 
-def mixed_a_step_later(patch: Patch) -> None:
-    patch.setattr(World, "drafts", True)
-    patch.setattr(Held, "begin", lambda held, number, begin=Held.begin: begin(held, -1))
-
-
 def stuck(value: Any) -> Any:
     """An attribute that has this value, whatever is written to it."""
     return property(lambda self: value, lambda self, written: None)
@@ -466,7 +457,9 @@ def stuck(value: Any) -> Any:
 TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
     "all ranks know what they hold": know_always,
     "a step is compared": lambda patch: patch.setattr(Held, "is_as_expected", lambda held, number: True),
-    "what a step began with leaves with its results": mixed_a_step_later,
+    "what a step began with leaves with its results": lambda patch: patch.setattr(
+        WorkerRole, "start", lambda role, metadata, idle: role._begin(-1)
+    ),
     "the order of ranks counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(sorted(own), rest)),
     "what is beside experts counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(own, b"")),
     "after idling a pass is waited for": never_idle,
@@ -481,6 +474,7 @@ TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
 
 @pytest.mark.parametrize("rule", TAKEN_AWAY)
 def test_each_rule_is_needed(rule: str, run: Callable[[int], int], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(World, "drafts", True)
     TAKEN_AWAY[rule](monkeypatch)
     with pytest.raises(Wrong):
         run(20 * SCHEDULES)
@@ -508,21 +502,11 @@ class Stamped(Rank):
         self.stamps.scheduled(output)
 
         def compute(block: Block) -> Callable[[], None]:
-            self.held.begin(number)
-            made_with = (*block, self.weights)
-            comparison = self.held.compare(number) if number >= 0 else None
+            made_with, report = (*block, self.weights), self.work(number)
 
             def behind() -> None:
-                report = WorkerReport()
-                if comparison is not None and not comparison.holds():
-                    report.late.append(number)
-                elif comparison is not None and not comparison.as_expected:
-                    report.mixed.append(number)
                 self.stamps.made(output, [report])
-                for late in report.late:
-                    self.watch.late(late)
-                for mixed in report.mixed:
-                    self.watch.mixed(mixed)
+                self.hear(report)
                 self.answer.num_output_tokens += 1
                 self.answer.made.append(made_with)
                 if self.answer.num_output_tokens == self.answer.life:
@@ -665,14 +649,6 @@ def test_a_rank_that_fails_to_look_looks_again() -> None:
         group.step()
     assert not fails
     assert {domain.columns for domain in group.domains.values()} == {tuple(group.claims)}
-
-
-def test_beside_a_core_in_its_users_process_which_has_no_store_no_worker_joins() -> None:
-    """Else it compared each step with what nobody ever sees, and saved nothing."""
-    role, ranks = Mock(), Mock(**{"join_domain.side_effect": AssertionError})
-    own = SchedulerRole._join_domain(role, ranks, SimpleNamespace())
-    assert own is not None
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" in own.why
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (1, 4, 2)])
