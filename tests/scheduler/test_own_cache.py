@@ -26,19 +26,12 @@ def wide(config: VllmConfig, patch: Patch) -> None:
     patch.setattr(type(config.model_config), "is_moe", True)
 
 
-def elastic(config: VllmConfig, patch: Patch) -> None:
-    wide(config, patch)
-    object.__setattr__(config.parallel_config, "enable_elastic_ep", True)
-
-
 REASONS: dict[str, tuple[Callable[[VllmConfig, Patch], object], str]] = {
-    "elastic ranks": (elastic, "enable_elastic_ep"),
+    "wide": (wide, "VLLM_ENABLE_V1_MULTIPROCESSING"),  # in the process of its user; with the fence alone, ranks compare nothing
     "expert rebalancing": (lambda config, _: object.__setattr__(config.parallel_config, "enable_eplb", True), "enable_eplb"),
     "prefetch offloading": (lambda config, _: setattr(config.offload_config.prefetch, "offload_group_size", 4), "offload_group_size"),
     "old Ray executor": (lambda config, _: None, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"),  # its executor is another one
 }
-FENCED: dict[str, tuple[Callable[[VllmConfig, Patch], object], str]] = {**REASONS, "wide": (wide, "EPOCHKV_FENCE")}
-"""Under the fence alone, ranks of a wide model compare nothing."""
 every_reason = pytest.mark.parametrize("reason", list(REASONS))
 
 
@@ -60,7 +53,7 @@ def make_own(make_rig: MakeRig, monkeypatch: Patch) -> Callable[..., Any]:
     def make(reason: str, kind: type[Rig] = Rig, **options: Any) -> Any:
         if reason == "old Ray executor":
             monkeypatch.setattr("tests.support.scheduler.FakeExecutor", RayDistributedExecutor)
-        return make_rig(kind, **options, change_config=lambda config: FENCED[reason][0](config, monkeypatch))
+        return make_rig(kind, **options, change_config=lambda config: REASONS[reason][0](config, monkeypatch))
 
     return make
 
@@ -74,6 +67,7 @@ def test_its_gpu_cache_and_l1_work_and_nothing_leaves(make_own: MakeRig, caplog:
         rig = make_own(reason, store=store, num_blocks=12)
     (said,) = {record.getMessage() for record in caplog.records if "keeps its cache to itself" in record.getMessage()}
     assert REASONS[reason][1] in said
+    assert "join_domain" not in rig.executor.calls, "a worker that has joined compares each step with what nobody tells"
     if hub == "a grant":
         rig.adopt(0)
     rig.lease_until = 0.0  # an own root needs none
@@ -161,7 +155,7 @@ def test_whatever_may_make_it_stale_hides_all_of_it(make_own: MakeRig, monkeypat
 
 
 def test_a_call_hides_it_before_the_call_is_made(make_own: MakeRig) -> None:
-    rig = make_own("elastic ranks", epoch=0)
+    rig = make_own("wide", epoch=0)
     found(rig)
     seen: list[int] = []
     write = rig.executor.write
@@ -177,7 +171,7 @@ def test_a_call_hides_it_before_the_call_is_made(make_own: MakeRig) -> None:
 
 @pytest.mark.parametrize("when", ["idle", "during a step"])
 def test_a_sample_that_differs_hides_it_where_samples_last(make_own: MakeRig, when: str) -> None:
-    rig = make_own("elastic ranks", epoch=0)
+    rig = make_own("wide", epoch=0)
     found(rig)
     assert found(rig) == WHOLE
     if when == "idle":
@@ -193,7 +187,7 @@ def test_a_sample_that_differs_hides_it_where_samples_last(make_own: MakeRig, wh
     assert rig.block_pool.get_num_free_blocks() == rig.free_at_start
 
 
-@pytest.mark.parametrize("reason", [reason for reason in REASONS if reason != "elastic ranks"])
+@pytest.mark.parametrize("reason", [reason for reason in REASONS if reason != "wide"])
 def test_ranks_that_hold_something_else_at_each_step_are_not_asked(make_own: MakeRig, reason: str) -> None:
     rig = make_own(reason, epoch=0)
     for tokens in (TOKENS, prompt(2, 3 * BLOCK), TOKENS):
@@ -206,7 +200,7 @@ def test_ranks_that_hold_something_else_at_each_step_are_not_asked(make_own: Mak
 
 @pytest.mark.unclean
 def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: MakeRig, monkeypatch: Patch) -> None:
-    rig = make_own("elastic ranks", epoch=0)
+    rig = make_own("wide", epoch=0)
     found(rig)
     FailsOnce(rig.side.weights, "hold", monkeypatch)
     rig.weights = "w1"
@@ -214,21 +208,20 @@ def test_an_error_while_its_weights_change_leaves_it_in_bypass(make_own: MakeRig
     assert rig.connector.scheduler.gauges()["bypass"] == 1.0
 
 
-@pytest.mark.parametrize("reason", list(FENCED))
+@every_reason
 @pytest.mark.parametrize("stock", [Stock, Offloading], ids=["no connector", "offloading"])
 def test_the_fence_alone_keeps_such_engines_hits_too(make_own: MakeRig, reason: str, stock: Callable[[], Stock]) -> None:
     rig = make_own(reason, kind=FencedRig, stock=stock(), num_blocks=64)
     assert [found(rig), found(rig)] == [0, WHOLE]
-    events = [*EVENTS.values(), *([write_past] if reason in ("elastic ranks", "wide") else [])]
+    events = [*EVENTS.values(), *([write_past] if reason == "wide" else [])]
     for event in events:
         event(rig)
         assert [found(rig), found(rig)] == [0, WHOLE]
 
 
-@pytest.mark.parametrize("reason", ["elastic ranks", "wide"])
-def test_other_engines_do_not_find_what_such_an_engine_puts_into_a_store_that_they_share(make_own: MakeRig, reason: str) -> None:
+def test_other_engines_do_not_find_what_such_an_engine_puts_into_a_store_that_they_share(make_own: MakeRig) -> None:
     objects: dict[str, Any] = {}
-    a, b = (make_own(reason, kind=FencedRig, stock=MooncakeStore(objects), epoch=0) for _ in range(2))
+    a, b = (make_own("wide", kind=FencedRig, stock=MooncakeStore(objects), epoch=0) for _ in range(2))
     assert found(a) == 0
     assert objects
     assert found(b) == 0

@@ -117,8 +117,8 @@ def check_launcher(parallel_config: Any) -> None:
     kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}
     if num_ranks > 1 and kinds & {"external_launcher", "ExecutorWithExternalLauncher"}:
         raise UnsupportedEngine(
-            f"distributed_executor_backend is external_launcher with {num_ranks} ranks: each process schedules for its own rank only, "
-            "and ranks that nobody brings together would hang; use 'mp' or 'ray', or start one engine of one rank in each process"
+            f"distributed_executor_backend is external_launcher with {num_ranks} ranks: each process schedules for its own rank only, and "
+            "ranks that nobody brings together would hang; use 'mp' or 'ray', or engines of one rank and data_parallel_size 1"
         )
 
 
@@ -237,8 +237,6 @@ def why_own(vllm_config: Any, executor: Any | None, *, fenced: bool = False) -> 
     ):
         if holds:
             return Own(why, asks=False)
-    if is_wide(vllm_config) and bool(getattr(parallel, "enable_elastic_ep", False)):
-        return Own("elastic expert parallelism (enable_elastic_ep) changes which ranks hold the experts; turn it off", asks=True)
     if is_wide(vllm_config) and fenced:
         why = "experts lie on other data-parallel ranks, with which EPOCHKV_FENCE compares no step; use EpochKVConnector"
         return Own(why, asks=True)

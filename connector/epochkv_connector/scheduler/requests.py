@@ -86,11 +86,7 @@ class Request:
 
 
 class Requests:
-    """All requests that live, and those that ended before their load did. Iterates over the former.
-
-    Attributes:
-        adapters: how many of the former use each, by id; None: none.
-    """
+    """All requests that live, and those that ended before their load did. Iterates over the former; `adapters` counts who uses which."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
@@ -202,9 +198,8 @@ class Requests:
         return any(map(self._in.__getitem__, _MUST_FAIL))
 
     def leak_report(self) -> dict[str, int]:
-        loads = {f"{state.value}_loads": len(records) for state, records in self._in.items()}
-        loads |= {"requests": len(self._live), "ended_requests": len(self._ended), "used_adapters": len(self.adapters)}
-        return {"to_name": len(self._to_name), **loads}
+        loads = {f"{state.value}_loads": len(records) for state, records in self._in.items()} | {"used_adapters": len(self.adapters)}
+        return {"requests": len(self._live), "ended_requests": len(self._ended), "to_name": len(self._to_name), **loads}
 
 
 class SharedState:

@@ -297,7 +297,7 @@ class SchedulerRole:
         if not why:
             parallel = self._vllm_config.parallel_config
             size, rank = int(parallel.data_parallel_size), int(parallel.data_parallel_rank)
-            self._peers = Peers(size, rank, store, self._link.poke)
+            self._peers = Peers(size, rank, core.dp_store, self._link.poke)
         return limits.Own(why, asks=True) if why else None
 
     def _kept_own(self, why: str) -> None:

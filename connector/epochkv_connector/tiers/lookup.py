@@ -279,8 +279,7 @@ class Prefetches:
     def watch(self, request_id: str, query: Query, *, again: bool = False) -> None:
         """The request may have to wait: look at it when its query is answered, before others if L2 was asked `again` at its turn."""
         if self._index.indexed:
-            add = self._answered.appendleft if again else self._answered.append
-            query.answer.add_done_callback(lambda _: add(request_id))
+            query.answer.add_done_callback(lambda _: (self._answered.appendleft if again else self._answered.append)(request_id))
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._under_way.values()

@@ -300,7 +300,6 @@ SCRATCH = (
 """The same of plain attributes that forward passes write to: rows for the tokens of a step, indices, KV."""
 
 _LEFT_OUT, _SCRATCH = (tuple(f"_{name}" for name in names) for names in (LEFT_OUT, SCRATCH))  # as ends, of names behind an underscore
-
 KERNEL_LIBRARIES = ("triton_kernels", "b12x")
 """They keep packed weights in objects of their own, which layers hold in place of tensors."""
 
@@ -373,8 +372,7 @@ def scales(worker: Any, which: str, unset: float | None) -> list[list[Any]]:
     return [[name, *of_layer] for name, of_layer in numbers if set(of_layer) != {unset}]
 
 
-_PLAIN = frozenset((bool, int, float, str, type(None), dict, OrderedDict))
-"""Types of most attributes, in which no tensor is looked for."""
+_PLAIN = frozenset((bool, int, float, str, type(None), dict, OrderedDict))  # most attributes, in which no tensor is looked for
 
 
 def _own(module: torch.nn.Module) -> Iterator[Home]:

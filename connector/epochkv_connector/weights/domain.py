@@ -12,9 +12,6 @@ then writes from which all-reduce on all carry more, two before it; the others l
 again. Who lacks us has said nothing when the first one has ended: then nobody ever carries more, and each rank keeps a cache of its own.
 
 `Domain` lives in each worker. `Peers` lives beside a scheduler, and tells what the domain holds while nobody steps.
-
-Knows of vLLM 0.30 to 0.33: `v1.worker.dp_utils` and `v1.worker.gpu.dp_utils`, which call `torch.distributed.all_reduce` through a name
-`dist` of their own, or `GroupCoordinator.cpu_all_reduce_` (0.33); `DPEngineCoreProc.dp_store`.
 """
 
 from __future__ import annotations
@@ -39,7 +36,8 @@ SETTLED = 2
 in the one after that."""
 UNKNOWN = bytes(TOLD_BYTES)
 NEVER = 1 << 62
-LOOK_SECONDS = 0.5
+LOOK_SECONDS = 0.1
+"""Between two looks at what the others say: a call to one rank alone is known on all others so much later, or behind the next pass."""
 PAUSE_SECONDS = 5.0
 
 T = TypeVar("T")
@@ -180,7 +178,7 @@ class Peers:
 
     Attributes:
         foretold: what the domain holds, 32 bytes; None: some rank does not know. Any thread.
-        changes: how often that has changed.
+        changes: how often a rank has said anything, also what it had said before.
         missing: ranks that have said nothing, not even that they do not know. Any thread.
     """
 
@@ -197,7 +195,7 @@ class Peers:
 
     def say(self, own: bytes | None, rest: bytes = b"") -> None:
         """This rank holds weights of this digest now (see `domain_digest`); None: it does not know."""
-        self._holds = own or UNKNOWN, rest
+        self._holds = (own or UNKNOWN) + time.monotonic_ns().to_bytes(8, "little"), rest  # each time something else
         self._said.set()
 
     def stop(self) -> None:
@@ -207,6 +205,7 @@ class Peers:
 
     def _follow(self) -> None:
         told: bytes | None = None
+        heard: list[bytes] = []
         while not self._over:
             self._said.wait(LOOK_SECONDS)
             self._said.clear()
@@ -222,8 +221,9 @@ class Peers:
                 logger.debug("EpochKV: the ranks of the domain cannot be asked: %r", error)
                 known, told = [UNKNOWN], None
                 time.sleep(PAUSE_SECONDS)
-            foretold = None if UNKNOWN in known else domain_digest(known, rest)
-            if foretold != self.foretold:
-                self.foretold = foretold
-                self.changes += 1
+            held = [one[:TOLD_BYTES] for one in known]
+            before, self.foretold = self.foretold, None if UNKNOWN in held else domain_digest(held, rest)
+            self.changes += known != heard
+            heard = known
+            if self.foretold != before:
                 self._changed()

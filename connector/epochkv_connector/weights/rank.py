@@ -263,7 +263,6 @@ class Held:
         silent: how often weights had changed that no call announced.
         began: the domain's pass of the newest step of this rank.
         stepped_at: end of the newest step with tokens of this rank, on the monotonic clock.
-        passed_by: that step had no all-reduce that the domain has seen.
         newest: the comparison that was made since the domain's newest pass; `older`: the one before it.
         layout: how this rank's KV tensors and host slots lie.
         adapters: what it said of its adapters.
@@ -287,7 +286,6 @@ class Held:
     silent: int = 0
     began: int = 0
     stepped_at: float = float("-inf")
-    passed_by: bool = False
     newest: Comparison | None = None
     older: Comparison | None = None
     layout: RankLayout = field(default_factory=RankLayout)
@@ -363,11 +361,9 @@ class Held:
         before, columns = self.confirmed
         self.expected = columns if before == value else ()
 
-    def begin(self, idle: bool, number: int) -> bool:
-        """A step has begun: the model's pass is the domain's newest one, unless it is `idle`. Whether it began with what question
-        `number` had seen, if any."""
+    def begin(self, number: int) -> bool:
+        """A step has begun: the model's pass is the domain's newest one. Whether it began with what question `number` had seen, if any."""
         self.began = self.domain.passes if self.domain is not None else 0
-        self.passed_by = self.domain is not None and not idle and not self.domain.calls
         return number < 0 or self.is_as_expected(number)
 
     def is_as_expected(self, number: int) -> bool:
@@ -390,10 +386,10 @@ class Held:
         """What this worker says in the domain's next pass. A comparison that was made before the latest pass has ended by now, so that
         waiting for its result costs nothing; on a CPU, all have."""
         if self.value is not None and self.writes == self.seen:
-            before, self.older = self.older, self.newest or Comparison(self, self.number)
-            self.newest = None
+            before, self.older, self.newest = self.older, self.newest or Comparison(self, self.number), None
             if (before is None or before.holds()) and (not self.older.ended() or self.older.holds()):
                 return self.value[:TOLD_BYTES] + self.silent.to_bytes(4, "little")
+            self.newest = before  # whose result counts, too
             self.forget()
         return UNKNOWN + self.silent.to_bytes(4, "little")
 
@@ -554,9 +550,6 @@ def see_domain(worker: Any, number: int, anew: bool) -> Answer:
     domain = held.domain
     if domain is None or domain.alone:
         answer["alone"] = domain.alone if domain is not None else "this worker has not joined the other data-parallel ranks"
-        return answer
-    if held.passed_by:
-        answer["alone"] = "steps of this vLLM pass our all-reduce by, so nobody knows what all ranks hold; use a version that was tested"
         return answer
     if anew:
         held.digested_at = domain.passes

@@ -431,9 +431,7 @@ class Watch:
         self._sampled, self._steps = True, 0
         began = self._clock()
         answers, note, alone = answers_of(lambda: self._ranks.digest_weights(self.number), self.number, self._num_ranks, "weights", bytes)
-        if (
-            alone and self._why_own is None and self._peers is None
-        ):  # else KV depends on what other ranks hold, and nobody would follow them
+        if alone and self._why_own is None and self._peers is None:  # else nobody would follow what KV depends on on other ranks
             self._keep_to_itself(alone, asks=False)
             return
         if (naps := sum(answer["naps"] for answer in answers)) > self._naps:
@@ -472,7 +470,7 @@ class Watch:
             return
         # The hub hears of it as soon as this engine, so nobody may find what the domain held before.
         heard, self._heard = self._heard, self._peers.changes
-        anew = heard != self._heard and self._peers.foretold not in (None, self.value)
+        anew = heard != self._heard and (self.value is None or self._peers.foretold != self.value)
         if (self._confirmed and not anew) or self._suspicion or self._own is None:
             return
         self._confirmed = False

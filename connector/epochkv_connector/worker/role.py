@@ -343,7 +343,7 @@ class WorkerRole:
         runner: JobRunner | None,
         on_error: Callable[[str, Exception], None] = lambda where, error: None,
         compare: Callable[[int], Comparison] | None = None,
-        begin: Callable[[bool, int], bool] = lambda idle, number: True,
+        begin: Callable[[int], bool] = lambda number: True,
         adapters: HeldAdapters | None = None,
     ) -> None:
         self.rank = rank
@@ -377,7 +377,7 @@ class WorkerRole:
         """`idle`: the step schedules no tokens, so waiting a millisecond for a completion costs nobody."""
         self.take(metadata)
         self._idle = idle
-        if not self._begin(idle, metadata.digest_number):
+        if not self._begin(metadata.digest_number):
             self._mixed.add(metadata.digest_number)  # where there are drafts, the results leave before `finish` compares
 
     def finish(self, metadata: StepMetadata) -> None:
@@ -435,8 +435,7 @@ class WorkerRole:
         return finished, failed
 
     def acks(self) -> WorkerReport:
-        acks = list(self._kept.acks)
-        self._kept.acks.clear()
+        acks, self._kept = self._kept.acks, Report(self._kept.finished_recving, self._kept.failed_recving, [])
         over = [one for one in self._comparisons if one.ended() or not one.as_expected]
         self._comparisons = [one for one in self._comparisons if one not in over]
         replaced, self._replaced = self._replaced, []

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch.distributed import HashStore
 from vllm.v1.worker import dp_utils
 
 from epochkv_connector.engine import patches
-from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.scheduler.stamps import Stamps
 from epochkv_connector.weights import domain, rank, watch
 from epochkv_connector.weights.digest import is_of_experts
@@ -62,21 +60,21 @@ class Rank:
         self.queue: list[int] = []
         self.saves: list[tuple[Comparison, tuple[int, bytes, int], Block]] = []
         self.num_writes = 0
-        self.said: tuple[bytes | None, bytes] = (None, b"")
-        self.changes = 0
+        self.said: tuple[bytes | None, bytes, int] = (None, b"", 0)
+        self.foretold: bytes | None = None
+        self.changes, self.polled_at, self.pushed_at = 0, 0.0, 0.0
         self.watch = Watch(self, self, 1, world.clock, peers=self)  # type: ignore[arg-type]
 
-    # as `domain.Peers`, at once
+    # as `domain.Peers`
 
     def say(self, own: bytes | None, rest: bytes = b"") -> None:
-        self.said = own, rest
-        for one in self.world.ranks:
-            one.changes += 1
+        self.said = own, rest, self.said[2] + 1
+        self.poll()
 
-    @property
-    def foretold(self) -> bytes | None:
-        said = [one.said[0] for one in self.world.ranks]
-        return None if None in said else domain.domain_digest(said, self.said[1])  # type: ignore[arg-type]
+    def poll(self) -> None:
+        self.polled_at, said = self.world.now, [one.said for one in self.world.ranks]
+        held, self.changes = [own for own, *_ in said], sum(number for *_, number in said)
+        self.foretold = None if None in held else domain.domain_digest(held, self.said[1])  # type: ignore[arg-type]
 
     # as `watch.Ranks`
 
@@ -131,14 +129,14 @@ class Rank:
     def push(self, weights: int) -> None:
         """By a call, whose writes no sample sees."""
         self.watch.calling("load")
-        self.weights = weights
-        self.world.wrote(self, silent=False)
+        self.weights, self.pushed_at = weights, self.world.now
+        self.world.wrote(silent=False)
         self.watch.called(idle=not self.queue)
 
     def write(self, weights: int) -> None:
         """Past vLLM. Samples see it."""
         self.weights = self.seen = weights
-        self.world.wrote(self, silent=True)
+        self.world.wrote(silent=True)
 
     def schedule(self) -> Callable[[Block], Callable[[], None]] | None:
         """What a step does with the weights of its pass, and behind it; None: there is nothing to do."""
@@ -156,12 +154,7 @@ class Rank:
             self.world.check(self, found, value, stored=name not in self.cache)
 
         def compute(block: Block) -> Callable[[], None]:
-            metadata = StepMetadata(digest_number=-1 if value is None else number)
-            self.role.new_step()
-            self.role.start(metadata, idle=False)
-            report = self.role.acks() if self.world.drafts else None
-            self.role.finish(metadata)
-            report = report or self.role.acks()
+            report = self.work(number if value is not None else -1)
             if value is not None and found is None:
                 self.cache[name] = block = (*block, self.weights)
                 comparison = self.held.newest
@@ -171,6 +164,15 @@ class Rank:
             return lambda: self.hear(report)
 
         return compute
+
+    def work(self, number: int) -> WorkerReport:
+        """What the worker does in a step."""
+        metadata = StepMetadata(digest_number=number)
+        self.role.new_step()
+        self.role.start(metadata, idle=False)
+        report = self.role.acks() if self.world.drafts else None
+        self.role.finish(metadata)
+        return report or self.role.acks()
 
     def hear(self, report: WorkerReport) -> None:
         for late in report.late:
@@ -224,7 +226,6 @@ class World:
         self.meaning: dict[bytes, Block] = {}
         self.store: dict[tuple[int, bytes, int], Block] = {}
         self._passes_since, self._passed_at, self._silent = 9, 0.0, False
-        self._writers: set[int] = set()  # since the newest pass
         self._undo: tuple[Rank, int] | None = None
         self._reduce = AllReduce(RANKS)
         keys = HashStore()
@@ -233,31 +234,30 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def wrote(self, writer: Rank, *, silent: bool) -> None:
-        self._writers.add(writer.number)
+    def wrote(self, *, silent: bool) -> None:
         self._silent = silent or (self._silent and self._passes_since <= domain.SETTLED)
         self._passes_since = 0
 
     def check(self, finder: Rank, found: Block, value: bytes, *, stored: bool) -> None:
-        """A block has to be what its name says, and the name what the ranks hold, but for the time that passes take to tell others."""
+        """A block has to be what its name says, and the name what the ranks hold, but for the time that it takes to tell others."""
         current = (*(one.weights for one in self.ranks), finder.weights)
-        fresh = self.now - self._passed_at <= 0.5
-        silent = self._silent and self._passes_since <= domain.SETTLED
+        silent = self._silent and self._passes_since <= domain.SETTLED and self.now - self._passed_at <= 0.5
         if found != self.meaning[value] and (stored or not silent):
             raise Wrong(f"{found} was found as {self.meaning[value]}")
-        untold = finder.foretold in (None, value)  # and so is the hub
-        unknown = (self._passes_since == 0 and fresh and untold and self._writers - {finder.number}) or silent
-        if found != current and not unknown:
+        late = any(self.now < one.pushed_at + domain.LOOK_SECONDS for one in self.ranks if one is not finder) and self._passes_since == 0
+        if found != current and not silent and not late:
             raise Wrong(f"{found} was found while the ranks hold {current}")
 
     def step(self) -> None:
         """One pass of all ranks, dummy ones of those that have nothing to do."""
+        for one in self.ranks:
+            if self.now >= one.polled_at + domain.LOOK_SECONDS:
+                one.poll()
         work = [one.schedule() for one in self.ranks]
         for one, compute in zip(self.ranks, work, strict=True):
             if compute is None:
                 one.watch.before_pass()
         list(self._pool.map(self._all_reduce, self.ranks))
-        self._writers = set()
         writer, before = self.random.choice(self.ranks), 0
         if in_the_middle := self._passes_since > 1 and self.random.random() < 0.05:
             before = writer.weights
@@ -283,7 +283,7 @@ class World:
             one.watch.before_schedule()
         for _ in range(EVENTS):
             one = draw.choice(self.ranks)
-            compared = self._passes_since > 1 or not self._silent  # what is written and written back between comparisons, nobody sees
+            compared = self._passes_since > 1 or not self._silent  # what is written and overwritten between comparisons, nobody sees
             if self._undo is not None and compared and draw.random() < 0.3:
                 (writer, before), self._undo = self._undo, None
                 writer.write(before)
@@ -292,7 +292,7 @@ class World:
                     self.step()
                 case "ask":
                     one.queue.append(draw.randrange(TOKENS))
-                case "push":
+                case "push" if compared:
                     one.push(draw.randrange(3))
                 case "write" if compared:
                     one.write(draw.randrange(3))
@@ -344,15 +344,17 @@ def run(make_world: MakeWorld) -> Callable[[int], int]:
     return schedules
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize("device", ["host", "GPU"])
-def test_no_block_is_found_or_stored_that_its_name_does_not_describe(
-    run: Callable[[int], int], device: str, drafts: bool, monkeypatch: Patch
-) -> None:
+@pytest.fixture(params=["host", "GPU"])
+def device(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
     """A GPU ends a pass when the next one is told of."""
-    monkeypatch.setattr(World, "drafts", drafts)
-    if device == "GPU":
+    if request.param == "GPU":
         monkeypatch.setattr(Comparison, "ended", lambda one: one._held.domain.passes > one._pass)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("drafts", [False, True])
+def test_no_block_is_found_or_stored_that_its_name_does_not_describe(run: Callable[[int], int], drafts: bool, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(World, "drafts", drafts)
     assert run(SCHEDULES) > 5 * SCHEDULES, "blocks are stored"
 
 
@@ -393,6 +395,7 @@ def test_a_rank_that_is_written_past_vllm_while_it_names_nothing_looks_again(qui
         assert [world.meaning[one.watch.value or b""] for one in world.ranks] == [(0, weights, 0), (0, weights, weights)]
 
 
+@pytest.mark.usefixtures("device")
 def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(quiet: World) -> None:
     """Names of the step that it was written in are wrong, and the same ones hold again."""
     world = quiet
@@ -407,10 +410,10 @@ def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(q
     name = asker.watch.value
     draw.random = lambda: 1.0
     world.step()
-    assert other.held.silent == 1
     other.write(0)
     for _ in range(100):
         world.step()
+    assert other.held.silent == 1
     asker.queue = [0]
     while asker.queue:
         world.step()
@@ -446,11 +449,6 @@ def mixed(self: Watch, number: int) -> None:
     self._confirmed = False
 
 
-def mixed_a_step_later(patch: Patch) -> None:
-    patch.setattr(World, "drafts", True)
-    patch.setattr(Held, "begin", lambda held, idle, number, begin=Held.begin: begin(held, idle, -1))
-
-
 def stuck(value: Any) -> Any:
     """An attribute that has this value, whatever is written to it."""
     return property(lambda self: value, lambda self, written: None)
@@ -459,7 +457,9 @@ def stuck(value: Any) -> Any:
 TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
     "all ranks know what they hold": know_always,
     "a step is compared": lambda patch: patch.setattr(Held, "is_as_expected", lambda held, number: True),
-    "what a step began with leaves with its results": mixed_a_step_later,
+    "what a step began with leaves with its results": lambda patch: patch.setattr(
+        WorkerRole, "start", lambda role, metadata, idle: role._begin(-1)
+    ),
     "the order of ranks counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(sorted(own), rest)),
     "what is beside experts counts": lambda patch: patch.setattr(watch, "domain_digest", lambda own, rest: domain_digest(own, b"")),
     "after idling a pass is waited for": never_idle,
@@ -474,6 +474,7 @@ TAKEN_AWAY: dict[str, Callable[[Patch], None]] = {
 
 @pytest.mark.parametrize("rule", TAKEN_AWAY)
 def test_each_rule_is_needed(rule: str, run: Callable[[int], int], monkeypatch: Patch) -> None:
+    monkeypatch.setattr(World, "drafts", True)
     TAKEN_AWAY[rule](monkeypatch)
     with pytest.raises(Wrong):
         run(20 * SCHEDULES)
@@ -501,16 +502,9 @@ class Stamped(Rank):
         self.stamps.scheduled(output)
 
         def compute(block: Block) -> Callable[[], None]:
-            self.held.begin(False, number)
-            made_with = (*block, self.weights)
-            comparison = self.held.compare(number) if number >= 0 else None
+            made_with, report = (*block, self.weights), self.work(number)
 
             def behind() -> None:
-                report = WorkerReport()
-                if comparison is not None and not comparison.holds():
-                    report.late.append(number)
-                elif comparison is not None and not comparison.as_expected:
-                    report.mixed.append(number)
                 self.stamps.made(output, [report])
                 self.hear(report)
                 self.answer.num_output_tokens += 1
@@ -655,24 +649,6 @@ def test_a_rank_that_fails_to_look_looks_again() -> None:
         group.step()
     assert not fails
     assert {domain.columns for domain in group.domains.values()} == {tuple(group.claims)}
-
-
-def test_beside_a_core_in_its_users_process_which_has_no_store_no_worker_joins() -> None:
-    """Else it compared each step with what nobody ever sees, and saved nothing."""
-    role, ranks = Mock(), Mock(**{"join_domain.side_effect": AssertionError})
-    own = SchedulerRole._join_domain(role, ranks, SimpleNamespace())
-    assert own is not None
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" in own.why
-
-
-def test_an_all_reduce_that_passes_us_by_is_said() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        one = World(1, pool).ranks[0]
-    assert not one.see_domain(1, False)[0]["alone"]
-    one.held.begin(True, -1)
-    assert not one.see_domain(2, False)[0]["alone"]
-    one.held.begin(False, -1)
-    assert "pass our all-reduce by" in one.see_domain(3, False)[0]["alone"]
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (1, 4, 2)])
