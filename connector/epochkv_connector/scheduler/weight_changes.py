@@ -91,7 +91,7 @@ class WeightChanges:
     def lost_blocks(self) -> None:
         """vLLM's own sleep has cleared its cache before. Other calls have not, and where requests hold blocks it cannot be cleared. Under
         the fence, another connector may have stores to send yet, so names change."""
-        scheduler = self._scheduler
+        scheduler: Any = self._scheduler
         sends = hasattr(scheduler, "epochkv_fence") and scheduler.connector is not None
         if scheduler is not None and (not scheduler.reset_prefix_cache() or sends) and self._pins.root.reset():
             self._state.apply()
