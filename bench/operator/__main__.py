@@ -15,7 +15,7 @@ from bench import harness
 from bench.harness import Entry
 from bench.report import Progress, Row
 
-SIZES = {100: 180, 300: 300, 1000: 900, 2000: 2000}
+SIZES = {100: 280, 300: 400, 1000: 1000, 2000: 2100}
 
 
 def planning(arguments: argparse.Namespace, progress: Progress) -> Row:

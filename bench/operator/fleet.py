@@ -33,6 +33,8 @@ ENGINES_OF_A_POOL = 20
 PODS = 5
 AGENTS = 100
 QUIET_SECONDS = 5.0
+HEARD_SECONDS = 35.0
+"""More than a pool's lease: by then a hub that has begun to lead it has heard from all engines, and what their statuses say changes."""
 RESYNCS = 2
 PATIENCE = 1800.0
 MAX_SHOWN = 4000
@@ -54,7 +56,7 @@ class Fleet:
 
     def __init__(self, space: Namespace, operator: OperatorProcess, pods: int = PODS, *, gates: bool = False) -> None:
         self.space, self.operator, self.pods, self.gates = space, operator, pods, gates
-        self.size = 0
+        self.size, self.begun = 0, 0.0
 
     def grow(self, size: int) -> float:
         """Make engines, and pools for them, until there are `size`; the seconds until each has a status of its newest generation."""
@@ -66,7 +68,8 @@ class Fleet:
             list(threads.map(self._create_engine, range(there, size)))
         self.size = size
         self._wait(lambda: self.served() == size, "a status of each engine")
-        seconds = time.monotonic() - began
+        self.begun = time.monotonic()
+        seconds = self.begun - began
         if self.gates:
             self._wait(self.made, "all pods")
             self._start()
@@ -113,11 +116,12 @@ class Fleet:
         return len(pods["items"]) + (pods["metadata"].get("remainingItemCount") or 0) == self.size * self.pods
 
     def calm(self) -> bool:
-        """Whether every Deployment has the pods of its newest spec, and no key waits."""
+        """Whether every Deployment has the pods of its newest spec, the hub has heard from all engines, and no key waits."""
         time.sleep(0.5)
         deployments = self.space.request("GET", CHILDREN["deployments"].format(self.space.name))["items"]
         rolled = sum((one.get("status") or {}).get("updatedReplicas") == self.pods for one in deployments)
-        return rolled == self.size and self.operator.metric("epochkv_operator_queue_depth") == 0
+        heard = time.monotonic() > self.begun + HEARD_SECONDS
+        return heard and rolled == self.size and self.operator.metric("epochkv_operator_queue_depth") == 0
 
     def objects(self) -> dict[str, Any]:
         """Pools and engines, by kind and name."""
@@ -166,7 +170,8 @@ class Fleet:
         began = time.monotonic()
         self.operator.start()
         self._wait(lambda: self.looked() >= self.size, "a look at each engine")
-        return time.monotonic() - began
+        self.begun = time.monotonic()
+        return self.begun - began
 
 
 def cpu_seconds(pid: int) -> float:
