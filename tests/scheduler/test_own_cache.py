@@ -35,6 +35,13 @@ REASONS: dict[str, tuple[Callable[[VllmConfig, Patch], object], str]] = {
 every_reason = pytest.mark.parametrize("reason", list(REASONS))
 
 
+def test_no_wide_engine_joins_its_domain_under_the_fence() -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2), model_config=SimpleNamespace(is_moe=True))
+    own = limits.why_own(config, None, fenced=True)
+    assert own is not None
+    assert "EPOCHKV_FENCE" in own.why
+
+
 def test_an_encoder_whose_scales_follow_what_it_sees_is_one_of_them_until_they_are_given() -> None:
     media = SimpleNamespace(mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=None)
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1), model_config=SimpleNamespace(multimodal_config=media))

@@ -124,7 +124,8 @@ def check(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> Connecto
         name, extra = str(one.get("kv_connector")), one.get("kv_connector_extra_config") or {}
         why = why_refused(name, str(one.get("kv_connector_module_path") or ""))
         for key, lost in REFUSED_KEYS.items():
-            why = f"{key} is set, with which {lost}; leave it out" if why is None and extra.get(key) else why
+            if why is None and str(extra.get(key) or "0").strip().lower() not in ("0", "false"):
+                why = f"{key} is set, with which {lost}; leave it out"
         if why is not None:
             raise UnsupportedEngine(f"{FENCE_ENV} is set and the engine has {name}: {why}")
     _check_engine(vllm_config)

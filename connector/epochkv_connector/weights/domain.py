@@ -220,10 +220,11 @@ class Peers:
             except Exception as error:  # the domain ends, or its first rank does not answer
                 logger.debug("EpochKV: the ranks of the domain cannot be asked: %r", error)
                 known, told = [UNKNOWN], None
-                time.sleep(PAUSE_SECONDS)
             held = [one[:TOLD_BYTES] for one in known]
             before, self.foretold = self.foretold, None if UNKNOWN in held else domain_digest(held, rest)
             self.changes += known != heard
             heard = known
             if self.foretold != before:
                 self._changed()
+            if told is None:
+                time.sleep(PAUSE_SECONDS)

@@ -396,6 +396,8 @@ class Watch:
             if not self.awaits or now > self._scheduled_at + PATIENCE_SECONDS:  # else the same requests wait, and passes take long
                 self._patience = 0.0
         self._follow_domain()
+        if self._confirmed:  # a request is let in; what a pass has told may be old again before one is
+            self._patience = 0.0
         if self.value is None:
             self._encoded = MIXED
         self._scheduled_at = self._clock()
@@ -488,7 +490,7 @@ class Watch:
         if alone:
             self._keep_to_itself(alone, asks=True)
         elif answers:
-            self.number, self._confirmed, self._patience = number, True, 0.0
+            self.number, self._confirmed = number, True
             columns = list(zip(*(answer["columns"] for answer in answers), strict=True))  # of the workers of each data-parallel rank
             self._last = domain_digest([own_digest(workers) for workers in columns], self._rest)
             self._found_out(self._last, "all ranks have begun a step with them")

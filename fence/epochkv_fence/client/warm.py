@@ -24,7 +24,7 @@ from epochkv_fence.protocol.messages import STAMP_KEY, UNKNOWN_WEIGHTS
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Names = tuple[str, str, int | None]
-"""Weights and epoch."""
+"""Weights, adapter and epoch."""
 NOBODYS: Final[Names] = ("", "", None)
 AT_ONCE: Final = 8
 WARM_SECONDS: Final = 120.0

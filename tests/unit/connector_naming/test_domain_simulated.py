@@ -292,7 +292,7 @@ class World:
                     self.step()
                 case "ask":
                     one.queue.append(draw.randrange(TOKENS))
-                case "push" if compared:
+                case "push":
                     one.push(draw.randrange(3))
                 case "write" if compared:
                     one.write(draw.randrange(3))
@@ -421,16 +421,22 @@ def test_a_rank_that_was_written_past_vllm_and_back_costs_an_epoch_and_no_more(q
     assert (world.epoch, name) not in asker.ended, "nobody has asked for the epoch that this rank waits for"
 
 
-def test_requests_wait_no_longer_for_a_pass_that_tells_where_passes_take_long(make_world: MakeWorld, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("seconds", [2 * watch.IDLE_SECONDS, 0.3])
+def test_requests_wait_no_longer_for_a_pass_that_tells_where_none_does(make_world: MakeWorld, monkeypatch: Patch, seconds: float) -> None:
+    """Passes take long, or another rank is called before each of them."""
     world = make_world(0)
     asker, other = world.ranks
-    monkeypatch.setattr(other.held.domain, "_claim", lambda: UNKNOWN + bytes(4))
+    is_called = seconds < watch.IDLE_SECONDS
+    if not is_called:
+        monkeypatch.setattr(other.held.domain, "_claim", lambda: UNKNOWN + bytes(4))
     for token in range(2):  # each of them, and not the first one alone
         began, asker.queue = world.now, [token]
         while asker.queue:
             assert world.now < began + watch.PATIENCE_SECONDS + 1.0
+            if is_called:
+                other.push(other.weights)
             world.step()
-            world.now += 2 * watch.IDLE_SECONDS
+            world.now += seconds
         world.now += 100.0
 
 
