@@ -247,7 +247,7 @@ class FenceSecrets:
             raise
         except ApiError as error:
             had = error.status >= 500 and "keys" in (pool.get("status") or {})  # a new operator will find them in a moment
-            if known.keys is None and not had and error.status not in (0, 409, 429):  # these, too, or are not about Secrets alone
+            if known.keys is None and not had and error.status not in (0, 409, 429):  # over in a moment, or not about Secrets alone
                 known.refusal = f"Secret {'/'.join(_place(pool))} with the pool's keys cannot be read or made: {error.message}"
             raise
         known.conflict = False

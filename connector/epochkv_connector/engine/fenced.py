@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -113,7 +112,7 @@ def check(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> Connecto
     value = environ[FENCE_ENV].strip()
     if value != "1":
         raise ConfigurationError(f"{FENCE_ENV} is {value!r}; it must be 1 for the fence under the engine's own caches, or 0")
-    given = limits.connectors_of(vllm_config.kv_transfer_config)
+    given = limits.all_connectors(vllm_config.kv_transfer_config)
     if any(one.get("kv_connector") == NAME for one in given):
         return None
     if not environ.get(CONFIG_ENV, "").strip():
@@ -251,7 +250,7 @@ class Fence:
 
         def drop(function: Callable[[], Any]) -> tuple[()]:
             """They tell of old names behind a clearing, and of names that one request has alone."""
-            deque(function() or (), maxlen=0)
+            list(function() or ())  # else they pile up where they are made
             return ()
 
         patches.around(connector, "take_events", drop)

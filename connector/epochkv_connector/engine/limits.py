@@ -41,7 +41,7 @@ def _held(connector: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from _held(child)
 
 
-def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
+def all_connectors(transfer: Any) -> list[Mapping[str, Any]]:
     """Configurations of all connectors of an engine: one, and what MultiConnectors hold, also through each other; or none."""
     if transfer is None or transfer.kv_connector is None:
         return []
@@ -50,10 +50,15 @@ def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
     return list(_held(whole))
 
 
+def connectors_of(transfer: Any) -> list[Mapping[str, Any]]:
+    """The same without those that hold others."""
+    return [one for one in all_connectors(transfer) if not _children(one.get("kv_connector_extra_config"))]
+
+
 def handoff_seconds(connectors: Sequence[Mapping[str, Any]]) -> float:
     """How long blocks that are handed over surely stay the request's: half of the lease. The other half is for clocks that differ."""
     siblings = [one.get("kv_connector_extra_config") or {} for one in connectors if one.get("kv_connector") != NAME]
-    leases = [extra.get("kv_lease_duration", LEASE_SECONDS) for extra in siblings if not _children(extra)]
+    leases = [extra.get("kv_lease_duration", LEASE_SECONDS) for extra in siblings]
     return min(map(float, leases), default=LEASE_SECONDS) / 2
 
 
@@ -134,8 +139,7 @@ def check_encoder_transfer(vllm_config: Any) -> None:
 def keep_embeddings_out(resolve: Callable[[Any], None], vllm_config: Any) -> None:
     """vLLM takes `kv_both` for the receiver of a hand-over: its front end then accepts media as embeddings, and without any. Here nobody
     brings their KV, and the first such request would end the engine."""
-    given = connectors_of(vllm_config.kv_transfer_config)
-    if [one.get("kv_connector") for one in given if not _children(one.get("kv_connector_extra_config"))] != [NAME]:
+    if [one.get("kv_connector") for one in connectors_of(vllm_config.kv_transfer_config)] != [NAME]:
         resolve(vllm_config)
 
 
