@@ -1,7 +1,5 @@
 """Keeps our exceptions away from vLLM: each is counted, logged once per kind, and becomes a miss."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable

@@ -6,8 +6,6 @@ open prefix (a reason, a place) is one of the values written here or `other`. `d
 every family, and is generated from this table. Pure: no vLLM, no Prometheus.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 

@@ -7,8 +7,6 @@ servers listen on IPv4 alone, so this module listens for them where the machine 
 those of `mooncake.mooncake_store_service`. Needs Mooncake only; the store image has nothing else of EpochKV.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,8 +1,6 @@
 """What every part needs and no part owns: threads that nobody waits for, lines of the log that come once, words for numbers, this
 machine's address."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

@@ -1,7 +1,5 @@
 """What engines and stores are started with, whoever starts them: vLLM's argument, and the environment of Mooncake's clients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """A standalone hub's metrics and health over HTTP, in Prometheus' text format, with the names that the operator uses."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Mapping

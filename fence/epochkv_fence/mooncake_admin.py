@@ -1,7 +1,5 @@
 """A store's admin: empties the store of a pool in one call, over the HTTP port of Mooncake's masters."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

@@ -5,8 +5,6 @@ sizes of the same form from their environment.
 Source: k8s.io/apimachinery/pkg/api/resource/quantity.go.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from decimal import ROUND_CEILING, Decimal

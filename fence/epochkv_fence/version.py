@@ -1,7 +1,5 @@
 """The version of EpochKV that this process runs; empty when it runs from its source without being installed."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 

@@ -1,7 +1,5 @@
 """Command line of the operator: `epochkv-operator run`."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections.abc import Iterable

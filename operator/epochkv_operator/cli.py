@@ -3,8 +3,6 @@
 At its top this module imports nothing of the operator: the commands of a trainer start beside it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback

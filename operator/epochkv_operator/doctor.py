@@ -3,8 +3,6 @@
 Conditions and hubs judge; this only reads them. Nothing is written: the only requests that are no reads are access reviews.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import UTC, datetime

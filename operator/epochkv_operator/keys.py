@@ -18,8 +18,6 @@ Every engine was given the hub's public key, so another pair restarts all of the
 the Secret, and starting it again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

@@ -1,7 +1,5 @@
 """Structured logs: one line per transition, JSON in a cluster, coloured text on a terminal. Libraries' records take the same way."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Prometheus metrics of the operator. Names are part of the interface: dashboards and alerts use them."""
 
-from __future__ import annotations
-
 from collections import Counter as Counts
 from contextlib import suppress
 from functools import partial

@@ -4,8 +4,6 @@ The operator's own planner says it. As live objects it is given what the operato
 defaults, images and keys that only the running operator knows cancel out.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shlex

@@ -1,7 +1,5 @@
 """Settings of one operator process: command-line flags, each with an environment variable, and nothing read later from elsewhere."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final, Literal
 

@@ -6,8 +6,6 @@ output brought: each output brings those of all samples that have ended. Of seve
 together. And streamed answers have no such field: the chunk that says why an answer ended gets it.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Requests of vLLM's scheduler, the GPU blocks that they hold, and the hashes of these blocks, under vLLM's root or one of ours."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ beside the blocks. How many bytes a block takes, only ranks know (`wire.RankLayo
 A name that another version of vLLM lacks is described as unknown.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -5,8 +5,6 @@ Pods that join a pool by their label have a vLLM image without EpochKV. Their in
 asked whether such an engine can have a connector, so one that cannot stays as it is (`injected`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import sys

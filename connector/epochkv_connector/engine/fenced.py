@@ -11,8 +11,6 @@ waits then without blocks, finds nothing from before it. A request that holds bl
 No exception of ours reaches vLLM: a request that cannot be named gets random names.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 So whatever is wrong, it stays as it is. Any Python can import this.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ sentence. A renamed global of vLLM would make every name in this project a lie, 
 `allow_untested_vllm`). Knows of vLLM 0.30 to 0.33: `__version__`, and the modules that define the names.
 """
 
-from __future__ import annotations
-
 import re
 
 import vllm

@@ -5,8 +5,6 @@ makes an engine asks before a model is loaded (`plugin`). The connector asks in 
 without the plugin.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

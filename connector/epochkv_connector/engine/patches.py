@@ -1,7 +1,5 @@
 """What stands in for hooks that vLLM lacks: functions of vLLM that we wrap, and objects that we find among our callers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -11,8 +11,6 @@ key would end the start minutes later, with one trace per process. The check run
 the process that the user started. vLLM's own commands then end with one line.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -8,8 +8,6 @@ A number says how many characters a part has: `pool8` is of a hash of the pool's
 are the *namespace*, which the scheduler role freezes into every job. Names, not deletes, make old KV unreachable.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

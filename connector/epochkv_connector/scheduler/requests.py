@@ -10,8 +10,6 @@ or the request may have ended. So each load has one state, and one table says wh
 Every operation looks at the requests it names, and at no other: hundreds run, and few of them load.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence

@@ -9,8 +9,6 @@ The lease is checked before a hit is answered: `Pins.repin` (or, for a request t
 `RootState.refresh` (`naming/root.py`). When the lease has expired, the root is in bypass, and so the answer is no hit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

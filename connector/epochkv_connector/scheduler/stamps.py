@@ -11,8 +11,6 @@ Our stamp travels with the first output of a request, with the first one after e
 it ends an answer by itself: at a stop string, or when everything is aborted (`engine.answers`).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Requests that hold blocks go on: what they make of them gets no name. All others are named anew before vLLM looks for them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Protocol
 

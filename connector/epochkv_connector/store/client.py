@@ -6,8 +6,6 @@ and the *use of the caller's buffers*, which ends when the store call has really
 everything is answered DOWN at once.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import enum

@@ -6,8 +6,6 @@ needs every block of the prefix, a sliding window or a chunk only the blocks tha
 state only the block that ends there, and a length counts only where all groups agree.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

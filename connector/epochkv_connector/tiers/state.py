@@ -7,8 +7,6 @@ reused. A save counts if every rank managed it. After a load that failed on one 
 What L1 holds and what L2 is known to hold change together, in `TierState`, or not at all.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter

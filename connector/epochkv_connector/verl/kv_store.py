@@ -3,8 +3,6 @@
 The keys are those that verl-project/verl#6373 describes; verl itself never got them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -6,8 +6,6 @@ constructor refuses the block: verl logs a plugin that fails at DEBUG only, so w
 `validate_config`, `RolloutConfig`.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from typing import Any, Final

@@ -17,8 +17,6 @@ in vLLM, its own GPU cache finds what the newest call has left in place, and nob
 Pure but for that: ranks, names and time are arguments. Scheduler thread.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -17,8 +17,6 @@ model's parameters). The functions that do so are wrapped in every process (`eng
 while the weights are still there.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -14,8 +14,6 @@ again. Who lacks us has said nothing when the first one has ended: then nobody e
 `Domain` lives in each worker. `Peers` lives beside a scheduler, and tells what the domain holds while nobody steps.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Joins `watch.Watch` to a running vLLM engine: every call to its workers, every step, and the time when it idles."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -12,8 +12,6 @@ step is scheduled, and names nothing between the two:
 Pure: ranks, names and time are arguments. Scheduler thread, but for `told`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

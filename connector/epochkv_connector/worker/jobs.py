@@ -15,8 +15,6 @@ A save copies GPU blocks to slots behind the forward pass, then puts the slots t
 (`Phase.COPIED`, `Phase.STORED`): GPU blocks are free after the first, which needs no network, and slots after the last.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import queue

@@ -10,8 +10,6 @@ A slot is `[128 B header][payload][128 B trailer]`: the very bytes that go to th
 a region have the same stride. Depends on torch only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

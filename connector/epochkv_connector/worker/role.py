@@ -16,8 +16,6 @@ vLLM's sleep unmaps the memory of the KV blocks that copies read or write. Each 
 that will sleep (`settle_for_sleep`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ imports what the command line has anyway (typer, rich); the command imports the 
 The extra in brackets is what to install when that is missing: `plan = "epochkv_operator.cli:app [operator]"`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

@@ -1,7 +1,5 @@
 """`reset`, `wait`, `status`, `engines`, `weights`, `update`: thin over the client."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

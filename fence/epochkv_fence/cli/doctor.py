@@ -4,8 +4,6 @@ A pool is examined by its connection file. What examines a cluster comes from an
 `epochkv.doctor`: an async function of `ClusterScope` that returns findings. The fence imports nothing of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import enum

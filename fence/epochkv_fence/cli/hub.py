@@ -1,7 +1,5 @@
 """`epochkv hub`: serve a pool without Kubernetes, until a signal ends it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

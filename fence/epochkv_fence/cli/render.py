@@ -1,7 +1,5 @@
 """What commands print: tables for people, JSON for programs, progress on stderr."""
 
-from __future__ import annotations
-
 import enum
 import json
 import sys

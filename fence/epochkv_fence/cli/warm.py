@@ -1,7 +1,5 @@
 """`warm`: have one engine compute prompts that all engines will ask for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

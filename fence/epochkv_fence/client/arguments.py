@@ -1,7 +1,5 @@
 """What callers may give, checked before anything is asked: the first thing that a mistake costs is an exception."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Final

@@ -3,8 +3,6 @@
 For `epochkv doctor`, and for engines and trainers that want to know before they start.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -3,8 +3,6 @@
 Nothing is asked of the pool but questions and labels: engines name their KV by what they hold, whoever waits or does not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable

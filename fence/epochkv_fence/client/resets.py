@@ -1,7 +1,5 @@
 """Resets and waits for them: how far a call is, and by name who has not acknowledged its epoch."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Which weights made which token of an answer: what engines put into `kv_transfer_params.epochkv` of an answer that asks for it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

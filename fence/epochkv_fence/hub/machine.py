@@ -5,8 +5,6 @@ that serve all pools; the model tests run two of these against one authority und
 `HubState` is what a hub knows, and `record` has the rules of the design page "fence", section 4.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence

@@ -10,8 +10,6 @@ reads stay, and engines remove them afterwards. A wipe also takes what engines s
 once per epoch, and tries again only when the store did not answer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple

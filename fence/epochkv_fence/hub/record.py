@@ -7,8 +7,6 @@ Each rule is a function of what it judges and of nothing else. `HubRules` holds 
 of them and show that the fence needs it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An engine's half of the fence on a thread of its own: connections to the hub, the engine's hooks, the state machine between them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import secrets

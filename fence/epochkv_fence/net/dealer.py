@@ -7,8 +7,6 @@ into an assertion of libzmq, which aborts the process (issues 3937, 4364, 4767; 
 options below, the kernel notices dead peers within 4 s.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import math

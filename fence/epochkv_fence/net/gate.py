@@ -1,7 +1,5 @@
 """A hub's socket: who may connect, how much each peer and pool may ask, and whose turn it is."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import resource

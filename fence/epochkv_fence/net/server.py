@@ -1,7 +1,5 @@
 """A hub on its socket: one state machine per pool, stepped on one event loop, and the effects that they ask for."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -5,8 +5,6 @@ No I/O, no clock, no randomness: `step(event, now)` returns what the driver has 
 with every fault there is. The rules are those of the design page "fence", section 3.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Final, NamedTuple
 

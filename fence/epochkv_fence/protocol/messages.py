@@ -5,8 +5,6 @@ within a version (unknown fields are ignored); anything else needs a new version
 message or raises `WireError`, whose text names the tag and the version; the receiver answers it with `Error` and goes on.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, get_args

@@ -1,8 +1,6 @@
 """One pool, as its hub takes and gives it: configuration, durable record and the authority that keeps it, the events and actions of the
 hub's state machine (`hub.machine`), and what the pool looks like right now."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, Protocol, get_args

@@ -5,8 +5,6 @@ what a process leaves that is killed between two files. Keys belong to one pool 
 before would meet epochs that count from 0 again, under names that were used.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What a hub's log says: transitions only, one line each, by comparing two snapshots. Pure."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Live objects are parsed once, at the edge, with `parse_pool` and `parse_engine`; everything behind works on frozen models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 

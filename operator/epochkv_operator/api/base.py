@@ -5,8 +5,6 @@ reads has passed them. `epochkv plan` judges files alone by the same rules (`rul
 required, as the schema does.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema

@@ -1,7 +1,5 @@
 """InferenceEngine (`ie`): a set of equal vLLM pods that join a pool."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, WithJsonSchema

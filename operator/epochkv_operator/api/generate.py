@@ -1,7 +1,5 @@
 """The CRDs, made from the models."""
 
-from __future__ import annotations
-
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel

@@ -1,7 +1,5 @@
 """KVCachePool (`kvp`): the engines that share KV, the tiers they share it through, and the epoch that names all of it."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

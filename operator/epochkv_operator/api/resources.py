@@ -5,8 +5,6 @@ One table, because watches, applies and prunes must agree on it. `rights` follow
 `system:discovery`. There is no right on `finalizers`: no owner reference sets `blockOwnerDeletion`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial

@@ -3,8 +3,6 @@
 The rules are those of the CRDs themselves, in CEL. Of what Kubernetes adds to CEL, the functions that they use are here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final

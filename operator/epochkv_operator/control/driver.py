@@ -6,8 +6,6 @@ kopf ends when an answer is 404, as those of a starting API server may be, or wh
 version that has expired, and that only in the stream. So kopf is given a session that shows it nothing else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Carries out a plan: server-side applies in order, then prunes. The server recognises an apply that changes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ it has a label, and the Secret is there for longer than that.
 `explain` tells the user of a pod with the label why it did not join.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 Both threads share the store, which the main thread owns. The hub's thread reads it by single lookups, and posts what it learns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

@@ -5,8 +5,6 @@ No reset is driven here. `spec.resetEpoch` is handed to the hub (`hub/service.py
 and follows it until it is published (`epochkv_fence/hub/machine.py`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from abc import ABC, abstractmethod

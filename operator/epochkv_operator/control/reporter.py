@@ -3,8 +3,6 @@
 What this process has written of a status counts. What somebody else makes of it is put back, and never read.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ written without leadership and nothing is decided on an empty store. Ending: wri
 Lease is given back, and only then kopf is left alone with its own shutdown.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

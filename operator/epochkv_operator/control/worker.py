@@ -4,8 +4,6 @@ A key is served by one worker at a time, each time with a deadline, never lost, 
 shape is client-go's workqueue. kopf offers no such thing for keys that many kinds of objects feed into.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

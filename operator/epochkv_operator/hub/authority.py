@@ -14,8 +14,6 @@ Writes are compare-and-swap: first on the resourceVersion, after a conflict on t
 that was read still holds when the write lands.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 from collections.abc import Awaitable, Mapping

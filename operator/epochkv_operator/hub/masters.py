@@ -3,8 +3,6 @@
 Kubernetes knows their processes alone. A master that never reaches etcd is alive and ready, and serves nobody; it says so to who asks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 from collections.abc import Callable, Iterator

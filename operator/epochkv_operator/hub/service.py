@@ -1,7 +1,5 @@
 """The fence hub of this process: its life, its pools, and how its changes reach the work queue without a write per heartbeat."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

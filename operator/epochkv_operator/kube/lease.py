@@ -5,8 +5,6 @@ read against the *term*: holder and transitions. Every process start draws a new
 has expired when its term and renewal stayed unchanged for long enough by our monotonic clock. Its times are never compared with ours.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

@@ -6,8 +6,6 @@ that somebody has removed. A second operator may be alive. The newest state know
 kept, so that the usual write costs one request and no read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ carries a resourceVersion and the newest one wins. Deletions leave a tombstone f
 back. Decisions that need *all* objects of a moment are not taken from here.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping

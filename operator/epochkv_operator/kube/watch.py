@@ -8,8 +8,6 @@ it does not bring everything is read as a whole, and what vanished goes.
 A cluster may begin or cease to serve a kind of another project at any time, or not let us list it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

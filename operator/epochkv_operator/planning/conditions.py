@@ -9,8 +9,6 @@ Engines name KV by the weights that they hold, so nothing here decides who share
 No text holds an age: a pool in which nothing changes is not written to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 

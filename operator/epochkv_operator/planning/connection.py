@@ -3,8 +3,6 @@
 The schema of the configuration is `connector/epochkv_connector/config.py`. It holds no epoch: epochs reach engines
 only through the fence, so a reset never changes a pod template."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What planning needs to know beside the objects: constants of this operator process, passed in so that planning stays pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """The objects of an InferenceEngine: vLLM pods with the connector of their pool, and what belongs around them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Names, labels and owner references of everything the operator makes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

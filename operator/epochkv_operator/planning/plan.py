@@ -1,7 +1,5 @@
 """From what is wanted and what is there to what has to be done. Pure: planning again on the result yields nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 

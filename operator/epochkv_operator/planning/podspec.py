@@ -1,7 +1,5 @@
 """Pods: what all of the operator's have in common, and the strategic merge of user overrides (`template`) into them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """The objects of a KVCachePool: Mooncake masters and stores, the connection that trainers read, network policies."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

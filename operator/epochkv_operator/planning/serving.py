@@ -41,8 +41,6 @@ Each gate that is written names live(p), so the next operator knows who is new. 
 own and which nobody sets. A node's clock names the lives of a container, and no more.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

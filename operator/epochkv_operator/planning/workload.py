@@ -1,7 +1,5 @@
 """What a Deployment or StatefulSet and its pods say about themselves, reduced to one stable reason and a sentence."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime
