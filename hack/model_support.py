@@ -57,8 +57,9 @@ GPUs do (read, not run). `tests/scheduler/test_states.py` has these states, on v
 | weights that a kernel keeps where nobody sees them | the engine's own (`OwnCache`) | nothing |
 
 `EPOCHKV_ATTACH` adds the connector, so its rows are those without `EPOCHKV_FENCE`. Caches of an engine's own hit as vLLM's do
-(`tests/scheduler/test_own_cache.py`). On wide models, and beside expert rebalancing, the prefetch offloader or the old Ray executor, requests with an
-adapter hit in the GPU cache alone. As in vLLM, files that change at an adapter's path are not seen there before the adapter is loaded again.
+(`tests/scheduler/test_own_cache.py`). On wide models, and beside expert rebalancing, the prefetch offloader or the old Ray executor,
+requests with an adapter hit in the GPU cache alone. As in vLLM, files that change at an adapter's path are not seen there before the
+adapter is loaded again.
 
 ## Held by other tests
 

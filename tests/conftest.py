@@ -3,8 +3,6 @@
 The set-up of a fixture that tests share counts for the first of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import inspect

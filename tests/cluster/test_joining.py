@@ -1,7 +1,5 @@
 """Pods that join a pool by a label: what the chart's admission policy does to them, and what the operator keeps for other namespaces."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

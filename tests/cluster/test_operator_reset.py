@@ -2,8 +2,6 @@
 freeze in the middle of one.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

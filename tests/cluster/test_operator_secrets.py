@@ -1,7 +1,5 @@
 """Keys are replaced under running engines, and what somebody does to a Secret is put right: nobody loses a lease, nothing restarts."""
 
-from __future__ import annotations
-
 import base64
 import json
 import time

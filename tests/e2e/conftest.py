@@ -4,8 +4,6 @@
 and removed, whose name belongs to this checkout. What a run that was killed left of it goes first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

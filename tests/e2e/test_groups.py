@@ -1,7 +1,5 @@
 """A group of pods that LeaderWorkerSet's own controller makes: experts over two data-parallel ranks, one in each pod."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

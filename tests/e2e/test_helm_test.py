@@ -1,7 +1,5 @@
 """`helm test` in a pod of a real kubelet: admitted, allowed to do what it does, and let through to the hub."""
 
-from __future__ import annotations
-
 import pytest
 
 from hack.demo.kube import Kube

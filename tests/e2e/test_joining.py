@@ -1,8 +1,6 @@
 """Pods that nobody wrote for EpochKV join the pool by a label: an image that has vLLM and nothing of ours, in a Deployment, a StatefulSet
 and, in another namespace, a Job. Pod Security is `restricted`, and the root file system read-only."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

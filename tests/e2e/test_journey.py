@@ -1,7 +1,5 @@
 """The main job in pods, as the demo tells it: share, push new weights, share again, raise resetEpoch; nothing old is ever seen."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """kind's provider: `up` mends what was stopped or interrupted, says what it cannot mend, and `down` takes everything back."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

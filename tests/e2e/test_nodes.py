@@ -1,7 +1,5 @@
 """Two nodes. The one with the store and both engines is drained, then one with an engine killed: no wrong answer, and hits return."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -4,8 +4,6 @@ Each refusal stands beside the same connection that is let in, so a port on whic
 not enforce policies, so these tests run on kind alone (`make test-kind`), where the journey passes under the same policies.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 restarted with base weights, and while no operator runs, hears no answer of other weights once the push has converged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """The production agent and hub under every fault there is, and proof that the simulator would notice a missing rule."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -5,8 +5,6 @@ part, or event by event. Rules that belong to the authority, the drivers, the co
 simulated world.
 """
 
-from __future__ import annotations
-
 from tests.model.mutants.agent import AGENT_MUTANTS, OUTSIDE_MUTANTS
 from tests.model.mutants.hub import HUB_MUTANTS
 from tests.model.mutants.kind import Mutant

@@ -1,7 +1,5 @@
 """Rules of the agent (design page "fence", section 3), and those that other parts than the state machines keep, each taken away."""
 
-from __future__ import annotations
-
 from epochkv_fence.protocol import agent as ag
 from epochkv_fence.protocol.agent import Agent
 from epochkv_fence.protocol.messages import Grant, Propose

@@ -1,7 +1,5 @@
 """Rules of the hub for targets, grants and publication (design page "fence", section 4), each taken away."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

@@ -1,7 +1,5 @@
 """Rules of what is removed from the store, and when (design page "fence", section 4), each taken away."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Rules of what a hub shows of weights (design page "weights"), each taken away."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The entry point of vLLM's plugins: what an init container has left is found, and a vLLM that cannot have a connector stays as it is."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

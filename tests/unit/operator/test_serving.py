@@ -1,7 +1,5 @@
 """What each case of `spec.serve` comes to: gates, times of another look, the pool's condition, and what is made of it in pods."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta

@@ -3,8 +3,6 @@ hubs, operators that die between two writes, clocks that differ, a kubelet that 
 schedule, not of the rule.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
