@@ -102,18 +102,26 @@ class LoopThread:
 # The clock of leases.
 
 
+SET_BACK_SECONDS: Final = 0.5
+"""Where the wall clock goes to and fro by less, nothing is counted twice. A pause may be missed by so much: less than any margin."""
+
+
 class LeaseClock:
     """Seconds that go on while a machine is suspended, as Linux's boot clock does, and while this process lies in an image from which it
-    is restored, as the wall clock does. A wall clock that is set back changes nothing."""
+    is restored, as the wall clock does. A wall clock that is set back changes nothing; each time that it goes ahead is time missed.
+    What two threads overwrite of each other, the next reading finds again."""
 
     def __init__(self) -> None:
-        self.ahead = -math.inf  # how far the wall clock has ever been ahead of the boot clock
+        self.ahead = -math.inf  # of the boot clock
+        self._set_back = 0.0  # by how much the wall clock was, in all
         self()
 
     def __call__(self) -> float:
-        wall = time.time()  # first: a thread that waits between the two lines must not look restored
+        set_back, wall = self._set_back, time.time()  # first: a thread that waits between the lines must not look restored
         now = time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-        ahead = self.ahead = max(self.ahead, wall - now)
+        ahead = self.ahead = max(self.ahead, set_back + wall - now)
+        if set_back + time.time() - now < ahead - SET_BACK_SECONDS:  # read again: nor must such a thread see a clock that was set back
+            self._set_back = ahead + now - wall
         return now + ahead
 
 

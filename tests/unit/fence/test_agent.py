@@ -202,14 +202,23 @@ def test_an_adoption_under_way_while_time_was_missed_brings_no_lease() -> None:
 
 
 def test_the_clock_of_leases_goes_on_whatever_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    boot, wall, clock = time.clock_gettime, time.time, LeaseClock()
-    now = clock()
-    monkeypatch.setattr(time, "time", lambda: wall() - 600)
-    assert now <= clock() < now + 100, "the wall clock was set back"
-    monkeypatch.setattr(time, "clock_gettime", lambda which: boot(which) + 500)
-    assert now + 500 <= clock() < now + 600, "the machine was suspended"
-    monkeypatch.setattr(time, "time", lambda: wall() + 3600)
-    assert now + 3600 <= clock() < now + 3700, "the process was restored"
+    def read_boot(which: int) -> float:
+        nonlocal wall, boot, waits
+        wall, boot, waits = wall + waits, boot + waits, 0.0
+        return boot
+
+    wall, boot, waits = 1e9, 0.0, 0.0
+    monkeypatch.setattr(time, "time", lambda: wall)
+    monkeypatch.setattr(time, "clock_gettime", read_boot)
+    clock, begin = LeaseClock(), wall
+    to_and_fro = [(-0.4, 0, 0, 0), (0.4, 0, 0, 0)] * 99  # it costs nothing; nor does a thread that waits between two readings
+    for wall_step, boot_step, waits, passed in (
+        *((-600, 0, 0, 0), (500, 500, 0, 500), (60, 0, 0, 60)),  # set back, suspended, restored from an image
+        *((3600, 0, 0, 3600), (-3600, 0, 0, 0), (60, 0, 0, 60), *to_and_fro, (0, 0, 60, 60), (1, 1, 0, 1)),
+        *((-0.4, 0, 0, 0), (-0.4, 0, 0, 0), (60, 0, 0, 60)),  # in small steps
+    ):
+        wall, boot, begin = wall + wall_step, boot + boot_step, begin + passed
+        assert clock() == pytest.approx(begin, abs=0.01)
 
 
 def test_of_two_resets_the_higher_epoch_is_proposed_and_none_that_was_left_meanwhile() -> None:
