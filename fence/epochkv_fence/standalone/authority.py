@@ -143,7 +143,7 @@ class Database:
             raise
 
     def in_place(self) -> bool:
-        """The directory still holds the file that was opened. Another file is not ours, whatever is in it."""
+        """The directory still holds the file that was opened. Another file is not ours, whatever is in it. Any thread."""
         try:
             return _inode(self.path) == self._inode
         except FileNotFoundError:
@@ -223,12 +223,13 @@ def _inode(path: Path) -> tuple[int, int]:
 #
 # The three promises of `epochkv_fence.protocol.pool`:
 #
-# 1. `verify` reads holder and transitions from the database file that is in place at that moment. Only `acquire` writes
-#    them, and every process that leads has acquired before.
+# 1. `verify` is True only while the database file that this process has locked is in place. Nobody else can write to that file
+#    before `close`, so its holder and transitions are those that `acquire` wrote last.
 # 2. `load` reads on the connection that makes all writes, one after the other, on one thread.
 # 3. Every write is a `max()` in one transaction, and triggers reject anything that would decrease.
 #
-# All file access happens on a thread of its own, so a slow disk never holds up the event loop.
+# The database has a thread of its own, so a slow disk never holds up the event loop. `verify` has another one: it reads nothing of the
+# database, and a commit that the disk holds up costs no engine its lease.
 
 
 T = TypeVar("T")
@@ -253,6 +254,8 @@ class SqliteAuthority:
         self._deadline = deadline_seconds
         self._database = Database(self.directory)
         self._thread = LoopThread("epochkv-state", 0.0)  # not waited for at its end: a disk may hang
+        self._looking = LoopThread("epochkv-state-look", 0.0)
+        self._term: Term | None = None
         self._closed = False
 
     @classmethod
@@ -268,10 +271,16 @@ class SqliteAuthority:
 
     async def close(self) -> None:
         """Give the directory back; later calls fail. Returns within the deadline, also when the disk hangs."""
+
+        def release() -> None:
+            self._term = None  # first: from then on another hub may lead
+            self._database.close()
+
         with contextlib.suppress(AuthorityError):
-            await self._call("close", self._database.close)
+            await self._call("close", release)
         self._closed = True
         self._thread.stop()
+        self._looking.stop()
 
     # ------------------------------------------------------------------ what a hub asks
 
@@ -281,21 +290,21 @@ class SqliteAuthority:
         def write(connection: sqlite3.Connection) -> Term:
             connection.execute("UPDATE leadership SET holder = ?, transitions = transitions + 1", (self.holder,))
             (transitions,) = connection.execute("SELECT transitions FROM leadership").fetchone()
-            return Term(self.holder, int(transitions))
+            self._term = Term(self.holder, int(transitions))  # before it is durable: nobody knows it, and the one before ends no later
+            return self._term
 
         return await self._write("acquire", write)
 
     async def verify(self, term: Term) -> bool:
         """Whether `term` is the one in the database that lies in the directory now."""
 
-        def read() -> bool:
-            if not self._database.in_place():
-                self.why_deposed = f"the state directory {self.directory} was removed or replaced"
-                return False
-            holder, transitions = self._database.connection.execute("SELECT holder, transitions FROM leadership").fetchone()
-            return term == Term(holder, transitions)
+        def look() -> bool:
+            if self._database.in_place():
+                return term == self._term  # after that look: what is the term now was so then
+            self.why_deposed = f"the state directory {self.directory} was removed or replaced"
+            return False
 
-        return await self._call("verify", read)
+        return await self._call("verify", look, thread=self._looking)
 
     async def load(self, pool_uid: str) -> PoolRecord:
         """What is recorded. Raises `AuthorityError`: there is no pool with this uid."""
@@ -386,13 +395,13 @@ class SqliteAuthority:
 
         return await self._call(what, work)
 
-    async def _call(self, what: str, work: Callable[[], T], deadline_seconds: float | None = None) -> T:
-        """On the thread; one that was not begun when its caller gave up is never begun."""
+    async def _call(self, what: str, work: Callable[[], T], deadline_seconds: float | None = None, thread: LoopThread | None = None) -> T:
+        """On the database's thread, or another one; one that was not begun when its caller gave up is never begun."""
         seconds = self._deadline if deadline_seconds is None else deadline_seconds
         if self._closed:
             raise self._database.given_back()
         done: Future[T] = Future()
-        self._thread.post(fulfil, done, work)
+        (thread or self._thread).post(fulfil, done, work)
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.wrap_future(done)

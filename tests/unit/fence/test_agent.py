@@ -212,12 +212,12 @@ def test_the_clock_of_leases_goes_on_whatever_stands_still(monkeypatch: pytest.M
     monkeypatch.setattr(time, "clock_gettime", read_boot)
     clock, begin = LeaseClock(), wall
     to_and_fro = [(-0.4, 0, 0, 0), (0.4, 0, 0, 0)] * 99  # it costs nothing; nor does a thread that waits between two readings
-    for wall_step, boot_step, waits, passed in (
+    for wall_step, boot_step, wait, passed in (
         *((-600, 0, 0, 0), (500, 500, 0, 500), (60, 0, 0, 60)),  # set back, suspended, restored from an image
         *((3600, 0, 0, 3600), (-3600, 0, 0, 0), (60, 0, 0, 60), *to_and_fro, (0, 0, 60, 60), (1, 1, 0, 1)),
         *((-0.4, 0, 0, 0), (-0.4, 0, 0, 0), (60, 0, 0, 60)),  # in small steps
     ):
-        wall, boot, begin = wall + wall_step, boot + boot_step, begin + passed
+        wall, boot, waits, begin = wall + wall_step, boot + boot_step, wait, begin + passed
         assert clock() == pytest.approx(begin, abs=0.01)
 
 

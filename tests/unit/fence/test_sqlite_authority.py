@@ -299,7 +299,7 @@ def test_a_write_that_the_disk_refuses_is_an_error_and_the_next_one_works(tmp_pa
 
 async def test_a_disk_that_hangs_is_an_error_and_never_blocks_the_loop(tmp_path: Path) -> None:
     authority = await SqliteAuthority.open(tmp_path, deadline_seconds=0.2)
-    uid = await authority.ensure_pool("policy", 1.0)
+    uid, term = await authority.ensure_pool("policy", 1.0), await authority.acquire()
     hang = threading.Event()
     authority._thread.post(hang.wait)  # the thread is where a write that does not return would leave it
     ticks = 0
@@ -314,6 +314,7 @@ async def test_a_disk_that_hangs_is_an_error_and_never_blocks_the_loop(tmp_path:
     for call in (authority.record(uid, 5), authority.load(uid)):
         with pytest.raises(AuthorityError, match=r"did not answer within 0\.2 s"):
             await call
+        assert await authority.verify(term), "engines keep their leases"
     assert ticks > 10
     hang.set()
     assert (await authority.load(uid)).target == 0  # a call that was given up before it began is never made
