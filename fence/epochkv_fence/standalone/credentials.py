@@ -120,6 +120,7 @@ def rotate_keys(directory: Path, grace_seconds: float) -> Keys:
         keys = _existing(directory)
         now = time.time()
         if keys.previous is not None and now < keys.previous.retire_at:
+            _write_credentials(directory / CLIENT_FOLDER, keys)  # the rotation before may have broken off
             still = f"for {math.ceil(keys.previous.retire_at - now)} s"
             raise StateError(
                 f"{directory}: the key before is still accepted {still}; rotate again afterwards, or drop it now with `epochkv keys retire`"
@@ -149,7 +150,7 @@ def retire_previous(directory: Path, judged: str | None = None) -> Keys:
     return keys
 
 
-def write_client(directory: Path, keys: Keys, pool: str, endpoint: str) -> Path:
+def write_client(directory: Path, pool: str, endpoint: str) -> Path:
     """Write what engines and trainers join with; other keys of an existing `connection.json` are kept, those that are gone are not.
 
     Returns:
@@ -163,6 +164,7 @@ def write_client(directory: Path, keys: Keys, pool: str, endpoint: str) -> Path:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         with _locked(directory):
+            keys = _existing(directory)  # somebody may rotate them while the hub starts
             if path.exists() and not all(_holds(folder / name, text) for name, text in _credentials(keys)):
                 logger.warning("%s did not have the pool's keys; they are written again", folder)
             _write_credentials(folder, keys)

@@ -161,7 +161,7 @@ class StandaloneHub:
             self.keys = KeyWatch(directory, server, config)
             server.set_pool(self.keys.config)
             self.endpoint = options.advertise or advertised(server.endpoint, options.listen)
-            self.connection_file = await asyncio.to_thread(write_client, directory, keys, options.pool, self.endpoint)
+            self.connection_file = await asyncio.to_thread(write_client, directory, options.pool, self.endpoint)
             self._serve_metrics(server)
             server.lead(await authority.acquire())
             for work in (self._report(server), self.keys.run()):

@@ -30,7 +30,7 @@ def test_keys_are_made_once_and_belong_to_one_pool(tmp_path: Path) -> None:
     keys = ensure_keys(tmp_path, "uid-1")
     assert ensure_keys(tmp_path, "uid-1") == keys == read_keys(tmp_path)
     assert len({keys.client.public, keys.hub.public}) == 2
-    write_client(tmp_path, keys, "policy", "tcp://h:1")
+    write_client(tmp_path, "policy", "tcp://h:1")
     folder_fits(tmp_path, keys)
     with pytest.raises(StateError, match=r"belongs to pool uid uid-1, whose record is missing"):
         ensure_keys(tmp_path, "uid-2")
@@ -38,17 +38,30 @@ def test_keys_are_made_once_and_belong_to_one_pool(tmp_path: Path) -> None:
 
 def test_a_rotation_keeps_the_key_before_and_everything_else(tmp_path: Path) -> None:
     first = ensure_keys(tmp_path, "uid-1")
-    write_client(tmp_path, first, "policy", "tcp://h:1")
+    write_client(tmp_path, "policy", "tcp://h:1")
     second = rotate_keys(tmp_path, 100.0)
     assert second.accepted == (second.client.public, first.client.public)
     assert (second.hub, second.root_secret, second.pool_uid) == (first.hub, first.root_secret, first.pool_uid)
     folder_fits(tmp_path, second)
+    (tmp_path / "client" / "client.key").write_text(first.client.secret)  # it broke off
     with pytest.raises(StateError, match="the key before is still accepted for 100 s; rotate again afterwards, or drop it now"):
         rotate_keys(tmp_path, 100.0)
+    folder_fits(tmp_path, second)
     assert retire_previous(tmp_path).accepted == (second.client.public,)
     assert retire_previous(tmp_path).accepted == (second.client.public,)
     third = rotate_keys(tmp_path, 0.0)
     assert rotate_keys(tmp_path, 0.0).accepted[1] == third.client.public  # its grace was over
+
+
+def test_a_rotation_while_the_hub_starts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rotated_before(directory: Path, *rest: str) -> Path:
+        rotate_keys(directory, 100.0)
+        return write_client(directory, *rest)
+
+    monkeypatch.setattr("epochkv_fence.standalone.hub.write_client", rotated_before)
+    with hub_world(tmp_path) as world:
+        assert world.hub is not None
+        folder_fits(tmp_path, ensure_keys(tmp_path, world.hub.uid))
 
 
 def test_of_many_rotations_at_once_one_is_done(tmp_path: Path) -> None:
@@ -92,7 +105,8 @@ while True:
 
 def test_a_kill_in_the_middle_of_a_rotation_is_repaired_at_the_next_start(tmp_path: Path) -> None:
     rng = random.Random(11)
-    write_client(tmp_path, ensure_keys(tmp_path, "uid-1"), "policy", "tcp://h:1")
+    ensure_keys(tmp_path, "uid-1")
+    write_client(tmp_path, "policy", "tcp://h:1")
     torn, seen = 0, set()
     for _ in range(15):
         child = subprocess.Popen([sys.executable, "-c", ROTATOR, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -105,7 +119,7 @@ def test_a_kill_in_the_middle_of_a_rotation_is_repaired_at_the_next_start(tmp_pa
         seen.add(keys.client.public)
         texts = [(tmp_path / "client" / name).read_text().strip() for name in ("client.pub", "client.key")]
         torn += texts != [keys.client.public, keys.client.secret]
-        write_client(tmp_path, keys, "policy", "tcp://h:1")
+        write_client(tmp_path, "policy", "tcp://h:1")
         folder_fits(tmp_path, keys)
     assert torn > 0  # at least one kill came between the truth and the folder that is made from it
     assert len(seen) > 1
