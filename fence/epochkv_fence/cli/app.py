@@ -20,6 +20,7 @@ from epochkv_fence.cli import asking, doctor, hub, warm
 from epochkv_fence.cli.render import Exit, say_error
 from epochkv_fence.client import ArgumentError, HubUnreachable, PoolError, ResetTimeout, WeightsDiverged
 from epochkv_fence.protocol.pool import AuthorityError
+from epochkv_fence.standalone.authority import StateError
 from epochkv_fence.version import VERSION
 
 GROUP: Final = "epochkv.commands"
@@ -57,8 +58,8 @@ OPTIONS: Final = {"label": "--version", "timeout_s": "--timeout"}
 STATUSES: Final[tuple[tuple[type[Exception] | tuple[type[Exception], ...], Exit], ...]] = (
     ((ResetTimeout, WeightsDiverged), Exit.NOT_IN_TIME),
     (HubUnreachable, Exit.UNREACHABLE),
-    (AuthorityError, Exit.STATE),
-    ((PoolError, OSError), Exit.FAILED),
+    (StateError, Exit.STATE),
+    ((PoolError, AuthorityError, OSError), Exit.FAILED),
     (ValueError, Exit.USAGE),
 )
 """The first that fits counts."""

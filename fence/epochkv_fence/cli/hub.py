@@ -91,9 +91,9 @@ def hub(
 
     Engines and trainers join with `EPOCHKV_CONFIG=STATE/client/connection.json`, on other machines with a copy of that folder.
 
-    Exit status: 0 ended by SIGTERM or SIGINT; 1 ended by a signal, but shutdown took more than 10 s; 2 wrong usage, or the
-    address is taken; 5 the state cannot be used (held by another process, unreadable, of another pool); 6 the state was removed or
-    replaced while the hub served.
+    Exit status: 0 ended by SIGTERM or SIGINT; 1 ended by a signal, but shutdown took more than 10 s, or the disk is full or did not
+    answer at the start; 2 wrong usage, or the address is taken; 5 the state cannot be used (held by another process, unreadable, of
+    another pool); 6 the state was removed or replaced while the hub served.
     """
     made = StandaloneHub(HubOptions(pool, listen, state, lease_seconds, reclaim, tuple(store_admin or ()), advertise, metrics))
     configure_logs(log_format)

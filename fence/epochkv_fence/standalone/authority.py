@@ -107,6 +107,7 @@ class Database:
 
         Raises:
             StateError: another process has it, it cannot be read or written, or it holds something else.
+            AuthorityError: the disk is full.
         """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -190,15 +191,15 @@ class Database:
         """The error of whoever still asks after `close`."""
         return AuthorityError(f"{self.directory} released; this hub is no longer the leader")
 
-    def unusable(self, error: sqlite3.Error) -> StateError:
-        """What an error of SQLite means for whoever runs the hub."""
+    def unusable(self, error: sqlite3.Error) -> AuthorityError:
+        """What an error of SQLite means for whoever runs the hub. No `StateError`: it may work later, as it is."""
         name = getattr(error, "sqlite_errorname", "") or ""
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             return self._corrupt(str(error))
         if name.startswith("SQLITE_BUSY"):
             return self._held("another process")
         if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
-            return StateError(f"{self.path} cannot be written ({error}): is the disk full? Nothing is granted or published until it can be")
+            return AuthorityError(f"{self.path} cannot be written ({error}): is the disk full? Nothing new is recorded until it can be")
         if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
             return StateError(f"{self.path} cannot be written ({error}); give a --state directory that this user can write")
         return StateError(f"{self.path}: {error}")

@@ -22,6 +22,7 @@ from epochkv_fence.common import lease_clock
 from epochkv_fence.connection import ConfigurationError
 from epochkv_fence.net.keys import generate_keypair
 from epochkv_fence.protocol.pool import AuthorityError
+from epochkv_fence.standalone.authority import StateError
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.loopback import free_port, has_ipv6
 from hack.waiting import eventually
@@ -219,8 +220,9 @@ def test_keys_of_a_directory_that_cannot_be_used(
         assert done.returncode == 5
         assert "holds no keys; give the --state directory" in done.stderr
         assert epochkv("keys", command, "--state", str(tmp_path / "absent")).returncode == 5
-    monkeypatch.setattr("epochkv_fence.cli.hub.retire_previous", Mock(side_effect=AuthorityError("the disk did not answer")))
-    assert inside(capsys, "keys", "retire", "--state", "x") == (5, "", "epochkv: the disk did not answer\n")
+    for error, status in ((StateError("it has another pool"), 5), (AuthorityError("the disk is full"), 1)):  # only the latter may pass
+        monkeypatch.setattr("epochkv_fence.cli.hub.retire_previous", Mock(side_effect=error))
+        assert inside(capsys, "keys", "retire", "--state", "x") == (status, "", f"epochkv: {error}\n")
 
 
 # ---------------------------------------------------------------------------------------------------------- words of the log
