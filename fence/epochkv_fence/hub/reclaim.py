@@ -45,7 +45,7 @@ class Wiper:
 
     def stop(self) -> None:
         """Another hub leads, or the policy has changed."""
-        self._wanted = None
+        self._wanted, self.failed = None, False
 
     def due_at(self) -> float:
         """When to ask for the `next`; infinity: the store is wiped for the newest published epoch, or was given up."""

@@ -260,6 +260,9 @@ def test_a_wipe_is_given_up_and_engines_remove_the_keys(how: str, hub: Driver) -
     publish(hub, 2)
     assert not hub.hub.snapshot(hub.now).wipe_failed, "the next one is tried anew"
     assert hub.stores[-1] == ev.RemoveAll(2)
+    later(hub, 2 * WIPE_SECONDS)
+    hub.step(ev.Configured(config(reclaim="Delete")))
+    assert not hub.hub.snapshot(hub.now).wipe_failed, "nobody wants it any more"
 
 
 def test_a_pool_that_was_never_granted_for_has_nothing_to_wipe() -> None:
