@@ -52,7 +52,7 @@ from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolRecord, Pool
 from epochkv_fence.version import VERSION
 
 ROUND_SECONDS: Final = 1.0
-"""Longest pause between grant rounds while no reset is open."""
+"""Longest pause between grant rounds, unless a reset is open and an engine waits that is behind."""
 ROUNDS_PER_LEASE: Final = 10
 """A grant is worth what is left of its lease since the heartbeat was sent, so short leases need quicker rounds."""
 JOIN_SECONDS: Final = 0.05
@@ -208,7 +208,8 @@ class Hub:
         due = publish_at(hub)
         if rounds.beats and hub.rules.may_grant(hub.record):
             pause = min(JOIN_SECONDS if rounds.joining else ROUND_SECONDS, hub.config.lease_seconds / ROUNDS_PER_LEASE)
-            due = min(due, max(now, rounds.last_at + (0.0 if hub.open else pause)))
+            urgent = hub.open and not rounds.beats.keys().isdisjoint(hub.instances.behind.keys())
+            due = min(due, max(now, rounds.last_at + (0.0 if urgent else pause)))
         if rounds.questions or self._proof_wanted():
             due = min(due, max(now, rounds.last_at + QUESTION_SECONDS))
         return due
