@@ -25,6 +25,7 @@ from epochkv_fence.connection import Connection
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 GRACE_SECONDS: Final = 5.0
 """Beyond a call's own deadline: only a loop that is stuck (a file system that hangs) gets that far."""
@@ -75,6 +76,22 @@ class Background:
             raise HubUnreachable(f"the client's own thread has not answered for {seconds + GRACE_SECONDS:g} s") from error
         finally:
             future.cancel()
+
+    async def wait(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """The same on another event loop."""
+        future = self.submit(work)
+        try:
+            async with asyncio.timeout(seconds + GRACE_SECONDS) as limit:
+                return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if future.cancelled() and (task is None or not task.cancelling()):
+                raise closed_meanwhile() from None
+            raise
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise HubUnreachable(f"the client's own thread has not answered for {seconds + GRACE_SECONDS:g} s") from error
 
     def stop(self) -> None:
         """End the thread; everything that still runs there is cancelled. Safe to call twice, and in a fork."""
@@ -142,17 +159,19 @@ class Face:
         return f"<{type(self).__name__} {self.name} at {self._session.connection.hub.endpoint}>"
 
 
-def _blocking(call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]], extra_s: float = 0.0) -> Callable[Concatenate[Pool, P], T]:
-    """The method of `Pool` that makes `call` on its session and waits for it. `extra_s`: what it may take beyond its `timeout_s`."""
+def _method(
+    call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]], wait: Callable[[Background, Coroutine[Any, Any, T], float], R]
+) -> Callable[Concatenate[Face, P], R]:
+    """The method that makes `call` on a pool's session and has `wait` wait for it."""
     signature = inspect.signature(call)
 
     @functools.wraps(call)
-    def method(pool: Pool, /, *arguments: P.args, **keys: P.kwargs) -> T:
+    def method(pool: Face, /, *arguments: P.args, **keys: P.kwargs) -> R:
         given = signature.bind(pool._session, *arguments, **keys)
         given.apply_defaults()
         timeout_s = given.arguments["timeout_s"]
         check_timeout(timeout_s)
-        return pool._background.run(call(pool._session, *arguments, **keys), timeout_s + extra_s)
+        return wait(pool._background, call(pool._session, *arguments, **keys), timeout_s + EXTRA_SECONDS)
 
     return method
 
@@ -185,11 +204,11 @@ class Pool(Face):
             raise
         return cls(background, session)
 
-    status = _blocking(Session.status)
-    weights = _blocking(pushes.weights)
-    reset = _blocking(resets.reset, EXTRA_SECONDS)
-    wait = _blocking(resets.wait, EXTRA_SECONDS)
-    wait_weights = _blocking(pushes.wait_weights, EXTRA_SECONDS)
+    status = _method(Session.status, Background.run)
+    weights = _method(pushes.weights, Background.run)
+    reset = _method(resets.reset, Background.run)
+    wait = _method(resets.wait, Background.run)
+    wait_weights = _method(pushes.wait_weights, Background.run)
 
     def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         """The live engines, by name.
@@ -247,18 +266,6 @@ class Pool(Face):
 # `Pool` for programs on asyncio: the same calls, awaited. The connection lives on a thread of its own.
 
 
-def _awaited(
-    call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[AsyncPool, P], Coroutine[Any, Any, T]]:
-    """The method of `AsyncPool` that makes `call` on its session."""
-
-    @functools.wraps(call)
-    async def method(pool: AsyncPool, /, *arguments: P.args, **keys: P.kwargs) -> T:
-        return await pool._do(call(pool._session, *arguments, **keys))
-
-    return method
-
-
 class AsyncPool(Face):
     """One pool, from asyncio. Any number of tasks, and loops, may call at once. See `Pool` for what each call means.
 
@@ -271,17 +278,17 @@ class AsyncPool(Face):
         check_timeout(timeout_s)
         background = Background()
         try:
-            session = await asyncio.wrap_future(background.submit(open_session(config, timeout_s)))
+            session = await background.wait(open_session(config, timeout_s), timeout_s)
         except BaseException:
             background.stop()
             raise
         return cls(background, session)
 
-    status = _awaited(Session.status)
-    reset = _awaited(resets.reset)
-    wait = _awaited(resets.wait)
-    weights = _awaited(pushes.weights)
-    wait_weights = _awaited(pushes.wait_weights)
+    status = _method(Session.status, Background.wait)
+    reset = _method(resets.reset, Background.wait)
+    wait = _method(resets.wait, Background.wait)
+    weights = _method(pushes.weights, Background.wait)
+    wait_weights = _method(pushes.wait_weights, Background.wait)
 
     async def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         return (await self.status(timeout_s)).engines
@@ -296,25 +303,16 @@ class AsyncPool(Face):
         progress: WeightsProgress | None = None,
         only_new: bool = False,
     ) -> AsyncIterator[Update]:
-        update = await self._do(pushes.begin_update(self._session, label, engines, timeout_s))
+        check_timeout(timeout_s)
+        update = await self._background.wait(pushes.begin_update(self._session, label, engines, timeout_s), timeout_s)
         yield update
         update.report = await self.wait_weights(update.engines, timeout_s, label, update.other_than, progress, only_new)
 
     async def close(self) -> None:
         """Hang up and end the thread. Safe to call twice."""
-        with contextlib.suppress(PoolClosed):  # before, or by another task meanwhile
-            await self._do(self._session.close())
+        with contextlib.suppress(PoolError):  # before, or by another task meanwhile
+            await self._background.wait(self._session.close(), 1.0)
         await asyncio.to_thread(self._background.stop)
-
-    async def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        future = self._background.submit(work)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if future.cancelled() and (task is None or not task.cancelling()):
-                raise closed_meanwhile() from None
-            raise
 
     async def __aenter__(self) -> Self:
         return self
