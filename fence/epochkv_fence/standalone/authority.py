@@ -93,7 +93,7 @@ def hold(path: Path, held: Callable[[str], StateError], seconds: float = 0.0) ->
 
 
 class Database:
-    """The directory and what it holds. `open` takes it for this process."""
+    """The directory and what it holds. `open` takes it for this process. `term`: the newest that began here; None: none, or released."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -101,6 +101,7 @@ class Database:
         self._opened = contextlib.ExitStack()
         self._connection: sqlite3.Connection | None = None
         self._inode: tuple[int, int] | None = None
+        self.term: Term | None = None
 
     def open(self) -> None:
         """Take the directory, making it and its database on first use.
@@ -120,7 +121,7 @@ class Database:
             raise StateError(text) from error
 
     def close(self) -> None:
-        self._connection = None
+        self.term = self._connection = None  # first: from then on another hub may lead
         self._opened.close()
 
     @property
@@ -256,7 +257,6 @@ class SqliteAuthority:
         self._database = Database(self.directory)
         self._thread = LoopThread("epochkv-state", 0.0)  # not waited for at its end: a disk may hang
         self._looking = LoopThread("epochkv-state-look", 0.0)
-        self._term: Term | None = None
         self._closed = False
 
     @classmethod
@@ -272,13 +272,8 @@ class SqliteAuthority:
 
     async def close(self) -> None:
         """Give the directory back; later calls fail. Returns within the deadline, also when the disk hangs."""
-
-        def release() -> None:
-            self._term = None  # first: from then on another hub may lead
-            self._database.close()
-
         with contextlib.suppress(AuthorityError):
-            await self._call("close", release)
+            await self._call("close", self._database.close)
         self._closed = True
         self._thread.stop()
         self._looking.stop()
@@ -291,8 +286,8 @@ class SqliteAuthority:
         def write(connection: sqlite3.Connection) -> Term:
             connection.execute("UPDATE leadership SET holder = ?, transitions = transitions + 1", (self.holder,))
             (transitions,) = connection.execute("SELECT transitions FROM leadership").fetchone()
-            self._term = Term(self.holder, int(transitions))  # before it is durable: nobody knows it, and the one before ends no later
-            return self._term
+            term = self._database.term = Term(self.holder, int(transitions))  # nobody hears of it before it is durable
+            return term
 
         return await self._write("acquire", write)
 
@@ -301,7 +296,7 @@ class SqliteAuthority:
 
         def look() -> bool:
             if self._database.in_place():
-                return term == self._term  # after that look: what is the term now was so then
+                return term == self._database.term  # after that look: what is the term now was so then
             self.why_deposed = f"the state directory {self.directory} was removed or replaced"
             return False
 
