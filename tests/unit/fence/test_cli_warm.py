@@ -131,6 +131,13 @@ def test_an_answer_that_lacks_what_it_is_asked_for(engine: tuple[type[Engine], s
         warm(["a"], engine[1], timeout_s=2.0)
 
 
+@pytest.mark.parametrize("verb", ["do_GET", "do_POST"])
+def test_an_answer_in_small_pieces_is_not_waited_for(engine: tuple[type[Engine], str], verb: str) -> None:
+    setattr(engine[0], verb, lambda self: [self.wfile.write(b" ") and time.sleep(0.05) for _ in range(60)])
+    with pytest.raises(WarmFailed, match="no answer in time"):
+        warm(["a"], engine[1], timeout_s=0.5)
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://a b:1", "engine", ""])
 def test_nobody_is_there(url: str) -> None:
     with pytest.raises(WarmFailed, match=f"{url}/v1/models"):
