@@ -13,7 +13,7 @@ from epochkv_fence.metrics import POOL_GAUGES
 from epochkv_fence.mooncake_admin import StoreAdmin
 from epochkv_fence.net.keys import KeyPair
 from epochkv_fence.net.server import HubServer
-from epochkv_fence.protocol.pool import ENGINE_STATES, PoolConfig, PoolRecord, PoolSnapshot
+from epochkv_fence.protocol.pool import ENGINE_STATES, PoolConfig, PoolSnapshot
 from epochkv_operator import metrics
 from epochkv_operator.api import KVCachePool
 from epochkv_operator.hub.authority import KubernetesAuthority, Proofs, record_of
@@ -255,9 +255,9 @@ class HubService:
         uid = pool["metadata"]["uid"]
         if uid not in self._served:
             return
-        # Only the target: our own publication may be seen here before its answer comes, and the hub times it by the answer.
-        record = record_of(pool)
-        self._server.observe(uid, PoolRecord(target=record.target, origin=record.origin))
+        # Not what is published: ours may be seen here before its answer comes, and the hub times it by the answer. Not the note of
+        # grants, which anybody may forge.
+        self._server.observe(uid, replace(record_of(pool), published=0, granting=False))
         self._server.request(uid, int((pool.get("spec") or {}).get("resetEpoch") or 0))
 
     def resetting(self, pool_uid: str) -> bool:

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
-from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolSnapshot
+from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolRecord, PoolSnapshot
 from epochkv_operator.hub import service as hub_service
 from epochkv_operator.hub.service import HubService, PoolHistory, _Served, export, old_key_users, view_of
 from epochkv_operator.kube.store import pool_key
@@ -130,6 +131,14 @@ def test_old_keys_are_named_while_there_are_two_and_their_users_live() -> None:
     engines = [engine("new"), engine("old", key_index=1), engine("dead", key_index=1, alive=False)]
     snapshot = replace(EMPTY, engines=engines)
     assert old_key_users(snapshot) == ("old",)
+
+
+def test_of_a_pool_that_is_seen_target_and_labels_count_and_no_proof_of_anything() -> None:
+    service = HubService.__new__(HubService)
+    service._served, service._server = {"u": Mock()}, Mock()
+    status = {"targetEpoch": 4, "epoch": 4, "granting": True, "weightsLabels": [{"id": "0a", "label": "step-1"}]}
+    service.seen({"metadata": {"uid": "u"}, "status": status})
+    service._server.observe.assert_called_once_with("u", PoolRecord(4, labels={b"\n": "step-1"}))
 
 
 def test_engines_of_a_pool_share_a_look_until_there_is_news(monkeypatch: pytest.MonkeyPatch) -> None:
