@@ -62,7 +62,7 @@ def _epochs(before: PoolSnapshot, now: PoolSnapshot) -> Iterable[LogLine]:
         keep = "running request keeps what it held" if now.old_epoch_requests == 1 else "running requests keep what they held"
         old_epoch_requests = f"; {now.old_epoch_requests} {keep}" if now.old_epoch_requests else ""
         # Below what was published; the next epoch may be asked for already, and nobody at it yet.
-        late = [view for view in now.engines if view.alive and (view.epoch is None or view.epoch < now.published)]
+        late = [view for view in now.engines if view.alive and view.epoch is not None and view.epoch < now.published]
         behind = f"; not acknowledged, fenced by {'its lease' if len(late) == 1 else 'their leases'}: {_names(late)}" if late else ""
         yield LogLine(
             logging.WARNING if late else logging.INFO,

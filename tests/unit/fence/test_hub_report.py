@@ -40,9 +40,9 @@ def test_what_the_record_held_when_a_hub_begins_to_lead_is_no_new_reset() -> Non
 
 
 def test_the_next_epoch_asked_for_at_once_makes_nobody_late() -> None:
-    before = pool(engine(1, 1, converged=False), target=2, published=1)
-    now = pool(engine(1, 2, converged=False), target=3, published=2)
-    assert texts(before, now) == ["epoch 3 recorded, asked for; 1 of 1 engine to go", "epoch 2 published: no engine uses an older one"]
+    before = pool(engine(1, 1, converged=False), engine(2, None, converged=False), target=2, published=1)
+    now = pool(engine(1, 2, converged=False), engine(2, None, converged=False), target=3, published=2)  # the second one has just joined
+    assert texts(before, now) == ["epoch 3 recorded, asked for; 2 of 2 engines to go", "epoch 2 published: no engine uses an older one"]
 
 
 def test_who_holds_which_weights_is_told_when_it_changes() -> None:
