@@ -78,17 +78,6 @@ def connect(config: str | None, timeout: float, consequence: str | None = None) 
 
 
 @contextmanager
-def _asking(output: Output) -> Iterator[None]:
-    """The error of an epoch that is late goes to stderr; with JSON what is known of it is a document on stdout as well."""
-    try:
-        yield
-    except ResetTimeout as error:
-        if output is Output.JSON:
-            render.show_reset(error.reset, output)
-        raise
-
-
-@contextmanager
 def interruptible(consequence: str) -> Iterator[None]:
     """Ctrl-C ends the command with what it means for the pool."""
     try:
@@ -123,7 +112,7 @@ def reset(
     """
     with interruptible(f". {NOTHING_ASKED}"):
         pool = connect(config, timeout, NOTHING_ASKED)
-    with interruptible(MAY_BE_RECORDED), closing(pool), _asking(output):
+    with interruptible(MAY_BE_RECORDED), closing(pool):
         done = pool.reset(epoch, wait=wait, timeout_s=timeout, progress=StatusLine(render.reset_waits_for), force=force)
     render.show_reset(done, output, wait)
     if wait and not done.published:
@@ -147,8 +136,13 @@ def wait(
     Exit status: 0 published; 3 not in time, and the message says whether anybody has asked for it; 4 no hub answers. With -o json, the
     command also prints JSON when it ends with 3.
     """
-    with closing(connect(config, timeout)) as pool, _asking(output):
-        done = pool.wait(epoch, timeout, StatusLine(partial(render.reset_waits_for, recorder="somebody to ask for it")))
+    with closing(connect(config, timeout)) as pool:
+        try:
+            done = pool.wait(epoch, timeout, StatusLine(partial(render.reset_waits_for, recorder="somebody to ask for it")))
+        except ResetTimeout as error:
+            if output is Output.JSON:  # the error itself goes to stderr
+                render.show_reset(error.reset, output)
+            raise
     render.show_wait(done, output)
 
 

@@ -248,7 +248,7 @@ class Hub:
         for name, (peer, seq) in current.beats.items():
             instance = hub.instances.known.get(name)
             if instance is not None:
-                instance.grant(now + hub.rules.fence_timeout_seconds(hub.config))
+                instance.live_until = max(instance.live_until, now + hub.rules.fence_timeout_seconds(hub.config))
                 weights = instance.newest.weights
                 label = hub.labels.known.get(weights, "") if weights is not None else ""
                 grant = Grant(name, seq, hub.record.target, hub.config.lease_seconds, weights if label else None, label)
@@ -470,7 +470,6 @@ def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
     """Somebody saw the record. A durable target above our own raises ours, so an old leader's late write is harmless."""
     if not hub.leading:
         return []
-    hub.record.noted = hub.record.noted or found.granting
     hub.record.durable = max(hub.record.durable, found.target)
     actions = raise_target(hub, found.target, found.origin, now)
     if hub.labels.found(found.labels):

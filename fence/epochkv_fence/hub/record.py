@@ -62,10 +62,6 @@ class InstanceRecord:
             self.epoch = beat.epoch
         return before != self._shown()
 
-    def grant(self, until: float) -> None:
-        """The hub grants it the present target; the grant is dead after `until`."""
-        self.live_until = max(self.live_until, until)
-
     def keys_changed(self, before: Sequence[str], now: Sequence[str]) -> None:
         """The pool accepts other keys, so this instance's key has another place among them. A key that is gone counts as the oldest."""
         key = before[self.key_index] if self.key_index < len(before) else None
