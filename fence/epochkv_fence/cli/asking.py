@@ -318,7 +318,7 @@ def run(command: Sequence[str], environ: Mapping[str, str], *, to_stderr: bool =
             )
         except OSError as error:
             say_error(f"{command[0]} cannot be started: {error.strerror or error}")
-            return Exit.NOT_EXECUTABLE
+            raise typer.Exit(Exit.NOT_EXECUTABLE) from None
         for number in early:
             forward(number, None)
         code = child.wait()

@@ -88,7 +88,7 @@ def test_an_engine_that_missed_the_push_is_status_3_and_named(hub: HubProcess, a
     ]
 
 
-def test_a_command_that_fails_passes_its_status_and_nothing_is_waited_for(hub: HubProcess, agents: Agents) -> None:
+def test_a_command_that_fails_passes_its_status_and_nothing_is_waited_for(hub: HubProcess, agents: Agents, tmp_path: Path) -> None:
     agent, _ = agents.start()
     eventually(lambda: using(agent, 0))
     done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "echo pushing; exit 7", config=hub.folder)
@@ -96,6 +96,10 @@ def test_a_command_that_fails_passes_its_status_and_nothing_is_waited_for(hub: H
     assert done.stderr == "epochkv: the command ended with status 7; `epochkv weights` shows which engines hold what\n"
     done = epochkv("update", "--version", "step-1", "--", "sh", "-c", "kill -KILL $$", config=hub.folder)
     assert done.returncode == 128 + 9
+    (none := tmp_path / "none").write_text("#!/nobody/is/here\n")
+    none.chmod(0o700)
+    done = epochkv("update", "--version", "step-1", "--", str(none), config=hub.folder)
+    assert (done.returncode, done.stderr) == (126, f"epochkv: {none} cannot be started: No such file or directory\n")
     assert hub.target() == 0
 
 
