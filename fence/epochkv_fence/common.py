@@ -102,10 +102,6 @@ class LoopThread:
 # The clock of leases.
 
 
-SET_BACK_SECONDS: Final = 0.5
-"""Where the wall clock goes to and fro by less, nothing is counted twice. A pause may be missed by so much: less than any margin."""
-
-
 class LeaseClock:
     """Seconds that go on while a machine is suspended, as Linux's boot clock does, and while this process lies in an image from which it
     is restored, as the wall clock does. A wall clock that is set back changes nothing; each time that it goes ahead is time missed.
@@ -120,7 +116,7 @@ class LeaseClock:
         set_back, wall = self._set_back, time.time()  # first: a thread that waits between the lines must not look restored
         now = time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
         ahead = self.ahead = max(self.ahead, set_back + wall - now)
-        if set_back + time.time() - now < ahead - SET_BACK_SECONDS:  # read again: nor must such a thread see a clock that was set back
+        if set_back + time.time() - now < ahead - 0.5:  # less than any margin. Read again: nor must such a thread see a clock set back
             self._set_back = ahead + now - wall
         return now + ahead
 

@@ -217,7 +217,7 @@ async def _hub(client: KubeClient, scope: ClusterScope, pool: Json) -> list[Find
         return [Finding("hub", Level.WRONG, f"the Secret {secret} is not there, or has no keys that fit", again, _about(pool))]
     answer = await probe_hub(connection)
     if isinstance(answer, HubAnswer):
-        text = f"{answer.endpoint} answers in {1000 * answer.round_trip_seconds:.1f} ms"
+        text = f"{endpoint} answers in {1000 * answer.round_trip_seconds:.1f} ms"
         return [Finding("hub", Level.OK, text, about=_about(pool))]
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     if answer.dialled == "unresolved" and is_inside(host):

@@ -221,7 +221,7 @@ def check_connection(config: str | None) -> list[Finding]:
 async def _hub(connection: Connection, config: str | None) -> list[Finding]:
     answer = await probe_hub(connection)
     if isinstance(answer, HubAnswer):
-        well = Finding("hub", Level.OK, f"{answer.endpoint} answers in {1000 * answer.round_trip_seconds:.1f} ms")
+        well = Finding("hub", Level.OK, f"{connection.hub.endpoint} answers in {1000 * answer.round_trip_seconds:.1f} ms")
         return [well, *judge_pool(answer.status, f" --config {shlex.quote(config)}" if config else "")]
     return [Finding("hub", Level.WRONG, answer.text, fix_of_hub(answer))]
 

@@ -27,7 +27,6 @@ Trouble = Literal["", "key", "pool"]
 class HubAnswer:
     """What a hub that answers says of the pool."""
 
-    endpoint: str
     status: PoolStatus
     round_trip_seconds: float
 
@@ -52,7 +51,7 @@ async def probe_hub(connection: Connection) -> HubAnswer | NoHub:
     try:
         await session.greet(HUB_SECONDS)
         before = time.monotonic()
-        return HubAnswer(endpoint, await session.status(HUB_SECONDS), time.monotonic() - before)
+        return HubAnswer(await session.status(HUB_SECONDS), time.monotonic() - before)
     except WrongPool as error:
         return NoHub(endpoint, dialled, str(error), "pool")
     except HubUnreachable as error:

@@ -162,22 +162,20 @@ class _Server:
         return self._ask(path, lambda answer: (int(answer["usage"]["prompt_tokens"]), answer.get("kv_transfer_params")), body)
 
     def _ask(self, path: str, read: Callable[[Any], T], body: Any = None) -> T:
-        left = max(0.1, self._deadline - time.monotonic())
-        try:  # on a thread: an answer may come in small pieces without end
-            return on_daemon_thread(lambda: self._answer(path, read, body, left), "epochkv-warm-ask").result(left)
-        except TimeoutError:
-            raise WarmFailed(f"{self.name}{path}: no answer in time") from None
-
-    def _answer(self, path: str, read: Callable[[Any], T], body: Any, seconds: float) -> T:
         key = os.environ.get("VLLM_API_KEY", "").strip()  # one that ends in a newline would be told in the error
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        left = max(0.1, self._deadline - time.monotonic())
+
+        def answer() -> T:
+            with self._direct.open(request, timeout=left) as found:
+                return read(json.load(found))
+
         try:
             request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode(), headers)
-            with self._direct.open(request, timeout=seconds) as answer:
-                return read(json.load(answer))
+            return on_daemon_thread(answer, "epochkv-warm-answer").result(left)  # it may come in small pieces without end
         except urllib.error.HTTPError as error:
             raise WarmFailed(f"{self.name}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise WarmFailed(f"{self.name}{path}: {error}") from None
+            raise WarmFailed(f"{self.name}{path}: {str(error) or 'no answer in time'}") from None
         except (LookupError, TypeError, AttributeError) as error:
             raise WarmFailed(f"{self.name}{path}: an answer as of no OpenAI server ({error!r})") from None

@@ -471,10 +471,9 @@ def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
     if not hub.leading:
         return []
     hub.record.durable = max(hub.record.durable, found.target)
-    actions = raise_target(hub, found.target, found.origin, now)
-    if hub.labels.found(found.labels):
-        actions = [*actions, ev.Changed()]
-    return [*actions, *raise_published(hub, found.published, now)]
+    raised = raise_target(hub, found.target, found.origin, now)
+    labelled = [ev.Changed()] if hub.labels.found(found.labels) else []
+    return [*raised, *labelled, *raise_published(hub, found.published, now)]
 
 
 def raise_target(hub: HubState, target: int, origin: Source | None, now: float) -> list[ev.Action]:

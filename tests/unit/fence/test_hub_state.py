@@ -53,17 +53,6 @@ def test_a_rotation_keeps_the_key_before_and_everything_else(tmp_path: Path) -> 
     assert rotate_keys(tmp_path, 0.0).accepted[1] == third.client.public  # its grace was over
 
 
-def test_a_rotation_while_the_hub_starts_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rotated_before(directory: Path, *rest: str) -> Path:
-        rotate_keys(directory, 100.0)
-        return write_client(directory, *rest)
-
-    monkeypatch.setattr("epochkv_fence.standalone.hub.write_client", rotated_before)
-    with hub_world(tmp_path) as world:
-        assert world.hub is not None
-        folder_fits(tmp_path, ensure_keys(tmp_path, world.hub.uid))
-
-
 def test_of_many_rotations_at_once_one_is_done(tmp_path: Path) -> None:
     ensure_keys(tmp_path, "uid-1")
 
