@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import logging
 import math
+import select
 import socket
 import threading
 import time
@@ -126,6 +127,13 @@ lease_clock: Final = LeaseClock()
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Log lines that come once per change, so that a fault which lasts does not fill the log.
+
+
+def is_read(file: int) -> bool:
+    """It takes a line at once. A terminal that was stopped does not, nor a full pipe: a thread that grants must not wait for them."""
+    look = select.poll()
+    look.register(file, select.POLLOUT)
+    return bool(look.poll(0))
 
 
 class SayOnce:

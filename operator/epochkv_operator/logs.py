@@ -6,6 +6,7 @@ from typing import Any
 
 import structlog
 
+from epochkv_fence.common import is_read
 from epochkv_operator.settings import LogFormat
 
 #: kopf says on every object and every event what it does; only its warnings say something new.
@@ -42,6 +43,7 @@ def configure(log_format: LogFormat, level: str) -> None:
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stdout)
+    handler.addFilter(lambda record: is_read(1))  # the hub's thread logs, too
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]

@@ -1,5 +1,6 @@
 """`epochkv hub` and `epochkv keys` as people and scripts use them: what they leave behind, and how they end."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -124,6 +125,24 @@ def test_a_hub_on_a_disk_that_hangs_ends_when_it_is_told_to(tmp_path: Path) -> N
     eventually((hub.state / "keys.lock").exists, "it is about to read its keys", 60)
     assert hub.end() == 1
     assert "something stalls, perhaps a disk" in hub.text()
+
+
+def test_a_log_that_nobody_reads_costs_no_lease(tmp_path: Path) -> None:
+    hub = HubProcess(tmp_path / "state", "--lease-seconds", "1", "--log-format", "json")
+    os.mkfifo(hub.log)
+    pipe = os.open(hub.log, os.O_RDWR | os.O_NONBLOCK)
+    os.write(pipe, bytes(fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)))
+    hub.start(wait=False)
+    try:
+        eventually((hub.folder / "connection.json").exists, "it serves", 60)
+        with Agents(hub.folder) as agents:
+            agent, _ = agents.start()
+            eventually(lambda: using(agent, 0))
+            time.sleep(3)
+            assert using(agent, 0)
+    finally:
+        assert hub.end() == 0
+        os.close(pipe)
 
 
 def test_a_second_hub_is_told_who_holds_the_state(tmp_path: Path) -> None:
