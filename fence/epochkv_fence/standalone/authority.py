@@ -100,7 +100,7 @@ class Database:
         self.path = directory / "state.db"
         self._opened = contextlib.ExitStack()
         self._connection: sqlite3.Connection | None = None
-        self._inode: tuple[int, int] | None = None
+        self.inode: tuple[int, int] | None = None
         self.term: Term | None = None
 
     def open(self) -> None:
@@ -144,13 +144,6 @@ class Database:
                 connection.execute("ROLLBACK")
             raise
 
-    def in_place(self) -> bool:
-        """The directory still holds the file that was opened. Another file is not ours, whatever is in it. Any thread."""
-        try:
-            return _inode(self.path) == self._inode
-        except FileNotFoundError:
-            return False
-
     # ------------------------------------------------------------------ opening
 
     def _connect(self) -> None:
@@ -172,7 +165,7 @@ class Database:
         problems = [row[0] for row in connection.execute("PRAGMA quick_check(3)")]
         if problems != ["ok"]:
             raise self._corrupt("; ".join(str(problem) for problem in problems))
-        self._inode = _inode(self.path)
+        self.inode = _inode(self.path)
 
     def _made(self, connection: sqlite3.Connection) -> tuple[int, int]:
         """Make what an empty file lacks. Returns the application id and the version."""
@@ -295,8 +288,9 @@ class SqliteAuthority:
         """Whether `term` is the one in the database that lies in the directory now."""
 
         def look() -> bool:
-            if self._database.in_place():
-                return term == self._database.term  # after that look: what is the term now was so then
+            with contextlib.suppress(FileNotFoundError):
+                if _inode(self._database.path) == self._database.inode:  # another file is not ours, whatever is in it
+                    return term == self._database.term  # after that look: what is the term now was so then
             self.why_deposed = f"the state directory {self.directory} was removed or replaced"
             return False
 
