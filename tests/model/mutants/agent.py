@@ -98,7 +98,7 @@ AGENT_MUTANTS = {
     ),
     "the lease moves before the epoch is adopted": Mutant(Rules(agent=_LeaseBeforeAdoption)),
     "acknowledged before adopted": Mutant(Rules(agent=_AcknowledgeBeforeAdoption), seen=53),
-    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), {**DUEL, **CALM, "steps": 1200, "freezes": 0.3}, seen=656),
+    "acknowledged inside schedule()": Mutant(Rules(settled_at_once=True), {**DUEL, **CALM, "steps": 1200, "freezes": 0.3}, seen=1287),
     "an engine instance that leaves keeps its lease": Mutant(Rules(agent=_LeavesWithItsLease), {**DUEL, "trouble": 1.0}, seen=384),
     "an engine instance leaves inside schedule()": Mutant(
         Rules(leaves_inside_schedule=True),

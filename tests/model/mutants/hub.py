@@ -147,8 +147,8 @@ HUB_MUTANTS = {
     "heard epochs may fall": of_hub(_HeardMayFall, {"disorder": 0.9}),
     "an engine above the record raises nothing": of_hub(without(above_record=lambda record, epoch: False), {"restores": True}, seen=29),
     "after a restore a hub believes its memory": of_hub(misreading(ev.Acquired, _lead_with_own_published), {"restores": True}),
-    "a failed Record is not tried again": of_hub(deaf_to_failures_of(ev.RecordTarget), seen=31),
-    "a failed Publish is not tried again": of_hub(deaf_to_failures_of(ev.Publish), seen=86),
+    "a failed Record is not tried again": of_hub(deaf_to_failures_of(ev.RecordTarget), seen=27),
+    "a failed Publish is not tried again": of_hub(deaf_to_failures_of(ev.Publish), seen=158),
     "a round without an answer never ends": of_hub(deaf(ev.RoundDropped)),
     "a proposal from an older epoch counts": of_hub(
         without(proposal_counts=lambda record, epoch: True), {"orders": ("engines reset together",), "engines": 3}
