@@ -142,8 +142,9 @@ def test_stamps_follow_random_pushes(make_rig: MakeRig, kind: Callable[..., Rig]
     assert len(rig.side.stamps) == 0
 
 
-def test_tokens_of_a_step_in_which_somebody_wrote_past_vllm_are_unknown(make_rig: MakeRig) -> None:
-    rig = make_rig(epoch=0)
+@pytest.mark.parametrize("epoch", [0, None], ids=["in an epoch", "in bypass"])
+def test_tokens_of_a_step_in_which_somebody_wrote_past_vllm_are_unknown(make_rig: MakeRig, epoch: int | None) -> None:
+    rig = make_rig(epoch=epoch)
     truth = Truth(rig)
     ends_with_it = rig.add(prompt(1, LENGTH), max_tokens=4, params=ASKED).request_id
     goes_on = rig.add(prompt(2, LENGTH), max_tokens=9, params=ASKED).request_id

@@ -117,17 +117,21 @@ def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig
 
 
 @every_layout
-def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: MakeRig, store: SharedStore) -> None:
-    """Its part of a block would be named with the rest of it, after the weights that were there before and after."""
+@pytest.mark.parametrize("lease_until", [float("inf"), 0.0])
+def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: MakeRig, store: SharedStore, lease_until: float) -> None:
+    """Its part of a block would be named with the rest of it, after the weights that were there before and after. So it would where the
+    lease was lost meanwhile, and has returned."""
     rig = make_rig(store=store, epoch=0)
     request = rig.add(TOKENS, max_tokens=2 * BLOCK)
     rig.steps(3)
     before = len(store.objects)
+    rig.lease_until = lease_until
     for weights in ("w1", "w0"):
         output = rig.scheduler.schedule()
         assert output.num_scheduled_tokens == {request.request_id: 1}
         rig.write_past(weights)
         rig.update(output)
+    rig.lease_until = float("inf")
     rig.run()
     assert rig.watch.counters["late"] == 2
     assert len(store.objects) == before

@@ -570,7 +570,7 @@ class Pins:
             self.root.refresh()
             pin = self.pin_of(request)
             if pin is not None:
-                # In bypass no step is compared with what was known of the weights, so a preempted request's own blocks may be of others.
+                # In bypass the weights may be unknown, or not followed any more, so a preempted request's own blocks may be of others.
                 unwatched = not self.root.snapshot.in_use and pin.alone and pin.admitted
                 if self.is_current(pin) and not unwatched:
                     return Repin.CURRENT

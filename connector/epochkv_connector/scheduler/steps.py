@@ -197,15 +197,15 @@ class Steps:
         self._requests.schedule(scheduled)
         try:
             snapshot = self._state.apply()
-            names = snapshot.in_use and bool(scheduled)  # also where nothing is saved: blocks are named, or begun, all the same
-            number = self._weights.watch.step_number if names else -1
+            # In bypass, too: requests from before it may save what they make now when the lease returns, and stamps say what made a token.
+            number = self._weights.watch.step_number if scheduled else -1
             if self._state.broken:
                 metadata = self.emergency()
                 metadata.digest_number = number
                 return metadata
             if self._tiers is None:
                 return StepMetadata(newest_epoch=snapshot.epoch, digest_number=number)
-            if names and self._may_save:
+            if snapshot.in_use and scheduled and self._may_save:
                 views = list(self.candidates.of_step(self._tiers.saves.planner, scheduler_output, snapshot))
                 if views:
                     self._collect(self._tiers, views, snapshot)
