@@ -17,6 +17,7 @@ that will sleep (`settle_for_sleep`).
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -386,7 +387,7 @@ class WorkerRole:
         self._finished = True
         self._replaced += self._adapters.replaced(metadata.newest_epoch)
         as_named, settled = self._compare(metadata.digest_number)
-        if self.runner is not None:
+        if self.runner is not None and sys.exc_info()[0] is None:  # vLLM ends a step, too, whose forward pass has raised
             self.runner.finish_step(as_named if self._adapters.are_unchanged(metadata.adapters) else lambda: False, settled)
 
     def _compare(self, number: int) -> tuple[Callable[[], bool], Settled]:

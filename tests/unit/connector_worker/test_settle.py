@@ -139,6 +139,26 @@ def test_a_runner_that_breaks_down_owes_nothing_afterwards(raising: str) -> None
     assert side.finished == side.failed == {"r2": 1, "r3": 1, "p": 1, "r9": 1}
 
 
+def test_a_forward_pass_that_raises_saves_nothing() -> None:
+    """vLLM's first model runner ends the step all the same."""
+    side = Side(ObedientStore())
+    side.side.new_step()
+
+    def forward() -> None:
+        try:
+            side._raise()
+        finally:
+            side.side.finish(StepMetadata(saves=(save(1, [move(1, 0, 1)], NAMESPACE),)))
+
+    with pytest.raises(MemoryError):
+        forward()
+    side.step(saves=[save(2, [move(2, 1, 2)], NAMESPACE)])
+    assert not side.until_acked(2, Phase.STORED).failed
+    assert side.until_acked(1, Phase.STORED).failed
+    assert side.store is not None
+    assert len(side.store.objects) == 1
+
+
 @pytest.mark.parametrize("num_errors", [1, 2])
 def test_a_copy_under_way_is_reported_when_it_has_ended(monkeypatch: pytest.MonkeyPatch, num_errors: int) -> None:
     """A reported load's blocks are given to others at once. Whatever breaks a step may break the next one, too."""
