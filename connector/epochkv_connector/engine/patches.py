@@ -143,13 +143,19 @@ def mend_hashes() -> None:
         wrap(kv_cache_utils, "_gen_mm_extra_hash_keys", lambda keys_of, *where: keys_of(*where[:3], max(where[3], 0)))
 
 
+class _Told(str):
+    """An id that this process has marked. What a client or another front end sends with tensors is a plain string, whatever it says."""
+
+    __slots__ = ()
+
+
 def mark_media_ids() -> None:
     """Let `MultiModalFeatureSpec.mm_hash` say which ids come from clients, and which are digests of content.
 
     vLLM takes an id as it is, or hashes it together with options, and nobody can tell that from a digest of bytes. The identifier, by
     which vLLM names blocks and outputs of encoders, stays what it would have been where it is a digest. A client's id is kept apart from
     digests, and from the same id under another salt, in every cache: else what a client calls by another's digest would be found, and
-    saved, under that digest. Ids that come with tensors of another front end have no mark, and count as a client's.
+    saved, under that digest. Ids that come with tensors count as a client's, and none is the same as one that was marked here.
     """
     from vllm.multimodal.processing import ProcessorInputs
     from vllm.v1.engine.input_processor import InputProcessor
@@ -166,15 +172,22 @@ def mark_media_ids() -> None:
         given = inputs.mm_uuid_items or {}
         return {
             modality: [
-                f"{CONTENT_MARK}{found}" if one is None else f"{CLIENT_MARK}{one} {found}"
+                _Told(f"{CONTENT_MARK}{found}" if one is None else f"{CLIENT_MARK}{one} {found}")
                 for found, one in zip(ids, given.get(modality) or [None] * len(ids), strict=True)
             ]
             for modality, ids in function(inputs, *args, **kwargs).items()
         }
 
     def identifier(function: Callable[..., Any], processor: Any, mm_hash: str, *args: Any, **kwargs: Any) -> Any:
-        marked = mm_hash if mm_hash.startswith((CLIENT_MARK, CONTENT_MARK)) else CLIENT_MARK + mm_hash
+        marked = mm_hash if isinstance(mm_hash, _Told) else f"{CLIENT_MARK}tensors {mm_hash}"
         return function(processor, marked.removeprefix(CONTENT_MARK), *args, **kwargs)
+
+    def process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        request = function(*args, **kwargs)
+        for one in request.mm_features or ():  # as the core is told of them
+            forged = one.mm_hash.startswith((CLIENT_MARK, CONTENT_MARK)) and not isinstance(one.mm_hash, _Told)
+            one.mm_hash = f"{CLIENT_MARK}tensors {one.mm_hash}" if forged else str(one.mm_hash)
+        return request
 
     with suppress(ImportError):  # without it, no id is of a salt
         from vllm.renderers.base import BaseRenderer
@@ -183,6 +196,7 @@ def mark_media_ids() -> None:
             wrap(BaseRenderer, name, tokens)
     wrap(ProcessorInputs, "get_mm_hashes", hashes)
     wrap(InputProcessor, "_get_mm_identifier", identifier)
+    wrap(InputProcessor, "process_inputs", process)
 
 
 class _Instead:
