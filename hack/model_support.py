@@ -52,6 +52,7 @@ GPUs do (read, not run). `tests/scheduler/test_states.py` has these states, on v
 | dense models with data parallelism; experts inside of one data-parallel rank | named by weights | shared |
 | experts over data-parallel ranks ([wide models](../wide.md)) | named by what all ranks hold | shared, by every rank with every rank |
 | the same with expert rebalancing (`enable_eplb`), which elastic expert parallelism needs | the engine's own (`OwnCache`) | nothing |
+| the same with `--enable-fault-tolerance` | the engine does not start | |
 | the same under `EPOCHKV_FENCE`, or with a rank that runs without EpochKV | the engine's own (`OwnCache`) | nothing |
 | the prefetch offloader, vLLM's old Ray executor, fp8 scales that an encoder makes as it runs | the engine's own (`OwnCache`) | nothing |
 | weights that a kernel keeps where nobody sees them | the engine's own (`OwnCache`) | nothing |

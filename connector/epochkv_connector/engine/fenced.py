@@ -132,7 +132,7 @@ def check(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> Connecto
 def _check_engine(vllm_config: Any) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    limits.check_launcher(vllm_config.parallel_config)
+    limits.check_parallel(vllm_config.parallel_config)
     limits.check_encoder_transfer(vllm_config)
     kind = vllm_config.scheduler_config.get_scheduler_cls()
     if not (isinstance(kind, type) and issubclass(kind, Scheduler)):

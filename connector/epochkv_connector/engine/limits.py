@@ -74,7 +74,7 @@ def check_start(vllm_config: Any, extra: Mapping[str, Any], siblings: Sequence[M
     config = ConnectorConfig.parse(extra)
     check_version(config.allow_untested_vllm)
     check_siblings(siblings)
-    check_launcher(vllm_config.parallel_config)
+    check_parallel(vllm_config.parallel_config)
     check_encoder_transfer(vllm_config)
     if getattr(vllm_config.model_config, "is_encoder_decoder", False):  # vLLM asserts it once the model is loaded
         raise UnsupportedEngine("encoder-decoder models have no prefixes to share; start the engine without EpochKV")
@@ -110,12 +110,18 @@ def check_siblings(children: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def check_launcher(parallel_config: Any) -> None:
-    """Raise `UnsupportedEngine` where every process of an engine of several ranks has a scheduler of its own.
+def check_parallel(parallel_config: Any) -> None:
+    """Raise `UnsupportedEngine` where vLLM goes on behind a step that has failed, or where every process of an engine of several ranks has
+    a scheduler of its own.
 
-    Nobody would bring the ranks together: one would wait for ever for the other's word that a saved block was copied, and an epoch
+    Nobody would bring such ranks together: one would wait for ever for the other's word that a saved block was copied, and an epoch
     that comes between two of them would make them schedule differently.
     """
+    if getattr(parallel_config, "enable_fault_tolerance", False):  # from 0.31 on
+        raise UnsupportedEngine(
+            "enable_fault_tolerance is set: after a fault vLLM goes on with blocks that were named and computed without the experts of a "
+            "rank, or never; leave out --enable-fault-tolerance"
+        )
     backend, num_ranks = parallel_config.distributed_executor_backend, int(parallel_config.world_size)
     kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}
     if num_ranks > 1 and kinds & {"external_launcher", "ExecutorWithExternalLauncher"}:
