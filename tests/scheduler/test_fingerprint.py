@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.v1.attention.backends import cpu_attn
 
@@ -58,6 +59,7 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig, monkeypatch
         (cache, "kv_cache_layout", "HND"),
         *((config.kernel_config, name, "another") for name in ("moe_backend", "linear_backend", "linear_backend_per_quant")),
         (config.model_config.hf_config, "rms_norm_eps", 1e-5),
+        (config, "mamba_config", SimpleNamespace(backend="another")),
         (cache.kv_cache_groups[0], "layer_names", ["other"]),
     ]
     changes = [change for change in changes if hasattr(*change[:2])]  # some versions of vLLM have not all of these
@@ -71,11 +73,18 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig, monkeypatch
         "expert_placement_strategy": config.parallel_config,
     }
     several = {fingerprint_of(rig), *(changed(rig, part, name, "another") for name, part in wide.items())}
-    numbers = {"DEEPEPLL_NVFP4_DISPATCH": "1", "B12X_MOE_FP4_FORCE_A16": "1", "ROCM_QUICK_REDUCE_QUANTIZATION": "INT8"}
-    for name, value in {**numbers, "MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}.items():
+    numbers = {"ROCM_QUICK_REDUCE_QUANTIZATION": "INT8", "MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random", "MARLIN_INPUT_DTYPE": "int8"}
+    numbers |= {"FLOAT32_MATMUL_PRECISION": "high", "HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}', "VIDEO_LOADER_BACKEND": "another"}
+    numbers |= dict.fromkeys(("DEEPEPLL_NVFP4_DISPATCH", "B12X_MOE_FP4_FORCE_A16", "FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE"), "1")
+    numbers |= dict.fromkeys(("BATCH_INVARIANT", "HUMMING_USE_F16_ACCUM", "ROCM_FP8_MFMA_PAGE_ATTN", "ROCM_USE_AITER_MOE_A4W4_DSV4"), "1")
+    on = "CPU_INT4_W4A8", "ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16", "ROCM_USE_AITER_FP4BMM", "ROCM_USE_AITER_FP8BMM", "USE_DEEP_GEMM_E8M0"
+    numbers |= dict.fromkeys(on, "0")
+    numbers = {name: value for name, value in numbers.items() if hasattr(vllm.envs, f"VLLM_{name}")}
+    for name, value in numbers.items():
         monkeypatch.setenv(f"VLLM_{name}", value)
         several.add(fingerprint_of(rig))
-    assert len(several) == 1 + len(wide) + 4
+    assert len(several) == 1 + len(wide) + len(numbers)
+    assert len(numbers) >= 14
 
 
 def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_rig: MakeRig) -> None:

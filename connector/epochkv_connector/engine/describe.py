@@ -28,8 +28,13 @@ _KINDS = (
     (kv_cache_interface.ChunkedLocalAttentionSpec, GroupKind.CHUNKED),
 )
 
-_NUMBERS = ("B12X_MOE_FP4_FORCE_A16", "DEEPEPLL_NVFP4_DISPATCH", "MOE_ROUTING_SIMULATION_STRATEGY", "ROCM_QUICK_REDUCE_QUANTIZATION")
-"""Variables of vLLM that say in which numbers a pass computes, or which experts it takes."""
+_NUMBERS = (
+    "B12X_MOE_FP4_FORCE_A16", "BATCH_INVARIANT", "CPU_INT4_W4A8", "DEEPEPLL_NVFP4_DISPATCH", "FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "FLOAT32_MATMUL_PRECISION", "HUMMING_INPUT_QUANT_CONFIG", "HUMMING_USE_F16_ACCUM", "MARLIN_INPUT_DTYPE",
+    "MOE_ROUTING_SIMULATION_STRATEGY", "ROCM_FP8_MFMA_PAGE_ATTN", "ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16", "ROCM_QUICK_REDUCE_QUANTIZATION",
+    "ROCM_USE_AITER_FP4BMM", "ROCM_USE_AITER_FP8BMM", "ROCM_USE_AITER_MOE_A4W4_DSV4", "USE_DEEP_GEMM_E8M0", "VIDEO_LOADER_BACKEND",
+)  # fmt: skip
+"""Variables of vLLM that say in which numbers a pass computes, which experts it takes, or how it reads videos."""
 
 
 def cache_layout(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
@@ -212,6 +217,7 @@ def describe_engine(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "quantization": [_plain(getattr(model, name, None)) for name in ("quantization", "quantization_config")],
         "media": media and [media, _plain(getattr(model, "hf_image_processor_config", None)), version("transformers")],  # beyond bytes
         "kernels": _options(getattr(vllm_config, "kernel_config", None), _KERNEL_WARMUP),
+        "mamba": _options(getattr(vllm_config, "mamba_config", None)),
         "numbers": [_plain(getattr(vllm.envs, f"VLLM_{name}", None)) for name in _NUMBERS],
         "cache_dtype": str(cache.cache_dtype),
         "skip_layers": sorted(str(layer) for layer in getattr(cache, "kv_cache_dtype_skip_layers", None) or ()),
