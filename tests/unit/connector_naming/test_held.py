@@ -100,18 +100,25 @@ def test_what_is_left_out_changes_nothing(ending: str, prefix: str) -> None:
 
 def test_what_vllms_models_make_for_the_tokens_of_a_step_is_left_out() -> None:
     """DeepSeek's top-k indices, Qwen3-VL's and Gemma's embeddings, ...: passes write there, and the weights are the same."""
-    made = r"self\.(\w+) = \[?\s*torch\.(?:empty|zeros)\([\s(]*(?:vllm_config\.scheduler_config\.max_num_batched_tokens|max_num_tokens),"
-    sources = Path(vllm.__file__).parent.glob("model*/**/*.py")
-    scratch = sorted({name for source in sources for name in re.findall(made, source.read_text())})
-    assert {"deepstack_input_embeds", "per_layer_embeddings", "topk_indices_buffer"} <= set(scratch)
+    rows = r"torch\.(?:empty|zeros)\([\s(]*(?:vllm_config\.scheduler_config\.max_num_batched_tokens|max_(?:num_|total_)?tokens)\b"
+    text = "\n".join(source.read_text() for source in Path(vllm.__file__).parent.glob("model*/**/*.py"))
+    scratch, buffers = (set(re.findall(kept + rows, text)) for kept in (r"self\.(\w+) = \[?\s*", r'register_buffer\(\s*"(\w+)",\s*'))
+    assert {"deepstack_input_embeds", "per_layer_embeddings", "topk_indices_buffer"} <= scratch
     model = Model()
     before = value(Worker(model))
-    for name in scratch:
+    for name in sorted({*scratch, "_replayssm_ring_start", "_replayssm_prev_query_len"}):
         setattr(model.layers[0], name, torch.zeros(5))
         setattr(model.layers[1], name, [torch.zeros(5)])
+    for name in sorted({*buffers, "topk_indices_buffer"}):
+        model.layers[0].proj.register_buffer(name, torch.zeros(5), persistent=False)
+    model.layers[0].staging = type("EngramBatch", (Linear,), {})()
+    model.layers[1].hashes = nn.Module()
+    model.layers[1].hashes._cache = torch.zeros(5)
     assert value(Worker(model)) == before
-    model.layers[0].register_parameter("some_buffer", nn.Parameter(torch.zeros(5)))
-    assert value(Worker(model)) != before
+    model.layers[0].register_buffer("some_buffer", torch.zeros(5))
+    persistent = value(Worker(model))
+    model.layers[1].register_parameter("some_buffer", nn.Parameter(torch.zeros(5)))
+    assert len({before, persistent, value(Worker(model))}) == 3
 
 
 @pytest.mark.parametrize("name", ["cos_sin_cache_scale", "xkv_cache", "kv_cache_scale", "workspaces", "my_expert_maps"])
