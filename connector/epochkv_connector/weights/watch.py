@@ -300,6 +300,8 @@ class Watch:
                 self._keep_to_itself("steps write to tensors that count as weights, so no digest lasts; report the model", asks=False)
                 return
             self.suspect("they changed during a step")
+            if len(self._undone) > 1:  # each digest that a step undoes asks the pool for an epoch
+                self._digest_at = max(self._digest_at, self._clock() + UNDONE_SECONDS / UNDONE)
             self._set(None, "they changed during a step")
 
     def _note_undone(self) -> bool:
