@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import vllm
 from vllm.config import LoRAConfig, MultiModalConfig
 from vllm.v1.attention.backends import cpu_attn
 
@@ -65,26 +64,19 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig, monkeypatch
     changes = [change for change in changes if hasattr(*change[:2])]  # some versions of vLLM have not all of these
     assert len(changes) >= 18
     assert len({base, *(changed(rig, *change) for change in changes)}) == 1 + len(changes)
-    assert fingerprint_of(rig) == base
     object.__setattr__(config.parallel_config, "data_parallel_size", 2)
-    wide = {
-        "enable_expert_parallel": config.parallel_config,
-        "all2all_backend": config.parallel_config,
-        "expert_placement_strategy": config.parallel_config,
-    }
-    several = {fingerprint_of(rig), *(changed(rig, part, name, "another") for name, part in wide.items())}
-    numbers = {"ROCM_QUICK_REDUCE_QUANTIZATION": "INT8", "MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random", "MARLIN_INPUT_DTYPE": "int8"}
-    numbers |= {"FLOAT32_MATMUL_PRECISION": "high", "HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "int8"}', "VIDEO_LOADER_BACKEND": "another"}
-    numbers |= dict.fromkeys(("DEEPEPLL_NVFP4_DISPATCH", "B12X_MOE_FP4_FORCE_A16", "FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE"), "1")
-    numbers |= dict.fromkeys(("BATCH_INVARIANT", "HUMMING_USE_F16_ACCUM", "ROCM_FP8_MFMA_PAGE_ATTN", "ROCM_USE_AITER_MOE_A4W4_DSV4"), "1")
-    on = "CPU_INT4_W4A8", "ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16", "ROCM_USE_AITER_FP4BMM", "ROCM_USE_AITER_FP8BMM", "USE_DEEP_GEMM_E8M0"
-    numbers |= dict.fromkeys(on, "0")
-    numbers = {name: value for name, value in numbers.items() if hasattr(vllm.envs, f"VLLM_{name}")}
-    for name, value in numbers.items():
-        monkeypatch.setenv(f"VLLM_{name}", value)
+    wide = "enable_expert_parallel", "all2all_backend", "expert_placement_strategy"
+    several = {fingerprint_of(rig), *(changed(rig, config.parallel_config, name, "another") for name in wide)}
+    names = (
+        "B12X_MOE_FP4_FORCE_A16", "BATCH_INVARIANT", "CPU_INT4_W4A8", "DEEPEPLL_NVFP4_DISPATCH", "FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+        "FLOAT32_MATMUL_PRECISION", "HUMMING_INPUT_QUANT_CONFIG", "HUMMING_USE_F16_ACCUM", "MARLIN_INPUT_DTYPE", "USE_DEEP_GEMM_E8M0",
+        "MOE_ROUTING_SIMULATION_STRATEGY", "ROCM_FP8_MFMA_PAGE_ATTN", "ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16", "VIDEO_LOADER_BACKEND",
+        "ROCM_QUICK_REDUCE_QUANTIZATION", "ROCM_USE_AITER_FP4BMM", "ROCM_USE_AITER_FP8BMM", "ROCM_USE_AITER_MOE_A4W4_DSV4",
+    )  # fmt: skip
+    for name in names:
+        monkeypatch.setattr(describe.vllm.envs, f"VLLM_{name}", "another", raising=False)
         several.add(fingerprint_of(rig))
-    assert len(several) == 1 + len(wide) + len(numbers)
-    assert len(numbers) >= 14
+    assert len(several) == 1 + len(wide) + len(names)
 
 
 def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_rig: MakeRig) -> None:
@@ -94,7 +86,6 @@ def test_the_fingerprint_names_every_field_of_the_attention_configuration(make_r
     assert {"backend", "backend_per_kind", "indexer_kv_dtype", "use_trtllm_attention"} <= set(fields)
     seen = {fingerprint_of(rig), *(changed(rig, attention, name, "something else") for name in fields)}
     assert len(seen) == 1 + len(fields)
-    assert fingerprint_of(rig) in seen
     object.__setattr__(rig.vllm_config, "attention_config", None)  # versions may have none
     assert fingerprint_of(rig) not in seen
 

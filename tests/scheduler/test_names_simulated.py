@@ -525,7 +525,7 @@ Mutant = Callable[[pytest.MonkeyPatch, Any], None]
 MUTANTS: dict[str, Mutant] = {
     "skip_a_rank": lambda patch, rig: patch.setattr(watching, "fold", lambda values: fold([next(iter(values))])),
     "no_detach": lambda patch, rig: patch.setattr(rig.pins, "detach", lambda request, num_named: None),
-    "an_ended_digest_used_again": lambda patch, rig: patch.setattr(rig.pins.root, "end", lambda weights: True),
+    "an_ended_digest_used_again": lambda patch, rig: patch.setattr(rig.pins.root, "end", lambda weights: None),
     "a_late_hit_that_proposes_nothing": lambda patch, rig: patch.setattr(rig.side.weights, "ask_for_next_epoch", lambda: None),
     "idle_engines_never_compare": lambda patch, rig: patch.setattr(rig.watch, "_as_asked", lambda: True),
     "harmless_list_too_long": lambda patch, rig: patch.setattr(watching, "HARMLESS", watching.HARMLESS | {"update_weights"}),

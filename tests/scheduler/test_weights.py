@@ -119,8 +119,7 @@ def test_a_load_that_ends_with_the_step_of_a_change_leaves_nothing_open(make_rig
 @every_layout
 @pytest.mark.parametrize("lease_until", [float("inf"), 0.0])
 def test_a_change_behind_a_step_that_completes_no_block_is_seen_too(make_rig: MakeRig, store: SharedStore, lease_until: float) -> None:
-    """Its part of a block would be named with the rest of it, after the weights that were there before and after. So it would where the
-    lease was lost meanwhile, and has returned."""
+    """Its part of a block would be named with the rest of it, after the weights that were there before and after the loss of a lease."""
     rig = make_rig(store=store, epoch=0)
     request = rig.add(TOKENS, max_tokens=2 * BLOCK)
     rig.steps(3)

@@ -267,14 +267,12 @@ class RootState:
             self._refresh()
             return True
 
-    def end(self, weights: bytes) -> bool:
-        """Blocks that this engine has named after these weights, or this adapter, in this epoch may have been computed with others.
-        Returns whether others may have been told of such names."""
+    def end(self, weights: bytes) -> None:
+        """Blocks that this engine has named after these weights, or this adapter, in this epoch may have been computed with others."""
         with self.lock:
             self._ended = {ended for ended in self._ended if ended[0] >= self.epoch} | {(self.epoch, weights)}
             self._settled = False
             self._refresh()
-            return self.member.secret is not None and self.epoch >= 0
 
     def has_ended(self, digest: bytes) -> bool:
         """Whether `end` was called for these weights, or this adapter, in this epoch."""

@@ -67,7 +67,8 @@ class WeightChanges:
     def end(self, weights: bytes, *, at_once: bool = True) -> None:
         """Blocks under names of these weights were computed with others: they go, here at once, elsewhere with the next epoch. Where
         none has left this engine, the epoch has time until these weights return."""
-        if self._pins.root.end(weights) and at_once:
+        self._pins.root.end(weights)
+        if at_once:
             self.ask_for_next_epoch()
         self._state.apply()
 

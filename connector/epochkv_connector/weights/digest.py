@@ -285,9 +285,6 @@ LEFT_OUT = {
     "kv_cache": "what is named, not what names",
     "workspace": "scratch memory of kernels",
     "expert_map": "which rank has which expert: the layout, not the weights",
-    "expert_load_view": "a statistic",
-    "logical_to_physical_map": "as expert_map",
-    "logical_replica_count": "as expert_map",
 }
 """Names, or ends of names behind an underscore, of tensors that are not weights, and why."""
 
@@ -296,8 +293,6 @@ SCRATCH = (
     "kv_cache_k", "kv_cache_v", "staged_rows", "packed_rows", "prefetch_ids", "_cache", "ring_start", "prev_num_accepted", "prev_query_len",
 )  # fmt: skip
 """The same of plain attributes, and buffers of no checkpoint, that forward passes write to: rows for the tokens of a step, indices, KV."""
-STAGING = ("EngramBatch", "EngramPeerExchange")
-"""Modules of vLLM that hold such tensors alone."""
 
 _LEFT_OUT, _SCRATCH = (tuple(f"_{name}" for name in names) for names in (LEFT_OUT, SCRATCH))  # as ends, of names behind an underscore
 KERNEL_LIBRARIES = ("triton_kernels", "b12x")
@@ -331,8 +326,8 @@ class Home:
 def homes(worker: Any) -> Iterator[Home]:
     """All weights of this rank, with the places that they were found in. Raises Unreadable: a layer hides its weights."""
     for name, module in _modules(worker):
-        if type(module).__module__.startswith("vllm.lora.") or type(module).__name__ in STAGING:
-            continue  # the adapters' own; what is below such a wrapper is a module of its own
+        if type(module).__module__.startswith("vllm.lora.") or type(module).__name__ in ("EngramBatch", "EngramPeerExchange"):
+            continue  # the adapters' own, or memory of a step; what is below such a wrapper is a module of its own
         num_bytes = 0
         for home in _own(module):
             num_bytes += home.tensor.numel() * home.tensor.element_size()
@@ -378,8 +373,7 @@ _PLAIN = frozenset((bool, int, float, str, type(None), dict, OrderedDict))  # mo
 def _own(module: torch.nn.Module) -> Iterator[Home]:
     for table in (module._parameters, module._buffers):
         for attribute, tensor in table.items():
-            is_scratch = attribute in module._non_persistent_buffers_set and f"_{attribute}".endswith(_SCRATCH)
-            if tensor is not None and not is_scratch:
+            if tensor is not None and not (attribute in module._non_persistent_buffers_set and f"_{attribute}".endswith(_SCRATCH)):
                 yield Home(attribute, tensor, ((table, attribute, tensor),))
     impl = getattr(module.__dict__.get("impl"), "__dict__", {})  # of attention: kernels copy sinks, and may go on with the copy
     yield from _inside("impl.sinks", (impl, "sinks", impl.get("sinks")))

@@ -197,6 +197,8 @@ def test_an_engine_that_can_joins(start: Any) -> None:
         ({"EPOCHKV_LOCAL_CAPACITY": "1Pi"}, {}, "lower local.capacity_bytes"),
         ({}, {"engine": {"ec_transfer_config": object()}}, "ec_transfer_config is set"),
         ({}, {"parallel": {"distributed_executor_backend": "external_launcher", "world_size": 2}}, "is external_launcher with 2 ranks"),
+        ({}, {"parallel": {"enable_fault_tolerance": True}}, "enable_fault_tolerance is set"),
+        (FENCED, {"parallel": {"enable_fault_tolerance": True}}, "enable_fault_tolerance is set"),
         ({}, {"refuses": True}, "this model has no connector"),
         (FENCED, {"engine": {"ec_transfer_config": object()}}, "ec_transfer_config is set"),
         ({**FENCED, "EPOCHKV_CONFIG": KEYLESS}, {}, "hub.credentials_dir is '/nowhere'"),

@@ -158,12 +158,6 @@ def test_ranks_that_share_a_machine_know_how_many_they_are(base: Any, given: dic
     assert describe.ranks_here(config) == ranks
 
 
-def test_a_vllm_that_goes_on_behind_a_step_that_failed_is_refused(start: Start, fence: Start) -> None:
-    for refused in (lambda: start(child(), enable_fault_tolerance=True), lambda: fence(enable_fault_tolerance=True)):
-        with pytest.raises(UnsupportedEngine, match=r"enable_fault_tolerance is set: .*leave out"):
-            refused()
-
-
 def test_ranks_that_a_launcher_starts_are_refused(start: Start) -> None:
     derived = type("Own", (ExecutorWithExternalLauncher,), {})
     for transfer, backend in ((child(), "external_launcher"), (multi(child()), "external_launcher"), (child(), derived)):
@@ -255,9 +249,9 @@ def fence(configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> St
     monkeypatch.setenv("EPOCHKV_FENCE", "1")
     monkeypatch.setenv("EPOCHKV_CONFIG", json.dumps(CONNECTION))
 
-    def check(name: str | None = None, extra: dict[str, Any] | None = None, module: str | None = None, **parallel: Any) -> Any:
+    def check(name: str | None = None, extra: dict[str, Any] | None = None, module: str | None = None) -> Any:
         given = {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": extra or {}}
-        config = configured(None if name is None else given, **parallel)
+        config = configured(None if name is None else given)
         plugin.check(config)
         return fenced.check(config)
 

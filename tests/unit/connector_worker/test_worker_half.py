@@ -54,14 +54,6 @@ def test_a_save_waits_for_the_forward_of_its_step() -> None:
     assert set(rig.block(4)) == {77}
 
 
-def test_a_step_that_never_ended_saves_nothing() -> None:
-    """Nobody has compared what it was computed with."""
-    rig = Rig()
-    rig.step(finish=False, saves=[save(1, [move(3, 0, 30)])])
-    rig.step(finish=False)
-    assert rig.until_acked(1, Phase.COPIED).failed
-
-
 def test_blocks_travel_through_the_store_between_two_workers(store: ObedientStore) -> None:
     one, two = Rig(store), Rig(store)
     wanted = [one.block(3), one.block(4)]
