@@ -74,7 +74,7 @@ def test_the_fingerprint_names_what_changes_bytes(make_rig: MakeRig, monkeypatch
         "ROCM_QUICK_REDUCE_QUANTIZATION", "ROCM_USE_AITER_FP4BMM", "ROCM_USE_AITER_FP8BMM", "ROCM_USE_AITER_MOE_A4W4_DSV4",
     )  # fmt: skip
     for name in names:
-        monkeypatch.setattr(describe.vllm.envs, f"VLLM_{name}", "another", raising=False)
+        monkeypatch.setattr(f"vllm.envs.VLLM_{name}", "another", raising=False)
         several.add(fingerprint_of(rig))
     assert len(several) == 1 + len(wide) + len(names)
 
