@@ -39,19 +39,21 @@ class Executor:
     _client: KubeClient
     _store: Store
 
-    async def bring_about(self, about: str, seen: Observed, planned: Callable[[Observed], Plan]) -> tuple[Problem | None, ApiError | None]:
+    async def bring_about(self, about: str, seen: Observed, planned: Callable[[Observed], Plan]) -> tuple[Problem | None, Exception | None]:
         """Plan, and do what the plan says, unless an object that it would make is there already and is somebody else's:
         an apply would take that over by force. Returns as `execute`.
         """
-        plan = planned(seen)
         try:
+            plan = planned(seen)
             if not await self._owner_stays(plan):
                 return None, None
-            strangers = await self._strangers(seen, plan)
+            if strangers := await self._strangers(seen, plan):
+                plan = planned(replace(seen, children=(*seen.children, *strangers)))
         except ApiError as error:
             return _problem("", error, Forbidden="ReadForbidden", other="ReadFailed"), error
-        if strangers:
-            plan = planned(replace(seen, children=(*seen.children, *strangers)))
+        except Exception as error:  # gates, copies and the status do not wait for our mistake
+            text = f"the operator fails at this spec ({error!r}), and changes nothing: undo the last edit, and report it with the log"
+            return Problem("PlanFailed", text), error
         return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan)
 
     async def _owner_stays(self, plan: Plan) -> bool:

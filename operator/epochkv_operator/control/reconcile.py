@@ -126,16 +126,16 @@ class PoolReconciler(_Reconciler):
     async def _reconcile(self, key: Key, obj: Json) -> None:
         pool = parse_pool(obj)
         keys, problem, failed = await self._keys(key, obj)
-        errors = [failed]
+        errors: list[Exception | None] = [failed]
         if keys is not None:
             keys, trouble, failed = await self._serve(key, obj, pool, keys)
             problem = problem or trouble
             errors.append(failed)
         context = Context(self.settings, keys.revision if keys is not None else "", self.served())
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
-        refused, failed = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
+        refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem = problem or refused or blind(self.refused(key.namespace))
-        errors.append(failed)
+        errors.append(again)
         shared = self.copies.told(key, pool)
         snapshot, found = HubSnapshot(), None
 

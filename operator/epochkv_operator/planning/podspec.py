@@ -150,7 +150,7 @@ def finish_pod(pod: Json, template: PodTemplate | None, container: str, field: s
     """
     metadata, spec = dict(pod["metadata"]), dict(pod["spec"])
     if template is not None:
-        overrides = _with_nulls(template.spec or {})
+        overrides = _with_nulls(template.spec) or {}
         _refuse(overrides, container, f"{field}.spec")
         spec = merge(spec, overrides, f"{field}.spec")
     if template is not None and template.metadata is not None:
@@ -181,7 +181,7 @@ def _hardened(container: Json, *, ours: bool) -> Json:
     defaults: Json = {} if ours else {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     security = {**defaults, **container.get("securityContext", {})}
     if security.get("privileged"):
-        security.pop("allowPrivilegeEscalation")
+        security.pop("allowPrivilegeEscalation", None)
     return {**container, "securityContext": security}
 
 

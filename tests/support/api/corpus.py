@@ -7,6 +7,9 @@ from tests.support.api.cases import EXTERNAL, LOCAL, MOONCAKE, STORE, Change, Js
 from tests.support.api.engines import ENGINE_CASES, ENV, KV, POOL_REF
 
 RDMA = {"protocol": "RDMA", "devices": ["mlx5_0"]}
+DELETE = {"$patch": "delete"}
+_SECURITY = {"privileged": True, "allowPrivilegeEscalation": DELETE}
+PRIVILEGED = {"spec": {"containers": [{"name": "store", "securityContext": _SECURITY}]}}
 HOST_AND_PORT = "must be host:port, such as mooncake.example:50051, or etcd://host:port;host:port"
 
 POOL_CASES = [
@@ -31,6 +34,8 @@ POOL_CASES = [
     pool("policy-off", {"local": LOCAL, "networkPolicy": {"mode": "Disabled"}}),
     pool("master-template", master(template={"spec": {"nodeSelector": {"a": "b"}}, "metadata": {"labels": {"team": "x"}}})),
     pool("store-template", mooncake(store={**STORE, "template": {"spec": {"tolerations": [{"operator": "Exists"}]}}})),
+    pool("store-privileged", mooncake(store={**STORE, "template": PRIVILEGED})),
+    pool("template-of-nothing", master(template={"spec": DELETE})),
     pool("store-image", mooncake(image="registry.example/mooncake@sha256:0123")),
     pool("long-name", {"local": LOCAL}, name="p" + "o" * 38 + "l"),
     *(pool(f"reclaim-{policy}", {**mooncake(), "reset": {"reclaimPolicy": policy}}) for policy in ("Delete", "RemoveAll", "Retain")),

@@ -305,6 +305,15 @@ def test_owner_references_are_given_back_for_an_owner_that_stays(owner: Json | N
     assert client.applied == applied
 
 
+def test_a_plan_that_fails_is_a_problem_to_tell_and_to_try_again_on() -> None:
+    """A pool's gates, copies and status do not wait for it."""
+    error = KeyError("privileged")
+    problem, again = asyncio.run(Executor(Client(None), Store(indexed)).bring_about("pool", Observed(), Mock(side_effect=error)))
+    assert again is error
+    assert problem is not None
+    assert (problem.reason, "KeyError('privileged')" in problem.message) == ("PlanFailed", True)
+
+
 class Deployments(Client):
     """Applies as the API server does: what nobody takes away stays, its own defaults, too."""
 
