@@ -166,7 +166,7 @@ def _members(pool: KVCachePool) -> list[Json]:
         named: Json = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": sorted(allowed.names)}
         found.append({"namespaceSelector": {"matchExpressions": [named]}, **pods})
     if allowed is not None and allowed.selector is not None:
-        found.append({"namespaceSelector": allowed.selector.model_dump(exclude_none=True), **pods})
+        found.append({"namespaceSelector": allowed.selector.model_dump(mode="json", exclude_none=True), **pods})
     return found
 
 

@@ -10,6 +10,7 @@ RDMA = {"protocol": "RDMA", "devices": ["mlx5_0"]}
 DELETE = {"$patch": "delete"}
 _SECURITY = {"privileged": True, "allowPrivilegeEscalation": DELETE}
 PRIVILEGED = {"spec": {"containers": [{"name": "store", "securityContext": _SECURITY}]}}
+TEAM = {"key": "team", "operator": "In", "values": ["rl", "eval"]}
 HOST_AND_PORT = "must be host:port, such as mooncake.example:50051, or etcd://host:port;host:port"
 
 POOL_CASES = [
@@ -37,6 +38,7 @@ POOL_CASES = [
     pool("store-privileged", mooncake(store={**STORE, "template": PRIVILEGED})),
     pool("template-of-nothing", master(template={"spec": DELETE})),
     pool("store-image", mooncake(image="registry.example/mooncake@sha256:0123")),
+    pool("allowed-by-expression", {**mooncake(), "allowedNamespaces": {"selector": {"matchExpressions": [TEAM]}}}),
     pool("long-name", {"local": LOCAL}, name="p" + "o" * 38 + "l"),
     *(pool(f"reclaim-{policy}", {**mooncake(), "reset": {"reclaimPolicy": policy}}) for policy in ("Delete", "RemoveAll", "Retain")),
     pool("retain-external", {"distributed": EXTERNAL, "reset": {"reclaimPolicy": "Retain"}}),
