@@ -20,8 +20,8 @@ from epochkv_operator.planning.names import (
 from epochkv_operator.planning.podspec import InvalidTemplate
 from epochkv_operator.planning.pool import desired_pool
 
-_ITEM_KEYS: Final = ("name", "mountPath", "containerPort", "uid", "ip")
-"""What the items of a list are told apart by."""
+_ITEM_KEYS: Final = ("mountPath", "name", "containerPort", "uid", "ip")
+"""What the items of a list are told apart by. A volume may be mounted twice."""
 _WHOLE: Final = (".spec.selector", ".spec.podSelector", ".spec.ingress")
 """Where a field that somebody adds lets others in, or leaves out those that are meant. The API server adds none there."""
 ABSENT: Final = "it does not exist"

@@ -99,13 +99,16 @@ def test_a_count_that_an_autoscaler_owns_is_left_alone() -> None:
     assert "replicas" not in one(list(plan_pool(pool(changed), Observed(live), CONTEXT).apply), "StatefulSet")["spec"]
 
 
-def test_numbers_of_a_template_are_those_that_the_api_server_writes_as_text() -> None:
-    size: Json = {"resourceFieldRef": {"resource": "limits.memory", "divisor": 1}}
-    sidecar = {"name": "sidecar", "env": [{"name": "SIZE", "valueFrom": size}], "resources": {"requests": {"cpu": 0.5}}}
+def test_what_the_api_server_writes_otherwise_in_a_template_is_no_change() -> None:
+    size: Json = {"name": "SIZE", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory", "divisor": 1}}}
+    mounts = [{"name": "tmp", "mountPath": at, "readOnly": False} for at in ("/a", "/b")]
+    sidecar = {"name": "sidecar", "env": [size], "resources": {"requests": {"cpu": 0.5}}, "volumeMounts": mounts}
     wanted = engine({**ENGINE_SPECS["minimal"], "template": {"spec": {"containers": [sidecar]}}})
     live = served(plan_engine(wanted, pool(), Observed(), CONTEXT).apply)
     made = containers(one(live, "Deployment"))[1]
     made["resources"]["requests"]["cpu"], made["env"][0]["valueFrom"]["resourceFieldRef"]["divisor"] = "500m", "1"
+    for mount in made["volumeMounts"]:
+        del mount["readOnly"]
     assert plan_engine(wanted, pool(), Observed(live), CONTEXT) == Plan()
 
 
