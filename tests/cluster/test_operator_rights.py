@@ -44,7 +44,8 @@ class Right(NamedTuple):
 
 @pytest.fixture
 def audited(tmp_path: Path) -> Iterator[ControlPlane]:
-    with ControlPlane(tmp_path / "cp", binaries=build(), audited=ACCOUNT) as plane:
+    flags = ["--enable-admission-plugins=OwnerReferencesPermissionEnforcement"]  # as on OpenShift
+    with ControlPlane(tmp_path / "cp", binaries=build(), audited=ACCOUNT, api_server_flags=flags) as plane:
         install_crds(plane)
         yield plane
 
@@ -95,6 +96,8 @@ class Rights:
             if match := REFUSED.search(status.get("message", "")):  # it names what was missed: an apply that creates is a patch
                 verb, resource, group, namespace = match.groups()
                 found.add(Right(namespace, group, resource, verb))
+            elif "an ownerRef on a resource you can't delete" in status["message"]:
+                found.add(Right(ref["namespace"], ref.get("apiGroup", ""), ref["resource"], "delete"))
             elif event["verb"] == "list" and ref.get("namespace"):  # a list of metadata alone is audited without the message
                 found.add(Right(ref["namespace"], ref.get("apiGroup", ""), ref["resource"], "list"))
         return found
@@ -164,6 +167,9 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         gate: Any = {"readinessGates": [{"conditionType": "epochkv.io/weights"}], "containers": [{"name": "engine", "image": "i"}]}
         team.create("/api/v1/namespaces/{}/pods", {"metadata": {"name": "joined", "labels": labels}, "spec": gate})
         until(lambda: condition((team.get("/api/v1/namespaces/{}/pods", "joined") or {})["status"], "epochkv.io/weights"), "a gate")
+        accounts = CHILDREN["serviceaccounts"]
+        team.patch(accounts, "rollout", {"metadata": {"ownerReferences": None}})
+        until(lambda: (team.get(accounts, "rollout") or {})["metadata"].get("ownerReferences"), "the owner given back")
         team.patch_spec("policy", keys={"generation": 1})
         until(lambda: team.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "keys rotated")
         team.patch_spec("policy", distributed=None)

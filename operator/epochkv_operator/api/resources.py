@@ -96,9 +96,8 @@ def selector(resource: Resource) -> str:
 
 
 READ: Final = ("get", "list", "watch")
-KEEP: Final = ("get", "list", "watch", "create", "patch")
-KEPT: Final = (SERVICE_ACCOUNTS,)
-"""Children that only go with their owner: the garbage collector deletes them."""
+KEEP: Final = ("get", "list", "watch", "create", "patch", "delete")
+"""`delete` also where only the garbage collector deletes: `OwnerReferencesPermissionEnforcement` asks for it to give an owner back."""
 
 
 class Right(NamedTuple):
@@ -145,7 +144,7 @@ def _served(scope: str | None) -> Iterable[Right]:
         yield from right(resource, READ)
         yield from right(resource, ("patch",), subresource="status")
     for resource in (*CHILDREN, *OPTIONAL):
-        yield from right(resource, KEEP if resource in KEPT else (*KEEP, "delete"))
+        yield from right(resource, KEEP)
     yield from right(CONFIGMAPS, ("update",))  # copies for other namespaces, as they were read
     yield from right(PODS, ("list", "watch"))
     if scope is None:  # for `allowedNamespaces.selector`
