@@ -115,18 +115,22 @@ def _parallelism(spec: InferenceEngineSpec, given: set[str]) -> list[str]:
     return arguments
 
 
-def shutdown_seconds(pod: Json) -> int:
-    """How long running requests may go on once the pod is told to end. Depends on the merged grace period."""
-    grace = pod.get("terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS)
-    return max(0, int(grace) - PRE_STOP_SECONDS - _SHUTDOWN_MARGIN_SECONDS)
+def ending_seconds(pod: Json) -> tuple[int, int]:
+    """How long the pod sleeps once it is told to end, and how long running requests may go on then. Depends on the merged grace period:
+    the API server refuses a longer sleep."""
+    grace = int(pod.get("terminationGracePeriodSeconds", _KUBERNETES_GRACE_SECONDS))
+    return min(PRE_STOP_SECONDS, grace), max(0, grace - PRE_STOP_SECONDS - _SHUTDOWN_MARGIN_SECONDS)
 
 
 def set_shutdown_timeout(pod: Json, spec: InferenceEngineSpec) -> None:
     """Let running requests finish before the kubelet kills: the default aborts them."""
-    if "--shutdown-timeout" in flags(spec.args or ()):
-        return
     container = next(container for container in pod["containers"] if container["name"] == "engine")
-    container["args"] = ["--shutdown-timeout", str(shutdown_seconds(pod)), *container["args"]]
+    sleep, shutdown = ending_seconds(pod)
+    hook = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
+    if hook.get("seconds") == PRE_STOP_SECONDS:
+        hook["seconds"] = sleep
+    if "--shutdown-timeout" not in flags(spec.args or ()):
+        container["args"] = ["--shutdown-timeout", str(shutdown), *container["args"]]
 
 
 def flags(arguments: tuple[str, ...]) -> set[str]:
@@ -229,7 +233,7 @@ def follower_template(engine: InferenceEngine, pool: KVCachePool | None, context
     for probe in _PROBES:
         container.pop(probe, None)  # nothing listens; one that ends takes its group with it
     # The first pod finishes its requests, for which it needs the others.
-    container["lifecycle"] = {"preStop": {"sleep": {"seconds": PRE_STOP_SECONDS + shutdown_seconds(template["spec"])}}}
+    container["lifecycle"] = {"preStop": {"sleep": {"seconds": sum(ending_seconds(template["spec"]))}}}
     return template
 
 

@@ -172,18 +172,22 @@ def test_a_store_has_time_to_fill_its_segment(segment: str, failures: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("overrides", "timeout"),
+    ("overrides", "sleep", "timeout"),
     [
-        ({}, "40"),
-        ({"terminationGracePeriodSeconds": 300}, "280"),
-        ({"terminationGracePeriodSeconds": 20}, "0"),
-        ({"terminationGracePeriodSeconds": 5}, "0"),
-        ({"terminationGracePeriodSeconds": None}, "10"),  # Kubernetes' own 30 s
+        ({}, 5, "40"),
+        ({"terminationGracePeriodSeconds": 300}, 5, "280"),
+        ({"terminationGracePeriodSeconds": 20}, 5, "0"),
+        ({"terminationGracePeriodSeconds": 3}, 3, "0"),  # the API server refuses a longer sleep
+        ({"terminationGracePeriodSeconds": 0}, 0, "0"),
+        ({"terminationGracePeriodSeconds": None}, 5, "10"),  # Kubernetes' own 30 s
     ],
 )
-def test_shutdown_ends_well_before_the_kill(overrides: Json, timeout: str) -> None:
+def test_shutdown_ends_well_before_the_kill(overrides: Json, sleep: int, timeout: str) -> None:
     template: Json = {"template": {"spec": overrides}}
-    assert container(deployment(template)["template"])["args"][1] == timeout
+    made = container(deployment(template)["template"])
+    assert (made["lifecycle"]["preStop"], made["args"][1]) == ({"sleep": {"seconds": sleep}}, timeout)
+    follower = one(objects({**SPANNING, **template}), "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    assert container(follower)["lifecycle"]["preStop"] == {"sleep": {"seconds": sleep + int(timeout)}}
     assert "--shutdown-timeout" not in container(deployment({**template, "args": ["--shutdown-timeout=9"]})["template"])["args"]
 
 
