@@ -167,9 +167,8 @@ def test_the_chart_grants_what_is_refused_without_it_and_nothing_else(audited: C
         gate: Any = {"readinessGates": [{"conditionType": "epochkv.io/weights"}], "containers": [{"name": "engine", "image": "i"}]}
         team.create("/api/v1/namespaces/{}/pods", {"metadata": {"name": "joined", "labels": labels}, "spec": gate})
         until(lambda: condition((team.get("/api/v1/namespaces/{}/pods", "joined") or {})["status"], "epochkv.io/weights"), "a gate")
-        accounts = CHILDREN["serviceaccounts"]
-        team.patch(accounts, "rollout", {"metadata": {"ownerReferences": None}})
-        until(lambda: (team.get(accounts, "rollout") or {})["metadata"].get("ownerReferences"), "the owner given back")
+        team.patch(CHILDREN["serviceaccounts"], "rollout", {"metadata": {"ownerReferences": None}})
+        until(lambda: (team.get(CHILDREN["serviceaccounts"], "rollout") or {})["metadata"].get("ownerReferences"), "the owner given back")
         team.patch_spec("policy", keys={"generation": 1})
         until(lambda: team.status("policy").get("keys") == {"generation": 1, "accepted": 1}, "keys rotated")
         team.patch_spec("policy", distributed=None)
