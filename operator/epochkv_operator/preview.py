@@ -162,7 +162,7 @@ def _pod_said(workload: Json) -> str:
     if template is None:
         return ""
     container = next(container for container in template["spec"]["containers"] if container["name"] == "engine")
-    resources = container["resources"]
+    resources = container.get("resources", {})
     memory = {**resources.get("requests", {}), **resources.get("limits", {})}.get("memory")
     arguments = " ".join("{...}" if argument.startswith("{") else shlex.quote(argument) for argument in container["args"])
     return f"each pod: {f'{memory} of memory, ' if memory else ''}vLLM with {arguments}"

@@ -7,7 +7,7 @@ required, as the schema does.
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.alias_generators import to_camel
 
 from epochkv_fence import quantity
@@ -35,11 +35,17 @@ Json = dict[str, Any]
 
 
 class ApiModel(BaseModel):
-    """Frozen, camelCase outside, snake_case inside; unknown fields and silent conversions are errors."""
+    """Frozen, camelCase outside, snake_case inside; unknown fields and silent conversions are errors. Null is as good as nothing, as it is
+    for the API server."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, alias_generator=to_camel, serialize_by_alias=True, use_attribute_docstrings=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class StatusModel(BaseModel):

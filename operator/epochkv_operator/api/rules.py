@@ -33,6 +33,7 @@ def _schemas() -> dict[str, Json]:
 def _with_defaults(schema: Json, value: Any) -> Any:
     if isinstance(value, dict) and "properties" in schema:
         fields = schema["properties"]
+        value = {name: item for name, item in value.items() if item is not None}
         value = {name: field["default"] for name, field in fields.items() if "default" in field} | value
         return {name: _with_defaults(fields.get(name, {}), item) for name, item in value.items()}
     if isinstance(value, list):
@@ -43,8 +44,6 @@ def _with_defaults(schema: Json, value: Any) -> Any:
 
 
 def _violations(schema: Json, value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if value is None:
-        return
     for rule in schema.get("x-kubernetes-validations", ()):
         # Those with `oldSelf` are about changes.
         if "oldSelf" not in rule["rule"] and not _evaluated(rule["rule"], value):

@@ -26,7 +26,7 @@ POOL_CASES = [
     pool("resource-without-domain", mooncake(transport={**RDMA, "resourceName": "hca"}), "resourceName", schema=True),
     pool("external-metadata", external("m:50051", metadataServer="http://m:8080/metadata")),
     pool("both-tiers", {"local": LOCAL, "distributed": MOONCAKE, "resetEpoch": 7, "reset": {"leaseSeconds": 5}}),
-    pool("empty-nested-objects", {"local": LOCAL, "reset": {}, "networkPolicy": {}}),
+    *(pool(f"nested-{given}", {"local": LOCAL, "reset": given, "networkPolicy": given}) for given in ({}, None)),
     pool("largest-epoch", {"local": LOCAL, "resetEpoch": 9007199254740991}),
     pool("three-masters-with-etcd", master(replicas=3, highAvailability=etcd("e1:2379", "e2:2379"))),
     *(pool(f"serve-{weights}", {"local": LOCAL, "serve": {"weights": weights}}) for weights in ("Any", "Converged", "step 42", "3f2a9c1e")),

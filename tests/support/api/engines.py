@@ -35,6 +35,8 @@ ENGINE_CASES = [
         },
     ),
     engine("scaled-to-zero", {"replicas": 0}),
+    engine("nulls", dict.fromkeys(("replicas", "parallelism", "updateStrategy", "env", "template"))),
+    engine("no-resources", {"template": {"spec": {"containers": [{"name": "engine", "resources": {"$patch": "delete"}}]}}}),
     engine("surge-only", {"updateStrategy": {"maxUnavailable": 0, "maxSurge": "1%"}}),
     engine("model-in-a-claim", {"model": {"name": "m", "volume": {"claimName": "models", "path": "qwen/8b"}}}),
     engine("model-in-an-image", {"model": {"name": "m", "volume": {"image": {"reference": "r/m@sha256:0", "pullPolicy": "Never"}}}}),
