@@ -41,7 +41,9 @@ SLACK_SECONDS: Final = 3.0
 OPERATOR: Final = "app.kubernetes.io/part-of=epochkv,app.kubernetes.io/component=operator"
 DEFINITIONS: Final = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition")
 APPLY_CRDS: Final = "epochkv-operator crds | kubectl apply --server-side --force-conflicts -f -"
-FORWARD: Final = "kubectl -n {home} port-forward service/epochkv-hub 7700 & sleep 2; epochkv doctor --hub tcp://127.0.0.1:7700"
+LOGS: Final = f"kubectl get pods -A -l {OPERATOR} --no-headers | while read -r ns pod _; do kubectl -n $ns logs $pod --tail=50; done"
+LEADER: Final = f"$(kubectl -n {{home}} get lease {LEASE} -o jsonpath='{{{{.spec.holderIdentity}}}}' | cut -d_ -f1)"
+FORWARD: Final = f"kubectl -n {{home}} port-forward {LEADER} 7700 & sleep 2; epochkv doctor --hub tcp://127.0.0.1:7700"
 COSTS_ONLY: Final = ("TiersUsable", "Drained", "Reclaimed", "KeysRotated", "WeightsConverged")
 """While one of these is not True, nothing is wrong or missing: hits or memory are, or it is still on its way."""
 ALWAYS_WRONG: Final = ("Diverged", "TiersBroken", "LayoutUnsupported")
@@ -142,7 +144,7 @@ def judge_object(obj: Json, now: datetime) -> Iterator[Finding]:
     if not status.get("conditions"):
         late = _seconds(metadata.get("creationTimestamp"), now) > PATIENCE_SECONDS
         text = "it has no status: no operator has looked at it; does one run, and serve this namespace?"
-        yield say(level=Level.WRONG if late else Level.WARNING, text=text, fix=f"kubectl logs -A -l {OPERATOR} --tail=50")
+        yield say(level=Level.WRONG if late else Level.WARNING, text=text, fix=LOGS)
         return
     bad = [one for one in status["conditions"] if one["status"] != "True" and (one["type"], one["reason"]) != ("Available", "ScaledToZero")]
     without_pods = any(one["type"] == "Available" for one in bad)
@@ -204,7 +206,7 @@ async def _hub(client: KubeClient, scope: ClusterScope, pool: Json) -> list[Find
     fields = decoded(await _get(client, SECRETS, namespace, secret) or {})
     again = f"kubectl -n {namespace} delete secret {secret} && {look}   # the operator makes it again with the keys that it remembers"
     if whole(fields, pool["metadata"]["uid"]) is not None:
-        again = f"kubectl logs -A -l {OPERATOR} --tail=50   # why does the operator not read the Secret, which is whole? see also rbac"
+        again = f"{LOGS}   # why does the operator not read the Secret, which is whole? see also rbac"
     environ = {variable: fields.get(file, "") for variable, file in zip(CLIENT_ENVS, CLIENT_FILES, strict=True)}
     connection = Connection(PoolRef(name, pool["metadata"]["uid"], namespace), HubRef(endpoint), _about(pool), environ)
     try:
@@ -252,7 +254,7 @@ class Operator(NamedTuple):
 
     @property
     def logs(self) -> str:
-        return f"kubectl -n {self.namespace} logs deployment/{self.deployment['metadata']['name']} --tail=50"
+        return f"kubectl -n {self.namespace} logs deployment/{self.deployment['metadata']['name']} --all-pods --tail=50"
 
 
 async def _operators(client: KubeClient, scope: ClusterScope) -> list[Finding]:
@@ -310,9 +312,9 @@ def judge_rights(operator: Operator, missing: Sequence[Right], num_needed: int) 
         return Finding("rbac", Level.OK, f"it has all {num_needed} rights that the operator needs", about=operator.account)
     text = f"it lacks {len(missing)} of {num_needed} rights: {listed(map(str, missing), 6)}"
     release = operator.deployment["metadata"].get("labels", {}).get("app.kubernetes.io/instance", "epochkv")
-    place = f"-n {operator.namespace}"
-    deployed = f"$(helm {place} list --deployed --no-headers -f '^{release}$' | awk '{{print $3}}')"  # not a revision that failed
-    fix = f"helm {place} get manifest {release} --revision {deployed} | kubectl apply {place} -f -"
+    helm = f"helm -n {operator.namespace}"
+    deployed = f"$({helm} list --deployed --no-headers -f '^{release}$' | awk '{{print $3}}')"  # not a revision that failed
+    fix = f"{helm} get manifest {release} --revision {deployed} | kubectl apply -f -"
     return Finding("rbac", Level.WRONG, text, fix, operator.account)
 
 

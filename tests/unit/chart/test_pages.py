@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from epochkv_operator import doctor
 from epochkv_operator.api.generate import ENGINE, manifest
 from hack.cluster import binaries
 
@@ -63,6 +64,19 @@ def test_what_tools_that_wait_make_of_it(kind: str, status: Json, plain: str, fl
     command = [binaries.build(also=["gitops"]).path("gitops"), tmp_path / "expressions", tmp_path / "check"]
     done = subprocess.run(command, input=json.dumps(obj), capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == [plain, flux, argo], done.stderr
+
+
+FIXES = [fix.format(ns="rl", name="policy", word="pool") for fix in (*doctor.FIXES.values(), doctor.LOGS)]
+FIXES.append(doctor.Operator({"metadata": {"name": "epochkv-operator", "namespace": "home"}}).logs)
+
+
+@pytest.mark.parametrize("command", FIXES + re.findall("^kubectl .*", (ROOT / "docs/runbooks.md").read_text(), re.MULTILINE))
+def test_kubectl_takes_what_we_say(command: str) -> None:
+    """Until it dials, as there is no server."""
+    env = {"PATH": f"{binaries.build().path('kubectl').parent}:/bin", "KUBECONFIG": "/dev/null"}
+    shell = ["bash", "-c", re.split(r"   #| \| ", command)[0]]
+    done = subprocess.run(shell, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert "was refused" in done.stderr, done
 
 
 def test_kustomize_labels_pods_and_no_selector(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What `epochkv doctor` says of objects of a cluster. Pure: objects as the API server gives them, and its time."""
 
 import asyncio
+import socket
+import subprocess
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -14,6 +16,7 @@ from epochkv_operator.api.resources import rights
 from epochkv_operator.doctor import Operator, judge_lease, judge_object, judge_rights
 from epochkv_operator.keys import content, encoded, made
 from epochkv_operator.kube.client import KubeClient
+from epochkv_operator.kube.lease import new_identity
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 Json = dict[str, Any]
@@ -71,6 +74,15 @@ def test_rights_that_are_missing_are_listed_with_the_chart_that_grants_them() ->
     found = judge_rights(operator(), needed[:8], len(needed))
     assert (found.level, found.text.count(" in rl"), "and 2 more" in found.text) == (Level.WRONG, 6, True)
     assert "helm -n home get manifest kv --revision $(helm -n home list --deployed" in found.fix
+    assert found.fix.endswith(" | kubectl apply -f -"), "roles are in the namespaces that it serves"
+
+
+def test_the_port_of_who_leads_is_forwarded() -> None:
+    """Only it listens."""
+    forward = doctor.FORWARD.format(home="home").partition(" &")[0]
+    script = f"kubectl() {{ [ $3 = get ] && echo {new_identity()} || echo said $*; }}; {forward}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"said -n home port-forward {socket.gethostname()} 7700\n"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +135,7 @@ def test_what_is_well_new_or_going() -> None:
     assert silent.fix.startswith("kubectl -n rl logs -l epochkv.io/pool=policy ")
 
 
-@pytest.mark.parametrize(("uid", "fix"), [("u", "kubectl logs"), ("of another pool", "kubectl -n rl delete secret policy-fence ")])
+@pytest.mark.parametrize(("uid", "fix"), [("u", "kubectl get pods"), ("of another pool", "kubectl -n rl delete secret policy-fence ")])
 async def test_a_secret_is_deleted_only_where_it_is_not_whole(uid: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """New keys restart all engines: no remedy for an operator that may not read the Secret."""
     monkeypatch.setattr(doctor, "_get", AsyncMock(return_value={"data": encoded(content(made(generate_keypair().public, 0), uid))}))
