@@ -26,14 +26,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end }}
 
-{{/* Image of pools and engines that name none: beside the operator's own. Arguments: the root, `store` or `engine`, and the value. */}}
+{{/* Image of pools and engines that name none: beside the operator's own. Arguments: the root, `store`, `engine` or `connector`, and the value. */}}
 {{- define "epochkv.defaultImage" -}}
 {{- $root := index . 0 -}}
 {{- index . 2 | default (printf "%s%s:%s" (trimSuffix "operator" $root.Values.image.repository) (index . 1) ($root.Values.image.tag | default $root.Chart.AppVersion)) -}}
-{{- end }}
-
-{{- define "epochkv.connectorImage" -}}
-{{- include "epochkv.defaultImage" (list . "connector" .Values.defaults.connectorImage) -}}
 {{- end }}
 
 {{/* Pod Security `restricted`. */}}

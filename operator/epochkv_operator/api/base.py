@@ -35,8 +35,7 @@ Json = dict[str, Any]
 
 
 class ApiModel(BaseModel):
-    """Frozen, camelCase outside, snake_case inside; unknown fields and silent conversions are errors. Null is as good as nothing, as it is
-    for the API server."""
+    """Frozen, camelCase outside, snake_case inside; unknown fields and silent conversions are errors. Null is as good as nothing."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, alias_generator=to_camel, serialize_by_alias=True, use_attribute_docstrings=True

@@ -131,7 +131,8 @@ class UpdateStrategy(ApiModel):
     model_config = ruled(rule(f"!{_cel_zero('maxUnavailable')} || !{_cel_zero('maxSurge')}", _BOTH_ZERO))
 
     max_unavailable: IntOrPercent = 1
-    """Replicas that may be missing meanwhile. A node that is drained may take away as many, and always one."""
+    """Replicas that may be missing meanwhile. A node that is drained may take away as many, and always one. With `nodes` above 1, give a
+    number or a `maxSurge`: LeaderWorkerSet rounds a percentage down, and refuses 0 of both."""
     max_surge: IntOrPercent = 0
     """Replicas that may be added meanwhile. None by default: there is rarely a free accelerator."""
 
@@ -396,10 +397,7 @@ class InferenceEngineSpec(ApiModel):
     """How one replica is spread over devices and nodes."""
     update_strategy: Annotated[UpdateStrategy, own_defaults(UpdateStrategy)]
     """How pods are replaced when what they run changes. The condition `Progressing` shows how far that is."""
-    args: Annotated[
-        tuple[Argument, ...] | None,
-        list_field(128, kind="atomic"),
-    ] = None
+    args: Annotated[tuple[Argument, ...] | None, list_field(128, kind="atomic")] = None
     """Arguments for vLLM's OpenAI server, added to the operator's own and winning over its defaults. An option and its value are two
     items, or one with `=`. Secrets go into `env`, as `VLLM_API_KEY` and `HF_TOKEN`, with `valueFrom.secretKeyRef`."""
     env: Annotated[

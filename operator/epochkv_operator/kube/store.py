@@ -88,9 +88,21 @@ class Store:
         self._regroup(uid, ((kind, *entry) for entry in self._indexer(kind, obj)))
         return True
 
-    def remove(self, kind: str, obj: Json) -> bool:
-        """The object is gone. False when it was not known."""
-        return self._drop(kind, obj["metadata"]["uid"], resource_version(obj))
+    def remove(self, kind: str, obj: Json, version: int | None = None) -> bool:
+        """The object is gone, at this version or at its own. False when it was not known."""
+        now, uid = time.monotonic(), obj["metadata"]["uid"]
+        self._tombstones[uid] = (now, resource_version(obj) if version is None else version)
+        self._tombstones.move_to_end(uid)  # the oldest one is the first
+        while now - next(iter(self._tombstones.values()))[0] > TOMBSTONE_SECONDS:
+            self._tombstones.popitem(last=False)
+        known = self._objects.get(kind, {}).pop(uid, None)
+        if known is None:
+            return False
+        self._regroup(uid, ())
+        name = (kind, known["metadata"].get("namespace", ""), known["metadata"]["name"])
+        if self._names.get(name) == uid:
+            del self._names[name]
+        return True
 
     def behind(self, kind: str, shown: Mapping[str, int]) -> int:
         """How many of these objects (version by uid) are not known, or in an older state only. Those that were deleted since are."""
@@ -107,7 +119,7 @@ class Store:
         for uid, obj in list(self._objects.get(kind, {}).items()):
             inside = namespace is None or obj["metadata"].get("namespace") == namespace
             if inside and uid not in shown and resource_version(obj) <= list_version:
-                self._drop(kind, uid, list_version)
+                self.remove(kind, obj, list_version)
                 vanished.append(obj)
         return vanished
 
@@ -146,21 +158,6 @@ class Store:
         # A namesake that was recreated has a higher version; a late event of the old one must not take its place.
         if current is None or resource_version(current) <= resource_version(self._objects[kind][uid]):
             self._names[name] = uid
-
-    def _drop(self, kind: str, uid: str, version: int) -> bool:
-        now = time.monotonic()
-        self._tombstones[uid] = (now, version)
-        self._tombstones.move_to_end(uid)  # the oldest one is the first
-        while now - next(iter(self._tombstones.values()))[0] > TOMBSTONE_SECONDS:
-            self._tombstones.popitem(last=False)
-        obj = self._objects.get(kind, {}).pop(uid, None)
-        if obj is None:
-            return False
-        self._regroup(uid, ())
-        name = (kind, obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
-        if self._names.get(name) == uid:
-            del self._names[name]
-        return True
 
 
 BY_POOL: Final = "spec.poolRef.name"

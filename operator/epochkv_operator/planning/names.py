@@ -136,9 +136,4 @@ def stamped(obj: Json, context: Context, annotations: dict[str, str] | None = No
 
 
 def _common(name: str, instance: str, component: str) -> dict[str, str]:
-    return {
-        "app.kubernetes.io/name": name,
-        "app.kubernetes.io/instance": instance,
-        COMPONENT_LABEL: component,
-        **OURS,
-    }
+    return {"app.kubernetes.io/name": name, "app.kubernetes.io/instance": instance, COMPONENT_LABEL: component, **OURS}

@@ -11,12 +11,7 @@ from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.api.resources import BY_KIND, CHILDREN
 from epochkv_operator.planning.context import Context, Json, KindNotServed, Observed, Problem
 from epochkv_operator.planning.engine import desired_engine
-from epochkv_operator.planning.names import (
-    COMPONENT_LABEL,
-    HASH_ANNOTATION,
-    VERSION_ANNOTATION,
-    controller_of,
-)
+from epochkv_operator.planning.names import COMPONENT_LABEL, HASH_ANNOTATION, VERSION_ANNOTATION, controller_of
 from epochkv_operator.planning.podspec import InvalidTemplate
 from epochkv_operator.planning.pool import desired_pool
 

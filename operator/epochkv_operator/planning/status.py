@@ -123,14 +123,9 @@ def conditions(wanted: Sequence[Condition], previous: Json, generation: int, now
     def written(condition: Condition) -> Json:
         before = known.get(condition.type, {})
         same = before.get("status") == condition.status
-        return {
-            "type": condition.type,
-            "status": condition.status,
-            "observedGeneration": generation,
-            "lastTransitionTime": before["lastTransitionTime"] if same else timestamp(now),
-            "reason": condition.reason,
-            "message": condition.message[:4096],
-        }
+        since = before["lastTransitionTime"] if same else timestamp(now)
+        shown = condition._replace(message=condition.message[:4096])
+        return {**shown._asdict(), "observedGeneration": generation, "lastTransitionTime": since}
 
     return [written(condition) for condition in wanted]
 

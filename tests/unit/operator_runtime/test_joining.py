@@ -217,7 +217,7 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest
     assert (opened(6, "team"), statuses[-1]["conditions"][0]["reason"], statuses[-1].get("observedGeneration")) == ([], "ReadForbidden", 1)
     unseen.clear()
     assert (opened(7), "DELETE Secret team" in server.asked) == ([], True)
-    store.remove("ConfigMap", *store.every("ConfigMap"))
+    store.remove("ConfigMap", store.every("ConfigMap")[0])
     server.refused = {"of-team"}
     assert opened(8, "elsewhere") == ["NotGated of-refused"]
     opens = [("of-team", "True", "a"), *((str(number), "True", "b") for number in range(8))]
