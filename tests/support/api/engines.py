@@ -107,11 +107,8 @@ ENGINE_CASES = [
     engine("revision-with-space", {"model": {"name": "a", "revision": "a b"}}, "spec.model.revision", "a branch, a tag or a commit"),
     engine("source-with-space", {"model": {"name": "a", "source": "/a b"}}, "spec.model.source", "a path in the pod, or a repository"),
     engine("negative-replicas", {"replicas": -1}, "replicas", "greater than or equal to 0", schema=True),
-    engine("no-tensor-rank", {"parallelism": {"tensor": 0}}, "parallelism.tensor", schema=True),
-    engine("no-stage", {"parallelism": {"pipeline": 0}}, "parallelism.pipeline", schema=True),
-    engine("no-node", {"parallelism": {"nodes": 0}}, "parallelism.nodes", schema=True),
+    *(engine(f"no-{of}", {"parallelism": {of: 0}}, f"parallelism.{of}", schema=True) for of in ("tensor", "pipeline", "data", "nodes")),
     engine("uneven", {"parallelism": {"tensor": 2, "nodes": 4}}, "tensor x pipeline", "multiple of nodes (now 2 and 4)"),
-    engine("no-data-rank", {"parallelism": {"data": 0}}, "parallelism.data", schema=True),
     engine("split", {"parallelism": {"tensor": 2, "data": 2, "nodes": 4}}, "whole data-parallel ranks", "multiple of nodes (now 2 and 4)"),
     engine("wide", {"parallelism": {"tensor": 3, "data": 4, "expert": True, "nodes": 2}}),
     # rollouts
@@ -119,7 +116,6 @@ ENGINE_CASES = [
     engine("never-rolls-by-percent", {"updateStrategy": {"maxUnavailable": "0%", "maxSurge": "00%"}}, "are both 0"),
     engine("negative-surge", {"updateStrategy": {"maxSurge": -1}}, "a number of replicas from 0 on", "such as 1 or 25%"),
     engine("too-much-surge", {"updateStrategy": {"maxSurge": "101%"}}, "a percentage from 0% to 100%"),
-    engine("surge-in-words", {"updateStrategy": {"maxSurge": "some"}}, "a percentage from 0% to 100%"),
     # where the model lies
     engine("volume-of-nothing", {"model": {"name": "m", "volume": {"path": "a"}}}, "exactly one of claimName and image"),
     engine("volume-of-two", {"model": {"name": "m", "volume": {"claimName": "a", "image": {"reference": "b"}}}}, "exactly one of"),
