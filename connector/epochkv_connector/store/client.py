@@ -587,7 +587,8 @@ class StoreClient:
                 moved = [codes] * len(chunk)
             else:
                 moved = [judge(transfer, code) for transfer, code in zip(chunk, codes, strict=True)]
-                quarantine = max(quarantine, self._settle(kind, chunk, moved, seconds))
+                if quarantine := self._settle(kind, chunk, moved, seconds):  # it may still write: nothing of it is believed
+                    moved = [StoreOutcome.TRANSFER] * len(chunk)
             outcomes.extend(moved)
             if any(outcome is not StoreOutcome.OK for outcome in moved):
                 ticket.cancel()

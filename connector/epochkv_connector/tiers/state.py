@@ -196,8 +196,7 @@ class Jobs:
         if isinstance(entry.job, SaveJob):
             return
         vague = ack.failed and len({move.slot for move in entry.job.moves}) < len(entry.job.moves)
-        unsure = set(ack.busy_slots) if ack.failed else set()  # all calls of a load that succeeded have returned
-        filled = set() if vague else set(ack.filled_slots) - unsure
+        filled = set() if vague else set(ack.filled_slots)  # by calls that have returned: those of one fetch write to different slots
         entry.filled = filled if entry.filled is None else entry.filled & filled
 
     def _complete(self, entry: _Open, phase: Phase) -> Outcome:

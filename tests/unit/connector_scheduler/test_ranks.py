@@ -209,9 +209,10 @@ def test_a_failed_load_blames_what_was_not_fetched_or_else_everything() -> None:
 
 def test_busy_slots_wait_for_every_rank_that_named_them() -> None:
     table = table_of(2)
-    busy = [JobAck(2, rank, Phase.LOADED, True, (), (24, 25)) for rank in (0, 1)]
+    busy = [JobAck(2, rank, Phase.LOADED, True, (20, 22, 24), (24, 25)) for rank in (0, 1)]
     loaded, released = feed(table, busy)
     assert isinstance(loaded, Loaded)
+    assert [move.slot for move in loaded.filled] == [20, 22, 24], "the other calls of one fetch write to other slots"
     assert isinstance(released, Released)
     assert released.slots == (27, 26, 23, 22, 21, 20)
     assert not table.is_loading("l"), "the request need not wait for the slots"
