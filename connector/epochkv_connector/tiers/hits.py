@@ -341,7 +341,8 @@ class HitPlanner:
             self._count["lookups_deferred"] += 1
             return None
         if query is not None and query.found is not None:
-            self._state.known.add(key for key in query.blocks if key in query.found)
+            # What failed to come is to be put again: the store's word is not enough.
+            self._state.known.add(key for key in query.blocks if key in query.found and key not in self._state.doubts)
             self._state.known.discard(key for key in query.blocks if key not in query.found)
             if req.hear_of_l2 is not None:
                 req.hear_of_l2()

@@ -476,6 +476,9 @@ class Doubts:
         self._clock = clock
         self._until: dict[Key, float] = {}  # of those that failed and have not come since
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._until
+
     def without(self, found: frozenset[Key]) -> frozenset[Key]:
         """Those that do not count as absent."""
         now = self._clock()

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.tiers.lookup import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, MAX_FAILURES, MOST_PREFETCHED, READ_LEASE_SECONDS
 from epochkv_connector.tiers.state import DOUBT_SECONDS
 from epochkv_connector.wire import JobAck, LoadJob, Phase
@@ -88,6 +89,15 @@ def test_a_block_that_fails_again_counts_as_absent_for_a_while_and_pauses_nothin
     world.tiers.reset()
     assert hit(world, 1) == 40
     assert world.tiers.stats()["load_pauses"] == 0
+
+
+@pytest.mark.parametrize("cfg", [BOTH, L2])
+def test_who_computes_a_block_that_did_not_come_puts_it_whoever_asked_for_it_meanwhile(cfg: ConnectorConfig) -> None:
+    world = World(cfg)
+    load(world, 1, "partial")
+    assert hit(world, 1) == 40
+    world.begin_save("a", prompt(1), SNAP)
+    assert [(move.block, move.put) for _, job in world.workers[0].todo for move in job.moves] == [(9, True)]
 
 
 def test_after_the_pause_one_load_is_tried_and_its_success_opens_the_path(world: World, caplog: pytest.LogCaptureFixture) -> None:
