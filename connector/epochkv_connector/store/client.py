@@ -13,6 +13,7 @@ import functools
 import heapq
 import itertools
 import logging
+import math
 import struct
 import threading
 import time
@@ -97,17 +98,17 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """A FIFO served by its own daemon threads. With `max_depth`, the oldest waiting request makes room for the newest.
+    """A FIFO served by its own daemon threads.
 
     Attributes:
-        depth: objects that the waiting requests are for.
+        depth: objects that the waiting requests are for, at most `max_depth` unless one alone is for more.
     """
 
-    def __init__(self, name: str, num_threads: int, max_depth: int | None = None) -> None:
+    def __init__(self, name: str, num_threads: int, max_depth: float = math.inf) -> None:
         self.name = name
         self.depth = 0
         self._max_depth = max_depth
-        self._queue: collections.deque[QueuedRequest] = collections.deque()
+        self._queue: collections.OrderedDict[QueuedRequest, None] = collections.OrderedDict()
         self._ready = threading.Condition()
         self._stopping = False
         self._num_threads, self.threads = num_threads, 0
@@ -121,22 +122,23 @@ class RequestQueue:
         self.threads += 1
 
     def submit(self, request: QueuedRequest) -> None:
-        """Queue; may abandon older requests with DROPPED, or `request` itself with CLOSED."""
-        dropped: list[QueuedRequest] = []
+        """Queue; or abandon with CLOSED, or with DROPPED where there is no room: later blocks of a prompt need those that wait."""
         with self._ready:
-            closed = self._stopping
-            if not closed:
-                self._queue.append(request)
+            has_room = not self._queue or self.depth + request.num_objects <= self._max_depth
+            accepted = has_room and not self._stopping
+            if accepted:
+                self._queue[request] = None
                 self.depth += request.num_objects
-                while self._max_depth is not None and self.depth > self._max_depth and len(self._queue) > 1:
-                    oldest = self._queue.popleft()
-                    self.depth -= oldest.num_objects
-                    dropped.append(oldest)
                 self._ready.notify()
-        for oldest in dropped:
-            oldest.abandon(StoreOutcome.DROPPED)
-        if closed:
-            request.abandon(StoreOutcome.CLOSED)
+        if not accepted:
+            request.abandon(StoreOutcome.CLOSED if self._stopping else StoreOutcome.DROPPED)
+
+    def withdraw(self, request: QueuedRequest) -> bool:
+        """Whether it waited; it does not any more, and is the caller's to answer."""
+        with self._ready:
+            waited = self._queue.pop(request, request) is None
+            self.depth -= waited * request.num_objects
+        return waited
 
     def abandon_all(self, outcome: StoreOutcome) -> None:
         with self._ready:
@@ -159,7 +161,7 @@ class RequestQueue:
                     self._ready.wait()
                 if not self._queue:
                     return
-                request = self._queue.popleft()
+                request, _ = self._queue.popitem(last=False)
                 self.depth -= request.num_objects
             try:
                 request.run()
@@ -567,8 +569,8 @@ class StoreClient:
         if state is not StoreState.READY:
             request.abandon(StoreOutcome.DOWN if state < StoreState.DRAINING else StoreOutcome.CLOSED)
             return
-        self._alarms.at(time.monotonic() + timeout, expire)
         queue.submit(request)
+        self._alarms.at(time.monotonic() + timeout, expire)
 
     def _move(self, queue: RequestQueue, kind: str, transfers: list[Transfer], timeout: float, call: CallStore, judge: Judge) -> Ticket:
         """One store call after the other; what one has moved is judged while the next one runs."""
@@ -621,8 +623,11 @@ class StoreClient:
         def expire() -> None:
             ticket.cancel()
             answer([StoreOutcome.TIMEOUT] * len(transfers))
+            if queue.withdraw(request):  # no thread need get to it before its buffers are free
+                resolve(ticket.released, None)
 
-        self._submit(queue, QueuedRequest(run, abandon, len(transfers)), timeout, expire)
+        request = QueuedRequest(run, abandon, len(transfers))
+        self._submit(queue, request, timeout, expire)
         return ticket
 
     def _call_put(self, chunk: Sequence[Transfer]) -> list[int] | StoreOutcome:

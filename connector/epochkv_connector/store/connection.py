@@ -77,7 +77,7 @@ class StoreOutcome(enum.StrEnum):
     SIZE = "size"  # another length than asked for
     FOREIGN = "foreign"  # header, trailer or checksum are not those of this key (counted by `client.Defect`)
     TIMEOUT = "timeout"  # deadline of the request
-    DROPPED = "dropped"  # oldest put of a full queue
+    DROPPED = "dropped"  # no room for it in the queue
     CANCELLED = "cancelled"  # the caller gave up before it began
     DOWN = "down"  # not connected, or the breaker is open
     CLOSED = "closed"  # the client is closing
@@ -99,7 +99,7 @@ class StoreSettings:
             failed or was slow, and never more than this. A call to a hung peer blocks for a status timeout and more (measured with 2 s: 4
             keys 2.0 s, 8 keys 4-6 s, 16 keys 12 s, 32 keys 23 s, and 60 s at the most), and buffers are out of use until it returns.
         fast_call_seconds: a call that took no longer allows the next one of its kind to carry four times as many objects.
-        max_queued_puts: objects that wait to be put; beyond it the oldest waiting put is dropped.
+        max_queued_puts: objects that wait to be put; beyond it no more are taken.
         max_exists_keys: one existence query never asks for more.
         hung_call_seconds, quarantine_seconds: Mooncake's own batch limit, and not its socket, has ended a failed transfer call that
             lasted at least the former. Its buffers stay out of use for the latter (Mooncake's progress timeout is 5 s).

@@ -236,7 +236,7 @@ def test_a_ring_without_a_free_slot_is_a_miss_and_a_shrunk_hit_gives_back_what_i
 # -- saves -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("cfg", [L1, L2, BOTH], ids=["L1", "L2", "both"])
 def test_what_another_request_is_saving_is_not_saved_again(cfg: ConnectorConfig) -> None:
-    """Copied is not saved: puts wait in a queue that drops the oldest, and requests with one prompt would fill it."""
+    """Copied is not saved: puts wait in a queue that takes only so many, and requests with one prompt would fill it."""
     world = World(cfg)
     blocks = world.begin_save("a", PROMPT, SNAP)
     for twin in range(2):
