@@ -63,7 +63,7 @@ def step(rig: Rig) -> tuple[float, int]:
         result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=WorkerReport(acks=acks))
     began = time.thread_time()
     rig.scheduler.update_from_output(output, result)
-    return taken + time.thread_time() - began, len(saves)
+    return taken + time.thread_time() - began, sum(len(job.moves) for job in saves)
 
 
 @dataclass(frozen=True)

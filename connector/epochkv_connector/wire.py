@@ -82,14 +82,13 @@ class LoadJob:
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """Copy one contiguous range of blocks of a request to host slots, then (if `namespace`) put them to L2.
+    """Copy blocks of requests, of each in chain order, to host slots, then (if `namespace`) put them to L2.
 
     The GPU blocks stay referenced by the scheduler role until every rank acknowledged `Phase.COPIED`, or vLLM clears its cache.
-    `moves` may skip blocks of the range that need nothing (already saved, or outside a sliding window).
     """
 
     job_id: int
-    request_id: str
+    request_id: str  # whose blocks come first
     namespace: str | None
     moves: tuple[BlockMove, ...]
     deadline_seconds: float

@@ -24,6 +24,8 @@ from itertools import chain, repeat
 from operator import indexOf
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from epochkv_connector.config import ConnectorConfig
 from epochkv_connector.naming.identity import Snapshot
 from epochkv_connector.tiers.hits import HitPlanner, LoadJobs
@@ -245,22 +247,20 @@ class SaveJobs:
 
     def collect(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
         """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps. They are saved
-        to L1, to L2 when the root is shared, or to both. Returns the jobs that go out with the next metadata for it."""
-        first, namespace = len(self._jobs), self._state.namespace(snap)
+        to L1, to L2 when the root is shared, or to both, by one job: a store call costs milliseconds, and a block that is decoded alone
+        would have its own. Returns the share of each request."""
+        namespace = self._state.namespace(snap)
         if not self._state.is_usable or (self._state.config.local is None and namespace is None):
             return ()
-        for view in views:
-            job = self.planner.draft(view, namespace, self.pool)
-            if job is not None:
-                self._open(job)
-        return self._jobs[first:]
-
-    def _open(self, job: SaveJob) -> None:
-        gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
-        self.pool.touch(gpu_blocks)
-        self._state.jobs.open_save(job, gpu_blocks, self._state.clock())
-        self._jobs.append(job)
-        self._state.counts["saves_emitted"] += 1
+        shares = [share for view in views if (share := self.planner.draft(view, namespace, self.pool)) is not None]
+        if shares:
+            job = msgspec.structs.replace(shares[0], moves=tuple(move for share in shares for move in share.moves))
+            gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
+            self.pool.touch(gpu_blocks)
+            self._state.jobs.open_save(job, gpu_blocks, self._state.clock())
+            self._jobs.append(job)
+            self._state.counts["saves_emitted"] += 1
+        return shares
 
     def end_step(self) -> tuple[tuple[SaveJob, ...], tuple[int, ...], tuple[int, ...]]:
         """The step's jobs, and earlier saves that every rank has copied, or some rank has not."""
