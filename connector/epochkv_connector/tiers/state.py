@@ -246,7 +246,7 @@ Key = tuple[int, bytes]
 
 
 class HostIndex:
-    """Slots, their references and their names. All operations are O(number of slots named in the call).
+    """Slots, their references and their names. `renew` and `clear` walk all slots, all else only those that the call is about.
 
     Args:
         num_slots: those that every rank's host region has.
