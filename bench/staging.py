@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from epochkv_connector.wire import BlockMove
 from epochkv_connector.worker.layout import GroupSpec
-from epochkv_connector.worker.staging import Pair, Staging, StagingStream, compute_event
+from epochkv_connector.worker.staging import Staging, StagingStream, compute_event
 
 SHAPES = ((16, 16 << 10), (32, 64 << 10), (16, 256 << 10))
 """(layers, bytes of one layer in one block): a small shard, an 8B model, a large shard."""
@@ -88,7 +89,7 @@ class Row:
         tensors = kv_tensors(layout, layers, num_jobs * blocks, block_bytes, device)
         self.staging = Staging(dict(zip(names, tensors, strict=True)), {0: GroupSpec(names)}, num_jobs * blocks, num_jobs * blocks)
         order = torch.randperm(num_jobs * blocks, generator=torch.Generator().manual_seed(1)).tolist()
-        jobs = [[Pair(0, order[job * blocks + i], job * blocks + i) for i in range(blocks)] for job in range(num_jobs)]
+        jobs = [[BlockMove(0, i, order[job * blocks + i], job * blocks + i, b"") for i in range(blocks)] for job in range(num_jobs)]
         self.jobs = itertools.cycle(jobs)
         self._near = torch.ones((num_jobs, self.num_bytes), dtype=torch.uint8, device=device)
         self._far = torch.ones((num_jobs, self.num_bytes), dtype=torch.uint8, pin_memory=device == "cuda")

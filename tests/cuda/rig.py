@@ -8,6 +8,7 @@ import unittest
 import torch
 from torch import Tensor
 
+from epochkv_connector.wire import BlockMove
 from epochkv_connector.worker.layout import HEADER_BYTES, GroupSpec
 from epochkv_connector.worker.staging import Staging
 
@@ -17,6 +18,10 @@ BLOCKS = 9
 LAYOUTS = ("blocks first", "K and V first", "one storage", "uneven")
 LONG = 1_000_000_000
 """Cycles of `torch.cuda._sleep`: about half a second."""
+
+
+def copied(group: int, gpu_block: int, slot: int) -> BlockMove:
+    return BlockMove(group, 0, gpu_block, slot, b"")
 
 
 class Rig:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from epochkv_connector.worker import staging
-from epochkv_connector.worker.staging import CudaCopies, HostRegion, Pair, SideStream, StagingStream, compute_event, pin_chunks
-from tests.cuda.rig import BLOCKS, LAYOUTS, LONG, Rig, is_page_locked, last_error, needs_cuda
+from epochkv_connector.worker.staging import CudaCopies, HostRegion, SideStream, StagingStream, compute_event, pin_chunks
+from tests.cuda.rig import BLOCKS, LAYOUTS, LONG, Rig, copied, is_page_locked, last_error, needs_cuda
 
 SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
 MIB = 1 << 20
@@ -29,10 +29,10 @@ def round_trip(test: unittest.TestCase, rig: Rig) -> None:
     """Every block out, and back in reverse."""
     stream = StagingStream(rig.stage)
     before = [rig.block(block) for block in range(BLOCKS)]
-    stream.gather([Pair(0, block, 2 * block) for block in range(BLOCKS)])
+    stream.gather([copied(0, block, 2 * block) for block in range(BLOCKS)])
     for block, wanted in enumerate(before):
         assert torch.equal(rig.slot(2 * block), wanted), f"block {block} in its slot"
-    stream.scatter([Pair(0, BLOCKS - 1 - block, 2 * block) for block in range(BLOCKS)])
+    stream.scatter([copied(0, BLOCKS - 1 - block, 2 * block) for block in range(BLOCKS)])
     for block, wanted in enumerate(reversed(before)):
         assert torch.equal(rig.block(block), wanted), f"block {block} after the way back"
 
@@ -137,8 +137,8 @@ class Soak:
             for tensor in rig.tensors:
                 tensor[block].view(torch.uint8).fill_(draw.randrange(256))
         wanted = [rig.block(block) for block in blocks]
-        stream.gather([Pair(0, *ids) for ids in zip(blocks, slots, strict=True)], compute_event(rig.stage.device))
-        stream.scatter([Pair(0, *ids) for ids in zip(back, slots, strict=True)], compute_event(rig.stage.device))
+        stream.gather([copied(0, *ids) for ids in zip(blocks, slots, strict=True)], compute_event(rig.stage.device))
+        stream.scatter([copied(0, *ids) for ids in zip(back, slots, strict=True)], compute_event(rig.stage.device))
         for block, slot, bytes_wanted in zip(back, slots, wanted, strict=True):
             if not torch.equal(rig.slot(slot), bytes_wanted) or not torch.equal(rig.block(block), bytes_wanted):
                 self.wrong.append(f"block {block} from slot {slot} of round {self.rounds}")
@@ -190,19 +190,19 @@ class Order(unittest.TestCase):
                 torch.cuda._sleep(LONG)
                 for number in range(1, 101):
                     step()
-                    stream.gather([Pair(0, number % BLOCKS, number % BLOCKS)], compute_event(rig.stage.device))
+                    stream.gather([copied(0, number % BLOCKS, number % BLOCKS)], compute_event(rig.stage.device))
                     assert rig.slot(number % BLOCKS).unique().tolist() == [number]
 
     def test_a_save_does_not_wait_for_what_comes_after_its_event(self) -> None:
         rig = Rig()
         rig.fill(3)
         stream = StagingStream(rig.stage)
-        stream.gather([Pair(0, 0, 0)])
+        stream.gather([copied(0, 0, 0)])
         after = compute_event(rig.stage.device)
         torch.cuda._sleep(2 * LONG)
         busy = torch.cuda.Event()
         busy.record()
-        stream.gather([Pair(0, 1, 1)], after)
+        stream.gather([copied(0, 1, 1)], after)
         assert not busy.query(), "the copy waited for work that it does not depend on"
         busy.synchronize()
         assert rig.slot(1).unique().tolist() == [3]
@@ -224,7 +224,7 @@ class Order(unittest.TestCase):
                 stream = StagingStream(rig.stage)
                 torch.cuda._sleep(LONG)
                 step()
-                stream.scatter([Pair(0, block, block) for block in range(BLOCKS)], compute_event(rig.stage.device))
+                stream.scatter([copied(0, block, block) for block in range(BLOCKS)], compute_event(rig.stage.device))
                 assert seen.unique().tolist() == [1], "the reader before the load's event"
                 step()
                 assert seen.unique().tolist() == [2], "the reader after the load was reported"
@@ -241,12 +241,12 @@ class Order(unittest.TestCase):
         loaded = threading.Event()
 
         def load() -> None:
-            StagingStream(rig.stage).scatter([Pair(0, 4, 3)], behind)
+            StagingStream(rig.stage).scatter([copied(0, 4, 3)], behind)
             loaded.set()
 
         thread = threading.Thread(target=load)
         thread.start()
-        StagingStream(rig.stage).gather([Pair(0, 0, 0)], free)
+        StagingStream(rig.stage).gather([copied(0, 0, 0)], free)
         assert not loaded.is_set(), "the save waited for the load"
         assert rig.slot(0).unique().tolist() == [5]
         assert loaded.wait(30)
@@ -337,5 +337,5 @@ class FailedSubmit(unittest.TestCase):
         assert rig.slot(0).unique().tolist() == [9]
         assert rig.block(0).unique().tolist() == [8]
         stream = StagingStream(rig.stage)  # the device works on
-        stream.gather([Pair(0, 0, 1)])
+        stream.gather([copied(0, 0, 1)])
         assert rig.slot(1).unique().tolist() == [8]

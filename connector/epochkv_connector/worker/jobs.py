@@ -32,7 +32,7 @@ from epochkv_connector.naming.identity import epoch_of, object_key, replica_owne
 from epochkv_connector.store.client import StoreClient, Ticket, Transfer
 from epochkv_connector.store.connection import AGAIN_SECONDS, Counters, StoreOutcome
 from epochkv_connector.wire import BlockMove, JobAck, LoadJob, Phase, SaveJob, Tier
-from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream, compute_event
+from epochkv_connector.worker.staging import HostRegion, Staging, StagingStream, compute_event
 from epochkv_fence.common import Seldom
 
 logger = logging.getLogger(__name__)
@@ -352,9 +352,9 @@ class Rank:
     def _replicas(self, group: int) -> int:
         return self.replicas[group] if group < len(self.replicas) else 1
 
-    def count_copy(self, kind: str, pairs: Sequence[Pair], seconds: float) -> None:
-        self.counters.add(f"copy_{kind}_blocks", len(pairs))
-        self.counters.add(f"copy_{kind}_bytes", sum(self.staging.groups[pair.group].payload_bytes for pair in pairs))
+    def count_copy(self, kind: str, moves: Sequence[BlockMove], seconds: float) -> None:
+        self.counters.add(f"copy_{kind}_blocks", len(moves))
+        self.counters.add(f"copy_{kind}_bytes", sum(self.staging.groups[move.group].payload_bytes for move in moves))
         self.counters.add(f"copy_{kind}_seconds", seconds)
 
     def tell(self, kind: str, reason: str, detail: str, word: str = "failed") -> None:
@@ -513,10 +513,9 @@ class LoadTasks:
     def _copy(self, load: LoadTask, moves: Sequence[BlockMove], stream: StagingStream) -> None:
         rank = self._rank
         rank.slots.check_contents(moves)
-        pairs = [Pair(move.group, move.gpu_block, move.slot) for move in moves]
         began = time.monotonic()
-        stream.scatter(pairs, load.after)
-        rank.count_copy("load", pairs, time.monotonic() - began)
+        stream.scatter(moves, load.after)
+        rank.count_copy("load", moves, time.monotonic() - began)
 
     def _guard(self, load: LoadTask, work: Callable[[], None]) -> None:
         self._rank.guard(work, partial(self.fail, load))
@@ -630,12 +629,11 @@ class SaveTasks:
         fresh = [move for move in save.job.moves if move.copy]
         rank.slots.empty(fresh)
         rank.slots.check_contents(move for move in save.job.moves if not move.copy)
-        pairs = [Pair(move.group, move.gpu_block, move.slot) for move in fresh]
         began = time.monotonic()
-        stream.gather(pairs, save.after)
+        stream.gather(fresh, save.after)
         if not save.as_named():
             raise JobFailed("weights", f"blocks of save job {save.job.job_id} were computed with other weights than they are named after")
-        rank.count_copy("save", pairs, time.monotonic() - began)
+        rank.count_copy("save", fresh, time.monotonic() - began)
         rank.slots.fill(fresh)
 
     def _mark_copy_failed(self, save: SaveTask, reason: str, detail: str) -> None:

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from epochkv_connector.config import shown_size
+from epochkv_connector.wire import BlockMove
 from epochkv_connector.worker.layout import HEADER_BYTES, GroupSpec, GroupView, KVCache, group_view, object_bytes, slot_stride
 
 logger = logging.getLogger(__name__)
@@ -374,15 +375,6 @@ PIN_CHUNK_BYTES = 1 << 30
 processes on the machine wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Copy between one GPU block of one group and one slot."""
-
-    group: int
-    gpu_block: int
-    slot: int
-
-
 class HostRegion:
     """Private anonymous memory of `num_slots` slots, page-aligned, in huge pages where the kernel gives them; page-locked for CUDA.
 
@@ -469,18 +461,18 @@ class Staging:
         """Writable bytes of the store object in `slot` (a block of `group`)."""
         return self.region.object_view(slot, self.groups[group].payload_bytes)
 
-    def batch(self, pairs: Sequence[Pair]) -> list[tuple[int, list[int], list[int]]]:
+    def batch(self, moves: Sequence[BlockMove]) -> list[tuple[int, list[int], list[int]]]:
         """(group, GPU blocks, slots) for each group that has layers here. Raises IndexError for what does not exist."""
         found: dict[int, tuple[list[int], list[int]]] = {}
-        for pair in pairs:
-            if pair.group not in self.groups:
-                raise IndexError(f"KV cache group {pair.group}: there are {sorted(self.groups)}")
-            if not 0 <= pair.gpu_block < self.groups[pair.group].num_blocks:
-                raise IndexError(f"block {pair.gpu_block}: the pool has {self.groups[pair.group].num_blocks} blocks")
-            self.region.slot_address(pair.slot)
-            blocks, slots = found.setdefault(pair.group, ([], []))
-            blocks.append(pair.gpu_block)
-            slots.append(pair.slot)
+        for move in moves:
+            if move.group not in self.groups:
+                raise IndexError(f"KV cache group {move.group}: there are {sorted(self.groups)}")
+            if not 0 <= move.gpu_block < self.groups[move.group].num_blocks:
+                raise IndexError(f"block {move.gpu_block}: the pool has {self.groups[move.group].num_blocks} blocks")
+            self.region.slot_address(move.slot)
+            blocks, slots = found.setdefault(move.group, ([], []))
+            blocks.append(move.gpu_block)
+            slots.append(move.slot)
         return [(group, *ids) for group, ids in found.items() if self.groups[group].parts]
 
 
@@ -498,14 +490,14 @@ class StagingStream:
         else:
             self._copies = CpuCopies(staging.groups, staging.region)
 
-    def gather(self, pairs: Sequence[Pair], after: torch.cuda.Event | None = None) -> None:
+    def gather(self, moves: Sequence[BlockMove], after: torch.cuda.Event | None = None) -> None:
         """GPU blocks -> slots, after the compute stream has reached `after`."""
-        if batch := self._staging.batch(pairs):
+        if batch := self._staging.batch(moves):
             self._copies.gather(batch, after)
 
-    def scatter(self, pairs: Sequence[Pair], after: torch.cuda.Event | None = None) -> None:
+    def scatter(self, moves: Sequence[BlockMove], after: torch.cuda.Event | None = None) -> None:
         """Slots -> GPU blocks, after the compute stream has reached `after` (older kernels may still read the blocks)."""
-        if batch := self._staging.batch(pairs):
+        if batch := self._staging.batch(moves):
             self._copies.scatter(batch, after)
 
 

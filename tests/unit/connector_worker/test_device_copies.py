@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from epochkv_connector.worker import staging
 from epochkv_connector.worker.layout import GroupSpec
-from epochkv_connector.worker.staging import HostRegion, Pair, Staging, pin_chunks, populate, row_classes
+from epochkv_connector.worker.staging import HostRegion, Staging, pin_chunks, populate, row_classes
 from hack.waiting import poll
+from tests.cuda.rig import copied
 
 
 @settings(deadline=None)
@@ -125,7 +126,7 @@ def test_blocks_whose_layers_are_on_other_pipeline_stages_cost_no_call(empty: se
     stream = staging.StagingStream(stage)
     monkeypatch.setattr(stream, "_copies", copies)
     for copy in (stream.gather, stream.scatter):
-        copy([Pair(group, 1, 2) for group in (0, 1)])
+        copy([copied(group, 1, 2) for group in (0, 1)])
     assert calls == [1, 1] if 0 not in empty else not calls
 
 
@@ -184,7 +185,7 @@ def test_an_error_leaves_only_when_what_was_issued_has_ended(to_host: bool, capl
     stage = Staging(dict(zip(names, tensors, strict=True)), {0: GroupSpec(names)}, 9, 9)
     device = LateDevice(fail_at=5)
     work = staging.CudaCopies(stage.groups, stage.region, device, staging.batch_copy(device.library))  # type: ignore[arg-type]  # a double
-    batch = stage.batch([Pair(0, block, block) for block in range(2)])
+    batch = stage.batch([copied(0, block, block) for block in range(2)])
     with pytest.raises(RuntimeError, match="cudaMemcpyAsync returned CUDA error 3"):
         work.gather(batch) if to_host else work.scatter(batch)
     stage.region.tensor.fill_(7)  # what the next owner of a slot writes, or of a block
@@ -203,7 +204,7 @@ def test_copies_that_do_not_end_are_spoken_of_and_waited_for(monkeypatch: pytest
     work = staging.CudaCopies(stage.groups, stage.region, device, staging.batch_copy(device.library))  # type: ignore[arg-type]  # a double
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="CUDA error 3"):
-        work.gather(stage.batch([Pair(0, block, block) for block in range(2)]))
+        work.gather(stage.batch([copied(0, block, block) for block in range(2)]))
     assert WORDS in caplog.text
     assert time.monotonic() - began < 30.0, "only the end of the copies brought the word"
 

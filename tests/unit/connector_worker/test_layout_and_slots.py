@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from epochkv_connector.worker.layout import HEADER_BYTES, GroupSpec, LayoutError, block_layout, layout_digest, object_bytes, slot_stride
 from epochkv_connector.worker.role import slot_count
-from epochkv_connector.worker.staging import HostRegion, Pair, Staging, StagingStream
+from epochkv_connector.worker.staging import HostRegion, Staging, StagingStream
 from epochkv_fence.connection import ConfigurationError
+from tests.cuda.rig import copied
 from tests.unit.connector_scheduler.rig import config
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
@@ -101,11 +102,11 @@ def test_gather_then_scatter_is_plain_indexing(cache: Cache, data: st.DataObject
     size = stage.groups[group].payload_bytes
     assert size == len(expected[0])
 
-    stream.gather([Pair(group, block, slot) for block, slot in zip(sources, places, strict=True)])
+    stream.gather([copied(group, block, slot) for block, slot in zip(sources, places, strict=True)])
     assert [payload(stage.region, slot, size).numpy().tobytes() for slot in places] == expected
     assert [cache.block_bytes(group, block) for block in range(cache.num_blocks)] == before, "gather only reads"
 
-    stream.scatter([Pair(group, block, slot) for block, slot in zip(targets, places, strict=True)])
+    stream.scatter([copied(group, block, slot) for block, slot in zip(targets, places, strict=True)])
     wanted = list(before)
     for block, value in zip(targets, expected, strict=True):
         wanted[block] = value
@@ -168,10 +169,10 @@ def test_layers_in_no_order_are_copied_both_ways(why: str) -> None:
     stream = StagingStream(stage)
     blocks = [[caches[name][block].clone() for name in names] for block in range(5)]
     untouched = memory.clone()
-    stream.gather([Pair(0, block, 5 - block) for block in range(5)])
+    stream.gather([copied(0, block, 5 - block) for block in range(5)])
     for block in range(5):
         assert torch.equal(payload(stage.region, 5 - block, 12 * 48), torch.cat(blocks[block]))
-    stream.scatter([Pair(0, block, block + 1) for block in range(5)])  # block 4 - b comes to b
+    stream.scatter([copied(0, block, block + 1) for block in range(5)])  # block 4 - b comes to b
     for block in range(5):
         assert torch.equal(torch.cat([caches[name][block] for name in names]), torch.cat(blocks[4 - block]))
     for name in names:
@@ -182,14 +183,14 @@ def test_layers_in_no_order_are_copied_both_ways(why: str) -> None:
 def test_a_layer_may_have_several_tensors() -> None:
     conv, ssm = torch.arange(12.0).view(4, 3), torch.arange(20.0).view(4, 5) + 100
     stage = Staging({"mamba": [conv, ssm]}, {0: GroupSpec(["mamba"])}, 1, 4)
-    StagingStream(stage).gather([Pair(0, 2, 0)])
+    StagingStream(stage).gather([copied(0, 2, 0)])
     assert payload(stage.region, 0, 32).view(torch.float32).tolist() == [6, 7, 8, 110, 111, 112, 113, 114]
 
 
 def test_smaller_kernel_blocks_are_grouped_into_pool_blocks() -> None:
     kernel = torch.arange(12 * 2.0).view(12, 2)  # 4 pool blocks of 3 kernel blocks
     stage = Staging({"a": kernel}, {0: GroupSpec(["a"])}, 1, 4)
-    StagingStream(stage).gather([Pair(0, 1, 0)])
+    StagingStream(stage).gather([copied(0, 1, 0)])
     assert payload(stage.region, 0, 24).view(torch.float32).tolist() == [6, 7, 8, 9, 10, 11]
 
 
@@ -230,10 +231,10 @@ def test_a_group_whose_layers_are_on_other_pipeline_stages_is_an_empty_block() -
     blocks = torch.arange(16, dtype=torch.float32).view(4, 4)
     stage = Staging({"a": blocks}, {0: GroupSpec([]), 1: GroupSpec(["a"])}, 2, 4)
     stream = StagingStream(stage)
-    stream.gather([Pair(0, 3, 0), Pair(1, 2, 1)])
+    stream.gather([copied(0, 3, 0), copied(1, 2, 1)])
     assert len(stage.object_view(0, 0)) == object_bytes(0)
     assert payload(stage.region, 1, 16).view(torch.float32).tolist() == blocks[2].tolist()
-    stream.scatter([Pair(0, 0, 0), Pair(1, 0, 1)])
+    stream.scatter([copied(0, 0, 0), copied(1, 0, 1)])
     assert blocks[0].tolist() == blocks[2].tolist()
     assert layout_digest({"a": blocks}, [GroupSpec([]), GroupSpec(["a"])], 4) != layout_digest({"a": blocks}, [GroupSpec(["a"])], 4)
 
@@ -241,7 +242,7 @@ def test_a_group_whose_layers_are_on_other_pipeline_stages_is_an_empty_block() -
 def test_ids_out_of_range_touch_nothing() -> None:
     stage = Staging({"a": torch.zeros(4, 4)}, {0: GroupSpec(["a"])}, 2, 4)
     stream = StagingStream(stage)
-    for pair in (Pair(0, 4, 0), Pair(0, -1, 0), Pair(0, 0, 2), Pair(0, 0, -1), Pair(1, 0, 0)):
+    for pair in (copied(0, 4, 0), copied(0, -1, 0), copied(0, 0, 2), copied(0, 0, -1), copied(1, 0, 0)):
         with pytest.raises(IndexError):
             stream.gather([pair])
     assert bytes(stage.region.bytes) == bytes(stage.region.num_bytes)
