@@ -190,7 +190,6 @@ GAUGES: tuple[Family, ...] = (
     _family("plans_open", "plans", "Lookups answered and not yet accepted: hits reserved, misses remembered."),
     _family("jobs_open", "jobs", "Transfers that some rank has not acknowledged."),
     _family("jobs_overdue", "jobs", "Of these, those beyond twice their deadline."),
-    _family("reads_open", "jobs", "Loads that may still receive bytes from L2."),
     _family("loads_paused", "0 or 1", "1: loads from L2 are paused after failures in a row."),
     _family("known_in_store", "blocks", "Blocks remembered to be in L2."),
     _family("slots", "slots", "Host slots (blocks) by what holds them; `total` counts all.", label="state", slots="total",

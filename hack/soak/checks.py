@@ -24,7 +24,7 @@ MAX_GROWTH_BYTES_PER_MINUTE = 6 << 20
 every block, slot, plan and job; allocators, and Mooncake's clients that are made anew after faults, move within these bounds."""
 
 OPEN = (
-    "plans_open", "jobs_open", "reads_open", 'slots{state="held"}', 'slots{state="reserved"}', 'slots{state="busy"}', "old_epoch_requests",
+    "plans_open", "jobs_open", 'slots{state="held"}', 'slots{state="reserved"}', 'slots{state="busy"}', "old_epoch_requests",
     "old_epoch_sessions", "rank_held_slots", "rank_open", "store_queue", "store_in_flight",
 )  # fmt: skip
 """Gauges of the connector that must be 0 when nothing runs."""

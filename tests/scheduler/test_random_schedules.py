@@ -67,7 +67,7 @@ class Chaos:
         held = [job for worker in self.rig.workers for job in worker.loads if any(m.source is Tier.STORE for m in job.moves)]
         if held:
             self.num_held += 1
-        if self.rig.pins.root.refresh().in_use or self.rig.tiers.stats()["reads_open"]:
+        if self.rig.pins.root.refresh().in_use or any(self.rig.tiers.leak_report()[name] for name in ("loads", "prefetches", "busy_slots")):
             self.fetched_in_bypass = None
         elif self.store is not None:
             fetched = len(self.store.fetched)

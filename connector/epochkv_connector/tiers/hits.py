@@ -644,7 +644,7 @@ class LoadJobs:
             fresh = itertools.cycle(self._index.allocate(draft.num_reserved, reserved=True))
             moves = tuple(m if m.source is Tier.HOST else msgspec.structs.replace(m, slot=next(fresh)) for m in moves)
         job = LoadJob(next(self._state.ids), draft.request_id, draft.namespace, moves, self._state.config.job_deadline_seconds)
-        self._state.jobs.open_load(job, self._state.clock(), draft.abandoned, reads=draft.num_fetched > 0)
+        self._state.jobs.open_load(job, self._state.clock(), draft.abandoned)
         return job
 
     def abandon(self) -> None:

@@ -327,7 +327,7 @@ class Prefetches:
         )
         request_id, deadline = query.request.request_id, self._state.config.job_deadline_seconds
         job = LoadJob(next(self._state.ids), request_id, query.namespace, moves, deadline, prefetch=True)
-        self._state.jobs.open_load(job, self._state.clock(), reads=True)
+        self._state.jobs.open_load(job, self._state.clock())
         self._state.begin_load(request_id, moves[-1])
         self._under_way[job.job_id] = request_id
         self._slots[request_id] = self._slots.get(request_id, 0) + len(slots)

@@ -452,7 +452,6 @@ class TierManager:
             "saves_deferred": self.saves.planner.num_deferred,
             "states_lost": self.saves.planner.num_states_lost,
             "jobs_open": len(jobs),
-            "reads_open": jobs.num_reads,
             "jobs_overdue": jobs.num_overdue(self.state.clock()),
             "acks_ignored": jobs.ignored_acks,
             "plans_open": len(self.hits.plans),

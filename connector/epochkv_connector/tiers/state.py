@@ -79,7 +79,6 @@ class _Open(msgspec.Struct):
     filled: set[int] | None = None  # intersection over ranks of filled slots
     failed: set[Phase] = msgspec.field(default_factory=set)  # on some rank
     busy: dict[int, set[int]] = msgspec.field(default_factory=dict)  # rank -> slots
-    reads: bool = False  # loads: some block comes from L2
     held: list[int] | None = None  # slots to be released, in this order; None: nobody has asked yet
     abandoned: bool = False
 
@@ -133,26 +132,16 @@ class Jobs:
     def is_loading(self, request_id: str) -> bool:
         return request_id in self._loading
 
-    @property
-    def num_reads(self) -> int:
-        """Loads that fetch from L2 and that some rank has not reported, or whose slots it may still write to. Any thread."""
-        return sum(entry.reads and (Phase.LOADED not in entry.done or bool(entry.busy)) for entry in list(self._jobs.values()))
-
     def is_overdue(self, job_id: int, now: float) -> bool:
         return self._jobs[job_id].is_overdue(now)
 
     def num_overdue(self, now: float) -> int:
         return sum(entry.is_overdue(now) for entry in list(self._jobs.values()))
 
-    def open_load(self, job: LoadJob, now: float, abandoned: bool = False, *, reads: bool) -> None:
-        """A load goes out.
-
-        Args:
-            abandoned: its root is not current any more, so its blocks must not be indexed.
-            reads: some of its blocks come from L2.
-        """
+    def open_load(self, job: LoadJob, now: float, abandoned: bool = False) -> None:
+        """A load goes out. `abandoned`: its root is not current any more, so its blocks must not be indexed."""
         assert job.prefetch or job.request_id not in self._loading, f"request {job.request_id} has a load already"
-        self._jobs[job.job_id] = _Open(job, now, abandoned=abandoned, reads=reads)
+        self._jobs[job.job_id] = _Open(job, now, abandoned=abandoned)
         if not job.prefetch:
             self._loading[job.request_id] = job.job_id
 
@@ -216,7 +205,7 @@ class Jobs:
 
     def _loaded(self, entry: _Open, job: LoadJob) -> Loaded:
         filled = entry.filled or set()
-        arrived = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot in filled) if entry.reads else ()
+        arrived = tuple(move for move in job.moves if move.source is Tier.STORE and move.slot in filled) if filled else ()
         doubted: tuple[BlockMove, ...] = ()
         failed = Phase.LOADED in entry.failed
         if failed:  # blame the fetched blocks that are not filled, else everything

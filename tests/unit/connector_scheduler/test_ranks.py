@@ -25,7 +25,7 @@ def table_of(num_ranks: int, num_host: int = 0) -> Jobs:
     tiers = [Tier.HOST] * num_host + [Tier.STORE] * (BLOCKS - num_host)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block, bytes([block]), tier) for block, tier in enumerate(tiers))
     table.open_save(SaveJob(SAVE, "s", "ns", moves, 10.0), [10 + block for block in range(BLOCKS)], 0.0)
-    table.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0, reads=True)
+    table.open_load(LoadJob(LOAD, "l", "ns", moves, 10.0), 0.0)
     return table
 
 
@@ -169,21 +169,10 @@ def feed(table: Jobs, acks: list[JobAck]) -> list[Outcome]:
     return [outcome for ack in acks for outcome in table.acknowledge(ack)]
 
 
-def test_a_read_is_open_until_every_rank_has_reported_it_and_let_go() -> None:
-    table = table_of(2)
-    assert table.num_reads == 1
-    feed(table, [JobAck(2, 0, Phase.LOADED)])
-    assert table.num_reads == 1
-    feed(table, [JobAck(2, 1, Phase.LOADED, failed=True, busy_slots=(24,))])
-    assert table.num_reads == 1
-    feed(table, [JobAck(2, 1, Phase.RELEASED)])
-    assert table.num_reads == 0
-
-
 def test_a_failed_load_that_used_slots_in_turns_is_doubted_as_a_whole() -> None:
     table = Jobs(1)
     moves = tuple(BlockMove(0, block, 10 + block, 20 + block % 2, bytes([block]), Tier.STORE) for block in range(BLOCKS))
-    table.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0, reads=True)
+    table.open_load(LoadJob(2, "r", "ns", moves, 10.0), 0.0)
     loaded, released = feed(table, [JobAck(2, 0, Phase.LOADED, failed=True, filled_slots=(20, 21))])
     assert isinstance(loaded, Loaded)
     assert (loaded.filled, loaded.doubted) == ((), moves)
