@@ -227,25 +227,3 @@ def test_a_full_store_drops_puts_and_recovers(stores: Mooncake, connect: Connect
 
     stores.flush()
     eventually(lambda: put(client, memory, block_keys(1)) == [StoreOutcome.OK], "puts accepted again", 20)
-
-
-# -- races --------------------------------------------------------------------------------------------------------------------
-def test_a_full_queue_takes_no_further_put(stores: Mooncake, connect: ConnectTo) -> None:
-    memory = Memory(6, 1 << 18)
-    stores.client_ttl_seconds = 60
-    stores.start_master()
-    store = stores.start_store()
-    client = connect(stores.address, memory, max_queued_puts=3)
-    store.freeze()
-    running = client.put([memory.transfer(block_keys(1)[0], 0)], 20)
-    eventually(lambda: client.stats()["in_flight"] == 1, "the first put is in flight", 5)
-    waiting = [client.put([memory.transfer(block_keys(1)[0], slot)], 20) for slot in range(1, 6)]
-
-    assert [ticket.done.result(1) for ticket in waiting[3:]] == [[StoreOutcome.DROPPED], [StoreOutcome.DROPPED]]
-    assert all(ticket.released.done() for ticket in waiting[3:])
-    assert not any(ticket.done.done() for ticket in (running, *waiting[:3]))
-    assert client.stats()["put_dropped"] == 2
-    store.thaw()
-    for ticket in (running, *waiting[:3]):
-        ticket.released.result(30)
-    assert waiting[2].done.result(1) == [StoreOutcome.OK]

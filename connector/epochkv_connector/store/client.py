@@ -173,8 +173,7 @@ class RequestQueue:
 class Alarms:
     """One daemon thread that runs short actions at given times (deadlines, ends of quarantines)."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._order = itertools.count()  # among those of one time
         self._changed = threading.Condition()
@@ -204,9 +203,9 @@ class Alarms:
         while True:
             due: list[Callable[[], object]] = []
             with self._changed:
-                while not self._stopping and (not self._heap or self._heap[0][0] > self._clock()):
-                    self._changed.wait(self._heap[0][0] - self._clock() if self._heap else None)
-                while self._heap and (self._stopping or self._heap[0][0] <= self._clock()):
+                while not self._stopping and (not self._heap or self._heap[0][0] > time.monotonic()):
+                    self._changed.wait(self._heap[0][0] - time.monotonic() if self._heap else None)
+                while self._heap and (self._stopping or self._heap[0][0] <= time.monotonic()):
                     due.append(heapq.heappop(self._heap)[2])
                 stopping = self._stopping
             for action in due:

@@ -51,10 +51,9 @@ class Counters:
         self._values: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
-    def add(self, name: str, amount: float = 1) -> float:
+    def add(self, name: str, amount: float = 1) -> None:
         with self._lock:
             self._values[name] += amount
-            return self._values[name]
 
     def snapshot(self) -> dict[str, float]:
         with self._lock:

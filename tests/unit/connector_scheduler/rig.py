@@ -187,9 +187,9 @@ class Worker:
             self.late[job.job_id] = job
             every = tuple(dict.fromkeys(move.slot for move in job.moves))
             first = job.moves[: len(job.moves) // 2]
-            filled = tuple(move.slot for move in first if move.source is Tier.STORE and self._fetch(job, move))
+            came = tuple(move.slot for move in first if move.source is Tier.STORE and self._fetch(job, move))
             self._report(job, failed=True)
-            return [JobAck(job.job_id, self.rank, Phase.LOADED, True, filled, every)]
+            return [JobAck(job.job_id, self.rank, Phase.LOADED, True, came, every)]
         if how == "drop" or job.job_id in self.cancelled:
             self._report(job, failed=True)
             return [JobAck(job.job_id, self.rank, Phase.LOADED, True)]

@@ -247,19 +247,15 @@ def test_what_another_request_is_saving_is_not_saved_again(cfg: ConnectorConfig)
 
 
 def test_what_requests_save_in_one_step_is_one_job() -> None:
-    world, asked = World(BOTH), [("a", PROMPT), ("b", PROMPT[:20]), ("c", [7, *PROMPT[:8]])]
-    views = []
-    for request_id, tokens in asked:
+    world, views = World(BOTH), []
+    for request_id, tokens in (("a", PROMPT), ("b", PROMPT[:20]), ("c", other := [7, *PROMPT[:8]])):
         blocks, names = [[]], chain(SNAP.root, tokens)
         world.compute(blocks, names, 0, 4 * len(names))
         views.append(ScheduledRequestView(request_id, 4 * len(names), names, blocks))
-    shares = world.tiers.saves.collect(views, SNAP)
-    assert [(share.request_id, len(share.moves)) for share in shares] == [("a", 10), ("c", 2)]
-    (job,) = world.step().saves
-    assert [move.block for move in job.moves] == [*range(10), 0, 1]
+    assert [(share.request_id, len(share.moves)) for share in world.tiers.saves.collect(views, SNAP)] == [("a", 10), ("c", 2)]
+    assert [[move.block for move in job.moves] for job in world.step().saves] == [[*range(10), 0, 1]]
     world.work()
-    assert (world.answer("d"), world.answer("e", [7, *PROMPT[:8], 1])) == (40, 8)
-    assert world.tiers.stats()["blocks_stored"] == 12
+    assert (world.answer("d"), world.answer("e", other), world.tiers.stats()["blocks_stored"]) == (40, 8, 12)
 
 
 def test_what_l1_holds_and_l2_lacks_is_put_without_copying() -> None:

@@ -16,16 +16,8 @@ from hypothesis import strategies as st
 
 from epochkv_connector.naming import identity as keys
 from epochkv_connector.store import client as envelope
-from epochkv_connector.store.client import CallSize, Defect, StoreClient, Transfer, first_chunk
-from epochkv_connector.store.connection import (
-    AGAIN_SECONDS,
-    Counters,
-    StoreConnection,
-    StoreOutcome,
-    StoreSettings,
-    StoreState,
-    why_setup_failed,
-)
+from epochkv_connector.store.client import CallSize, Defect, StoreClient, Ticket, Transfer, first_chunk
+from epochkv_connector.store.connection import AGAIN_SECONDS, Counters, StoreConnection, StoreOutcome, StoreSettings, why_setup_failed
 from epochkv_fence.common import Seldom
 
 
@@ -191,42 +183,38 @@ def test_calls_are_small_while_one_hangs() -> None:
     assert size.begin() == 4
 
 
-def client_of(monkeypatch: pytest.MonkeyPatch, call: Callable[..., list[int]], **changes: Any) -> StoreClient:
-    """A client whose store calls are these."""
+def client_of(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[..., list[int]], **changes: Any
+) -> tuple[StoreClient, Callable[[str, float], Ticket]]:
+    """A client whose store calls are these, and how it puts."""
     monkeypatch.setattr(StoreConnection, "start", lambda self: True)
-    monkeypatch.setattr(StoreConnection, "call", lambda self, *args: call(*args))
+    monkeypatch.setattr(StoreConnection, "call", lambda self, kind, function: call(function))
     client = StoreClient(StoreSettings("m:1", **changes))
-    client._connection.state = StoreState.READY
+    client._connection.state = type(client.state).READY
     client.start()
-    return client
-
-
-def objects(*names: str) -> list[Transfer]:
-    return [Transfer(name, 0, memoryview(bytearray(2 * END + 1))) for name in names]
+    return client, lambda names, timeout: client.put([Transfer(name, 0, memoryview(bytearray(2 * END + 1))) for name in names], timeout)
 
 
 def test_puts_behind_one_that_hangs_give_their_slots_back_when_there_is_no_room_or_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs, go_on, store = threading.Event(), threading.Event(), Mock(put=lambda keys, *rest: [0] * len(keys))
-    client = client_of(monkeypatch, lambda kind, call: (hangs.set(), go_on.wait(9), call(store))[2], max_queued_puts=3)
-    runs = client.put(objects("a"), 9)
+    client, put = client_of(monkeypatch, lambda function: (hangs.set(), go_on.wait(9), function(store))[2], max_queued_puts=3)
+    runs = put("a", 9)
     assert hangs.wait(9)
-    head, tail = client.put(objects("b", "c"), 0.05), client.put(objects("d", "e"), 9)
+    head, tail = put("bc", 0.05), put("de", 9)
     assert (tail.done.result(0), tail.released.done()) == ([StoreOutcome.DROPPED] * 2, True)
     head.released.result(5)
     assert head.done.result(0) == [StoreOutcome.TIMEOUT] * 2
-    large = client.put(objects("f", "g", "h", "i"), 9)
-    assert client.stats()["queued_puts"] == 4
-    assert not runs.released.done()
+    large = put("fghi", 9)
+    assert (client.stats()["queued_puts"], runs.released.done()) == (4, False)
     go_on.set()
-    assert [ticket.done.result(9) for ticket in (runs, large)] == [[StoreOutcome.OK], [StoreOutcome.OK] * 4]
+    assert runs.done.result(9) + large.done.result(9) == [StoreOutcome.OK] * 5
     assert client.close()
 
 
 def test_of_a_call_that_hung_nothing_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    client = client_of(monkeypatch, lambda kind, call: [0, -800], hung_call_seconds=0.0, quarantine_seconds=0.2)
-    ticket = client.put(objects("a", "b"), 9)
-    assert ticket.done.result(9) == [StoreOutcome.TRANSFER] * 2
-    assert not ticket.released.done()
+    _, put = client_of(monkeypatch, lambda function: [0, -800], hung_call_seconds=0.0, quarantine_seconds=0.2)
+    ticket = put("ab", 9)
+    assert (ticket.done.result(9), ticket.released.done()) == ([StoreOutcome.TRANSFER] * 2, False)
     ticket.released.result(9)
 
 
