@@ -254,7 +254,7 @@ class SaveJobs:
             return ()
         shares = [share for view in views if (share := self.planner.draft(view, namespace, self.pool)) is not None]
         if shares:
-            job = msgspec.structs.replace(shares[0], moves=tuple(move for share in shares for move in share.moves))
+            job = msgspec.structs.replace(shares[0], moves=tuple(chain.from_iterable(share.moves for share in shares)))
             gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
             self.pool.touch(gpu_blocks)
             self._state.jobs.open_save(job, gpu_blocks, self._state.clock())
