@@ -130,7 +130,7 @@ lease_clock: Final = LeaseClock()
 
 
 def is_read(file: int) -> bool:
-    """It takes a line. A terminal that was stopped does not, nor a pipe that nobody empties: a thread that grants must not wait for them."""
+    """It takes a line. A stopped terminal does not, nor a pipe that nobody empties: a thread that grants must not wait for them."""
     look = select.poll()
     look.register(file, select.POLLOUT)
     return bool(look.poll(50))  # ms, so that no burst of lines is lost

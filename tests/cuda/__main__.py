@@ -1,7 +1,5 @@
 """`make test-cuda`: copies on this machine's GPU, from a plain checkout: torch and the standard library, nothing installed."""
 
-from __future__ import annotations
-
 import platform
 import sys
 import unittest

@@ -1,7 +1,5 @@
 """KV tensors with known bytes, a staging over them, and what the tests of a GPU have in common."""
 
-from __future__ import annotations
-
 import ctypes
 import unittest
 

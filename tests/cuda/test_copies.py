@@ -2,8 +2,6 @@
 run behind exactly what their event stands for, whether the model writes eagerly or from a CUDA graph. What the driver refuses, is an error.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

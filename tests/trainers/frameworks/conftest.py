@@ -1,7 +1,5 @@
 """Frameworks as PyPI has them, beside vLLM on CPU: models with a tokenizer of numbers, the production hub, a real Mooncake."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

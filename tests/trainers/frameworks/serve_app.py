@@ -3,8 +3,6 @@
 python -m tests.trainers.frameworks.serve_app SPEC.json
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

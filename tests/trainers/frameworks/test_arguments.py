@@ -1,7 +1,5 @@
 """SkyRL's own code makes vLLM's arguments of what its page shows; vLLM takes them, and our check sees our configuration."""
 
-from __future__ import annotations
-
 import sys
 import typing
 from pathlib import Path

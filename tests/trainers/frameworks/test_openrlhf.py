@@ -1,7 +1,5 @@
 """OpenRLHF's own engines, which have no field for a connector, join by EPOCHKV_ATTACH and share; its push cannot run without CUDA."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Real replicas of Ray Serve LLM share through the hub and Mooncake, and new weights reach them through Ray's own ingress."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

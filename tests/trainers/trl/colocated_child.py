@@ -3,8 +3,6 @@
 python -m tests.trainers.trl.colocated_child JOB        (JOB: what `test_colocated` wrote)
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """GRPO runs of real TRL against real servers: without any cache once, for everybody."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The `vllm serve` that TRL's documentation asks for, on CPU, and what its metrics say of a generation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

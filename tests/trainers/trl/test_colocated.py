@@ -3,8 +3,6 @@
 TRL writes weights by `load_weights` of vLLM's model there: no call of the engine says so.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -4,8 +4,6 @@ Nothing in the trainer knows of EpochKV but the proof of each push, as `docs/tra
 cache after a push, and no connector: L1 and L2 keep the KV of every step, under names that hold its weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ The server loads this module with `--worker-extension-cls tests.trainers.trl.tra
 `--weight-transfer-config '{"backend": "tcp"}'`. The trainer calls `patch_trainer`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

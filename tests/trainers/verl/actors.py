@@ -3,8 +3,6 @@
 Apart from `lab`, which imports vLLM's server: these processes do not need it, and start seconds earlier.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

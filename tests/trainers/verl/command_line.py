@@ -1,7 +1,5 @@
 """verl's configuration as its driver gets it from a command line, and after the driver has checked it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

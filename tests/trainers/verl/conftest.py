@@ -1,7 +1,5 @@
 """Two rollouts of verl with a pool and a Mooncake, and what an engine that caches nothing answers with each set of weights."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import sys

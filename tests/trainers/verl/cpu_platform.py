@@ -4,8 +4,6 @@
 verl places its workers by them. Tensors cannot be shared as on a GPU, so weights travel through verl's shared memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace

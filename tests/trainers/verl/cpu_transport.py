@@ -4,8 +4,6 @@ verl's own backends need one of those. `checkpoint_engine.custom_backend_module`
 another. It ends in verl's worker beside the rollout; from there on everything is verl's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
 

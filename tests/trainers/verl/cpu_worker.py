@@ -4,8 +4,6 @@ There, vLLM packs linear weights for its kernels and leaves an empty parameter. 
 without the steps that vLLM's own `reload_weights` takes. `worker_cls` of vLLM names this class.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

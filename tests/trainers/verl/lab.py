@@ -5,8 +5,6 @@ rollout; `CheckpointEngineManager` in a process of its own. The trainer is ours:
 `execute_checkpoint_engine`, as verl's workers have, which sends the tensors of a file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

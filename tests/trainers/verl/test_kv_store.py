@@ -1,7 +1,5 @@
 """The block `kv_store` through verl itself: its Hydra configuration, its driver's checks, `RolloutConfig`, its arguments for vLLM."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

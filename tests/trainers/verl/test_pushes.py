@@ -3,8 +3,6 @@
 The tests share two rollouts, which take minutes to start, and run in order.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
