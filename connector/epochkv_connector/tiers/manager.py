@@ -247,8 +247,8 @@ class SaveJobs:
 
     def collect(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
         """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps. They are saved
-        to L1, to L2 when the root is shared, or to both, by one job: a store call costs milliseconds, and a block that is decoded alone
-        would have its own. Returns the share of each request."""
+        to L1, to L2 when the root is shared, or to both, by one job: a store call has its price, and a block that is decoded alone would
+        have its own. Returns the share of each request."""
         namespace = self._state.namespace(snap)
         if not self._state.is_usable or (self._state.config.local is None and namespace is None):
             return ()
