@@ -96,7 +96,7 @@ class Rights:
             if match := REFUSED.search(status.get("message", "")):  # it names what was missed: an apply that creates is a patch
                 verb, resource, group, namespace = match.groups()
                 found.add(Right(namespace, group, resource, verb))
-            elif "an ownerRef on a resource you can't delete" in status["message"]:
+            elif "an ownerRef on a resource you can't delete" in status.get("message", ""):
                 found.add(Right(ref["namespace"], ref.get("apiGroup", ""), ref["resource"], "delete"))
             elif event["verb"] == "list" and ref.get("namespace"):  # a list of metadata alone is audited without the message
                 found.add(Right(ref["namespace"], ref.get("apiGroup", ""), ref["resource"], "list"))
