@@ -4,9 +4,10 @@ machine's address."""
 import asyncio
 import contextlib
 import ipaddress
-import logging
+import logging.handlers
 import math
-import select
+import os
+import queue
 import socket
 import threading
 import time
@@ -117,8 +118,9 @@ class LeaseClock:
         set_back, wall = self._set_back, time.time()  # first: a thread that waits between the lines must not look restored
         now = time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
         ahead = self.ahead = max(self.ahead, set_back + wall - now)
-        if set_back + time.time() - now < ahead - 0.5:  # less than any margin. Read again: nor must such a thread see a clock set back
-            self._set_back = ahead + now - wall
+        again = time.time()  # nor must such a thread see a clock that was set back
+        if set_back + again - now < ahead - 0.5:  # less than any margin
+            self._set_back = ahead + now - again
         return now + ahead
 
 
@@ -129,11 +131,43 @@ lease_clock: Final = LeaseClock()
 # Log lines that come once per change, so that a fault which lasts does not fill the log.
 
 
-def is_read(file: int) -> bool:
-    """It takes a line. A stopped terminal does not, nor a pipe that nobody empties: a thread that grants must not wait for them."""
-    look = select.poll()
-    look.register(file, select.POLLOUT)
-    return bool(look.poll(50))  # ms, so that no burst of lines is lost
+class LogThread(logging.handlers.QueueHandler):
+    """Writes lines to a file descriptor on a thread of its own. A stopped terminal, or a pipe that nobody empties, holds up nobody who
+    logs, nor the end of the process: what its queue has no room for is lost, and counted in the log once there is room."""
+
+    def __init__(self, file: int, formatter: logging.Formatter, size: int = 1000) -> None:
+        super().__init__(queue.Queue(size))
+        self.setFormatter(formatter)
+        self._file, self._lost = file, 0
+        self._thread = threading.Thread(target=self._write, name="epochkv-log", daemon=True)
+        self._thread.start()
+
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
+
+    def enqueue(self, record: str) -> None:  # type: ignore[override]  # what `prepare` made
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """When the process ends. Waits a second at most for what is queued."""
+        with contextlib.suppress(queue.Full):
+            self.queue.put_nowait(None)
+            self._thread.join(1.0)
+        super().close()
+
+    def _write(self) -> None:
+        while (text := self.queue.get()) is not None:
+            if lost := self._lost:
+                self._lost = 0
+                said = f"{lost} lines of this log are lost: nobody read it"
+                text = f"{self.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, said, None, None))}\n{text}"
+            left = f"{text}\n".encode(errors="replace")
+            with contextlib.suppress(OSError):  # such as a pipe that nobody has open any more
+                while left:
+                    left = left[os.write(self._file, left) :]
 
 
 class SayOnce:

@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from epochkv_fence.common import is_read
+from epochkv_fence.common import LogThread
 from epochkv_operator.settings import LogFormat
 
 #: kopf says on every object and every event what it does; only its warnings say something new.
@@ -25,7 +25,6 @@ _QUIET = {
 def configure(log_format: LogFormat, level: str) -> None:
     """Route structlog and the standard library's logging to stdout in one format."""
     shared: list[Any] = [
-        structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -42,15 +41,11 @@ def configure(log_format: LogFormat, level: str) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stdout)
-    handler.addFilter(lambda record: is_read(1))  # the hub's thread logs, too
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
-        )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
     )
     root = logging.getLogger()
-    root.handlers = [handler]
+    root.handlers = [LogThread(sys.stdout.fileno(), formatter)]  # the hub's thread logs, too
     root.setLevel(level.upper())
     for name, quiet_level in _QUIET.items():
         logging.getLogger(name).setLevel(max(quiet_level, root.level))

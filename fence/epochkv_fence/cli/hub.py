@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from epochkv_fence.cli.render import Exit, say_error
-from epochkv_fence.common import is_read
+from epochkv_fence.common import LogThread
 from epochkv_fence.launch import transfer_config
 from epochkv_fence.protocol.pool import ReclaimPolicy
 from epochkv_fence.standalone.credentials import CLIENT_FOLDER, retire_previous, rotate_keys
@@ -49,14 +49,9 @@ class _JsonFormatter(logging.Formatter):
 
 def configure_logs(log_format: LogFormat) -> None:
     """Everything to stderr, one line per transition. Lines that nobody reads are lost."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(lambda record: is_read(2))
-    if log_format == "json":
-        handler.setFormatter(_JsonFormatter())
-    else:
-        handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%H:%M:%S"))
+    text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%H:%M:%S")
     root = logging.getLogger()
-    root.handlers = [handler]
+    root.handlers = [LogThread(sys.stderr.fileno(), _JsonFormatter() if log_format == "json" else text)]
     root.setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 

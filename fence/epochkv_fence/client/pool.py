@@ -25,7 +25,6 @@ from epochkv_fence.connection import Connection
 
 P = ParamSpec("P")
 T = TypeVar("T")
-R = TypeVar("R")
 
 GRACE_SECONDS: Final = 5.0
 """Beyond a call's own deadline: only a loop that is stuck (a file system that hangs) gets that far."""
@@ -159,19 +158,34 @@ class Face:
         return f"<{type(self).__name__} {self.name} at {self._session.connection.hub.endpoint}>"
 
 
-def _method(
-    call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]], wait: Callable[[Background, Coroutine[Any, Any, T], float], R]
-) -> Callable[Concatenate[Face, P], R]:
-    """The method that makes `call` on a pool's session and has `wait` wait for it."""
-    signature = inspect.signature(call)
+def _seconds(call: Callable[..., Any], *arguments: Any, **keys: Any) -> float:
+    """What a call with these arguments may take: its `timeout_s`, and `EXTRA_SECONDS`."""
+    given = inspect.signature(call).bind(*arguments, **keys)
+    given.apply_defaults()
+    check_timeout(given.arguments["timeout_s"])
+    return float(given.arguments["timeout_s"]) + EXTRA_SECONDS
+
+
+def _blocking(call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Pool, P], T]:
+    """The method of `Pool` that makes `call` on its session and waits for it."""
 
     @functools.wraps(call)
-    def method(pool: Face, /, *arguments: P.args, **keys: P.kwargs) -> R:
-        given = signature.bind(pool._session, *arguments, **keys)
-        given.apply_defaults()
-        timeout_s = given.arguments["timeout_s"]
-        check_timeout(timeout_s)
-        return wait(pool._background, call(pool._session, *arguments, **keys), timeout_s + EXTRA_SECONDS)
+    def method(pool: Pool, /, *arguments: P.args, **keys: P.kwargs) -> T:
+        seconds = _seconds(call, pool._session, *arguments, **keys)
+        return pool._background.run(call(pool._session, *arguments, **keys), seconds)
+
+    return method
+
+
+def _awaited(
+    call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[AsyncPool, P], Coroutine[Any, Any, T]]:
+    """The method of `AsyncPool` that does."""
+
+    @functools.wraps(call)
+    async def method(pool: AsyncPool, /, *arguments: P.args, **keys: P.kwargs) -> T:
+        seconds = _seconds(call, pool._session, *arguments, **keys)
+        return await pool._background.wait(call(pool._session, *arguments, **keys), seconds)
 
     return method
 
@@ -204,11 +218,11 @@ class Pool(Face):
             raise
         return cls(background, session)
 
-    status = _method(Session.status, Background.run)
-    weights = _method(pushes.weights, Background.run)
-    reset = _method(resets.reset, Background.run)
-    wait = _method(resets.wait, Background.run)
-    wait_weights = _method(pushes.wait_weights, Background.run)
+    status = _blocking(Session.status)
+    weights = _blocking(pushes.weights)
+    reset = _blocking(resets.reset)
+    wait = _blocking(resets.wait)
+    wait_weights = _blocking(pushes.wait_weights)
 
     def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         """The live engines, by name.
@@ -280,15 +294,15 @@ class AsyncPool(Face):
         try:
             session = await background.wait(open_session(config, timeout_s), timeout_s)
         except BaseException:
-            background.stop()
+            await asyncio.to_thread(background.stop)
             raise
         return cls(background, session)
 
-    status = _method(Session.status, Background.wait)
-    reset = _method(resets.reset, Background.wait)
-    wait = _method(resets.wait, Background.wait)
-    weights = _method(pushes.weights, Background.wait)
-    wait_weights = _method(pushes.wait_weights, Background.wait)
+    status = _awaited(Session.status)
+    reset = _awaited(resets.reset)
+    wait = _awaited(resets.wait)
+    weights = _awaited(pushes.weights)
+    wait_weights = _awaited(pushes.wait_weights)
 
     async def engines(self, timeout_s: float = STATUS_SECONDS) -> tuple[Engine, ...]:
         return (await self.status(timeout_s)).engines

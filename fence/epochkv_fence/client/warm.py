@@ -167,14 +167,15 @@ class _Server:
         left = max(0.1, self._deadline - time.monotonic())
 
         def answer() -> T:
-            with self._direct.open(request, timeout=left) as found:
-                return read(json.load(found))
+            try:
+                with self._direct.open(request, timeout=left) as found:
+                    return read(json.load(found))
+            except urllib.error.HTTPError as error:
+                raise WarmFailed(f"{self.name}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None
 
         try:
             request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode(), headers)
             return on_daemon_thread(answer, "epochkv-warm-answer").result(left)  # it may come in small pieces without end
-        except urllib.error.HTTPError as error:
-            raise WarmFailed(f"{self.name}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise WarmFailed(f"{self.name}{path}: {str(error) or 'no answer in time'}") from None
         except (LookupError, TypeError, AttributeError) as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -92,6 +93,11 @@ def hold(path: Path, held: Callable[[str], StateError], seconds: float = 0.0) ->
     return lock
 
 
+def trouble(error: OSError, text: str) -> AuthorityError:
+    """A `StateError`, unless it may work later as it is: the disk is full, or fails."""
+    return (AuthorityError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO) else StateError)(text)
+
+
 class Database:
     """The directory and what it holds. `open` takes it for this process. `term`: the newest that began here; None: none, or released."""
 
@@ -118,7 +124,7 @@ class Database:
             raise self.unusable(error) from error
         except OSError as error:
             text = f"{self.directory} cannot be used ({error.strerror or error}); give a --state directory that this user can write"
-            raise StateError(text) from error
+            raise trouble(error, text) from error
 
     def close(self) -> None:
         self.term = self._connection = None  # first: from then on another hub may lead

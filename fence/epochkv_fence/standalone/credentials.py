@@ -32,7 +32,7 @@ from epochkv_fence.net.keys import (
 )
 from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.pool import PoolConfig
-from epochkv_fence.standalone.authority import StateError, hold
+from epochkv_fence.standalone.authority import StateError, hold, trouble
 
 logger = logging.getLogger("epochkv.hub")
 
@@ -173,7 +173,7 @@ def write_client(directory: Path, pool: str, endpoint: str) -> Path:
             content["hub"] = {"endpoint": endpoint, "credentials_dir": "."}
             _write(path, json.dumps(content, indent=2).encode() + b"\n")
     except OSError as error:
-        raise StateError(f"{folder} cannot be written ({error.strerror or error})") from error
+        raise trouble(error, f"{folder} cannot be written ({error.strerror or error})") from error
     return path
 
 
@@ -248,12 +248,13 @@ def _locked(directory: Path) -> Iterator[None]:
     try:
         lock = hold(path, held, LOCK_SECONDS)
     except OSError as error:
-        raise StateError(f"{directory} cannot be used ({error.strerror or error}); give the --state directory of `epochkv hub`") from error
+        text = f"{directory} cannot be used ({error.strerror or error}); give the --state directory of `epochkv hub`"
+        raise trouble(error, text) from error
     try:
         yield
         os.ftruncate(lock, 0)
     except OSError as error:
-        raise StateError(f"{directory}: keys cannot be written ({error.strerror or error})") from error
+        raise trouble(error, f"{directory}: keys cannot be written ({error.strerror or error})") from error
     finally:
         os.close(lock)
 

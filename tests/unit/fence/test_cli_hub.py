@@ -67,7 +67,7 @@ def test_started_again_it_continues_the_pool_and_keeps_what_was_added_to_the_fil
         assert (hub.folder / "root.secret").read_text() == secret
         eventually(lambda: using(agent, 1), "the engine goes on", 30)
         assert "leading: epoch 1, published 1" in hub.text()
-        assert hub.text().count("epoch 1 recorded, asked for by trainer") == 1  # when it was asked for, not at the start
+        assert hub.text().count("epoch 1 recorded, asked for by trainer") == 1, hub.text()  # when it was asked for, not at the start
         done = epochkv("reset", "-o", "json", config=hub.folder)
         assert json.loads(done.stdout)["epoch"] == 2
         hub.kill()

@@ -114,6 +114,7 @@ def test_what_the_api_server_writes_otherwise_in_a_template_is_no_change() -> No
 def test_what_the_spec_no_longer_wants_is_deleted() -> None:
     live = settle_pool()
     plan = plan_pool(pool({"local": {"capacity": "1Gi"}}), Observed(live), CONTEXT)
+    assert names(plan.apply) == {"ConfigMap/policy-connection"}
     assert names(plan.delete) == names(tuple(live)) - {"ConfigMap/policy-connection"}
     assert sum("the spec has no use for it any more" in detail for detail in plan.details) == len(plan.delete)
     going = [{**obj, "metadata": {**obj["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}} for obj in live]
