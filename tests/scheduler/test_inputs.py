@@ -5,7 +5,6 @@ On whole engines vLLM's CPU build cannot show pictures without torchvision: its 
 
 import hashlib
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,8 +101,12 @@ def test_ids_of_clients_are_shared_where_the_user_vouches_for_them(make_rig: Mak
 def test_vllms_front_end_tells_the_core_which_ids_are_a_clients(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) -> None:
     """No cache has one under a name that a digest has, or the id of another salt, whatever the client writes."""
     monkeypatch.setattr(BaseRenderer, "_process_tokens", lambda renderer, prompt: prompt["multi_modal_uuids"]["audio"])
-    monkeypatch.setattr(InputProcessor, "process_inputs", lambda *features: SimpleNamespace(mm_features=features[1:]))
-    kept = (ProcessorInputs, "get_mm_hashes"), (InputProcessor, "_get_mm_identifier"), (BaseRenderer, "_process_tokens_async")
+    kept = (
+        (MultiModalFeatureSpec, "__init__"),
+        (ProcessorInputs, "get_mm_hashes"),
+        (InputProcessor, "_get_mm_identifier"),
+        (BaseRenderer, "_process_tokens_async"),
+    )
     for owner, name in kept:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
     processor = InputProcessor.__new__(InputProcessor)
@@ -124,7 +127,6 @@ def test_vllms_front_end_tells_the_core_which_ids_are_a_clients(monkeypatch: pyt
         seen += [clients, *(processor._get_mm_identifier(one, None) for one in (clients, *with_tensors))]
         for mark, stops in ((clients, salt is None), (digest, False), *((one, True) for one in with_tensors)):
             feature = MultiModalFeatureSpec(None, "audio", "", PlaceholderRange(offset=3, length=1), mark)
-            processor.process_inputs(feature)  # type: ignore[arg-type, call-arg]
             request = Request("r", [1], None, PoolingParams(), mm_features=[feature], cache_salt=salt)
             assert (blocks.first_client_media(request), type(feature.mm_hash)) == (3 if stops else None, str)
     assert len(set(seen)) == 5 + 5 + 2

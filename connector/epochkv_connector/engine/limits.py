@@ -120,7 +120,7 @@ def check_parallel(parallel_config: Any) -> None:
     if getattr(parallel_config, "enable_fault_tolerance", False):  # from 0.31 on
         raise UnsupportedEngine(
             "enable_fault_tolerance is set: after a fault vLLM goes on with blocks that were named and computed without the experts of a "
-            "rank, or never; leave out --enable-fault-tolerance"
+            "rank, or never; leave out --enable-fault-tolerance and --fault-tolerance-config"
         )
     backend, num_ranks = parallel_config.distributed_executor_backend, int(parallel_config.world_size)
     kinds = {kind.__name__ for kind in backend.__mro__} if isinstance(backend, type) else {str(backend)}

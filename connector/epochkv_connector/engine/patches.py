@@ -157,6 +157,7 @@ def mark_media_ids() -> None:
     digests, and from the same id under another salt, in every cache: else what a client calls by another's digest would be found, and
     saved, under that digest. Ids that come with tensors count as a client's, and none is the same as one that was marked here.
     """
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.multimodal.processing import ProcessorInputs
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -182,12 +183,11 @@ def mark_media_ids() -> None:
         marked = mm_hash if isinstance(mm_hash, _Told) else f"{CLIENT_MARK}tensors {mm_hash}"
         return function(processor, marked.removeprefix(CONTENT_MARK), *args, **kwargs)
 
-    def process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        request = function(*args, **kwargs)
-        for one in request.mm_features or ():  # as the core is told of them
-            forged = one.mm_hash.startswith((CLIENT_MARK, CONTENT_MARK)) and not isinstance(one.mm_hash, _Told)
-            one.mm_hash = f"{CLIENT_MARK}tensors {one.mm_hash}" if forged else str(one.mm_hash)
-        return request
+    def told(function: Callable[..., None], feature: Any, *args: Any, **kwargs: Any) -> None:
+        function(feature, *args, **kwargs)
+        if (given := feature.mm_hash) is not None:  # as the core is told of it, which takes no `_Told`
+            forged = given.startswith((CLIENT_MARK, CONTENT_MARK)) and not isinstance(given, _Told)
+            feature.mm_hash = f"{CLIENT_MARK}tensors {given}" if forged else str(given)
 
     with suppress(ImportError):  # without it, no id is of a salt
         from vllm.renderers.base import BaseRenderer
@@ -196,7 +196,7 @@ def mark_media_ids() -> None:
             wrap(BaseRenderer, name, tokens)
     wrap(ProcessorInputs, "get_mm_hashes", hashes)
     wrap(InputProcessor, "_get_mm_identifier", identifier)
-    wrap(InputProcessor, "process_inputs", process)
+    wrap(MultiModalFeatureSpec, "__init__", told)  # processors that are there already make them, too
 
 
 class _Instead:

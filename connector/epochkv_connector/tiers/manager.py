@@ -247,14 +247,16 @@ class SaveJobs:
 
     def collect(self, views: Iterable[ScheduledRequestView], snap: Snapshot) -> Sequence[SaveJob]:
         """Take slots and GPU references for new blocks of these requests: after all lookups of a step, or between steps. They are saved
-        to L1, to L2 when the root is shared, or to both, by one job: a store call has its price, and a block that is decoded alone would
-        have its own. Returns the share of each request."""
+        to L1, to L2 when the root is shared, or to both. With an L1 by one job: a store call has its price, and a block that is decoded
+        alone would have its own. The slots of a ring come back sooner with a job for each request. Returns the share of each request."""
         namespace = self._state.namespace(snap)
         if not self._state.is_usable or (self._state.config.local is None and namespace is None):
             return ()
         shares = [share for view in views if (share := self.planner.draft(view, namespace, self.pool)) is not None]
-        if shares:
-            job = msgspec.structs.replace(shares[0], moves=tuple(chain.from_iterable(share.moves for share in shares)))
+        jobs = shares
+        if shares and self._state.config.local is not None:
+            jobs = [msgspec.structs.replace(shares[0], moves=tuple(chain.from_iterable(share.moves for share in shares)))]
+        for job in jobs:
             gpu_blocks = tuple(move.gpu_block for move in job.moves if move.copy)
             self.pool.touch(gpu_blocks)
             self._state.jobs.open_save(job, gpu_blocks, self._state.clock())

@@ -290,7 +290,7 @@ LEFT_OUT = {
 
 SCRATCH = (
     "buffer", "buffers", "scratch", "deepstack_input_embeds", "per_layer_embeddings", "per_layer_inputs", "positions", "hidden_states",
-    "kv_cache_k", "kv_cache_v", "staged_rows", "packed_rows", "prefetch_ids", "_cache", "ring_start", "prev_num_accepted", "prev_query_len",
+    "kv_cache_k", "kv_cache_v", "staged_rows", "packed_rows", "prefetch_ids", "ring_start", "prev_num_accepted", "prev_query_len",
 )  # fmt: skip
 """The same of plain attributes, and buffers of no checkpoint, that forward passes write to: rows for the tokens of a step, indices, KV."""
 

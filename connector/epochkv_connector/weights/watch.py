@@ -273,7 +273,7 @@ class Watch:
             return
         if self.asleep:
             self._set(None, WRITING)
-        if idle and self.pending and self._clock() >= max(self._digest_at, self._digested_at + PAUSE_SECONDS):
+        if idle and self.pending and self._clock() >= max(self._may_digest_at(), self._digested_at + PAUSE_SECONDS):
             if long:
                 self.told = (None, WRITING)  # as heartbeats may have said
             self._digest()
@@ -300,8 +300,6 @@ class Watch:
                 self._keep_to_itself("steps write to tensors that count as weights, so no digest lasts; report the model", asks=False)
                 return
             self.suspect("they changed during a step")
-            if len(self._undone) > 1:  # each digest that a step undoes asks the pool for an epoch
-                self._digest_at = max(self._digest_at, self._clock() + UNDONE_SECONDS / UNDONE)
             self._set(None, "they changed during a step")
 
     def _note_undone(self) -> bool:
@@ -344,9 +342,14 @@ class Watch:
         """Memory was unmapped when a rank was last asked. The call that maps it is the next reason to look."""
         return self.told == (None, ASLEEP)
 
+    def _may_digest_at(self) -> float:
+        """Each digest that a step undoes asks the pool for an epoch, so the next one waits for longer."""
+        pause = min(UNDONE_SECONDS / UNDONE, 2.0 ** len(self._undone) / 16)
+        return max(self._digest_at, self._undone[-1] + pause if self._undone else 0.0)
+
     def quiet_at(self) -> float:
         """When an idle engine should look; by the clock."""
-        return max(self._suspected_at + QUIET_SECONDS, self._digest_at)
+        return max(self._suspected_at + QUIET_SECONDS, self._may_digest_at())
 
     def when_idle(self) -> None:
         """Nothing is scheduled now: look if it is time."""
@@ -360,7 +363,7 @@ class Watch:
     def before_pass(self) -> None:
         """A pass of the domain follows that no step of this engine is in. What a harmless call leaves is known again before the others
         hear that this engine does not know."""
-        if self._peers is not None and self.pending and self._clock() >= self._digest_at:
+        if self._peers is not None and self.pending and self._clock() >= self._may_digest_at():
             self._digest()
 
     def passed(self) -> None:
@@ -381,7 +384,7 @@ class Watch:
             self._undone.clear()
             self.suspect("load_weights was called, or memory was unmapped or mapped")
         if self._suspicion or self.asleep:
-            if now >= self._digest_at:
+            if now >= self._may_digest_at():
                 self._digest()
             elif self.value is not None:
                 self._set(None, WRITING)

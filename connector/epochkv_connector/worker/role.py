@@ -359,9 +359,11 @@ class WorkerRole:
         self._unended: set[int] = set()  # its jobs that it may still be working on
         self._taken = self._finished = True
         self._idle = False
+        self._handled: BaseException | None = None
 
     def new_step(self) -> None:
         self._taken = self._finished = False
+        self._handled = sys.exc_info()[1]  # by the program that vLLM runs in
 
     def take(self, metadata: StepMetadata) -> None:
         """Loads begin; the forward pass touches none of their blocks."""
@@ -387,7 +389,7 @@ class WorkerRole:
         self._finished = True
         self._replaced += self._adapters.replaced(metadata.newest_epoch)
         as_named, settled = self._compare(metadata.digest_number)
-        if self.runner is not None and sys.exc_info()[0] is None:  # vLLM ends a step, too, whose forward pass has raised
+        if self.runner is not None and sys.exc_info()[1] is self._handled:  # vLLM ends a step, too, whose forward pass has raised
             self.runner.finish_step(as_named if self._adapters.are_unchanged(metadata.adapters) else lambda: False, settled)
 
     def _compare(self, number: int) -> tuple[Callable[[], bool], Settled]:

@@ -106,7 +106,7 @@ def test_what_vllms_models_make_for_the_tokens_of_a_step_is_left_out() -> None:
     assert {"deepstack_input_embeds", "per_layer_embeddings", "topk_indices_buffer"} <= scratch
     model = Model()
     before = value(Worker(model))
-    for name in sorted({*scratch, "_replayssm_ring_start", "_replayssm_prev_query_len", "_cache"}):
+    for name in sorted({*scratch, "_replayssm_ring_start", "_replayssm_prev_query_len"}):
         setattr(model.layers[0], name, torch.zeros(5))
         setattr(model.layers[1], name, [torch.zeros(5)])
     for name in sorted({*buffers, "topk_indices_buffer"}):
