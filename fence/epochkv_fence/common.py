@@ -8,6 +8,7 @@ import logging.handlers
 import math
 import os
 import queue
+import select
 import socket
 import threading
 import time
@@ -128,7 +129,7 @@ lease_clock: Final = LeaseClock()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Log lines that come once per change, so that a fault which lasts does not fill the log.
+# Logs: no thread waits for whoever reads them, and a fault that lasts does not fill them.
 
 
 class LogThread(logging.handlers.QueueHandler):
@@ -136,7 +137,8 @@ class LogThread(logging.handlers.QueueHandler):
     logs, nor the end of the process: what its queue has no room for is lost, and counted in the log once there is room."""
 
     def __init__(self, file: int, formatter: logging.Formatter, size: int = 1000) -> None:
-        super().__init__(queue.Queue(size))
+        self._texts: queue.Queue[str | None] = queue.Queue(size)
+        super().__init__(self._texts)
         self.setFormatter(formatter)
         self._file, self._lost = file, 0
         self._thread = threading.Thread(target=self._write, name="epochkv-log", daemon=True)
@@ -147,19 +149,19 @@ class LogThread(logging.handlers.QueueHandler):
 
     def enqueue(self, record: str) -> None:  # type: ignore[override]  # what `prepare` made
         try:
-            self.queue.put_nowait(record)
+            self._texts.put_nowait(record)
         except queue.Full:
             self._lost += 1
 
     def close(self) -> None:
-        """When the process ends. Waits a second at most for what is queued."""
+        """When the process ends. Waits two seconds at most for what is queued."""
         with contextlib.suppress(queue.Full):
-            self.queue.put_nowait(None)
+            self._texts.put(None, timeout=1.0)
             self._thread.join(1.0)
         super().close()
 
     def _write(self) -> None:
-        while (text := self.queue.get()) is not None:
+        while (text := self._texts.get()) is not None:
             if lost := self._lost:
                 self._lost = 0
                 said = f"{lost} lines of this log are lost: nobody read it"
@@ -167,7 +169,10 @@ class LogThread(logging.handlers.QueueHandler):
             left = f"{text}\n".encode(errors="replace")
             with contextlib.suppress(OSError):  # such as a pipe that nobody has open any more
                 while left:
-                    left = left[os.write(self._file, left) :]
+                    try:
+                        left = left[os.write(self._file, left) :]
+                    except BlockingIOError:  # somebody who has it, too, made it so
+                        select.select((), (self._file,), ())
 
 
 class SayOnce:

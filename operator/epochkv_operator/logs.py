@@ -45,7 +45,7 @@ def configure(log_format: LogFormat, level: str) -> None:
         foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer]
     )
     root = logging.getLogger()
-    root.handlers = [LogThread(sys.stdout.fileno(), formatter)]  # the hub's thread logs, too
+    root.handlers = [LogThread(1, formatter)]  # the hub's thread logs, too
     root.setLevel(level.upper())
     for name, quiet_level in _QUIET.items():
         logging.getLogger(name).setLevel(max(quiet_level, root.level))

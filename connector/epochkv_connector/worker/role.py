@@ -389,7 +389,8 @@ class WorkerRole:
         self._finished = True
         self._replaced += self._adapters.replaced(metadata.newest_epoch)
         as_named, settled = self._compare(metadata.digest_number)
-        if self.runner is not None and sys.exc_info()[1] is self._handled:  # vLLM ends a step, too, whose forward pass has raised
+        handled, self._handled = self._handled, None  # its frames may hold memory
+        if self.runner is not None and sys.exc_info()[1] is handled:  # vLLM ends a step, too, whose forward pass has raised
             self.runner.finish_step(as_named if self._adapters.are_unchanged(metadata.adapters) else lambda: False, settled)
 
     def _compare(self, number: int) -> tuple[Callable[[], bool], Settled]:

@@ -6,7 +6,6 @@ import logging
 import os
 import shlex
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -51,7 +50,7 @@ def configure_logs(log_format: LogFormat) -> None:
     """Everything to stderr, one line per transition. Lines that nobody reads are lost."""
     text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%H:%M:%S")
     root = logging.getLogger()
-    root.handlers = [LogThread(sys.stderr.fileno(), _JsonFormatter() if log_format == "json" else text)]
+    root.handlers = [LogThread(2, _JsonFormatter() if log_format == "json" else text)]
     root.setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 

@@ -31,7 +31,7 @@ from epochkv_fence.net.keys import (
     generate_keypair,
 )
 from epochkv_fence.net.server import HubServer
-from epochkv_fence.protocol.pool import PoolConfig
+from epochkv_fence.protocol.pool import AuthorityError, PoolConfig
 from epochkv_fence.standalone.authority import StateError, hold, trouble
 
 logger = logging.getLogger("epochkv.hub")
@@ -288,7 +288,7 @@ class KeyWatch:
             try:
                 await self._check()
                 problem = ""
-            except (StateError, OSError, ValueError) as error:
+            except (AuthorityError, OSError, ValueError) as error:
                 if str(error) != problem:
                     problem = str(error)
                     logger.error("keys: %s", error)

@@ -52,7 +52,6 @@ class Executor:
         except ApiError as error:
             return _problem("", error, Forbidden="ReadForbidden", other="ReadFailed"), error
         except Exception as error:  # gates, copies and the status do not wait for our mistake
-            log.exception("a plan failed", about=about)
             text = f"the operator fails at this spec ({error!r}), and changes nothing; report it with the operator's log"
             return Problem("PlanFailed", text), error
         return (plan.problem, None) if plan.problem is not None else await self.execute(about, plan)

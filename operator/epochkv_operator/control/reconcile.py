@@ -135,7 +135,7 @@ class PoolReconciler(_Reconciler):
         children = observe(self.store, key.namespace, POOL_LABEL, key.name)
         refused, again = await self.executor.bring_about(str(key), children, lambda seen: plan_pool(pool, seen, context))
         problem = problem or refused or blind(self.refused(key.namespace))
-        errors.append(again)
+        errors.insert(0, again)  # of our own mistakes, the log has the traceback
         shared = self.copies.told(key, pool)
         snapshot, found = HubSnapshot(), None
 
