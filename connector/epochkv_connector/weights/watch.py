@@ -343,9 +343,10 @@ class Watch:
         return self.told == (None, ASLEEP)
 
     def _may_digest_at(self) -> float:
-        """Each digest that a step undoes asks the pool for an epoch, so the next one waits for longer."""
-        pause = min(UNDONE_SECONDS / UNDONE, 2.0 ** len(self._undone) / 16)
-        return max(self._digest_at, self._undone[-1] + pause if self._undone else 0.0)
+        """Each digest that a step undoes asks the pool for an epoch. From the second in a row on, the next one waits for longer."""
+        if len(self._undone) < 2:
+            return self._digest_at
+        return max(self._digest_at, self._undone[-1] + min(UNDONE_SECONDS / UNDONE, 2.0 ** len(self._undone) / 16))
 
     def quiet_at(self) -> float:
         """When an idle engine should look; by the clock."""
