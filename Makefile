@@ -59,7 +59,7 @@ setup-groups: setup ## The controller of LeaderWorkerSets, for slow tests (built
 test: setup-pods setup-cluster setup-checks lint ## Set up everything, pass every test but the slow ones: at most 25 minutes on two cores, 40 from nothing
 	@$(TESTS)
 
-test-all: setup-pods setup-cluster setup-checks setup-groups setup-trainers lint ## Every test: whole matrices, each kill, trainers (70 minutes on two cores; environments of 20 GB)
+test-all: setup-pods setup-cluster setup-checks setup-groups setup-trainers lint ## Every test: whole matrices, each kill, trainers (77 minutes on two cores; environments of 20 GB)
 	@$(TESTS) --all
 	@$(MAKE) --no-print-directory test-transfers
 	@$(MAKE) --no-print-directory test-ipv6

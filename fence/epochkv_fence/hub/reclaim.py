@@ -1,8 +1,9 @@
 """Which removals give the store's memory back. Nothing waits for them, because names keep engines from what stays.
 
-Engines remove keys by prefix: those of older epochs, and of weights that no engine holds. The hub asks one engine at a time,
-each time another, until one finds none. Of older epochs it asks once more, because saves under way may land after the first
-answer. When no engine can answer, and the store is this pool's alone, the hub that saw the publication has the store swept instead.
+Engines remove keys by prefix (`StoreKeys` of the connector's scheduler role): those of older epochs, and of weights that no engine holds.
+The hub asks one engine at a time, each time another, until one finds none. Of older epochs it asks once more, because saves under way
+may land after the first answer. When no engine can answer, and the store is this pool's alone, the hub that saw the publication has the
+store swept instead.
 A sweep takes every key, and for a later hub the store may be full of keys of the published epoch.
 
 Under the reclaim policy `RemoveAll` the hub has the store wiped first, which gives memory back at once. Keys that somebody
