@@ -72,7 +72,7 @@ class Background:
         except TimeoutError as error:
             if future.done():
                 raise
-            raise HubUnreachable(f"the client's own thread has not answered for {seconds + GRACE_SECONDS:g} s") from error
+            raise stuck(seconds) from error
         finally:
             future.cancel()
 
@@ -90,7 +90,7 @@ class Background:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise HubUnreachable(f"the client's own thread has not answered for {seconds + GRACE_SECONDS:g} s") from error
+            raise stuck(seconds) from error
 
     def stop(self) -> None:
         """End the thread; everything that still runs there is cancelled. Safe to call twice, and in a fork."""
@@ -100,6 +100,11 @@ class Background:
 def closed_meanwhile() -> PoolClosed:
     """Somebody closed the pool while a call was under way."""
     return PoolClosed("this pool was closed while the call was under way; what was asked for may still happen")
+
+
+def stuck(seconds: float) -> HubUnreachable:
+    """The client's own loop has not ended a call of so many seconds."""
+    return HubUnreachable(f"the client's own thread has not answered for {seconds + GRACE_SECONDS:g} s")
 
 
 def _stop(thread: LoopThread, pid: int) -> None:
@@ -158,20 +163,26 @@ class Face:
         return f"<{type(self).__name__} {self.name} at {self._session.connection.hub.endpoint}>"
 
 
-def _seconds(call: Callable[..., Any], *arguments: Any, **keys: Any) -> float:
-    """What a call with these arguments may take: its `timeout_s`, and `EXTRA_SECONDS`."""
-    given = inspect.signature(call).bind(*arguments, **keys)
-    given.apply_defaults()
-    check_timeout(given.arguments["timeout_s"])
-    return float(given.arguments["timeout_s"]) + EXTRA_SECONDS
+def _limit(call: Callable[..., Any]) -> Callable[..., float]:
+    """A function of a call's arguments: how long it may take, its `timeout_s` and `EXTRA_SECONDS`."""
+    signature = inspect.signature(call)
+
+    def seconds(*arguments: Any, **keys: Any) -> float:
+        given = signature.bind(*arguments, **keys)
+        given.apply_defaults()
+        check_timeout(given.arguments["timeout_s"])
+        return float(given.arguments["timeout_s"]) + EXTRA_SECONDS
+
+    return seconds
 
 
 def _blocking(call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Pool, P], T]:
     """The method of `Pool` that makes `call` on its session and waits for it."""
+    limit = _limit(call)
 
     @functools.wraps(call)
     def method(pool: Pool, /, *arguments: P.args, **keys: P.kwargs) -> T:
-        seconds = _seconds(call, pool._session, *arguments, **keys)
+        seconds = limit(pool._session, *arguments, **keys)
         return pool._background.run(call(pool._session, *arguments, **keys), seconds)
 
     return method
@@ -180,11 +191,12 @@ def _blocking(call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]) -
 def _awaited(
     call: Callable[Concatenate[Session, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[AsyncPool, P], Coroutine[Any, Any, T]]:
-    """The method of `AsyncPool` that does."""
+    """The same for `AsyncPool`."""
+    limit = _limit(call)
 
     @functools.wraps(call)
     async def method(pool: AsyncPool, /, *arguments: P.args, **keys: P.kwargs) -> T:
-        seconds = _seconds(call, pool._session, *arguments, **keys)
+        seconds = limit(pool._session, *arguments, **keys)
         return await pool._background.wait(call(pool._session, *arguments, **keys), seconds)
 
     return method
