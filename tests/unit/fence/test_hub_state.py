@@ -1,7 +1,6 @@
 """Keys and client folder of a standalone hub: replaced as a whole, repaired after a kill, bound to their pool."""
 
 import json
-import random
 import subprocess
 import sys
 import time
@@ -82,45 +81,27 @@ def test_what_is_no_keys_or_was_changed_by_hand_is_named(tmp_path: Path, content
             call()
 
 
-ROTATOR = """
-import sys
-from pathlib import Path
-from epochkv_fence.standalone.credentials import rotate_keys
-print("ready", flush=True)
-while True:
-    rotate_keys(Path(sys.argv[1]), 0.0)
-"""
-
-
-def test_a_kill_in_the_middle_of_a_rotation_is_repaired_at_the_next_start(tmp_path: Path) -> None:
-    rng = random.Random(11)
-    ensure_keys(tmp_path, "uid-1")
-    write_client(tmp_path, "policy", "tcp://h:1")
-    torn, seen = 0, set()
-    for _ in range(15):
-        child = subprocess.Popen([sys.executable, "-c", ROTATOR, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        time.sleep(rng.uniform(0.0, 0.03))
-        child.kill()
-        child.communicate(timeout=30)
-        keys = ensure_keys(tmp_path, "uid-1")  # always whole
-        seen.add(keys.client.public)
-        texts = [(tmp_path / "client" / name).read_text().strip() for name in ("client.pub", "client.key")]
-        torn += texts != [keys.client.public, keys.client.secret]
-        write_client(tmp_path, "policy", "tcp://h:1")
-        folder_fits(tmp_path, keys)
-    assert torn > 0  # at least one kill came between the truth and the folder that is made from it
-    assert len(seen) > 1
-
-
 KILLED_ROTATION = """
 import os, sys
 from pathlib import Path
 from epochkv_fence.standalone import credentials
-credentials._write_credentials = lambda folder, keys: os._exit(9)
-credentials.rotate_keys(Path(sys.argv[1]), float(sys.argv[2]))
+syncs = iter(range(int(sys.argv[2])))
+os.fsync = lambda file: next(syncs, None) is None and os._exit(9)
+credentials.rotate_keys(Path(sys.argv[1]), 0.0)
 """
+
+
+@pytest.mark.parametrize("syncs", range(6))
+def test_a_rotation_that_is_killed_is_repaired_at_the_next_start(tmp_path: Path, syncs: int) -> None:
+    """Before and after each of three files is replaced: keys.json, then both that are new in the folder."""
+    first = ensure_keys(tmp_path, "uid-1")
+    write_client(tmp_path, "policy", "tcp://h:1")
+    done = subprocess.run([sys.executable, "-c", KILLED_ROTATION, str(tmp_path), str(syncs)], check=False)
+    assert done.returncode == 9
+    keys = ensure_keys(tmp_path, "uid-1")
+    assert (keys == first) == (syncs == 0), "always whole"
+    write_client(tmp_path, "policy", "tcp://h:1")
+    folder_fits(tmp_path, keys)
 
 
 def test_a_running_hub_repairs_what_a_killed_rotation_left_before_it_retires_a_key(tmp_path: Path) -> None:
@@ -130,7 +111,7 @@ def test_a_running_hub_repairs_what_a_killed_rotation_left_before_it_retires_a_k
         old = (world.folder / "client.pub").read_text().strip()
         obstacle = world.folder / "client.pub.part"
         obstacle.mkdir()  # the folder cannot be written either, as on a full disk
-        done = subprocess.run([sys.executable, "-c", KILLED_ROTATION, str(state), "0"], check=False)
+        done = subprocess.run([sys.executable, "-c", KILLED_ROTATION, str(state), "1"], check=False)
         assert done.returncode == 9
         eventually(lambda: len(hub.keys.config.client_public_keys) == 2, "the hub takes the new key all the same")
         time.sleep(3.0)  # three checks
