@@ -60,20 +60,6 @@ def test_a_request_that_waits_finds_its_blocks_in_l1(busy: Callable[..., Any], l
     assert (stats(rig)["loads_done"], stats(rig)["blocks_loaded"]) == (1, fetched)
 
 
-def test_a_request_whose_turn_comes_meanwhile_waits_for_what_is_on_its_way(busy: Callable[..., Any]) -> None:
-    rig = busy()
-    (worker,) = rig.workers
-    worker.hold_loads = True
-    waiting = rig.add(TOKENS)
-    rig.steps(25)
-    assert "first" in rig.finished
-    assert waiting.request_id not in rig.cached
-    release(rig)
-    rig.run()
-    assert rig.cached[waiting.request_id] == WHOLE
-    assert len(rig.store.fetched) == WHOLE // BLOCK
-
-
 @pytest.mark.parametrize("ended", ["names", "request"])
 def test_a_prefetch_is_cancelled_with_its_names_and_with_its_request(busy: Callable[..., Any], ended: str) -> None:
     """What arrives under old names all the same is not found."""

@@ -259,6 +259,8 @@ class AgentPath:
                 raise Crash("the agent is silent")
             if self._agent.counters["sessions_failed"]:
                 raise Crash("the agent's session met an exception")
+            if not self._agent.counters["wire_errors"]:
+                raise Crash("the agent counts no message that it dropped")
         elif self._number % 20 == 0:
             self._drain()
 

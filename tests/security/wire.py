@@ -6,7 +6,7 @@ import zmq
 
 from epochkv_fence.net.keys import ClientKeys, KeyPair
 from epochkv_fence.net.server import HubServer
-from epochkv_fence.protocol.messages import Grant, Heartbeat, Message, decode, encode
+from epochkv_fence.protocol.messages import Heartbeat, Message, decode, encode
 from tests.support.fence import POOL, FenceWorld
 
 FAILURES = ("receive_failed", "loop_failed", "tasks_failed", "pool_step_failed", "unencodable")
@@ -81,11 +81,6 @@ class FakeHub:
 
     def say(self, frames: list[bytes]) -> None:
         self.socket.send_multipart([self.peer, *frames])
-
-    def grant(self, beat: Heartbeat, epoch: int, **change: object) -> list[bytes]:
-        """The frames of a grant that answers `beat`, with some fields replaced."""
-        fields = {"instance": beat.instance, "seq": beat.seq, "epoch": epoch, "lease_seconds": 30.0, **change}
-        return encode(Grant(**fields))  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.context.destroy(linger=0)

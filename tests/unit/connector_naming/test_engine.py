@@ -164,13 +164,6 @@ def test_an_idle_engine_is_woken_and_looks_by_itself(joined: Joined) -> None:
     assert joined.core.input_queue.empty()
 
 
-def test_it_does_not_look_while_the_push_goes_on(joined: Joined) -> None:
-    joined.watch._clock = lambda: joined.watch._digested_at  # no time passes, however slow the machine is
-    joined.executor.collective_rpc("update_weight")
-    joined.core._handle_client_request(EngineCoreRequestType.UTILITY, None)
-    assert "digest_weights" not in joined.executor.calls
-
-
 def test_an_engine_with_requests_looks_with_its_next_step(joined: Joined) -> None:
     joined.scheduler.requests = 1
     joined.executor.collective_rpc("update_weight")

@@ -15,29 +15,12 @@ import torch
 from epochkv_connector.naming.identity import object_key
 from epochkv_connector.store.connection import StoreOutcome
 from epochkv_connector.wire import BlockMove, Phase, Tier
-from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_BLOCKS, NUM_SLOTS, ObedientStore, Rig, load, move, name_of, save
+from tests.unit.connector_worker.worker_rig import LAYERS, NAMESPACE, NUM_SLOTS, ObedientStore, Rig, load, move, name_of, save
 
 
 @pytest.fixture
 def store() -> ObedientStore:
     return ObedientStore()
-
-
-def test_host_blocks_come_back_byte_for_byte() -> None:
-    rig = Rig()
-    wanted = [rig.block(3), rig.block(9)]
-    untouched = [rig.block(block) for block in range(NUM_BLOCKS) if block not in (1, 2)]
-    rig.step(saves=[save(1, [move(3, 0, 30), move(9, 7, 90)])])
-    copied = rig.until_acked(1, Phase.COPIED)
-    assert not copied.failed
-
-    rig.step(loads=[load(2, [move(1, 0, 30), move(2, 7, 90)])])
-    loaded = rig.until_acked(2, Phase.LOADED)
-    assert (loaded.failed, loaded.busy_slots) == (False, ())
-    assert [rig.block(1), rig.block(2)] == wanted
-    assert [rig.block(block) for block in range(NUM_BLOCKS) if block not in (1, 2)] == untouched
-    assert (rig.finished, rig.failed) == ({"r2": 1}, {})
-    assert (1, Phase.STORED) not in rig.acks, "there was no namespace, so nothing to store"
 
 
 def test_a_save_waits_for_the_forward_of_its_step() -> None:

@@ -43,14 +43,6 @@ def names(objects: tuple[Json, ...]) -> set[str]:
     return {f"{obj['kind']}/{obj['metadata']['name']}" for obj in objects}
 
 
-def test_a_changed_spec_touches_only_what_it_changes() -> None:
-    scaled = copy.deepcopy(POOL_SPECS["l1-l2"])
-    scaled["distributed"]["mooncake"]["store"]["replicas"] = 3
-    plan = plan_pool(pool(scaled), Observed(settle_pool()), CONTEXT)
-    assert names(plan.apply) == {"StatefulSet/policy-store"}
-    assert plan.details == ("apply StatefulSet rl/policy-store: what the operator wants has changed: spec.replicas",)
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "damage", "where"),
     [
