@@ -171,7 +171,7 @@ def test_what_the_api_server_would_refuse_is_an_error_with_file_field_and_fix(
     status, output, errors = plan(pool(resetEpoch=3))
     assert (status, output) == (1, "")
     assert "manifests.yaml: " in errors
-    assert "spec.resetEpoch never goes down: it is 7; to reset, set 8 or higher" in errors
+    assert "spec.resetEpoch never goes down: it is 7; to reset, set it above status.targetEpoch" in errors
 
 
 def test_no_cluster_no_right_and_no_namespace_are_said(namespace: Namespace, plan: Plan, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -66,10 +66,10 @@ class MemoryAuthority:
         old = self.records.get(pool_uid, PoolRecord())
         self.records[pool_uid] = replace(old, granting=True)
 
-    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
+    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str], held: Collection[bytes] = ()) -> None:
         await self._enter("note labels")
         old = self.records.get(pool_uid, PoolRecord())
-        self.records[pool_uid] = replace(old, labels=merged_labels(old.labels, labels))
+        self.records[pool_uid] = replace(old, labels=merged_labels(old.labels, labels, held))
 
 
 class FakeEngine:

@@ -90,7 +90,7 @@ class PoolStatus:
         origin: who asked for the target: `Spec`, `Trainer` or `Engine`.
         lease_seconds: an engine that cannot be reached leaves the epoch within this and its margin.
         engines: the live ones, by name.
-        labels: what trainers called weights, by their digests (32 hex digits): the first and the newest 15, held or not.
+        labels: what trainers called weights, by their digests (32 hex digits): 16, the first, those that engines hold, and the newest.
         settling_seconds: the hub became leader just now; until then engines may live that are not among `engines` yet.
         hub_version: of EpochKV, as the hub runs it; empty: it is older than this.
     """

@@ -97,8 +97,10 @@ class Hub:
     def step(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Take one event at `now` (seconds on this hub's monotonic clock)."""
         actions = self._take(event, now)
-        labels = self.state.labels
-        return [*actions, ev.NoteLabels(labels.write())] if self.state.leading and labels.unwritten else actions
+        if not (self.state.leading and self.state.labels.unwritten):
+            return actions
+        held = frozenset(one.newest.weights for one in self.state.instances.known.values() if one.newest.weights is not None)
+        return [*actions, ev.NoteLabels(self.state.labels.write(), held)]
 
     def _take(self, event: ev.Event, now: float) -> list[ev.Action]:  # noqa: PLR0911 - one line per event
         hub = self.state
@@ -139,8 +141,8 @@ class Hub:
                 record.note_written()
             case ev.NoteGranting():
                 record.note_failed(now)
-            case ev.NoteLabels(labels) if ok:
-                answers = hub.labels.written(labels)
+            case ev.NoteLabels(labels, held) if ok:
+                answers = hub.labels.written(labels, held)
                 return [ev.Changed(), *(ev.Send(peer, answer) for peer, answer in answers)] if answers else []
             case ev.NoteLabels(labels):
                 hub.labels.write_failed(labels)

@@ -8,7 +8,7 @@ of them and show that the fence needs it.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -389,11 +389,11 @@ class Labels:
         self._writing, self._waiting = self._waiting, []
         return self._batch()
 
-    def written(self, labels: Mapping[bytes, str]) -> list[tuple[bytes, Labelled]]:
+    def written(self, labels: Mapping[bytes, str], held: Collection[bytes]) -> list[tuple[bytes, Labelled]]:
         """These labels are durable; return the answers, to everyone who asked."""
         if labels != self._batch():
             return []
-        self.known = merged_labels(self.known, labels)
+        self.known = merged_labels(self.known, labels, held)
         answers = [(peer, _answer(asked)) for peer, asked in self._writing]
         self._writing = []
         return answers

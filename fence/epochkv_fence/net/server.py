@@ -271,8 +271,8 @@ class Effects:
                 await self._authority.publish(uid, epoch)
             case ev.NoteGranting():
                 await self._authority.note_granting(uid)
-            case ev.NoteLabels(labels):
-                await self._authority.note_labels(uid, labels)
+            case ev.NoteLabels(labels, held):
+                await self._authority.note_labels(uid, labels, held)
             case ev.RemoveAll():
                 if self._stores is None:
                     raise StoreAdminError("this hub was started without access to any store's admin endpoint")

@@ -31,7 +31,7 @@ TierReason = Literal["TiersBroken", "LayoutUnsupported", "TiersOff", "SavesOnly"
 not. `SavesOnly`: it loads nothing. `OwnCache`: nothing of its KV reaches others, nor theirs it. `L1Only`: it uses no L2. Worst first."""
 TIER_REASONS: Final[tuple[TierReason, ...]] = get_args(TierReason)
 MAX_LABELS: Final = 16
-"""Of one pool: the first and the newest are remembered."""
+"""Of one pool."""
 STAMP_KEY: Final = "epochkv"
 """In the `kv_transfer_params` of a request and of its answer: what the engine says of the answer's weights (`client.stamps`)."""
 UNKNOWN_WEIGHTS: Final = "unknown"

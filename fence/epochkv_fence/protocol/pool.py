@@ -199,7 +199,7 @@ class PoolSnapshot:
 # 3. `record`, `publish` and `note_granting` never decrease anything, whoever calls them and however late they land. `record` writes
 #    a target and its origin in one atomic write, and leaves both alone unless it raises the target.
 #
-# Labels are for people: `note_labels` adds to those on record in one atomic write, and drops old ones beyond `MAX_LABELS`.
+# `note_labels` adds to the labels on record in one atomic write, and drops old ones beyond `MAX_LABELS` (`merged_labels`).
 
 
 class AuthorityError(Exception):
@@ -237,13 +237,17 @@ class PoolRecord:
     labels: Mapping[bytes, str] = field(default_factory=dict)
 
 
-def merged_labels(known: Mapping[bytes, str], added: Mapping[bytes, str]) -> dict[bytes, str]:
+def merged_labels(known: Mapping[bytes, str], added: Mapping[bytes, str], held: Collection[bytes] = ()) -> dict[bytes, str]:
     """Both, newest last, at most `MAX_LABELS`; of the same weights `added` counts, and is the newer.
 
-    The first that got a label stays the first: these are often the base weights, which a framework may load again at any time.
+    The first that got a label stays the first: these are often the base weights, which a framework may load again at any time. Of the
+    others, old ones go that are not `held` by engines, and then old ones: `spec.serve` may name what is held.
     """
     first = next(iter(known), None)
     merged = {weights: label for weights, label in known.items() if weights == first or weights not in added} | dict(added)
+    unheld = [weights for weights in list(merged)[1:] if weights not in held and weights not in added]
+    for weights in unheld[: max(0, len(merged) - MAX_LABELS)]:
+        del merged[weights]
     items = list(merged.items())
     return dict(items[:1] + items[1:][1 - MAX_LABELS :])
 
@@ -303,7 +307,7 @@ class Authority(Protocol):
     async def note_granting(self, pool_uid: str) -> None:
         """Set the `granting` note; returns after the write is durable."""
 
-    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
+    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str], held: Collection[bytes] = ()) -> None:
         """Make the record's labels `merged_labels` of them and these; returns after the write is durable."""
 
 
@@ -336,9 +340,10 @@ class NoteGranting(msgspec.Struct, frozen=True):
 
 
 class NoteLabels(msgspec.Struct, frozen=True):
-    """Durably add these labels."""
+    """Durably add these labels. `held`: weights that engines hold."""
 
     labels: Mapping[bytes, str]
+    held: frozenset[bytes] = frozenset()
 
 
 class Publish(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ import socket
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -333,11 +333,11 @@ class SqliteAuthority:
     async def note_granting(self, pool_uid: str) -> None:
         await self._update("note", "UPDATE pools SET granting = 1 WHERE uid = :uid", {"uid": pool_uid})
 
-    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
+    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str], held: Collection[bytes] = ()) -> None:
         """Durably add these labels; see `merged_labels` for which go."""
 
         def write(connection: sqlite3.Connection) -> None:
-            known = merged_labels(self._record_of(connection, pool_uid).labels, labels)
+            known = merged_labels(self._record_of(connection, pool_uid).labels, labels, held)
             connection.execute("DELETE FROM labels WHERE uid = ?", (pool_uid,))
             rows = [(pool_uid, place, weights, label) for place, (weights, label) in enumerate(known.items())]
             connection.executemany("INSERT INTO labels VALUES (?, ?, ?, ?)", rows)

@@ -313,9 +313,9 @@ class KVCachePoolSpec(ApiModel):
     model_config = ruled(
         rule(
             "!has(oldSelf.resetEpoch) || (has(self.resetEpoch) && self.resetEpoch >= oldSelf.resetEpoch)",
-            "spec.resetEpoch never goes down and cannot be removed: to reset, set it higher than it is",
-            expression="'spec.resetEpoch never goes down: it is %d; to reset, set %d or higher'"
-            ".format([oldSelf.resetEpoch, oldSelf.resetEpoch + 1])",
+            "spec.resetEpoch never goes down and cannot be removed: to reset, set it above status.targetEpoch",
+            expression="'spec.resetEpoch never goes down: it is %d; to reset, set it above status.targetEpoch'"
+            ".format([oldSelf.resetEpoch])",
             path=".resetEpoch",
         ),
         rule(
@@ -565,7 +565,7 @@ class KVCachePoolStatus(StatusModel):
     weights_summary: Annotated[str | None, Field(max_length=256)] = None
     """Weights that most live engines hold and how many of them, such as `3f2a9c1e 16/16`; for the printer column."""
     weights_labels: Annotated[tuple[WeightsLabel, ...] | None, list_field(16, key="id")] = None
-    """What trainers called weights: the first, and the 15 newest."""
+    """What trainers called weights: the first, those of weights that engines hold, and the newest; 16."""
     served_weights: Annotated[tuple[ServedWeights, ...] | None, list_field(256, key="namespace fingerprint")] = None
     """Weights that serve with `serve.weights: Converged`. While an engine holds them, they move only to weights that more engines got by a
     push."""

@@ -16,7 +16,7 @@ that was read still holds when the write lands.
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -159,12 +159,12 @@ class KubernetesAuthority:
         self._granted.add(pool_uid)  # before anybody can be granted anything, and whatever becomes of the write
         await self._update(pool_uid, decide)
 
-    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str]) -> None:
+    async def note_labels(self, pool_uid: str, labels: Mapping[bytes, str], held: Collection[bytes] = ()) -> None:
         """Add what weights are called; see `merged_labels` for which go."""
 
         def decide(pool: Json) -> Json | None:
             known = dict(record_of(pool).labels)
-            merged = merged_labels(known, labels)
+            merged = merged_labels(known, labels, held)
             if list(merged.items()) == list(known.items()):
                 return None
             return {"weightsLabels": [{"id": weights.hex(), "label": label} for weights, label in merged.items()]}

@@ -135,7 +135,9 @@ CHANGES = [
     pool_change("raise-lease", {"reset": {"leaseSeconds": 10}}, {"reset": {"leaseSeconds": 20, "reclaimPolicy": "Retain"}}),
     pool_change("lower-lease", {"reset": {"leaseSeconds": 40}}, {"reset": {"leaseSeconds": 39}}, "leaseSeconds never goes down: it is 40"),
     pool_change("drop-long-lease", {"reset": {"leaseSeconds": 40}}, {}, "spec.reset.leaseSeconds never goes down"),
-    pool_change("lower-epoch", {"resetEpoch": 7}, {"resetEpoch": 6}, "spec.resetEpoch", "it is 7; to reset, set 8 or higher"),
+    pool_change(
+        "lower-epoch", {"resetEpoch": 7}, {"resetEpoch": 6}, "spec.resetEpoch", "it is 7; to reset, set it above status.targetEpoch"
+    ),
     pool_change("largest-step", {"resetEpoch": 7}, {"resetEpoch": 7 + 10**13}),
     *(
         pool_change(f"jump-to-{epoch}", {"resetEpoch": 7}, {"resetEpoch": epoch}, "spec.resetEpoch rises by at most 10000000000000 at a")

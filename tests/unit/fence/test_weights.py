@@ -282,6 +282,17 @@ def test_of_the_same_weights_the_newer_label_counts_and_the_oldest_go_but_for_th
     assert list(merged_labels(many, {})) == [bytes(16), *list(many)[4:]]
 
 
+def test_labels_of_weights_that_are_held_are_not_old(hub: Driver) -> None:
+    hub.beat(1, weights=B)
+    for number, weights in enumerate([A, B, *(bytes([number]) * 16 for number in range(100, 100 + MAX_LABELS))]):
+        hub.hear(Label(number, weights, f"step-{number}"))
+    assert list(labels(hub).items())[:2] == [(A, "step-0"), (B, "step-1")]
+    assert len(labels(hub)) == MAX_LABELS
+    known = labels(hub)
+    assert merged_labels(known, {}, known) == known
+    assert list(merged_labels(known, {C: "new"}, known)) == [A, *list(known)[2:], C], "who labels is answered that it is kept"
+
+
 def test_a_label_is_answered_when_it_is_durable(hub: Driver) -> None:
     hub.hold_writes = True
     hub.beat(1, weights=A)
