@@ -23,7 +23,7 @@ from epochkv_connector.engine.interface import (
 from epochkv_connector.guard import Guard
 from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats, Reporter
-from epochkv_connector.weights.rank import check_settled, held_by
+from epochkv_connector.weights.rank import check_settled, forget, held_by
 from epochkv_connector.wire import RankLayout, StepMetadata, WorkerReport
 from epochkv_connector.worker.role import JobRunner, WorkerRole, build_runner
 from epochkv_fence.connection import ConfigurationError
@@ -57,16 +57,16 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         self._ends_no_step = False
+        self._engine_id = str(self._kv_transfer_config.engine_id)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerRole(
                 *(self._epochkv_config, self._vllm_config, self._kv_cache_config), *(self._guard, self._reporter, self._find_local_worker)
             )
         else:
-            self._engine_id = str(self._kv_transfer_config.engine_id)
             _local_workers[self._engine_id] = self
 
     def _find_local_worker(self) -> WorkerRole | None:
-        connector = _local_workers.get(str(self._kv_transfer_config.engine_id))
+        connector = _local_workers.get(self._engine_id)
         return connector._worker if connector is not None else None
 
     @property
@@ -272,3 +272,4 @@ class EpochKVConnector(KVConnectorBase_V1, SupportsHMA):
         worker, self._worker = self._worker, None
         if worker is not None:
             self._guard.run("worker.shutdown", worker.shutdown, lambda: None)
+        forget(self._engine_id)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from epochkv_connector.naming.identity import Pin
 from epochkv_connector.scheduler.stamps import Stamps, shown
 from epochkv_connector.weights.watch import fold
 from epochkv_connector.wire import WorkerReport
@@ -243,7 +244,7 @@ class Steps:
 
     def __init__(self, tokens_per_step: int = 1, **request: Any) -> None:
         self.watch = SimpleNamespace(known=W1, overwritten=None, found={5: W1}.get)
-        self.root = SimpleNamespace(snapshot=SimpleNamespace(epoch=0), lost="")
+        self.root = SimpleNamespace(lost="")
         self.adapters = SimpleNamespace(held={}, found=lambda adapter, number: b"a")
         told: Any = (lambda: self.watch), self.adapters, self.root, lambda request: (0, 0)
         self.stamps = Stamps(*told, all_requests=True, tokens_per_step=tokens_per_step)
@@ -260,6 +261,19 @@ class Steps:
     def told(self, key: str = "weights") -> list[tuple[int, str]]:
         tokens = self.stamps.finish(self.request)["tokens"]  # type: ignore[index]
         return [(one["from_token"], one[key]) for one in tokens]
+
+
+def test_a_stamp_is_of_its_request_alone() -> None:
+    """What was written while nobody wanted a stamp, and other adapters, are nothing to it."""
+    steps = Steps()
+    steps.stamps.finish(steps.request)
+    steps.watch.overwritten = W1
+    steps.stamps.open(steps.request)
+    steps.step(new=0)
+    steps.adapters.held = {1: b"b"}
+    steps.step()
+    assert len(steps.stamps._open["r"].made) == 1
+    assert steps.told() == [(0, shown(W1))]
 
 
 def test_tokens_that_several_steps_decide_are_of_unknown_weights() -> None:
@@ -300,10 +314,10 @@ def test_nobody_knows_what_a_step_was_made_with_where_changes_are_not_followed_a
 
 @pytest.mark.parametrize(("epoch", "said"), [(0, 0), (-1, None)], ids=["in an epoch", "without a hub"])
 def test_a_request_that_resumes_as_a_new_one_keeps_its_epoch_and_what_was_cached(epoch: int, said: int | None) -> None:
-    steps = Steps(prefill_stats=None)
-    steps.root.snapshot.epoch = epoch
+    """Its epoch is that of its names, whatever is adopted inside of the step."""
+    steps = Steps(prefill_stats=None, epochkv_pin=Pin(b"", 0, epoch=epoch))
     steps.step(new=64)
-    steps.root.snapshot.epoch += 1
+    steps.request.epochkv_pin.epoch += 1
     steps.step(new=65)
     stamp = steps.stamps.finish(steps.request)
     assert stamp is not None

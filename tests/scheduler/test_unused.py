@@ -217,6 +217,7 @@ def test_a_rank_whose_memory_cannot_be_laid_out_tells_why(make_rig: MakeRig) -> 
         assert rank.layout(worker).num_slots > 0
     finally:
         connector.shutdown()
+    assert connector._engine_id not in rank._ranks, "a process that goes on keeps no weights of engines that ended"
 
 
 def test_where_answers_have_routes_of_experts_l2_is_not_asked(make_rig: MakeRig, monkeypatch: Patch) -> None:

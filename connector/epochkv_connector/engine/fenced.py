@@ -19,13 +19,14 @@ from typing import Any
 import msgspec
 
 from epochkv_connector.config import ConnectorConfig
-from epochkv_connector.engine import limits, patches
+from epochkv_connector.engine import describe, limits, patches
 from epochkv_connector.engine.interface import UnsupportedEngine, check_version
 from epochkv_connector.engine.limits import MULTI
 from epochkv_connector.guard import Guard
 from epochkv_connector.naming.root import brings_kv
 from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.stats import Reporter
+from epochkv_connector.weights.rank import forget
 from epochkv_fence.connection import CONFIG_ENV, FENCE_ENV, ConfigurationError
 from epochkv_fence.launch import NAME
 
@@ -222,6 +223,7 @@ class Fence:
 
         def shutdown(function: Callable[[], None]) -> None:
             role.stop()
+            forget(describe.engine_id(scheduler.vllm_config))
             function()
 
         patches.around(scheduler, "schedule", schedule)

@@ -47,6 +47,7 @@ class Pin:
     alone: bool = False  # the root is random: no other request has these names, or will
     adapter: int = 0  # vLLM's id of the request's adapter; 0, which vLLM gives to none: there is none
     version: int = 0  # of what that id stood for (`weights.adapters`)
+    epoch: int = -1  # of the snapshot it was made under
 
 
 def _packed(*fields: bytes) -> bytes:

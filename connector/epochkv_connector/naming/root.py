@@ -440,11 +440,12 @@ class PinMaker:
             pin.root = embeddings_root(pin.root, str(embeddings.dtype), request.prompt_token_ids is not None, is_token)
         if not pin.alone and self.stays_here(request):
             pin.root = engine_root(pin.root, self._engine)
-        pin.session = session
+        pin.session, pin.epoch = session, snapshot.epoch
         return pin
 
     def make_alone(self, adapter: Any | None) -> Pin:
-        pin = Pin(os.urandom(ROOT_BYTES), self._root.snapshot.generation, saveable=False, alone=True)
+        snapshot = self._root.snapshot
+        pin = Pin(os.urandom(ROOT_BYTES), snapshot.generation, saveable=False, alone=True, epoch=snapshot.epoch)
         if adapter is not None:
             pin.adapter, pin.version = adapter.lora_int_id, self._adapters.of(adapter).version
         return pin
@@ -522,6 +523,11 @@ class Pins:
     def pin_of(request: Any) -> Pin | None:
         """The request's pin, or None when it was never pinned."""
         return getattr(request, PIN_ATTRIBUTE, None)
+
+    @staticmethod
+    def epoch_of(request: Any) -> int:
+        """Of its names; -1: none."""
+        return pin.epoch if (pin := Pins.pin_of(request)) is not None else -1
 
     def is_current(self, pin: Pin) -> bool:
         """Whether the pin was made under what holds now, and its adapter's id still stands for what it did."""

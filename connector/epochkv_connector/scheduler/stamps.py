@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from epochkv_connector.engine import patches
 from epochkv_connector.guard import Guard
-from epochkv_connector.naming.root import RootState, is_session
+from epochkv_connector.naming.root import Pins, RootState, is_session
 from epochkv_connector.weights.adapters import Adapters
 from epochkv_connector.weights.watch import Watch
 from epochkv_connector.wire import WorkerReport
@@ -60,13 +60,17 @@ class Open:
     def hear_of_l2(self) -> None:
         self.l2_answered = True
 
+    def made_with(self, held: Held) -> tuple[bytes | None, bytes | None]:
+        """Weights and adapter of tokens of this request in steps that held these."""
+        return held.weights, None if self.adapter is None else held.adapters.get(self.adapter)
+
     def doubt(self, known: Callable[[Held], Held], num_tokens: int) -> None:
         """Of the last so many tokens of which less is known than it seemed, take that back."""
         starts = [0, *(until for until, _ in self.made)]
         for index in reversed(range(len(self.made))):
             until, held = self.made[index]
             first = max(starts[index], until - num_tokens)
-            if first < until and (doubted := known(held)) != held:
+            if first < until and self.made_with(doubted := known(held)) != self.made_with(held):
                 self.made[index : index + 1] = [(first, held), (until, doubted)]
                 num_tokens -= until - first
 
@@ -74,8 +78,7 @@ class Open:
         """(first token, weights, adapter) as they follow each other."""
         start, last = 0, None
         for until, held in (*self.made, (self.request.num_output_tokens, now)):
-            made_with = held.weights, None if self.adapter is None else held.adapters.get(self.adapter)
-            if until > start and made_with != last:
+            if until > start and (made_with := self.made_with(held)) != last:
                 yield start, *made_with
                 last = made_with
             start = max(start, until)
@@ -149,6 +152,8 @@ class Stamps:
         """A new request. vLLM counts the tokens of a session anew with each of its inputs, so a session has no stamp."""
         if not is_session(request) and (self._all_requests or (asked_of(request) or {}).get("stamp") is True):
             adapter = getattr(request, "lora_request", None)
+            if not self._open:
+                self._watch().overwritten = None  # it is of steps that nobody followed
             self._open[request.request_id] = Open(request, None if adapter is None else int(adapter.lora_int_id))
 
     def hearer_of_l2(self, request: Any) -> Callable[[], None] | None:
@@ -186,7 +191,7 @@ class Stamps:
         self._steps.append((scheduler_output, held))
         for new in scheduler_output.scheduled_new_reqs:  # on GPUs also those that resume
             if (stamp := self._open.get(new.req_id)) is not None and not stamp.cached:
-                stamp.epoch, stamp.cached = self._root.snapshot.epoch, cached_tokens(stamp, new)
+                stamp.epoch, stamp.cached = Pins.epoch_of(stamp.request), cached_tokens(stamp, new)
                 self._due.add(new.req_id)
 
     def made(self, scheduler_output: Any, reports: Iterable[WorkerReport]) -> None:
@@ -212,15 +217,17 @@ class Stamps:
             left = {one: None if (one, value) in adapters else value for one, value in of.adapters.items()} if adapters else of.adapters
             return Held(None if of.weights in weights else of.weights, left)
 
-        self._change(self._now)
+        self._change(self._now, doubted=True)
         num_doubted = (1 + len(self._steps)) * self._tokens_per_step
         for stamp in self._open.values():
             stamp.doubt(known, num_doubted)
         self._steps = deque((step, known(of)) for step, of in self._steps)
         return known(held)
 
-    def _change(self, held: Held) -> None:
+    def _change(self, held: Held, *, doubted: bool = False) -> None:
         for request_id, stamp in self._open.items():
+            if not doubted and stamp.made_with(held) == stamp.made_with(self._now):
+                continue
             num_made = stamp.request.num_output_tokens  # the next ones are of others
             stamp.made.append((num_made, self._now))
             if num_made:

@@ -340,7 +340,7 @@ class HitPlanner:
         if on_its_way or (query is not None and self._lookups.is_pending(query)):
             self._count["lookups_deferred"] += 1
             return None
-        if query is not None and query.found is not None:
+        if query is not None and query.found is not None and not query.failed:
             # What failed to come is to be put again: the store's word is not enough.
             self._state.known.add(key for key in query.blocks if key in query.found and key not in self._state.doubts)
             self._state.known.discard(key for key in query.blocks if key not in query.found)

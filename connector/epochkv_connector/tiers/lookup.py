@@ -59,6 +59,7 @@ class Query:
     asked: bool = False  # vLLM has considered the request since
     found: frozenset[Key] | None = None
     late: bool = False  # past its deadline: go on without L2
+    failed: bool = False  # L2 said nothing, so nothing is `found`
 
 
 class Lookups:
@@ -160,6 +161,7 @@ class Lookups:
         except BaseException:  # the client's business; CancelledError is not an Exception
             answers = ()
         if len(answers) != sum(query.shards):
+            query.failed = True
             self._counts["queries_failed"] += 1
             answers = (False,) * sum(query.shards)
         found, position = set(), 0

@@ -37,6 +37,8 @@ LATER = "it is not loaded yet"
 """What a rank says that had no more time before this step."""
 MAX_ADAPTERS = 1024
 """That are looked after, but for those in use; more than any engine has at a time."""
+MAX_ANSWERS = 16 * MAX_ADAPTERS
+"""Of ranks that are remembered, but for those that names follow."""
 RETRY_SECONDS = 1.0
 """Until a request for an adapter that had no digest has the ranks asked again."""
 
@@ -205,6 +207,9 @@ class Adapters:
                 changed.add(adapter_id)
         self._change(changed)
         self._forget(in_use)
+        for one in list(itertools.islice(self._answers, max(0, len(self._answers) - MAX_ANSWERS))):
+            if self.number(one[0]) != one[1]:  # else names follow it: `late` must find it
+                del self._answers[one]
 
     def _ask(self, wanted: Wanted) -> tuple[dict[int, tuple[bytes | None, str]] | None, str]:
         if self._why_not is not None:
@@ -230,8 +235,6 @@ class Adapters:
         before, known.value, known.number, known.retry_at = known.value, value, self._number, self._clock() + RETRY_SECONDS
         if value is not None:
             self._answers[adapter_id, self._number] = value
-            while len(self._answers) > MAX_ADAPTERS:
-                del self._answers[next(iter(self._answers))]
         elif note != LATER and note not in self._said:
             self._said.add(note)
             logger.warning("EpochKV: the KV of adapter id %d is not reused or saved: %s", adapter_id, note or "the ranks do not hold it")

@@ -21,7 +21,7 @@ import torch
 
 from epochkv_connector.engine import patches
 from epochkv_connector.engine.describe import engine_id, layers_digest
-from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS
+from epochkv_connector.weights.adapters import LATER
 from epochkv_connector.weights.digest import (
     Hidden,
     Sample,
@@ -49,6 +49,9 @@ KNOWN = "_epochkv_digest"
 
 LOAD_SECONDS = 0.5
 """Loading goes on for so long before one step; what is left is loaded before the next ones."""
+
+MAX_ASKED = 65_536
+"""Adapters of which a rank knows what it said: those in use may have been asked about long ago."""
 
 _MERGED = frozenset(("module_name", "rank", "lora_alpha", "lora_alphas"))
 """Attributes of a layer's weights that vLLM has merged into its tensors, or that its tensors say."""
@@ -151,7 +154,7 @@ class HeldAdapters:
             except Exception as error:
                 self._copy_all = True
                 found[adapter_id] = None, why_unreadable(error)
-        while len(self._asked) > MAX_ADAPTERS:
+        while len(self._asked) > MAX_ASKED:
             del self._asked[next(iter(self._asked))]
         return found
 
@@ -440,6 +443,11 @@ _ranks: dict[str, Held] = {}
 def held_by(engine_id: str) -> Held:
     """The rank of this process that belongs to this engine; in another process than the worker's it never knows anything."""
     return _ranks.setdefault(engine_id, Held())
+
+
+def forget(engine_id: str) -> None:
+    """The engine ends. Its process may go on, and must not keep the weights."""
+    _ranks.pop(engine_id, None)
 
 
 def _of(worker: Any) -> Held:

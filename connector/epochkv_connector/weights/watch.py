@@ -250,7 +250,7 @@ class Watch:
         """Workers are about to be called with something that is not known to be harmless: weights are suspected before it begins."""
         name = method if isinstance(method, str) else getattr(method, "__name__", "a function")
         self.suspect(f"{name} was called on the workers")
-        self._undone.clear()
+        self._undone = []
         self.calling_since = self._clock()
         self._end_device_work()
         if "weight_update" in name or name == "reload_weights":
@@ -305,7 +305,7 @@ class Watch:
     def _note_undone(self) -> bool:
         """The newest digest does not hold any more. Whether that is the model's own doing (`UNDONE`)."""
         if self._steps > SOON_STEPS:
-            self._undone.clear()
+            self._undone = []
         self._undone = [*self._undone[: UNDONE - 1], self._clock()]
         return len(self._undone) == UNDONE and self._undone[-1] >= self._undone[0] + UNDONE_SECONDS
 
@@ -344,9 +344,10 @@ class Watch:
 
     def _may_digest_at(self) -> float:
         """Each digest that a step undoes asks the pool for an epoch. From the second in a row on, the next one waits for longer."""
-        if len(self._undone) < 2:
+        undone = self._undone  # any thread
+        if len(undone) < 2:
             return self._digest_at
-        return max(self._digest_at, self._undone[-1] + min(UNDONE_SECONDS / UNDONE, 2.0 ** len(self._undone) / 16))
+        return max(self._digest_at, undone[-1] + min(UNDONE_SECONDS / UNDONE, 2.0 ** len(undone) / 16))
 
     def quiet_at(self) -> float:
         """When an idle engine should look; by the clock."""
@@ -382,7 +383,7 @@ class Watch:
         idle = now - self._scheduled_at > IDLE_SECONDS
         if self._ranks.num_writes != self._writes:
             self._writes = self._ranks.num_writes
-            self._undone.clear()
+            self._undone = []
             self.suspect("load_weights was called, or memory was unmapped or mapped")
         if self._suspicion or self.asleep:
             if now >= self._may_digest_at():

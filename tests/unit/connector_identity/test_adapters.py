@@ -14,7 +14,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from vllm.lora.request import LoRARequest
 
-from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS, RETRY_SECONDS, Adapters
+from epochkv_connector.weights.adapters import LATER, MAX_ADAPTERS, MAX_ANSWERS, RETRY_SECONDS, Adapters
 from epochkv_connector.weights.digest import Unreadable
 from epochkv_connector.weights.rank import HeldAdapters, digest_of
 from epochkv_connector.wire import StepMetadata
@@ -359,6 +359,18 @@ def test_a_late_word_about_an_earlier_question_ends_what_was_named_then() -> Non
     assert half.changed == [{2}], "whoever has it, and not who has another one now"
     half.adapters.late(1, number)
     assert half.ended == [then], "once"
+
+
+def test_a_late_word_about_an_adapter_that_is_always_in_use_counts_whatever_was_asked_since() -> None:
+    half = Half()
+    half.ranks.values[2] = "two"
+    half.adapters.of(request())
+    then = half.known()
+    for _ in range(MAX_ANSWERS + 1):
+        half.adapters.calling("add_lora", 2)
+        half.adapters.ask()
+    half.adapters.late(1, half.adapters.number(1))
+    assert half.ended == [then]
 
 
 WRONG: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

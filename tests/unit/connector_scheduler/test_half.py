@@ -342,13 +342,18 @@ def test_adopting_the_same_root_keeps_l1_and_drops_plans() -> None:
     assert world.answer("b") == 40
 
 
-@pytest.mark.parametrize("trouble", ["L2 is slow", "loads are paused"])
+@pytest.mark.parametrize("trouble", ["L2 is slow", "L2 fails", "loads are paused"])
 def test_who_waits_until_l2_holds_a_prompt_hears_from_l2_alone(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, answered = World(BOTH), list[None]()
     world.free(world.save("a", PROMPT, SNAP))
     asking = replace(view("b", PROMPT, SNAP.root), hear_of_l2=lambda: answered.append(None))
     if trouble == "loads are paused":
         monkeypatch.setattr(world.tiers.hits.pause, "allows", lambda: False)
+    elif trouble == "L2 fails":
+        world.store.failing = True
+        assert world.tiers.hits.answer(asking, 40, SNAP) == 0
+        assert (answered, world.tiers.stored(asking.block_hashes)) == ([], (40, 40))
+        world.store.failing, world.now = False, world.now + 10.0
     else:
         world.store.answering = False
         assert world.tiers.hits.answer(asking, 40, SNAP) is None
