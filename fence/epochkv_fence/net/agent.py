@@ -21,6 +21,7 @@ from epochkv_fence.net.keys import ClientKeys, KeyReader
 from epochkv_fence.protocol import agent as ag
 from epochkv_fence.protocol.agent import BEATS_PER_LEASE, Event, RemoveOld
 from epochkv_fence.protocol.messages import (
+    ASLEEP,
     INSTANCE_BYTES,
     MAX_NAME,
     MAX_STAT_NAME,
@@ -160,7 +161,7 @@ class GuardedEngine:
     _counters: Counter[str]
     _say: SayOnce
     _born: float = field(default_factory=time.monotonic)
-    _reported_weights: bytes | None = None
+    _reported_weights: tuple[bytes | None, bool] = None, False  # and whether it sleeps
     _reported_since: float = field(default_factory=time.monotonic)
     _held: bytes | None = None  # the weights that were known last
     _pushed: bool = False
@@ -209,8 +210,8 @@ class GuardedEngine:
         weights, note = self._weights()
         tiers_off, tiers_note = self._ask("tiers", self._hooks.tiers, ("", ""))
         now = time.monotonic()
-        if weights != self._reported_weights:
-            self._reported_weights, self._reported_since = weights, now
+        if (weights, note == ASLEEP) != self._reported_weights:
+            self._reported_weights, self._reported_since = (weights, note == ASLEEP), now
         if weights is not None:
             self._pushed = self._pushed or self._held not in (None, weights)
             self._held = weights

@@ -168,7 +168,7 @@ class Heartbeat(EngineReport, frozen=True, tag=True, tag_field="type"):
         epoch: highest epoch adopted and acknowledged in this engine instance; None before the first.
         instance_age_seconds: age of the process on its own monotonic clock.
         stats: counters of the connector, for status and metrics.
-        weights_age_seconds: for how long this engine instance has reported its `weights`: hubs come and go. For status only.
+        weights_age_seconds: for how long this engine instance has reported its `weights`, or that it sleeps: hubs come and go.
         pool: uid of the pool that it was set up for, which its names carry. Empty: whichever its keys are of.
         removes: it can remove old keys from the pool's store. One without a client of the store finds none there.
     """

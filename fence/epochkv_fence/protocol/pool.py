@@ -71,7 +71,7 @@ class EngineView(EngineReport, frozen=True):
         age_seconds: age of its process when it sent its newest heartbeat.
         silent_seconds: since it was last heard from.
         key_index: which of the pool's accepted keys it used last, 0 the newest; their number: one that is not accepted any more.
-        weights_since: seconds for which it has reported its weights.
+        weights_since: seconds for which it has reported its weights, or that it sleeps.
         majority: what most live engines of its fingerprint hold, where this live one holds other weights.
     """
 

@@ -37,6 +37,8 @@ from epochkv_operator.settings import Settings
 log = structlog.get_logger(__name__)
 CHECK_SECONDS: Final = 60.0
 """After which the Secret of a copy is read again, or a namespace that is not there: no watch shows either."""
+SLOW_SECONDS: Final = 5.0
+"""A namespace in which a look that failed took so long is not asked again for `CHECK_SECONDS`."""
 LIST_SECONDS: Final = 10.0
 """For how long a list of namespaces counts."""
 START_SECONDS: Final = 120.0
@@ -85,11 +87,16 @@ class Copies:
             return again
         done: list[str] = []
         for namespace in sorted(wanted):
+            began = time.monotonic()
             try:
                 found = await self._look(key, pool, keys, namespace, context)
             except ApiError as error:
                 reason = "Forbidden" if isinstance(error, Forbidden) else "WriteFailed"
-                found, again = Problem(reason, f"{namespace}: {error.message or error}"), again or error
+                found = Problem(reason, f"{namespace}: {error.message or error}")
+                if time.monotonic() < began + SLOW_SECONDS:
+                    again = again or error
+                else:  # gates of the pool wait for this look
+                    self._looked[key][namespace] = time.monotonic(), found
             if found is None:
                 done.append(namespace)
             problem = problem or found

@@ -191,7 +191,7 @@ class PoolReconciler(_Reconciler):
         if found.look_again is not None:
             self.wake(key, max(found.look_again, GATES_SECONDS))
         failed = await self._write([turn for turn in found.turns if turn.opens])
-        without = {turn.group for turn, _ in failed}
+        without = {turn.group for turn, _ in failed} - {""}
         failed += await self._write([turn for turn in found.turns if not turn.opens and turn.group not in without])
         errors = [error for _, error in failed]
         refused = next((error.message for error in errors if isinstance(error, Forbidden)), "")

@@ -114,7 +114,8 @@ class Shared(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A gate to be written: of this pod, with this condition. `group`: the pods of which half have to serve."""
+    """A gate to be written: of this pod, with this condition. `group`: the pods of which half have to serve; empty: this pod is none that
+    others make room for or wait for."""
 
     pod: Json
     condition: Json

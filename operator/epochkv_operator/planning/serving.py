@@ -6,16 +6,21 @@ For a pod p with the gate, an engine instance r of it, and a kind k (a namespace
                container's, or that of a pod of the same name
     W(k)       the weights that serve. Named: those that have the label or begin with the digits. `Converged`:
                  - engines vote that were pushed to, or hold what served before. So while one does, W moves only by a push
+                 - engines that are away vote for what served before, until one takes other weights by a push after they went. While
+                   weights are being written, of those that hold others only those vote that took them in this push: less than PUSH_SECONDS
+                   before the first call that goes on, or before another one that did
                  - where there are none: W of the fingerprint in the pool's own namespace. If it has none: if another kind of either
                    namespace has a W that came by a push, engines that hold it, or weights with its label; else all
                  - of the votes, the most. Of as many, those that served before; once no push goes on, or if those are not among them,
                    the ones that came last by a push; else none
+    away       weights are being written, for less than AWAY_SECONDS; or it was pushed to, and sleeps, or does not know what it holds since
+               less than PUSH_SECONDS
     a push     goes on in k while an engine of it takes weights, or was pushed to less than PUSH_SECONDS ago
     holds(p)   live(p) is not empty, and each r in it says weights that are in W(its kind)
     new(p)     the gate names engine instances, and not each in live(p). Where the gate names none, or live(p) is empty: that life was seen
                to be over, and the gate is still as it was then
-    ahead(p)   `Converged`; what p holds beside W it took after W came to the first engine, and less than PUSH_SECONDS ago, or a push
-               goes on
+    ahead(p)   `Converged`; what p holds beside W it took after W came to the first engine, if one holds W, and less than PUSH_SECONDS
+               ago, or a push goes on
 
 The gate of p becomes, by the first line that fits:
 
@@ -50,6 +55,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from epochkv_fence.protocol.messages import ASLEEP
 from epochkv_fence.protocol.pool import EngineView, called, is_called
 from epochkv_operator.api.base import ANY, CONVERGED, ENGINE_LABEL, GATE, Serve, has_gate
 from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Json, Serving, Turn, timestamp
@@ -62,6 +68,8 @@ WORKER_LABEL: Final = "leaderworkerset.sigs.k8s.io/worker-index"
 ANYTHING: Final = Serve()
 INSTANCES: Final = "; engine instances "
 """In the message of a gate: those that it was written for."""
+AWAY_SECONDS: Final = 600.0
+"""A call that writes weights for longer hangs."""
 UNSAID: Final = ("HubUnavailable", "NoMajority", "NotReporting", "WeightsUnknown")
 """Why nobody can tell whether a pod holds the weights."""
 _TEXTS: Final = {
@@ -159,12 +167,13 @@ def serving(
     views = _by_pod(pods, home, hub.engines if hub is not None else ())
     seen = [_pod(pod, home, default, overrides, views, lives, clock) for pod in pods if _counts(pod)]
     views |= {_place(pod.obj): pod.views for pod in seen}
-    live = [view for found in views.values() for view in found if view.weights is not None]
+    every = [view for found in views.values() for view in found]
+    live = [view for view in every if view.weights is not None]
     pushes: dict[Kind, float] = {}
-    for view in (view for found in views.values() for view in found if view.updating or view.pushed):
+    for view in (view for view in every if view.updating or view.pushed):
         left = PUSH_SECONDS if view.updating else max(0.0, PUSH_SECONDS - view.weights_since)
         pushes[_kind(view)] = max(left, pushes.get(_kind(view), 0.0))
-    weights = converged(live, home, before, hub, pushes) if hub is not None and hub.complete else dict(before)
+    weights = converged(every, home, before, hub, pushes) if hub is not None and hub.complete else dict(before)
     came: dict[tuple[Kind, str], float] = {}
     for view in live:
         what = _kind(view), _hex(view)
@@ -318,25 +327,43 @@ class _Look:
         moved = pod.gate.get("lastTransitionTime") if pod.gate.get("status") == status else None  # who writes by hand leaves it out
         names = INSTANCES + ", ".join(sorted(view.instance.hex() for view in pod.views)) if pod.views else ""
         condition = {"type": GATE, "status": status, "reason": reason, "message": _TEXTS[reason] + names}
-        return Turn(pod.obj, {**condition, "lastProbeTime": now, "lastTransitionTime": moved or now}, pod.group)
+        group = "" if pod.serve.strict or (pod.open and verdict.status) else pod.group
+        return Turn(pod.obj, {**condition, "lastProbeTime": now, "lastTransitionTime": moved or now}, group)
 
     def _called(self, weights: str) -> str:
         return self._hub.called(weights) if self._hub is not None else called(weights, "")
 
 
 def converged(
-    live: Iterable[EngineView], home: str, before: Mapping[Kind, str], hub: HubView, pushes: Mapping[Kind, float]
+    engines: Iterable[EngineView], home: str, before: Mapping[Kind, str], hub: HubView, pushes: Mapping[Kind, float]
 ) -> dict[Kind, str]:
-    """W of each kind, of live engines that say their weights."""
+    """W of each kind."""
     holders: dict[Kind, dict[str, list[EngineView]]] = defaultdict(lambda: defaultdict(list))
-    for view in live:
-        holders[_kind(view)][_hex(view)].append(view)
-    labels = {group.id: group.label for group in hub.weights if group.label}
+    away: dict[Kind, list[EngineView]] = defaultdict(list)
+    for view in engines:
+        if view.weights is not None:
+            holders[_kind(view)][_hex(view)].append(view)
+        elif (view.updating and view.weights_since < AWAY_SECONDS) or (
+            view.pushed and (view.weights_note == ASLEEP or view.weights_since < PUSH_SECONDS)
+        ):
+            away[_kind(view)].append(view)
+    labels = {weights.hex(): label for weights, label in hub.labels.items()}
     found: dict[Kind, str | None] = {}
-    for kind, held in holders.items():
-        votes = {weights: [view for view in views if view.pushed or weights == before.get(kind)] for weights, views in held.items()}
-        found[kind] = _served(votes, before.get(kind) if pushes.get(kind) else None)
-    came = {kind: weights for kind, weights in found.items() if weights and any(view.pushed for view in holders[kind][weights])}
+    came: dict[Kind, str] = {}
+    for kind in holders.keys() | away.keys():
+        served = before.get(kind, "")
+        votes = {weights: [view for view in views if view.pushed or weights == served] for weights, views in holders[kind].items()}
+        if served:
+            begun = max((view.weights_since for view in away[kind] if view.updating), default=inf)
+            for since in sorted(view.weights_since for weights, views in votes.items() if weights != served for view in views):
+                begun = max(begun, since) if since <= begun + PUSH_SECONDS else begun
+            for weights in votes.keys() - {served}:
+                votes[weights] = [view for view in votes[weights] if view.weights_since <= begun]
+            latest = min((view.weights_since for weights, views in votes.items() if weights != served for view in views), default=inf)
+            votes[served] = votes.get(served, []) + [view for view in away[kind] if view.weights_since <= latest]
+        found[kind] = most = _served(votes, served if pushes.get(kind) else None)
+        if most and any(view.pushed for view in holders[kind].get(most) or votes[most]):
+            came[kind] = most
     for kind in sorted((kind for kind, weights in found.items() if weights is None), key=lambda kind: (kind[0] != home, kind)):
         if ours := found.get((home, kind[1])):
             found[kind] = ours
@@ -356,7 +383,7 @@ def _served(votes: Mapping[str, Sequence[EngineView]], before: str | None) -> st
         return top[0]
     if before in top:
         return before
-    came = [(view.weights_since, weights) for weights in top for view in votes[weights] if view.pushed]
+    came = [(view.weights_since, weights) for weights in top for view in votes[weights] if view.pushed and view.weights is not None]
     return min(came)[1] if came else None
 
 

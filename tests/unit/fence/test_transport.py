@@ -15,6 +15,7 @@ from epochkv_fence.common import SayOnce, lease_clock
 from epochkv_fence.net.agent import AgentThread, EngineIdentity, GuardedEngine, Mailbox
 from epochkv_fence.net.server import HubServer
 from epochkv_fence.protocol.agent import RemoveOld
+from epochkv_fence.protocol.messages import ASLEEP
 from epochkv_fence.protocol.pool import EngineView
 from hack.waiting import eventually
 from tests.support.fence import POOL, SECOND_POOL, WEIGHTS, FakeEngine, FenceWorld
@@ -231,3 +232,8 @@ def test_an_engine_that_has_known_other_weights_was_pushed_to() -> None:
         assert guarded.heartbeat(seq, 0).pushed is pushed
     again = GuardedEngine(b"j" * 16, identity, engine, Mailbox(), Counter(), SayOnce(logging.getLogger(__name__)))
     assert not again.heartbeat(0, 0).pushed, "another instance has started with them"
+    since = set()
+    for seq, engine.holds in enumerate((ASLEEP, ASLEEP, "a call writes them", "it is digested")):
+        again.heartbeat(seq, 0)
+        since.add(again._reported_since)
+    assert len(since) == 2, "sleep counts for itself"

@@ -4,7 +4,7 @@ import pytest
 
 from epochkv_fence.hub.record import MAX_LABELLING
 from epochkv_fence.protocol import pool as ev
-from epochkv_fence.protocol.messages import MAX_KEPT, MAX_LABELS, Error, Label, Labelled, Leave, Reclaim, Reclaimed, Refusal
+from epochkv_fence.protocol.messages import ASLEEP, MAX_KEPT, MAX_LABELS, Error, Label, Labelled, Leave, Reclaim, Reclaimed, Refusal
 from epochkv_fence.protocol.pool import EngineView, PoolRecord, Term, merged_labels
 from tests.unit.fence.helpers import HOLD, LEASE, Driver, config, instance, leading
 
@@ -39,6 +39,10 @@ def test_how_long_an_engine_has_held_its_weights(hub: Driver) -> None:
     assert views(hub)[1].pushed is False, "that it was pushed to, it says itself"
     hub.beat(1, weights=B, pushed=True)
     assert views(hub)[1].pushed is True
+    for note, seconds in ((ASLEEP, 600.0), ("a call writes them", 0.0)):
+        hub.beat(1, weights=None, weights_note=note)
+        hub.now += seconds
+    assert views(hub)[1].weights_since == 0.0, "sleep is over"
 
 
 def test_live_engines_are_grouped_most_first_and_of_as_many_the_newest(hub: Driver) -> None:

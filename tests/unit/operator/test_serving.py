@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from epochkv_fence.protocol.messages import ASLEEP
 from epochkv_fence.protocol.pool import EngineView, WeightsView
 from epochkv_operator.api.base import Serve
 from epochkv_operator.kube.store import Store, affected, indexed, slim
@@ -82,7 +83,8 @@ def look(pods: Sequence[Json], engines: Sequence[EngineView] | None, serve: Serv
     lives |= more.pop("lives", {})
     before = {("rl", kind): weights for kind, weights in more.pop("before", {"": STEP_1}).items()}
     facts = {name: more.pop(name) for name in ("complete",) if name in more}
-    hub = HubView(7, 7, engines, weights=groups, **facts) if engines is not None else None
+    names = {bytes.fromhex(weights): label for weights, label in labels.items() if label}
+    hub = HubView(7, 7, engines, labels=names, weights=groups, **facts) if engines is not None else None
     found = serving(pods, "rl", serve, more.pop("overrides", {}), hub, before, lives, LEASE, more.pop("now", NOW), CLOCK, **more)
     assert found is not None
     return found
@@ -224,15 +226,45 @@ def test_what_lasts_too_long(pod: Json, views: list[EngineView] | None, facts: J
         ([STEP_2 + "p", BASE], STEP_1, False, STEP_2),
         ([STEP_2, BASE], STEP_1, False, None),
         ([STEP_1, STEP_2 + "p", STEP_2 + "p", BASE + "p", BASE + "p"], STEP_1, False, STEP_2),
+        (["writes", "writes", BASE, BASE, BASE], STEP_1, False, STEP_1),  # a push to all but those that were started again
+        (["writes", "writes", BASE + "p"], STEP_1, False, STEP_1),  # which one of them missed before
+        ([STEP_2 + "p", "writes", "writes", BASE, BASE], STEP_1, False, STEP_2),
+        (["writes"], STEP_1, False, STEP_1),
+        (["sleeps", BASE], STEP_1, True, STEP_1),
+        ([STEP_2 + "p", "sleeps"], STEP_1, True, STEP_2),
+        (["sleeps", STEP_2 + "p"], STEP_1, True, STEP_2),
+        (["writes", "old", "old"], STEP_1, False, STEP_1),  # two that missed what serves, and miss this one
+        (["writes", STEP_2 + "p", STEP_2 + "p"], STEP_1, False, STEP_2),  # a push that comes to its end
+        ([STEP_2 + "p", "writes", "old", "old"], STEP_1, False, STEP_2),
+        ([STEP_1 + "p", "sleeps", "sleeps", BASE + "p", BASE + "p"], STEP_1, True, STEP_1),  # one of three that wake up
+        (["slept", BASE], STEP_1, True, BASE),  # it never held what serves
+        (["hangs", BASE], STEP_1, True, BASE),
+        (["unknown", BASE], STEP_1, False, STEP_1),
+        (["unknown", BASE], STEP_1, True, BASE),
     ],
 )
 def test_what_serves(held: list[str], before: str | None, over: bool, expected: str | None) -> None:
     """`over`: the last push to the kind. Engines of another one differ all the time."""
     since = 100.0 if over else 5.0
-    views = [holds(f"p{number}", weights[:32], pushed=weights.endswith("p"), since=since + number) for number, weights in enumerate(held)]
+    views = [
+        holds(f"p{number}", weights[:32], pushed=weights.endswith("p"), since=since + number)
+        if weights not in STATES
+        else msgspec.structs.replace(holds(f"p{number}", None, since=since + number), **STATES[weights])
+        for number, weights in enumerate(held)
+    ]
     known = {("rl", ""): before} if before else {}
     assert look([], views, before={"": before} if before else {}).weights == ({("rl", ""): expected} if expected else {})
     assert look([], views, before={"": before} if before else {}, complete=False).weights == known, "it does not know everybody yet"
+
+
+STATES: dict[str, Json] = {
+    "writes": {"stats": {"weights_updating": 1.0}},
+    "hangs": {"stats": {"weights_updating": 1.0}, "weights_since": 600.0},
+    "sleeps": {"weights_note": ASLEEP, "pushed": True},
+    "slept": {"weights_note": ASLEEP},
+    "unknown": {"pushed": True},
+    "old": {"weights": bytes.fromhex(BASE), "pushed": True, "weights_since": 300.0},
+}
 
 
 def test_the_instance_before_does_not_vote() -> None:
@@ -262,8 +294,12 @@ def test_a_rollout_that_changes_the_fingerprint(pushed: bool, more: Json, expect
     new, pod = holds("b", more.pop("weights", BASE), since=5.0, **{"namespace": "rl", "fingerprint": "new", **more}), gated("b")
     pod["metadata"]["namespace"] = new.namespace
     views = [holds("a", STEP_1, fingerprint="old", pushed=pushed), new]
-    found = look([gated("a", "True"), pod], views, before={"old": STEP_1}, labels=labels)
+    canary = holds("c", None, fingerprint="old", pushed=True, weights_note=ASLEEP)
+    found = look([gated("a", "True"), pod], [*views, canary], before={"old": STEP_1}, labels=labels)
+    away = [msgspec.structs.replace(views[0], weights=None, weights_since=5.0, stats={"weights_updating": 1.0}), new]
+    found_then = look([gated("a", "True"), pod], away, before={"old": STEP_1}, labels=labels)
     assert found.weights == {("rl", "old"): STEP_1} | ({(new.namespace, new.fingerprint): expected} if expected else {})
+    assert found_then.weights == found.weights, "while it takes weights, too"
     if expected is None:
         assert (turns(found), found.look_again) == ({}, pytest.approx(55.0))
         assert turns(look([pod], [views[0], msgspec.structs.replace(new, weights_since=61.0)])) == {"b": ("True", "FailedOpen")}
@@ -319,7 +355,7 @@ def test_an_operator_that_takes_over_closes_what_was_started_meanwhile(ahead: fl
     assert turns(look(pods, others, now=now, complete=False)) == {}, "not heard of yet"
     right = holds("b", STEP_1, age=20.0, since=5.0)
     [turn] = look(pods, [*others, right], now=now).turns
-    assert (turn.condition["status"], turn.condition["reason"]) == ("True", "Holds")
+    assert (turn.condition["status"], turn.condition["reason"], turn.group) == ("True", "Holds", ""), "nobody waits for it"
     assert turn.condition["message"] == f"its engines hold the weights that serve; engine instances {named(right)}"
     assert turn.condition["lastTransitionTime"] == ago(500.0)
     pods[1]["status"]["conditions"][-1] = turn.condition
@@ -333,11 +369,12 @@ def test_half_of_a_service_stays_when_all_were_started_again() -> None:
     for serve in (CONVERGED, Serve(weights="step-1"), Serve(weights="step-9")):
         found = look(pods, [*new, *ELSEWHERE], serve)
         assert (found.stays, turns(found)) == (("a", "b"), dict.fromkeys("cd", ("False", "OtherWeights")))
+        assert {turn.group for turn in found.turns} == {"rl/rollout"}
     found = look(pods, [*silent, *ELSEWHERE])
     assert (found.stays, turns(found)) == (("a", "b"), dict.fromkeys("cd", ("False", "Starting")))
     alone = look(pods[:1], silent[:1])
     assert (alone.stays, alone.look_again) == (("a",), 25.0), "nobody can tell then what it holds"
-    assert len(look(pods, [*new, *ELSEWHERE], STRICT).turns) == 4
+    assert [turn.group for turn in look(pods, [*new, *ELSEWHERE], STRICT).turns] == [""] * 4, "each for itself"
     # Those that are not ready are in no Service.
     down = [gated(name, "True", up=None) for name in "abcd"]
     assert turns(look(down, [*new, *ELSEWHERE])) == dict.fromkeys("abcd", ("False", "OtherWeights"))

@@ -37,6 +37,7 @@ class Pod:
     holds: str = BASE
     since: float = 0.0
     pushed: bool = False
+    writes: bool = False
     silent: float | None = None
     up: float | None = None
     gate: Json = field(default_factory=dict)
@@ -68,12 +69,13 @@ class World:
     # ---- what happens ----
 
     def restart(self, pod: Pod) -> None:
-        """The container is started again, in place, and reads base weights. The hub hears no more of the instance before."""
-        if self.alive(pod) and pod.up is not None:
+        """The container is started again, in place, and reads base weights. The hub hears no more of the instance before.
+        An operator that has not looked yet cannot tell the two lives apart: the gate may be True until the container is ready."""
+        if self.containers and self.alive(pod) and pod.up is not None:
             self.dead.append((self.now if pod.silent is None else pod.silent, self.view(pod)))
         self.lives += 1
         pod.life, pod.started, pod.holds, pod.since = self.lives, self.now, BASE, self.now
-        pod.pushed, pod.silent, pod.up, pod.ready = False, None, None, False
+        pod.pushed, pod.writes, pod.silent, pod.up, pod.ready = False, False, None, None, False
         pod.changes += 1
 
     def replace(self, pod: Pod) -> None:
@@ -86,13 +88,21 @@ class World:
             pod.up = self.now
             pod.changes += 1
 
+    def write(self, chosen: Pod) -> None:
+        """A push to all that were pushed to, or to one. Until it ends nobody knows what they hold."""
+        for pod in self.pods if chosen.pushed else [chosen]:
+            if pod.up is not None and not pod.writes and (pod is chosen or pod.pushed):
+                pod.writes, pod.since = True, self.now
+                pod.changes += 1
+
     def push(self, pod: Pod) -> None:
         """The newest weights, or ones that nobody has yet."""
         if self.random.random() < 0.25 or not self.pushes:
             self.pushes += 1
         weights = f"{self.pushes:032x}"
-        if weights != pod.holds and pod.up is not None:
-            pod.holds, pod.since, pod.pushed = weights, self.now, True
+        if (weights != pod.holds or pod.writes) and pod.up is not None:
+            pod.pushed, pod.writes = pod.pushed or weights != pod.holds, False
+            pod.holds, pod.since = weights, self.now
             pod.changes += 1
 
     def mute(self, pod: Pod) -> None:
@@ -140,7 +150,8 @@ class World:
         return pod.silent is None or self.now < pod.silent + LEASE
 
     def view(self, pod: Pod) -> EngineView:
-        held: Json = {"weights": bytes.fromhex(pod.holds), "weights_since": self.now - pod.since, "pushed": pod.pushed}
+        said = {"stats": {"weights_updating": 1.0}} if pod.writes else {"weights": bytes.fromhex(pod.holds)}
+        held: Json = {**said, "weights_since": self.now - pod.since, "pushed": pod.pushed}
         known: Json = {"engine": f"vllm:{pod.life}", "fingerprint": pod.kind, "pod": pod.name, "age_seconds": self.now - pod.started}
         return EngineView(pod.life.to_bytes(16), 0, True, True, **known, **held)
 
@@ -148,7 +159,7 @@ class World:
         live = [pod for pod in self.pods if self.alive(pod) and pod.up is not None]
         engines = [msgspec.structs.replace(view, silent_seconds=self.now - at) for at, view in self.dead if self.now < at + LEASE]
         engines += map(self.view, live)
-        groups = [WeightsView(bytes.fromhex(weights), "", 1, 0.0) for weights in sorted({pod.holds for pod in live})]
+        groups = [WeightsView(bytes.fromhex(weights), "", 1, 0.0) for weights in sorted({pod.holds for pod in live if not pod.writes})]
         return HubView(0, 0, engines, weights=groups, complete=self.now >= self.leads + LEASE)
 
     def object(self, pod: Pod) -> Json:
@@ -196,7 +207,8 @@ class World:
 
     def moves_by_a_push(self, weights: Mapping[tuple[str, str], str]) -> None:
         """What serves, while an engine holds what served before; and so begins another kind, while one serves that was pushed to."""
-        heard = [pod for pod in self.pods if self.alive(pod) and pod.up is not None]
+        alive = [pod for pod in self.pods if self.alive(pod) and pod.up is not None]
+        heard = [pod for pod in alive if not pod.writes]
         came = {place: held for place, held in weights.items() if self.weights.get(place) != held}
         kept = [pod for pod in heard if pod.holds == self.weights.get(("rl", pod.kind))]
         for (_, kind), held in {**{place: "" for place in self.weights if place not in weights}, **came}.items():
@@ -204,7 +216,8 @@ class World:
             if self.now < last + PUSH_SECONDS and not any(self.now < at + LEASE for at, _ in self.dead):
                 votes = sum((pod.kind, pod.holds, pod.pushed) == (kind, held, True) for pod in heard)
                 assert not votes or votes != sum(pod.kind == kind for pod in kept), f"by as many as before: {self.weights} -> {weights}"
-            if any(pod.kind == kind for pod in kept) or any(pod.pushed and ("rl", pod.kind) not in came for pod in kept):
+            away = any(pod.kind == kind and pod.writes for pod in alive) and ("rl", kind) in self.weights
+            if away or any(pod.kind == kind for pod in kept) or any(pod.pushed and ("rl", pod.kind) not in came for pod in kept):
                 pushed = any((pod.kind, pod.holds, pod.pushed) == (kind, held, True) for pod in heard)
                 assert pushed or not any(pod.kind == kind for pod in heard), f"{self.weights} -> {weights}"
 
@@ -222,6 +235,8 @@ class World:
             self.now += 15.0
             for pod in self.pods:
                 self.start_ends(pod)
+                if pod.writes:
+                    self.push(pod)
             self.operate()
             for pod in self.pods:
                 self.kubelet(pod)
@@ -230,8 +245,8 @@ class World:
 def run(seed: int, serve: Serve) -> World:
     world = World(seed, serve)
     steps: list[tuple[Callable[[Pod], object], int]] = [
-        (world.restart, 2), (world.start_ends, 8), (world.push, 8), (world.mute, 1), (world.new_hub, 1), (world.outage, 1),
-        (world.set_clock, 1), (world.scale_up, 1), (world.roll, 1), (world.replace, 1), (world.kubelet, 12),
+        (world.restart, 2), (world.start_ends, 8), (world.push, 8), (world.write, 4), (world.mute, 1), (world.new_hub, 1),
+        (world.outage, 1), (world.set_clock, 1), (world.scale_up, 1), (world.roll, 1), (world.replace, 1), (world.kubelet, 12),
         (world.wait, 8), (world.operate, 12), (lambda _: world.operate(dies=True), 2),
     ]  # fmt: skip
     actions, odds = zip(*steps, strict=True)

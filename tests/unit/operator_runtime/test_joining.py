@@ -21,7 +21,7 @@ from epochkv_operator.control.reconcile import PodReconciler, PoolReconciler
 from epochkv_operator.control.runtime import Operator
 from epochkv_operator.hub.service import HubService, HubSnapshot
 from epochkv_operator.keys import FenceSecrets, made
-from epochkv_operator.kube.client import Conflict, Forbidden, Invalid, KubeClient, NotFound
+from epochkv_operator.kube.client import Conflict, Forbidden, Invalid, KubeClient, NotFound, Unavailable
 from epochkv_operator.kube.status import ObjectGone
 from epochkv_operator.kube.store import Key, Store, indexed, pool_key
 from epochkv_operator.planning.context import Serving, Turn
@@ -32,6 +32,7 @@ Json = dict[str, Any]
 KEY = pool_key("rl", "policy")
 KEYS = made("h" * 40, 0)
 GOING = {7: "2026-01-01T00:00:00Z"}
+CLOSES = {"last": "c", "waits": "a", "closes": "b", "strict": ""}
 
 
 class ApiServer(KubeClient):
@@ -119,14 +120,27 @@ def test_the_secret_is_there_before_pods_join_and_until_none_does() -> None:
     assert rig.server.objects == {}
 
 
-def test_a_namespace_that_is_not_there_is_asked_for_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("hangs", [False, True], ids=["it is not there", "its webhook hangs"])
+def test_a_namespace_that_takes_no_copy_is_asked_once_in_a_while(monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     rig = Rig("team")
+    create, problem = rig.server.create, ("NamespaceNotFound", "there is no namespace nowhere")
+
+    async def hanging(resource: Resource, namespace: str, body: Json) -> Json:
+        try:
+            return await create(resource, namespace, body)
+        except NotFound:
+            clock[0] += 10.0
+            raise Unavailable(0, "Timeout", "no answer", "POST") from None
+
+    if hangs:
+        problem = "WriteFailed", "nowhere: no answer"
+        monkeypatch.setattr(rig.server, "create", hanging)
     assert "POST ConfigMap nowhere" in rig.keep("nowhere", "team")
-    assert rig.problem() == ("NamespaceNotFound", "there is no namespace nowhere")
+    assert rig.problem() == problem
     assert [rig.keep("nowhere", "team") for _ in range(3)] == [[], [], []]
-    assert rig.problem() == ("NamespaceNotFound", "there is no namespace nowhere")
+    assert rig.problem() == problem
     clock[0] += joining.CHECK_SECONDS
     rig.server.namespaces.add("nowhere")
     assert ("POST ConfigMap nowhere" in rig.keep("nowhere", "team"), rig.problem()) == (True, None)
@@ -220,12 +234,12 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest
     store.remove("ConfigMap", store.every("ConfigMap")[0])
     server.refused = {"of-team"}
     assert opened(8, "elsewhere") == ["NotGated of-refused"]
-    opens = [("of-team", "True", "a"), *((str(number), "True", "b") for number in range(8))]
-    gates = (*[("no right", "True", "c")] * 40, ("last", "False", "c"), ("waits", "False", "a"), ("closes", "False", "b"), *opens)
+    opens = [("of-team", "True", "a"), ("of-team", "True", ""), *((str(number), "True", "b") for number in range(8))]
+    gates = [*[("no right", "True", "c")] * 40, *((name, "False", group) for name, group in CLOSES.items()), *opens]
     turns = [Turn(pod(name, 0.0, group), {**closed, "status": status, "reason": status}, group) for name, status, group in gates]
     assert isinstance(asyncio.run(pools._turn(KEY, "u", Serving(turns=tuple(turns)))), Invalid)
-    found = [*server.asked[-17:], Key("Pod", "b", "7") in {call.args[0] for call in wake.mock_calls}]  # answers may bring other news
-    assert found == [*["True no right"] * 8, *(f"True {number}" for number in range(8)), "False closes", True]
+    found = [*server.asked[-18:], Key("Pod", "b", "7") in {call.args[0] for call in wake.mock_calls}]  # answers may bring other news
+    assert found == [*["True no right"] * 8, *(f"True {number}" for number in range(8)), "False closes", "False strict", True]
 
 
 def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitializing") -> Json:
