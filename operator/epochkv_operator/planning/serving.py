@@ -354,10 +354,11 @@ def converged(
         served = before.get(kind, "")
         votes = {weights: [view for view in views if view.pushed or weights == served] for weights, views in holders[kind].items()}
         if served:
+            # For how long the push goes on: since its first call, or since an engine took weights shortly before that.
             begun = max((view.weights_since for view in away[kind] if view.updating), default=inf)
             for since in sorted(view.weights_since for weights, views in votes.items() if weights != served for view in views):
                 begun = max(begun, since) if since <= begun + PUSH_SECONDS else begun
-            for weights in votes.keys() - {served}:
+            for weights in votes.keys() - {served}:  # those that earlier pushes brought have missed what served since
                 votes[weights] = [view for view in votes[weights] if view.weights_since <= begun]
             latest = min((view.weights_since for weights, views in votes.items() if weights != served for view in views), default=inf)
             votes[served] = votes.get(served, []) + [view for view in away[kind] if view.weights_since <= latest]
