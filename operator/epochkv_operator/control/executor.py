@@ -13,7 +13,7 @@ from epochkv_operator.api.resources import BY_KIND, Resource, identity
 from epochkv_operator.kube.client import JSON_PATCH, MERGE_PATCH, UNTYPED, ApiError, Conflict, Invalid, Json, KubeClient, NotFound
 from epochkv_operator.kube.store import Store
 from epochkv_operator.planning.context import Observed, Problem
-from epochkv_operator.planning.names import controller_of
+from epochkv_operator.planning.names import HASH_ANNOTATION, controller_of
 from epochkv_operator.planning.plan import Plan
 
 log = structlog.get_logger(__name__)
@@ -126,7 +126,8 @@ class Executor:
         """Apply. Where somebody else's item of a list stands against ours, such as a port whose number was edited and that kept its name,
         an apply adds ours beside it and is refused for ever: then our lists take the place of those that are there. So it is with
         `rollingUpdate`, which the API server has added to a Deployment by itself, once the type is `Recreate`. Not so with a
-        field that the schema lacks: a patch would drop it. The patch's entry goes, or no later apply could take away what it set."""
+        field that the schema lacks: a patch would drop it. The patch's entry goes, or no later apply could take away what it set. Its
+        hash goes first: if the rest is cut off, the object still differs."""
         namespace = desired["metadata"]["namespace"]
         try:
             return await self._client.apply(resource, namespace, desired)
@@ -138,7 +139,8 @@ class Executor:
                 if "strategy" in spec:
                     spec = {**spec, "strategy": {"rollingUpdate": None, **spec["strategy"]}}
                 patch, query = partial(self._client.request, "PATCH", path), {"fieldManager": PATCHER}
-                entries = (await patch(query=query, body={"spec": spec}, content_type=MERGE_PATCH))["metadata"]["managedFields"]
+                body = {"metadata": {"annotations": {HASH_ANNOTATION: None}}, "spec": spec}
+                entries = (await patch(query=query, body=body, content_type=MERGE_PATCH))["metadata"]["managedFields"]
                 for place in [place for place, entry in enumerate(entries) if entry["manager"] == PATCHER]:
                     where = {"path": f"/metadata/managedFields/{place}"}
                     await patch(body=[{"op": "test", "value": entries[place], **where}, {"op": "remove", **where}], content_type=JSON_PATCH)

@@ -327,6 +327,7 @@ class Deployments(Client):
         return {}
 
     async def request(self, verb: str, path: str, *, body: Any = None, **_: Any) -> Json:
+        self.annotations = body["metadata"]["annotations"]
         return self.written(body) | {"metadata": {"managedFields": []}}
 
     async def apply(self, resource: Resource, namespace: str, body: Json) -> Json:
@@ -345,6 +346,7 @@ def test_masters_that_elect_nobody_any_more_are_replaced_at_once() -> None:
     done = executor.bring_about("pool", Observed(live), lambda seen: plan_pool(pool("l1-l2"), seen, CONTEXT))
     assert asyncio.run(done) == (None, None)
     assert client.strategy == {"type": "Recreate"}
+    assert client.annotations == {"epochkv.io/applied-hash": None}, "cut off between the two, it still differs"
 
 
 A, B = "aa" * 16, "bb" * 16
