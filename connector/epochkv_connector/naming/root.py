@@ -524,11 +524,6 @@ class Pins:
         """The request's pin, or None when it was never pinned."""
         return getattr(request, PIN_ATTRIBUTE, None)
 
-    @staticmethod
-    def epoch_of(request: Any) -> int:
-        """Of its names; -1: none."""
-        return pin.epoch if (pin := Pins.pin_of(request)) is not None else -1
-
     def is_current(self, pin: Pin) -> bool:
         """Whether the pin was made under what holds now, and its adapter's id still stands for what it did."""
         return pin.generation == self.root.snapshot.generation and (not pin.adapter or self._adapters.version(pin.adapter) == pin.version)

@@ -191,7 +191,8 @@ class Stamps:
         self._steps.append((scheduler_output, held))
         for new in scheduler_output.scheduled_new_reqs:  # on GPUs also those that resume
             if (stamp := self._open.get(new.req_id)) is not None and not stamp.cached:
-                stamp.epoch, stamp.cached = Pins.epoch_of(stamp.request), cached_tokens(stamp, new)
+                pin = Pins.pin_of(stamp.request)
+                stamp.epoch, stamp.cached = -1 if pin is None else pin.epoch, cached_tokens(stamp, new)
                 self._due.add(new.req_id)
 
     def made(self, scheduler_output: Any, reports: Iterable[WorkerReport]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from epochkv_fence.protocol import pool as ev
-from epochkv_fence.protocol.messages import ASLEEP, MAX_COUNT, MAX_EPOCH, MAX_EPOCH_STEP, Heartbeat, Label, Labelled, Nudge, Source, Status
+from epochkv_fence.protocol.messages import MAX_COUNT, MAX_EPOCH, MAX_EPOCH_STEP, Heartbeat, Label, Labelled, Nudge, Source, Status
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolRecord, Term, merged_labels
 
 NEVER: Final = -math.inf
@@ -55,8 +55,7 @@ class InstanceRecord:
         before = self._shown()
         self.heard_at = now
         if beat.seq > self.seq:
-            newest, slept = self.newest, self.newest.weights_note == ASLEEP
-            if self.seq < 0 or (beat.weights, beat.weights_note == ASLEEP) != (newest.weights, slept):
+            if self.seq < 0 or (beat.weights, beat.asleep) != (self.newest.weights, self.newest.asleep):
                 self.weights_at = now - beat.weights_age_seconds
             self.seq, self.peer, self.newest, self.key_index = beat.seq, peer, beat, key_index
         if beat.epoch is not None and (self.epoch is None or beat.epoch > self.epoch):

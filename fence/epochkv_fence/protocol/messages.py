@@ -144,13 +144,18 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         """The fields of the report alone, to be shown elsewhere."""
         return {name: getattr(self, name) for name in EngineReport.__struct_fields__}
 
+    @property
+    def asleep(self) -> bool:
+        """vLLM has unmapped its memory."""
+        return self.weights is None and self.weights_note == ASLEEP
+
     def sharing_state(self, behind: bool) -> SharingState:
         """What a live engine shares, in one word. `behind`: it is not at the target epoch."""
         if behind:
             return "behind"
         if self.weights is not None:
             return "isolated" if self.isolated else "sharing"
-        if self.weights_note == ASLEEP:
+        if self.asleep:
             return "asleep"
         return "own" if self.tiers_off == "OwnCache" else "unknown"
 

@@ -55,7 +55,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from epochkv_fence.protocol.messages import ASLEEP
 from epochkv_fence.protocol.pool import EngineView, called, is_called
 from epochkv_operator.api.base import ANY, CONVERGED, ENGINE_LABEL, GATE, Serve, has_gate
 from epochkv_operator.planning.context import PUSH_SECONDS, HubView, Json, Serving, Turn, timestamp
@@ -343,26 +342,14 @@ def converged(
     for view in engines:
         if view.weights is not None:
             holders[_kind(view)][_hex(view)].append(view)
-        elif (view.updating and view.weights_since < AWAY_SECONDS) or (
-            view.pushed and (view.weights_note == ASLEEP or view.weights_since < PUSH_SECONDS)
-        ):
+        elif (view.updating and view.weights_since < AWAY_SECONDS) or (view.pushed and (view.asleep or view.weights_since < PUSH_SECONDS)):
             away[_kind(view)].append(view)
     labels = {weights.hex(): label for weights, label in hub.labels.items()}
     found: dict[Kind, str | None] = {}
     came: dict[Kind, str] = {}
     for kind in holders.keys() | away.keys():
-        served = before.get(kind, "")
-        votes = {weights: [view for view in views if view.pushed or weights == served] for weights, views in holders[kind].items()}
-        if served:
-            # For how long the push goes on: since its first call, or since an engine took weights shortly before that.
-            begun = max((view.weights_since for view in away[kind] if view.updating), default=inf)
-            for since in sorted(view.weights_since for weights, views in votes.items() if weights != served for view in views):
-                begun = max(begun, since) if since <= begun + PUSH_SECONDS else begun
-            for weights in votes.keys() - {served}:  # those that earlier pushes brought have missed what served since
-                votes[weights] = [view for view in votes[weights] if view.weights_since <= begun]
-            latest = min((view.weights_since for weights, views in votes.items() if weights != served for view in views), default=inf)
-            votes[served] = votes.get(served, []) + [view for view in away[kind] if view.weights_since <= latest]
-        found[kind] = most = _served(votes, served if pushes.get(kind) else None)
+        votes = _votes(holders[kind], away[kind], before.get(kind))
+        found[kind] = most = _served(votes, before.get(kind) if pushes.get(kind) else None)
         if most and any(view.pushed for view in holders[kind].get(most) or votes[most]):
             came[kind] = most
     for kind in sorted((kind for kind, weights in found.items() if weights is None), key=lambda kind: (kind[0] != home, kind)):
@@ -374,6 +361,21 @@ def converged(
         votes = {weights: views for weights, views in holders[kind].items() if not known or {weights, labels.get(weights)} & alike}
         found[kind] = _served(votes, None)
     return {kind: weights for kind, weights in sorted(found.items()) if weights is not None}
+
+
+def _votes(holders: Mapping[str, Sequence[EngineView]], away: Sequence[EngineView], before: str | None) -> dict[str, Sequence[EngineView]]:
+    """Of one kind: who votes for which weights."""
+    if before is None:
+        return {weights: [view for view in views if view.pushed] for weights, views in holders.items()}
+    others = {weights: [view for view in views if view.pushed] for weights, views in holders.items() if weights != before}
+    # For how long the push goes on: since its first call, or since an engine took weights shortly before that.
+    begun = max((view.weights_since for view in away if view.updating), default=inf)
+    for since in sorted(view.weights_since for views in others.values() for view in views):
+        begun = max(begun, since) if since <= begun + PUSH_SECONDS else begun
+    # Those that earlier pushes brought have missed what served since.
+    others = {weights: [view for view in views if view.weights_since <= begun] for weights, views in others.items()}
+    latest = min((view.weights_since for views in others.values() for view in views), default=inf)
+    return {**others, before: [*holders.get(before, ()), *(view for view in away if view.weights_since <= latest)]}
 
 
 def _served(votes: Mapping[str, Sequence[EngineView]], before: str | None) -> str | None:
