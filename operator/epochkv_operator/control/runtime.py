@@ -209,6 +209,7 @@ class Operator:
         self._start("hub-secret", secret.guard(keys))
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())
+            self._start(f"slow-worker-{number}", worker.run_slow())
 
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
         """`watch.Seen`: an object seen by a watch or a list."""

@@ -131,12 +131,16 @@ class WorkQueue(Generic[K]):
 
 log = structlog.get_logger(__name__)
 DEADLINE_SECONDS = 60.0
+SLOW_SECONDS = 5.0
+"""A namespace where a try that failed took so long is slow for `ASIDE_SECONDS`: its webhooks hang, or the API server does."""
+ASIDE_SECONDS = 30.0
 Reconcile = Callable[[Key], Awaitable[None]]
 
 
 @dataclass(eq=False)
 class Worker:
-    """Serves keys of several kinds. Several workers may share one queue: call `run` several times.
+    """Serves keys of several kinds. Several workers may share one queue: call `run` and `run_slow` several times. The second serves slow
+    namespaces, which hold up no others.
 
     `recheck`: after about how many seconds a healthy object is looked at again, by kind.
     """
@@ -145,22 +149,38 @@ class Worker:
     _reconcilers: Mapping[str, Reconcile]
     _recheck: Mapping[str, float]
     _problems: dict[Key, str] = field(default_factory=dict)
+    _slow: dict[str, float] = field(default_factory=dict)
+    """Until when a namespace is slow (monotonic)."""
+    _aside: asyncio.Queue[Key] = field(default_factory=asyncio.Queue)
 
     async def run(self) -> None:
         while True:
             key = await self._queue.get()
             await asyncio.sleep(0)  # a key that needs no request never waits: others have their turn in between
-            try:
-                async with asyncio.timeout(DEADLINE_SECONDS):
-                    await self._reconcilers[key.kind](key)
-            except ObjectGone:
-                self._served(key, "gone")
-            except Exception as error:
-                self._failed(key, error)
+            if time.monotonic() < self._slow.get(key.namespace, 0.0):
+                self._aside.put_nowait(key)
             else:
-                self._served(key, "ok")
-                if key.kind in self._recheck:
-                    self._queue.add_after(key, self._recheck[key.kind] * random.uniform(0.8, 1.2))
+                await self._serve(key)
+
+    async def run_slow(self) -> None:
+        while True:
+            await self._serve(await self._aside.get())
+
+    async def _serve(self, key: Key) -> None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS):
+                await self._reconcilers[key.kind](key)
+        except ObjectGone:
+            self._served(key, "gone")
+        except Exception as error:
+            self._failed(key, error)
+            if time.monotonic() > began + SLOW_SECONDS:
+                self._slow[key.namespace] = time.monotonic() + ASIDE_SECONDS
+        else:
+            self._served(key, "ok")
+            if key.kind in self._recheck:
+                self._queue.add_after(key, self._recheck[key.kind] * random.uniform(0.8, 1.2))
 
     def _served(self, key: Key, result: str) -> None:
         if self._problems.pop(key, None):

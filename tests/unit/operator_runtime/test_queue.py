@@ -277,7 +277,6 @@ async def test_healthy_objects_are_rechecked_failed_ones_tried_again_and_gone_on
     async with asyncio.timeout(20):
         await done.wait()
     task.cancel()
-    queue.close()
     assert (seen[HEALTHY], seen[GONE], seen[BROKEN] >= 3) == (4, 1, True)
 
 
@@ -292,13 +291,12 @@ async def test_keys_that_need_no_request_leave_others_their_turn() -> None:
     worker = Worker(queue, {engine_key("a", "b").kind: reconcile}, {})
     for number in range(1000):
         queue.add(engine_key("a", str(number)))
-    workers = [asyncio.create_task(worker.run()) for _ in range(4)]
+    workers = asyncio.gather(*(worker.run() for _ in range(4)))
     async with asyncio.timeout(20):
         while len(served) < 1000:
             seen.append(len(served))
             await asyncio.sleep(0)
-    for task in workers:
-        task.cancel()
+    workers.cancel()
     assert max(after - before for before, after in pairwise(seen)) <= 4
 
 
@@ -322,5 +320,28 @@ async def test_when_an_outage_is_over_nobody_waits_out_a_backoff() -> None:
         began = asyncio.get_running_loop().time()
         await done.wait()
     worker.cancel()
-    queue.close()
     assert tries[-1] - began < 10
+
+
+async def test_objects_whose_requests_hang_hold_up_no_other_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a namespace's webhooks do: more of its objects than workers."""
+    monkeypatch.setattr("epochkv_operator.control.worker.SLOW_SECONDS", 0.05)
+    delays, tries, done, queue = iter([0.1]), asyncio.Queue[Key](), asyncio.Event(), WorkQueue[Key]()
+
+    async def reconcile(key: Key) -> None:
+        if key == HEALTHY:
+            return done.set()
+        tries.put_nowait(key)
+        await asyncio.sleep(next(delays, 3600.0))
+        raise Unavailable(0, "Timeout", "no answer", "PATCH")
+
+    worker = Worker(queue, {HEALTHY.kind: reconcile}, {})
+    workers = asyncio.gather(worker.run(), worker.run(), worker.run_slow(), worker.run_slow())
+    async with asyncio.timeout(20):
+        queue.add(pool_key("hanging", "first"))
+        assert await tries.get() == await tries.get()
+        queue.add(pool_key("hanging", "second"))
+        await tries.get()
+        queue.add(HEALTHY)
+        await done.wait()
+    workers.cancel()
