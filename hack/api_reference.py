@@ -17,7 +17,7 @@ from hack.generated import keep
 _PAGE_HEADER = """# API reference
 
 Generated from the models by `python -m hack.api_reference`; do not edit.
-Group and version: `{version}`. Unknown fields are rejected (`kubectl` validates strictly by default).
+Group and version: `{version}`. `kubectl apply` rejects unknown fields; `kubectl patch` warns of them and drops them.
 """
 
 

@@ -209,7 +209,7 @@ def slowest(since: float, number: int = 10) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [layer.name for layer in LAYERS]
-    parser.add_argument("layers", nargs="*", metavar="LAYER", help=f"one of: {', '.join((*GROUPS, *names))}")
+    parser.add_argument("layers", nargs="*", metavar="LAYER", help=f"one of: {', '.join(dict.fromkeys((*GROUPS, *names)))}")
     parser.add_argument("--all", action="store_true", help="slow layers and slow tests, too")
     args, extra = parser.parse_known_args()
     wanted = [name for given in args.layers for name in GROUPS.get(given, (given,))]

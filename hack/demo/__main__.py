@@ -28,7 +28,11 @@ def run(
     """The main job on a real cluster; leaves it up."""
     from hack.demo.run import demo
 
-    sys.exit(demo(console, seed, bumps))
+    try:
+        sys.exit(demo(console, seed, bumps))
+    except KeyboardInterrupt:
+        console.print("interrupted: `make down` removes what is up")
+        sys.exit(130)
 
 
 @app.command()

@@ -177,7 +177,7 @@ def _notes(subject: Subject, pools: Pools) -> Iterator[str]:
         yield f"{listed(subject.nulls)}: {text}"
     namespace, pool = _pool_key(subject.after)
     if pool and (namespace, pool) not in pools:
-        yield f"KVCachePool {namespace}/{pool} is not known here: shown as an engine without a pool"
+        yield f"KVCachePool {namespace}/{pool} was not found: shown as an engine without a pool"
 
 
 def _nulls(value: Any, path: str) -> Iterator[str]:
