@@ -19,7 +19,7 @@ SCHEDULER_RANK = "scheduler"
 _OUTCOMES = tuple(outcome.value for outcome in StoreOutcome)
 _FAILURES = tuple(outcome for outcome in _OUTCOMES if outcome != "ok")
 _JOB = (
-    "deadline", "error", "no_store", "other_rank", "invalidated", "shutdown", "sleep", "slot_busy", "slot_mismatch",
+    "deadline", "error", "no_store", "other_rank", "shutdown", "sleep", "slot_busy", "slot_mismatch",
     "unfinished", "weights",
 )  # fmt: skip
 _LOAD = (*_JOB, *(f"store_{outcome}" for outcome in _FAILURES))

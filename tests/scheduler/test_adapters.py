@@ -12,7 +12,8 @@ from vllm.exceptions import LoRAAdapterNotFoundError
 from vllm.lora.request import LoRARequest
 
 from tests.scheduler.rigs import LENGTH, TOKENS, FailsOnce, MakeRig
-from tests.support.scheduler import BLOCK, SharedStore, prompt
+from tests.support.ahead import AheadRig
+from tests.support.scheduler import BLOCK, RequestStatus, SharedStore, prompt
 from tests.support.scheduler_worker import RankAdapters
 
 ALL = 8 * BLOCK
@@ -214,6 +215,19 @@ def test_requests_that_load_in_place_are_named_by_what_they_load(make: MakeRig) 
     rig.executor.disk[PATH] = "one"
     assert serve(rig, used, TOKENS) == ALL
     assert rig.side.weights.adapters.counters["late"] == 0
+
+
+def test_what_is_asked_about_again_fails_no_save_of_others_and_costs_no_question_a_step(make: MakeRig) -> None:
+    rig = make(AheadRig, async_scheduling=True)
+    load(rig, adapter(), "one")
+    last = add(rig, adapter(), prompt(1, BLOCK + 3), max_tokens=BLOCK - 2)  # its last block is saved with the step after its end
+    while last.request_id not in rig.finished:
+        rig.step()
+    aborted = add(rig, adapter(load_inplace=True), prompt(2, BLOCK))
+    rig.scheduler.finish_requests(aborted.request_id, RequestStatus.FINISHED_ABORTED)
+    rig.add(prompt(3, 3 * BLOCK), max_tokens=9)
+    rig.run()
+    assert (rig.tiers.stats()["blocks_saved"], rig.executor.calls.count("digest_adapters")) == (1 + 3, 2)
 
 
 # ---------------------------------------------------------------------------------------------- read again by itself

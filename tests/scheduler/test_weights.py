@@ -230,6 +230,7 @@ def test_a_rank_that_cannot_say_makes_the_engine_share_nothing_and_say_so_once(m
 
 def test_outputs_of_an_encoder_go_with_the_weights_that_made_them(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are cached by content: KV could be made from old ones. They go as soon as nobody refers to them."""
+    monkeypatch.setattr("epochkv_connector.weights.watch.PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr("epochkv_connector.engine.limits.is_multimodal", lambda config: True)
     rig = make_rig(epoch=0)
     cached: dict[str, set[str]] = {"picture": {"a request"}}

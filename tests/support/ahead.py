@@ -39,6 +39,7 @@ class AheadRig(Rig):
     def issue(self, output: Any) -> None:
         metadata = output.kv_connector_metadata
         runner = self._forward(output)
+        self.executor.looked(metadata)
         for worker in self.workers:
             worker.start_step(metadata)
         runner.kv_connector_output = self._connector_output(output)

@@ -29,6 +29,7 @@ import msgspec
 from epochkv_connector.config import Save, UpTo
 from epochkv_connector.engine import blocks
 from epochkv_connector.naming.identity import Snapshot
+from epochkv_connector.naming.root import is_session
 from epochkv_connector.scheduler.requests import LoadEvent, LoadState, Request, SharedState
 from epochkv_connector.scheduler.stamps import asked_of
 from epochkv_connector.scheduler.weight_changes import WeightChanges
@@ -126,8 +127,8 @@ class SaveCandidates:
             elif again:
                 saves.give_up(request_id)
 
-    def at_end(self, request: Any) -> ScheduledRequestView | None:
-        """The request if it has blocks that are complete only now that it has ended. While it has its blocks.
+    def at_end(self, saves: SavePlanner, request: Any) -> ScheduledRequestView | None:
+        """The request if it has blocks that are complete only now that it has ended, or that found no slots. While it has its blocks.
 
         With async scheduling the last token of a block is known a step after its KV was computed. But vLLM schedules no step
         after the one that gives the last token of `max_tokens`.
@@ -135,7 +136,7 @@ class SaveCandidates:
         record, pin = self._requests.get(request.request_id), self._pins.pin_of(request)
         if record is None or record.load is not LoadState.NONE or pin is None or pin.loading or not pin.admitted:
             return None  # vLLM counts as computed what is being loaded, by whatever connector
-        return self._view(record, blocks.num_final_tokens(request))
+        return self._view(record, blocks.num_final_tokens(request), again=saves.lacks(request.request_id))
 
     def _view(
         self, record: Request, confirmed: int, *, again: bool = False, states: Sequence[tuple[int, int, int]] = ()
@@ -143,7 +144,7 @@ class SaveCandidates:
         """The request with its complete blocks, or None if nothing is new (and not `again`) or nothing may be saved."""
         request: Any = record.vllm
         hashes = self._state.names_for_tiers(request)
-        if record.max_saved is None:
+        if record.max_saved is None or is_session(request):  # vLLM counts later inputs as prompt
             record.max_saved = max_saved(request, self._save)
         complete = min(min(confirmed, record.max_saved) // self._state.hash_block_size, len(hashes))
         if complete <= record.num_offered and not again and not states:
@@ -196,6 +197,9 @@ class Steps:
         scheduled: dict[str, int] = scheduler_output.num_scheduled_tokens
         self._requests.schedule(scheduled)
         try:
+            if self._tiers is not None and any(self._weights.adapters.number(one) != number for one, number in self._used_adapters):
+                self._tiers.saves.drop_unsent()  # they were asked about again, and all saves of the step would fail with these
+                self._used_adapters.clear()
             snapshot = self._state.apply()
             # In bypass, too: requests from before it may save what they make now when the lease returns, and stamps say what made a token.
             number = self._weights.watch.step_number if scheduled else -1
@@ -252,7 +256,7 @@ class Steps:
             return
         try:
             snapshot = self._state.apply()
-            view = self.candidates.at_end(request) if snapshot.in_use else None
+            view = self.candidates.at_end(self._tiers.saves.planner, request) if snapshot.in_use else None
             if view is not None:
                 self._collect(self._tiers, (view,), snapshot)
         except Exception as error:

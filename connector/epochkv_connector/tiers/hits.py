@@ -453,8 +453,7 @@ class HitPlanner:
             if not plan.num_missing:
                 plan.valid_until = float("inf")  # referenced L1 blocks cannot go away
             self._index.pin(plan.pinned())
-            reserved = self._index.reserve(plan.reserved)
-            assert reserved, "a plan was made larger than what is available"
+            self._index.reserve(plan.reserved)
         self.plans.add(plan)
         self.plans.refresh(plan, self._step, now)
 
@@ -654,7 +653,7 @@ class LoadJobs:
 
     def loaded(self, done: Loaded) -> None:
         self._state.end_load(done.job.request_id, done.job.moves[-1])
-        if done.job.prefetch and not self._planner.prefetches.is_open(done.job.request_id):
+        if done.job.prefetch and not self._planner.prefetches.is_wanted(done.job.job_id):
             done = msgspec.structs.replace(done, failed=False, doubted=())  # cancelled: L2 may hold what did not come
         if not done.abandoned:
             self._state.loaded(done)

@@ -286,6 +286,9 @@ class Prefetches:
     def is_open(self, request_id: str) -> bool:
         return request_id in self._under_way.values()
 
+    def is_wanted(self, job_id: int) -> bool:
+        return self._under_way.get(job_id) is not None
+
     def release(self, request_id: str) -> None:
         """The request takes its hit, is over, or has other names: begin no further store call for it."""
         self._num_slots -= self._slots.pop(request_id, 0)

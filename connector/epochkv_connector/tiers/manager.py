@@ -81,6 +81,9 @@ class SavePlanner:
                     available -= needed
         return found
 
+    def lacks(self, request_id: str) -> bool:
+        return request_id in self._needs
+
     def give_up(self, request_id: str) -> None:
         """What was deferred of the request is not asked for again before its next block."""
         needed = self._needs.pop(request_id, None)

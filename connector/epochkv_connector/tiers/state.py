@@ -302,12 +302,10 @@ class HostIndex:
         """Blocks of other roots, to be evicted first."""
         return len(self._dead)
 
-    def reserve(self, count: int) -> bool:
-        """Promise `count` slots for a later `allocate(..., reserved=True)`; all or none."""
-        if count > self.num_available:
-            return False
+    def reserve(self, count: int) -> None:
+        """Promise `count` slots, which have to be available, for a later `allocate(..., reserved=True)`."""
+        assert count <= self.num_available, f"{count} slots to reserve, {self.num_available} available"
         self.num_reserved += count
-        return True
 
     def unreserve(self, count: int) -> None:
         assert count <= self.num_reserved, f"{count} reservations given back, {self.num_reserved} exist"

@@ -201,7 +201,7 @@ class Adapters:
                 continue
             elif not note and request is None:
                 note = LATER
-            if note == LATER or (again and request is None):
+            if note == LATER or (again and request is None and adapter_id in in_use):
                 self._suspected[adapter_id] = again
             if self._found(adapter_id, value, note):
                 changed.add(adapter_id)

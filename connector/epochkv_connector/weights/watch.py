@@ -140,8 +140,8 @@ class Watch:
         value: 32 bytes; None: unknown.
         told: (`value`, why it is None). Any thread.
         calling_since: the workers are in a call that may write to the weights. Any thread.
-        awaits: it is not known whether the ranks of the domain still hold what they did, and their next pass tells: no request may be
-            let in before.
+        awaits: no request may be let in before the next pass of the domain's ranks tells what they hold, or before an encoder's older
+            outputs are used no more.
         number: of the last question that the ranks have answered.
         seconds: what it took.
         overwritten: what the domain held before a rank was last written to without a call; whoever has taken it in sets it to None.
@@ -194,6 +194,7 @@ class Watch:
         self._confirmed = False  # nothing has happened since `value` was seen
         self._heard = 0  # changes of what other ranks say
         self._patience = 0.0  # until then nobody is let in; 0.0: nobody waits
+        self._drained_at = 0.0  # until then nobody is let in, so that nobody refers to an encoder's outputs; 0.0: they do not matter
         self._silent: list[tuple[int, ...]] = []  # changes without a call, by rank, and what was named before
         self._last = b""
         self.overwritten: bytes | None = None
@@ -380,6 +381,7 @@ class Watch:
     def before_schedule(self) -> None:
         """Afterwards `value` is what the ranks hold, or None. Ahead of each `schedule()` of vLLM (`executor.join`)."""
         now = self._clock()
+        awaited, self.awaits = self.awaits, False  # an error of ours keeps nobody out
         idle = now - self._scheduled_at > IDLE_SECONDS
         if self._ranks.num_writes != self._writes:
             self._writes = self._ranks.num_writes
@@ -398,9 +400,11 @@ class Watch:
             self._name(self._waiting, "the encoder's older outputs were dropped")
         if idle:
             self._confirmed = False
-            if not self.awaits or now > self._scheduled_at + PATIENCE_SECONDS:  # else the same requests wait, and passes take long
+            if not awaited or now > self._scheduled_at + PATIENCE_SECONDS:  # else the same requests wait, and passes take long
                 self._patience = 0.0
         self._follow_domain()
+        self._drained_at = self._drained_at or now + PATIENCE_SECONDS if self._waiting is not None else 0.0
+        self.awaits = self.awaits or now < self._drained_at  # else new requests refer to newer outputs all the time
         if self._confirmed:  # a request is let in; what a pass has told may be old again before one is
             self._patience = 0.0
         if self.value is None:

@@ -390,14 +390,6 @@ class LoadTasks:
     def open(self) -> list[LoadTask]:
         return self._rank.tasks(LoadTask, Stage.QUEUED, Stage.COPYING)
 
-    def invalidate(self, request_id: str) -> bool:
-        """Fail the load of this request. False: there is none under way."""
-        for load in self.open():
-            if load.job.request_id == request_id and not load.job.prefetch:
-                self.fail(load, "invalidated", "invalidated while under way")
-                return True
-        return False
-
     def cancel(self, job_id: int) -> None:
         """Nobody waits for this prefetch any more: begin no further store call for it."""
         with self._rank.changed:

@@ -125,8 +125,8 @@ class JobRunner:
             self._saves.agree(job_id)
         for job_id in step.refused:
             self._saves.refuse(job_id)
-        for request_id in step.invalidated:
-            self._invalidate(request_id)
+        with self._rank.changed:
+            self._invalidated += step.invalidated  # no rank has a load of these any more, or was told of one
         for job_id in step.cancelled:
             self._loads.cancel(job_id)
         for load in step.loads:
@@ -167,12 +167,6 @@ class JobRunner:
         report.finished_recving.update(invalidated)
         report.failed_recving.update(invalidated)
         return report
-
-    def _invalidate(self, request_id: str) -> None:
-        """Report once more, finished and failed; a load of it that is still under way makes that report itself."""
-        if not self._loads.invalidate(request_id):
-            with self._rank.changed:
-                self._invalidated.append(request_id)
 
     def unreleased(self) -> list[int]:
         """Jobs that were acknowledged with busy slots, and no more since."""

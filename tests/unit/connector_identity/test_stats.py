@@ -145,7 +145,7 @@ def test_what_the_workers_count_has_a_series() -> None:
     assert len(counted) > 7
     assert {name for name in counted if metrics.COUNTER_OF.find(f"worker_{name}") is None} == set()
     reasons = literals("worker", r'JobFailed\("(\w+)"') | literals("worker", r'fail(?:_copy|_put)?\((?:load|save|)(?:, )?"(\w+)"')
-    assert {"deadline", "no_store", "invalidated", "shutdown", "error", "slot_busy"} <= reasons
+    assert {"deadline", "no_store", "shutdown", "error", "slot_busy"} <= reasons
     listed = {family.name: set(family.values) for family in metrics.COUNTERS}
     assert reasons - {"stale", "overtaken"} <= listed["load_failures"]
     assert reasons - {"stale"} <= listed["save_failures"]

@@ -350,9 +350,10 @@ def test_while_they_are_in_use_nothing_is_named_and_nothing_is_read_again() -> N
     world.push("b")
     assert world.step() == ["ask", "clear", ("hold", None, ENCODING)]
     assert world.step(0.01) == ["clear"]
+    assert world.watch.awaits, "new requests would refer to newer outputs all the time"
     world.encoder_free = True
     assert world.step(0.01) == ["clear", ("hold", digest_of_one("b"))]
-    assert world.step(0.01) == []
+    assert (world.step(0.01), world.watch.awaits) == ([], False)
 
 
 @pytest.mark.parametrize("model", ["its passes", "a push past vLLM", "writes between many steps", "pushes"])

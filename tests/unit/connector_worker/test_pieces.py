@@ -63,10 +63,7 @@ def test_every_block_arrives_and_no_slot_is_used_before_its_copy_is_over(store: 
     assert rig.worker.stats()["held_slots"] == 0
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots_and_never_comes_if_the_load_fails(
-    store: ObedientStore, fails: bool
-) -> None:
+def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots(store: ObedientStore) -> None:
     rig = filled(store)
     store.policy = lambda kind, transfers: None
     rig.step(loads=[long_load()])
@@ -77,15 +74,8 @@ def test_the_next_piece_waits_until_the_store_lets_go_of_the_slots_and_never_com
         rig.collect(0.001)
     assert store.open == [first], "its buffers are still the store's"
     store.policy = lambda kind, transfers: StoreOutcome.OK
-    if fails:
-        rig.step(invalidated=["r1"])
-        assert rig.until_acked(1, Phase.LOADED).busy_slots == (0, 1, 2)
     store.release(first)
-    assert rig.until_acked(1, Phase.LOADED).failed is fails
-    if fails:
-        rig.until_acked(1, Phase.RELEASED)
-        assert len(store.seen) == 1
-        assert (rig.finished, rig.failed) == ({"r1": 1}, {"r1": 1})
+    assert not rig.until_acked(1, Phase.LOADED).failed
 
 
 def test_what_has_arrived_is_copied_while_the_rest_is_fetched(store: ObedientStore) -> None:
@@ -110,7 +100,7 @@ def test_what_has_arrived_is_copied_while_the_rest_is_fetched(store: ObedientSto
 
 
 @pytest.mark.parametrize("num_slots", [2, BLOCKS])
-@pytest.mark.parametrize("end", ["fetch", "invalidation", "sleep", "deadline", "shutdown"])
+@pytest.mark.parametrize("end", ["fetch", "sleep", "deadline", "shutdown"])
 def test_a_load_that_fails_while_a_part_is_copied_ends_with_it(
     store: ObedientStore, monkeypatch: pytest.MonkeyPatch, end: str, num_slots: int
 ) -> None:
@@ -125,8 +115,6 @@ def test_a_load_that_fails_while_a_part_is_copied_ends_with_it(
     match end:
         case "fetch":
             store.answer(request, StoreOutcome.TRANSFER)
-        case "invalidation":
-            rig.step(invalidated=["r1"])
         case "sleep":
             assert rig.worker.settle_for_sleep(0.1) == 1
         case "shutdown":

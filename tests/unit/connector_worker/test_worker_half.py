@@ -211,14 +211,6 @@ def test_invalidated_ids_are_reported_once_more_and_only_once(store: ObedientSto
     report = rig.collect()
     assert report.finished_recving == report.failed_recving == {"a", "b"}
     assert rig.collect() == (set(), set(), [])
-    # Should a load of that request still be under way, its own report is the only one.
-    store.policy = lambda kind, transfers: None
-    rig.step(loads=[load(1, [move(8, 5, 30, Tier.STORE)], NAMESPACE)])
-    rig.step(invalidated=["r1"])
-    rig.until_acked(1, Phase.LOADED)
-    for _ in range(3):
-        rig.collect()
-    assert (rig.finished["r1"], rig.failed["r1"]) == (1, 1)
 
 
 def test_jobs_without_a_store_or_a_registration_fail(store: ObedientStore) -> None:
